@@ -105,7 +105,7 @@ class LLM(ScoringMethods):
             verify=chosen.verify,
             mesh=self.mesh,
         )
-        loaded, self.max_model_len = loaded.for_length(chosen.max_model_len)
+        loaded, self.max_model_len = loaded.for_length(chosen.max_model_len, has_policy=chosen.kv_policy is not None)
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
         self.answer_format = AnswerFormat(self.tokenizer, chosen.tool_parser)
         self.params = loaded.params

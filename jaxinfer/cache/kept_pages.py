@@ -1,8 +1,11 @@
 """Which pages the tokens of a pass attend to under a policy that keeps sinks and a window: shorter page tables.
 
 Kernels take causality from a key's place in the page table. A table without the dropped pages, and a length without
-their tokens, is all that a kernel needs; positions of rotations are those of the whole sequence.
+their tokens, is all that a kernel needs; positions of rotations are those of the whole sequence. Only beyond the length
+that a model was trained for, sinks are moved (`moved_sinks`).
 """
+
+from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -10,26 +13,42 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxinfer.cache.moved_sinks import MovedSinks
 from jaxinfer.cache.paged import PagedCache, PageTables, attend_ragged
 from jaxinfer.cache.policies import KeptPages
+from jaxinfer.models import ModelConfig
+from jaxinfer.models.rope import inverse_frequencies
 from pallas_kernels.paged_attention.specs import SHORT_QUERIES
 
 
-class Pieces(NamedTuple):
-    """N parts of sequences, each within a page, as a ragged batch: page tables int32 [N, P] of each group; starts,
-    lengths and kv_lengths int32 [N]. Unused ones have length 0."""
+class KeptView(NamedTuple):
+    """What S sequences attend to: page tables int32 [S, P] of each group, kv_lengths int32 [S], and by layer the sinks
+    that are moved; none where sequences are no longer than the model's."""
 
     page_tables: PageTables
+    kv_lengths: jax.Array
+    moved: dict[int, MovedSinks]
+
+
+class Pieces(NamedTuple):
+    """N parts of sequences, each within a page, as a ragged batch: starts and lengths int32 [N], and what each attends
+    to. Unused ones have length 0."""
+
     starts: jax.Array
     lengths: jax.Array
-    kv_lengths: jax.Array
+    view: KeptView
 
 
-def kept_tables(
-    kept: KeptPages, page_tables: PageTables, positions: jax.Array, lengths: jax.Array
-) -> tuple[PageTables, jax.Array]:
-    """Page tables int32 [S, P] of what the tokens at `positions` int32 [S] attend to, and how many keys that are once
-    `lengths` int32 [S] tokens from there on are stored, all in the page of the first.
+def kept_view(
+    kept: KeptPages,
+    config: ModelConfig,
+    cache: PagedCache,
+    page_tables: PageTables,
+    positions: jax.Array,
+    lengths: jax.Array,
+) -> KeptView:
+    """What the `lengths` int32 [S] tokens from `positions` int32 [S] on attend to once they are stored; those of a
+    sequence lie in one page.
 
     `page_tables` int32 [S, pages of a sequence] are whole; entries of dropped pages may be anything.
     """
@@ -37,9 +56,32 @@ def kept_tables(
     num_dropped = jnp.maximum(page - kept.num_window - kept.num_sinks, 0)
     column = jnp.arange(min(kept.num_columns, page_tables[0].shape[1]))
     columns = jnp.where(column < kept.num_sinks, column, column + num_dropped[:, None])
-    tables = tuple(jnp.take_along_axis(table, columns, axis=1, mode="clip") for table in page_tables)
-    kv_lengths = positions + lengths - num_dropped * kept.page_size
-    return tables, jnp.where(lengths > 0, kv_lengths, 0)
+    tables = [jnp.take_along_axis(table, columns, axis=1, mode="clip") for table in page_tables]
+    kv_lengths = jnp.where(lengths > 0, positions + lengths - num_dropped * kept.page_size, 0)
+    if kept.trained is None:
+        return KeptView(tuple(tables), kv_lengths, {})
+    is_beyond = (page + 1) * kept.page_size > kept.trained
+    shifts = jnp.where(is_beyond & (lengths > 0), num_dropped * kept.page_size, 0)
+    layers = [layer for layer in config.cached_layers if config.window(layer) is None]
+    group = cache.group_of(layers[0])
+    sources = tables[group][:, : kept.num_sinks]
+    num_pages = jax.tree.leaves(cache.layers[layers[0]])[0].shape[0]
+    own = num_pages - sources.size + jnp.arange(sources.size, dtype=jnp.int32).reshape(sources.shape)
+    is_moved = shifts[:, None] > 0
+    tables[group] = tables[group].at[:, : kept.num_sinks].set(jnp.where(is_moved, own, sources))
+    targets = jnp.where(is_moved, own, num_pages)
+    moved = {layer: MovedSinks(sources, targets, *_rotation(config, layer, shifts)) for layer in layers}
+    return KeptView(tuple(tables), kv_lengths, moved)
+
+
+def _rotation(config: ModelConfig, layer: int, shifts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 [S, rotary_dim / 2], of a layer's rotation by `shifts` int32 [S] tokens."""
+    rope = config.rope_of(layer)
+    if rope is None:
+        nothing = jnp.zeros((shifts.shape[0], 0))
+        return nothing, nothing
+    angles = shifts[:, None].astype(jnp.float32) * inverse_frequencies(rope)[0]
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def room_in_page(kept: KeptPages, positions: jax.Array) -> jax.Array:
@@ -49,6 +91,8 @@ def room_in_page(kept: KeptPages, positions: jax.Array) -> jax.Array:
 
 def pieces(
     kept: KeptPages,
+    config: ModelConfig,
+    cache: PagedCache,
     page_tables: PageTables,
     token_slots: jax.Array,
     query_starts: jax.Array,
@@ -67,15 +111,13 @@ def pieces(
     is_real = (token_slots < num_slots) & (offset < lengths[slot])
     position = (ends - lengths)[slot] + offset
     is_first = is_real & ((offset == 0) | (position % kept.page_size == 0))
-    # A sequence of n rows lies in n / page_size pages and two more at most.
-    num_pieces = min(num_tokens, num_tokens // kept.page_size + 2 * num_slots)
+    num_pieces = kept.num_pieces(num_tokens, num_slots)
     number = jnp.where(is_real, jnp.cumsum(is_first) - 1, num_pieces)
     nothing = jnp.zeros(num_pieces, jnp.int32)
     starts = nothing.at[jnp.where(is_first, number, num_pieces)].set(row, mode="drop")
     counts = nothing.at[number].add(1, mode="drop")
-    owner = slot[starts]
-    tables, kv_lengths = kept_tables(kept, tuple(table[owner] for table in page_tables), position[starts], counts)
-    return Pieces(tables, jnp.where(counts > 0, starts, 0), counts, kv_lengths)
+    tables = tuple(table[slot[starts]] for table in page_tables)
+    return Pieces(starts, counts, kept_view(kept, config, cache, tables, position[starts], counts))
 
 
 def attend_to_pieces(
@@ -83,16 +125,17 @@ def attend_to_pieces(
 ) -> Any:
     """`attend_ragged` for the pieces of a step of `num_tokens` rows. A piece reads pages that earlier ones of the same
     pass write to."""
-    # As for prompts, with pages of few tokens too: the programs of decode append while others read.
-    longest = min(max(kept.page_size, SHORT_QUERIES + 1), num_tokens)
+    view = ragged.view
     return attend_ragged(
         cache,
-        ragged.page_tables,
+        view.page_tables,
         ragged.starts,
         ragged.lengths,
-        ragged.kv_lengths,
-        max_query_length=longest,
+        view.kv_lengths,
+        # With pages of few tokens too as for prompts: kernels for few append while others read.
+        max_query_length=min(max(kept.page_size, SHORT_QUERIES + 1), num_tokens),
         is_uniform=is_uniform,
         appends_first=True,
+        moved=view.moved,
         mesh=mesh,
     )

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
+from jaxinfer.cache.moved_sinks import MovedSinks, move_sinks
 from jaxinfer.cache.state import StateAttention, StateCache, StateOptions
 from jaxinfer.models import ModelConfig, check_divides
 from jaxinfer.models.indexer import Choice, attend_to_chosen
@@ -207,7 +208,7 @@ class PagedAttention:
     `cache` is the updated cache.
 
     `appends_first` is static: sequences may read pages that others of the same pass write to, so that all is stored
-    before anything is read.
+    before anything is read. `moved` are sinks of layers that are rotated first, to pages that `page_tables` list.
     """
 
     def __init__(
@@ -222,9 +223,10 @@ class PagedAttention:
         ancestors: jax.Array | None = None,
         is_uniform: bool = False,
         appends_first: bool = False,
+        moved: dict[int, MovedSinks] | None = None,
         mesh: Mesh | None = None,
     ):
-        self._before, self._layers = cache, list(cache.layers)
+        self._before, self._layers, self._moved = cache, list(cache.layers), moved or {}
         tables = _by_group(page_tables, cache)
         self._inputs = [_RaggedInputs(one, query_lengths, kv_lengths, query_starts, ancestors) for one in tables]
         self._options = (max_query_length, is_uniform, appends_first, mesh)
@@ -248,8 +250,9 @@ class PagedAttention:
         """The attention of one layer."""
         scales = scales_of_layer(self._before.scales, layer)
         group = self._before.group_of(layer)
+        inputs = self._inputs[group]._replace(moved=self._moved.get(layer))
         # A layer without attention has None for its pages, and does not call.
-        return LayerAttention(self._layers[layer], scales, self._inputs[group], self._schedules[group], *self._options)
+        return LayerAttention(self._layers[layer], scales, inputs, self._schedules[group], *self._options)
 
     def update(self, layer: int, state: Pages) -> None:
         """Takes over what a layer has stored."""
@@ -276,6 +279,7 @@ def attend_ragged(
     ancestors: jax.Array | None = None,
     is_uniform: bool = False,
     appends_first: bool = False,
+    moved: dict[int, MovedSinks] | None = None,
     max_deferred: int | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
@@ -286,7 +290,7 @@ def attend_ragged(
     """
     static: Any = {"max_query_length": max_query_length, "is_uniform": is_uniform}
     ragged = (query_starts, query_lengths, kv_lengths)
-    options: Any = {**static, "appends_first": appends_first, "mesh": mesh}
+    options: Any = {**static, "appends_first": appends_first, "moved": moved, "mesh": mesh}
     paged = PagedAttention(cache, page_tables, *ragged, ancestors=ancestors, **options)
     if cache.states is None:
         return paged
@@ -409,6 +413,7 @@ class _RaggedInputs(NamedTuple):
     kv_lengths: jax.Array
     query_starts: jax.Array
     ancestors: jax.Array | None = None
+    moved: MovedSinks | None = None
 
 
 def _attend(
@@ -422,8 +427,12 @@ def _attend(
     inputs: _RaggedInputs,
     schedule: Schedule,
 ):
-    if appends_first and schedule.implementation != "xla":  # kernels may write a page while they read it
+    moved = inputs.moved
+    # Kernels may write a page while they read it, and sinks may be new.
+    if appends_first and (schedule.implementation != "xla" or moved is not None):
         pages = _appended(schedule.spec, pages, k, v, inputs)
+    if moved is not None:
+        pages = move_sinks(pages, moved, k.shape[-2], k.shape[-1])
     return paged_attention(
         q,
         k,

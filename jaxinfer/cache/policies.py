@@ -1,7 +1,7 @@
 """Policies of a cache: which keys and values stay when a sequence grows. Plain Python: no JAX here.
 
-A policy is a property of an engine. What it drops, it drops at positions (where a page fills), so that an answer remains
-a function of its request: a token attends to the same keys alone or in a batch, in whichever chunk it is computed.
+A policy is a property of an engine. What it drops, it drops at positions (where a page fills), so that an answer is
+still a function of its request: a token attends to the same keys alone or in a batch, however its prompt is cut.
 """
 
 import re
@@ -33,19 +33,24 @@ class SinksWindow:
     def __str__(self) -> str:
         return f"sinks({self.sinks})+window({self.window})"
 
-    def pages(self, page_size: int) -> "KeptPages":
-        """What is kept of a cache with pages of so many tokens."""
-        return KeptPages(-(-self.sinks // page_size), -(-self.window // page_size), page_size)
+    def pages(self, page_size: int, trained: int | None = None) -> "KeptPages":
+        """What is kept of a cache with pages of so many tokens; `trained` as in `KeptPages`."""
+        return KeptPages(-(-self.sinks // page_size), -(-self.window // page_size), page_size, trained)
 
 
 @dataclass(frozen=True)
 class KeptPages:
     """The pages that a token of a sequence attends to: the first `num_sinks`, the last `num_window` before its own, and
-    its own; `page_size` is in tokens."""
+    its own; `page_size` is in tokens.
+
+    `trained` is the length, in tokens, that the model was trained for, if sequences may be longer. Tokens of pages that
+    end beyond it see the sinks right before the window: positions are those in the cache.
+    """
 
     num_sinks: int
     num_window: int
     page_size: int
+    trained: int | None = None
 
     @property
     def num_columns(self) -> int:
@@ -62,6 +67,15 @@ class KeptPages:
     def num_tokens(self) -> int:
         """Tokens that a token attends to, at most."""
         return self.num_columns * self.page_size
+
+    def num_pieces(self, num_tokens: int, num_slots: int) -> int:
+        """Parts within a page of a step of so many tokens, at most: n tokens of a sequence lie in n / page_size pages
+        and two more."""
+        return min(num_tokens, num_tokens // self.page_size + 2 * num_slots)
+
+    def num_scratch(self, num_tokens: int, num_slots: int) -> int:
+        """Pages for the moved sinks of such a step; none where no position is relative."""
+        return 0 if self.trained is None else self.num_sinks * max(self.num_pieces(num_tokens, num_slots), num_slots)
 
 
 def parse_policy(text: str) -> SinksWindow:

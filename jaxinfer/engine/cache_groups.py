@@ -25,6 +25,7 @@ class CacheGroup:
       window: tokens that a query of these layers sees, its own included; None for all.
       layers: their numbers. page_bytes: of one page in all of them, on a device.
       num_sinks: first pages of a sequence that are read beside the window, and so never given back.
+      num_scratch: pages after those of the pool, which programs use within a pass.
     """
 
     num_pages: int
@@ -32,6 +33,12 @@ class CacheGroup:
     layers: tuple[int, ...] = ()
     page_bytes: int = 0
     num_sinks: int = 0
+    num_scratch: int = 0
+
+    @property
+    def num_allocated(self) -> int:
+        """Pages of the arrays."""
+        return self.num_pages + self.num_scratch
 
     @property
     def name(self) -> str:
@@ -41,7 +48,7 @@ class CacheGroup:
 
     @property
     def pool_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        return self.num_allocated * self.page_bytes
 
     def first_needed(self, num_stored: int, page_size: int) -> int:
         """The first page, sinks apart, that is read by a token after `num_stored` others, or by any later one."""
@@ -79,7 +86,8 @@ class PoolSizes:
         its layers and the draft's. page_size: tokens of a page.
       max_seqs, max_model_len, prefill_chunk: of the engine. dispatch_tokens: that a dispatch may store of a decoding
         sequence.
-      sinks: of each group, the first pages of a sequence that stay beside the window; () for none.
+      sinks: of each group, the first pages of a sequence that stay beside the window; () for none. scratch: pages of
+        each group that programs use within a pass; () for none.
     """
 
     windows: Sequence[int | None]
@@ -90,6 +98,7 @@ class PoolSizes:
     prefill_chunk: int
     dispatch_tokens: int
     sinks: Sequence[int] = ()
+    scratch: Sequence[int] = ()
 
     def _sinks_of(self, window: int | None) -> int:
         return self.sinks[list(self.windows).index(window)] if self.sinks else 0
@@ -142,7 +151,9 @@ class PoolSizes:
 
     def bytes_of(self, first: int) -> int:
         """Of all pools where the first has so many pages."""
-        return sum(count * size for count, size in zip(self.pages(first), self.page_bytes, strict=True))
+        scratch = self.scratch or (0,) * len(self.windows)
+        counts = (count + extra for count, extra in zip(self.pages(first), scratch, strict=True))
+        return sum(count * size for count, size in zip(counts, self.page_bytes, strict=True))
 
     def fitting(self, num_bytes: int) -> int:
         """The most pages of the first group with which all groups fit; 0 if none do."""

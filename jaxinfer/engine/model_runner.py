@@ -77,7 +77,7 @@ class ModelRunner:
         self.memory = self._plan_pool(spec, available)
         self.spec = spec = spec.with_pages(self.memory.num_pages)
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
-        counts = tuple(group.num_pages for group in spec.groups)
+        counts = tuple(group.num_allocated for group in spec.groups)
         stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups
         self._cache = self._init_cache(spec.config, params, *stored)
         self._saved: StateCache | None = init_state_cache(spec.config, spec.num_saved_states, spec.dtype)

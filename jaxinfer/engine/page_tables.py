@@ -45,7 +45,7 @@ class PageTableRows:
 def copy_ids(copies: Sequence[PageCopy], groups: Sequence[CacheGroup], size: int) -> tuple[HostTables, HostTables]:
     """Sources and destinations int32 [size] of each group; unused entries copy nothing."""
     sources = tuple(np.zeros(size, np.int32) for _ in groups)
-    destinations = tuple(np.full(size, group.num_pages, np.int32) for group in groups)
+    destinations = tuple(np.full(size, group.num_allocated, np.int32) for group in groups)
     counts = [0] * len(groups)
     for group, source, destination in copies:
         place = counts[group]

@@ -10,8 +10,8 @@ def check_policy(
     config: ModelConfig, draft: Draft | None, num_devices: int, options: EngineOptions, kept: KeptPages | None
 ) -> None:
     """Raises ValueError, with the policy and what it cannot be combined with, for models with latent attention or
-    states, with a window that is longer than the policy's, for several devices, drafts by the model's own layers, and
-    sequences longer than the model's."""
+    states, without a layer that sees all tokens or with a window that is longer than the policy's, for several devices
+    and drafts by the model's own layers, and as `_check_positions`."""
     if kept is None:
         return
     name = f"kv_policy={options.kv_policy!r}"
@@ -23,11 +23,30 @@ def check_policy(
         raise ValueError(f"{name} runs on one device, not {num_devices}")
     if isinstance(draft, LayersDraft):
         raise ValueError(f"{name} cannot be combined with draft='layers:{draft.num_layers}': use a model or 'ngram'")
+    windows = [window for window in map(config.window, config.attention_layers) if window is not None]
+    if len(windows) == len(config.attention_layers):
+        raise ValueError(f"{name}: all layers of {config.architecture} have a window already, of {max(windows)} tokens")
     size = kept.num_window * kept.page_size
-    if longer := [window for window in config.sliding_windows if window is not None and window > size]:
-        raise ValueError(f"{name} keeps {size} tokens, fewer than the model's own window of {max(longer)}")
-    if options.max_model_len is not None and options.max_model_len > config.max_length:
-        raise ValueError(
-            f"{name}: max_model_len={options.max_model_len} is more than the {config.max_length} tokens that "
-            f"{config.architecture} was trained for"
-        )
+    if windows and max(windows) > size:
+        raise ValueError(f"{name} keeps {size} tokens, fewer than the model's own window of {max(windows)}")
+    if kept.trained is not None:
+        _check_positions(config, name, kept)
+
+
+def _check_positions(config: ModelConfig, name: str, kept: KeptPages) -> None:
+    """Raises ValueError for sequences longer than the model's where what a token attends to is longer too, and where
+    a key cannot be moved by a rotation."""
+    name, limit = f"{name} with sequences of more than {kept.trained} tokens", kept.trained or 0
+    if kept.num_tokens > limit:
+        raise ValueError(f"{name}, for which {config.architecture} was trained, attends to {kept.num_tokens}")
+    if config.has_position_embedding:
+        raise ValueError(f"{name}: {config.architecture} has an embedding of each position, and no more of them")
+    if config.attention_chunk is not None:
+        raise ValueError(f"{name}: {config.architecture} attends within chunks of {config.attention_chunk}")
+    if config.is_qk_norm_after_rotation:
+        raise ValueError(f"{name}: {config.architecture} normalizes keys after their rotation")
+    for rope in config.ropes:
+        if rope.depends_on_length or rope.query_scale_beta is not None:
+            raise ValueError(f"{name}: rotations of kind {rope.kind!r} depend on the length of a sequence")
+    if config.query_temperature is not None:
+        raise ValueError(f"{name}: {config.architecture} scales queries by their position")

@@ -16,6 +16,7 @@ from jaxinfer.cache import PagedCache, StateCache, abstract_paged_cache, abstrac
 from jaxinfer.cache.policies import KeptPages
 from jaxinfer.engine.abstract_work import abstract_slots, outputs_together, placed, placed_params, shapes_of
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
+from jaxinfer.engine.layer_caches import LayerCache, layer_caches
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.policy_checks import check_policy
 from jaxinfer.engine.programs import ProgramModel
@@ -36,20 +37,6 @@ MIN_STEP_TOKENS = 32
 UNIFORM_STEP_TOKENS = 256  # of every step of a deterministic engine: bits may depend on the shape, so there is one
 DEFAULT_CHUNK = 512
 DRAFT_LENGTHS, NGRAM_LENGTHS = (2, 4, 8), (3, 7, 15)  # n-gram drafts are free, and accepted in long runs
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """Where one layer keeps its keys and values.
-
-    Attributes:
-      kind: "full", "window" (only the last `window` tokens are read), "latent" (keys that hold the values) or
-        "contiguous" (one page per slot), or with a policy "kept" (its pages only).
-      window: tokens that a query of the layer sees; None for all. With a policy, `KeptPages.window`.
-    """
-
-    kind: str
-    window: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,19 +170,15 @@ class EngineSpec:
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
         """The cache of each layer."""
-        if self.options.cache == "contiguous":
-            return (LayerCache("contiguous"),) * self.config.num_layers
-        if self.config.mla is not None:
-            return (LayerCache("latent"),) * self.config.num_layers
-        windows = (self.config.window(layer) for layer in range(self.config.num_layers))
-        whole = LayerCache("full") if self.kept_pages is None else LayerCache("kept", self.kept_pages.window)
-        return tuple(whole if window is None else LayerCache("window", window) for window in windows)
+        return layer_caches(self.config, self.options.cache == "contiguous", self.kept_pages)
 
     @cached_property
     def kept_pages(self) -> KeptPages | None:
         """The pages that `kv_policy` keeps in layers without a window; None for all."""
-        policy = self.options.policy
-        return None if policy is None else policy.pages(self.page_size)
+        if (policy := self.options.policy) is None:
+            return None
+        trained = self.config.max_length
+        return policy.pages(self.page_size, trained if self.max_model_len > trained else None)
 
     def num_seen(self, layer: int) -> int | None:
         """Tokens that a query of a layer sees, at most; None for all."""
@@ -226,20 +209,28 @@ class EngineSpec:
         """The rule for the numbers of pages."""
         scratch = max((tree.num_nodes for tree in self.trees), default=0) if self.draft is not None else 0
         tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + scratch
-        return PoolSizes(self.windows, self.group_page_bytes, self.page_size, self.max_seqs, *tokens, self._sinks)
+        kept = self._sinks, self._scratch
+        return PoolSizes(self.windows, self.group_page_bytes, self.page_size, self.max_seqs, *tokens, *kept)
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The groups of layers and their pools."""
         counts = self.pool_sizes.pages(self.num_pages)
         layers, sizes = self._layers_by_group, self.group_page_bytes
-        return tuple(map(CacheGroup, counts, self.windows, layers, sizes, self._sinks))
+        return tuple(map(CacheGroup, counts, self.windows, layers, sizes, self._sinks, self._scratch))
 
     @property
     def _sinks(self) -> tuple[int, ...]:
         """By group, the first pages of a sequence that stay."""
         kept = self.kept_pages
         return tuple(kept.num_sinks if kept and window == kept.window else 0 for window in self.windows)
+
+    @property
+    def _scratch(self) -> tuple[int, ...]:
+        """By group, the pages that programs use within a pass."""
+        kept = self.kept_pages
+        count = 0 if kept is None else kept.num_scratch(self.token_buckets[-1], self.max_seqs)
+        return tuple(count if num_sinks else 0 for num_sinks in self._sinks)
 
     @property
     def _layers_by_group(self) -> list[tuple[int, ...]]:
@@ -394,7 +385,7 @@ class EngineSpec:
     @cached_property
     def cache(self) -> PagedCache:
         """The model's pages and states."""
-        counts = tuple(group.num_pages for group in self.groups)
+        counts = tuple(group.num_allocated for group in self.groups)
         cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups)
         return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype))
 

@@ -1,6 +1,7 @@
 """One answer under `kv_policy`: alone and together, however prompts are cut, with prefix hits, preemption and drafts.
 
-Oracles: dense attention under a mask (tests/engine/dense_policy.py). Inverse tests plant faults, which must change answers.
+Oracle: dense attention under a mask (tests/engine/dense_policy.py). Inverse tests plant faults, which must change
+answers.
 """
 
 import random
@@ -22,12 +23,14 @@ from tests.tiny import TINY
 
 POLICY = "sinks(4)+window(16)"
 PAGE = 8
-KEPT = parse_policy(POLICY).pages(PAGE)
 WINDOWS = {"full": (None, None), "a window and full": (8, None, 16)}
-NUM_PROMPTS = 16
+LENGTHS = {"as trained": 512, "beyond": 48}  # what the model was trained for; sequences have up to 128 tokens
+MODELS = {f"{windows}, {length}": (WINDOWS[windows], LENGTHS[length]) for windows in WINDOWS for length in LENGTHS}
+QUICK = "a window and full, beyond"
+NUM_PROMPTS = 12
 PROMPTS = random_prompts(NUM_PROMPTS - 3, 70, seed=7)
 PROMPTS += [PROMPTS[0][:30] + prompt for prompt in random_prompts(3, 50, seed=8)]
-PARAMS = [replace(mixed_params(number), max_tokens=12 + 2 * number) for number in range(NUM_PROMPTS)]
+PARAMS = [replace(mixed_params(number), max_tokens=12 + 3 * number) for number in range(NUM_PROMPTS)]
 PARAMS[9] = replace(PARAMS[9], n=3, temperature=0.8, seed=5)  # two answers share the prompt of the first
 OPTIONS = {
     "max_seqs": 8,
@@ -54,15 +57,19 @@ DRAFTS = {
 }
 
 
-def model_of(windows: tuple[int | None, ...], seed: int = 5):
-    config = replace(TINY, num_layers=len(windows), sliding_windows=windows, max_position_embeddings=512)
+def model_of(windows: tuple[int | None, ...], length: int = 512, seed: int = 5):
+    config = replace(TINY, num_layers=len(windows), sliding_windows=windows, max_position_embeddings=length)
     params = init_params(config, jax.random.key(seed))
     return config, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params)
 
 
-@pytest.fixture(scope="module", params=quick(WINDOWS, "a window and full"))
+@pytest.fixture(scope="module", params=quick(MODELS, QUICK))
 def model(request):
-    return model_of(WINDOWS[request.param])
+    return model_of(*MODELS[request.param])
+
+
+def kept_of(model):
+    return parse_policy(POLICY).pages(PAGE, model[0].max_length if model[0].max_length < 128 else None)
 
 
 def open_llm(model, **options) -> LLM:
@@ -83,7 +90,7 @@ def expected(model):
         return [answers(llm, [number])[0] for number in range(NUM_PROMPTS)]
 
 
-def dense_choices(model, pairs, kept=KEPT):
+def dense_choices(model, pairs, kept):
     """What the sampler chooses from dense attention, after each (number, answer)."""
     config, params = model
     found = []
@@ -100,10 +107,14 @@ def dense_choices(model, pairs, kept=KEPT):
 
 def test_alone_is_what_dense_attention_under_a_mask_gives(model, expected):
     pairs = [(number, found[0]) for number, found in enumerate(expected)]
-    assert dense_choices(model, pairs) == [tokens for _, tokens in pairs]
-    assert len({str(one) for one in expected}) > 12  # different enough to tell a mistake
-    one_more = replace(KEPT, num_window=KEPT.num_window + 1)
-    assert dense_choices(model, pairs, one_more) != [tokens for _, tokens in pairs]
+    kept = kept_of(model)
+    assert dense_choices(model, pairs, kept) == [tokens for _, tokens in pairs]
+    assert len({str(one) for one in expected}) > 9  # different enough to tell a mistake
+    one_more = replace(kept, num_window=kept.num_window + 1)
+    assert dense_choices(model, pairs[:4], one_more) != [tokens for _, tokens in pairs[:4]]
+    if kept.trained is not None:
+        at_their_own = replace(kept, trained=None)
+        assert dense_choices(model, pairs[:4], at_their_own) != [tokens for _, tokens in pairs[:4]]
 
 
 def check_everything(llm: LLM, expected) -> None:

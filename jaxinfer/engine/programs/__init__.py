@@ -15,7 +15,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxinfer import parallel
-from jaxinfer.cache import KVScales, attend_as_stored
+from jaxinfer.cache import KVScales, PagedCache, PageTables, attend_as_stored
+from jaxinfer.cache.kept_pages import KeptView, kept_view
 from jaxinfer.cache.policies import KeptPages
 from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
 from jaxinfer.sampling import (
@@ -53,6 +54,13 @@ class ProgramModel:
         axis = None if self.mesh is None else parallel.axis_of(self.mesh, "expert")
         over = None if self.mesh is None or axis is None else (self.mesh, axis)
         return bind(self.config, jax.tree.unflatten(self.structure, weights), over)
+
+    def view(self, cache: PagedCache, page_tables: PageTables, positions: jax.Array, lengths: jax.Array) -> KeptView:
+        """What `lengths` int32 [S] new tokens at `positions` int32 [S] on attend to, each sequence's in one page where
+        the policy drops pages; called while tracing."""
+        if self.kept is None:
+            return KeptView(page_tables, positions + lengths, {})
+        return kept_view(self.kept, self.config, cache, page_tables, positions, lengths)
 
 
 @lru_cache(maxsize=64)

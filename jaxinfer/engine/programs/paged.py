@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache import PagedCache, PageTables, StateCache, attend_ragged
-from jaxinfer.cache.kept_pages import attend_to_pieces, kept_tables, pieces
+from jaxinfer.cache.kept_pages import attend_to_pieces, pieces
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.grammar.device import GrammarTables
@@ -208,7 +208,7 @@ def step(
             cache, work.page_tables, rows.query_starts, lengths, ends, is_uniform=is_uniform, mesh=model.mesh
         )
     else:
-        ragged = pieces(kept, work.page_tables, work.token_slots, rows.query_starts, lengths, ends)
+        ragged = pieces(kept, model.config, cache, work.page_tables, work.token_slots, rows.query_starts, lengths, ends)
         attend = attend_to_pieces(cache, kept, ragged, num_tokens, is_uniform=is_uniform, mesh=model.mesh)
     hidden = decoder(tokens, positions, attend)
     last = jnp.clip(rows.query_starts + lengths - 1, 0, num_tokens - 1)
@@ -288,10 +288,9 @@ def decode(
     def one_step(cache: PagedCache, slots: Slots) -> tuple[PagedCache, Slots, StepOutput]:
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
-        page_tables, kv_lengths = work.page_tables, slots.positions + lengths
-        if model.kept is not None:
-            page_tables, kv_lengths = kept_tables(model.kept, page_tables, slots.positions, lengths)
-        attend = attend_ragged(cache, page_tables, rows, lengths, kv_lengths, max_query_length=1, mesh=model.mesh)
+        view = model.view(cache, work.page_tables, slots.positions, lengths)
+        options: Any = {"max_query_length": 1, "moved": view.moved, "mesh": model.mesh}
+        attend = attend_ragged(cache, view.page_tables, rows, lengths, view.kv_lengths, **options)
         hidden = decoder(slots.tokens, slots.positions, attend)
         samples = _sample(
             decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.cache import PagedCache, PageTables, attend_ragged
-from jaxinfer.cache.kept_pages import kept_tables, room_in_page
+from jaxinfer.cache.kept_pages import room_in_page
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.paged import (
@@ -214,18 +214,17 @@ def verify(
     ancestors = None
     if tree.max_width > 1:
         ancestors = jnp.pad(jnp.tile(jnp.asarray(tree.ancestors), num_slots), (0, padding))
-    page_tables, kv_lengths = rows.page_tables, rows.positions + proposal.num_nodes
-    if model.kept is not None:
-        page_tables, kv_lengths = kept_tables(model.kept, page_tables, rows.positions, proposal.num_nodes)
+    view = model.view(cache, rows.page_tables, rows.positions, proposal.num_nodes)
     attend = attend_ragged(
         cache,
-        page_tables,
+        view.page_tables,
         num_nodes * jnp.arange(num_slots, dtype=jnp.int32),
         proposal.num_nodes,
-        kv_lengths,
+        view.kv_lengths,
         max_query_length=None if drafter.is_uniform else num_nodes,
         ancestors=ancestors,
         is_uniform=drafter.is_uniform,
+        moved=view.moved,
         max_deferred=num_nodes,
         mesh=model.mesh,
     )
