@@ -30,6 +30,7 @@ QUICK = "a window and full, beyond"
 NUM_PROMPTS = 12
 PROMPTS = random_prompts(NUM_PROMPTS - 3, 70, seed=7)
 PROMPTS += [PROMPTS[0][:30] + prompt for prompt in random_prompts(3, 50, seed=8)]
+MAX_TOKENS = 12 + 3 * NUM_PROMPTS
 PARAMS = [replace(mixed_params(number), max_tokens=12 + 3 * number) for number in range(NUM_PROMPTS)]
 PARAMS[9] = replace(PARAMS[9], n=3, temperature=0.8, seed=5)  # two answers share the prompt of the first
 OPTIONS = {
@@ -93,15 +94,15 @@ def expected(model):
 def dense_choices(model, pairs, kept):
     """What the sampler chooses from dense attention, after each (number, answer)."""
     config, params = model
-    found = []
+    found, rows = [], np.arange(MAX_TOKENS)
     for number, tokens in pairs:
         row = ([*PROMPTS[number], *tokens] + [0] * 128)[:128]
         logits = np.asarray(dense_logits(config, params, kept, np.array(row)))
-        positions = len(PROMPTS[number]) + np.arange(len(tokens), dtype=np.int32)
-        batch = make_batch([SamplingRow(PARAMS[number], PARAMS[number].seed or 0)] * len(tokens), config.vocab_size)
-        parts = [tokens[:k] for k in range(len(tokens))]
-        state = make_state([PROMPTS[number]] * len(tokens), config.vocab_size, parts)
-        found.append(jax.jit(sample)(logits[positions - 1], positions, batch, state).tokens.tolist())
+        positions = np.minimum(len(PROMPTS[number]) + rows, 127).astype(np.int32)  # those after the answer do not count
+        batch = make_batch([SamplingRow(PARAMS[number], PARAMS[number].seed or 0)] * MAX_TOKENS, config.vocab_size)
+        state = make_state([PROMPTS[number]] * MAX_TOKENS, config.vocab_size, [tokens[:k] for k in rows])
+        chosen = jax.jit(sample)(logits[positions - 1], positions, batch, state).tokens
+        found.append(chosen.tolist()[: len(tokens)])
     return found
 
 
@@ -132,14 +133,14 @@ def check_everything(llm: LLM, expected) -> None:
         assert answers(llm, range(4)) == expected[:4]
     assert (scheduler.counters.reused_tokens > reused + 60) == llm.engine.spec.reuses_prefixes
     spare, scheduler._num_spare = scheduler._num_spare, lambda: [0] * len(scheduler.pools.all)  # admits too many
+    preempted = scheduler.counters.num_preemptions
     for index, pool in enumerate(scheduler.pools.all):
         least = scheduler.pools.least_pages(128)[index]
         pool.drop_idle()
         hidden = pool.allocate(pool.num_available - least - 1)
-        preempted = scheduler.counters.num_preemptions
         assert answers(llm, everything) == expected, scheduler.pools.groups[index].name
-        assert scheduler.counters.num_preemptions > preempted
         pool.release(hidden)
+    assert scheduler.counters.num_preemptions > preempted
     scheduler._num_spare = spare
     check_idle(llm)
 
