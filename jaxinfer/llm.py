@@ -105,7 +105,7 @@ class LLM(ScoringMethods):
             verify=chosen.verify,
             mesh=self.mesh,
         )
-        loaded, self.max_model_len = loaded.for_length(chosen.max_model_len)
+        loaded, self.max_model_len = loaded.for_length(chosen.max_model_len, has_policy=chosen.kv_policy is not None)
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
         self.answer_format = AnswerFormat(self.tokenizer, chosen.tool_parser)
         self.params = loaded.params
@@ -179,6 +179,9 @@ class LLM(ScoringMethods):
         taps = check_taps(self.config, as_names("taps", taps))
         if taps and self._lockstep is not None:
             raise ValueError(f"taps={list(taps)}: hidden states are for a model on one host")
+        if taps and self.engine.spec.kept_pages is not None:
+            policy = self.engine.spec.options.kv_policy
+            raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy={policy!r}")
         per_prompt = params_of_each(params, self.default_params, len(prompts))
         priorities = priorities_of_each(priority, len(prompts))
         requests = [

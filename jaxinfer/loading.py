@@ -72,12 +72,13 @@ class LoadedModel:
             return self.params, None
         return self.weights.with_copies()
 
-    def for_length(self, max_model_len: int | None) -> tuple["LoadedModel", int]:
+    def for_length(self, max_model_len: int | None, *, has_policy: bool = False) -> tuple["LoadedModel", int]:
         """The model made for prompts and answers of that many tokens (None: what it allows, at most 4,096).
 
-        Raises ValueError for more than the model declares, unless its positions stretch.
+        Raises ValueError for more than the model declares, unless its positions stretch, or are those in a cache that
+        has a policy.
         """
-        config, length = for_length(self.config, max_model_len)
+        config, length = for_length(self.config, max_model_len, has_policy=has_policy)
         return replace(self, config=config), length
 
 
@@ -160,13 +161,15 @@ def _resolved(dtype: str) -> str:
     return "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
 
 
-def for_length(config: ModelConfig, max_model_len: int | None) -> tuple[ModelConfig, int]:
+def for_length(config: ModelConfig, max_model_len: int | None, *, has_policy: bool = False) -> tuple[ModelConfig, int]:
     """`LoadedModel.for_length` of a configuration."""
     allowed = config.max_length
     length = min(allowed, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
     stretches = any(rope.depends_on_length for rope in config.ropes) and not config.has_position_embedding
     if length > allowed and not stretches:
         config.for_length(length)  # which names a limit of its own
+        if has_policy:
+            return config, length
         raise ValueError(f"max_model_len={length} is more than the {allowed} tokens the model declares")
     return config.for_length(length), length
 

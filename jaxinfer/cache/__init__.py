@@ -13,21 +13,21 @@ from jaxinfer.cache.kv_dtype import (
     applied_scales,
     check_kv_dtype,
     check_rotated,
+    default_page_size,
     is_rotated,
     is_scaled,
     kv_dtype_name,
     stored_dtype,
 )
 from jaxinfer.cache.paged import (
-    PagedAttention,
     PagedCache,
     PageTables,
     abstract_paged_cache,
-    attend_ragged,
     init_paged_cache,
     move_tokens,
     page_bytes,
 )
+from jaxinfer.cache.ragged import PagedAttention, attend_ragged
 from jaxinfer.cache.state import (
     LayerState,
     StateAttention,
@@ -61,6 +61,7 @@ __all__ = [
     "check_kv_dtype",
     "check_rotated",
     "commit",
+    "default_page_size",
     "deferred_bytes",
     "init_cache",
     "init_paged_cache",

@@ -149,3 +149,10 @@ def _rows(config: ModelConfig, layers: Sequence[Any], name: str) -> np.ndarray:
             raise ValueError(f"{name} of layer {index} must be finite and positive, got {row.tolist()}")
         rows[index] = row
     return rows
+
+
+def default_page_size(platform: str, kv_dtype: str) -> int:
+    """Tokens of a page. The scales of a page and head, if any, must fill a copy of the GPU's kernel: 128 bytes."""
+    if platform == "tpu":
+        return 64
+    return 32 if platform == "gpu" and (kv_dtype == "int8" or is_rotated(kv_dtype)) else 16

@@ -66,7 +66,7 @@ def _text_type(hint: Any, about: Description) -> Any:
 ON_LOADING = ("tokenizer", "dtype", "quantize", "requantize", "quantization", "verify", "revision")
 
 
-@given(LLMOptions, (*ON_LOADING, "max_model_len", "kv_dtype"))
+@given(LLMOptions, (*ON_LOADING, "max_model_len", "kv_dtype", "kv_policy"))
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     model: str = option(

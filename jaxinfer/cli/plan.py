@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 
 NUM_LINES = 20  # of native code, printed after an error
 SHARED = (
-    *("dtype", "quantize", "requantize", "revision", "kv_dtype", "page_size", "prefill_chunk", "memory_fraction"),
+    *(
+        "dtype",
+        "quantize",
+        "requantize",
+        "revision",
+        "kv_dtype",
+        "kv_policy",
+        "page_size",
+        "prefill_chunk",
+        "memory_fraction",
+    ),
     *("draft", "num_draft_tokens"),
 )
 
@@ -144,10 +154,10 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     loading = {name: values[name] for name in ("dtype", "quantize", "requantize", "revision") if name in values}
     drafting = options.draft or alias_options(options.model).get("draft")
     config, params = load_shapes(options.model, **loading)
-    config, length = for_length(config, options.context)
+    config, length = for_length(config, options.context, has_policy="kv_policy" in values)
     if drafting is None and "num_draft_tokens" in values:
         raise UsageError(f"--num-draft-tokens {options.num_draft_tokens} needs --draft")
-    names = ("page_size", "prefill_chunk", "memory_fraction", "kv_dtype", "num_draft_tokens")
+    names = ("page_size", "prefill_chunk", "memory_fraction", "kv_dtype", "kv_policy", "num_draft_tokens")
     engine_options = EngineOptions(
         max_model_len=length,
         max_seqs=options.max_seqs,

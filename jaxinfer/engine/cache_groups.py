@@ -4,6 +4,8 @@ A group are the layers with the same window, or all those without one. A sequenc
 in which page i holds tokens i * page_size and on. With a window, the pages behind it are given back, so that a sequence
 holds at most the window and what is still to be confirmed, however long it is.
 
+A policy that keeps the first tokens of a sequence beside a window makes a group with `num_sinks` pages, which stay.
+
 A group that keeps something else than pages of tokens (a state of fixed size) differs in one rule: what must be there
 before a sequence can go on after `num_stored` tokens, `first_needed`.
 """
@@ -22,38 +24,52 @@ class CacheGroup:
       num_pages: the pool, null page included.
       window: tokens that a query of these layers sees, its own included; None for all.
       layers: their numbers. page_bytes: of one page in all of them, on a device.
+      num_sinks: first pages of a sequence that are read beside the window, and so never given back.
+      num_scratch: pages after those of the pool, which programs use within a pass.
     """
 
     num_pages: int
     window: int | None = None
     layers: tuple[int, ...] = ()
     page_bytes: int = 0
+    num_sinks: int = 0
+    num_scratch: int = 0
+
+    @property
+    def num_allocated(self) -> int:
+        """Pages of the arrays."""
+        return self.num_pages + self.num_scratch
 
     @property
     def name(self) -> str:
-        """What people read: "full" or "window of 128"."""
-        return "full" if self.window is None else f"window of {self.window:,}"
+        """What people read: "full", "window of 128" or "sinks and window of 1,025"."""
+        sinks = "sinks and " if self.num_sinks else ""
+        return "full" if self.window is None else f"{sinks}window of {self.window:,}"
 
     @property
     def pool_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        return self.num_allocated * self.page_bytes
 
     def first_needed(self, num_stored: int, page_size: int) -> int:
-        """The first page that is read by a token after `num_stored` others, or by any later one."""
+        """The first page, sinks apart, that is read by a token after `num_stored` others, or by any later one."""
         return 0 if self.window is None else max(num_stored + 1 - self.window, 0) // page_size
+
+    def sinks_before(self, first: int) -> int:
+        """Sinks among the pages before page `first`."""
+        return min(self.num_sinks, first)
 
     def least_pages(self, num_tokens: int, page_size: int) -> int:
         """Pages that a sequence of so many tokens holds at once, at least, if it is computed token by token."""
-        return most_pages(self.window, num_tokens, 1, page_size)
+        return most_pages(self.window, num_tokens, 1, page_size, self.num_sinks)
 
 
-def most_pages(window: int | None, num_tokens: int, num_ahead: int, page_size: int) -> int:
+def most_pages(window: int | None, num_tokens: int, num_ahead: int, page_size: int, num_sinks: int = 0) -> int:
     """Pages that a sequence of `num_tokens` tokens holds at once, of which `num_ahead` are stored or planned, but not
-    confirmed: those, and the window before the first of them, wherever they begin in a page."""
+    confirmed: those, and the window before the first of them, wherever they begin in a page, and the sinks."""
     every = -(-num_tokens // page_size)
     if window is None:
         return every
-    return min(every, (window - 1 + num_ahead + page_size - 2) // page_size + 1)
+    return min(every, num_sinks + (window - 1 + num_ahead + page_size - 2) // page_size + 1)
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,8 @@ class PoolSizes:
         its layers and the draft's. page_size: tokens of a page.
       max_seqs, max_model_len, prefill_chunk: of the engine. dispatch_tokens: that a dispatch may store of a decoding
         sequence.
+      sinks: of each group, the first pages of a sequence that stay beside the window; () for none. scratch: pages of
+        each group that programs use within a pass; () for none.
     """
 
     windows: Sequence[int | None]
@@ -79,6 +97,11 @@ class PoolSizes:
     max_model_len: int
     prefill_chunk: int
     dispatch_tokens: int
+    sinks: Sequence[int] = ()
+    scratch: Sequence[int] = ()
+
+    def _sinks_of(self, window: int | None) -> int:
+        return self.sinks[list(self.windows).index(window)] if self.sinks else 0
 
     @property
     def default(self) -> int:
@@ -95,13 +118,15 @@ class PoolSizes:
 
     def of_sequence(self, window: int | None) -> int:
         """Pages of a group that a decoding sequence of `max_model_len` tokens holds, at most."""
-        return most_pages(window, self.max_model_len, MAX_IN_FLIGHT * self.dispatch_tokens, self.page_size)
+        ahead = MAX_IN_FLIGHT * self.dispatch_tokens
+        return most_pages(window, self.max_model_len, ahead, self.page_size, self._sinks_of(window))
 
     @property
     def smallest(self) -> int:
         """Pages of the first group without which no sequence of `max_model_len` fits, the null page included."""
         ahead = max(self.prefill_chunk, self.dispatch_tokens)
-        return most_pages(self.windows[0], self.max_model_len, ahead, self.page_size) + 1
+        first = self.windows[0]
+        return most_pages(first, self.max_model_len, ahead, self.page_size, self._sinks_of(first)) + 1
 
     def pages(self, first: int) -> tuple[int, ...]:
         """Pages of each group where the first has so many, null pages included."""
@@ -126,7 +151,9 @@ class PoolSizes:
 
     def bytes_of(self, first: int) -> int:
         """Of all pools where the first has so many pages."""
-        return sum(count * size for count, size in zip(self.pages(first), self.page_bytes, strict=True))
+        scratch = self.scratch or (0,) * len(self.windows)
+        counts = (count + extra for count, extra in zip(self.pages(first), scratch, strict=True))
+        return sum(count * size for count, size in zip(counts, self.page_bytes, strict=True))
 
     def fitting(self, num_bytes: int) -> int:
         """The most pages of the first group with which all groups fit; 0 if none do."""

@@ -79,6 +79,7 @@ class Engine:
                 save_interval=self.spec.save_interval,
                 shuffle_seed=options.shuffle_seed,
                 window=self.spec.windows[0],
+                num_sinks=self.spec.groups[0].num_sinks,
                 more_groups=self.spec.groups[1:],
                 host_pools=self.runner.host_pages.sizes,
             ),

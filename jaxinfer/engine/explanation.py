@@ -126,6 +126,7 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "tokens that fit": (spec.num_pages - 1) * spec.page_size,
         **_bytes_per_token(spec),
         "bytes per page": spec.page_bytes,
+        **_describe_policy(spec),
         **_describe_windows(spec),
         "bytes": memory.pool_bytes,
         **_describe_states(engine),
@@ -251,6 +252,17 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
         if getattr(config, name) is not None:
             facts[name.replace("_", " ")] = getattr(config, name)
     return facts
+
+
+def _describe_policy(spec: EngineSpec) -> dict[str, Any]:
+    """What `kv_policy` keeps, in whole pages."""
+    if (kept := spec.kept_pages) is None:
+        return {}
+    text = f"{spec.options.policy}: pages of {kept.page_size} tokens, {kept.num_sinks} first, {kept.num_window} before "
+    text += f"a token's own; at most {kept.num_tokens:,} tokens attended to"
+    if kept.trained is not None:
+        text += f"; beyond {kept.trained:,} tokens, positions are those in the cache"
+    return {"policy": text}
 
 
 def _describe_windows(spec: EngineSpec) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class ModelRunner(CacheCopies):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh = spec.mesh
         self.placement = DevicePlacement(mesh)
-        self.model, self.weights = program_model(spec.config, params, mesh)
+        self.model, self.weights = program_model(spec.config, params, mesh, spec.kept_pages)
         self.device = self.weights[0].addressable_shards[0].device
         kind: Any = draft if isinstance(draft, NgramDraft) else None
         self.draft_weights: tuple[jax.Array, ...] = ()
@@ -80,7 +80,7 @@ class ModelRunner(CacheCopies):
         self.spec = spec = spec.with_pages(self.memory.num_pages)
         self.host_pages = HostPages(spec, host_pools(spec), mesh)
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
-        counts = tuple(group.num_pages for group in spec.groups)
+        counts = tuple(group.num_allocated for group in spec.groups)
         stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups
         self._cache = self._init_cache(spec.config, params, *stored)
         self._saved: StateCache | None = init_state_cache(spec.config, spec.num_saved_states, spec.dtype)
@@ -92,7 +92,7 @@ class ModelRunner(CacheCopies):
         slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
-        self._rows = PageTableRows(len(spec.groups), spec.max_seqs, spec.pages_per_sequence)
+        self._rows = PageTableRows(spec.groups, spec.max_seqs, spec.pages_per_sequence)
         self._sent_tables: PageTables | None = None  # what the device has, None where the host's are newer
         self._scorer = PromptScorer(spec.config.vocab_size, spec.max_seqs, self)
         self._scores = DeviceScorer(self.model, self.weights, self.placement)

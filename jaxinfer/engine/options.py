@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxinfer.options import option
 
 if TYPE_CHECKING:
+    from jaxinfer.cache.policies import SinksWindow
     from jaxinfer.speculative import Draft, TokenTree
 
 CACHES = ("paged", "contiguous")
@@ -124,6 +125,12 @@ class EngineOptions(SpeculationOptions):
         "scales) or int8_int4 (keys int8, values int4).",
         "DTYPE",
     )
+    kv_policy: str | None = _engine(
+        None,
+        "Which keys and values stay as a sequence grows: sinks(4)+window(1024) keeps the first and the last pages that "
+        "hold so many tokens. By default all.",
+        "POLICY",
+    )
     cache: str = _engine(
         "paged", "paged, or contiguous: one page of max_model_len tokens for each of max_seqs slots, for study.", "KIND"
     )
@@ -212,6 +219,13 @@ class EngineOptions(SpeculationOptions):
             for name in ("page_size", "num_pages", "num_saved_states"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}={getattr(self, name)!r} is for cache='paged' only")
+            if self.kv_policy is not None:
+                raise ValueError(f"kv_policy={self.kv_policy!r} drops pages: it is for cache='paged' only")
+        if self.policy is not None and self.draft_tree is not None:
+            raise ValueError(
+                f"kv_policy={self.kv_policy!r} cannot be combined with draft_tree={self.draft_tree}: drafts are "
+                f"chains; use num_draft_tokens"
+            )
         if self.deterministic and self.draft_tree is not None:
             raise ValueError(
                 f"deterministic=True cannot be combined with draft_tree={self.draft_tree}: the keys of a tree are "
@@ -227,6 +241,13 @@ class EngineOptions(SpeculationOptions):
         if not self.prefix_cache or self.cache != "paged":
             missing = "cache='contiguous'" if self.prefix_cache else "prefix_cache=False"
             raise ValueError(f"host_cache_gib={gib} holds cached beginnings: it cannot be combined with {missing}")
+
+    @property
+    def policy(self) -> "SinksWindow | None":
+        """`kv_policy`, parsed; None where nothing is dropped."""
+        from jaxinfer.cache.policies import parse_policy
+
+        return None if self.kv_policy is None else parse_policy(self.kv_policy)
 
     def check_draft(self, has_draft: bool) -> None:
         """Raises ValueError for an option that needs a draft where there is none."""

@@ -15,8 +15,9 @@ HostTables = tuple[np.ndarray, ...]
 class PageTableRows:
     """int32 [S, P] for each group: the pages of each slot's sequence, NULL_PAGE elsewhere."""
 
-    def __init__(self, num_groups: int, num_slots: int, pages_per_sequence: int):
-        self._tables = tuple(np.zeros((num_slots, pages_per_sequence), np.int32) for _ in range(num_groups))
+    def __init__(self, groups: Sequence[CacheGroup], num_slots: int, pages_per_sequence: int):
+        self._tables = tuple(np.zeros((num_slots, pages_per_sequence), np.int32) for _ in groups)
+        self._num_sinks = tuple(group.num_sinks for group in groups)
 
     def update(self, sequences: Iterable[SequenceState]) -> bool:
         """Lists the new pages of sequences with slots; returns whether there are any. Pages behind a window, which
@@ -25,11 +26,11 @@ class PageTableRows:
         for sequence in sequences:
             start, end = sequence.num_listed, len(sequence.pages)
             if start < end and sequence.slot is not None:
-                for table, pages, num_released in zip(
-                    self._tables, sequence.tables, sequence.num_released, strict=True
+                for table, pages, num_released, num_sinks in zip(
+                    self._tables, sequence.tables, sequence.num_released, self._num_sinks, strict=True
                 ):
                     table[sequence.slot, start:end] = pages[start:end]
-                    table[sequence.slot, :num_released] = NULL_PAGE
+                    table[sequence.slot, num_sinks:num_released] = NULL_PAGE
                 sequence.num_listed, is_changed = end, True
         return is_changed
 
@@ -44,7 +45,7 @@ class PageTableRows:
 def copy_ids(copies: Sequence[PageCopy], groups: Sequence[CacheGroup], size: int) -> tuple[HostTables, HostTables]:
     """Sources and destinations int32 [size] of each group; unused entries copy nothing."""
     sources = tuple(np.zeros(size, np.int32) for _ in groups)
-    destinations = tuple(np.full(size, group.num_pages, np.int32) for group in groups)
+    destinations = tuple(np.full(size, group.num_allocated, np.int32) for group in groups)
     counts = [0] * len(groups)
     for group, source, destination in copies:
         place = counts[group]

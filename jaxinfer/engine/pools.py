@@ -14,7 +14,8 @@ from jaxinfer.engine.request import SequenceState
 class PagePools:
     """A pool for each group. The tables of a sequence are equally long: page i of each holds the same tokens.
 
-    In a table, NULL_PAGE stands for the pages behind the window: the first `num_released` of the group.
+    In a table, NULL_PAGE stands for the pages behind the window: the first `num_released` of the group, but for the
+    sinks.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], page_size: int, shuffle_seed: int | None = None):
@@ -47,8 +48,12 @@ class PagePools:
         """By group, the pages that a sequence of `num_tokens` tokens needs, at least, if it shares the whole pages of
         the first `num_known`."""
         num_whole = num_known // self.page_size
-        pairs = zip(self.least_pages(num_tokens), self.first_needed(num_known), strict=True)
-        return [max(least - max(num_whole - first, 0), 0) for least, first in pairs]
+        least = self.least_pages(num_tokens)
+        shared = (
+            max(num_whole - first, 0) + group.sinks_before(min(first, num_whole))
+            for group, first in zip(self.groups, self.first_needed(num_known), strict=True)
+        )
+        return [max(count - known, 0) for count, known in zip(least, shared, strict=True)]
 
     def num_spare(self, running: Sequence[SequenceState]) -> list[int]:
         """By group, pages that sequences which run will need soon: the rest of their prompts, and one for the next
@@ -70,7 +75,8 @@ class PagePools:
 
     def num_held(self, sequence: SequenceState, group: int) -> int:
         """Pages of a group that a sequence owns."""
-        return len(sequence.tables[group]) - sequence.num_released[group]
+        num_released = sequence.num_released[group]
+        return len(sequence.tables[group]) - num_released + self.groups[group].sinks_before(num_released)
 
     def share_beginning(self, sequence: SequenceState, num_tokens: int) -> list[list[int]] | None:
         """Tables of a sequence's pages, shared now, that hold its first tokens; None where its windows are beyond."""
@@ -78,9 +84,10 @@ class PagePools:
         if any(released > first for released, first in zip(sequence.num_released, first_needed, strict=True)):
             return None
         tables = []
-        for pool, table, first in zip(self.all, sequence.tables, first_needed, strict=True):
-            pool.share(table[first:end])
-            tables.append([NULL_PAGE] * first + table[first:end])
+        for group, pool, table, first in zip(self.groups, self.all, sequence.tables, first_needed, strict=True):
+            sinks = table[: min(group.sinks_before(first), end)]
+            pool.share(sinks + table[first:end])
+            tables.append(sinks + [NULL_PAGE] * (first - len(sinks)) + table[first:end])
         return tables
 
     def extend(self, sequence: SequenceState, count: int) -> None:
@@ -108,7 +115,7 @@ class PagePools:
             first = sequence.num_released[index]
             end = group.first_needed(sequence.num_confirmed, self.page_size)
             num_pages = -(-((group.window or 0) - 1) // self.page_size)
-            for number in range(first, end):
+            for number in range(max(first, group.num_sinks), end):
                 is_useful = prefixes.is_before_an_end(sequence.place, number, num_pages, prompt_end)
                 pool.release([table[number]], goes_first=not is_useful)
                 table[number] = NULL_PAGE
@@ -116,21 +123,27 @@ class PagePools:
 
     def release_all(self, sequence: SequenceState) -> None:
         """Gives back all pages of a sequence."""
-        for pool, table, first in zip(self.all, sequence.tables, sequence.num_released, strict=True):
-            pool.release(table[first:])
+        self.release_tables(sequence.tables)
         sequence.tables, sequence.num_released = [[] for _ in self.groups], [0] * len(self.groups)
+
+    def release_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        """Gives back the pages of tables."""
+        for pool, table in zip(self.all, tables, strict=True):
+            pool.release([page for page in table if page != NULL_PAGE])
 
     def check(self, sequences: Iterable[SequenceState]) -> None:
         """Raises RuntimeError unless the sequences' tables are the owners there are, and have all pages they need."""
         sequences = list(sequences)
         for index, pool in enumerate(self.all):
-            pool.check(one.tables[index][one.num_released[index] :] for one in sequences)
+            pool.check([page for page in one.tables[index] if page != NULL_PAGE] for one in sequences)
         for one in sequences:
             if len({len(table) for table in one.tables}) != 1:
                 raise RuntimeError(f"tables of different lengths: {[len(table) for table in one.tables]}")
             needed = self.first_needed(one.num_confirmed)
-            for table, released, first in zip(one.tables, one.num_released, needed, strict=True):
-                if released > first or any(table[:released]) or not all(table[released:]):
+            for group, table, released, first in zip(self.groups, one.tables, one.num_released, needed, strict=True):
+                num_sinks = group.sinks_before(released)
+                held = table[:num_sinks] + table[released:]
+                if released > first or any(table[num_sinks:released]) or not all(held):
                     raise RuntimeError(
                         f"{released} pages are given back, {first} may be after {one.num_confirmed} tokens: {table}"
                     )

@@ -87,16 +87,17 @@ class PrefixTree:
         nodes = self._walk(keys, salt)
         match = PrefixMatch([], salt)
         for index, (group, pool) in enumerate(zip(self._groups, self._pools, strict=True)):
-            first = group.first_needed(len(nodes) * self._page_size, self._page_size)
-            needed = [node.pages[index] for node in nodes[first:]]
-            pool.share([page for page in needed if page != NULL_PAGE])
-            match.tables.append([NULL_PAGE] * min(first, len(nodes)) + needed)
-            match.absent += [
-                (index, first + place, nodes[first + place]) for place, page in enumerate(needed) if page == NULL_PAGE
-            ]
-            for node in reversed(nodes[first:]) if self._tier else ():  # beginnings are given away last
-                if node.hosts[index] != NULL_PAGE:
-                    self._tier.renew(index, node.hosts[index])
+            first = min(group.first_needed(len(nodes) * self._page_size, self._page_size), len(nodes))
+            places = [*range(group.sinks_before(first)), *range(first, len(nodes))]
+            table = [NULL_PAGE] * len(nodes)
+            for place in places:
+                table[place] = nodes[place].pages[index]
+            pool.share([page for page in table if page != NULL_PAGE])
+            match.tables.append(table)
+            match.absent += [(index, place, nodes[place]) for place in places if table[place] == NULL_PAGE]
+            for place in reversed(places) if self._tier else ():  # beginnings are given away last
+                if nodes[place].hosts[index] != NULL_PAGE:
+                    self._tier.renew(index, nodes[place].hosts[index])
         for group, _, node in match.absent:
             self._tier.pin(group, node.hosts[group])
         return match
@@ -249,6 +250,8 @@ class PrefixTree:
                 runs[group] = runs[group] + 1 if node.has(group) else 0
                 first = self._groups[group].first_needed(len(found) * self._page_size, self._page_size)
                 is_usable &= runs[group] >= len(found) - first
+                sinks = found[: self._groups[group].sinks_before(first)]
+                is_usable &= all(one.has(group) for one in sinks)
             if is_usable:
                 usable.append(len(found))
         return found[: next(count for count in reversed(usable) if self._has_room(found[:count]))]
@@ -257,7 +260,8 @@ class PrefixTree:
         """Whether there are pages for those of windows, or of states, that have to come back from host memory."""
         for group in self._windows if self._tier else ():
             first = self._groups[group].first_needed(len(nodes) * self._page_size, self._page_size)
-            if sum(node.pages[group] == NULL_PAGE for node in nodes[first:]) > self._pools[group].num_available:
+            needed = nodes[: self._groups[group].sinks_before(first)] + nodes[first:]
+            if sum(node.pages[group] == NULL_PAGE for node in needed) > self._pools[group].num_available:
                 return False
         return True
 

@@ -171,7 +171,7 @@ class SequenceState:
     Schedule, which the scheduler writes:
       order: its number since the start. slot: its row in the device's arrays, None while it waits.
       tables: by group of layers, the pages that it owns, in order; NULL_PAGE for those behind a window, which are the
-        first `num_released` of the group.
+        first `num_released` of the group, but for its sinks.
       num_stored: tokens whose keys are in the cache when everything planned has run: at least so many, where steps
         make more than one token. num_reserved: at most so many, if nothing ended it; its pages have room for them.
       num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.

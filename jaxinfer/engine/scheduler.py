@@ -40,7 +40,8 @@ class RequestTooLargeError(ValueError):
 class SchedulerOptions:
     """Attributes:
     num_pages, page_size: the pool, null page included, and tokens of a page. window: of the layers whose keys it has;
-      None where they see all. more_groups: further pools, of layers with other windows.
+      None where they see all. num_sinks: its first pages of a sequence that are never given back. more_groups: further
+      pools, of layers with other windows.
     max_seqs: sequences that run at once.
     prefill_chunk: prompt tokens of a step. steps_per_dispatch: decode steps of a dispatch with nothing else to do.
     max_waiting: sequences that may wait for a slot, None for any number. reuses_prefixes: whether pages of finished
@@ -64,11 +65,12 @@ class SchedulerOptions:
     window: int | None = None
     more_groups: tuple[CacheGroup, ...] = ()
     host_pools: tuple[HostPoolSize, ...] = ()
+    num_sinks: int = 0
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """All groups of layers, each with a pool."""
-        return (CacheGroup(self.num_pages, self.window), *self.more_groups)
+        return (CacheGroup(self.num_pages, self.window, num_sinks=self.num_sinks), *self.more_groups)
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_size", "max_seqs", "prefill_chunk", "steps_per_dispatch", "max_waiting"):

@@ -17,14 +17,16 @@ from jaxinfer.cache import (
     StateCache,
     abstract_paged_cache,
     abstract_state_cache,
-    check_rotated,
-    is_rotated,
+    default_page_size,
     state_bytes,
     stored_dtype,
 )
+from jaxinfer.cache.policies import KeptPages
 from jaxinfer.engine.abstract_work import abstract_slots, outputs_together, placed, placed_params, shapes_of
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
+from jaxinfer.engine.layer_caches import LayerCache, layer_caches
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.policy_checks import check_policy
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
@@ -43,20 +45,6 @@ MIN_STEP_TOKENS = 32
 UNIFORM_STEP_TOKENS = 256  # of every step of a deterministic engine: bits may depend on the shape, so there is one
 DEFAULT_CHUNK = 512
 DRAFT_LENGTHS, NGRAM_LENGTHS = (2, 4, 8), (3, 7, 15)  # n-gram drafts are free, and accepted in long runs
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """Where one layer keeps its keys and values.
-
-    Attributes:
-      kind: "full", "window" (only the last `window` tokens are read), "latent" (keys that hold the values) or
-        "contiguous" (one page per slot).
-      window: tokens that a query of the layer sees; None for all.
-    """
-
-    kind: str
-    window: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +74,9 @@ class EngineSpec:
         options = self.options
         check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
         check_sequence_axis(self.mesh, self.page_size, options)
-        check_rotated(self.config, self.kv_dtype)
-        if isinstance(self.draft, ModelDraft) and self.draft_kv_dtype is not None:
-            check_rotated(self.draft.config, self.draft_kv_dtype)
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
+        check_policy(self.config, self.draft, self.num_devices, options, self.kept_pages, self.kv_dtype)
 
     @classmethod
     def of(
@@ -108,8 +94,7 @@ class EngineSpec:
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt with its answer."""
-        allowed = min(self.config.max_length, DEFAULT_MAX_MODEL_LEN)
-        return self.options.max_model_len or allowed
+        return self.options.max_model_len or min(self.config.max_length, DEFAULT_MAX_MODEL_LEN)
 
     @property
     def max_seqs(self) -> int:
@@ -193,12 +178,20 @@ class EngineSpec:
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
         """The cache of each layer."""
-        if self.options.cache == "contiguous":
-            return (LayerCache("contiguous"),) * self.config.num_layers
-        if self.config.mla is not None:
-            return (LayerCache("latent"),) * self.config.num_layers
-        windows = (self.config.window(layer) for layer in range(self.config.num_layers))
-        return tuple(LayerCache("full" if window is None else "window", window) for window in windows)
+        return layer_caches(self.config, self.options.cache == "contiguous", self.kept_pages)
+
+    @cached_property
+    def kept_pages(self) -> KeptPages | None:
+        """The pages that `kv_policy` keeps in layers without a window; None for all."""
+        if (policy := self.options.policy) is None:
+            return None
+        trained = self.config.max_length
+        return policy.pages(self.page_size, trained if self.max_model_len > trained else None)
+
+    def num_seen(self, layer: int) -> int | None:
+        """Tokens that a query of a layer sees, at most; None for all."""
+        cache = self.layers[layer]
+        return self.kept_pages.num_tokens if cache.kind == "kept" and self.kept_pages else cache.window
 
     # Groups of layers.
 
@@ -224,13 +217,28 @@ class EngineSpec:
         """The rule for the numbers of pages."""
         scratch = max((tree.num_nodes for tree in self.trees), default=0) if self.draft is not None else 0
         tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + scratch
-        return PoolSizes(self.windows, self.group_page_bytes, self.page_size, self.max_seqs, *tokens)
+        kept = self._sinks, self._scratch
+        return PoolSizes(self.windows, self.group_page_bytes, self.page_size, self.max_seqs, *tokens, *kept)
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The groups of layers and their pools."""
         counts = self.pool_sizes.pages(self.num_pages)
-        return tuple(map(CacheGroup, counts, self.windows, self._layers_by_group, self.group_page_bytes))
+        layers, sizes = self._layers_by_group, self.group_page_bytes
+        return tuple(map(CacheGroup, counts, self.windows, layers, sizes, self._sinks, self._scratch))
+
+    @property
+    def _sinks(self) -> tuple[int, ...]:
+        """By group, the first pages of a sequence that stay."""
+        kept = self.kept_pages
+        return tuple(kept.num_sinks if kept and window == kept.window else 0 for window in self.windows)
+
+    @property
+    def _scratch(self) -> tuple[int, ...]:
+        """By group, the pages that programs use within a pass."""
+        kept = self.kept_pages
+        count = 0 if kept is None else kept.num_scratch(self.token_buckets[-1], self.max_seqs)
+        return tuple(count if num_sinks else 0 for num_sinks in self._sinks)
 
     @property
     def _layers_by_group(self) -> list[tuple[int, ...]]:
@@ -385,7 +393,7 @@ class EngineSpec:
     @cached_property
     def cache(self) -> PagedCache:
         """The model's pages and states."""
-        counts = tuple(group.num_pages for group in self.groups)
+        counts = tuple(group.num_allocated for group in self.groups)
         cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups)
         return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype))
 
@@ -446,8 +454,6 @@ class EngineSpec:
         """Bytes of one page on a device, in all layers of the first group and the draft's."""
         return self.group_page_bytes[0]
 
-    # Variants.
-
     def with_pages(self, num_pages: int) -> "EngineSpec":
         """The same with a pool of so many pages."""
         return replace(self, pool_pages=num_pages)
@@ -457,8 +463,8 @@ class EngineSpec:
         config, params = take_layers(self.config, self.params, layers)
         draft = self.draft
         if draft_layers is not None and isinstance(draft, ModelDraft):
-            smaller = take_layers(draft.config, draft.params, draft_layers)
-            draft = replace(draft, config=smaller[0], params=smaller[1], kv_scales=None)
+            own = take_layers(draft.config, draft.params, draft_layers)
+            draft = replace(draft, config=own[0], params=own[1], kv_scales=None)
         elif draft_layers is not None and isinstance(draft, LayersDraft):
             draft = LayersDraft(len(draft_layers))
         return replace(self, config=config, params=params, draft=draft)
@@ -469,13 +475,6 @@ def draft_model(draft: Draft | None, config: ModelConfig, params: Params) -> tup
     if isinstance(draft, ModelDraft):
         return draft.config, draft.params
     return first_layers(config, params, draft.num_layers) if isinstance(draft, LayersDraft) else None
-
-
-def default_page_size(platform: str, kv_dtype: str) -> int:
-    """Tokens of a page. The scales of a page and head, if any, must fill a copy of the GPU's kernel: 128 bytes."""
-    if platform == "tpu":
-        return 64
-    return 32 if platform == "gpu" and (kv_dtype == "int8" or is_rotated(kv_dtype)) else 16
 
 
 def take_layers(config: ModelConfig, params: Params, layers: Sequence[int]) -> tuple[ModelConfig, Params]:

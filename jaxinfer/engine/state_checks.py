@@ -4,6 +4,7 @@ that divide pages."""
 from collections.abc import Sequence
 
 from jaxinfer import parallel
+from jaxinfer.cache import check_rotated
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import ModelConfig
 from jaxinfer.speculative import Draft, ModelDraft
@@ -17,11 +18,15 @@ def check_states(
     kv_dtypes: Sequence[str | None],
 ) -> None:
     """Raises ValueError for several devices or a draft with branches (`options.draft_tree`) beside layers that are not
-    attention, in the model or its draft, for a model without attention, and as `_check_indexer`. `kv_dtypes` are those
-    of the caches that there are."""
+    attention, in the model or its draft, for a model without attention, and as `_check_indexer` and `check_rotated`.
+    `kv_dtypes` are those of the caches that there are."""
     draft_tree = options.draft_tree
     _check_indexer(config, draft, num_devices, [dtype for dtype in kv_dtypes if dtype], draft_tree)
-    for one in (config, *([draft.config] if isinstance(draft, ModelDraft) else [])):
+    models = (config, *([draft.config] if isinstance(draft, ModelDraft) else []))
+    for one, kv_dtype in zip(models, kv_dtypes, strict=False):
+        if kv_dtype is not None:
+            check_rotated(one, kv_dtype)
+    for one in models:
         kinds = ", ".join(sorted({kind for kind in one.layer_kinds if kind != "attention"}))
         if not kinds:
             continue

@@ -367,7 +367,7 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
 
     A deterministic engine decodes with the step's program. Raises ValueError for a mesh that does not divide the model.
     """
-    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh)
+    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, spec.kept_pages)
     common = (model, weights, spec.cache, *spec.slots)
     tables = spec.pages_per_sequence, len(spec.windows)
     resident = 0

@@ -95,7 +95,7 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
     stored: dict[int | None, int] = {}
     mla = config.mla
     for layer in config.attention_layers:
-        head_dim, window = config.head_dim_of(layer), config.window(layer)
+        head_dim, window = config.head_dim_of(layer), spec.num_seen(layer)
         of_key = 2 * config.num_heads * (head_dim + (head_dim if mla is None else mla.latent_size)) / num_devices
         if mla is not None and mla.has_indexer:
             # Attention reads the chosen tokens only, as a window of that many; the indexer scores all of them.

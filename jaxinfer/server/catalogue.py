@@ -139,7 +139,7 @@ def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int, dic
     config, params = load_shapes(
         name, dtype=dtype, revision=options.revision, quantize=options.quantize, requantize=options.requantize
     )
-    config, length = for_length(config, options.max_model_len)
+    config, length = for_length(config, options.max_model_len, has_policy=options.kv_policy is not None)
     draft = None
     if options.draft is not None:
         if isinstance(options.draft, tuple):

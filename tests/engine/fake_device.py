@@ -1,10 +1,10 @@
 """A device and an engine for the scheduler's tests: they execute plans and nothing else, but check all they see.
 
 The device stores one number per token: what it is, where it stands and whose salt it has. Its "model" reads all numbers
-of a sequence back from the pages of each group of layers, or the last ones of a group with a window; so a page that was
-wrongly shared, overwritten, forgotten, given back or not copied changes the answer. With states it also reads its
-slot's state, a number that depends on all tokens in their order. The same model run on the prompt alone says what the
-answer must be.
+of a sequence back from the pages of each group of layers, or of a group with a window the last ones and those of its
+sinks; so a page that was wrongly shared, overwritten, forgotten, given back or not copied changes the answer. With
+states it also reads its slot's state, a number that depends on all tokens in their order. The same model run on the
+prompt alone says what the answer must be.
 """
 
 import functools
@@ -42,19 +42,25 @@ def next_state(state: int, number: int) -> int:
     return hash((state, number))
 
 
-def seen(numbers: tuple[int, ...], window: int | None) -> tuple[int, ...]:
-    """What the newest of some tokens sees of them."""
-    return numbers if window is None else numbers[-window:]
+def places_seen(count: int, window: int | None, num_first: int = 0) -> list[int]:
+    """What the newest of `count` tokens sees of them: the last ones, and the `num_first` first ones."""
+    first = 0 if window is None else max(count - window, 0)
+    return [*range(min(num_first, first)), *range(first, count)]
 
 
 def expected_answer(
-    prompt: list[int], salt: str, max_tokens: int, windows: Sequence[int | None] = (None,), has_states: bool = False
+    prompt: list[int],
+    salt: str,
+    max_tokens: int,
+    windows: Sequence[tuple[int | None, int]] = ((None, 0),),
+    has_states: bool = False,
 ) -> list[int]:
-    """One answer: that of the prompt alone."""
+    """One answer: that of the prompt alone. `windows` as `places_seen` takes them."""
     history = tuple(stored(token, position, salt) for position, token in enumerate(prompt))
     state, answer = functools.reduce(next_state, history, 0), []
     while len(answer) < max_tokens and (not answer or answer[-1] != EOS):
-        answer.append(next_token([*(seen(history, window) for window in windows), *[(state,)] * has_states]))
+        seen = (tuple(history[at] for at in places_seen(len(history), *window)) for window in windows)
+        answer.append(next_token([*seen, *[(state,)] * has_states]))
         history += (stored(answer[-1], len(history), salt),)
         state = next_state(state, history[-1])
     return answer
@@ -189,21 +195,24 @@ class Device:
     def _check_windows(self, piece: ScoredChunk, salt: str) -> None:
         """The first token of a piece of a prompt sees what it should; the last is checked by what is chosen."""
         for group in range(len(self.groups)):
-            window = self.groups[group].window
-            first = 0 if window is None else max(piece.start + 1 - window, 0)
-            expected = [stored(piece.sequence.tokens[at], at, salt) for at in range(first, piece.start)]
-            found = self._read(group, piece.tables[group], first, piece.start)
-            assert found == expected, f"tokens {first} to {piece.start} of group {group} are not in their pages"
+            places = places_seen(piece.start + 1, *self._window(group))[:-1]
+            expected = [stored(piece.sequence.tokens[at], at, salt) for at in places]
+            found = self._read(group, piece.tables[group], places)
+            assert found == expected, f"tokens {places} of group {group} are not in their pages"
 
-    def _read(self, group: int, table: tuple[int, ...], first: int, end: int) -> list[int | None]:
+    def _window(self, group: int) -> tuple[int | None, int]:
+        """Its window, and the tokens of its sinks."""
+        return self.groups[group].window, self.groups[group].num_sinks * self.page_size
+
+    def _read(self, group: int, table: tuple[int, ...], places: Sequence[int]) -> list[int | None]:
         size = self.page_size
-        return [self.contents[group][table[at // size]][at % size] for at in range(first, end)]
+        return [self.contents[group][table[at // size]][at % size] for at in places]
 
     def _choose(self, row: Row, tables: tuple[tuple[int, ...], ...], result: Result) -> None:
         history = []
-        for number, group in enumerate(self.groups):
-            first = 0 if group.window is None else max(row.position - group.window, 0)
-            history.append(tuple(self._read(number, tables[number], first, row.position)))
+        for number in range(len(self.groups)):
+            places = places_seen(row.position, *self._window(number))
+            history.append(tuple(self._read(number, tables[number], places)))
         row.newest = next_token([*history, *[(row.state,)] * self.has_states])
         row.remaining -= 1
         row.is_active = row.newest != EOS and row.remaining > 0
@@ -263,7 +272,7 @@ class Engine:
             assert len(self.scheduler.waiting) - free >= (self.options.max_waiting or 0)
             self.num_refused += 1
             return None
-        windows = [group.window for group in self.options.groups]
+        windows = [(group.window, group.num_sinks * self.options.page_size) for group in self.options.groups]
         has_states = self.options.has_states
         self.live[sequence] = expected_answer(prompt, sequence.salt, max_tokens, windows, has_states)
         self.check()
@@ -436,7 +445,8 @@ class Engine:
         size = self.options.page_size
         for group, table in zip(self.options.groups, sequence.tables, strict=True):
             first = 0 if group.window is None else max(sequence.num_confirmed + 1 - group.window, 0)
-            assert table.count(NULL_PAGE) >= first // size, "a page behind the window is not given back"
+            given = first // size - group.sinks_before(first // size)
+            assert table.count(NULL_PAGE) == given, "a page behind the window is not given back, or one of the sinks is"
 
     def _run(self, plan: DispatchPlan) -> list[Result]:
         device = self.device

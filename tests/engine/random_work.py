@@ -88,13 +88,16 @@ class RandomWork:
 
 
 def with_windows(options: SchedulerOptions, rng: random.Random) -> SchedulerOptions:
-    """Other pools beside that of all tokens, or in its place, some of which are as small as can be."""
+    """Other pools beside that of all tokens, or in its place, some of which are as small as can be, or keep sinks."""
     windows = rng.choice([(None, 5), (None, 1), (None, 17), (None, 9, 4), (6,), (12, 3)])
-    smallest = [most_pages(window, 70, 1, options.page_size) + 1 for window in windows]
+    sinks = [0 if window is None else rng.choice([0, 0, 1, 2]) for window in windows]
+    pairs = list(zip(windows, sinks, strict=True))
+    smallest = [most_pages(window, 70, 1, options.page_size, count) + 1 for window, count in pairs]
     counts = [rng.choice([least, least + 2, 2 * least, 60]) for least in smallest]
-    groups = [CacheGroup(count, window) for count, window in zip(counts, windows, strict=True)]
+    groups = [CacheGroup(count, window, num_sinks=kept) for count, (window, kept) in zip(counts, pairs, strict=True)]
     first = options.num_pages if windows[0] is None else counts[0]
-    return replace(options, num_pages=first, window=windows[0], more_groups=tuple(groups[1:]))
+    own = {"window": windows[0], "num_sinks": sinks[0]}
+    return replace(options, num_pages=first, **own, more_groups=tuple(groups[1:]))
 
 
 def with_states(options: SchedulerOptions, rng: random.Random) -> SchedulerOptions:

@@ -197,6 +197,21 @@ def test_a_match_has_the_pages_of_the_last_window_only():
     assert [pools[1].num_owners(page) for page in window] == [2, 1, 2, 2]
 
 
+def test_a_match_has_the_sinks_too():
+    """Of a group that keeps its first page beside the window; without it, nothing goes on after the window."""
+    pool = PagePool(9)
+    tree = PrefixTree([pool], [CacheGroup(9, WINDOW, num_sinks=1)], PAGE)
+    pages = pool.allocate(4)
+    tree.insert(list_of("abcd"), [list(pages)])
+    assert tree.match(list_of("abcd")).tables == [[pages[0], 0, *pages[2:]]]
+    assert [pool.num_owners(page) for page in pages] == [2, 1, 2, 2]
+    pool.release([pages[0], *pages[2:]])
+    pool.release(pages[:1])
+    pool.drop(pages[0])
+    assert tree.num_known(list_of("abcd")) == 0
+    tree.check()
+
+
 def test_the_longest_match_is_one_whose_last_window_is_there():
     tree, pools, (full, window) = tree_with_window(num_pages=5)
     pools[1].release([window[2]])  # a sequence that has slid on, whose page is then given away

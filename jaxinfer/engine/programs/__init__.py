@@ -15,7 +15,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxinfer import parallel
-from jaxinfer.cache import KVScales, attend_as_stored
+from jaxinfer.cache import KVScales, PagedCache, PageTables, attend_as_stored
+from jaxinfer.cache.kept_pages import KeptView, kept_view
+from jaxinfer.cache.policies import KeptPages
 from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
 from jaxinfer.sampling import (
     SamplingBatch,
@@ -34,8 +36,8 @@ Weights = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, eq=False)
 class ProgramModel:
-    """What programs are compiled for: a configuration, the structure of its parameters, and the mesh that they are
-    cut over, None for a single device.
+    """What programs are compiled for: a configuration, the structure of its parameters, the mesh that they are
+    cut over, None for a single device, and the pages that a policy keeps, None for all.
 
     A call passes it as a static argument beside the parameters' leaves. Both save the host time on every dispatch: it
     is hashed by identity (get one from `program_model`, which returns the same object for equal arguments), and a
@@ -45,6 +47,7 @@ class ProgramModel:
     config: ModelConfig
     structure: Any
     mesh: Mesh | None = None
+    kept: KeptPages | None = None
 
     def bind(self, weights: Weights) -> Decoder:
         """The decoder over the leaves; called while tracing."""
@@ -52,17 +55,28 @@ class ProgramModel:
         over = None if self.mesh is None or axis is None else (self.mesh, axis)
         return bind(self.config, jax.tree.unflatten(self.structure, weights), over)
 
+    def view(self, cache: PagedCache, page_tables: PageTables, positions: jax.Array, lengths: jax.Array) -> KeptView:
+        """What `lengths` int32 [S] new tokens at `positions` int32 [S] on attend to, each sequence's in one page where
+        the policy drops pages; called while tracing."""
+        if self.kept is None:
+            return KeptView(page_tables, positions + lengths, {})
+        return kept_view(self.kept, self.config, cache, page_tables, positions, lengths)
+
 
 @lru_cache(maxsize=64)
-def _program_model(config: ModelConfig, structure: Any, mesh: Mesh | None) -> ProgramModel:
-    return ProgramModel(config, structure, mesh)
+def _program_model(
+    config: ModelConfig, structure: Any, mesh: Mesh | None, kept: KeptPages | None = None
+) -> ProgramModel:
+    return ProgramModel(config, structure, mesh, kept)
 
 
-def program_model(config: ModelConfig, params: Params, mesh: Mesh | None = None) -> tuple[ProgramModel, Weights]:
+def program_model(
+    config: ModelConfig, params: Params, mesh: Mesh | None = None, kept: KeptPages | None = None
+) -> tuple[ProgramModel, Weights]:
     """The static and the array half of a model, as every program takes them. With a mesh, the parameters are where
     `parallel.parameter_shardings` says."""
     leaves, structure = jax.tree.flatten(params)
-    return _program_model(config, structure, mesh), tuple(leaves)
+    return _program_model(config, structure, mesh, kept), tuple(leaves)
 
 
 @partial(jax.jit, static_argnums=(0, 5))

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache import PagedCache, PageTables, StateCache, attend_ragged
+from jaxinfer.cache.kept_pages import attend_to_pieces, pieces
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.grammar.device import GrammarTables
@@ -202,9 +203,13 @@ def step(
     positions = jnp.where(work.token_slots < num_slots, positions, 0)
 
     decoder = model.bind(weights)
-    attend = attend_ragged(
-        cache, work.page_tables, rows.query_starts, lengths, ends, is_uniform=is_uniform, mesh=model.mesh
-    )
+    if (kept := model.kept) is None:
+        attend = attend_ragged(
+            cache, work.page_tables, rows.query_starts, lengths, ends, is_uniform=is_uniform, mesh=model.mesh
+        )
+    else:
+        ragged = pieces(kept, model.config, cache, work.page_tables, work.token_slots, rows.query_starts, lengths, ends)
+        attend = attend_to_pieces(cache, kept, ragged, num_tokens, is_uniform=is_uniform, mesh=model.mesh)
     if model.mesh is not None and parallel.axis_of(model.mesh, "tokens") is not None:  # each device has its rows
         cut = parallel.array_shardings(model.mesh, (tokens, positions), (("tokens",), ("tokens",)))
         tokens, positions = lax.with_sharding_constraint((tokens, positions), cut)
@@ -286,8 +291,9 @@ def decode(
     def one_step(cache: PagedCache, slots: Slots) -> tuple[PagedCache, Slots, StepOutput]:
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
-        kv_lengths = slots.positions + lengths
-        attend = attend_ragged(cache, work.page_tables, rows, lengths, kv_lengths, max_query_length=1, mesh=model.mesh)
+        view = model.view(cache, work.page_tables, slots.positions, lengths)
+        options: Any = {"max_query_length": 1, "moved": view.moved, "mesh": model.mesh}
+        attend = attend_ragged(cache, view.page_tables, rows, lengths, view.kv_lengths, **options)
         hidden = decoder(slots.tokens, slots.positions, attend)
         samples = _sample(
             decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.cache import PagedCache, PageTables, attend_ragged
+from jaxinfer.cache.kept_pages import room_in_page
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.paged import (
@@ -156,6 +157,8 @@ class _Round:
         is_active = slots.is_active & work.is_scheduled
         # A node is stored where it may stay, so there is never one more than tokens are left.
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, tree.num_nodes) - 1)
+        if self.model.kept is not None:  # all nodes of a round attend to the same pages
+            num_nodes = jnp.minimum(num_nodes, room_in_page(self.model.kept, slots.positions))
         num_nodes = jnp.where(is_active, num_nodes, 0)
         rows = DraftRows(slots.positions, is_active, num_nodes, work.page_tables, batch, slots.history, self.tables)
         cache, draft_cache, draft_slots, proposal = _propose(
@@ -211,15 +214,17 @@ def verify(
     ancestors = None
     if tree.max_width > 1:
         ancestors = jnp.pad(jnp.tile(jnp.asarray(tree.ancestors), num_slots), (0, padding))
+    view = model.view(cache, rows.page_tables, rows.positions, proposal.num_nodes)
     attend = attend_ragged(
         cache,
-        rows.page_tables,
+        view.page_tables,
         num_nodes * jnp.arange(num_slots, dtype=jnp.int32),
         proposal.num_nodes,
-        rows.positions + proposal.num_nodes,
+        view.kv_lengths,
         max_query_length=None if drafter.is_uniform else num_nodes,
         ancestors=ancestors,
         is_uniform=drafter.is_uniform,
+        moved=view.moved,
         max_deferred=num_nodes,
         mesh=model.mesh,
     )

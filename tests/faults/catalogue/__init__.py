@@ -6,6 +6,7 @@ from tests.faults.catalogue import (
     families,
     kernels,
     languages,
+    policies,
     schemas,
     serving,
     store,
@@ -25,4 +26,5 @@ FAULTS: tuple[Fault, ...] = (
     *tool_calls.FAULTS,
     *weights.FAULTS,
     *kernels.FAULTS,
+    *policies.FAULTS,
 )

@@ -1,0 +1,142 @@
+"""Which pages the tokens of a pass attend to under a policy that keeps sinks and a window: shorter page tables.
+
+Kernels take causality from a key's place in the page table. A table without the dropped pages, and a length without
+their tokens, is all that a kernel needs; positions of rotations are those of the whole sequence. Only beyond the length
+that a model was trained for, sinks are moved (`moved_sinks`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxinfer.cache.moved_sinks import MovedSinks
+from jaxinfer.cache.paged import PagedCache, PageTables
+from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.ragged import attend_ragged
+from jaxinfer.models import ModelConfig
+from jaxinfer.models.rope import inverse_frequencies
+from pallas_kernels.paged_attention.specs import SHORT_QUERIES
+
+
+class KeptView(NamedTuple):
+    """What S sequences attend to: page tables int32 [S, P] of each group, kv_lengths int32 [S], and by layer the sinks
+    that are moved; none where sequences are no longer than the model's."""
+
+    page_tables: PageTables
+    kv_lengths: jax.Array
+    moved: dict[int, MovedSinks]
+
+
+class Pieces(NamedTuple):
+    """N parts of sequences, each within a page, as a ragged batch: starts and lengths int32 [N], and what each attends
+    to. Unused ones have length 0."""
+
+    starts: jax.Array
+    lengths: jax.Array
+    view: KeptView
+
+
+def kept_view(
+    kept: KeptPages,
+    config: ModelConfig,
+    cache: PagedCache,
+    page_tables: PageTables,
+    positions: jax.Array,
+    lengths: jax.Array,
+) -> KeptView:
+    """What the `lengths` int32 [S] tokens from `positions` int32 [S] on attend to once they are stored; those of a
+    sequence lie in one page.
+
+    `page_tables` int32 [S, pages of a sequence] are whole; entries of dropped pages may be anything.
+    """
+    page = positions // kept.page_size
+    num_dropped = jnp.maximum(page - kept.num_window - kept.num_sinks, 0)
+    column = jnp.arange(min(kept.num_columns, page_tables[0].shape[1]))
+    columns = jnp.where(column < kept.num_sinks, column, column + num_dropped[:, None])
+    tables = [jnp.take_along_axis(table, columns, axis=1, mode="clip") for table in page_tables]
+    kv_lengths = jnp.where(lengths > 0, positions + lengths - num_dropped * kept.page_size, 0)
+    if kept.trained is None:
+        return KeptView(tuple(tables), kv_lengths, {})
+    is_beyond = (page + 1) * kept.page_size > kept.trained
+    shifts = jnp.where(is_beyond & (lengths > 0), num_dropped * kept.page_size, 0)
+    layers = [layer for layer in config.cached_layers if config.window(layer) is None]
+    group = cache.group_of(layers[0])
+    sources = tables[group][:, : kept.num_sinks]
+    num_pages = jax.tree.leaves(cache.layers[layers[0]])[0].shape[0]
+    own = num_pages - sources.size + jnp.arange(sources.size, dtype=jnp.int32).reshape(sources.shape)
+    is_moved = shifts[:, None] > 0
+    tables[group] = tables[group].at[:, : kept.num_sinks].set(jnp.where(is_moved, own, sources))
+    targets = jnp.where(is_moved, own, num_pages)
+    moved = {layer: MovedSinks(sources, targets, *_rotation(config, layer, shifts)) for layer in layers}
+    return KeptView(tuple(tables), kv_lengths, moved)
+
+
+def _rotation(config: ModelConfig, layer: int, shifts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 [S, rotary_dim / 2], of a layer's rotation by `shifts` int32 [S] tokens."""
+    rope = config.rope_of(layer)
+    if rope is None:
+        nothing = jnp.zeros((shifts.shape[0], 0))
+        return nothing, nothing
+    angles = shifts[:, None].astype(jnp.float32) * inverse_frequencies(rope)[0]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def room_in_page(kept: KeptPages, positions: jax.Array) -> jax.Array:
+    """int32 [S]: tokens from `positions` int32 [S] up to the end of its page."""
+    return kept.page_size - positions % kept.page_size
+
+
+def pieces(
+    kept: KeptPages,
+    config: ModelConfig,
+    cache: PagedCache,
+    page_tables: PageTables,
+    token_slots: jax.Array,
+    query_starts: jax.Array,
+    lengths: jax.Array,
+    ends: jax.Array,
+) -> Pieces:
+    """The parts of a step's rows that lie in one page each.
+
+    `token_slots` int32 [T] is the slot of each row, S for padding; `query_starts`, `lengths` and `ends` int32 [S] are
+    each slot's first row, its rows, and its tokens that are stored after the step.
+    """
+    num_tokens, num_slots = token_slots.shape[0], lengths.shape[0]
+    slot = jnp.minimum(token_slots, num_slots - 1)
+    row = jnp.arange(num_tokens, dtype=jnp.int32)
+    offset = row - query_starts[slot]
+    is_real = (token_slots < num_slots) & (offset < lengths[slot])
+    position = (ends - lengths)[slot] + offset
+    is_first = is_real & ((offset == 0) | (position % kept.page_size == 0))
+    num_pieces = kept.num_pieces(num_tokens, num_slots)
+    number = jnp.where(is_real, jnp.cumsum(is_first) - 1, num_pieces)
+    nothing = jnp.zeros(num_pieces, jnp.int32)
+    starts = nothing.at[jnp.where(is_first, number, num_pieces)].set(row, mode="drop")
+    counts = nothing.at[number].add(1, mode="drop")
+    tables = tuple(table[slot[starts]] for table in page_tables)
+    return Pieces(starts, counts, kept_view(kept, config, cache, tables, position[starts], counts))
+
+
+def attend_to_pieces(
+    cache: PagedCache, kept: KeptPages, ragged: Pieces, num_tokens: int, *, is_uniform: bool, mesh: Mesh | None
+) -> Any:
+    """`attend_ragged` for the pieces of a step of `num_tokens` rows. A piece reads pages that earlier ones of the same
+    pass write to."""
+    view = ragged.view
+    return attend_ragged(
+        cache,
+        view.page_tables,
+        ragged.starts,
+        ragged.lengths,
+        view.kv_lengths,
+        # With pages of few tokens too as for prompts: kernels for few append while others read.
+        max_query_length=min(max(kept.page_size, SHORT_QUERIES + 1), num_tokens),
+        is_uniform=is_uniform,
+        appends_first=True,
+        moved=view.moved,
+        mesh=mesh,
+    )

@@ -1,0 +1,91 @@
+"""Policies of a cache: which keys and values stay when a sequence grows. Plain Python: no JAX here.
+
+A policy is a property of an engine. What it drops, it drops at positions (where a page fills), so that an answer is
+still a function of its request: a token attends to the same keys alone or in a batch, however its prompt is cut.
+"""
+
+import re
+from dataclasses import dataclass, fields
+
+_CALL = re.compile(r"([a-z_0-9]+)\(([0-9]+)\)")
+
+
+@dataclass(frozen=True)
+class SinksWindow:
+    """Keeps the first tokens of a sequence and its last ones (StreamingLLM, Xiao et al. 2023, section 3.2).
+
+    Attributes:
+      sinks, window: tokens, at least so many of each: the policy keeps whole pages. A token attends to the pages of the
+        sinks, to those of the window before its own page, and to its own page up to itself.
+
+    Raises ValueError for numbers below 1.
+    """
+
+    sinks: int
+    window: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field.name}({value}) of a kv_policy must be a positive number of tokens")
+
+    def __str__(self) -> str:
+        return f"sinks({self.sinks})+window({self.window})"
+
+    def pages(self, page_size: int, trained: int | None = None) -> "KeptPages":
+        """What is kept of a cache with pages of so many tokens; `trained` as in `KeptPages`."""
+        return KeptPages(-(-self.sinks // page_size), -(-self.window // page_size), page_size, trained)
+
+
+@dataclass(frozen=True)
+class KeptPages:
+    """The pages that a token of a sequence attends to: the first `num_sinks`, the last `num_window` before its own, and
+    its own; `page_size` is in tokens.
+
+    `trained` is the length, in tokens, that the model was trained for, if sequences may be longer. Tokens of pages that
+    end beyond it see the sinks right before the window: positions are those in the cache.
+    """
+
+    num_sinks: int
+    num_window: int
+    page_size: int
+    trained: int | None = None
+
+    @property
+    def num_columns(self) -> int:
+        """Pages that a token attends to, at most."""
+        return self.num_sinks + self.num_window + 1
+
+    @property
+    def window(self) -> int:
+        """The window, in tokens, of which a group of layers must have all pages: that of a page's first token, which
+        sees `num_window` whole pages and itself."""
+        return self.num_window * self.page_size + 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a token attends to, at most."""
+        return self.num_columns * self.page_size
+
+    def num_pieces(self, num_tokens: int, num_slots: int) -> int:
+        """Parts within a page of a step of so many tokens, at most: n tokens of a sequence lie in n / page_size pages
+        and two more."""
+        return min(num_tokens, num_tokens // self.page_size + 2 * num_slots)
+
+    def num_scratch(self, num_tokens: int, num_slots: int) -> int:
+        """Pages for the moved sinks of such a step; none where no position is relative."""
+        return 0 if self.trained is None else self.num_sinks * max(self.num_pieces(num_tokens, num_slots), num_slots)
+
+
+def parse_policy(text: str) -> SinksWindow:
+    """The policy of a text such as "sinks(4)+window(1024)". Raises ValueError for any other."""
+    found: dict[str, int] = {}
+    for part in text.replace(" ", "").split("+"):
+        call = _CALL.fullmatch(part)
+        if call is None or call[1] not in ("sinks", "window") or call[1] in found:
+            raise ValueError(f"kv_policy={text!r}: {part!r} is not understood; give sinks(N)+window(N), in tokens")
+        found[call[1]] = int(call[2])
+    if missing := [name for name in ("sinks", "window") if name not in found]:
+        raise ValueError(f"kv_policy={text!r} lacks {missing[0]}(N): give sinks(N)+window(N), in tokens")
+    return SinksWindow(**found)

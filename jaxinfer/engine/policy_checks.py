@@ -1,0 +1,65 @@
+"""What an engine with a policy of its cache (`kv_policy`) does not do."""
+
+from typing import Any
+
+from jaxinfer.cache import is_rotated, kv_dtype_name
+from jaxinfer.cache.policies import KeptPages
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.models import ModelConfig
+from jaxinfer.speculative import Draft, LayersDraft
+
+
+def check_policy(
+    config: ModelConfig,
+    draft: Draft | None,
+    num_devices: int,
+    options: EngineOptions,
+    kept: KeptPages | None,
+    kv_dtype: Any,
+) -> None:
+    """Raises ValueError, with the policy and what it cannot be combined with, for models with latent attention or
+    states, without a layer that sees all tokens or with a window that is longer than the policy's, for several devices
+    and drafts by the model's own layers, and as `_check_positions`."""
+    if kept is None:
+        return
+    name = f"kv_policy={options.kv_policy!r}"
+    if config.mla is not None:
+        raise ValueError(f"{name}: {config.architecture} has latent attention, whose cache is kept whole")
+    if config.recurrent_layers:
+        raise ValueError(f"{name}: {config.architecture} has recurrent layers, whose states are of all tokens")
+    if num_devices > 1:
+        raise ValueError(f"{name} runs on one device, not {num_devices}")
+    if isinstance(draft, LayersDraft):
+        raise ValueError(f"{name} cannot be combined with draft='layers:{draft.num_layers}': use a model or 'ngram'")
+    windows = [window for window in map(config.window, config.attention_layers) if window is not None]
+    if len(windows) == len(config.attention_layers):
+        raise ValueError(f"{name}: all layers of {config.architecture} have a window already, of {max(windows)} tokens")
+    size = kept.num_window * kept.page_size
+    if windows and max(windows) > size:
+        raise ValueError(f"{name} keeps {size} tokens, fewer than the model's own window of {max(windows)}")
+    if kept.trained is not None:
+        if is_rotated(kv_dtype):
+            raise ValueError(
+                f"{name} with sequences of more than {kept.trained} tokens moves keys, which would round those of "
+                f"kv_dtype={kv_dtype_name(kv_dtype)!r} once more"
+            )
+        _check_positions(config, name, kept)
+
+
+def _check_positions(config: ModelConfig, name: str, kept: KeptPages) -> None:
+    """Raises ValueError for sequences longer than the model's where what a token attends to is longer too, and where
+    a key cannot be moved by a rotation."""
+    name, limit = f"{name} with sequences of more than {kept.trained} tokens", kept.trained or 0
+    if kept.num_tokens > limit:
+        raise ValueError(f"{name}, for which {config.architecture} was trained, attends to {kept.num_tokens}")
+    if config.has_position_embedding:
+        raise ValueError(f"{name}: {config.architecture} has an embedding of each position, and no more of them")
+    if config.attention_chunk is not None:
+        raise ValueError(f"{name}: {config.architecture} attends within chunks of {config.attention_chunk}")
+    if config.is_qk_norm_after_rotation:
+        raise ValueError(f"{name}: {config.architecture} normalizes keys after their rotation")
+    for rope in config.ropes:
+        if rope.depends_on_length or rope.query_scale_beta is not None:
+            raise ValueError(f"{name}: rotations of kind {rope.kind!r} depend on the length of a sequence")
+    if config.query_temperature is not None:
+        raise ValueError(f"{name}: {config.architecture} scales queries by their position")

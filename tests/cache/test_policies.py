@@ -1,0 +1,122 @@
+"""Policies as text, and what tokens attend to under them: tables of pages against a mask over all tokens."""
+
+import random
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.cache import init_paged_cache
+from jaxinfer.cache.kept_pages import kept_view, pieces, room_in_page
+from jaxinfer.cache.policies import KeptPages, SinksWindow, parse_policy
+from tests.engine.dense_policy import is_seen
+from tests.tiny import TINY
+
+PAGES = [KeptPages(1, 2, 4), KeptPages(2, 1, 8), KeptPages(3, 5, 1), KeptPages(1, 2, 4, trained=20)]
+NUM_PAGES = 24
+
+
+@pytest.mark.parametrize("text", ["sinks(4)+window(1024)", "window(1024)+sinks(4)", " sinks(4) + window(1024)"])
+def test_texts_are_read(text):
+    assert parse_policy(text) == SinksWindow(sinks=4, window=1024)
+    assert str(parse_policy(text)) == "sinks(4)+window(1024)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is not understood"),
+        ("window(64)", r"lacks sinks\(N\)"),
+        ("sinks(4)", r"lacks window\(N\)"),
+        ("sinks(4)+window(64)+window(64)", "'window.64.' is not understood"),
+        ("sinks(4)+window(-1)", "'window.-1.' is not understood"),
+        ("sinks(0)+window(64)", r"sinks\(0\) of a kv_policy must be a positive number"),
+        ("snapkv(64)", "'snapkv.64.' is not understood"),
+        ("sinks(4)window(64)", "is not understood"),
+    ],
+)
+def test_other_texts_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_policy(text)
+
+
+def test_pages_are_kept_whole():
+    assert SinksWindow(4, 1024).pages(16) == KeptPages(1, 64, 16)
+    assert SinksWindow(17, 1000).pages(16) == KeptPages(2, 63, 16)
+    assert KeptPages(1, 64, 16).num_tokens == 16 + 1024 + 16
+
+
+def view_of(kept: KeptPages, positions, lengths):
+    """`kept_view` where page n of sequence s is 100 s + n + 1, so that pages tell their positions."""
+    cache = init_paged_cache(TINY, 8, kept.page_size, "float32")
+    tables = jnp.arange(len(positions))[:, None] * 100 + jnp.arange(NUM_PAGES) + 1
+    return kept_view(kept, TINY, cache, (tables,), jnp.array(positions), jnp.array(lengths))
+
+
+@pytest.mark.parametrize("kept", PAGES[:3], ids=str)
+def test_tables_have_what_the_mask_shows(kept):
+    size = kept.page_size
+    positions = np.arange(NUM_PAGES * size)
+    view, seen = view_of(kept, positions, np.ones_like(positions)), is_seen(kept, len(positions))
+    for position in positions:
+        (table,), length = view.page_tables, int(view.kv_lengths[position])
+        keys = [(int(table[position, at // size]) - 100 * position - 1) * size + at % size for at in range(length)]
+        assert keys == np.flatnonzero(seen[position]).tolist()
+    assert view.page_tables[0].shape[1] == kept.num_columns
+    assert not view.moved
+
+
+def test_sinks_are_moved_beyond_the_trained_length():
+    """To pages of their own, by the tokens that were dropped; the window is read where it is."""
+    kept, positions = PAGES[3], [2, 15, 16, 23, 24]
+    cache = init_paged_cache(TINY, 8, kept.page_size, "float32")
+    view = view_of(kept, positions, [1, 1, 1, 1, 0])
+    first, others = view.page_tables[0][:, 0], view.page_tables[0][:, 1:]
+    num_pages = cache.layers[0].k.shape[0]
+    # Positions from 20 on are of a page that ends beyond 20; the last takes no part.
+    assert [int(page) - 100 * row - 1 for row, page in enumerate(first)][:3] == [0, 0, 0]
+    assert int(first[3]) == num_pages - 5 + 3
+    assert int(others[3, 0]) == 300 + 3 + 1
+    for moved in view.moved.values():
+        assert moved.sources[:, 0].tolist() == [1, 101, 201, 301, 401]
+        assert moved.targets[:, 0].tolist() == [num_pages, num_pages, num_pages, num_pages - 2, num_pages]
+        angles = np.arccos(np.clip(np.asarray(moved.cos[:, 0]), -1, 1))
+        np.testing.assert_allclose(angles[:4], [0, 0, 0, abs((8 + np.pi) % (2 * np.pi) - np.pi)], atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_are_every_row_once_within_a_page(seed):
+    rng, kept = random.Random(seed), PAGES[seed]
+    num_slots, num_tokens = 5, 64
+    cache = init_paged_cache(TINY, 8, kept.page_size, "float32")
+    tables = (jnp.arange(num_slots)[:, None] * 100 + jnp.arange(4 * NUM_PAGES) + 1,)
+    for _ in range(8):
+        lengths = [rng.choice([0, 1, 1, rng.randint(2, 13)]) for _ in range(num_slots)]
+        begins = [rng.randint(0, NUM_PAGES) for _ in range(num_slots)]
+        token_slots, starts, row = np.full(num_tokens, num_slots), np.zeros(num_slots, int), 0
+        for slot in rng.sample(range(num_slots), num_slots):
+            planned = lengths[slot]
+            starts[slot] = row
+            token_slots[row : row + planned] = slot
+            row += planned
+        lengths = [0 if rng.random() < 0.2 else length for length in lengths]  # ended since it was planned
+        ends = np.add(begins, lengths)
+        arrays = (jnp.array(one, jnp.int32) for one in (token_slots, starts, lengths, ends))
+        found = pieces(kept, TINY, cache, tables, *arrays)
+        rows = []
+        for start, length, kv_length in zip(found.starts, found.lengths, found.view.kv_lengths, strict=True):
+            if not int(length):
+                assert int(kv_length) == 0
+                continue
+            rows += range(int(start), int(start + length))
+            slot = int(token_slots[int(start)])
+            position = begins[slot] + int(start) - starts[slot]
+            assert position // kept.page_size == (position + int(length) - 1) // kept.page_size
+            dropped = max(position // kept.page_size - kept.num_window - kept.num_sinks, 0) * kept.page_size
+            assert int(kv_length) == position + int(length) - dropped
+        wanted = [starts[slot] + at for slot in range(num_slots) for at in range(lengths[slot])]
+        assert sorted(rows) == sorted(wanted)
+
+
+def test_room_ends_with_the_page():
+    assert room_in_page(KeptPages(1, 1, 4), jnp.arange(6)).tolist() == [4, 3, 2, 1, 4, 3]
