@@ -305,7 +305,8 @@ def check_compiled(chip: str, shape: PagedShape) -> None:
     print(f"{compiled.seconds:.2f} seconds, {compiled.temporary_bytes:,} bytes of temporaries")
     assert compiled.aliased_bytes >= num_bytes
     queries = arguments["q"].size * arguments["q"].dtype.itemsize
-    assert compiled.temporary_bytes <= 4 * queries + (4 << 20)
+    # With int4, queries and outputs are rotated in float32.
+    assert compiled.temporary_bytes <= (10 if shape.cache_dtype == "int4" else 4) * queries + (4 << 20)
     text = compiled.program.as_text()
     dimensions = ",".join(map(str, pages.kv.shape))
     assert f"[{dimensions}]" in text
