@@ -16,8 +16,10 @@ from pallas_kernels.paged_attention.layout import (
     PageShape,
     dtype_name,
     empty_pages,
+    key_dtype,
     output_of,
     queries_for,
+    value_dtype,
 )
 from pallas_kernels.paged_attention.parts import PagePart
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedOperands, PagedSpec, make_spec
@@ -69,10 +71,11 @@ def new_pages(
 
 def platform_layout(platform: str, dtype: Any, *, has_values: bool = True) -> str:
     """The preferred layout of the platform's kernel for a cache of `dtype`."""
-    if (name := dtype_name(dtype)) in ROTATED:
-        return "separate"
-    if platform == "tpu" and has_values:
+    name = dtype_name(dtype)
+    if platform == "tpu" and has_values and key_dtype(name) == value_dtype(name):
         return "interleaved"
+    if name in ROTATED:
+        return "separate"
     is_narrow_float = jnp.issubdtype(name, jnp.floating) and jnp.dtype(name).itemsize < 4
     return "bits" if platform == "cpu" and is_narrow_float else "separate"
 

@@ -48,9 +48,10 @@ class InterleavedPages(NamedTuple):
     kv: [pages, page, rows / pack, pack, lanes] with pack = 4 / itemsize. With head_dim <= 64 one row of 128 lanes
       holds a head's key (lanes 0 to K-1) and value (lanes 64 to 64+K-1), and there are Hkv rows. With a larger
       head_dim a row holds a key (even rows) or a value (odd rows) in ceil(K / 128) * 128 lanes, and there are
-      2 Hkv rows. Rows are padded to a multiple of pack; padding is zero.
-    scales: with int8, float32 [pages, ceil(2 Hkv / 8) * 8, ceil(page / 128) * 128]: row 2h scales the keys of head h,
-      row 2h+1 its values, one lane for each token of the page. None otherwise.
+      2 Hkv rows. Rows are padded to a multiple of pack; padding is zero. With int4 a byte has a number of the key (low
+      bits) and the same of the value, and there are Hkv rows of ceil(K / 128) * 128 lanes.
+    scales: with int8 and int4, float32 [pages, ceil(2 Hkv / 8) * 8, ceil(page / 128) * 128]: row 2h scales the keys of
+      head h, row 2h+1 its values, one lane for each token of the page. None otherwise.
     """
 
     kv: Any
@@ -121,17 +122,27 @@ class PageShape:
     @property
     def pack(self) -> int:
         """Number of rows in a 32-bit word."""
-        return 4 // jnp.dtype(self.dtype).itemsize
+        return 4 // jnp.dtype(self.element_dtype).itemsize
 
     @property
     def is_side_by_side(self) -> bool:
+        """Whether a row of the interleaved layout has the key of a head in its first half, the value in the second."""
+        return self.head_dim <= LANES // 2 and self.dtype != "int4"
+
+    @property
+    def has_whole_heads(self) -> bool:
         """Whether a row of the interleaved layout has both the key and the value of a head."""
-        return self.head_dim <= LANES // 2
+        return self.is_side_by_side or self.dtype == "int4"
+
+    @property
+    def element_dtype(self) -> str:
+        """What the interleaved layout is an array of."""
+        return "uint8" if self.dtype == "int4" else self.dtype
 
     @property
     def num_rows(self) -> int:
         """Rows of a token in the interleaved layout, with padding."""
-        rows = self.num_kv_heads if self.is_side_by_side else 2 * self.num_kv_heads
+        rows = self.num_kv_heads if self.has_whole_heads else 2 * self.num_kv_heads
         return _round_up(rows, self.pack)
 
     @property
@@ -160,9 +171,9 @@ class PageShape:
             raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
         if not self.has_values:
             raise ValueError("pages without values need layout='separate' or 'bits', not 'interleaved'")
-        if self.is_rotated:
+        if self.key_dtype != self.value_dtype:
             raise ValueError(f"layout='interleaved' has no form of {self.dtype}, only 'separate'")
-        dtype = jnp.dtype(self.dtype)
+        dtype = jnp.dtype(self.element_dtype)
         shape = (self.num_pages, self.page_size, self.num_rows // self.pack, self.pack, self.num_lanes)
         kv = jax.ShapeDtypeStruct(shape, dtype)
         if not self.has_scales:
@@ -199,7 +210,8 @@ def pack(logical: SeparatePages, layout: str) -> Pages:
     """Converts from the logical form to `layout`."""
     if layout == "separate":
         return logical
-    shape = page_shape(logical, logical.k.shape[2], logical.k.shape[3])
+    width = logical.k.shape[3] * (2 if logical.k.dtype == jnp.uint8 else 1)
+    shape = page_shape(logical, logical.k.shape[2], width)
     if layout == "bits":
         return BitPages(_to_bits(logical.k), None if logical.v is None else _to_bits(logical.v), shape.dtype)
     kv = interleave(logical.k, logical.v, shape)
@@ -230,7 +242,9 @@ def interleave(
 ) -> Num[Array, "*rows _ _ _"]:
     """Stored k, v [..., Hkv, K] as rows of the interleaved layout [..., rows / pack, pack, lanes]."""
     leading = k.shape[:-2]
-    if shape.is_side_by_side:
+    if shape.dtype == "int4":
+        rows = rotation.unpack_nibbles(k) | (rotation.unpack_nibbles(v) << 4)
+    elif shape.is_side_by_side:
         half = [(0, 0)] * (k.ndim - 1) + [(0, LANES // 2 - shape.head_dim)]
         rows = jnp.concatenate([jnp.pad(k, half), jnp.pad(v, half)], axis=-1)
     else:
@@ -245,6 +259,9 @@ def deinterleave(
 ) -> tuple[Num[Array, "*rows Hkv K"], Num[Array, "*rows Hkv K"]]:
     """Keys and values [..., Hkv, K] from rows [..., rows / pack, pack, lanes]."""
     rows = kv.reshape(*kv.shape[:-3], shape.num_rows, shape.num_lanes)
+    if shape.dtype == "int4":
+        rows = rows[..., : shape.num_kv_heads, : shape.head_dim]
+        return rotation.pack_nibbles(rows & 15), rotation.pack_nibbles(rows >> 4)
     if shape.is_side_by_side:
         rows = rows[..., : shape.num_kv_heads, :]
         return rows[..., : shape.head_dim], rows[..., LANES // 2 : LANES // 2 + shape.head_dim]

@@ -16,7 +16,7 @@ LAYOUT = "interleaved"
 # For the tuner.
 tunable, candidates = tpu_schedule.tunable, tpu_schedule.candidates
 _Q_DTYPES = ("float32", "bfloat16")
-_CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+_CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 _SCALARS = ("items", "count", "page_ids", "scale_pages", "ancestors", "depths")
 
 
@@ -60,8 +60,8 @@ def attention(operands: PagedOperands, spec: PagedSpec, schedule: TpuSchedule) -
 
     The output replaces the rows of q in place, so padding rows keep their query.
     """
-    k, k_scales = layout.to_stored(operands.k_new, spec.page.dtype)
-    v, v_scales = layout.to_stored(operands.v_new, spec.page.dtype)
+    k, k_scales = layout.to_stored(operands.k_new, spec.page.key_dtype)
+    v, v_scales = layout.to_stored(operands.v_new, spec.page.value_dtype)
     arrays = {
         "new_tokens": layout.interleave(k, v, spec.page),
         "rows": _pack_queries(operands.q, spec),
@@ -159,7 +159,7 @@ def _cost(program: KernelProgram) -> pl.CostEstimate:
     """Upper bound: sequences fill the page table, and every query sees all keys, or all of its window."""
     spec = program.spec
     keys = spec.max_kv_length if spec.window is None else min(spec.window, spec.max_kv_length)
-    token_bytes = spec.page.num_rows * spec.page.num_lanes * jnp.dtype(spec.page.dtype).itemsize
+    token_bytes = spec.page.num_rows * spec.page.num_lanes * jnp.dtype(spec.page.element_dtype).itemsize
     if spec.page.has_scales:
         token_bytes += 2 * spec.num_kv_heads * 4
     num_queries = min(spec.num_tokens, spec.num_sequences * spec.max_query_length)

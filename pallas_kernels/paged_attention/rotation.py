@@ -54,14 +54,13 @@ def unsupported_width(width: int) -> str | None:
 def rotate(x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
     """R x in x's dtype, computed in float32. Raises ValueError as `unsupported_width`."""
     width = _checked(x)
-    rotated = _mix(x.astype(jnp.float32) * _signs(width)) * _unit(width)
-    return rotated.astype(x.dtype)
+    return (_mix(x * _signs(width).astype(x.dtype)) * _unit(width)).astype(x.dtype)
 
 
 def rotate_back(x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
     """The inverse of `rotate`."""
     width = _checked(x)
-    return (_mix(x.astype(jnp.float32)) * _unit(width) * _signs(width)).astype(x.dtype)
+    return (_mix(x) * _unit(width) * _signs(width)).astype(x.dtype)
 
 
 def quantize(x: Float[Array, "*rows K"], bits: int = 4) -> tuple[UInt8[Array, "*rows K"], Float32[Array, "*rows"]]:
@@ -137,9 +136,13 @@ def _unit(width: int) -> np.float32:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """x times m sqrt(2^p) Q, a matrix of integers; x float32 [..., K]."""
+    """x times m sqrt(2^p) Q, a matrix of small integers, in float32."""
     if current_platform() != "cpu":
-        return jnp.einsum("...k,kj->...j", x, _matrix(x.shape[-1]), precision="highest")
+        # Every dtype has these integers: products of bfloat16 need one pass.
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        matrix = jnp.asarray(_matrix(x.shape[-1]), x.dtype)
+        return jnp.einsum("...k,kj->...j", x, matrix, precision=precision, preferred_element_type=jnp.float32)
+    x = x.astype(jnp.float32)
     odd, power = _factors(x.shape[-1])
     width = 1
     while width < power:

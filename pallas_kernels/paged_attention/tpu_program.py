@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.layout import LANES, SUBLANES, PageShape
+from pallas_kernels.paged_attention.rotation import levels_of
 from pallas_kernels.paged_attention.specs import PagedSpec
 from pallas_kernels.paged_attention.tpu_schedule import ITEM_FIELDS, TpuProgramSizes, rows_of_group
 
@@ -47,11 +48,11 @@ class WordRows:
 
     @property
     def words_per_unit(self) -> int:
-        return 1 if self.page.is_side_by_side else max(1, 2 // self.pack)
+        return 1 if self.page.has_whole_heads else max(1, 2 // self.pack)
 
     @property
     def heads_per_unit(self) -> int:
-        return self.words_per_unit * self.pack // (1 if self.page.is_side_by_side else 2)
+        return self.words_per_unit * self.pack // (1 if self.page.has_whole_heads else 2)
 
     @property
     def num_units(self) -> int:
@@ -74,12 +75,14 @@ class WordRows:
         for index in range(self.words_per_unit):
             words = load(buffer, unit * self.words_per_unit + index)
             rows += self.split(jnp.where(is_live, words, jnp.uint32(0)))
+        if self.page.dtype == "int4":
+            return list(zip(rows[::2], rows[1::2], strict=True))
         return (
             [(row, row) for row in rows] if self.page.is_side_by_side else list(zip(rows[::2], rows[1::2], strict=True))
         )
 
     def split(self, words: jax.Array) -> list[jax.Array]:
-        """The `pack` rows of each word [keys, 128], in q_dtype."""
+        """The `pack` rows of each word [keys, 128], in q_dtype; with int4, a key and a value for each."""
         return [row.astype(self.q_dtype) for row in _SPLIT[self.page.dtype](words)]
 
 
@@ -124,7 +127,7 @@ class KernelProgram:
         buffers = {
             "q_buffers": ((2, *item), spec.q_dtype),
             "out_buffer": (item, spec.q_dtype),
-            "kv_buffers": (kv, spec.page.dtype),
+            "kv_buffers": (kv, spec.page.element_dtype),
             "queries": ((*by_head, self.num_lanes), spec.q_dtype),
             "highest": ((*by_head, LANES), "float32"),
             "total": ((*by_head, LANES), "float32"),
@@ -263,10 +266,15 @@ def _float8(dtype, words):
     return [pltpu.bitcast(part, dtype).astype(jnp.float32) for part in parts]
 
 
+def _int4(words):
+    return [levels_of(words >> (4 * index)) for index in range(8)]
+
+
 _SPLIT = {
     "float32": _float32,
     "bfloat16": _bfloat16,
     "int8": _int8,
+    "int4": _int4,
     "float8_e4m3fn": partial(_float8, jnp.float8_e4m3fn),
     "float8_e5m2": partial(_float8, jnp.float8_e5m2),
 }

@@ -63,7 +63,7 @@ class ScaleBlocks(NamedTuple):
 
 
 class TpuSchedule(NamedTuple):
-    """Page ids [S * P], the items of each program (few queries first), and scale_blocks for int8."""
+    """Page ids [S * P], the items of each program (few queries first), and scale_blocks for int8 and int4."""
 
     page_ids: jax.Array
     items: tuple[WorkItems, ...]
@@ -115,7 +115,7 @@ def program_sizes(spec: PagedSpec, is_long: bool) -> TpuProgramSizes:
 def _default_sizes(spec: PagedSpec, is_long: bool) -> TpuProgramSizes:
     if is_long:
         return TpuProgramSizes(max(SUBLANES, LONG_ROWS // rows_of_group(spec)), 512, 2, 1)
-    token_bytes = spec.page.num_rows * spec.page.num_lanes * jnp.dtype(spec.page.dtype).itemsize
+    token_bytes = spec.page.num_rows * spec.page.num_lanes * jnp.dtype(spec.page.element_dtype).itemsize
     num_keys = 1 << (max(SHORT_BLOCK_BYTES // token_bytes, 1).bit_length() - 1)
     return TpuProgramSizes(SHORT_QUERIES, min(max(num_keys, LANES), 512), 3, 8)
 

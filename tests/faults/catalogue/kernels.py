@@ -56,6 +56,14 @@ FAULTS = (
         "an int4 cache rounds towards zero, with several times the error",
     ),
     Fault(
+        "kernels/tpu-int4-values-are-the-keys",
+        "pallas_kernels/paged_attention",
+        "return [levels_of(words >> (4 * index)) for index in range(8)]",
+        "return [levels_of(words >> (8 * (index // 2))) for index in range(8)]",
+        ("tests/pallas_kernels/paged_attention/test_pallas_tpu.py::test_suite_of_four_bits[verify_int4]",),
+        "on a TPU an int4 cache gives sums of keys",
+    ),
+    Fault(
         "cache/int4-norm-of-large-keys-overflows",
         "pallas_kernels/paged_attention",
         "parts = x / jnp.where(largest > 0, largest, 1.0)[..., None]",

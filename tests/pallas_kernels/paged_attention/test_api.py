@@ -126,3 +126,14 @@ def test_a_schedule_of_another_call_is_refused():
     schedule = make_schedule(spec, other["page_table"], other["query_lengths"], other["kv_lengths"])
     with pytest.raises(ValueError, match="the schedule was made for xla"):
         paged_attention(**arguments, **shape.options, schedule=schedule)
+
+
+def test_layouts_of_four_bits():
+    """The TPU's kernel reads int4; what no kernel reads lies as XLA takes it."""
+    assert [platform_layout(platform, "int4") for platform in ("tpu", "gpu", "cpu")] == [
+        "interleaved",
+        "separate",
+        "separate",
+    ]
+    assert {platform_layout(platform, "int8_int4") for platform in ("tpu", "gpu", "cpu")} == {"separate"}
+    assert platform_layout("tpu", "int8") == "interleaved"

@@ -23,11 +23,11 @@ from pallas_kernels.paged_attention import layout, make_schedule, paged_attentio
 from pallas_kernels.paged_attention.shapes import decode_shape
 from pallas_kernels.paged_attention.specs import make_spec
 from pallas_kernels.paged_attention.tpu_schedule import NAMES, TpuProgramSizes
-from tests.pallas_kernels.paged_attention.shapes import SMALL, PagedShape
+from tests.pallas_kernels.paged_attention.shapes import FOUR_BITS, SMALL, PagedShape
 from tests.pallas_kernels.quick import quick
 
 CHIPS = ("v5e", "v6e", "tpu7x")
-CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 # Heads (of queries, of keys) of Llama-3-8B and of the Qwen3 models; head_dim 128.
 HEADS = {"llama3": (32, 8), "qwen3_small": (16, 8), "qwen3_large": (64, 8)}
 
@@ -66,6 +66,11 @@ def test_suite(name, check, tpu_interpreter, small_blocks):
     check(SMALL[name], "pallas_tpu", "interleaved")
 
 
+@pytest.mark.parametrize("name", quick([n for n in FOUR_BITS if "int8_int4" not in n], "verify_int4"))
+def test_suite_of_four_bits(name, check, tpu_interpreter, small_blocks):
+    check(FOUR_BITS[name], "pallas_tpu", "interleaved")
+
+
 @pytest.mark.slow
 def test_suite_with_the_blocks_of_a_chip(check, tpu_interpreter):
     check(SMALL["mixed_tree"], "pallas_tpu", "interleaved")
@@ -97,7 +102,7 @@ def transfers(monkeypatch):
 def ideal_bytes(shape: PagedShape) -> int:
     """Queries and output, new tokens read and written, and the pages that a query sees, each once."""
     page = shape.page()
-    row = page.num_rows * page.num_lanes * jnp.dtype(page.dtype).itemsize
+    row = page.num_rows * page.num_lanes * jnp.dtype(page.element_dtype).itemsize
     total = 0
     for new, keys in shape.lengths:
         if new:
@@ -115,6 +120,7 @@ def ideal_bytes(shape: PagedShape) -> int:
 TRAFFIC = {
     "bfloat16": PagedShape(((1, 130), (1, 63), (1, 320)), 64, (8, 2), 128, "bfloat16", "bfloat16", 1),
     "int8": PagedShape(((1, 130), (1, 63), (1, 320)), 64, (8, 2), 128, "bfloat16", "int8", 1),
+    "int4": PagedShape(((1, 130), (1, 63), (1, 320)), 64, (8, 4), 128, "bfloat16", "int4", 1),
     "window": PagedShape(((1, 400), (1, 63)), 16, (8, 2), 128, "bfloat16", "bfloat16", 1, window=40),
     "empty slots": PagedShape(
         ((0, 7), (1, 63), (0, 0), (0, 300)), 16, (8, 2), 128, "bfloat16", "bfloat16", 1, num_padding=3
@@ -217,7 +223,7 @@ def test_words_of_a_token(dtype):
     buffer = np.zeros((*shape[:2], layout.LANES), np.uint32)
     buffer[:, : rows.num_words] = bits.swapaxes(0, 1)
     narrow = buffer.view(np.uint8).reshape(*shape[:2], layout.LANES, rows.pack, -1).swapaxes(2, 3)
-    buffer = jnp.asarray(np.ascontiguousarray(narrow).view(jnp.dtype(dtype)).reshape(shape))
+    buffer = jnp.asarray(np.ascontiguousarray(narrow).view(jnp.dtype(page.element_dtype)).reshape(shape))
 
     def words(load):
         def kernel(buffer, out):
@@ -246,6 +252,7 @@ def spec_of(shape: PagedShape, page_layout: str = "interleaved"):
         ({}, "separate", "tpu", "interleaved layout"),
         ({"dtype": "float16"}, "interleaved", "tpu", "float16"),
         ({"cache_dtype": "float16"}, "interleaved", "tpu", "float16"),
+        ({"cache_dtype": "int8_int4"}, "separate", "tpu", "interleaved layout"),
         ({"pages_per_sequence": 300_000}, "interleaved", "tpu", "of 983,040 bytes of scalar memory.*larger pages"),
         ({"heads": (512, 512), "head_dim": 256}, "interleaved", "tpu", "bytes of vector memory"),
     ],
@@ -298,7 +305,8 @@ def check_compiled(chip: str, shape: PagedShape) -> None:
     print(f"{compiled.seconds:.2f} seconds, {compiled.temporary_bytes:,} bytes of temporaries")
     assert compiled.aliased_bytes >= num_bytes
     queries = arguments["q"].size * arguments["q"].dtype.itemsize
-    assert compiled.temporary_bytes <= 4 * queries + (4 << 20)
+    # With int4, queries and outputs are rotated in float32.
+    assert compiled.temporary_bytes <= (10 if shape.cache_dtype == "int4" else 4) * queries + (4 << 20)
     text = compiled.program.as_text()
     dimensions = ",".join(map(str, pages.kv.shape))
     assert f"[{dimensions}]" in text

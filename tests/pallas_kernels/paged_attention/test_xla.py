@@ -35,6 +35,11 @@ def test_suite_of_four_bits(name, check):
     check(FOUR_BITS[name], "xla", "separate")
 
 
+@pytest.mark.parametrize("name", quick([n for n in FOUR_BITS if "int8_int4" not in n], "decode_int4_head_dim_96"))
+def test_suite_of_four_bits_interleaved(name, check):
+    check(FOUR_BITS[name], "xla", "interleaved")
+
+
 @pytest.mark.parametrize("name", quick(INTERLEAVED, "verify_int8"))
 def test_suite_interleaved(name, check):
     check(SMALL[name], "xla", "interleaved")
