@@ -73,7 +73,9 @@ def test_append_is_the_same_in_all_layouts_and_drops_padding(dtype, head_dim):
     page, slot = jnp.array([2, 4, 0]), jnp.array([5, 0, 15])
     written = append(logical, k, v, page, slot)
     for layout in ("interleaved", "bits") if shape.is_narrow_float else ("interleaved",):
-        assert_equal(unpack(append(pack(logical, layout), k, v, page, slot), 3, head_dim), written)
+        for by_rows in (False, True):
+            found = append(pack(logical, layout), k, v, page, slot, by_rows=by_rows)
+            assert_equal(unpack(found, 3, head_dim), written)
     rounded = from_stored(*to_stored(k, dtype))
     scales = None if written.k_scales is None else written.k_scales[2, :, 5]
     np.testing.assert_array_equal(from_stored(written.k[2, 5], scales), rounded[0])
