@@ -48,4 +48,4 @@ def move_sinks(pages: Pages, moved: MovedSinks, num_kv_heads: int, head_dim: int
     page = jnp.repeat(moved.targets.reshape(-1), size)
     slot = jnp.tile(jnp.arange(size, dtype=jnp.int32), moved.targets.size)
     k, v = (x.reshape(-1, num_kv_heads, head_dim) for x in (k, v))
-    return append(pages, k, v, page, slot)
+    return append(pages, k, v, page, slot, by_rows=True)

@@ -301,7 +301,7 @@ def _attend(
     part: PagePart | None = None,
 ):
     moved = inputs.moved
-    # Kernels may write a page while they read it, and sinks may be new.
+    # Kernels may write a page while they read it (then with the bytes that it has), and sinks may be new.
     if appends_first and (schedule.implementation != "xla" or moved is not None):
         pages = _appended(schedule.spec, pages, k, v, inputs)
     if moved is not None:
@@ -326,7 +326,7 @@ def _attend(
 def _appended(spec: PagedSpec, pages: Pages, k: jax.Array, v: jax.Array, inputs: _RaggedInputs) -> Pages:
     """The pages with the new tokens of every sequence."""
     places = token_places(spec, inputs.query_starts, inputs.query_lengths, inputs.kv_lengths)
-    return append(pages, k, v, *write_places(spec, inputs.page_table, places))
+    return append(pages, k, v, *write_places(spec, inputs.page_table, places), by_rows=True)
 
 
 def _specs(mesh: Mesh, pages: Pages, sinks: jax.Array | None) -> tuple[Any, ...]:

@@ -342,11 +342,13 @@ def append(
     slot: Int32[Array, " T"],
     *,
     is_unique: bool = False,
+    by_rows: bool = False,
 ) -> Pages:
     """Writes each token's key and value at its (page, slot); a page or slot beyond the last drops the token.
 
     Pages without values store the keys only. `is_unique` asserts that no place occurs twice, dropped ones included, so
-    that TPUs need no check for duplicates.
+    that TPUs need no check for duplicates. `by_rows` scatters rows of tokens, for interleaved pages that a kernel reads
+    in the same program: for whole tokens the TPU compiler changes the layout of the cache and copies all of it twice.
     """
     shape = page_shape(pages, k.shape[1], k.shape[2])
     (k_values, k_scales), (v_values, v_scales) = to_stored(k, shape.key_dtype), to_stored(v, shape.value_dtype)
@@ -366,7 +368,9 @@ def append(
             put(pages.k_scales, k_scales, heads),
             put(pages.v_scales, v_scales, heads),
         )
-    kv = pages.kv.at[page, slot].set(interleave(k_values, v_values, shape), **options)
+    tokens = interleave(k_values, v_values, shape)
+    rows = (page[:, None], slot[:, None], jnp.arange(tokens.shape[1]))
+    kv = pages.kv.at[rows if by_rows else (page, slot)].set(tokens, **options)
     if not shape.has_scales:
         return InterleavedPages(kv)
     at = (page[:, None], jnp.arange(2 * shape.num_kv_heads), slot[:, None])

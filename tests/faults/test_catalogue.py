@@ -12,7 +12,7 @@ from tests.faults.runner import BROKEN, MISSED, NOTICED, Run, environments, is_p
 
 AREAS = {
     *("batch", "cache", "calibration", "checkpoints", "cli", "engine", "grammar", "kernels", "measure", "models"),
-    *("parallel", "planning", "quantization", "sampling", "schemas", "server", "speculative"),
+    *("parallel", "planning", "policies", "quantization", "sampling", "schemas", "server", "speculative"),
     *("store", "text", "tool-calls", "training"),
 }
 

@@ -214,11 +214,12 @@ def verify(
     ancestors = None
     if tree.max_width > 1:
         ancestors = jnp.pad(jnp.tile(jnp.asarray(tree.ancestors), num_slots), (0, padding))
+    starts = num_nodes * jnp.arange(num_slots, dtype=jnp.int32)
     view = model.view(cache, rows.page_tables, rows.positions, proposal.num_nodes)
     attend = attend_ragged(
         cache,
         view.page_tables,
-        num_nodes * jnp.arange(num_slots, dtype=jnp.int32),
+        starts,
         proposal.num_nodes,
         view.kv_lengths,
         max_query_length=None if drafter.is_uniform else num_nodes,

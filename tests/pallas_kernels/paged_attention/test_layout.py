@@ -91,7 +91,9 @@ def test_append_is_the_same_in_all_layouts_and_drops_padding(dtype, head_dim):
     written = append(logical, k, v, page, slot)
     others = () if dtype == "int8_int4" else ("interleaved", "bits") if shape.is_narrow_float else ("interleaved",)
     for layout in others:
-        assert_equal(unpack(append(pack(logical, layout), k, v, page, slot), 3, head_dim), written)
+        for by_rows in (False, True):
+            found = append(pack(logical, layout), k, v, page, slot, by_rows=by_rows)
+            assert_equal(unpack(found, 3, head_dim), written)
     rounded = from_stored(*to_stored(k, key_dtype(dtype)))
     scales = None if written.k_scales is None else written.k_scales[2, :, 5]
     np.testing.assert_array_equal(from_stored(written.k[2, 5], scales), rounded[0])
