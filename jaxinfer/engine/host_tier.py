@@ -114,6 +114,10 @@ class HostTier:
             self._leaving[group, host] = page
         return host
 
+    def place(self, group: int, forget: Callable[[], None]) -> int:
+        """A host page whose contents do not come from the device; NULL_PAGE where there is no room. As `move_out`."""
+        return self.pools[group].allocate(forget)
+
     def move_back(self, group: int, page: int, host: int) -> None:
         """Plans that a pinned host page is copied to a page, and stays pinned until then."""
         self._coming[group, page] = host
