@@ -12,14 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.cache import PagedCache, StateCache
 from jaxinfer.checks import format_bytes
-from jaxinfer.engine.host_tier import HostPoolSize, PageMove
+from jaxinfer.engine.host_tier import BATCH_BYTES, BATCH_PAGES, MAX_IN_TRANSIT, HostPoolSize, PageMove
 from jaxinfer.engine.memory import system_memory
 from jaxinfer.engine.programs.tiers import abstract_rows, gather_pages, row_specs, scatter_pages
 from jaxinfer.engine.spec import EngineSpec
-
-BATCH_PAGES = (128, 32, 8, 1)  # of one program
-BATCH_BYTES = 64 * 2**20  # of a batch, which takes as much memory of the device for a while
-MAX_IN_TRANSIT = 2  # batches that leave at once
 
 
 class Caches(NamedTuple):

@@ -213,6 +213,17 @@ class PrefixTree:
             node = node.parent
         return False
 
+    def drop_hosts(self) -> None:
+        """Gives up what is in host memory, but for pages that are on their way back."""
+        nodes = [(root, salt) for salt, root in self._roots.items()]
+        for node, salt in nodes:
+            nodes += ((child, salt) for child in node.children.values())
+        for node, salt in reversed(nodes):
+            for group, host in enumerate(node.hosts):
+                if host != NULL_PAGE and not self._tier.pools[group].is_pinned(host):
+                    self._drop_host(node, group)
+            self._drop_empty(node, salt)
+
     def check(self) -> None:
         """Raises RuntimeError where a page is known twice, or not kept, or could be given away before one after it."""
         stack = list(self._roots.values())

@@ -253,6 +253,12 @@ class Scheduler:
         sequence.leader = None
         self.counters.num_finished += 1
 
+    def drop_prefixes(self) -> None:
+        """Gives up all cached beginnings that no sequence has, on the device and in host memory."""
+        for pool in (*self.pools.all, *self.saved.pools):
+            pool.drop_idle()
+        self.prefixes.drop_hosts()
+
     def check(self) -> None:
         """Raises RuntimeError where pages, slots or lists do not agree."""
         self.pools.check(self.running)

@@ -132,6 +132,19 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path):
         files_in(tmp_path)
 
 
+def test_a_page_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    files, steps = files_in(tmp_path), []
+    fsync, replace = os.fsync, os.replace
+
+    def note(step):
+        steps.append((step, files._path(name_of(1)).exists()))
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (note("fsync"), fsync(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (note("rename"), replace(*paths)))
+    write(files, 1)
+    assert steps == [("fsync", False), ("rename", False)]
+
+
 def test_a_full_disk_loses_the_page_only(tmp_path, monkeypatch):
     files = files_in(tmp_path)
 
