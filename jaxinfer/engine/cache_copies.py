@@ -29,6 +29,11 @@ class CacheCopies:
             self._caches = self.host_pages.move(self._caches, plan.to_host, plan.from_host)
 
     @property
+    def caches(self) -> Caches:
+        """What pages and saved states lie in, until the next dispatch."""
+        return self._caches
+
+    @property
     def _caches(self) -> Caches:
         return Caches(self._cache, self._draft_cache, self._saved)
 

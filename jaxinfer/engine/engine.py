@@ -21,6 +21,7 @@ from jaxinfer.engine.grammars import Grammars
 from jaxinfer.engine.model_runner import ModelRunner
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.plans import DispatchPlan
+from jaxinfer.engine.prefix_store import PrefixStore
 from jaxinfer.engine.programs.paged import INVALID_LOGITS
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
@@ -85,6 +86,7 @@ class Engine:
             ),
             self.spec.decode_slots,
         )
+        self.prefix_store = None if options.prefix_store is None else PrefixStore(self.runner, self.scheduler)
         self._sequences: dict[SequenceState, None] = {}  # unfinished ones, in the order of their arrival
         self._num_with_logprobs = 0  # of the unfinished ones
         self._in_flight: deque[Flight] = deque()
@@ -108,6 +110,8 @@ class Engine:
         self.scheduler.add(sequence)
         if sequence.leader not in self._sequences:
             sequence.leader = None
+        if self.prefix_store is not None:
+            self.prefix_store.load(sequence)
         self.grammars.add(sequence)
         sequence.rounds = None if self.speculation is None else Counter()
         sequence.arrived = sequence.arrived or time.monotonic()
@@ -196,6 +200,8 @@ class Engine:
     def _commit(self, flight: Flight) -> list[SequenceState]:
         """Reads a dispatch's results: appends tokens, ends sequences, lets others use pages that are known."""
         found = self.runner.read(flight, with_samples=self._num_with_logprobs > 0)
+        if self.prefix_store is not None:
+            self.prefix_store.collect()
         if self.on_read is not None:
             self.on_read(flight, found.seconds)
         if self.speculation is not None:
@@ -209,6 +215,8 @@ class Engine:
                 self.scheduler.confirm(sequence, chunk.start + chunk.length)
                 if not chunk.is_last:
                     continue
+                if self.prefix_store is not None:
+                    self.prefix_store.save(sequence)
                 self.runner.stop_scoring(sequence)
                 sequence.first_token = sequence.first_token or time.monotonic()
             self._append(sequence, slot, tokens, found.samples)
@@ -219,6 +227,8 @@ class Engine:
                 if self.speculation is not None and flight.plan.draft is not None:
                     self.speculation.mark_draft_pages(sequence)
                 progressed.append(sequence)
+        if self.prefix_store is not None and not self._sequences:
+            self.prefix_store.collect()
         return progressed
 
     def _append(self, sequence: SequenceState, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
@@ -357,6 +367,8 @@ class Engine:
         for sequence in list(self._sequences):
             self.finish(sequence, "abort")
         self._in_flight.clear()
+        if self.prefix_store is not None:
+            self.prefix_store.close()
         self.runner.close()
 
 

@@ -301,6 +301,7 @@ def _describe_host_tier(engine: Engine) -> dict[str, Any]:
         "host cache bytes in use": tier.used_bytes,
         "host pages in use": "; ".join(f"{pool.num_used} of {pool.num_pages} ({name})" for pool, name in pools),
         "host cache": str(transfer_rule(engine.spec, engine.device)),
+        **({} if engine.prefix_store is None else {"prefix store": str(engine.prefix_store.files.folder)}),
     }
 
 

@@ -12,14 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.cache import PagedCache, StateCache
 from jaxinfer.checks import format_bytes
-from jaxinfer.engine.host_tier import HostPoolSize, PageMove
+from jaxinfer.engine.host_tier import BATCH_BYTES, BATCH_PAGES, MAX_IN_TRANSIT, HostPoolSize, PageMove
 from jaxinfer.engine.memory import system_memory
 from jaxinfer.engine.programs.tiers import abstract_rows, gather_pages, row_specs, scatter_pages
 from jaxinfer.engine.spec import EngineSpec
-
-BATCH_PAGES = (128, 32, 8, 1)  # of one program
-BATCH_BYTES = 64 * 2**20  # of a batch, which takes as much memory of the device for a while
-MAX_IN_TRANSIT = 2  # batches that leave at once
 
 
 class Caches(NamedTuple):
@@ -131,6 +127,28 @@ class HostPages:
             for store, rows in zip(self._stores[group], jax.device_get(arrays), strict=True):
                 store[hosts] = rows[: len(hosts)]
 
+    def rows_of(self, group: int) -> list[jax.ShapeDtypeStruct]:
+        """The arrays of which a host page of a group consists."""
+        return [jax.ShapeDtypeStruct(store.shape[1:], store.dtype) for store in self._stores[group]]
+
+    def write(self, hosts: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Fills host pages of the first group with bytes as `read` gives them."""
+        self.wait()  # what is on its way may have been meant for the same pages
+        for host, content in zip(hosts, contents, strict=True):
+            start = 0
+            for store in self._stores[0]:
+                row = np.frombuffer(content, store.dtype, math.prod(store.shape[1:]), start)
+                store[host - 1] = row.reshape(store.shape[1:])
+                start += row.nbytes
+
+    def read(self, caches: Caches, pages: Sequence[int]) -> Iterator[tuple[int, int, tuple[jax.Array, ...]]]:
+        """Begins to copy pages of the first group: where each batch begins, how many pages it has, and arrays of which
+        row i, of all arrays one after the other, is a page."""
+        parts, start = caches.parts(0, self._num_groups), 0
+        for batch, size in self._batches(0, [PageMove(0, page, 0) for page in pages]):
+            yield start, len(batch), self._gather(parts, batch, size)
+            start += len(batch)
+
     def warm_up(self, caches: Caches) -> tuple[Caches, int]:
         """Compiles all programs, with nothing to do; returns how many. The caches are donated."""
         count = 0
@@ -144,12 +162,16 @@ class HostPages:
 
     def _leave(self, parts: Any, group: int, moves: Sequence[PageMove], size: int) -> None:
         self.wait(MAX_IN_TRANSIT - 1)
+        arrays = self._gather(parts, moves, size)
+        self._in_transit.append((group, np.array([move.host - 1 for move in moves], np.int64), arrays))
+
+    def _gather(self, parts: Any, moves: Sequence[PageMove], size: int) -> tuple[jax.Array, ...]:
         ids = np.zeros(size, np.int32)
         ids[: len(moves)] = [self._row(move) for move in moves]
         arrays = gather_pages(self._mesh, parts, self._put(ids))
         for array in arrays:
             array.copy_to_host_async()
-        self._in_transit.append((group, np.array([move.host - 1 for move in moves], np.int64), arrays))
+        return arrays
 
     def _come_back(self, caches: Caches, group: int, moves: Sequence[PageMove], size: int) -> Caches:
         parts = caches.parts(group, self._num_groups)

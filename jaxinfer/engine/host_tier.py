@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 from jaxinfer.engine.pages import NULL_PAGE
 
+BATCH_PAGES = (128, 32, 8, 1)  # that one program copies
+BATCH_BYTES = 64 * 2**20  # of a batch, which takes as much memory of the device for a while
+MAX_IN_TRANSIT = 2  # batches that leave at once
+
 
 class HostPoolSize(NamedTuple):
     """Host pages of a group of layers, or of saved states, and bytes of one."""
@@ -26,6 +30,11 @@ class PageMove(NamedTuple):
     group: int
     page: int
     host: int
+
+
+def transit_bytes(page_bytes: int) -> int:
+    """Memory of a device that moves take: batches that leave, one that comes back, and a program's temporary."""
+    return (MAX_IN_TRANSIT + 2) * min(BATCH_PAGES[0] * page_bytes, max(BATCH_BYTES, page_bytes))
 
 
 class HostPool:
@@ -65,6 +74,9 @@ class HostPool:
             raise RuntimeError(f"host page {page} is dropped before it was read")
         del self._forget[page]
         self._free.append(page)
+
+    def is_pinned(self, page: int) -> bool:
+        return self._pins[page] > 0
 
     def pin(self, page: int, count: int) -> None:
         """Adds to the reasons for which a page has to stay."""
@@ -113,6 +125,10 @@ class HostTier:
         if host != NULL_PAGE:
             self._leaving[group, host] = page
         return host
+
+    def place(self, group: int, forget: Callable[[], None]) -> int:
+        """A host page whose contents do not come from the device; NULL_PAGE where there is no room. As `move_out`."""
+        return self.pools[group].allocate(forget)
 
     def move_back(self, group: int, page: int, host: int) -> None:
         """Plans that a pinned host page is copied to a page, and stays pinned until then."""

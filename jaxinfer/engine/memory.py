@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.cache import deferred_bytes, state_bytes
+from jaxinfer.engine.host_tier import transit_bytes
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import compute_dtype
 
@@ -108,7 +109,8 @@ def activation_bytes(spec: EngineSpec) -> int:
     if spec.draft_model is not None:
         draft_config, draft_params = spec.draft_model
         copied = spec.max_seqs * state_bytes(draft_config, compute_dtype(draft_params))
-    return spec.token_buckets[-1] * hidden * spec.dtype.itemsize + logits + deferred + copied
+    moved = transit_bytes(max(spec.group_page_bytes)) if spec.options.host_cache_gib else 0
+    return spec.token_buckets[-1] * hidden * spec.dtype.itemsize + logits + deferred + copied + moved
 
 
 def available_bytes(device: Any) -> int | None:

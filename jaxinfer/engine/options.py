@@ -173,6 +173,15 @@ class EngineOptions(SpeculationOptions):
         "They come back when a prompt begins with them. In one process.",
         "X",
     )
+    prefix_store: str | None = _engine(
+        None,
+        "Folder of files in which the cached beginnings of prompts are kept over restarts and shared by processes; by "
+        "default none. They are read into the memory of host_cache_gib, which has to be given.",
+        "DIR",
+    )
+    prefix_store_gib: float = _engine(
+        16.0, "GiB of files in prefix_store, of all models; those that were not used for longest go.", "X"
+    )
     num_saved_states: int | None = _engine(
         None,
         "States that are kept to reuse cached beginnings, of models with recurrent layers; by default max_seqs. With 0 "
@@ -233,6 +242,11 @@ class EngineOptions(SpeculationOptions):
             )
 
     def _check_host_cache(self) -> None:
+        store_gib = self.prefix_store_gib
+        if isinstance(store_gib, bool) or not isinstance(store_gib, (int, float)) or not 0 < store_gib < float("inf"):
+            raise ValueError(f"prefix_store_gib must be a positive number of GiB, got {store_gib!r}")
+        if self.prefix_store is not None and (not str(self.prefix_store) or self.host_cache_gib is None):
+            raise ValueError(f"prefix_store={self.prefix_store!r}: give a folder, and host_cache_gib to read it into")
         gib = self.host_cache_gib
         if gib is None:
             return

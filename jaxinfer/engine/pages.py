@@ -126,6 +126,7 @@ class PagePool:
     def drop_idle(self) -> int:
         """Gives up everything idle; returns how many pages became free."""
         count = len(self._idle)
+        self._unlikely.update(self._idle)
         self._free += [self._evict() for _ in range(count)]
         return count
 

@@ -163,6 +163,36 @@ class PrefixTree:
         self._drop_empty(node, salt)
         return is_changed
 
+    def add_host_pages(self, keys: Sequence[bytes], start: int, salt: str = "") -> list[int]:
+        """Host pages of the first group for `keys[start:]`, as many as there is room for, which the caller fills; those
+        before `start` must be known, and there must be no other group."""
+        node = self._root(salt)
+        path = [node := node.children[key] for key in keys[:start]]
+        self._renew_hosts(path)
+        hosts = []
+        for key in keys[start:]:
+            child = _Node(key, len(self._pools), node)
+            host = self._tier.place(0, partial(self._forget_host, child, 0, salt))
+            is_gone = node.parent is None and start + len(hosts) > 0
+            if host == NULL_PAGE or is_gone:
+                if is_gone and host != NULL_PAGE:
+                    self._tier.drop(0, host)
+                break
+            if node.parent is None:
+                self._roots[salt] = node
+            child.hosts[0], node.children[key] = host, child
+            hosts.append(host)
+            path.append(child)
+            node = child
+        self._renew_hosts(path)
+        self._drop_empty(node, salt)
+        return hosts
+
+    def _renew_hosts(self, nodes: Sequence[_Node]) -> None:
+        for node in reversed(nodes):  # beginnings are given away last
+            if node.hosts[0] != NULL_PAGE:
+                self._tier.renew(0, node.hosts[0])
+
     def renew(self, place: PrefixPlace, group: int) -> None:
         """Idle pages of a group on a path are given away after those of other paths, ends before beginnings."""
         node = place.node
@@ -183,6 +213,17 @@ class PrefixTree:
                 return True
             node = node.parent
         return False
+
+    def drop_hosts(self) -> None:
+        """Gives up what is in host memory, but for pages that are on their way back."""
+        nodes = [(root, salt) for salt, root in self._roots.items()]
+        for node, salt in nodes:
+            nodes += ((child, salt) for child in node.children.values())
+        for node, salt in reversed(nodes):
+            for group, host in enumerate(node.hosts):
+                if host != NULL_PAGE and not self._tier.pools[group].is_pinned(host):
+                    self._drop_host(node, group)
+            self._drop_empty(node, salt)
 
     def check(self) -> None:
         """Raises RuntimeError where a page is known twice, or not kept, or could be given away before one after it."""

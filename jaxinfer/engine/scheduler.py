@@ -97,6 +97,7 @@ class Counters:
     reused_tokens: int = 0
     copied_pages: int = 0
     host_hit_tokens: int = 0  # of the reused ones, those whose pages came back from host memory
+    disk_read_tokens: int = 0  # whose pages were read from `prefix_store`
     host_bytes_out: int = 0
     host_bytes_in: int = 0
 
@@ -156,7 +157,7 @@ class Scheduler:
 
     def num_known_tokens(self, sequence: SequenceState) -> int:
         """Leading tokens of a sequence that is not queued yet, whose pages are known."""
-        if not self._can_reuse(sequence):
+        if not self.can_reuse(sequence):
             return 0
         page_size = self.options.page_size
         keys = sequence.keys(page_size, len(sequence.tokens) - 1)
@@ -254,6 +255,12 @@ class Scheduler:
         sequence.leader = None
         self.counters.num_finished += 1
 
+    def drop_prefixes(self) -> None:
+        """Gives up all cached beginnings that no sequence has, on the device and in host memory."""
+        for pool in (*self.pools.all, *self.saved.pools):
+            pool.drop_idle()
+        self.prefixes.drop_hosts()
+
     def check(self) -> None:
         """Raises RuntimeError where pages, slots or lists do not agree."""
         self.pools.check(self.running)
@@ -348,7 +355,7 @@ class Scheduler:
 
     def _should_wait(self, sequence: SequenceState) -> bool:
         """Whether a running sequence is computing more of its beginning than is cached: it is then cheaper to wait."""
-        if not self._can_reuse(sequence):
+        if not self.can_reuse(sequence):
             return False
         if self._has_live_leader(sequence):
             return not self._has_prompt(sequence.leader)
@@ -367,7 +374,7 @@ class Scheduler:
             keys[:num_wanted] == one.keys(page_size, min(one.target, num_wanted * page_size)) for one in computing
         )
 
-    def _can_reuse(self, sequence: SequenceState) -> bool:
+    def can_reuse(self, sequence: SequenceState) -> bool:
         """Whether cached pages may be used for its first tokens."""
         return self.options.reuses_prefixes and not sequence.request.needs_whole_prompt
 
@@ -423,7 +430,7 @@ class Scheduler:
     def _find_known(self, sequence: SequenceState) -> PrefixMatch:
         """Pages (shared now) that hold the beginning of its tokens; at least one is left over, as the next token is
         chosen from what that one gives."""
-        if not self._can_reuse(sequence):
+        if not self.can_reuse(sequence):
             return PrefixMatch([[] for _ in self.pools.all])
         num_useful, page_size = len(sequence.tokens) - 1, self.options.page_size
         if sequence.leader is not None and self._has_live_leader(sequence):

@@ -236,6 +236,8 @@ class _Watched:
         yield "prefix_cache_queries", "Prompt tokens of all answers.", sum(c.prompt_tokens for c in found)
         yield "prefix_cache_hits", "Prompt tokens found in the cache.", sum(c.reused_tokens for c in found)
         yield "prefix_cache_host_hits", "Of these, tokens from host memory.", sum(c.host_hit_tokens for c in found)
+        total = sum(c.disk_read_tokens for c in found)
+        yield "prefix_store_read_tokens", "Tokens whose pages were read from the disk.", total
         for name, way in (("out", "to"), ("in", "from")):
             total = sum(getattr(c, f"host_bytes_{name}") for c in found)
             yield f"host_cache_bytes_{name}", f"Bytes of pages moved {way} host memory.", total

@@ -11,8 +11,9 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.host_pages import host_pools
-from jaxinfer.engine.host_tier import HostPool, HostPoolSize, HostTier, PageMove
+from jaxinfer.engine.host_tier import HostPool, HostPoolSize, HostTier, PageMove, transit_bytes
 from jaxinfer.engine.link_rates import TransferRule, met_parameters
+from jaxinfer.engine.memory import activation_bytes
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params, init_params
@@ -95,6 +96,22 @@ def test_one_answer_in_a_batch_that_is_preempted(tiny, together):
         assert llm.engine.scheduler.counters.num_preemptions > 0
 
 
+def test_a_preempted_answer_computes_less_than_a_page_again(tiny):
+    """What it had moves to the host when others take its pages, and comes back with it."""
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    prompts = [random_tokens(30, seed) for seed in range(4)]
+    computed = []
+    for gib in (None, GIB):
+        with LLM(tiny, **{**OPTIONS, "num_pages": 50}, host_cache_gib=gib) as llm:
+            scheduler = llm.engine.scheduler
+            scheduler._num_spare = lambda: [0]  # admits too many
+            answers(llm, prompts, params, together=4)
+            assert scheduler.counters.num_preemptions > 0
+            computed.append(scheduler.counters.computed_prompt_tokens - 4 * 30)
+            again = OPTIONS["page_size"] * scheduler.counters.num_preemptions
+    assert computed[1] <= again < computed[0]
+
+
 @pytest.mark.parametrize("acceptance", quick(["exact", "maximal"], "exact"))
 def test_the_cache_of_a_draft_model_moves_too(tiny, acceptance):
     """The model drafts for itself, so everything is accepted, unless its keys are not where they should be."""
@@ -160,6 +177,16 @@ def test_nothing_compiles_after_warm_up(tiny):
         with jax.no_tracing(), jax.transfer_guard("disallow"):
             answers(llm)
         assert min(moved(llm)) > 0
+
+
+def test_moves_are_counted_in_the_memory(tiny):
+    """Four batches of at most 64 MiB."""
+    found = []
+    for gib in (None, GIB):
+        spec = EngineSpec(TINY, abstract_params(TINY), EngineOptions(host_cache_gib=gib), "cpu")
+        found.append(activation_bytes(spec))
+    assert found[1] - found[0] == 4 * 128 * spec.page_bytes
+    assert transit_bytes(2**20) == 4 * 64 * 2**20
 
 
 # The rule, sizes, refusals.

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from jaxinfer.engine.host_tier import HostPoolSize
 from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import MAX_LOOKED_AT, QueueFullError, RequestTooLargeError, Scheduler, SchedulerOptions
+from tests.engine.fake_device import Engine
 from tests.engine.sequences import make_sequence
 
 
@@ -342,3 +344,25 @@ def test_a_preempted_sequence_with_a_state_is_planned_anew():
     preempt()  # with its states gone
     assert pieces(3)[:2] == [(0, 16, False), (16, 16, True)]
     assert (one.restore_from, one.num_reused) == (NULL_PAGE, 0)
+
+
+def test_all_cached_beginnings_can_be_dropped():
+    """On the device and in host memory, while others run."""
+    sizes = (HostPoolSize(40, 8),)
+    engine = Engine(SchedulerOptions(num_pages=9, page_size=4, max_seqs=2, prefill_chunk=16, host_pools=sizes))
+    prompts = [[number] * 20 for number in range(1, 5)]
+    for prompt in prompts:
+        engine.add(prompt, 1)
+        engine.drain()
+    tree, tier = engine.scheduler.prefixes, engine.scheduler.tier
+    known = [tree.num_known(make_sequence(prompt).keys(4, 20)) for prompt in prompts]
+    assert known == [5, 5, 5, 5]
+    assert tier.pools[0].num_used > 0
+    engine.add(prompts[0], 8)
+    engine.step()
+    engine.scheduler.drop_prefixes()
+    engine.check()
+    assert [tree.num_known(make_sequence(prompt).keys(4, 20)) for prompt in prompts][1:] == [0, 0, 0]
+    engine.drain()
+    engine.scheduler.drop_prefixes()
+    assert (tree.num_pages, tree._roots, tier.used_bytes) == (0, {}, 0)

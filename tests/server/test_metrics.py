@@ -59,6 +59,17 @@ def test_the_cache_is_described(client, engine):
     assert f'num_gpu_blocks="{options.num_pages}"' in line
 
 
+def test_moves_to_host_memory_are_counted(client, engine, monkeypatch):
+    counters = engine.llm.engine.scheduler.counters
+    values = {"host_hit_tokens": 3, "host_bytes_out": 500, "host_bytes_in": 700, "disk_read_tokens": 9}
+    for name, value in values.items():
+        monkeypatch.setattr(counters, name, value)
+    found = samples(metrics_after(client, 0))
+    names = ("prefix_cache_host_hits", "host_cache_bytes_out", "host_cache_bytes_in", "prefix_store_read_tokens")
+    assert [found[f"jaxinfer_{name}_total{MODEL}"] for name in names] == [3, 500, 700, 9]
+    assert found[f"jaxinfer_host_cache_bytes{MODEL}"] == found[f"jaxinfer_host_cache_used_bytes{MODEL}"] == 0
+
+
 def test_what_waits_in_the_server_waits(client, service):
     async def ask():
         service.default.admission.num_waiting = 3

@@ -4,6 +4,46 @@ from tests.faults.fault import Fault
 
 ENGINE = (
     Fault(
+        "engine/a-damaged-page-of-the-disk-is-used",
+        "jaxinfer/engine/page_files.py",
+        "if len(content) != num_bytes or data[: len(MAGIC) + DIGEST_BYTES] != _head(name, content):",
+        "if len(content) != num_bytes:",
+        ("tests/engine/test_page_files.py",),
+        "a bit that the disk lost changes answers",
+    ),
+    Fault(
+        "engine/a-page-file-is-written-in-place",
+        "jaxinfer/engine/page_files.py",
+        'temporary = path.with_name(f".{name}.{os.getpid()}.{next(self._numbers)}.part")',
+        "temporary = path",
+        ("tests/engine/test_page_files.py",),
+        "a process that is killed leaves half a page under its name",
+    ),
+    Fault(
+        "engine/pages-of-other-weights-are-found",
+        "jaxinfer/engine/prefix_store.py",
+        "digest.update(np.asarray(jax.device_get(_checksum(leaf))).tobytes())",
+        "pass",
+        ("tests/engine/test_prefix_store.py",),
+        "after a fine-tuning prompts are answered from the keys of the weights before",
+    ),
+    Fault(
+        "engine/the-disk-tier-ignores-salts",
+        "jaxinfer/engine/page_files.py",
+        "hashlib.sha256(fingerprint + salt.encode()).digest()",
+        "hashlib.sha256(fingerprint).digest()",
+        ("tests/engine/test_page_files.py",),
+        "a tenant's request reads pages of another from the disk, and its timing shows it",
+    ),
+    Fault(
+        "engine/a-page-of-the-disk-is-one-token-late",
+        "jaxinfer/engine/prefix_store.py",
+        "pages = [sequence.pages[number] for number in missing]",
+        "pages = [sequence.pages[number - 1] for number in missing]",
+        ("tests/engine/test_prefix_store.py",),
+        "after a restart a prompt is answered from the pages before those it needs",
+    ),
+    Fault(
         "engine/a-page-comes-back-one-place-wrong",
         "jaxinfer/engine/host_pages.py",
         "hosts = [move.host - 1 for move in moves]",
