@@ -13,6 +13,7 @@ from jaxinfer.cache import PageTables
 from jaxinfer.engine.programs.paged import DecodeWork, Slots, StepSlots, StepWork, init_slots, slot_axes
 from jaxinfer.engine.programs.speculative import SpeculativeWork
 from jaxinfer.models import ModelConfig, Params, parameter_shardings
+from jaxinfer.models.host_layers import is_on_host
 from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
 from jaxinfer.quantization.tree import is_quantized
 from jaxinfer.sampling import SamplingBatch
@@ -78,10 +79,13 @@ def placed_params(config: ModelConfig, params: Params, mesh: Mesh | None) -> Par
 
 
 def shapes_of(params: Any) -> Any:
-    """Arrays as `jax.ShapeDtypeStruct`s, with the shardings of a mesh and the layouts of a GPU's kernels."""
+    """Arrays as `jax.ShapeDtypeStruct`s, with the shardings of a mesh, the layouts of a GPU's kernels, and
+    what lies in the host's memory marked."""
 
     def shape(array: jax.Array, place: Any = None) -> jax.ShapeDtypeStruct:
         is_cut = len(array.sharding.device_set) > 1
+        if is_on_host(array):
+            place = getattr(array, "format")  # noqa: B009 (JAX's stubs do not know it)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place or (array.sharding if is_cut else None))
 
     def of_leaf(leaf: Any) -> Any:

@@ -103,7 +103,9 @@ class ModelRunner:
             available = available_bytes(self.device)
             if not self.placement.is_of_this_process and (others := hosts.current()) is not None:
                 available = others.least(available)  # a page has the same number on all hosts
-        weights = num_bytes(self.weights) + (num_bytes(self.draft_weights) if spec.has_own_draft else 0)
+        weights = (
+            num_bytes(self.weights) - spec.host_bytes + (num_bytes(self.draft_weights) if spec.has_own_draft else 0)
+        )
         return plan_pool(spec, weights=weights, available=available)
 
     def _init_cache(

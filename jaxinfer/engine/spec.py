@@ -21,7 +21,7 @@ from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.state_checks import check_states
 from jaxinfer.grammar.device import GrammarTables, TableSizes
-from jaxinfer.models import ModelConfig, Params, compute_dtype
+from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, first_layers
@@ -75,6 +75,7 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         options = self.options
+        host_layers.check_devices(self.params, self.num_devices)
         check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
@@ -95,8 +96,7 @@ class EngineSpec:
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt with its answer."""
-        allowed = min(self.config.max_length, DEFAULT_MAX_MODEL_LEN)
-        return self.options.max_model_len or allowed
+        return self.options.max_model_len or min(self.config.max_length, DEFAULT_MAX_MODEL_LEN)
 
     @property
     def max_seqs(self) -> int:
@@ -140,7 +140,7 @@ class EngineSpec:
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether pages of finished work are kept; pages of a contiguous cache are never full before the end."""
+        """Whether pages of finished work are kept; those of a contiguous cache are never full before the end."""
         is_possible = self.options.prefix_cache and self.options.cache == "paged"
         return is_possible and (not self.has_states or self.num_saved_states > 0)
 
@@ -180,10 +180,9 @@ class EngineSpec:
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
         """The cache of each layer."""
-        if self.options.cache == "contiguous":
-            return (LayerCache("contiguous"),) * self.config.num_layers
-        if self.config.mla is not None:
-            return (LayerCache("latent"),) * self.config.num_layers
+        if (is_contiguous := self.options.cache == "contiguous") or self.config.mla is not None:
+            kind = "contiguous" if is_contiguous else "latent"
+            return (LayerCache(kind),) * self.config.num_layers
         windows = (self.config.window(layer) for layer in range(self.config.num_layers))
         return tuple(LayerCache("full" if window is None else "window", window) for window in windows)
 
@@ -243,9 +242,8 @@ class EngineSpec:
     @cached_property
     def prefill_chunk(self) -> int:
         """Prompt tokens of a step."""
-        default = DEFAULT_CHUNK
-        if self.options.deterministic:  # what the decoding sequences leave of a step
-            default = UNIFORM_STEP_TOKENS - self.max_seqs % UNIFORM_STEP_TOKENS
+        left = UNIFORM_STEP_TOKENS - self.max_seqs % UNIFORM_STEP_TOKENS  # of a step by decoding sequences
+        default = left if self.options.deterministic else DEFAULT_CHUNK
         return min(self.options.prefill_chunk or default, self.max_model_len)
 
     @cached_property
@@ -410,15 +408,15 @@ class EngineSpec:
     def tables(self) -> GrammarTables:
         """Masks and tables of grammars, whole on every device."""
         tables = self.table_sizes.abstract()
-        if self.program_mesh is None:
+        if (mesh := self.program_mesh) is None:
             return tables
-        everywhere = NamedSharding(self.program_mesh, PartitionSpec())
-        return placed(tables, jax.tree.map(lambda leaf: everywhere, tables))
+        return placed(tables, jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), tables))
 
     @cached_property
     def parts(self) -> dict[str, int]:
         """Bytes of one device that stay allocated, without the padding of a layout."""
-        parts = {"weights": num_bytes(self.placed_params)}
+        parts = {"weights": num_bytes(host_layers.on_device(self.placed_params))}
+        parts |= {"layers from the host": self.buffer_bytes} if self.buffer_bytes else {}
         if self.has_own_draft:
             parts["draft weights"] = num_bytes(self.placed_draft)
         parts["cache"] = num_bytes(self.cache)
@@ -427,6 +425,21 @@ class EngineSpec:
         if self.num_saved_states:
             parts["saved states"] = num_bytes(self.saved_states)
         return {**parts, "slots": num_bytes(self.slots), "grammars": num_bytes(self.tables)}
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the weights in the host's memory."""
+        return host_layers.host_bytes(self.params)
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Bytes that each pass over the layers copies from there to the device."""
+        return sum(host_layers.row_bytes(self.params).values())
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes on the device for layers that were copied: the one that computes, and the next."""
+        return host_layers.buffer_bytes(self.params)
 
     @property
     def page_bytes(self) -> int:
@@ -467,18 +480,18 @@ def default_page_size(platform: str, kv_dtype: str) -> int:
 
 def take_layers(config: ModelConfig, params: Params, layers: Sequence[int]) -> tuple[ModelConfig, Params]:
     """The model of these layers, in this order."""
-    kept = {str(new): params["layers"][str(old)] for new, old in enumerate(layers)}
-    return config.with_layers(layers), {**params, "layers": kept}
+    return config.with_layers(layers), host_layers.take_layers(params, layers)
 
 
 def layer_kinds(config: ModelConfig, params: Params) -> dict[Any, list[int]]:
     """The layers by kind, in the order in which kinds first appear: those of one kind make the same computation, of
     weights of the same shapes and formats."""
     kinds: dict[Any, list[int]] = {}
+    on_host = host_layers.host_rows(params)
     for layer, first in enumerate(config.kinds):
-        leaves, structure = jax.tree.flatten(params["layers"][str(layer)])
+        leaves, structure = jax.tree.flatten(host_layers.layer_of(params, layer))
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
-        kinds.setdefault((first, structure, shapes), []).append(layer)
+        kinds.setdefault((first, structure, shapes, layer in on_host), []).append(layer)
     return kinds
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jaxinfer.cache import KVScales
 from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models.host_layers import take_layers
 from jaxinfer.quantization.on_device import Copies
 
 
@@ -63,5 +64,4 @@ def first_layers(config: ModelConfig, params: Params, num_layers: int) -> tuple[
     """
     if not 1 <= num_layers < config.num_layers:
         raise ValueError(f"draft='layers:{num_layers}': the target has {config.num_layers} layers, use 1 to one less")
-    layers = {name: params["layers"][name] for name in map(str, range(num_layers))}
-    return config.with_layers(range(num_layers)), {**params, "layers": layers}
+    return config.with_layers(range(num_layers)), take_layers(params, range(num_layers))
