@@ -39,10 +39,10 @@ from jaxinfer.llm_arguments import (
     takes_other_names,
     unknown_attribute,
 )
+from jaxinfer.llm_offload import layers_chooser
 from jaxinfer.llm_options import LLMOptions, documented
 from jaxinfer.llm_scoring import ScoringMethods, together
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
-from jaxinfer.llm_offload import layers_chooser
 from jaxinfer.models import Params, check_taps
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.parallel import hosts
