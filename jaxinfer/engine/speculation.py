@@ -51,7 +51,7 @@ class Speculation:
         self._has_keys = bytearray(spec.num_pages)  # of each page: whether the draft has stored all of it
         self._controller = None
         if spec.options.is_adaptive:
-            draft_params = () if spec.draft_model is None else spec.draft_model[1]
+            draft_params = {} if spec.draft_model is None else spec.draft_model[1]
             cost_ratio = num_bytes(all_layers(draft_params)) / num_bytes(spec.params)
             self._controller = LengthController([tree.depth for tree in spec.trees], cost_ratio)
         self._estimates: dict[SequenceState, AcceptanceEstimate] = {}
