@@ -45,6 +45,7 @@ from checkpoints_convert.plan import TensorPlan, plan
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, MIN_PIECE_BYTES, TensorHeader
 from checkpoints_convert.store import NativeCheckpoint
 from jaxinfer.models import MeshFit, ModelConfig, Params, fit_to_mesh, leaf_shardings, parameter_shardings
+from jaxinfer.models.host_layers import HostStacks
 from jaxinfer.models.sharding import leaves_by_path
 from jaxinfer.progress import Stage
 from jaxinfer.quantization import QuantizedArray
@@ -115,17 +116,22 @@ def load_params(
     mesh: Mesh | None = None,
     progress: bool | ProgressCallback | None = None,
     convert: Convert | None = None,
+    host: HostStacks | None = None,
 ) -> Params:
-    """The parameters of an open checkpoint on the device or a mesh. Arguments, memory and errors as of `load`."""
+    """The parameters of an open checkpoint on the device or a mesh. Arguments, memory and errors as of `load`; what
+    belongs to `host` goes there, without a mesh."""
     params: Params = {}
-    place = OnDefaultDevice(convert) if mesh is None else OnMesh(mesh, checkpoint.config, convert)
+    place = OnDefaultDevice(convert, host) if mesh is None else OnMesh(mesh, checkpoint.config, convert)
     with Progress(progress, checkpoint.num_bytes(), "loading") as bar:
         for path, leaf in read_ahead(checkpoint, place.parts, place):
-            insert(params, path, leaf)
+            if host is not None and host.takes(path, leaf):
+                host.add(path, leaf)
+            else:
+                insert(params, path, leaf)
             bar.advance(".".join(path), checkpoint.param_bytes(path))
     if errors := checkpoint.requantize_errors:
         _LOG.warning("%s: %s", checkpoint.directory, requantize_summary(errors, checkpoint.requantize or ""))
-    return params
+    return params if host is None else host.finish(params)
 
 
 def kv_scales(path_or_hub_id: str | Path, *, revision: str | None = None) -> tuple[LayerKVScales, ...]:
@@ -240,15 +246,18 @@ def read_ahead(
 
 
 class OnDefaultDevice:
-    """Places whole parameters on the default device."""
+    """Places whole parameters on the default device, but for those that `host` takes: they stay NumPy arrays."""
 
     parts: Mapping[ParamPath, Sequence[Bounds]] = {}
 
-    def __init__(self, convert: Convert | None = None):
-        self._convert = convert
+    def __init__(self, convert: Convert | None = None, host: HostStacks | None = None):
+        self._convert, self._host = convert, host
 
     def __call__(self, path: ParamPath, found: HostParam) -> Any:
-        leaf = jax.device_put(found if isinstance(found, QuantizedArray) else found[0])
+        leaf: Any = found if isinstance(found, QuantizedArray) else found[0]
+        if self._convert is None and self._host is not None and self._host.takes(path, leaf):
+            return leaf
+        leaf = jax.device_put(leaf)
         return leaf if self._convert is None else self._convert(path, leaf)
 
 

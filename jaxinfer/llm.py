@@ -39,10 +39,12 @@ from jaxinfer.llm_arguments import (
     takes_other_names,
     unknown_attribute,
 )
+from jaxinfer.llm_offload import layers_chooser
 from jaxinfer.llm_options import LLMOptions, documented
 from jaxinfer.llm_scoring import ScoringMethods, together
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
+from jaxinfer.models.host_layers import all_layers
 from jaxinfer.parallel import hosts
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import describe, num_bytes
@@ -104,6 +106,7 @@ class LLM(ScoringMethods):
             quantization=chosen.quantization,
             verify=chosen.verify,
             mesh=self.mesh,
+            offload=layers_chooser(chosen),
         )
         loaded, self.max_model_len = loaded.for_length(chosen.max_model_len, has_policy=chosen.kv_policy is not None)
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
@@ -320,7 +323,7 @@ class LLM(ScoringMethods):
         """What was allocated and chosen: dtypes, bytes, slots, programs, kernels. `str()` is a table."""
         tokenizer = "none: token ids only" if self.tokenizer is None else f"{self.tokenizer.vocab_size} tokens"
         defaults = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
-        quantized = describe(self.params)
+        quantized = describe(all_layers(self.engine.spec.params))
         weights: dict[str, Any] = {"quantized": quantized} if quantized else {}
         if self._copies is not None and self._copies.num_copyable:
             weights["float32 copies"] = f"{self._copies}, for XLA:CPU fuses no conversion into products"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jaxinfer.engine.options import SPECULATION, EngineOptions
 from jaxinfer.options import describe, option
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
 
 MODEL = "Model"
+
+
+def parse_offload(text: str) -> int | Literal["auto"]:
+    """ "auto" or a number, from a command line. Raises ValueError for anything else."""
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"offload must be auto or a number of layers, got {text!r}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +100,15 @@ class LLMOptions(EngineOptions):
         "AXES",
         group=MODEL,
     )
+    offload: int | Literal["auto"] = option(
+        0,
+        "Layers whose weights stay in the host's memory and are copied to the device in each step while earlier layers "
+        "compute, for models larger than the device's memory: a number, or auto for as few as make room for the "
+        "weights and the cache. Not with a mesh.",
+        "N",
+        parse=parse_offload,
+        group=MODEL,
+    )
     kv_scales: "KVScales | None" = option(
         None, "Static scales of an fp8 cache; by default the checkpoint's, if it has some."
     )
@@ -107,6 +126,8 @@ class LLMOptions(EngineOptions):
         if self.kv_scales is not None and not self.kv_dtype.startswith("fp8"):
             raise ValueError(f"kv_scales are for kv_dtype='fp8_e4m3' or 'fp8_e5m2', not {self.kv_dtype!r}")
         self.check_draft(self.draft is not None)
+        if self.offload and self.mesh is not None:
+            raise ValueError(f"offload={self.offload!r} is for one device, and mesh={self.mesh!r} is given")
         if self.tool_parser not in ("auto", "none"):
             from jaxinfer.tool_calls import tool_form
 
@@ -119,6 +140,10 @@ class LLMOptions(EngineOptions):
                 raise TypeError(f"{name} must be a text, got {type(value).__name__} {value!r:.60}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed must be an integer, got {type(self.seed).__name__} {self.seed!r:.60}")
+        if self.offload != "auto" and (isinstance(self.offload, bool) or not isinstance(self.offload, int)):
+            raise TypeError(f"offload must be auto or a number, got {type(self.offload).__name__} {self.offload!r:.60}")
+        if self.offload != "auto" and self.offload < 0:
+            raise ValueError(f"offload must be auto or at least 0, got {self.offload}")
         if not (isinstance(self.tokenizer, (str, Path)) or self.tokenizer is None or hasattr(self.tokenizer, "encode")):
             shown = f"{type(self.tokenizer).__name__} {self.tokenizer!r:.60}"
             raise TypeError(f"tokenizer must be a folder or a jaxinfer.Tokenizer, got {shown}")

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxinfer.cache import KVScales
 from jaxinfer.embedding_files import EmbeddingConfig, read_embedding_config
 from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_to_mesh, keeps_float32
+from jaxinfer.models.host_layers import HostStacks, move_layers_to_host
 from jaxinfer.option_names import check_format
 from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_device import Copies, float32_copies, outputs_together
@@ -28,6 +29,8 @@ from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens, 
 
 DEFAULT_MAX_MODEL_LEN = 4096
 OF_ALIAS = "as the alias says"
+# The numbers of the layers whose weights go to the host's memory, of a configuration and abstract parameters.
+ChooseLayers = Callable[[ModelConfig, Params], Sequence[int]]
 LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
 
 
@@ -185,6 +188,7 @@ def load_model(
     quantization: str | None = None,
     verify: bool | None = None,
     mesh: Mesh | None = None,
+    offload: ChooseLayers | None = None,
 ) -> LoadedModel:
     """Loads what `find_model` finds, as its alias says, or checks live `(ModelConfig, params[, tokenizer])`.
     With a mesh the parameters lie there, and the configuration is as `fit_to_mesh` makes it.
@@ -192,6 +196,7 @@ def load_model(
     With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read; None for
     none, whatever the alias says. `requantize` is for what a GGUF file quantized, `verify` for checksums, both as in
     `checkpoints_convert.load`; `quantization` names the quantized format that its files have to be in.
+    `offload` chooses the layers that go to the host's memory (`engine.offload`), from the shapes of all.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
@@ -202,13 +207,13 @@ def load_model(
         if verify:
             raise ValueError("verify is for the files of a checkpoint, not for live parameters")
         check_format(quantization, None, "a live model")
-        found = _live(model, dtype, _selection(quantize, {}), mesh)
+        found = _live(model, dtype, _selection(quantize, {}), mesh, offload)
     else:
         named = find_model(model, revision)
         chosen = _selection(quantize, {} if requantize else named.options)
         opening = {"requantize": requantize, "verify": verify}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization}
-        found = _read(named, dtype, chosen, mesh, opening=opening, **needed)
+        found = _read(named, dtype, chosen, mesh, offload, opening=opening, **needed)
     if tokenizer is not None:
         chosen_tokenizer = Tokenizer.from_dir(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
     else:
@@ -232,12 +237,17 @@ def load_model(
     )
 
 
-def _live(model: LiveModel, dtype: str, chosen: Selection | None, mesh: Mesh | None) -> LoadedModel:
+def _live(
+    model: LiveModel, dtype: str, chosen: Selection | None, mesh: Mesh | None, offload: ChooseLayers | None
+) -> LoadedModel:
     config, params, tokenizer = _check_live(model, dtype)
     if chosen is not None:
         params = quantize_params(params, chosen.recipe)
     if mesh is not None:
         params = fit_to_mesh(mesh, config).place(params)
+    if offload is not None:
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+        params = move_layers_to_host(params, offload(config, shapes), jax.default_backend())
     return LoadedModel("live parameters", config, Weights(_laid_out(params, mesh)), tokenizer)
 
 
@@ -252,6 +262,7 @@ def _read(
     dtype: str,
     chosen: Selection | None,
     mesh: Mesh | None,
+    offload: ChooseLayers | None,
     *,
     reads_tokenizer: bool,
     quantization: str | None,
@@ -273,8 +284,15 @@ def _read(
         tokenizer = _tokenizer(path, checkpoint.tokenizer_files()) if reads_tokenizer else None
         embedding = read_embedding_config(path) if path.is_dir() else None
 
+        shapes, on_host = {}, ()
+        if offload is not None:
+            _, shapes = _shapes(path, chosen, dtype=dtype, requantize=opening["requantize"])
+            on_host = tuple(offload(checkpoint.config, shapes))
+
         def load() -> Params:
-            params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, convert=chosen)
+            place = jax.devices()[0], jax.default_backend()
+            host = HostStacks(shapes, on_host, *place) if on_host else None
+            params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, convert=chosen, host=host)
             return _laid_out(params, mesh, donate=True)
 
         kv_scales = None
@@ -283,7 +301,7 @@ def _read(
         return LoadedModel(
             name,
             checkpoint.config,
-            Weights.shared(_weights_key(path, dtype, chosen, mesh, opening), load),
+            Weights.shared((_weights_key(path, dtype, chosen, mesh, opening), on_host), load),
             tokenizer,
             default_params=replace(defaults.params, **_alias_sampling(named)),
             ignored_defaults=defaults.ignored,
@@ -322,12 +340,17 @@ def load_shapes(
 
     Raises as `load_model`.
     """
-    import checkpoints_convert
-
     named = find_model(model, revision, fetch=False)
     source, revision = named.source
-    config, params = checkpoints_convert.abstract(source, dtype=dtype, revision=revision, requantize=requantize)
-    if (chosen := _selection(quantize, {} if requantize else named.options)) is not None:
+    chosen = _selection(quantize, {} if requantize else named.options)
+    return _shapes(source, chosen, dtype=dtype, revision=revision, requantize=requantize)
+
+
+def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[ModelConfig, Params]:
+    import checkpoints_convert
+
+    config, params = checkpoints_convert.abstract(source, **reading)
+    if chosen is not None:
         params = jax.eval_shape(partial(quantize_params, how=chosen.recipe), params)
     return config, params
 

@@ -11,13 +11,16 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 from jax._src import config
+from jax._src.interpreters import pxla
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -51,6 +54,7 @@ _GPU_TARGETS = {
         "memory": 150_000_000_000,
     },
 }
+HOST_KINDS = ("pinned_host", "unpinned_host")  # of memory
 CHIPS = (*_TPU_TOPOLOGIES, *_GPU_TARGETS)
 
 
@@ -167,7 +171,8 @@ def compile_for(
 
     `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`s, and the static arguments of a function that is jitted
     already; such a function keeps its own `donate_argnums`. The layout of an abstract array with a
-    `jax.experimental.layout.Format` is kept. Arguments without a `NamedSharding` are replicated over the mesh.
+    `jax.experimental.layout.Format` is kept, and so is the host's memory as its place. Arguments without a
+    `NamedSharding` are replicated over the mesh.
     Raises RuntimeError if the chip's compiler is not installed, and the compiler's own errors (out of VMEM, a layout
     that it cannot lower).
     """
@@ -176,16 +181,55 @@ def compile_for(
         def abstract(leaf):
             if not hasattr(leaf, "shape"):
                 return leaf
-            sharding = leaf.sharding if isinstance(getattr(leaf, "sharding", None), NamedSharding) else whole
+            sharding = getattr(leaf, "sharding", None)
+            if not isinstance(sharding, NamedSharding):
+                sharding = whole if (kind := _host_kind(leaf)) is None else whole.with_memory_kind(kind)
             layout = getattr(getattr(leaf, "format", None), "layout", None)
             place = sharding if layout is None else Format(layout, sharding)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
         jitted: Any = function if hasattr(function, "lower") else jax.jit(function, donate_argnums=donate_argnums)
         start = time.perf_counter()
-        lowered = jitted.lower(*jax.tree.map(abstract, arguments))
+        host = [_host_kind(leaf) for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "shape")]
+        with _host_arguments(any(host)):
+            lowered = jitted.lower(*jax.tree.map(abstract, arguments))
+        if any(host) and chip in _GPU_TARGETS:
+            _mark_host_arguments(lowered, host)
         # A program compiled without its device cannot be read back from the compilation cache: none is written.
         with config.persistent_cache_min_compile_time_secs(math.inf):
             program = lowered.compile()
         seconds = time.perf_counter() - start
     return Compilation.of(chip, program, seconds)
+
+
+def _host_kind(leaf: Any) -> str | None:
+    """The kind of the host's memory that an array lies in, None for one in the device's."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return kind if kind in HOST_KINDS else None
+
+
+@contextlib.contextmanager
+def _host_arguments(has_some: bool) -> Iterator[None]:
+    """While lowering: copies from the host's memory are kept. The GPU that is not attached knows of no memories, from
+    which JAX concludes that there is only one."""
+    if not has_some:
+        yield
+        return
+    with mock.patch.object(pxla, "are_all_shardings_default_mem_kind", return_value=False):
+        yield
+
+
+def _mark_host_arguments(lowered: Any, kinds: Sequence[str | None]) -> None:
+    """Writes the places of a program's arguments into its module, as JAX does for a device that is attached."""
+    module = lowered.compiler_ir()
+    kept = sorted(lowered._lowering.compile_args["kept_var_idx"])  # unused arguments are left out
+    functions = (op for op in module.body.operations if "sym_name" in op.attributes)
+    main = next(op for op in functions if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+    with module.context:
+        marked = []
+        for index, attributes in zip(kept, main.arg_attrs, strict=True):
+            known = {one.name: one.attr for one in attributes}
+            if (kind := kinds[index]) is not None:
+                known["mhlo.memory_kind"] = ir.StringAttr.get(kind)
+            marked.append(ir.DictAttr.get(known))
+        main.arg_attrs = ir.ArrayAttr.get(marked)

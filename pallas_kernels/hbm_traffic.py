@@ -19,6 +19,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.\-]+
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COST = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+HOST_SPACE = "S(5)"  # in layouts: the host's memory
 # The compiler's kernels for `jax.lax.ragged_dot`, which have no cost estimate: each expert is read once.
 _RAGGED = "ragged-dot"
 # Bits of an element of dtypes without a number in their name.
@@ -40,6 +41,7 @@ class HloArray:
     dtype: str
     shape: tuple[int, ...]
     in_hbm: bool
+    on_host: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -111,6 +113,10 @@ class Program:
         without a cost estimate.
         """
         return list(self._moves(self.entry, takes_branches, loop_trips))
+
+    def host_bytes(self, loop_trips: int = 1) -> int:
+        """Bytes that one run of the program copies from the host's memory to the device. Loops as in `moves`."""
+        return sum(times * copied_from_host(one) for one, times in self.executed(loop_trips))
 
     def executed(self, loop_trips: int = 1) -> Iterator[tuple[Instruction, int]]:
         """(instruction, number of executions) in one run of the program, inside fusions and asynchronous calls too.
@@ -238,13 +244,25 @@ class Program:
         return all(i.opcode in ("parameter", *_VIEWS) for i in self.computations[fusion.called or ""].values())
 
 
+def copied_from_host(instruction: Instruction) -> int:
+    """Bytes of the copy from the host's memory that an asynchronous instruction starts; 0 for any other."""
+    if not instruction.opcode.endswith("-start") or not any(array.on_host for array in instruction.results):
+        return 0
+    return max(array.num_bytes for array in instruction.results if not array.on_host)
+
+
 def _parse(name: str, rest: str, is_root: bool) -> Instruction:
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     kind, rest = rest[:end], rest[end:].lstrip()
     start = rest.index("(")
     operands = rest[start + 1 : (stop := _closing(rest, start))]
     arrays = tuple(
-        HloArray(dtype, tuple(int(n) for n in shape.split(",") if n), not re.search(r"S\([1-9]", layout or ""))
+        HloArray(
+            dtype,
+            tuple(int(n) for n in shape.split(",") if n),
+            not re.search(r"S\([1-9]", layout or ""),
+            HOST_SPACE in layout,
+        )
         for dtype, shape, layout in _ARRAY.findall(kind)
     )
     is_constant = rest.startswith(("parameter", "constant"))

@@ -37,6 +37,7 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
     import jax
     import numpy as np
 
+    from jaxinfer.models.host_layers import all_layers
     from jaxinfer.parallel import hosts
     from jaxinfer.quantization.tree import is_quantized
 
@@ -52,7 +53,7 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
     if engine.spec.kept_pages is not None:  # what tokens attend to
         digest.update(f"kv_policy={engine.spec.kept_pages}".encode())
     samples: list[_Sample] = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(llm.params, is_leaf=is_quantized):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(llm.params), is_leaf=is_quantized):
         keys = tuple(key.key for key in path)
         places = (None,) * leaf.ndim if fit is None else fit.places(keys, leaf.shape)
         name = jax.tree_util.keystr(path)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.models import ModelConfig, Params, bind_layer, compute_dtype
+from jaxinfer.models.host_layers import layer_of
 from pallas_kernels.recurrence import (
     RaggedBatch,
     RecurrentTokens,
@@ -110,7 +111,7 @@ def deferred_bytes(config: ModelConfig, params: Params) -> int:
     count = 0
     for layer, of_layers in Counter(config.kinds[layer] for layer in config.recurrent_layers).items():
         kept = jax.eval_shape(
-            partial(_deferred_row, config, layer), params["layers"][str(layer)], hidden, state.layers[layer]
+            partial(_deferred_row, config, layer), layer_of(params, layer), hidden, state.layers[layer]
         )
         count += of_layers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
     return count

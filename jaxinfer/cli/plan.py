@@ -23,18 +23,8 @@ if TYPE_CHECKING:
 
 NUM_LINES = 20  # of native code, printed after an error
 SHARED = (
-    *(
-        "dtype",
-        "quantize",
-        "requantize",
-        "revision",
-        "kv_dtype",
-        "kv_policy",
-        "page_size",
-        "prefill_chunk",
-        "memory_fraction",
-    ),
-    *("draft", "num_draft_tokens"),
+    *("dtype", "quantize", "requantize", "revision", "kv_dtype", "kv_policy"),
+    *("page_size", "prefill_chunk", "memory_fraction", "draft", "num_draft_tokens", "offload"),
 )
 
 
@@ -165,7 +155,9 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     )
     draft = None if drafting is None else load_draft_shapes(drafting, config, params, length, dtype)
     return PlanRequest(
-        options.model, config, params, place, engine_options, options.mesh, draft, _batches(options.batch)
+        *(options.model, config, params, place, engine_options, options.mesh, draft),
+        batches=_batches(options.batch),
+        offload=values.get("offload", 0),
     )
 
 

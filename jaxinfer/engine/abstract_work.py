@@ -1,5 +1,6 @@
 """Slots, parameters, and what programs take of each dispatch, as shapes: to compile without weights or a chip."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from jaxinfer import parallel
 from jaxinfer.cache import PageTables
 from jaxinfer.engine.programs.paged import DecodeWork, Slots, StepSlots, StepWork, init_slots, slot_axes
 from jaxinfer.engine.programs.speculative import SpeculativeWork
-from jaxinfer.models import ModelConfig, Params, parameter_shardings
+from jaxinfer.models import ModelConfig, Params, host_layers, parameter_shardings
+from jaxinfer.models.host_layers import is_on_host
 from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
 from jaxinfer.quantization.tree import is_quantized
 from jaxinfer.sampling import SamplingBatch
@@ -78,10 +80,13 @@ def placed_params(config: ModelConfig, params: Params, mesh: Mesh | None) -> Par
 
 
 def shapes_of(params: Any) -> Any:
-    """Arrays as `jax.ShapeDtypeStruct`s, with the shardings of a mesh and the layouts of a GPU's kernels."""
+    """Arrays as `jax.ShapeDtypeStruct`s, with the shardings of a mesh, the layouts of a GPU's kernels, and
+    what lies in the host's memory marked."""
 
     def shape(array: jax.Array, place: Any = None) -> jax.ShapeDtypeStruct:
         is_cut = len(array.sharding.device_set) > 1
+        if is_on_host(array):
+            place = getattr(array, "format")  # noqa: B009 (JAX's stubs do not know it)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place or (array.sharding if is_cut else None))
 
     def of_leaf(leaf: Any) -> Any:
@@ -103,3 +108,20 @@ def outputs_together(params: Params, sharding: NamedSharding) -> Params:
         return replace(leaf, values=jax.ShapeDtypeStruct(leaf.shape, leaf.values.dtype, sharding=place))
 
     return jax.tree.map(laid_out, params, is_leaf=is_quantized)
+
+
+def take_layers(config: ModelConfig, params: Params, layers: Sequence[int]) -> tuple[ModelConfig, Params]:
+    """The model of these layers, in this order."""
+    return config.with_layers(layers), host_layers.take_layers(params, layers)
+
+
+def layer_kinds(config: ModelConfig, params: Params) -> dict[Any, list[int]]:
+    """The layers by kind, in the order in which kinds first appear: those of one kind make the same computation, of
+    weights of the same shapes and formats."""
+    kinds: dict[Any, list[int]] = {}
+    on_host = host_layers.host_rows(params)
+    for layer, first in enumerate(config.kinds):
+        leaves, structure = jax.tree.flatten(host_layers.layer_of(params, layer))
+        shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
+        kinds.setdefault((first, structure, shapes, layer in on_host), []).append(layer)
+    return kinds

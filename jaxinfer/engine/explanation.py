@@ -16,6 +16,7 @@ from jaxinfer.engine.programs import paged, speculative
 from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig
+from jaxinfer.models.host_layers import host_rows
 from jaxinfer.models.layers import attention_options
 from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.speculative import ModelDraft, draft_name
@@ -56,6 +57,7 @@ def explain_engine(engine: Engine | Replicas, model: dict[str, Any], sampling: d
                 "architecture": config.architecture,
                 "parameters": num_parameters(spec.params),
                 "parameter bytes": num_bytes(spec.params),
+                **_describe_offload(spec),
                 "dtype": str(spec.dtype),
                 "layers": config.num_layers,
                 "heads (query / key)": _describe_heads(config),
@@ -75,6 +77,18 @@ def explain_engine(engine: Engine | Replicas, model: dict[str, Any], sampling: d
             "sampling": sampling,
         }
     )
+
+
+def _describe_offload(spec: EngineSpec) -> dict[str, Any]:
+    """The layers in the host's memory, and what each pass over the layers copies."""
+    if not (layers := sorted(host_rows(spec.params))):
+        return {}
+    return {
+        "layers on the host": f"{len(layers)} of {spec.config.num_layers}: {', '.join(map(str, layers))}",
+        "host bytes": spec.host_bytes,
+        "bytes arriving in a step": spec.arriving_bytes,
+        "bytes for arriving layers": spec.buffer_bytes,
+    }
 
 
 def _describe_heads(config: ModelConfig) -> str:

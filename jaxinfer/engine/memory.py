@@ -93,7 +93,8 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
 
 
 def activation_bytes(spec: EngineSpec) -> int:
-    """Estimated bytes of a step's activations and logits, on one device that holds all of them."""
+    """Estimated bytes of a step's activations and logits, and of layers from the host, on one device that holds all of
+    them."""
     config = spec.config
     kv_heads = max(config.num_kv_heads, config.num_global_kv_heads or 0)
     heads = (config.num_heads + 2 * kv_heads) * max(config.head_dim, config.global_head_dim or 0)
@@ -110,7 +111,8 @@ def activation_bytes(spec: EngineSpec) -> int:
         draft_config, draft_params = spec.draft_model
         copied = spec.max_seqs * state_bytes(draft_config, compute_dtype(draft_params))
     moved = transit_bytes(max(spec.group_page_bytes)) if spec.options.host_cache_gib else 0
-    return spec.token_buckets[-1] * hidden * spec.dtype.itemsize + logits + deferred + copied + moved
+    own = spec.token_buckets[-1] * hidden * spec.dtype.itemsize + spec.buffer_bytes
+    return own + logits + deferred + copied + moved
 
 
 def available_bytes(device: Any) -> int | None:

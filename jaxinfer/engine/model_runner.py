@@ -33,14 +33,14 @@ from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, St
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
-from jaxinfer.engine.spec import EngineSpec, draft_model
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.step_rows import step_rows
 from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params, compute_dtype
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
-from jaxinfer.speculative import Draft, ModelDraft, NgramDraft
+from jaxinfer.speculative import Draft, ModelDraft, NgramDraft, draft_model
 
 COPIES = 8  # pages of one copy program
 
@@ -106,7 +106,9 @@ class ModelRunner(CacheCopies):
             available = available_bytes(self.device)
             if not self.placement.is_of_this_process and (others := hosts.current()) is not None:
                 available = others.least(available)  # a page has the same number on all hosts
-        weights = num_bytes(self.weights) + (num_bytes(self.draft_weights) if spec.has_own_draft else 0)
+        weights = (
+            num_bytes(self.weights) - spec.host_bytes + (num_bytes(self.draft_weights) if spec.has_own_draft else 0)
+        )
         return plan_pool(spec, weights=weights, available=available)
 
     def _init_cache(

@@ -22,7 +22,14 @@ from jaxinfer.cache import (
     stored_dtype,
 )
 from jaxinfer.cache.policies import KeptPages
-from jaxinfer.engine.abstract_work import abstract_slots, outputs_together, placed, placed_params, shapes_of
+from jaxinfer.engine.abstract_work import (
+    abstract_slots,
+    outputs_together,
+    placed,
+    placed_params,
+    shapes_of,
+    take_layers,
+)
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.layer_caches import LayerCache, layer_caches
 from jaxinfer.engine.options import EngineOptions
@@ -32,10 +39,10 @@ from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.state_checks import check_sequence_axis, check_states
 from jaxinfer.grammar.device import GrammarTables, TableSizes
-from jaxinfer.models import ModelConfig, Params, compute_dtype
+from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingBatch
-from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, first_layers
+from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, draft_model
 from pallas_kernels.paged_attention import Pages, platform_layout
 from pallas_kernels.recurrence import BLOCK_TOKENS
 
@@ -72,6 +79,7 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         options = self.options
+        host_layers.check_devices(self.params, self.num_devices)
         check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
         check_sequence_axis(self.mesh, self.page_size, options)
         options.check_draft(self.draft is not None)
@@ -138,7 +146,7 @@ class EngineSpec:
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether pages of finished work are kept; pages of a contiguous cache are never full before the end."""
+        """Whether pages of finished work are kept; those of a contiguous cache are never full before the end."""
         is_possible = self.options.prefix_cache and self.options.cache == "paged"
         return is_possible and (not self.has_states or self.num_saved_states > 0)
 
@@ -264,9 +272,8 @@ class EngineSpec:
     @cached_property
     def prefill_chunk(self) -> int:
         """Prompt tokens of a step."""
-        default = DEFAULT_CHUNK
-        if self.options.deterministic:  # what the decoding sequences leave of a step
-            default = UNIFORM_STEP_TOKENS - self.max_seqs % UNIFORM_STEP_TOKENS
+        left = UNIFORM_STEP_TOKENS - self.max_seqs % UNIFORM_STEP_TOKENS  # of a step by decoding sequences
+        default = left if self.options.deterministic else DEFAULT_CHUNK
         return min(self.options.prefill_chunk or default, self.max_model_len)
 
     @cached_property
@@ -336,164 +343,6 @@ class EngineSpec:
         return isinstance(self.draft, ModelDraft)
 
     @cached_property
-    def draft_model(self) -> tuple[ModelConfig, Params] | None:
-        """Configuration and parameters of a draft that is a model, or the target's own first layers."""
-        return draft_model(self.draft, self.config, self.params)
-
-    def drafters(self, kind: NgramDraft | ProgramModel) -> dict[TokenTree, Drafter]:
-        """The static argument of each tree's program; `kind` is the draft model as programs take it, or n-grams."""
-        return {
-            tree: Drafter(
-                kind,
-                tree,
-                is_maximal=self.options.acceptance == "maximal",
-                shares_cache=isinstance(self.draft, LayersDraft),
-                min_rows=self.token_buckets[-1] if self.options.deterministic else 0,
-                is_uniform=self.options.deterministic,
-            )
-            for tree in self.trees
-        }
-
-    # Arrays on the devices.
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of one replica."""
-        return 1 if self.mesh is None else self.mesh.size
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.mesh is not None and self.mesh.size > 1
-
-    @property
-    def program_mesh(self) -> Any:
-        """The mesh that abstract programs are compiled over; None on one device."""
-        return self.mesh if self.is_sharded else None
-
-    @cached_property
-    def placed_params(self) -> Params:
-        """The parameters with their shardings and layouts."""
-        return self._placed(self.config, self.params)
-
-    @cached_property
-    def placed_draft(self) -> Params | None:
-        """The same of the draft's."""
-        return None if self.draft_model is None else self._placed(*self.draft_model)
-
-    def _placed(self, config: ModelConfig, params: Params) -> Params:
-        placed = placed_params(config, params, self.program_mesh)
-        if self.platform != "gpu" or self.is_sharded or not isinstance(self.mesh, Mesh):
-            return placed
-        return outputs_together(placed, NamedSharding(self.mesh, PartitionSpec()))
-
-    def layout_of(self, config: ModelConfig, kv_dtype: str) -> str:
-        """How the pages of a model, the target or the draft, lie in memory."""
-        return platform_layout(self.platform, kv_dtype, has_values=config.caches_values)
-
-    @cached_property
-    def cache(self) -> PagedCache:
-        """The model's pages and states."""
-        counts = tuple(group.num_allocated for group in self.groups)
-        cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups)
-        return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype))
-
-    @cached_property
-    def saved_states(self) -> StateCache | None:
-        """States that are kept for prefix reuse: place p is row p - 1."""
-        return abstract_state_cache(self.config, self.num_saved_states, self.dtype)
-
-    @cached_property
-    def draft_cache(self) -> PagedCache | None:
-        """The pages and states of a draft model's own."""
-        if self.draft_kv_dtype is None or self.draft_model is None:
-            return None
-        config, params = self.draft_model
-        cache = self._cache(config, self.draft_kv_dtype, (self.num_pages,))
-        return replace(cache, states=abstract_state_cache(config, self.max_seqs, compute_dtype(params)))
-
-    def _cache(
-        self, config: ModelConfig, kv_dtype: str, counts: tuple[int, ...], groups: tuple[int, ...] = ()
-    ) -> PagedCache:
-        layout = self.layout_of(config, kv_dtype)
-        return abstract_paged_cache(config, counts, self.page_size, kv_dtype, layout, self.program_mesh, groups)
-
-    @property
-    def pages(self) -> Pages:
-        """One layer's pages."""
-        return next(pages for pages in self.cache.layers if pages is not None)
-
-    @cached_property
-    def slots(self) -> tuple[Slots, SamplingBatch]:
-        """What slots carry between dispatches, and their sampling parameters."""
-        return abstract_slots(self.max_seqs, self.config.vocab_size, self.program_mesh, self.draft_length)
-
-    @cached_property
-    def tables(self) -> GrammarTables:
-        """Masks and tables of grammars, whole on every device."""
-        tables = self.table_sizes.abstract()
-        if self.program_mesh is None:
-            return tables
-        everywhere = NamedSharding(self.program_mesh, PartitionSpec())
-        return placed(tables, jax.tree.map(lambda leaf: everywhere, tables))
-
-    @cached_property
-    def parts(self) -> dict[str, int]:
-        """Bytes of one device that stay allocated, without the padding of a layout."""
-        parts = {"weights": num_bytes(self.placed_params)}
-        if self.has_own_draft:
-            parts["draft weights"] = num_bytes(self.placed_draft)
-        parts["cache"] = num_bytes(self.cache)
-        if self.draft_cache is not None:
-            parts["draft cache"] = num_bytes(self.draft_cache)
-        if self.num_saved_states:
-            parts["saved states"] = num_bytes(self.saved_states)
-        return {**parts, "slots": num_bytes(self.slots), "grammars": num_bytes(self.tables)}
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page on a device, in all layers of the first group and the draft's."""
-        return self.group_page_bytes[0]
-
-    def with_pages(self, num_pages: int) -> "EngineSpec":
-        """The same with a pool of so many pages."""
-        return replace(self, pool_pages=num_pages)
-
-    def with_layers(self, layers: Sequence[int], draft_layers: Sequence[int] | None = None) -> "EngineSpec":
-        """The same with these layers only, and these of a draft model."""
-        config, params = take_layers(self.config, self.params, layers)
-        draft = self.draft
-        if draft_layers is not None and isinstance(draft, ModelDraft):
-            own = take_layers(draft.config, draft.params, draft_layers)
-            draft = replace(draft, config=own[0], params=own[1], kv_scales=None)
-        elif draft_layers is not None and isinstance(draft, LayersDraft):
-            draft = LayersDraft(len(draft_layers))
-        return replace(self, config=config, params=params, draft=draft)
-
-
-def draft_model(draft: Draft | None, config: ModelConfig, params: Params) -> tuple[ModelConfig, Params] | None:
-    """What a draft computes: its own model, or the first layers of the target's (`config`, `params`); None for none."""
-    if isinstance(draft, ModelDraft):
-        return draft.config, draft.params
-    return first_layers(config, params, draft.num_layers) if isinstance(draft, LayersDraft) else None
-
-
-def take_layers(config: ModelConfig, params: Params, layers: Sequence[int]) -> tuple[ModelConfig, Params]:
-    """The model of these layers, in this order."""
-    kept = {str(new): params["layers"][str(old)] for new, old in enumerate(layers)}
-    return config.with_layers(layers), {**params, "layers": kept}
-
-
-def layer_kinds(config: ModelConfig, params: Params) -> dict[Any, list[int]]:
-    """The layers by kind, in the order in which kinds first appear: those of one kind make the same computation, of
-    weights of the same shapes and formats."""
-    kinds: dict[Any, list[int]] = {}
-    for layer, first in enumerate(config.kinds):
-        leaves, structure = jax.tree.flatten(params["layers"][str(layer)])
-        shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
-        kinds.setdefault((first, structure, shapes), []).append(layer)
-    return kinds
-
-
-def _buckets(sizes: Iterable[int], largest: int) -> tuple[int, ...]:
+    def _buckets(sizes: Iterable[int], largest: int) -> tuple[int, ...]:
     """The sizes below the largest one, and that."""
     return (*(size for size in sizes if size < largest), largest)

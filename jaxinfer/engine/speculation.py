@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import DispatchPlan
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.models.host_layers import all_layers
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import (
     AcceptanceEstimate,
@@ -51,8 +52,8 @@ class Speculation:
         self._host_has_keys: dict[int, int] = {}  # the same of host pages
         self._controller = None
         if spec.options.is_adaptive:
-            draft_params = () if spec.draft_model is None else spec.draft_model[1]
-            cost_ratio = num_bytes(draft_params) / num_bytes(spec.params)
+            draft_params = {} if spec.draft_model is None else spec.draft_model[1]
+            cost_ratio = num_bytes(all_layers(draft_params)) / num_bytes(spec.params)
             self._controller = LengthController([tree.depth for tree in spec.trees], cost_ratio)
         self._estimates: dict[SequenceState, AcceptanceEstimate] = {}
 

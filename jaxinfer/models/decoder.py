@@ -17,6 +17,7 @@ from jaxinfer.checks import did_you_mean
 from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.experts import SparseMoE
+from jaxinfer.models.host_layers import HostLayers, merged_names
 from jaxinfer.models.layers import Attend, AttendByLayer, DecoderLayer, LayerAttend, SharedKeys, Tap
 from jaxinfer.models.recurrent import LayerView
 from jaxinfer.models.rope import Positions
@@ -99,7 +100,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, params: Params, experts_over: ExpertsOver | None):
         self.config, self._kinds = config, config.kinds
-        self._layers, self._over = params["layers"], experts_over
+        self._params, self._over = params, experts_over
         self._embedding, self._head = _module(Embedding, config, params), _module(Head, config, params)
         self.embed, self.final_norm = self._embedding.embed, self._head.final_norm
 
@@ -112,10 +113,10 @@ class Decoder:
             layer_inputs = self._embedding.layer_inputs(tokens, x)
         if tap is not None:
             tap("embed", x)
-        shared = _Pass(Positions(positions), layer_inputs)
+        shared, layers = _Pass(Positions(positions), layer_inputs), HostLayers(self._params)
         for number in range(self.config.num_layers):
             with jax.named_scope(f"layers.{number}"):
-                x = self._run_layer(number, x, shared, attend, tap)
+                x = self._run_layer(number, layers.take(number, x), x, shared, attend, tap)
         with jax.named_scope("final_norm"):
             x = self.final_norm(x)
         if tap is not None:
@@ -127,10 +128,12 @@ class Decoder:
         """float32 logits [..., V] of hidden states [..., D]."""
         return self._head(hidden, self.embed.get_value())
 
-    def _run_layer(self, number: int, x: jax.Array, shared: _Pass, attend: Attend, tap: Tap | None) -> jax.Array:
+    def _run_layer(
+        self, number: int, params: Params, x: jax.Array, shared: _Pass, attend: Attend, tap: Tap | None
+    ) -> jax.Array:
         """A layer like an earlier one is not traced again, if the cache can be passed layer by layer. The first of its
         kind is traced in place, since it computes what all of them share: rotations, and the schedule of a kernel."""
-        config, params, first = self.config, self._layers[str(number)], self._kinds[number]
+        config, first = self.config, self._kinds[number]
         source, kept = config.kv_source(number), shared.kept.get(config.kv_source(number))
         layer_input = shared.layer_input(config, number)
         if tap is None and number != first and isinstance(attend, AttendByLayer):
@@ -212,7 +215,7 @@ def bind(config: ModelConfig, params: Params, experts_over: ExpertsOver | None =
     `experts_over` is the mesh, and its axis, over which experts are sharded. Raises ValueError, with names, for missing
     or unexpected parameters.
     """
-    names, found = _names(config), frozenset(_leaf_names(params))
+    names, found = _names(config), frozenset(_leaf_names(merged_names(params)))
     if found != names:
         raise ValueError(_mismatch(config, names, found))
     return Decoder(config, params, experts_over)

@@ -40,6 +40,7 @@ class Chip:
       hbm_bytes: of a GPU as its driver reports it. usable_bytes: the part of them that programs may use.
       flops: FLOP/s by the type of the operands: "bf16", "int8", "fp8"; None if the chip has no such rate.
       link_bandwidth: of all links to other chips, both directions added.
+      host_bandwidth: from the host's memory to the chip.
       can_compile: whether programs can be compiled for it ahead of time.
     """
 
@@ -52,6 +53,7 @@ class Chip:
     hbm_bandwidth: float
     flops: dict[str, float | None]
     link_bandwidth: float
+    host_bandwidth: float
     chips_per_host: int
     can_compile: bool
     device_kinds: tuple[str, ...]

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from jaxinfer.checks import num_cores
-from jaxinfer.engine.abstract_work import abstract_decode_work, abstract_rounds, abstract_step_work
+from jaxinfer.engine.abstract_work import abstract_decode_work, abstract_rounds, abstract_step_work, layer_kinds
 from jaxinfer.engine.programs import paged, program_model
 from jaxinfer.engine.programs.speculative import speculate
-from jaxinfer.engine.spec import EngineSpec, layer_kinds
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import LayersDraft
 from pallas_kernels import ahead_of_time
@@ -63,6 +63,7 @@ class ProgramFigures:
       flops: counted by the compiler for one run in which loops run once; None if the compiler does not count them.
       moved_bytes: between HBM and the chip in such a run, without attention. kernel_bytes: moved by attention's kernels
         if every sequence is as long as its page table. Both are None except for TPUs.
+      host_bytes: copied from the host's memory in such a run.
       num_collectives, sent_bytes: operations between devices, and the bytes that a device sends in them.
       resident_bytes: see `programs.Planned`. seconds: compilation time.
     """
@@ -79,6 +80,7 @@ class ProgramFigures:
     sent_bytes: float
     resident_bytes: float = 0.0
     seconds: float = 0.0
+    host_bytes: float = 0.0
 
     @property
     def total_bytes(self) -> float:
@@ -91,9 +93,11 @@ class ProgramFigures:
         return {**values, "total_bytes": self.total_bytes}
 
 
-def read_figures(found: Compilation, num_devices: int, *, is_tpu: bool) -> ProgramFigures:
+def read_figures(
+    found: Compilation, num_devices: int, *, is_tpu: bool, has_host_layers: bool = False
+) -> ProgramFigures:
     """Reads the figures of a program that was compiled for `num_devices` devices."""
-    program = Program(found.program.as_text()) if is_tpu or num_devices > 1 else None
+    program = Program(found.program.as_text()) if is_tpu or num_devices > 1 or has_host_layers else None
     moved = kernels = None
     if program is not None and is_tpu:
         moves = program.moves()
@@ -116,6 +120,7 @@ def read_figures(found: Compilation, num_devices: int, *, is_tpu: bool) -> Progr
         num_collectives=len(exchanged),
         sent_bytes=sum(exchanged),
         seconds=found.seconds,
+        host_bytes=0 if program is None else program.host_bytes(),
     )
 
 
@@ -271,6 +276,7 @@ class _Compilations:
 
     def __init__(self, spec: EngineSpec, compiler: Compiler, progress: Callable[[str], None]):
         self._is_tpu, self._num_devices = spec.platform == "tpu", spec.num_devices
+        self._has_host_layers = spec.platform != "cpu" and spec.host_bytes > 0
         self._compiler, self._progress = compiler, progress
         self._executor = ThreadPoolExecutor(min(MAX_WORKERS, num_cores()), thread_name_prefix="compile")
 
@@ -280,7 +286,7 @@ class _Compilations:
     def _compile(self, one: Planned, num_layers: int) -> ProgramFigures:
         self._progress(f"{one.name}, {num_layers} layers")
         found = self._compiler(one.function, one.arguments)
-        figures = read_figures(found, self._num_devices, is_tpu=self._is_tpu)
+        figures = read_figures(found, self._num_devices, is_tpu=self._is_tpu, has_host_layers=self._has_host_layers)
         return replace(figures, resident_bytes=one.resident_bytes)
 
     def __enter__(self) -> "_Compilations":

@@ -8,6 +8,7 @@ import jax
 
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models.host_layers import all_layers
 from jaxinfer.quantization.tree import is_quantized, num_bytes
 
 
@@ -75,7 +76,7 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
     dense = experts = 0
     moe = config.moe
     head = ("bf16", 0.0)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(params), is_leaf=is_quantized):
         names = [key.key for key in path]
         is_head = names == ["embed"] and config.tie_word_embeddings
         size = num_bytes(leaf)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxinfer.checks import format_bytes
+from jaxinfer.engine.offload import Offload, layers_for_host, with_host_layers
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig, Params, fit_to_mesh
@@ -28,6 +29,7 @@ class PlanRequest:
       options: of the engine; with num_pages=None the pool holds max_seqs sequences of max_model_len.
       draft: a `ModelDraft` of abstract parameters, or another kind of draft.
       batches: batch sizes of the roofline; () for 1, 8, 64, 512 and max_seqs.
+      offload: layers in the host's memory, as in `engine.offload.layers_for_host`.
     """
 
     name: str
@@ -38,6 +40,7 @@ class PlanRequest:
     mesh: str | None = None
     draft: Draft | None = None
     batches: tuple[int, ...] = ()
+    offload: Offload = 0
 
     @property
     def layout(self) -> Layout:
@@ -48,7 +51,7 @@ class PlanRequest:
     def spec(self, *, compiles: bool = False) -> EngineSpec:
         """The shapes of one replica; with `compiles`, on devices that programs can be compiled for.
 
-        Raises as `layout`, and RuntimeError if the chip's compiler is not installed.
+        Raises as `layout` and `layers_for_host`, and RuntimeError if the chip's compiler is not installed.
         """
         mesh = self.layout.mesh(self.place) if compiles else self.layout.shape_mesh
         config, params = _fitted(mesh, self.config, self.params)
@@ -56,7 +59,8 @@ class PlanRequest:
         if isinstance(draft, ModelDraft):
             draft_config, draft_params = _fitted(mesh, draft.config, draft.params)
             draft = replace(draft, config=draft_config, params=draft_params)
-        return EngineSpec(config, params, self.options, self.place.chip.platform, mesh, draft)
+        spec = EngineSpec(config, params, self.options, self.place.chip.platform, mesh, draft)
+        return with_host_layers(spec, layers_for_host(spec, self.offload, self.place.device_bytes))
 
     def with_options(self, **changes: Any) -> "PlanRequest":
         """The request with other options of the engine."""
@@ -225,7 +229,16 @@ def to_dict(plan: MemoryPlan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         **_fields(plan, "compile_seconds", "seconds"),
         "notes": list(plan.notes),
         "chip": {
-            **_fields(chip, "title", "hbm_bytes", "hbm_bandwidth", "flops", "link_bandwidth", "chips_per_host"),
+            **_fields(
+                chip,
+                "title",
+                "hbm_bytes",
+                "hbm_bandwidth",
+                "flops",
+                "link_bandwidth",
+                "host_bandwidth",
+                "chips_per_host",
+            ),
             "sources": [source._asdict() for source in chip.sources],
         },
     }

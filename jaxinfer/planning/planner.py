@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 
+from jaxinfer.checks import format_bytes
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import activation_bytes, available_bytes
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.loading import DEFAULT_MAX_MODEL_LEN
 from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models.host_layers import row_bytes
 from jaxinfer.planning.chips import Chip, Place, chip_of_kind
 from jaxinfer.planning.compiled import (
     DECODE,
@@ -119,12 +121,13 @@ def _memory(spec: EngineSpec, programs: dict[str, CompiledProgram], usable: int)
     if programs:
         peak = max(programs, key=lambda name: programs[name].figures.total_bytes)
         found = programs[peak].figures
-        parts["temporaries"] = round(found.temporary_bytes + found.output_bytes - found.aliased_bytes)
+        made = round(found.temporary_bytes + found.output_bytes - found.aliased_bytes)
+        parts["temporaries"] = max(made - spec.buffer_bytes, 0)  # which `parts` has already
         parts["code"] = round(found.code_bytes)
         counted = sum(size for name, size in parts.items() if name != "saved states")  # which no such program takes
         parts["padding and inputs"] = max(round(found.total_bytes) - counted, 0)
     else:
-        guess = activation_bytes(spec)
+        guess = activation_bytes(spec) - spec.buffer_bytes
         parts["temporaries"] = guess // spec.num_devices
     budget, sizes = int(spec.options.memory_fraction * usable), spec.pool_sizes
     memory = Memory(
@@ -157,7 +160,7 @@ def _roofline(
     decoding = programs.get(DECODE)
     batches = request.batches or default_batches(spec.max_seqs)
 
-    def point(batch: int, counted: Counted, figures: Any) -> RooflinePoint:
+    def point(batch: int, counted: Counted, figures: Any, host_bytes: float) -> RooflinePoint:
         return decode_point(
             rates,
             counted,
@@ -167,9 +170,12 @@ def _roofline(
             compiled_batch=spec.max_seqs,
             compiled_context=spec.pages_per_sequence * spec.page_size,
             num_replicas=num_replicas,
+            host_bytes=host_bytes,
         )
 
-    points = tuple(point(batch, counted, None if decoding is None else decoding.figures) for batch in batches)
+    figures = None if decoding is None else decoding.figures
+    arriving = figures.host_bytes if figures is not None and figures.host_bytes else spec.arriving_bytes
+    points = tuple(point(batch, counted, figures, arriving) for batch in batches)
     if spec.draft is None:
         return points, ()
     drafts: list[RooflinePoint | None] = [None] * len(points)
@@ -177,7 +183,8 @@ def _roofline(
         config, cache = spec.draft_model[0], spec.draft_cache
         cache = spec.cache.first(config.num_layers) if cache is None else cache
         draft_counted = count(spec, config, spec.placed_draft or {}, cache)
-        drafts = [point(batch, draft_counted, None) for batch in batches]
+        arriving = sum(row_bytes(spec.draft_model[1]).values())
+        drafts = [point(batch, draft_counted, None, arriving) for batch in batches]
     length = spec.trees[-1].depth
     rounds = (
         round_point(rates, target, draft, num_draft_tokens=length, num_replicas=num_replicas)
@@ -204,6 +211,12 @@ def _notes(spec: EngineSpec, programs: dict[str, CompiledProgram], has_roofline:
             notes.append("HBM bytes: from the compiled program; attention's from its kernels at full length")
         else:
             notes.append("HBM bytes: counted from shapes; only programs for TPUs report them")
+    if spec.arriving_bytes:
+        layers = len(row_bytes(spec.params))
+        notes.append(
+            f"{layers} of {spec.config.num_layers} layers, {format_bytes(spec.host_bytes)}, are in the host's memory; "
+            f"each step copies {format_bytes(spec.arriving_bytes)}, at the rate of an interface that nothing else uses"
+        )
     if has_roofline:
         notes.append("FLOPs of the roofline: counted from shapes; times are lower bounds, not measured")
         if spec.dtype.name == "float32":
@@ -239,6 +252,7 @@ def _unknown(device: Any, platform: str) -> Chip:
         hbm_bandwidth=0.0,
         flops={},
         link_bandwidth=0.0,
+        host_bandwidth=0.0,
         chips_per_host=1,
         can_compile=False,
         device_kinds=(device.device_kind,),

@@ -1,6 +1,7 @@
 """The roofline (Williams et al. 2009): the least time of a step, from its bytes at the memory's bandwidth, its FLOPs at
 the chip's rate and its exchanges at the links' bandwidth. Nothing is measured."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,9 +19,9 @@ class RooflinePoint:
     """A decode step of `batch` sequences of `context` tokens on each replica.
 
     Attributes:
-      flops, hbm_bytes, sent_bytes: of one device.
-      seconds: the larger of memory_seconds and compute_seconds, plus link_seconds.
-      bound: "memory", "compute" or "links", whichever takes longest.
+      flops, hbm_bytes, sent_bytes: of one device. host_bytes: copied to it from the host's memory.
+      seconds: the largest of memory_seconds, compute_seconds and host_seconds, plus link_seconds.
+      bound: "memory", "compute", "host" or "links", whichever takes longest.
       tokens_per_second: of all replicas.
     """
 
@@ -33,14 +34,17 @@ class RooflinePoint:
     compute_seconds: float
     link_seconds: float
     tokens_per_second: float
+    host_bytes: float = 0.0
+    host_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return max(self.memory_seconds, self.compute_seconds) + self.link_seconds
+        return max(self.memory_seconds, self.compute_seconds, self.host_seconds) + self.link_seconds
 
     @property
     def bound(self) -> str:
-        parts = {"memory": self.memory_seconds, "compute": self.compute_seconds, "links": self.link_seconds}
+        parts = {"memory": self.memory_seconds, "compute": self.compute_seconds}
+        parts |= {"host": self.host_seconds, "links": self.link_seconds}
         return max(parts, key=lambda name: parts[name])
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,6 +58,7 @@ class Rates:
     hbm: float
     links: float
     flops: dict[str, float]
+    host: float = math.inf
 
     @classmethod
     def of(cls, chip: Chip) -> "Rates":
@@ -61,7 +66,7 @@ class Rates:
         known = {name: rate / share for name, rate in chip.flops.items() if rate is not None}
         # A chip without a rate of its own for a type multiplies it as bf16.
         flops = {name: known.get(name, known["bf16"]) for name in chip.flops}
-        return cls(chip.hbm_bandwidth / share, chip.link_bandwidth / share / 2, flops)
+        return cls(chip.hbm_bandwidth / share, chip.link_bandwidth / share / 2, flops, chip.host_bandwidth / share)
 
     def compute_seconds(self, flops: Mapping[str, float]) -> float:
         return sum(number / self.flops[kind] for kind, number in flops.items())
@@ -92,11 +97,13 @@ def decode_point(
     compiled_batch: int,
     compiled_context: int,
     num_replicas: int,
+    host_bytes: float = 0.0,
 ) -> RooflinePoint:
     """The roofline of one decode step.
 
     Bytes are those of the weights, of the cache of `batch` sequences, and of everything else that the compiled program
-    moves per sequence (activations, logits, the sampler's arrays); `compiled` None leaves the latter out.
+    moves per sequence (activations, logits, the sampler's arrays); `compiled` None leaves the latter out. `host_bytes`
+    are copied from the host's memory beside all that, and written to the device's before they are read.
     """
     cache = batch * counted.read_cache_bytes(context)
     rows = sent = 0.0
@@ -104,13 +111,14 @@ def decode_point(
         share = batch / compiled_batch
         sent = compiled.sent_bytes * share
         if compiled.moved_bytes is not None and compiled.kernel_bytes is not None:
-            read = min(counted.read_weight_bytes(compiled_batch), compiled.moved_bytes)
+            read = min(counted.read_weight_bytes(compiled_batch) + host_bytes, compiled.moved_bytes)
             rows = (compiled.moved_bytes - read) * share
             longer = counted.read_cache_bytes(compiled_context)
             cache = compiled.kernel_bytes * share * (counted.read_cache_bytes(context) / longer if longer else 1)
-    moved = counted.read_weight_bytes(batch) + cache + rows
+    moved = counted.read_weight_bytes(batch) + cache + rows + host_bytes
     flops = pass_flops(counted, [(context - 1, 1)] * batch)
     memory, compute, links = moved / rates.hbm, rates.compute_seconds(flops), sent / rates.links
+    host = host_bytes / rates.host if host_bytes else 0.0
     return RooflinePoint(
         batch=batch,
         context=context,
@@ -120,7 +128,9 @@ def decode_point(
         memory_seconds=memory,
         compute_seconds=compute,
         link_seconds=links,
-        tokens_per_second=num_replicas * batch / (max(memory, compute) + links),
+        tokens_per_second=num_replicas * batch / (max(memory, compute, host) + links),
+        host_bytes=host_bytes,
+        host_seconds=host,
     )
 
 
@@ -150,7 +160,8 @@ def round_point(
     """A round from the roofline of decode steps: `num_draft_tokens` steps of the draft (None: drafts are free), and one
     pass of the target that reads what a decode step reads and computes all the round's tokens."""
     width = num_draft_tokens + 1
-    verifying = max(target.memory_seconds, target.compute_seconds * width) + target.link_seconds * width
+    reading = max(target.memory_seconds, target.host_seconds)
+    verifying = max(reading, target.compute_seconds * width) + target.link_seconds * width
     seconds = verifying + (0.0 if draft is None else num_draft_tokens * draft.seconds)
     rates_by_acceptance = {
         str(accepted): num_replicas * target.batch * (1 - accepted**width) / (1 - accepted) / seconds

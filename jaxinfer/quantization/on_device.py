@@ -13,6 +13,7 @@ from jaxinfer.quantization.tree import is_quantized
 
 # A constant, so that a model computes alike on every machine with a CPU.
 COPY_BYTES = 4 * 2**30
+_NOT_COPIED = ("embed", "host_layers")
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,14 @@ def float32_copies(params: Any, budget: int = COPY_BYTES) -> tuple[Any, Copies]:
 
     XLA:CPU does not fuse the conversion into a product: it converts the full weight on every call, which makes a decode
     step 3 times slower than float32 with int8, and 7 times with int4. Not copied are weights with quantized
-    activations, whose products would change, an embedding, of which a step reads few rows, and models that do not
-    compute in float32.
+    activations, whose products would change, an embedding, of which a step reads few rows, layers on the host, and
+    models that do not compute in float32.
     """
     spent, num_copied, num_copyable = 0, 0, 0
 
     def copied(path: Any, leaf: Any) -> Any:
         nonlocal spent, num_copied, num_copyable
-        if not is_quantized(leaf) or leaf.scheme.activations is not None or path[0].key == "embed":
+        if not is_quantized(leaf) or leaf.scheme.activations is not None or path[0].key in _NOT_COPIED:
             return leaf
         num_copyable += 1
         size = 4 * leaf.values.size

@@ -2,7 +2,15 @@
 
 from jaxinfer.speculative.acceptance import Walk, walk
 from jaxinfer.speculative.adaptive import AcceptanceEstimate, LengthController
-from jaxinfer.speculative.drafts import Draft, LayersDraft, ModelDraft, NgramDraft, draft_name, first_layers
+from jaxinfer.speculative.drafts import (
+    Draft,
+    LayersDraft,
+    ModelDraft,
+    NgramDraft,
+    draft_model,
+    draft_name,
+    first_layers,
+)
 from jaxinfer.speculative.proposers import (
     DraftDecoder,
     DraftRows,
@@ -37,6 +45,7 @@ __all__ = [
     "best_length",
     "catch_up",
     "chain",
+    "draft_model",
     "draft_name",
     "expected_speedup",
     "first_layers",

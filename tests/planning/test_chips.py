@@ -18,12 +18,28 @@ def test_every_chip_has_figures_and_sources():
         assert 10**13 < chip.flops["bf16"] < 10**16, chip
         assert set(chip.flops) == {"bf16", "int8", "fp8"}
         sourced = [figure for source in chip.sources for figure in source.figures]
-        assert {"hbm_bytes", "usable_bytes", "hbm_bandwidth", "flops", "link_bandwidth"} <= set(sourced), chip
+        assert {"hbm_bytes", "usable_bytes", "hbm_bandwidth", "flops", "link_bandwidth", "host_bandwidth"} <= set(
+            sourced
+        ), chip
         assert len(set(sourced)) == len(sourced)
         assert all(source.title and source.date[:2] == "20" for source in chip.sources)
         assert any(source.url is not None and source.url.startswith("https://") for source in chip.sources), chip
         # What a second of reading and of computing can do: within what any chip has had.
         assert 50 < chip.flops["bf16"] / chip.hbm_bandwidth < 1000, chip
+
+
+def test_rates_to_the_host_are_on_the_page_and_those_of_tpus_are_estimates():
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    for name, chip in chips().items():
+        assert 10**10 < chip.host_bandwidth < chip.link_bandwidth, name
+        [source] = [source for source in chip.sources if "host_bandwidth" in source.figures]
+        assert source.title.startswith("Estimate") == (chip.platform == "tpu")
+        [row] = [
+            line
+            for line in page.splitlines()
+            if f"`{name}`" in line and f"{chip.host_bandwidth / 1e9:.0f} GB/s |" in line
+        ]
+        assert ("estimate" in row) == (chip.platform == "tpu")
 
 
 def test_the_file_says_nothing_that_is_not_read():

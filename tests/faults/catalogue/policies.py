@@ -7,7 +7,7 @@ GOLDEN_TESTS = ("tests/oracle/test_policy_golden.py",)
 
 FAULTS = (
     Fault(
-        "cache/a-page-is-dropped-a-token-early",
+        "policies/a-page-is-dropped-a-token-early",
         "jaxinfer/cache/kept_pages.py",
         "    page = positions // kept.page_size\n    num_dropped",
         "    page = (positions + 1) // kept.page_size\n    num_dropped",
@@ -15,7 +15,7 @@ FAULTS = (
         "the last token of each page does not see the oldest page of its window, nor itself in its place",
     ),
     Fault(
-        "cache/sinks-are-given-back",
+        "policies/sinks-are-given-back",
         "jaxinfer/engine",
         "for number in range(max(first, group.num_sinks), end):",
         "for number in range(first, end):",
@@ -23,7 +23,7 @@ FAULTS = (
         "the first tokens of a text are those of another one",
     ),
     Fault(
-        "cache/a-prefix-hit-lacks-its-sinks",
+        "policies/a-prefix-hit-lacks-its-sinks",
         "jaxinfer/engine",
         "is_usable &= all(one.has(group) for one in sinks)",
         "is_usable &= True",
@@ -31,7 +31,7 @@ FAULTS = (
         "a prompt that begins like an earlier one is answered without its first tokens",
     ),
     Fault(
-        "cache/sinks-stay-where-they-were",
+        "policies/sinks-stay-where-they-were",
         "jaxinfer/cache/kept_pages.py",
         "is_beyond & (lengths > 0), num_dropped * kept.page_size, 0)",
         "is_beyond & (lengths > 0), 0 * num_dropped, 0)",
@@ -39,7 +39,7 @@ FAULTS = (
         "texts longer than the model was trained for turn to nonsense",
     ),
     Fault(
-        "cache/sinks-move-a-page-too-late",
+        "policies/sinks-move-a-page-too-late",
         "jaxinfer/cache/kept_pages.py",
         "is_beyond = (page + 1) * kept.page_size > kept.trained",
         "is_beyond = page * kept.page_size > kept.trained",
@@ -47,7 +47,7 @@ FAULTS = (
         "the tokens of a page see the first ones from farther than the model was trained for",
     ),
     Fault(
-        "cache/sinks-move-away",
+        "policies/sinks-move-away",
         "jaxinfer/cache/kept_pages.py",
         "    return jnp.cos(angles), jnp.sin(angles)",
         "    return jnp.cos(angles), jnp.sin(-angles)",
@@ -55,7 +55,7 @@ FAULTS = (
         "beyond the trained length, sinks are twice as far as they should be near",
     ),
     Fault(
-        "cache/new-sinks-are-moved-before-they-are-stored",
+        "policies/new-sinks-are-moved-before-they-are-stored",
         "jaxinfer/cache/ragged.py",
         'if appends_first and (schedule.implementation != "xla" or moved is not None):',
         'if appends_first and schedule.implementation != "xla":',
@@ -63,7 +63,7 @@ FAULTS = (
         "a long prompt that is computed in one step attends to another text's first tokens",
     ),
     Fault(
-        "cache/drafts-cross-the-end-of-a-page",
+        "policies/drafts-cross-the-end-of-a-page",
         "jaxinfer/engine/programs/speculative.py",
         "jnp.minimum(num_nodes, room_in_page(self.model.kept, slots.positions))",
         "num_nodes",

@@ -567,8 +567,8 @@ PLANNING = (
     Fault(
         "planning/links-are-free",
         "jaxinfer/planning",
-        "max(self.memory_seconds, self.compute_seconds) + self.link_seconds",
-        "max(self.memory_seconds, self.compute_seconds)",
+        "self.host_seconds) + self.link_seconds",
+        "self.host_seconds)",
         ("tests/planning/test_counted.py",),
         "meshes look faster than they can be",
     ),

@@ -347,4 +347,47 @@ PARALLEL = (
     ),
 )
 
-FAULTS = (*QUANTIZATION, *CHECKPOINTS, *CALIBRATION, *TRAINING, *PARALLEL)
+OFFLOAD = (
+    Fault(
+        "engine/host-layers-copies-do-not-wait-for-the-layer-before",
+        "jaxinfer/models/host_layers.py",
+        "index = jnp.uint32(row) + zero * _bits(x)",
+        "index = jnp.uint32(row) + zero",
+        ("tests/engine/test_offload.py::test_a_copy_waits_for_the_layer_on_the_host_before_it",),
+        "compilers may start all copies at once, and all layers are on the device",
+    ),
+    Fault(
+        "engine/host-layers-the-row-of-another-layer-is-copied",
+        "jaxinfer/models/host_layers.py",
+        "index = jnp.uint32(row) +",
+        "index = jnp.uint32(row ^ 1) +",
+        ("tests/engine/test_offload.py::test_the_tokens_are_those_without",),
+        "layers run with each other's weights",
+    ),
+    Fault(
+        "engine/host-layers-one-layer-is-reserved-on-the-device",
+        "jaxinfer/models/host_layers.py",
+        "[-NUM_BUFFERS:]",
+        "[-1:]",
+        ("tests/engine/test_offload.py::test_the_tokens_are_those_without",),
+        "the layer that arrives has no memory beside the one that computes",
+    ),
+    Fault(
+        "engine/host-layers-rows-are-filled-in-the-order-of-the-files",
+        "jaxinfer/models/host_layers.py",
+        "buffer[row] = np.asarray(one)",
+        "buffer[len(done)] = np.asarray(one)",
+        ("tests/engine/test_offload.py::test_stacks_are_filled_in_any_order",),
+        "a checkpoint whose layers are not in order is read into other layers",
+    ),
+    Fault(
+        "planning/the-link-to-the-host-is-free",
+        "jaxinfer/planning/roofline.py",
+        "max(self.memory_seconds, self.compute_seconds, self.host_seconds)",
+        "max(self.memory_seconds, self.compute_seconds)",
+        ("tests/planning/test_offload.py::test_a_model_that_does_not_fit_does_with_layers_on_the_host",),
+        "a plan promises a step faster than its weights arrive",
+    ),
+)
+
+FAULTS = (*QUANTIZATION, *CHECKPOINTS, *CALIBRATION, *TRAINING, *PARALLEL, *OFFLOAD)

@@ -1,0 +1,330 @@
+"""Layers whose weights lie in the host's memory, and are copied to the device while earlier layers compute.
+
+The parameters then have one more entry: `host_layers`, with the weights of layers of equal structure stacked, as
+`{"4,5,7": {"attention": {...}, "mlp": {...}}}`: row 1 of each array is layer 5's. Vectors, such as norms, stay with
+`layers`. A row that is of no layer has "-" in place of a number.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import SingleDeviceSharding
+
+from jaxinfer.quantization.tree import num_bytes
+
+HOST_LAYERS = "host_layers"
+HOST_KINDS = ("pinned_host", "unpinned_host")  # of memory; the first can be read by copies that run beside products
+NUM_BUFFERS = 2  # layers from the host that are on the device at once: the one that computes, and the one that arrives
+_NO_LAYER = "-"
+Params = dict[str, Any]
+
+
+def host_sharding(device: Any) -> SingleDeviceSharding:
+    """A device's place in the host's memory. Raises ValueError for a device without one."""
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    kind = next((kind for kind in HOST_KINDS if kind in kinds), None)
+    if kind is None:
+        raise ValueError(f"offload: {device.device_kind} has no memory of the host, only {', '.join(kinds)}")
+    return SingleDeviceSharding(device, memory_kind=kind)
+
+
+def move_layers_to_host(params: Params, layers: Sequence[int], platform: str) -> Params:
+    """The parameters with the weights of these layers stacked in the host's memory, in the layouts of a platform; the
+    arrays of the others are shared, not copied. Abstract arrays (`jax.ShapeDtypeStruct`) are marked as lying there.
+
+    Raises ValueError for a layer that the model lacks, and as `host_sharding`.
+    """
+    if not layers:
+        return params
+    if missing := sorted(set(map(str, layers)) - set(params["layers"])):
+        raise ValueError(f"offload: the model has {len(params['layers'])} layers, and no layer {', '.join(missing)}")
+    leaf = jax.tree.leaves(params)[0]
+    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+    device = jax.devices()[0] if is_abstract else next(iter(leaf.sharding.device_set))
+    of_layers, stacks = dict(params["layers"]), {}
+    for group in groups_of(params, layers):
+        parts = [split(params["layers"][str(layer)]) for layer in group]
+        of_layers |= {str(layer): kept for layer, (kept, _) in zip(group, parts, strict=True)}
+        rows = [moved for _, moved in parts]
+        place = HostPlace(device, platform)
+        stacks[_key(group)] = jax.tree.map(lambda *leaves, place=place: place.stack(leaves), *rows)
+    return {**params, "layers": of_layers, HOST_LAYERS: stacks}
+
+
+def groups_of(params: Params, layers: Sequence[int]) -> list[list[int]]:
+    """The layers by the structure, shapes and dtypes of the weights that would move, in their order."""
+    groups: dict[Any, list[int]] = {}
+    for layer in sorted(layers):
+        leaves, structure = jax.tree.flatten(split(params["layers"][str(layer)])[1])
+        groups.setdefault((structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)), []).append(layer)
+    return list(groups.values())
+
+
+def split(layer: Params) -> tuple[Params, Params]:
+    """What of a layer's parameters stays on the device, and what moves: arrays of two dimensions or more."""
+    kept, moved = {}, {}
+    for name, value in layer.items():
+        if isinstance(value, dict):
+            inner = split(value)
+            kept |= {name: inner[0]} if inner[0] or not inner[1] else {}
+            moved |= {name: inner[1]} if inner[1] else {}
+        else:
+            (moved if moves(value) else kept)[name] = value
+    return kept, moved
+
+
+def moves(leaf: Any) -> bool:
+    """Whether a parameter of a layer on the host lies there: it is no vector."""
+    return leaf.ndim >= 2
+
+
+class HostPlace:
+    """The host's memory of a device, and the layouts that its programs take there."""
+
+    def __init__(self, device: Any, platform: str):
+        self._sharding, self._platform = host_sharding(device), platform
+
+    def stack(self, rows: Sequence[Any]) -> Any:
+        """Arrays of equal shape as one, with a first axis more."""
+        if isinstance(rows[0], jax.ShapeDtypeStruct):
+            shape = (len(rows), *rows[0].shape)
+            return jax.ShapeDtypeStruct(shape, rows[0].dtype, sharding=self._place(shape, rows[0].dtype))
+        return self.put(np.stack([np.asarray(row) for row in rows]))
+
+    def put(self, stack: np.ndarray) -> jax.Array:
+        """A stack in the host's memory."""
+        return jax.device_put(stack, self._place(stack.shape, stack.dtype))
+
+    def _place(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A TPU's programs read stacks of small integers in this tiling only; from others the compiler makes copies."""
+        bits = dtype_bits(dtype)
+        if self._platform != "tpu" or bits > 8 or len(shape) < 3:
+            return self._sharding
+        tiling = ((8, 128), (32 // bits, 1))
+        sub_byte = bits if bits < 8 else 0
+        layout = Layout(tuple(range(len(shape))), tiling, sub_byte)
+        return Format(layout, self._sharding)
+
+
+def dtype_bits(dtype: Any) -> int:
+    """Bits of a number."""
+    return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
+
+
+def host_rows(params: Params) -> dict[int, tuple[str, int]]:
+    """The key and row in `host_layers` of each layer that lies there."""
+    return {
+        int(name): (key, row)
+        for key in params.get(HOST_LAYERS, ())
+        for row, name in enumerate(key.split(","))
+        if name != _NO_LAYER
+    }
+
+
+def all_layers(params: Params) -> Params:
+    """The parameters as if no layer lay on the host: of abstract arrays shapes, of others NumPy arrays."""
+    if HOST_LAYERS not in params:
+        return params
+    rest = {name: value for name, value in params.items() if name != HOST_LAYERS}
+    return {**rest, "layers": {name: layer_of(params, int(name)) for name in params["layers"]}}
+
+
+def merged_names(params: Params) -> Params:
+    """As `all_layers`, with stacks in place of their rows; also while tracing."""
+    if HOST_LAYERS not in params:
+        return params
+    rest = {name: value for name, value in params.items() if name != HOST_LAYERS}
+    stacks = {str(layer): params[HOST_LAYERS][key] for layer, (key, _) in host_rows(params).items()}
+    layers = {name: _merged(kept, stacks.get(name, {})) for name, kept in params["layers"].items()}
+    return {**rest, "layers": layers}
+
+
+def layer_of(params: Params, layer: int) -> Params:
+    """One layer's parameters, as `all_layers`."""
+    kept, found = params["layers"][str(layer)], host_rows(params).get(layer)
+    if found is None:
+        return kept
+    key, row = found
+    return _merged(kept, jax.tree.map(lambda stack: _row(stack, row), params[HOST_LAYERS][key]))
+
+
+def take_layers(params: Params, layers: Sequence[int]) -> Params:
+    """The parameters of these layers only, numbered from 0. Stacks stay whole, but for abstract ones."""
+    kept = {str(new): params["layers"][str(old)] for new, old in enumerate(layers)}
+    if HOST_LAYERS not in params:
+        return {**params, "layers": kept}
+    numbers = {old: new for new, old in enumerate(layers)}
+    stacks = dict(_taken(params[HOST_LAYERS], numbers))
+    rest = {name: value for name, value in params.items() if name != HOST_LAYERS}
+    return {**rest, "layers": kept, **({HOST_LAYERS: stacks} if stacks else {})}
+
+
+def _taken(stacks: Mapping[str, Any], numbers: Mapping[int, int]) -> Iterator[tuple[str, Any]]:
+    for key, stack in stacks.items():
+        names = [None if name == _NO_LAYER else numbers.get(int(name)) for name in key.split(",")]
+        found = [name for name in names if name is not None]
+        if not found:
+            continue
+        if isinstance(jax.tree.leaves(stack)[0], jax.ShapeDtypeStruct):
+            yield _key(found), jax.tree.map(partial(_cut, len(found)), stack)
+        else:
+            yield ",".join(_NO_LAYER if name is None else str(name) for name in names), stack
+
+
+def _cut(count: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    layout = getattr(getattr(leaf, "format", None), "layout", None)
+    place: Any = leaf.sharding if layout is None else leaf.format
+    return jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype, sharding=place)
+
+
+def is_on_host(array: Any) -> bool:
+    """Whether an array lies in the host's memory, and not in what its device computes on."""
+    kind = getattr(array.sharding, "memory_kind", None)
+    return kind is not None and kind != next(iter(array.sharding.device_set)).default_memory().kind
+
+
+def host_bytes(params: Params) -> int:
+    """Bytes of the weights in the host's memory."""
+    return num_bytes(params.get(HOST_LAYERS, {}))
+
+
+def row_bytes(params: Params) -> dict[int, int]:
+    """Bytes of each layer on the host, by its number: what is copied to the device for it in each pass."""
+    stacks = params.get(HOST_LAYERS, {})
+    return {layer: num_bytes(stacks[key]) // len(key.split(",")) for layer, (key, _) in host_rows(params).items()}
+
+
+def buffer_bytes(params: Params) -> int:
+    """Bytes of the device memory that layers from the host take while a program runs."""
+    return sum(sorted(row_bytes(params).values())[-NUM_BUFFERS:])
+
+
+def check_devices(params: Params, num_devices: int) -> None:
+    """Raises ValueError for layers on the host of several devices."""
+    if num_devices > 1 and HOST_LAYERS in params:
+        raise ValueError(f"offload is for one device, and the mesh has {num_devices}")
+
+
+def on_device(params: Params) -> Params:
+    """The parameters without those on the host."""
+    return {name: value for name, value in params.items() if name != HOST_LAYERS}
+
+
+class HostStacks:
+    """Stacks that are filled while a checkpoint is read, so that no layer of them passes through the device.
+
+    Args:
+      shapes: of all parameters, none on the host. layers: those that will lie there. device, platform: of the programs.
+    """
+
+    def __init__(self, shapes: Params, layers: Sequence[int], device: Any, platform: str):
+        self._place = HostPlace(device, platform)
+        groups = groups_of(shapes, layers)
+        self._rows = {str(layer): (_key(group), row) for group in groups for row, layer in enumerate(group)}
+        self._counts = {_key(group): len(group) for group in groups}
+        self._begun: dict[tuple[str, ...], tuple[list[np.ndarray], set[int]]] = {}
+        self._stacks: Params = {}
+
+    def takes(self, path: Sequence[str], leaf: Any) -> bool:
+        """Whether a parameter lies on the host."""
+        return path[0] == "layers" and path[1] in self._rows and moves(leaf)
+
+    def add(self, path: Sequence[str], leaf: Any) -> None:
+        """Keeps a parameter that lies on the host; the last one of a stack completes it."""
+        key, row = self._rows[path[1]]
+        name = (key, *path[2:])
+        leaves, structure = jax.tree.flatten(leaf)
+        if name not in self._begun:
+            count = self._counts[key]
+            self._begun[name] = [np.empty((count, *one.shape), one.dtype) for one in leaves], set()
+        buffers, done = self._begun[name]
+        for buffer, one in zip(buffers, leaves, strict=True):
+            buffer[row] = np.asarray(one)
+        done.add(row)
+        if len(done) == self._counts[key]:
+            del self._begun[name]
+            stacks = [self._place.put(buffer) for buffer in buffers]
+            inner = self._stacks
+            for part in name[:-1]:
+                inner = inner.setdefault(part, {})
+            inner[name[-1]] = jax.tree.unflatten(structure, stacks)
+
+    def finish(self, params: Params) -> Params:
+        """The parameters with the stacks. Raises RuntimeError where rows are missing."""
+        if self._begun:
+            raise RuntimeError(f"offload: {len(self._begun)} stacks lack layers: {', '.join(next(iter(self._begun)))}")
+        return {**params, HOST_LAYERS: self._stacks} if self._stacks else params
+
+
+class HostLayers:
+    """The layers' parameters as a program takes them, which copies those on the host; used while tracing.
+
+    A copy starts when the layer on the host before it begins, so that at most `NUM_BUFFERS` are on the device; the
+    first one's with the pass.
+    """
+
+    def __init__(self, params: Params):
+        self._layers, self._stacks = params["layers"], params.get(HOST_LAYERS, {})
+        self._rows = host_rows(params)
+        self._waiting = sorted(self._rows)
+        self._arriving: dict[int, Params] = {}
+
+    def take(self, layer: int, x: jax.Array) -> Params:
+        """A layer's parameters on the device, before it runs on the hidden states x; layers come in their order."""
+        if self._waiting and not self._arriving:
+            self.start(x)
+        if layer not in self._rows:
+            return self._layers[str(layer)]
+        found = self._arriving.pop(layer)
+        if self._waiting:
+            self.start(x)
+        return _merged(self._layers[str(layer)], found)
+
+    def start(self, x: jax.Array) -> None:
+        """Starts the copy of the next layer on the host, not before x is there.
+
+        The number of the row depends on x, as far as the compiler knows: otherwise all copies could start with the
+        program, and all layers would be on the device at once.
+        """
+        layer = self._waiting.pop(0)
+        key, row = self._rows[layer]
+        zero = lax.optimization_barrier(jnp.uint32(0))
+        index = jnp.uint32(row) + zero * _bits(x)
+        with jax.named_scope(f"from_host.{layer}"):
+            self._arriving[layer] = jax.tree.map(lambda stack: _copied_row(stack, index), self._stacks[key])
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """uint32 [], the bits of a number of x."""
+    one = x[(0,) * x.ndim]
+    unsigned = {2: jnp.uint16, 4: jnp.uint32}[one.dtype.itemsize]
+    return lax.bitcast_convert_type(one, unsigned).astype(jnp.uint32)
+
+
+def _copied_row(stack: jax.Array, index: jax.Array) -> jax.Array:
+    row = lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+    return jax.device_put(row, jax.memory.Space.Device)
+
+
+def _row(stack: Any, row: int) -> Any:
+    if isinstance(stack, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
+    return np.asarray(stack)[row]
+
+
+def _merged(kept: Params, moved: Params) -> Params:
+    """Both parts of a layer's parameters."""
+    both = dict(kept)
+    for name, value in moved.items():
+        both[name] = _merged(kept.get(name, {}), value) if isinstance(value, dict) else value
+    return both
+
+
+def _key(layers: Sequence[int]) -> str:
+    return ",".join(map(str, layers))
