@@ -48,8 +48,8 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
         return f"{spec.page_size} int8 scales of a page and head are less than a copy, {gpu_kernel.COPY_BYTES} bytes"
     if spec.head_dim not in HEAD_DIMS:
         return f"head_dim={spec.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    if spec.page.dtype == "int4" and spec.head_dim % 64:
-        return f"head_dim={spec.head_dim} is not a multiple of 64: half of it, a row of int4, fills no swizzle"
+    if spec.page.dtype == "int4" and spec.head_dim % 128:
+        return f"head_dim={spec.head_dim} is not 128 or 256: the halves of an int4 vector are whole tiles of 64 columns"
     if 0 in (spec.num_tokens, spec.num_sequences, spec.pages_per_sequence):
         return "the call has no tokens, sequences or pages"
     for shape in gpu_schedule.split_plan_shapes(spec):

@@ -61,7 +61,7 @@ FOUR = [name for name in FOUR_BITS if "int8_int4" not in name and "96" not in na
 
 @pytest.mark.parametrize("name", quick(FOUR, "decode_int4_page_64"))
 def test_suite_of_four_bits(name, check, gpu_interpreter):
-    check(for_gpu(FOUR_BITS[name]), "pallas_gpu", "separate")
+    check(replace(for_gpu(FOUR_BITS[name]), head_dim=128), "pallas_gpu", "separate")
 
 
 @pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
@@ -217,6 +217,8 @@ def test_empty_steps_have_no_items():
         ({"page_size": 4}, "page_size=4"),
         ({"head_dim": 72}, "head_dim=72"),
         ({"cache_dtype": "int8"}, "16 int8 scales"),
+        ({"cache_dtype": "int4", "page_size": 32, "head_dim": 64}, "head_dim=64 is not 128 or 256"),
+        ({"cache_dtype": "int8_int4", "page_size": 32}, "int8_int4"),
     ],
     ids=lambda value: str(value),
 )
@@ -243,7 +245,6 @@ COMPILED = {
     "prefill_int8": (PREFILL, 2, "qwen3_small", "int8", {}),
     "verify_int4": (VERIFY, 16, "llama3", "int4", {"sinks": True}),
     "prefill_int4": (PREFILL, 2, "qwen3_small", "int4", {}),
-    "decode_int4_head_dim_64": (DECODE, 8, "llama3", "int4", {"head_dim": 64, "page_size": 32}),
     "decode_int4_head_dim_256": (DECODE, 8, "qwen3_small", "int4", {"head_dim": 256, "page_size": 128}),
     "prefill_float8_e4m3fn": (PREFILL, 2, "qwen3_large", "float8_e4m3fn", {}),
     "decode_head_dim_64_page_16": (DECODE, 8, "llama3", "float8_e4m3fn", {"head_dim": 64, "page_size": 16}),
