@@ -30,6 +30,7 @@ from pallas_kernels.paged_attention.gpu_schedule import (
     SplitPlanShape,
 )
 from pallas_kernels.paged_attention.layout import SeparatePages
+from pallas_kernels.paged_attention.rotation import levels_of
 from pallas_kernels.paged_attention.specs import MASKED, MAX_TREE_TOKENS, PagedSpec
 
 # Shared memory of a thread block; with the smaller figure two share a multiprocessor.
@@ -72,19 +73,31 @@ def compute_dtype(spec: PagedSpec) -> str:
     return "float16" if spec.page.dtype.startswith("float8") else spec.q_dtype
 
 
+def stored_row(spec: PagedSpec) -> tuple[int, Any]:
+    """Elements of a stored key or value, and their dtype; int4 has two numbers in a byte."""
+    width = spec.head_dim // 2 if spec.page.dtype == "int4" else spec.head_dim
+    return width, jnp.dtype(spec.page.element_dtype)
+
+
+def row_bytes(spec: PagedSpec) -> int:
+    """Bytes of a stored key or value."""
+    width, dtype = stored_row(spec)
+    return width * dtype.itemsize
+
+
 def padded_new_tokens(spec: PagedSpec) -> int:
     """Number of new tokens that one copy loads for a sequence."""
-    row = spec.head_dim * jnp.dtype(spec.page.dtype).itemsize
+    row = row_bytes(spec)
     return next(n for n in range(spec.max_query_length, 2 * COPY_BYTES + 1) if n * row % COPY_BYTES == 0)
 
 
 def kernel_sizes(spec: PagedSpec, shape: SplitPlanShape, has_append: bool) -> KernelSizes:
     """Sizes that fit in shared memory; `stages` is 0 if none do."""
-    cache, compute = jnp.dtype(spec.page.dtype).itemsize, jnp.dtype(spec.q_dtype).itemsize
+    row, compute = row_bytes(spec), jnp.dtype(spec.q_dtype).itemsize
     is_converted = spec.page.dtype != compute_dtype(spec)
     new_tokens = padded_new_tokens(spec) if has_append else 0
-    stage = 2 * BLOCK_KEYS * spec.head_dim * cache + (16 * BLOCK_KEYS if spec.page.has_scales else 0)
-    fixed = TILE_ROWS * spec.head_dim * compute + 2 * new_tokens * spec.head_dim * cache + 6144
+    stage = 2 * BLOCK_KEYS * row + (16 * BLOCK_KEYS if spec.page.has_scales else 0)
+    fixed = TILE_ROWS * spec.head_dim * compute + 2 * new_tokens * row + 6144
     fixed += 2 * TILE_ROWS * 4
     converted = 2 * BLOCK_KEYS * spec.head_dim * compute if is_converted else 0
     result = TILE_ROWS * spec.head_dim * (4 if shape.num_splits > 1 else compute)
@@ -139,7 +152,7 @@ def run(
         named = dict(zip((*inputs, "out", "lse", *scratch), refs, strict=True))
         _Kernel(spec, shape, size, named).run()
 
-    cache_bytes = 2 * shape.num_tiles * spec.max_kv_length * spec.head_dim * jnp.dtype(spec.page.dtype).itemsize
+    cache_bytes = 2 * shape.num_tiles * spec.max_kv_length * row_bytes(spec)
     cost = pl.CostEstimate(
         flops=4 * shape.num_tiles * spec.num_kv_heads * TILE_ROWS * spec.max_kv_length * spec.head_dim,
         bytes_accessed=cache_bytes * spec.num_kv_heads + q_tiles.nbytes,
@@ -163,7 +176,8 @@ def _scratch(dtype, spec: PagedSpec, size: KernelSizes, inputs: dict) -> dict:
     scratch: dict = {"q_smem": plgpu.SMEM(rows, dtype, transforms=_transforms(spec.head_dim, dtype))}
     scratch["lse_smem"] = plgpu.SMEM((TILE_ROWS,), jnp.float32)
     if has_append:
-        appended = plgpu.SMEM((size.new_tokens, spec.head_dim), spec.page.dtype)
+        width, stored = stored_row(spec)
+        appended = plgpu.SMEM((size.new_tokens, width), stored)
         scratch |= {"new_k_smem": appended, "new_v_smem": appended, "new_barrier": plgpu.Barrier(num_arrivals=2)}
     if has_aux:
         scratch["aux_smem"] = plgpu.SMEM((2, TILE_ROWS), jnp.int32)
@@ -223,8 +237,8 @@ class _Kernel:
         if self.has_append:
             self.start_new_tokens()
 
-        stages, block = size.stages, (BLOCK_KEYS, spec.head_dim)
-        stored = plgpu.SMEM((stages, *block), spec.page.dtype, transforms=_transforms(spec.head_dim, spec.page.dtype))
+        stages, block, row = size.stages, (BLOCK_KEYS, spec.head_dim), stored_row(spec)
+        stored = plgpu.SMEM((stages, BLOCK_KEYS, row[0]), row[1], transforms=_transforms(*row))
         ring = {"k_smem": stored, "v_smem": stored}
         if spec.page.has_scales:
             scales = plgpu.SMEM((stages, BLOCK_KEYS), jnp.float32)
@@ -354,8 +368,7 @@ class _Kernel:
         shape = (TILE_ROWS, BLOCK_KEYS)
         plgpu.barrier_wait(refs["k_barrier"].at[slot])
         if size.is_converted:
-            refs["k_converted"][...] = compat.load(refs["k_smem"], (slot,), _MATRIX).astype(self.dtype)
-            plgpu.commit_smem()
+            self.convert("k", slot)
         keys_ref = refs["k_converted"] if size.is_converted else refs["k_smem"].at[slot]
         scores = compat.wgmma(refs["q_smem"], keys_ref, transpose_b=True)
         if spec.page.has_scales:
@@ -416,20 +429,30 @@ class _Kernel:
         is_tree = num_new <= MAX_TREE_TOKENS
         return ((is_old | is_ancestor) & is_tree) | (visible & jnp.logical_not(is_tree))
 
+    def convert(self, name, slot, cleaned=lambda values: values):
+        """Converts a block's keys or values, as `cleaned` changes them, to the dtype of the products."""
+        stored, target = compat.load(self.refs[f"{name}_smem"], (slot,), _MATRIX), self.refs[f"{name}_converted"]
+        if self.spec.page.dtype == "int4":
+            # The first half of a vector is in the low bits.
+            half, codes = stored.shape[1], stored.astype(jnp.int32)
+            for part in range(2):
+                numbers = levels_of(lax.shift_right_logical(codes, jnp.full_like(codes, 4 * part)))
+                target[:, half * part : half * (part + 1)] = cleaned(numbers).astype(self.dtype)
+        else:
+            target[...] = cleaned(stored.astype(self.dtype))
+        plgpu.commit_smem()
+
     def clean_values(self, slot, first_key):
         """Zeroes values outside the item's keys, which may be NaN: 0 * NaN is NaN."""
-        spec, size, refs, fields = self.spec, self.size, self.refs, self.fields
-        shape = (BLOCK_KEYS, spec.head_dim)
+        size, refs, fields = self.size, self.refs, self.fields
         begin, end = fields.key_begin, fields.key_end
 
         def cleaned(values):
-            key = compat.iota(shape, 0, _MATRIX) + first_key
+            key = compat.iota(values.shape, 0, _MATRIX) + first_key
             return jnp.where((key >= begin) & (key < end), values, jnp.zeros_like(values))
 
         if size.is_converted:
-            values = compat.load(refs["v_smem"], (slot,), _MATRIX).astype(self.dtype)
-            refs["v_converted"][...] = cleaned(values)
-            plgpu.commit_smem()
+            self.convert("v", slot, cleaned)
             return
 
         @pl.when(jnp.logical_or(first_key < begin, first_key + BLOCK_KEYS > end))

@@ -25,7 +25,7 @@ LAYOUT = "separate"
 tunable, candidates = gpu_schedule.tunable, gpu_schedule.candidates
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 HEAD_DIMS = (64, 80, 96, 128, 256)
-CONVERTED = ("float8_e4m3fn", "float8_e5m2", "int8")
+CONVERTED = ("float8_e4m3fn", "float8_e5m2", "int8", "int4")
 
 
 def unsupported(spec: PagedSpec, platform: str) -> str | None:
@@ -50,6 +50,8 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
         return f"{spec.page_size} int8 scales of a page and head are less than a copy, {gpu_kernel.COPY_BYTES} bytes"
     if spec.head_dim not in HEAD_DIMS:
         return f"head_dim={spec.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if spec.page.dtype == "int4" and spec.head_dim % 128:
+        return f"head_dim={spec.head_dim} is not 128 or 256: the halves of an int4 vector are whole tiles of 64 columns"
     if 0 in (spec.num_tokens, spec.num_sequences, spec.pages_per_sequence):
         return "the call has no tokens, sequences or pages"
     for shape in gpu_schedule.split_plan_shapes(spec):
@@ -112,7 +114,7 @@ def _query_tiles(q: jax.Array, plan: SplitPlan, spec: PagedSpec) -> jax.Array:
 
 def _stored_tokens(operands: PagedOperands, spec: PagedSpec) -> SeparatePages:
     """New tokens for `gpu_kernel.run`."""
-    (k, k_scales), (v, v_scales) = (layout.to_stored(x, spec.page.dtype) for x in (operands.k_new, operands.v_new))
+    (k, k_scales), (v, v_scales) = (layout.to_stored(x, spec.page.key_dtype) for x in (operands.k_new, operands.v_new))
     # The kernel loads a fixed number of tokens at once.
     missing = max(gpu_kernel.padded_new_tokens(spec) - spec.num_tokens, 0)
     k, v = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) for x in (k, v))

@@ -64,6 +64,14 @@ FAULTS = (
         "on a TPU an int4 cache gives sums of keys",
     ),
     Fault(
+        "kernels/gpu-int4-halves-are-swapped",
+        "pallas_kernels/paged_attention",
+        "jnp.full_like(codes, 4 * part)",
+        "jnp.full_like(codes, 4 * (1 - part))",
+        ("tests/pallas_kernels/paged_attention/test_pallas_gpu.py::test_suite_of_four_bits[decode_int4_page_64]",),
+        "on a GPU an int4 cache gives keys with their halves exchanged",
+    ),
+    Fault(
         "cache/int4-norm-of-large-keys-overflows",
         "pallas_kernels/paged_attention",
         "parts = x / jnp.where(largest > 0, largest, 1.0)[..., None]",

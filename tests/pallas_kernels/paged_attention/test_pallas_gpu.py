@@ -18,13 +18,13 @@ from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.paged_attention import choose, gpu_kernel, gpu_schedule, make_spec, paged_attention, pallas_gpu
 from pallas_kernels.paged_attention.shapes import decode_shape
 from tests.pallas_kernels.gpu_interpreter import interpreted_gpu
-from tests.pallas_kernels.paged_attention.shapes import SMALL, PagedShape
+from tests.pallas_kernels.paged_attention.shapes import FOUR_BITS, SMALL, PagedShape
 from tests.pallas_kernels.quick import quick
 
 VECTORS = ("query_lengths", "kv_lengths", "query_starts")
 # Heads (of queries, of keys) of Llama-3-8B and of the Qwen3 models; head_dim 128.
 HEADS = {"llama3": (32, 8), "qwen3_small": (16, 8), "qwen3_large": (64, 8)}
-CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 
 
 def spec_of(shape: PagedShape, page_layout: str = "separate"):
@@ -34,7 +34,7 @@ def spec_of(shape: PagedShape, page_layout: str = "separate"):
 def for_gpu(shape: PagedShape) -> PagedShape:
     """The shape in dtypes and pages that the kernel takes: float32 as bfloat16, scales of at least 32 tokens."""
     cache_dtype = "bfloat16" if shape.cache_dtype == "float32" else shape.cache_dtype
-    page_size = max(shape.page_size, 32) if cache_dtype == "int8" else shape.page_size
+    page_size = max(shape.page_size, 32) if cache_dtype in ("int8", "int4") else shape.page_size
     return replace(shape, dtype="bfloat16", cache_dtype=cache_dtype, page_size=page_size)
 
 
@@ -54,6 +54,14 @@ def gpu_interpreter(monkeypatch):
 @pytest.mark.parametrize("name", quick(SMALL, "decode_int8_page_64"))
 def test_suite(name, check, gpu_interpreter):
     check(for_gpu(SMALL[name]), "pallas_gpu", "separate")
+
+
+FOUR = [name for name in FOUR_BITS if "int8_int4" not in name and "96" not in name]
+
+
+@pytest.mark.parametrize("name", quick(FOUR, "decode_int4_page_64"))
+def test_suite_of_four_bits(name, check, gpu_interpreter):
+    check(replace(for_gpu(FOUR_BITS[name]), head_dim=128), "pallas_gpu", "separate")
 
 
 @pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
@@ -209,6 +217,8 @@ def test_empty_steps_have_no_items():
         ({"page_size": 4}, "page_size=4"),
         ({"head_dim": 72}, "head_dim=72"),
         ({"cache_dtype": "int8"}, "16 int8 scales"),
+        ({"cache_dtype": "int4", "page_size": 32, "head_dim": 64}, "head_dim=64 is not 128 or 256"),
+        ({"cache_dtype": "int8_int4", "page_size": 32}, "int8_int4"),
     ],
     ids=lambda value: str(value),
 )
@@ -233,6 +243,9 @@ COMPILED = {
     "verify_int8": (VERIFY, 16, "llama3", "int8", {"sinks": True}),
     "prefill_bfloat16": (PREFILL, 2, "llama3", "bfloat16", {}),
     "prefill_int8": (PREFILL, 2, "qwen3_small", "int8", {}),
+    "verify_int4": (VERIFY, 16, "llama3", "int4", {"sinks": True}),
+    "prefill_int4": (PREFILL, 2, "qwen3_small", "int4", {}),
+    "decode_int4_head_dim_256": (DECODE, 8, "qwen3_small", "int4", {"head_dim": 256, "page_size": 128}),
     "prefill_float8_e4m3fn": (PREFILL, 2, "qwen3_large", "float8_e4m3fn", {}),
     "decode_head_dim_64_page_16": (DECODE, 8, "llama3", "float8_e4m3fn", {"head_dim": 64, "page_size": 16}),
     "decode_head_dim_80_page_16": (DECODE, 8, "llama3", "bfloat16", {"head_dim": 80, "page_size": 16}),
