@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 POLICY_TESTS = ("tests/cache/test_policies.py",)
 GOLDEN_TESTS = ("tests/oracle/test_policy_golden.py",)
+SCORE_TESTS = ("tests/oracle/test_policy_scores_golden.py",)
 
 FAULTS = (
     Fault(
@@ -69,5 +70,37 @@ FAULTS = (
         "num_nodes",
         ("tests/engine/test_policies.py::test_drafts_change_no_answer",),
         "answers with a draft differ from those without, as drafts after a page's end see a page too many",
+    ),
+    Fault(
+        "policies/snapkv-pools-to-one-side",
+        "jaxinfer/cache/scores.py",
+        "jnp.pad(means, ((0, 0), (pool // 2, pool // 2)))",
+        "jnp.pad(means, ((0, 0), (pool - 1, 0)))",
+        SCORE_TESTS,
+        "the tokens after what matters are kept, and not those around it",
+    ),
+    Fault(
+        "policies/a-pyramid-stands-on-its-top",
+        "jaxinfer/cache/scores.py",
+        "[round(highest - layer * step) for layer in range(num_layers)]",
+        "[round(lowest + layer * step) for layer in range(num_layers)]",
+        SCORE_TESTS,
+        "the first layers keep the fewest tokens",
+    ),
+    Fault(
+        "policies/expected-attention-leaves-out-the-spread",
+        "jaxinfer/cache/scores.py",
+        "jax.nn.softmax(linear + square, axis=-1)",
+        "jax.nn.softmax(linear, axis=-1)",
+        SCORE_TESTS,
+        "what only some questions ask for is dropped",
+    ),
+    Fault(
+        "policies/keydiff-means-lengths-too",
+        "jaxinfer/cache/scores.py",
+        "    anchor = _unit(directions.mean(axis=0))",
+        "    anchor = _unit(k.astype(jnp.float32).mean(axis=0))",
+        SCORE_TESTS,
+        "long keys decide alone which keys are unlike the others",
     ),
 )
