@@ -64,6 +64,14 @@ FAULTS = (
         "a long prompt that is computed in one step attends to another text's first tokens",
     ),
     Fault(
+        "policies/a-kernel-reads-pages-that-it-writes",
+        "jaxinfer/cache/paged.py",
+        'if appends_first and (schedule.implementation != "xla" or moved is not None):',
+        "if appends_first and moved is not None:",
+        ("tests/cache/test_policies.py::test_the_kernel_of_tpus_reads_what_a_step_stores",),
+        "on a TPU a prompt attends to what was in its pages before",
+    ),
+    Fault(
         "policies/drafts-cross-the-end-of-a-page",
         "jaxinfer/engine/programs/speculative.py",
         "jnp.minimum(num_nodes, room_in_page(self.model.kept, slots.positions))",
