@@ -1,14 +1,17 @@
 """Policies as text, and what tokens attend to under them: tables of pages against a mask over all tokens."""
 
 import random
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.cache import init_paged_cache
-from jaxinfer.cache.kept_pages import kept_view, pieces, room_in_page
+from jaxinfer.cache.kept_pages import attend_to_pieces, kept_view, pieces, room_in_page
 from jaxinfer.cache.policies import KeptPages, SinksWindow, parse_policy
+from pallas_kernels.paged_attention import api
 from tests.engine.dense_policy import is_seen
 from tests.tiny import TINY
 
@@ -120,3 +123,32 @@ def test_pieces_are_every_row_once_within_a_page(seed):
 
 def test_room_ends_with_the_page():
     assert room_in_page(KeptPages(1, 1, 4), jnp.arange(6)).tolist() == [4, 3, 2, 1, 4, 3]
+
+
+def attend_in_pieces(kept: KeptPages, layout: str):
+    """A prompt of 6 pages in one step, in pieces: the output and the cache."""
+    num_tokens = 6 * kept.page_size
+    config = replace(TINY, num_layers=1)
+    cache = init_paged_cache(config, 40, kept.page_size, "float32", layout)
+    slots = jnp.where(jnp.arange(num_tokens + 4) < num_tokens, 0, 2)
+    one, nothing = jnp.array([num_tokens, 0]), jnp.zeros(2, jnp.int32)
+    found = pieces(kept, config, cache, (jnp.arange(2 * 8).reshape(2, 8) + 1,), slots, nothing, one, one)
+    attend = attend_to_pieces(cache, kept, found, num_tokens + 4, is_uniform=False, mesh=None)
+    numbers = np.random.default_rng(1)
+    q, k, v = (
+        jnp.asarray(numbers.standard_normal((num_tokens + 4, heads, config.head_dim), np.float32))
+        for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    )
+    return attend(0, q, k, v, None)[:num_tokens]
+
+
+@pytest.mark.parametrize("trained", [None, 32])
+def test_the_kernel_of_tpus_reads_what_a_step_stores(monkeypatch, trained):
+    """In its interpreter, without the check for races: pages are written with the bytes that they have already."""
+    kept = KeptPages(1, 1, 8, trained)
+    wanted = attend_in_pieces(kept, "separate")
+    monkeypatch.setattr(api, "current_platform", lambda: "tpu")
+    parameters = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
+    with pltpu.force_tpu_interpret_mode(parameters):
+        found = attend_in_pieces(kept, "interleaved")
+    np.testing.assert_allclose(found, wanted, atol=2e-5)

@@ -8,9 +8,11 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import moved_sinks
+from jaxinfer.cache.policies import parse_policy
 from jaxinfer.engine import programs
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.pages import PagePool
+from jaxinfer.engine.policy_checks import check_policy
 from jaxinfer.engine.programs import paged, speculative
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.spec import EngineSpec
@@ -18,6 +20,7 @@ from jaxinfer.models import abstract_params
 from jaxinfer.planning.compiled import planned_programs
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import LayersDraft, NgramDraft
+from tests.engine.test_mixtures import CONFIG as LATENT
 from tests.engine.test_policies import OPTIONS, PAGE, POLICY, model_of
 from tests.engine.test_scheduler_faults import give_back_a_token_early
 from tests.engine.test_windows import check_idle, most_owned
@@ -158,6 +161,14 @@ def test_what_cannot_be_combined_is_refused_by_name(options, changes, draft, mes
 def test_models_without_pages_of_all_tokens_are_refused():
     with pytest.raises(ValueError, match="has recurrent layers, whose states are of all tokens"):
         spec_of(DELTA)
+
+
+def test_latent_attention_and_several_devices_are_refused():
+    with pytest.raises(ValueError, match="has latent attention, whose cache is kept whole"):
+        spec_of(LATENT)
+    options = EngineOptions(kv_policy=POLICY)
+    with pytest.raises(ValueError, match="runs on one device, not 2"):
+        check_policy(TINY, None, 2, options, parse_policy(POLICY).pages(PAGE))
 
 
 def test_taps_are_refused():

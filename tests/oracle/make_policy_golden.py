@@ -1,4 +1,5 @@
-"""Writes golden/policies.safetensors: what kvpress's StreamingLLM keeps of random Llamas, and their logits.
+"""Writes golden/policies.safetensors: what kvpress's StreamingLLM keeps of random Llamas, and their logits; and
+golden/policy_scores.safetensors: what its methods that score keys keep of a prompt.
 
 Run with kvpress 0.5.5, torch and Transformers in an environment of its own: kvpress needs older Transformers than the
 other golden files. Run twice, it writes the same bytes. Pages are computed one by one, each attending to what the press
@@ -7,16 +8,45 @@ left of the pages before it.
 
 import numpy as np
 import torch
-from kvpress import KeyRerotationPress, StreamingLLMPress
+from kvpress import (
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    KeyRerotationPress,
+    PyramidKVPress,
+    SnapKVPress,
+    StreamingLLMPress,
+)
 from safetensors.numpy import save_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from tests.oracle.policy_cases import BUDGETS, CONFIG, GOLDEN, NUM_TOKENS, PAGE_SIZE, SEEDS, name_of, tensors, tokens
+from tests.oracle.policy_cases import (
+    BUDGETS,
+    CONFIG,
+    GOLDEN,
+    METHODS,
+    NUM_TOKENS,
+    PAGE_SIZE,
+    SCORED,
+    SCORES,
+    SEEDS,
+    WINDOW,
+    name_of,
+    tensors,
+    tokens,
+)
+
+PRESSES = {
+    "snapkv": lambda ratio: SnapKVPress(ratio, window_size=WINDOW),
+    "pyramidkv": lambda ratio: PyramidKVPress(ratio, window_size=WINDOW),
+    "keydiff": KeyDiffPress,
+    "expected_attention": ExpectedAttentionPress,
+}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, np.ndarray] = {}
+    scored: dict[str, np.ndarray] = {}
     for seed in SEEDS:
         model = LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation="eager"))
         model.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors(seed).items()})
@@ -26,8 +56,50 @@ def main() -> None:
                 logits, kept = run(model, torch.from_numpy(tokens(seed))[None], budget, is_relative)
                 name = name_of(seed, budget, is_relative)
                 found |= {f"{name}.logits": np.ascontiguousarray(logits[7::8]), f"{name}.kept": kept}
-    save_file(found, GOLDEN)
-    print(f"{len(found)} arrays, {GOLDEN.stat().st_size:,} bytes")
+        scored |= {f"{seed}.{name}": kept for name, kept in chosen(model, torch.from_numpy(tokens(seed))[None]).items()}
+    for arrays, path in ((found, GOLDEN), (scored, SCORES)):
+        save_file(arrays, path)
+        path.chmod(0o644)
+        print(f"{len(arrays)} arrays, {path.stat().st_size:,} bytes")
+
+
+@torch.no_grad()
+def chosen(model, ids) -> dict[str, np.ndarray]:
+    """By method and budget, the positions int16 [layers, Hkv, T] that are kept, ascending, -1 after the last."""
+    inputs, cache = {}, DynamicCache()
+
+    def remember(module, arguments, keywords):
+        inputs[module.layer_idx] = keywords["hidden_states"], keywords["position_embeddings"]
+
+    layers = [layer.self_attn for layer in model.model.layers]
+    hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in layers]
+    model(ids, past_key_values=cache, use_cache=True)
+    for hook in hooks:
+        hook.remove()
+    found = {}
+    for method in METHODS:
+        for budget in SCORED:
+            # Half a token more, against rounding; PyramidKV rounds its own numbers.
+            extra = 0 if method == "pyramidkv" else 0.5
+            press = PRESSES[method](1 - (budget + extra) / NUM_TOKENS)
+            rows = []
+            for module, layer in zip(layers, cache.layers, strict=True):
+                module.rotary_emb = model.model.rotary_emb
+                hidden, embeddings = inputs[module.layer_idx]
+                known = {"position_embeddings": embeddings}
+                kept = positions_kept(press, module, hidden, layer, known)
+                rows.append(np.pad(kept, ((0, 0), (0, NUM_TOKENS - kept.shape[1])), constant_values=-1))
+            found[f"{method}.{budget}"] = np.stack(rows).astype(np.int16)
+    return found
+
+
+def positions_kept(press, module, hidden, layer, known) -> np.ndarray:
+    """int [Hkv, kept], ascending: the scores' order, applied to positions in place of keys."""
+    scores = press.score(module, hidden, layer.keys, layer.values, None, known)
+    budget_of = getattr(press, "get_layer_budget", None)
+    length = layer.keys.shape[2]
+    count = int(length * (1 - press.compression_ratio)) if budget_of is None else budget_of(module, length)
+    return scores.topk(count, dim=-1).indices.sort(dim=-1).values[0].numpy()
 
 
 @torch.no_grad()

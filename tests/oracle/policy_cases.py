@@ -6,8 +6,12 @@ from typing import Any
 import numpy as np
 
 GOLDEN = Path(__file__).parent / "golden" / "policies.safetensors"
+SCORES = GOLDEN.with_name("policy_scores.safetensors")
 PAGE_SIZE, NUM_TOKENS, SEEDS = 8, 120, (1, 2, 3)
 BUDGETS = ((4, 16), (8, 8), (16, 40))  # sinks and window, in tokens
+SCORED = (24, 48, 90)  # tokens that are kept of a prompt
+METHODS = ("snapkv", "pyramidkv", "keydiff", "expected_attention")
+WINDOW = 16  # queries of SnapKV and PyramidKV
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

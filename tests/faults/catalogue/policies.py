@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 POLICY_TESTS = ("tests/cache/test_policies.py",)
 GOLDEN_TESTS = ("tests/oracle/test_policy_golden.py",)
+SCORE_TESTS = ("tests/oracle/test_policy_scores_golden.py",)
 
 FAULTS = (
     Fault(
@@ -63,11 +64,51 @@ FAULTS = (
         "a long prompt that is computed in one step attends to another text's first tokens",
     ),
     Fault(
+        "policies/a-kernel-reads-pages-that-it-writes",
+        "jaxinfer/cache/paged.py",
+        'if appends_first and (schedule.implementation != "xla" or moved is not None):',
+        "if appends_first and moved is not None:",
+        ("tests/cache/test_policies.py::test_the_kernel_of_tpus_reads_what_a_step_stores",),
+        "on a TPU a prompt attends to what was in its pages before",
+    ),
+    Fault(
         "policies/drafts-cross-the-end-of-a-page",
         "jaxinfer/engine/programs/speculative.py",
         "jnp.minimum(num_nodes, room_in_page(self.model.kept, slots.positions))",
         "num_nodes",
         ("tests/engine/test_policies.py::test_drafts_change_no_answer",),
         "answers with a draft differ from those without, as drafts after a page's end see a page too many",
+    ),
+    Fault(
+        "policies/snapkv-pools-to-one-side",
+        "jaxinfer/cache/scores.py",
+        "jnp.pad(means, ((0, 0), (pool // 2, pool // 2)))",
+        "jnp.pad(means, ((0, 0), (pool - 1, 0)))",
+        SCORE_TESTS,
+        "the tokens after what matters are kept, and not those around it",
+    ),
+    Fault(
+        "policies/a-pyramid-stands-on-its-top",
+        "jaxinfer/cache/scores.py",
+        "[round(highest - layer * step) for layer in range(num_layers)]",
+        "[round(lowest + layer * step) for layer in range(num_layers)]",
+        SCORE_TESTS,
+        "the first layers keep the fewest tokens",
+    ),
+    Fault(
+        "policies/expected-attention-leaves-out-the-spread",
+        "jaxinfer/cache/scores.py",
+        "jax.nn.softmax(linear + square, axis=-1)",
+        "jax.nn.softmax(linear, axis=-1)",
+        SCORE_TESTS,
+        "what only some questions ask for is dropped",
+    ),
+    Fault(
+        "policies/keydiff-means-lengths-too",
+        "jaxinfer/cache/scores.py",
+        "    anchor = _unit(directions.mean(axis=0))",
+        "    anchor = _unit(k.astype(jnp.float32).mean(axis=0))",
+        SCORE_TESTS,
+        "long keys decide alone which keys are unlike the others",
     ),
 )

@@ -1,0 +1,116 @@
+"""Scores of a prompt's keys, by which a policy chooses what to keep: pure functions of queries, keys and values.
+
+All compute in float32, for one sequence and one layer; n tokens, Hq query heads, Hkv key heads of width K. Keys and
+queries are rotated unless said otherwise. A higher score is kept before a lower one, each key head for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.models.rope import rotate
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+POOL = 5  # scores of SnapKV are means over so many neighbours
+PYRAMID_SLOPE = 20  # the last layer of PyramidKV has this share of the mean budget
+FUTURE_POSITIONS, NUM_SINKS = 512, 4  # of Expected Attention
+
+
+def snapkv_scores(
+    q: Float[Array, "W Hq K"], k: Float[Array, "n Hkv K"], *, scale: float | None = None, pool: int = POOL
+) -> Float[Array, "Hkv m"]:
+    """What the last W queries attend to on average among the m = n - W tokens before them (SnapKV, Li et al. 2024,
+    section 4). Scores are the mean of `pool` neighbours, zeros beyond the ends, and of the query heads of a key head.
+
+    Raises ValueError where there are no tokens before the queries."""
+    window, length = q.shape[0], k.shape[0]
+    if window >= length:
+        raise ValueError(f"SnapKV scores the tokens before the last {window}, and the prompt has {length}")
+    groups = _by_key_head(q, k.shape[1])
+    products = jnp.einsum("qhgk,shk->hgqs", groups, k.astype(jnp.float32), precision="highest")
+    position = jnp.arange(length)
+    is_seen = position <= length - window + jnp.arange(window)[:, None]
+    weights = jax.nn.softmax(jnp.where(is_seen, products * _scale(q, scale), -jnp.inf), axis=-1)
+    means = weights[..., : length - window].mean(axis=(1, 2))
+    padded = jnp.pad(means, ((0, 0), (pool // 2, pool // 2)))
+    return sum((padded[:, at : at + length - window] for at in range(pool)), jnp.zeros_like(means)) / pool
+
+
+def pyramid_budgets(budget: int, num_tokens: int, num_layers: int, *, window: int) -> list[int]:
+    """Tokens that each layer keeps where they keep `budget` on average, the last `window` included (PyramidKV, Cai et
+    al. 2024, section 3.2): fewer in higher layers. Where the pyramid does not fit a prompt of `num_tokens`, all layers
+    keep as many."""
+    lowest = budget / PYRAMID_SLOPE
+    highest = 2 * budget - lowest
+    if highest >= num_tokens - window:
+        highest = num_tokens - window
+        lowest = 2 * budget - highest
+    if not num_tokens >= highest >= lowest >= window:
+        return [max(1, min(budget, num_tokens))] * num_layers
+    step = (highest - lowest) / max(num_layers - 1, 1)
+    return [round(highest - layer * step) for layer in range(num_layers)]
+
+
+def keydiff_scores(k: Float[Array, "n Hkv K"]) -> Float[Array, "Hkv n"]:
+    """Minus the cosine of a key and the mean direction of all keys (KeyDiff, Park et al. 2025, section 3)."""
+    directions = _unit(k.astype(jnp.float32))
+    anchor = _unit(directions.mean(axis=0))
+    return -jnp.einsum("nhk,hk->hn", directions, anchor, precision="highest")
+
+
+def expected_attention_scores(
+    q: Float[Array, "n Hq K"],
+    k: Float[Array, "n Hkv K"],
+    v: Float[Array, "n Hkv W"],
+    rotations: tuple[Float[Array, "F half"], Float[Array, "F half"]],
+    *,
+    num_sinks: int = NUM_SINKS,
+) -> Float[Array, "Hkv m"]:
+    """What queries at the next F positions are expected to attend to among the m = n - num_sinks tokens after the first
+    ones, times the norms of values (Expected Attention, Devoto et al. 2025, section 3).
+
+    `q` are queries before their rotation, taken for Gaussian; `rotations` are cos and sin of the positions from n on.
+    """
+    queries = q[num_sinks:].astype(jnp.float32)
+    mean = queries.mean(axis=0)
+    centred = queries - mean
+    covariance = jnp.einsum("nhi,nhj->hij", centred, centred, precision="highest") / queries.shape[0]
+    cos, sin = (part.mean(axis=0) for part in rotations)
+    mean = rotate(mean, cos, sin)
+    for _ in range(2):  # the rotation applies to both sides of the matrix
+        covariance = rotate(covariance.swapaxes(1, 2), *_of_each(cos, sin, covariance.shape[0]))
+    keys, width = k[num_sinks:].astype(jnp.float32), k.shape[-1]
+    mean, covariance = (part.reshape(k.shape[1], -1, *part.shape[1:]) for part in (mean, covariance))
+    linear = jnp.einsum("hgk,nhk->hgn", mean, keys, precision="highest") / math.sqrt(width)
+    moved = jnp.einsum("hgij,nhj->nhgi", covariance, keys, precision="highest")
+    square = jnp.einsum("nhi,nhgi->hgn", keys, moved, precision="highest") / (2 * width)
+    weights = jax.nn.softmax(linear + square, axis=-1).mean(axis=1)
+    return weights * jnp.linalg.norm(v[num_sinks:].astype(jnp.float32), axis=-1).T
+
+
+def kept_positions(scores: Float[Array, "Hkv m"], count: int) -> Int[Array, "Hkv count"]:
+    """The positions of the `count` highest scores of each head, ascending; of equal scores, the first."""
+    return jnp.sort(jax.lax.top_k(scores, count)[1], axis=-1)
+
+
+def _by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """float32 [n, Hkv, G, K]."""
+    return q.astype(jnp.float32).reshape(q.shape[0], num_kv_heads, -1, q.shape[-1])
+
+
+def _scale(q: jax.Array, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+def _of_each(cos: jax.Array, sin: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    return jnp.broadcast_to(cos, (count, *cos.shape)), jnp.broadcast_to(sin, (count, *sin.shape))
