@@ -96,6 +96,20 @@ def test_one_answer_in_a_batch_that_is_preempted(tiny, together):
         assert llm.engine.scheduler.counters.num_preemptions > 0
 
 
+@pytest.mark.slow
+def test_each_replica_has_host_memory_of_its_own(tiny):
+    with LLM(tiny, **OPTIONS) as llm:
+        expected = [[tokens for tokens, _ in one] for one in answers(llm)]
+    with LLM(tiny, **OPTIONS, mesh="data=2", host_cache_gib=GIB) as llm:
+        for _ in range(2):
+            found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+            assert [[one.token_ids for one in output.outputs] for output in found] == expected
+        for engine in llm.engine.engines:
+            engine.scheduler.check()
+            assert engine.scheduler.tier.num_bytes > 0.9 * GIB * 2**30
+            assert engine.scheduler.counters.host_bytes_out > 0
+
+
 def test_a_preempted_answer_computes_less_than_a_page_again(tiny):
     """What it had moves to the host when others take its pages, and comes back with it."""
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)

@@ -1,5 +1,10 @@
 """A disk tier: prompts' pages are there after a restart, where everything is the same; answers never differ."""
 
+import random
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import jax
@@ -91,6 +96,48 @@ def test_host_memory_for_less_than_the_prompt(tiny, tmp_path, num_host_pages):
     found, num_read = run(tiny, tmp_path / "pages", gib=gib)
     assert num_read >= 4 * num_host_pages
     assert [[tokens for tokens, _ in one] for one in found] == [[tokens for tokens, _ in one] for one in expected]
+
+
+# Answers prompts with a store until it is killed.
+SERVER = """
+import sys
+import jax
+from jaxinfer import LLM
+from jaxinfer.models import init_params
+from tests.engine.test_host_tier import GIB, GREEDY, random_tokens
+from tests.engine.test_prefix_store import OPTIONS, PROMPTS
+from tests.tiny import TINY
+params = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, init_params(TINY, jax.random.key(0)))
+with LLM((TINY, params), **OPTIONS, host_cache_gib=GIB, prefix_store=sys.argv[1]) as llm:
+    llm.warm_up()
+    print("ready", flush=True)
+    for seed in range(10**6):
+        llm.generate([*PROMPTS, random_tokens(50, 100 + seed)], GREEDY, use_tqdm=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_engine_that_is_killed_leaves_whole_pages(tiny, tmp_path):
+    """Killed while it writes; the next one reads what there is, and answers as if nothing had happened."""
+    folder, numbers = tmp_path / "pages", random.Random(0)
+    expected, _ = run(tiny, tmp_path / "others")
+    for _ in range(5):
+        arguments = [sys.executable, "-c", SERVER, str(folder)]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(numbers.uniform(0.05, 0.5))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        sizes = {path.stat().st_size for path in folder.glob("*/*.page")}
+        assert len(sizes) == 1
+        found, num_read = run(tiny, folder)
+        assert num_read > 0
+        assert [[tokens for tokens, _ in one] for one in found] == [[tokens for tokens, _ in one] for one in expected]
+        for path in folder.glob("*/*.page"):
+            if numbers.random() < 0.5:
+                path.unlink()
 
 
 def test_together_with_several_answers_and_few_pages(tiny, tmp_path):
