@@ -113,14 +113,23 @@ class HostPlace:
         return jax.device_put(stack, self._place(stack.shape, stack.dtype))
 
     def _place(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A TPU's programs read stacks of small integers in this tiling only; from others the compiler makes copies."""
-        bits = dtype_bits(dtype)
-        if self._platform != "tpu" or bits > 8 or len(shape) < 3:
+        """Where a stack lies. Vectors that belong to a weight, such as codebooks, stay on the device: they are small,
+        and a TPU copies no single rows of two axes. Its programs read rows of numbers in order, and of small integers
+        in this tiling only: from other layouts the compiler refuses to copy, or copies the stack to another first."""
+        if not _is_copied(shape):
+            return self._sharding.with_memory_kind(next(iter(self._sharding.device_set)).default_memory().kind)
+        if self._platform != "tpu":
             return self._sharding
+        order, bits = tuple(range(len(shape))), dtype_bits(dtype)
+        if bits > 8:
+            return Format(Layout(order), self._sharding)
         tiling = ((8, 128), (32 // bits, 1))
-        sub_byte = bits if bits < 8 else 0
-        layout = Layout(tuple(range(len(shape))), tiling, sub_byte)
-        return Format(layout, self._sharding)
+        return Format(Layout(order, tiling, bits if bits < 8 else 0), self._sharding)
+
+
+def _is_copied(shape: tuple[int, ...]) -> bool:
+    """Whether a stack lies on the host: its rows are no vectors."""
+    return len(shape) > 2
 
 
 def dtype_bits(dtype: Any) -> int:
@@ -202,13 +211,18 @@ def is_on_host(array: Any) -> bool:
 
 def host_bytes(params: Params) -> int:
     """Bytes of the weights in the host's memory."""
-    return num_bytes(params.get(HOST_LAYERS, {}))
+    return num_bytes(_copied(params.get(HOST_LAYERS, {})))
 
 
 def row_bytes(params: Params) -> dict[int, int]:
     """Bytes of each layer on the host, by its number: what is copied to the device for it in each pass."""
     stacks = params.get(HOST_LAYERS, {})
-    return {layer: num_bytes(stacks[key]) // len(key.split(",")) for layer, (key, _) in host_rows(params).items()}
+    sizes = {key: num_bytes(_copied(stack)) // len(key.split(",")) for key, stack in stacks.items()}
+    return {layer: sizes[key] for layer, (key, _) in host_rows(params).items()}
+
+
+def _copied(stacks: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(stacks) if _is_copied(leaf.shape)]
 
 
 def buffer_bytes(params: Params) -> int:

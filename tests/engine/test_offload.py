@@ -307,4 +307,8 @@ def test_a_tpu_reads_small_integers_in_its_own_tiling(model):
     leaf = moved["host_layers"]["1,3"]["mlp"]["up_proj"]["weight"]
     assert leaf.values.format.layout.tiling == ((8, 128), (8, 1))
     assert leaf.values.sharding.memory_kind == "pinned_host"
+    assert leaf.scales.format.layout.major_to_minor == (0, 1, 2)
+    nf4 = move_layers_to_host(jax.eval_shape(lambda: quantize_params(model[1], "nf4")), [1, 3], "tpu")
+    codebook = nf4["host_layers"]["1,3"]["mlp"]["up_proj"]["weight"].codebook
+    assert (codebook.shape, codebook.sharding.memory_kind) == ((2, 16), "device")
     assert offload.MIN_CACHE_SHARE == 0.25
