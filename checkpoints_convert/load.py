@@ -124,7 +124,7 @@ def load_params(
     place = OnDefaultDevice(convert, host) if mesh is None else OnMesh(mesh, checkpoint.config, convert)
     with Progress(progress, checkpoint.num_bytes(), "loading") as bar:
         for path, leaf in read_ahead(checkpoint, place.parts, place):
-            if host is not None and host.takes(path, leaf):
+            if host is not None and host.takes(path):
                 host.add(path, leaf)
             else:
                 insert(params, path, leaf)
@@ -255,7 +255,7 @@ class OnDefaultDevice:
 
     def __call__(self, path: ParamPath, found: HostParam) -> Any:
         leaf: Any = found if isinstance(found, QuantizedArray) else found[0]
-        if self._convert is None and self._host is not None and self._host.takes(path, leaf):
+        if self._convert is None and self._host is not None and self._host.takes(path):
             return leaf
         leaf = jax.device_put(leaf)
         return leaf if self._convert is None else self._convert(path, leaf)

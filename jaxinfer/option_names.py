@@ -134,6 +134,7 @@ def _do_sample(value: Any) -> Values:
 
 
 _MESH = 'mesh="model=4" places a model on devices, and by default it is on one'
+_OFFLOAD = "offload= is the number of layers that are not on the device, or auto"
 _FILES = "the environment variable HF_HOME says where downloads are kept"
 _QUANTIZED = (
     "a checkpoint's own format is read from its config.json, so leave it out; to round plain weights as they are "
@@ -212,7 +213,7 @@ _LLM = (
     ),
     OtherName(
         *("LLM", "cpu_offload_gb", VLLM),
-        'weights are not offloaded: quantize="int4-g128" makes them smaller, mesh="model=2" shares them',
+        'offload="auto" keeps as many layers in the host\'s memory as must be, and offload=8 eight of them',
         *(None, (0, 0.0)),
     ),
     OtherName("LLM", "num_gpu_blocks_override", VLLM, "num_pages= is the number of pages, the unused page 0 included"),
@@ -241,8 +242,8 @@ _LLM = (
     OtherName("LLM", "distributed_executor_backend", VLLM, "jaxinfer.initialize_hosts() joins several hosts"),
     OtherName("LLM", "device", f"{VLLM}, {HF}", f"JAX_PLATFORMS=cpu chooses the platform; {_MESH}", None, ("auto",)),
     OtherName("LLM", "device_map", HF, _MESH, None, ("auto",)),
-    OtherName("LLM", "num_gpu", OLLAMA, _MESH),
-    *(OtherName("LLM", name, LLAMA, _MESH, None, (-1,)) for name in ("n_gpu_layers", "gpu_layers")),
+    OtherName("LLM", "num_gpu", OLLAMA, _OFFLOAD),
+    *(OtherName("LLM", name, LLAMA, _OFFLOAD, None, (-1,)) for name in ("n_gpu_layers", "gpu_layers")),
     OtherName("LLM", "num_thread", OLLAMA, "XLA takes all cores: taskset limits them"),
     *(OtherName("LLM", name, LLAMA, "XLA takes all cores: taskset limits them") for name in ("n_threads", "threads")),
     OtherName("LLM", "download_dir", VLLM, _FILES),

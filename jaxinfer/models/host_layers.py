@@ -2,7 +2,8 @@
 
 The parameters then have one more entry: `host_layers`, with the weights of layers of equal structure stacked, as
 `{"4,5,7": {"attention": {...}, "mlp": {...}}}`: row 1 of each array is layer 5's. Vectors, such as norms, stay with
-`layers`. A row that is of no layer has "-" in place of a number.
+`layers`, and so does all but the experts of a layer that has some. A row that is of no layer has "-" in place of a
+number.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxinfer.quantization.tree import num_bytes
 
 HOST_LAYERS = "host_layers"
+EXPERTS = "experts"  # in the names of the weights of all experts
 HOST_KINDS = ("pinned_host", "unpinned_host")  # of memory; the first can be read by copies that run beside products
 NUM_BUFFERS = 2  # layers from the host that are on the device at once: the one that computes, and the one that arrives
 _NO_LAYER = "-"
@@ -67,21 +69,30 @@ def groups_of(params: Params, layers: Sequence[int]) -> list[list[int]]:
 
 
 def split(layer: Params) -> tuple[Params, Params]:
-    """What of a layer's parameters stays on the device, and what moves: arrays of two dimensions or more."""
+    """What of a layer's parameters stays on the device, and what moves: arrays of two dimensions or more, of a layer
+    with experts only theirs. Those are most of its bytes, so that attention and what all tokens pass stay."""
+    return _split(layer, (), has_experts=any(EXPERTS in names for names in _paths(layer)))
+
+
+def _paths(tree: Params, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _paths(value, (*prefix, name))
+        else:
+            yield (*prefix, name)
+
+
+def _split(layer: Params, path: tuple[str, ...], *, has_experts: bool) -> tuple[Params, Params]:
     kept, moved = {}, {}
     for name, value in layer.items():
         if isinstance(value, dict):
-            inner = split(value)
+            inner = _split(value, (*path, name), has_experts=has_experts)
             kept |= {name: inner[0]} if inner[0] or not inner[1] else {}
             moved |= {name: inner[1]} if inner[1] else {}
         else:
-            (moved if moves(value) else kept)[name] = value
+            moves = EXPERTS in path and value.ndim > 2 if has_experts else value.ndim > 1
+            (moved if moves else kept)[name] = value
     return kept, moved
-
-
-def moves(leaf: Any) -> bool:
-    """Whether a parameter of a layer on the host lies there: it is no vector."""
-    return leaf.ndim >= 2
 
 
 class HostPlace:
@@ -102,14 +113,23 @@ class HostPlace:
         return jax.device_put(stack, self._place(stack.shape, stack.dtype))
 
     def _place(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A TPU's programs read stacks of small integers in this tiling only; from others the compiler makes copies."""
-        bits = dtype_bits(dtype)
-        if self._platform != "tpu" or bits > 8 or len(shape) < 3:
+        """Where a stack lies. Vectors that belong to a weight, such as codebooks, stay on the device: they are small,
+        and a TPU copies no single rows of two axes. Its programs read rows of numbers in order, and of small integers
+        in this tiling only: from other layouts the compiler refuses to copy, or copies the stack to another first."""
+        if not _is_copied(shape):
+            return self._sharding.with_memory_kind(next(iter(self._sharding.device_set)).default_memory().kind)
+        if self._platform != "tpu":
             return self._sharding
+        order, bits = tuple(range(len(shape))), dtype_bits(dtype)
+        if bits > 8:
+            return Format(Layout(order), self._sharding)
         tiling = ((8, 128), (32 // bits, 1))
-        sub_byte = bits if bits < 8 else 0
-        layout = Layout(tuple(range(len(shape))), tiling, sub_byte)
-        return Format(layout, self._sharding)
+        return Format(Layout(order, tiling, bits if bits < 8 else 0), self._sharding)
+
+
+def _is_copied(shape: tuple[int, ...]) -> bool:
+    """Whether a stack lies on the host: its rows are no vectors."""
+    return len(shape) > 2
 
 
 def dtype_bits(dtype: Any) -> int:
@@ -191,13 +211,18 @@ def is_on_host(array: Any) -> bool:
 
 def host_bytes(params: Params) -> int:
     """Bytes of the weights in the host's memory."""
-    return num_bytes(params.get(HOST_LAYERS, {}))
+    return num_bytes(_copied(params.get(HOST_LAYERS, {})))
 
 
 def row_bytes(params: Params) -> dict[int, int]:
     """Bytes of each layer on the host, by its number: what is copied to the device for it in each pass."""
     stacks = params.get(HOST_LAYERS, {})
-    return {layer: num_bytes(stacks[key]) // len(key.split(",")) for layer, (key, _) in host_rows(params).items()}
+    sizes = {key: num_bytes(_copied(stack)) // len(key.split(",")) for key, stack in stacks.items()}
+    return {layer: sizes[key] for layer, (key, _) in host_rows(params).items()}
+
+
+def _copied(stacks: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(stacks) if _is_copied(leaf.shape)]
 
 
 def buffer_bytes(params: Params) -> int:
@@ -227,13 +252,14 @@ class HostStacks:
         self._place = HostPlace(device, platform)
         groups = groups_of(shapes, layers)
         self._rows = {str(layer): (_key(group), row) for group in groups for row, layer in enumerate(group)}
+        self._moved = {(name, *path) for name in self._rows for path in _paths(split(shapes["layers"][name])[1])}
         self._counts = {_key(group): len(group) for group in groups}
         self._begun: dict[tuple[str, ...], tuple[list[np.ndarray], set[int]]] = {}
         self._stacks: Params = {}
 
-    def takes(self, path: Sequence[str], leaf: Any) -> bool:
+    def takes(self, path: Sequence[str]) -> bool:
         """Whether a parameter lies on the host."""
-        return path[0] == "layers" and path[1] in self._rows and moves(leaf)
+        return path[0] == "layers" and tuple(path[1:]) in self._moved
 
     def add(self, path: Sequence[str], leaf: Any) -> None:
         """Keeps a parameter that lies on the host; the last one of a stack completes it."""

@@ -3,8 +3,9 @@ memory. Of Llama-3-8B in bfloat16, six layers of which every second one is on th
 
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -13,6 +14,7 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params
 from jaxinfer.planning.compiled import DECODE, planned_programs
+from jaxinfer.quantization import quantize_params
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Instruction, Program, copied_from_host
 from tests.engine.test_compiled import NARROW
@@ -71,11 +73,13 @@ def _is_done(one: Instruction) -> bool:
     return one.opcode.endswith("-done")
 
 
-def compiled(chip: str, config, layers) -> Compiled:
+def compiled(chip: str, config, layers, recipe: str | None = None) -> Compiled:
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
         pytest.skip(reason)
     platform = "gpu" if chip == "h100" else "tpu"
     params = abstract_params(config, jnp.bfloat16)
+    if recipe is not None:
+        params = jax.eval_shape(partial(quantize_params, how=recipe), params)
     spec = EngineSpec(config, params, OPTIONS, platform, ahead_of_time.mesh(chip, 1, "model"))
     spec = with_host_layers(spec, layers)
     decode = planned_programs(spec)[DECODE]
@@ -90,6 +94,20 @@ CASES = [
         ("h100", LLAMA_3_8B, 6, (1, 3, 5)),
     )
 ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("chip", "recipe"), [("v6e", "int8"), ("v6e", "int4-g128"), ("v6e", "nf4")])
+def test_quantized_stacks_are_copied_once(chip, recipe):
+    """In the layouts of `HostPlace`; in others the compiler makes a second stack on the host, or refuses."""
+    one = compiled(chip, replace(NARROW, num_layers=4), (1, 3), recipe)
+    memory = one.found.program.memory_analysis()
+    copied = one.program.host_bytes()
+    print(f"{chip}, {recipe}: {copied:,} bytes copied, {memory.host_temp_size_in_bytes:,} of temporaries on the host")
+    assert memory.host_temp_size_in_bytes == 0
+    assert memory.host_argument_size_in_bytes == pytest.approx(one.spec.host_bytes, rel=0.05)  # padded to tiles
+    assert copied == pytest.approx(one.spec.arriving_bytes, rel=0.05)
 
 
 @pytest.mark.timeout(900)

@@ -16,7 +16,7 @@ from jaxinfer.engine.offload import device_bytes, layers_for_host, spread, with_
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm_options import parse_offload
-from jaxinfer.models import abstract_params, host_layers, init_params
+from jaxinfer.models import MoEConfig, abstract_params, host_layers, init_params
 from jaxinfer.models.host_layers import HostLayers, HostStacks, all_layers, layer_of, move_layers_to_host, take_layers
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
@@ -73,6 +73,24 @@ def test_quantized_weights_keep_their_tokens(model, quantize):
     offloaded, other, _ = answers(model, quantize=quantize, offload=2)
     assert tokens == offloaded
     assert 0 < other.host_bytes < sum(spec.parts.values())
+
+
+def test_of_a_mixture_only_experts_move():
+    """Beside a dense layer, all of which moves; the router, attention and the shared MLP stay."""
+    moe = MoEConfig(num_experts=8, num_experts_per_token=2, expert_size=24, layers=(1, 2, 3), shared_size=16)
+    config = replace(CONFIG, architecture="Qwen2MoeForCausalLM", moe=moe)
+    params = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, init_params(config, jax.random.key(2)))
+    expected, whole, fingerprint = answers((config, params))
+    found, spec, same = answers((config, params), offload=4)
+    assert (found, same) == (expected, fingerprint)
+    stacks = spec.params["host_layers"]
+    assert sorted(stacks) == ["0", "1,2,3"]
+    assert list(stacks["1,2,3"]) == ["mlp"]
+    assert list(stacks["1,2,3"]["mlp"]) == ["experts"]
+    assert sum(leaf.size for leaf in jax.tree.leaves(stacks["1,2,3"])) == 3 * 8 * 3 * 32 * 24
+    kept = jax.tree.leaves(spec.params["layers"]["1"])
+    assert max(leaf.ndim for leaf in kept) == 2
+    assert num_bytes(all_layers(spec.params)) == num_bytes(whole.params)
 
 
 def test_a_checkpoint_goes_to_the_host_without_passing_the_device(monkeypatch):
@@ -232,7 +250,7 @@ def test_stacks_are_filled_in_any_order(model):
     random.Random(5).shuffle(leaves)
     kept = {layer: {} for layer in params["layers"]}
     for path, leaf in leaves:
-        if stacks.takes(path, leaf):
+        if stacks.takes(path):
             stacks.add(path, leaf)
         elif path[0] == "layers":
             inner = kept[path[1]]
@@ -289,4 +307,8 @@ def test_a_tpu_reads_small_integers_in_its_own_tiling(model):
     leaf = moved["host_layers"]["1,3"]["mlp"]["up_proj"]["weight"]
     assert leaf.values.format.layout.tiling == ((8, 128), (8, 1))
     assert leaf.values.sharding.memory_kind == "pinned_host"
+    assert leaf.scales.format.layout.major_to_minor == (0, 1, 2)
+    nf4 = move_layers_to_host(jax.eval_shape(lambda: quantize_params(model[1], "nf4")), [1, 3], "tpu")
+    codebook = nf4["host_layers"]["1,3"]["mlp"]["up_proj"]["weight"].codebook
+    assert (codebook.shape, codebook.sharding.memory_kind) == ((2, 16), "device")
     assert offload.MIN_CACHE_SHARE == 0.25

@@ -381,6 +381,14 @@ OFFLOAD = (
         "a checkpoint whose layers are not in order is read into other layers",
     ),
     Fault(
+        "engine/host-layers-attention-of-mixtures-moves-too",
+        "jaxinfer/models/host_layers.py",
+        "EXPERTS in path and value.ndim > 2 if has_experts",
+        "value.ndim > 1 if has_experts",
+        ("tests/engine/test_offload.py::test_of_a_mixture_only_experts_move",),
+        "weights that every token needs are copied in each step although they would fit",
+    ),
+    Fault(
         "planning/the-link-to-the-host-is-free",
         "jaxinfer/planning/roofline.py",
         "max(self.memory_seconds, self.compute_seconds, self.host_seconds)",
