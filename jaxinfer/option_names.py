@@ -207,8 +207,7 @@ _LLM = (
     ),
     OtherName(
         *("LLM", "swap_space", VLLM),
-        "host_cache_gib= is host memory for pages that leave the device; memory_fraction= or num_pages= gives the "
-        "cache more room there",
+        "host_cache_gib= is host memory for pages that leave the device; num_pages= gives the cache more room there",
         *(None, (0, 0.0)),
     ),
     OtherName(

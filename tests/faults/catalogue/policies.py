@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "policies/a-kernel-reads-pages-that-it-writes",
-        "jaxinfer/cache/paged.py",
+        "jaxinfer/cache/ragged.py",
         'if appends_first and (schedule.implementation != "xla" or moved is not None):',
         "if appends_first and moved is not None:",
         ("tests/cache/test_policies.py::test_the_kernel_of_tpus_reads_what_a_step_stores",),
