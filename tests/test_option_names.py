@@ -56,7 +56,7 @@ REFUSED = [
     ("LLM", {"quantization_config": {}}, r'quantize="int8".*jaxinfer quantize --method awq'),
     ("LLM", {"enforce_eager": True}, "jaxinfer warm"),
     ("LLM", {"trust_remote_code": True}, "jaxinfer models"),
-    ("LLM", {"swap_space": 4}, "memory_fraction"),
+    ("LLM", {"swap_space": 4}, "host_cache_gib"),
     ("LLM", {"max_num_batched_tokens": 4096}, "prefill_chunk"),
     ("LLM", {"enable_chunked_prefill": False}, "prefill_chunk"),
     ("LLM", {"max_kv_size": 512}, "max_model_len"),
