@@ -7,6 +7,7 @@ other.
 
 import hashlib
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxinfer.engine.page_files import PageFiles, PageWriter, chain
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.models import host_layers
 
 
 class PrefixStore:
@@ -91,6 +93,8 @@ class PrefixStore:
 def check_store(spec: EngineSpec) -> None:
     """Raises ValueError, with the option's name, for what `prefix_store` cannot be combined with."""
     name = f"prefix_store={spec.options.prefix_store!r}"
+    if spec.options.kv_policy is not None:
+        raise ValueError(f"{name} holds whole prompts: it cannot be combined with kv_policy={spec.options.kv_policy!r}")
     if spec.windows != (None,):
         windows = ", ".join(str(window) for window in spec.windows if window is not None)
         raise ValueError(f"{name} holds whole prompts: {spec.config.architecture} has layers with windows of {windows}")
@@ -118,8 +122,22 @@ def fingerprint(runner: ModelRunner) -> bytes:
     digest.update(repr(facts).encode())
     for leaf in jax.tree.leaves((runner.weights, runner.kv_scales)):
         digest.update(f"{leaf.shape} {leaf.dtype}".encode())
-        digest.update(np.asarray(jax.device_get(_checksum(leaf))).tobytes())
+        for part in _on_device(leaf):
+            digest.update(np.asarray(jax.device_get(_checksum(part))).tobytes())
     return digest.digest()
+
+
+def _on_device(leaf: jax.Array) -> Iterator[jax.Array]:
+    """An array, or one that lies in the host's memory row by row."""
+    if leaf.sharding.memory_kind not in host_layers.HOST_KINDS or leaf.sharding.memory_kind == _device_kind(leaf):
+        yield leaf
+        return
+    for row in np.asarray(leaf):
+        yield jnp.asarray(row)
+
+
+def _device_kind(leaf: jax.Array) -> str:
+    return next(iter(leaf.sharding.device_set)).default_memory().kind
 
 
 @jax.jit

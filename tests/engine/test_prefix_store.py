@@ -23,7 +23,15 @@ from tests.pallas_kernels.quick import quick
 
 OPTIONS = {"max_seqs": 4, "max_model_len": 128, "prefill_chunk": 32, "num_pages": 60, "page_size": 4}
 PROMPTS = [random_tokens(60, seed) for seed in range(3)]
-STORES = {"plain": {}, "int8": {"kv_dtype": "int8"}, "fp8": {"kv_dtype": "fp8_e4m3"}, "mesh": {"mesh": "model=2"}}
+STORES = {
+    "plain": {},
+    "int8": {"kv_dtype": "int8"},
+    "fp8": {"kv_dtype": "fp8_e4m3"},
+    "int4": {"kv_dtype": "int4"},
+    "mesh": {"mesh": "model=2"},
+    "sequence": {"mesh": "sequence=2"},
+    "host": {"offload": 1},
+}
 
 
 def run(model, folder, prompts=PROMPTS, gib=GIB, params=GREEDY, **options):
@@ -184,6 +192,7 @@ def test_models_whose_pages_do_not_hold_a_prompt_are_refused_by_name(tiny, tmp_p
         (windows, {}, "has layers with windows of 20, 8"),
         (states, {"page_size": 8, "max_model_len": 128}, "has layers that keep a state"),
         (tiny, {"draft": tiny}, "cannot be combined with a draft model"),
+        (tiny, {"kv_policy": "sinks(4)+window(8)"}, r"cannot be combined with kv_policy='sinks\(4\)\+window\(8\)'"),
     ):
         options = {**OPTIONS, **more, "host_cache_gib": 16 * GIB, "prefix_store": str(tmp_path / "pages")}
         with pytest.raises(ValueError, match=message):
