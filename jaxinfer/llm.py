@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.embedding import Embedder
+from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.engine.client import Client
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.explanation import Explanation, explain_engine, summarize_engine
@@ -323,7 +324,7 @@ class LLM(ScoringMethods):
         """What was allocated and chosen: dtypes, bytes, slots, programs, kernels. `str()` is a table."""
         tokenizer = "none: token ids only" if self.tokenizer is None else f"{self.tokenizer.vocab_size} tokens"
         defaults = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
-        quantized = describe(all_layers(self.engine.spec.params))
+        quantized = describe(all_layers(shapes_of(self.params)))
         weights: dict[str, Any] = {"quantized": quantized} if quantized else {}
         if self._copies is not None and self._copies.num_copyable:
             weights["float32 copies"] = f"{self._copies}, for XLA:CPU fuses no conversion into products"

@@ -134,7 +134,7 @@ def _do_sample(value: Any) -> Values:
 
 
 _MESH = 'mesh="model=4" places a model on devices, and by default it is on one'
-_OFFLOAD = "offload= is the number of layers that are not on the device, or auto"
+_OFFLOAD = 'offload=8 keeps 8 layers in the host\'s memory, offload="auto" as many as must be'
 _FILES = "the environment variable HF_HOME says where downloads are kept"
 _QUANTIZED = (
     "a checkpoint's own format is read from its config.json, so leave it out; to round plain weights as they are "

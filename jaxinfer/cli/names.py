@@ -227,7 +227,8 @@ def _as_flags(message: str, name: str, known: set[str]) -> str:
 
     def flag(match: re.Match[str]) -> str:
         shown = f"--{match[1].replace('_', '-')}"
-        return match[0] if match[1] not in known else f"{shown} {match[2]}" if match[2] else shown
+        value = match[2] or match[3]
+        return match[0] if match[1] not in known else f"{shown} {value}" if value else shown
 
     # The name itself comes first, with the value that was given.
     message = re.sub(
@@ -235,5 +236,5 @@ def _as_flags(message: str, name: str, known: set[str]) -> str:
     )
     if name in _HERE and ": " in message:
         message = f"{message.partition(': ')[0]}: {_HERE[name]}"
-    message = re.sub(r'\b([a-z][a-z_]*)=(?:"([^"]*)")?(?![^\s",;:)])', flag, message)
+    message = re.sub(r'\b([a-z][a-z_]*)=(?:"([^"]*)"|([0-9]+))?(?![^\s",;:)])', flag, message)
     return message.replace(name, f"--{name.removeprefix('--').replace('_', '-')}", 1)

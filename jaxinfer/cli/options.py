@@ -66,7 +66,7 @@ def _text_type(hint: Any, about: Description) -> Any:
 ON_LOADING = ("tokenizer", "dtype", "quantize", "requantize", "quantization", "verify", "revision")
 
 
-@given(LLMOptions, (*ON_LOADING, "max_model_len", "kv_dtype", "kv_policy"))
+@given(LLMOptions, (*ON_LOADING, "offload", "max_model_len", "kv_dtype", "kv_policy"))
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     model: str = option(
@@ -86,7 +86,7 @@ class ModelOptions:
     LLMOptions,
     (
         *("max_seqs", "mesh", "cache", "page_size", "num_pages", "memory_fraction", "prefill_chunk"),
-        *("deterministic", "prefix_cache"),
+        *("deterministic", "prefix_cache", "host_cache_gib", "prefix_store", "prefix_store_gib"),
     ),
 )
 class ServingOptions(ModelOptions):

@@ -131,13 +131,13 @@ def paged_attention(
     Args:
       v_new: the first part of k_new where the pages have no values (`new_pages`).
       pages: one layer's cache. Donate it: the result aliases it.
-      page_table: page ids of each sequence in order, anything for pages without a visible key. Sequences with new
-        tokens must not share the pages that these are written to.
-      query_lengths, kv_lengths: of each sequence its new tokens, which cost nothing if there are none, and all tokens.
+      page_table: page ids of each sequence, anything for pages without a visible key. New tokens go to no shared page.
+      query_lengths: new tokens of each sequence; those without any cost nothing.
+      kv_lengths: all tokens of each sequence, the new ones included.
       query_starts: the running sum of query_lengths when None.
       max_query_length: static bound of query_lengths, T when None; up to 16 selects the programs for decode and verify.
       window: this, soft_cap, scale and sinks are as in `flash_attention`; scale may include an fp8 cache's key scale.
-      ancestors: token trees. Bit j: the token sees the j-th new token of its sequence. Its own bit is set, parents come
+      ancestors: of trees. Bit j: the token sees the j-th new token of its sequence. Its own bit is set, parents come
         before children, its depth in a window is its number of bits less 1. More than 32 new tokens are causal.
       is_uniform: static; results do not depend, to the bit, on how a prompt was cut into steps. Decode is slower.
       part: of the device, where devices divide the tokens of each page and `pages` has this one's. The output is then

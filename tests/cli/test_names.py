@@ -75,8 +75,8 @@ def test_a_prompt_may_have_a_flag(jaxinfer, seen):
     ("arguments", "message"),
     [
         (["--enforce-eager"], "--enforce-eager (vLLM): every step is a compiled program"),
-        (["--do-sample", "--temperature", "0"], "--do-sample (Transformers): temperature=0 is greedy"),
-        (["-ngl", "99"], "--n-gpu-layers 99 (llama.cpp): --mesh model=4 places a model on devices"),
+        (["--do-sample", "--temperature", "0"], "--do-sample (Transformers): --temperature 0 is greedy"),
+        (["-ngl", "99"], "--n-gpu-layers 99 (llama.cpp): --offload 8 keeps 8 layers in the host"),
         (["--stream"], "--stream (OpenAI, Ollama): the answer to a single prompt is streamed"),
         (["--repeat-penalty", "1.1"], "--repetition-penalty looks at all tokens"),
         (["--max-tokens", "4", "--max-new-tokens", "4"], "--max-new-tokens and --max-tokens are the same option"),

@@ -72,7 +72,7 @@ def test_a_picture(jaxinfer, config_alone, tmp_path):
     ("options", "code", "message"),
     [
         (("--on", "v7:2x2"), 1, "no chip is called 'v7'"),
-        (("--on", "v5e:2x2", "--mesh", "rows=4"), 1, "'rows' is not one of the axes data, expert, model"),
+        (("--on", "v5e:2x2", "--mesh", "rows=4"), 1, "'rows' is not one of the axes data, sequence, expert, model"),
         (("--on", "v5e:2x2", "--mesh", "model=2"), 1, "has 2 devices"),
         (("--on", "v5e:1x1", "--batch", "0"), 2, "not a list of positive numbers"),
         (("--on", "v5e:1x1", "--num-draft-tokens", "3"), 2, "needs --draft"),

@@ -141,6 +141,12 @@ REFUSED = [
     ({}, {}, LayersDraft(1), "cannot be combined with draft='layers:1'"),
     ({}, {"sliding_windows": (8, 8)}, None, "have a window already, of 8 tokens"),
     ({}, {"sliding_windows": (20, None)}, None, "keeps 16 tokens, fewer than the model's own window of 20"),
+    (
+        {"kv_dtype": "int4"},
+        {"max_position_embeddings": 64},
+        None,
+        "moves keys, .* of kv_dtype='int4' once more",
+    ),
     ({}, {"max_position_embeddings": 31}, None, "of more than 31 tokens, for which .* was trained, attends to 32"),
     (
         {},
@@ -168,7 +174,7 @@ def test_latent_attention_and_several_devices_are_refused():
         spec_of(LATENT)
     options = EngineOptions(kv_policy=POLICY)
     with pytest.raises(ValueError, match="runs on one device, not 2"):
-        check_policy(TINY, None, 2, options, parse_policy(POLICY).pages(PAGE))
+        check_policy(TINY, None, 2, options, parse_policy(POLICY).pages(PAGE), "float32")
 
 
 def test_taps_are_refused():

@@ -5,7 +5,8 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.engine.spec import EngineSpec, layer_kinds
+from jaxinfer.engine.abstract_work import layer_kinds
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import MoEConfig, abstract_params
 from jaxinfer.planning.compiled import compile_programs, extrapolate
 from jaxinfer.speculative import LayersDraft, ModelDraft, NgramDraft
