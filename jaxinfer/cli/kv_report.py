@@ -167,18 +167,15 @@ def _print(options: KVReportOptions, reporter: "CacheReporter", rows: "list[Cach
             target.print(line, markup=False, soft_wrap=True)
 
     num_predicted = sum(len(text) - 1 for text in reporter.texts)
-    say(
-        f"{options.model}: {len(reporter.texts)} texts of up to {reporter.num_tokens:,} tokens, {num_predicted:,} predicted"
-    )
+    texts = f"{len(reporter.texts)} texts of up to {reporter.num_tokens:,} tokens"
+    say(f"{options.model}: {texts}, {num_predicted:,} predicted")
     target.print(make_table(report.TITLES, report.table(rows), num_left=2))
-    say(
-        f"answers: greedy, of {options.answer_tokens} tokens, equal to the full cache's; B/sequence: kept of a whole text"
-    )
+    say(f"answers: greedy ones of {options.answer_tokens} tokens, equal to the full cache's; KiB/text: kept of a text")
     if refused := report.refusals(rows):
         say("", "Refused", *(f"  {line}" for line in refused))
     titles, cells = report.needle_table(rows)
     if titles:
-        say("", "Needle: lines copied at the end of a text, by its tokens and the depth of the line's first occurrence")
+        say("", *report.NEEDLE_HEAD)
         target.print(make_table(titles, cells, num_left=2))
         say(*report.needle_lines(rows))
 

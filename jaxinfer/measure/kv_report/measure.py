@@ -16,7 +16,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel
 from jaxinfer.measure.bench.probe import engines_of
-from jaxinfer.measure.kv_report.needle import Needle, is_copied, make_needles, needle_lines
+from jaxinfer.measure.kv_report.needle import Needle, make_needles, needle_lines, score_copy
 from jaxinfer.measure.kv_report.report import FULL, CacheChoice, CacheFigures, NeedleCell, choices, default_policies
 from jaxinfer.models import compute_dtype
 from jaxinfer.sampling import SamplingParams
@@ -73,7 +73,7 @@ class CacheReporter:
         self.needles = self._make_needles(model.tokenizer)
         self._expected: list[np.ndarray] = []
         self._answers: list[list[int]] = []
-        self._copied: list[bool] = []
+        self._gains: list[float] = []
 
     @property
     def choices(self) -> list[CacheChoice]:
@@ -164,20 +164,22 @@ class CacheReporter:
         return [needle for length in lengths for needle in make_needles(encode, start, filler, length, lines)]
 
     def _needle(self, engine: Engine, is_full: bool) -> tuple[NeedleCell, ...]:
+        scores = []
         states = hidden_states(engine, [needle.tokens for needle in self.needles])
-        copied = []
         for needle, rows in zip(self.needles, states, strict=True):
-            best = log_probs(engine, rows[-needle.num_copied - 1 :]).argmax(-1)
-            copied.append(is_copied(needle, best))
+            scores.append(score_copy(needle, log_probs(engine, rows[-needle.num_copied - 1 : -1])))
+        count, without, cells = self.settings.num_needles, 0.0, []
+        for first in range(0, len(scores), count):
+            needle, part = self.needles[first], scores[first : first + count]
+            mean = float(np.mean([logprob for _, logprob in part]))
+            if needle.depth is None:
+                without = mean
+                continue
+            gain, num_correct = mean - without, sum(is_copied for is_copied, _ in part)
+            full_gain = gain if is_full else self._gains[len(cells)]
+            cells.append(NeedleCell(len(needle.tokens), needle.depth, count, num_correct, gain, full_gain))
         if is_full:
-            self._copied = copied
-        count = self.settings.num_needles
-        cells = []
-        for first in range(0, len(copied), count):
-            needle, part = self.needles[first], copied[first : first + count]
-            expected = self._copied[first : first + count]
-            both = sum(one and other for one, other in zip(expected, part, strict=True))
-            cells.append(NeedleCell(len(needle.tokens), needle.depth, count, sum(expected), both, sum(part)))
+            self._gains = [cell.gain for cell in cells]
         return tuple(cells)
 
     # The model.

@@ -11,8 +11,13 @@ ALL = "all"  # the policy that drops nothing
 DEFAULT_KV_DTYPES = ("auto", "bfloat16", "int8", "fp8_e4m3", "int8_int4", "int4")
 DEFAULT_SINKS = 4
 TITLES = ("kv_dtype", "kv_policy", "KL nats", "perplexity", "same best", "answers", "B/token", "KiB/text", "ms/token")
-# A cache bears the needle task if it copies this share of the lines that the full cache copies.
-BEARS = 0.9
+# A cache bears the needle task at a depth if its gain is this share of the full cache's; that gain counts if it has at
+# least so many nats per token.
+BEARS, LEAST_GAIN = 0.5, 0.1
+NEEDLE_HEAD = (
+    "Needle: a line of code is repeated at the end of a text; by tokens of the text and depth of the first occurrence,",
+    "the share of lines that are copied whole, and the nats per token by which the first occurrence helps",
+)
 
 
 @dataclass(frozen=True)
@@ -43,21 +48,25 @@ class NeedleCell:
     """Lines repeated at the end of texts of `num_tokens` tokens, first seen at `depth` (0 the start, 1 the end).
 
     Attributes:
-      num_lines: of the cell. num_expected: that the full cache copies. num_copied: of those, that this one copies.
-      num_correct: that this one copies, whatever the full cache does.
+      num_lines: of the cell. num_correct: those that greedy decoding would copy, whole. gain: what the first occurrence
+        adds to the log-probability of a token of the copy, in nats, on the mean. full_gain: with the full cache.
     """
 
     num_tokens: int
     depth: float
     num_lines: int
-    num_expected: int
-    num_copied: int
     num_correct: int
+    gain: float
+    full_gain: float
 
     @property
     def share(self) -> float:
         """Of correct copies."""
         return self.num_correct / self.num_lines
+
+    @property
+    def is_borne(self) -> bool:
+        return self.gain >= BEARS * self.full_gain
 
 
 @dataclass(frozen=True)
@@ -97,10 +106,14 @@ class CacheFigures:
         return self.kv_dtype if policy == ALL else f"{self.kv_dtype} {policy}"
 
     @property
+    def needed(self) -> list[NeedleCell]:
+        """The lengths and depths at which the line helps the full cache."""
+        return [cell for cell in self.needle if cell.full_gain >= LEAST_GAIN]
+
+    @property
     def bears_needle(self) -> bool | None:
-        """Whether it copies what the full cache copies; None if unknown."""
-        expected = sum(cell.num_expected for cell in self.needle)
-        return sum(cell.num_copied for cell in self.needle) >= BEARS * expected if expected else None
+        """Whether the line helps wherever it helps the full cache; None where that is unknown or nowhere."""
+        return all(cell.is_borne for cell in self.needed) if self.needed else None
 
     def to_dict(self) -> dict[str, Any]:
         values = {name: value for name, value in asdict(self).items() if name not in ("choice", "needle")}
@@ -158,20 +171,25 @@ def refusals(rows: Sequence[CacheFigures]) -> list[str]:
 
 
 def needle_table(rows: Sequence[CacheFigures]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells of the needle task: shares of correct copies by length and depth; ([], []) without it."""
+    """Titles and cells of the needle task by length and depth; ([], []) where it was not measured."""
     measured = [row for row in rows if row.needle]
     if not measured:
         return [], []
     titles = [f"{cell.num_tokens:,} at {cell.depth:.0%}" for cell in measured[0].needle]
     cells = [
-        [row.kv_dtype, row.choice.kv_policy, *(f"{cell.share:.0%}" for cell in row.needle), _verdict(row)]
+        [
+            row.kv_dtype,
+            row.choice.kv_policy,
+            *(f"{cell.share:.0%} {cell.gain:+.2f}" for cell in row.needle),
+            _verdict(row),
+        ]
         for row in measured
     ]
-    return ["kv_dtype", "kv_policy", *titles, "bears it"], cells
+    return ["kv_dtype", "kv_policy", *titles, "borne"], cells
 
 
 def _verdict(row: CacheFigures) -> str:
-    return {True: "yes", False: "no", None: ""}[row.bears_needle]
+    return f"{sum(cell.is_borne for cell in row.needed)} of {len(row.needed)}"
 
 
 def needle_lines(rows: Sequence[CacheFigures]) -> list[str]:
@@ -179,14 +197,13 @@ def needle_lines(rows: Sequence[CacheFigures]) -> list[str]:
     full = next((row for row in rows if row.choice.is_full and row.needle), None)
     if full is None:
         return []
-    num_expected, num_lines = (
-        sum(getattr(cell, name) for cell in full.needle) for name in ("num_correct", "num_lines")
-    )
-    first = f"The full cache copies {num_expected} of {num_lines} lines"
-    if not num_expected:
-        return [f"{first}: the model does not bear the needle task, with any cache."]
+    num_correct, num_lines = sum(cell.num_correct for cell in full.needle), sum(cell.num_lines for cell in full.needle)
+    first = f"The full cache copies {num_correct} of {num_lines} lines"
+    if not full.needed:
+        return [f"{first}, and the line helps nowhere: the model does not bear the task, with any cache."]
+    where = f"helps at {len(full.needed)} of {len(full.needle)} places"
+    lines = [f"{first}; the line {where}. A cache bears the task if it keeps {BEARS:.0%} of this help at each of them."]
     found = [row for row in rows if row.needle and not row.choice.is_full]
-    lines = [f"{first}; a cache bears the task if it copies {BEARS:.0%} of these."]
     for what, is_wanted in (("Bear it", True), ("Do not bear it", False)):
         if names := [row.name for row in found if row.bears_needle is is_wanted]:
             lines.append(f"{what}: {', '.join(names)}.")
