@@ -201,7 +201,7 @@ class CacheReporter:
         values = {"max_model_len": length, "max_seqs": 1, "prefill_chunk": CHUNK, **self.settings.arguments}
         if choice.kv_dtype.startswith("fp8") and self.model.kv_scales is not None:
             values["kv_scales"] = self.model.kv_scales
-        return LLM((self.model.config, self.model.params, self.model.tokenizer), **values, **choice.arguments)
+        return LLM((self.model.config, self.model.params), **values, **choice.arguments)
 
     def close(self) -> None:
         """Frees the weights."""
