@@ -59,7 +59,8 @@ def make_needles(
             room = num_tokens - len(start) - len(line) - len(head) - len(tail)
             if 4 * (len(head) + len(tail) + len(start)) > num_tokens:
                 return []
-            first = number * len(filler) // len(lines)
+            # What lies before the copy is the same with and without the first occurrence.
+            first = number * len(filler) // len(lines) - room
             between = [filler[(first + place) % len(filler)] for place in range(room)]
             cut = round((depth or 0.0) * room)
             tokens = [*start, *between[:cut], *line, *between[cut:], *head, *tail]

@@ -12,6 +12,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.loading import LoadedModel, Weights
 from jaxinfer.measure.kv_report.measure import CacheReporter, ReportSettings, equal_start, pieces
+from jaxinfer.measure.kv_report.needle import DEPTHS
 from jaxinfer.measure.kv_report.report import ALL, FULL, CacheChoice
 from jaxinfer.models import init_params
 from tests.tiny import TINY
@@ -77,12 +78,15 @@ def test_figures_of_the_full_cache_and_of_smaller_ones(params):
     assert kept.seconds_per_token > 0
 
 
-def test_the_needle_is_lost_with_its_pages(params):
-    one = reporter(params, num_needles=1, num_answers=0, text_tokens=160, num_texts=1)
+def test_needles_of_each_length_and_depth_against_the_full_cache(params):
+    one = reporter(params, num_needles=1, num_answers=0, text_tokens=200, num_texts=1)
+    one.model = replace(one.model, config=replace(CONFIG, max_position_embeddings=256))
     full, kept = one(FULL), one(CacheChoice("auto", POLICY))
-    assert {cell.num_tokens for cell in full.needle} == {160}  # of 80 tokens, a line would be more than a quarter
+    # In half of the text a line would be more than a quarter.
+    assert [(cell.num_tokens, cell.depth) for cell in full.needle] == [(200, depth) for depth in DEPTHS]
     assert [cell.gain for cell in full.needle] == [cell.full_gain for cell in full.needle]
     assert [cell.full_gain for cell in kept.needle] == [cell.full_gain for cell in full.needle]
+    assert [cell.gain for cell in kept.needle] != [cell.gain for cell in full.needle]
 
 
 def test_a_refusal_is_a_row_and_a_full_cache_that_fails_an_error(params):
