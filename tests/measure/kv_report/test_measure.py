@@ -19,7 +19,7 @@ from tests.tiny import TINY
 
 CONFIG = replace(TINY, dtype="float32")
 POLICY = "sinks(1)+window(8)"
-TEXT = "".join(chr(97 + number * number % 23) for number in range(200))
+TEXT = "".join(chr(97 + number * number % 23) for number in range(400))
 # A tokenizer as far as the reporter reads it: a token for each character, and none that begins a text.
 TOKENIZER = SimpleNamespace(
     encode_content=lambda text: [ord(letter) % 96 for letter in text],
