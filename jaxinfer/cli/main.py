@@ -18,6 +18,7 @@ from jaxinfer.cli.demo import demo
 from jaxinfer.cli.distill import distill
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
+from jaxinfer.cli.kv_report import kv_report
 from jaxinfer.cli.models import models
 from jaxinfer.cli.names import NamedCommand, NamedGroup
 from jaxinfer.cli.plan import plan
@@ -98,7 +99,7 @@ GROUPS = {
     },
     "Models": {"pull": pull, "list": list_, "show": show, "create": create, "cp": copy, "rm": remove, "disk": disk},
     "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},
-    "Planning": {"advise": advise, "plan": plan, "warm": warm},
+    "Planning": {"advise": advise, "plan": plan, "kv-report": kv_report, "warm": warm},
     "Speculation": {"speculate-report": speculate_report, "distill": distill},
     "This machine": {"profile": profile, "doctor": doctor, "train-demo": train_demo},
 }

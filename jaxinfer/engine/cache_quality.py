@@ -62,19 +62,32 @@ def cache_quality(
     found = []
     for kv_dtype in kv_dtypes:
         hidden, _, _, size = _hidden_states(config, params, texts, kv_dtype, kv_scales)
-        parts = []
-        for text, *pair in zip(texts, expected, hidden, strict=True):
-            for start in range(0, len(text) - 1, CHUNK):
-                count = min(CHUNK, len(text) - 1 - start)
-                rows = (np.pad(states[start : start + count], ((0, CHUNK - count), (0, 0))) for states in pair)
-                targets = padded(text[start + 1 : start + 1 + count], CHUNK)
-                parts.append([column[:count] for column in jax.device_get(_compare(model, weights, *rows, targets))])
-        kl, surprise, agrees = (np.concatenate(column).astype(np.float64) for column in zip(*parts, strict=True))
+        kl, surprise, agrees = compared(model, weights, texts, expected, hidden)
         perplexity = float(np.exp(surprise.mean()))
         found.append(
             CacheQuality(kv_dtype, size, float(kl.mean()), float(kl.max()), perplexity, float(agrees.mean()), len(kl))
         )
     return found
+
+
+def compared(
+    model: ProgramModel,
+    weights: Weights,
+    texts: Sequence[Sequence[int]],
+    expected: Sequence[np.ndarray],
+    found: Sequence[np.ndarray],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of all predicted tokens of the texts, float64 [N]: KL(expected || found) in nats, the surprise of `found` at the
+    text's token, and 1 where both have the same most probable token. Hidden states are [T, D] for each text."""
+    parts = []
+    for text, *pair in zip(texts, expected, found, strict=True):
+        for start in range(0, len(text) - 1, CHUNK):
+            count = min(CHUNK, len(text) - 1 - start)
+            rows = (np.pad(states[start : start + count], ((0, CHUNK - count), (0, 0))) for states in pair)
+            targets = padded(list(text[start + 1 : start + 1 + count]), CHUNK)
+            parts.append([column[:count] for column in jax.device_get(_compare(model, weights, *rows, targets))])
+    kl, surprise, agrees = (np.concatenate(column).astype(np.float64) for column in zip(*parts, strict=True))
+    return kl, surprise, agrees
 
 
 class _Recorder(PromptScorer):

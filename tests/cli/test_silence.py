@@ -39,9 +39,11 @@ COMMANDS = {
     "profile": "profile {model} --batch 1 --prompt-tokens 16 --steps 8",
     "plan": "plan {model} --on v6e:1x1 --no-compile",
     "advise": "advise {model} --on v6e:1x1 --prompt-tokens 8 --answer-tokens 8",
+    "kv-report": "kv-report {model} --texts {text} --kv-dtypes int8 --policies all --num-texts 1 --text-tokens 32 "
+    "--answers 1 --answer-tokens 4 --needles 0",
     "doctor": "doctor",
 }
-WITHOUT_ENGINE = ("convert", "verify", "quantize", "distill", "profile", "plan", "advise", "doctor")
+WITHOUT_ENGINE = ("convert", "verify", "quantize", "distill", "profile", "plan", "advise", "kv-report", "doctor")
 
 
 def arguments(name, files, tmp_path):
