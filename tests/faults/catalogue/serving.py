@@ -22,7 +22,7 @@ ENGINE = (
     Fault(
         "engine/pages-of-other-weights-are-found",
         "jaxinfer/engine/prefix_store.py",
-        "digest.update(np.asarray(jax.device_get(_checksum(leaf))).tobytes())",
+        "digest.update(np.asarray(jax.device_get(_checksum(part))).tobytes())",
         "pass",
         ("tests/engine/test_prefix_store.py",),
         "after a fine-tuning prompts are answered from the keys of the weights before",
