@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from tests.cli.conftest import write_checkpoint
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
@@ -38,6 +40,19 @@ def test_table(jaxinfer, model, text):
     assert full.split()[:3] == ["float32", "all", "0"]
     assert kept.split()[:2] == ["float32", "sinks(4)+window(16)"]
     assert "answers: greedy ones of 4 tokens" in result.stdout
+
+
+def test_a_refused_combination_is_listed_and_the_others_go_on(jaxinfer, text, tmp_path):
+    window = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
+    model = write_checkpoint(tmp_path / "windows", **window)
+    given = ["--kv-dtypes", "auto,int8", "--policies", "sinks(4)+window(16),all"]
+    result = jaxinfer("kv-report", model, "--texts", text, *given, *small("--answers", "0"))
+    assert (result.exit_code, result.stderr) == (0, "")
+    _, _, full, eight, *rest = result.stdout.splitlines()
+    assert (full.split()[0], eight.split()[0]) == ("float32", "int8")
+    refused = rest[rest.index("Refused") + 1 :]
+    assert [line.split()[:2] for line in refused] == [[name, "sinks(4)+window(16):"] for name in ("float32", "int8")]
+    assert all("have a window already, of 32 tokens" in line for line in refused)
 
 
 def test_json_and_files(jaxinfer, json_lines, model, text, tmp_path):

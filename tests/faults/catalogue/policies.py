@@ -111,4 +111,20 @@ FAULTS = (
         SCORE_TESTS,
         "long keys decide alone which keys are unlike the others",
     ),
+    Fault(
+        "policies/a-report-without-its-policy",
+        "jaxinfer/measure/kv_report/report.py",
+        '"kv_policy": None if self.kv_policy == ALL else self.kv_policy}',
+        '"kv_policy": None}',
+        ("tests/measure/kv_report/test_report.py", "tests/measure/kv_report/test_measure.py"),
+        "a report says that a policy costs nothing",
+    ),
+    Fault(
+        "policies/a-line-that-helps-without-being-there",
+        "jaxinfer/measure/kv_report/measure.py",
+        "gain, num_correct = mean - without, sum",
+        "gain, num_correct = mean + without, sum",
+        ("tests/measure/kv_report/test_measure.py",),
+        "the needle task says that caches bear what they have dropped",
+    ),
 )
