@@ -106,7 +106,13 @@ class _Recorder(PromptScorer):
 
 
 def hidden_states(engine: Engine, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """The final hidden states [T, D] of each text, as an idle engine computes them: with its weights and its cache."""
+    """The final hidden states [T, D] of each text, as an idle engine computes them: with its weights and its cache.
+
+    Raises ValueError for a text without room for one more token.
+    """
+    longest, allowed = max(map(len, texts), default=0), engine.spec.max_model_len
+    if longest >= allowed:
+        raise ValueError(f"a text of {longest} tokens does not fit an engine with max_model_len={allowed}")
     runner = engine.runner
     scorer = runner._scorer
     runner._scorer = recorder = _Recorder(runner)

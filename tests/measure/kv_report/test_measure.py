@@ -111,3 +111,12 @@ def test_models_that_cannot_read_texts_are_refused(params):
     loaded = replace(loaded, tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match="no text fits beside answers of 127"):
         CacheReporter(loaded, [TEXT], ReportSettings(["auto"], answer_tokens=127))
+
+
+def test_a_text_without_room_for_one_more_token_is_refused(params):
+    engine = Engine(CONFIG, params, EngineOptions(max_model_len=16, max_seqs=1))
+    try:
+        with pytest.raises(ValueError, match="a text of 16 tokens does not fit an engine with max_model_len=16"):
+            hidden_states(engine, [[1] * 15, [1] * 16])
+    finally:
+        engine.close()
