@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxinfer import compilation_cache, parallel
+from jaxinfer.cache.policies import extends_length
 from jaxinfer.embedding import Embedder
 from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.engine.client import Client
@@ -109,7 +110,9 @@ class LLM(ScoringMethods):
             mesh=self.mesh,
             offload=layers_chooser(chosen),
         )
-        loaded, self.max_model_len = loaded.for_length(chosen.max_model_len, has_policy=chosen.kv_policy is not None)
+        loaded, self.max_model_len = loaded.for_length(
+            chosen.max_model_len, has_policy=extends_length(chosen.kv_policy)
+        )
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
         self.answer_format = AnswerFormat(self.tokenizer, chosen.tool_parser)
         self.params = loaded.params

@@ -17,6 +17,7 @@ from jaxinfer.cache.moved_sinks import MovedSinks
 from jaxinfer.cache.paged import PagedCache, PageTables
 from jaxinfer.cache.policies import KeptPages
 from jaxinfer.cache.ragged import attend_ragged
+from jaxinfer.cache.row_parts import parts_of, step_rows
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.rope import inverse_frequencies
 from pallas_kernels.paged_attention.specs import SHORT_QUERIES
@@ -100,25 +101,13 @@ def pieces(
     lengths: jax.Array,
     ends: jax.Array,
 ) -> Pieces:
-    """The parts of a step's rows that lie in one page each.
-
-    `token_slots` int32 [T] is the slot of each row, S for padding; `query_starts`, `lengths` and `ends` int32 [S] are
-    each slot's first row, its rows, and its tokens that are stored after the step.
-    """
-    num_tokens, num_slots = token_slots.shape[0], lengths.shape[0]
-    slot = jnp.minimum(token_slots, num_slots - 1)
-    row = jnp.arange(num_tokens, dtype=jnp.int32)
-    offset = row - query_starts[slot]
-    is_real = (token_slots < num_slots) & (offset < lengths[slot])
-    position = (ends - lengths)[slot] + offset
-    is_first = is_real & ((offset == 0) | (position % kept.page_size == 0))
-    num_pieces = kept.num_pieces(num_tokens, num_slots)
-    number = jnp.where(is_real, jnp.cumsum(is_first) - 1, num_pieces)
-    nothing = jnp.zeros(num_pieces, jnp.int32)
-    starts = nothing.at[jnp.where(is_first, number, num_pieces)].set(row, mode="drop")
-    counts = nothing.at[number].add(1, mode="drop")
-    tables = tuple(table[slot[starts]] for table in page_tables)
-    return Pieces(starts, counts, kept_view(kept, config, cache, tables, position[starts], counts))
+    """The parts of a step's rows that lie in one page each; arguments as `row_parts.step_rows`."""
+    rows = step_rows(token_slots, query_starts, lengths, ends)
+    is_first = rows.is_real & ((rows.offset == 0) | (rows.position % kept.page_size == 0))
+    num_pieces = kept.num_pieces(token_slots.shape[0], lengths.shape[0])
+    starts, counts = parts_of(is_first, rows.is_real, num_pieces)
+    tables = tuple(table[rows.slot[starts]] for table in page_tables)
+    return Pieces(starts, counts, kept_view(kept, config, cache, tables, rows.position[starts], counts))
 
 
 def attend_to_pieces(

@@ -1,10 +1,11 @@
-"""Policies of a cache: which keys and values stay when a sequence grows. Plain Python: no JAX here.
+"""Policies of a cache: which keys and values stay when a sequence grows, or are read. Plain Python: no JAX here.
 
 A policy is a property of an engine. What it drops, it drops at positions (where a page fills), so that an answer is
 still a function of its request: a token attends to the same keys alone or in a batch, however its prompt is cut.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 _CALL = re.compile(r"([a-z_0-9]+)\(([0-9]+)\)")
@@ -36,6 +37,56 @@ class SinksWindow:
     def pages(self, page_size: int, trained: int | None = None) -> "KeptPages":
         """What is kept of a cache with pages of so many tokens; `trained` as in `KeptPages`."""
         return KeptPages(-(-self.sinks // page_size), -(-self.window // page_size), page_size, trained)
+
+
+@dataclass(frozen=True)
+class Quest:
+    """Keeps everything; a token of an answer attends to the best pages only (Quest, Tang et al. 2024, section 3).
+
+    Attributes:
+      budget: tokens, at least so many: whole pages are read, beside the token's own page.
+
+    Raises ValueError for a number below 1.
+    """
+
+    budget: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.budget, int) or isinstance(self.budget, bool) or self.budget < 1:
+            raise ValueError(f"quest({self.budget}) of a kv_policy must be a positive number of tokens")
+
+    def __str__(self) -> str:
+        return f"quest({self.budget})"
+
+    def pages(self, page_size: int, trained: int | None = None) -> "BestPages":
+        """What is read of a cache with pages of so many tokens. Positions stay those of the text, so `trained`, as of
+        `KeptPages`, changes nothing."""
+        del trained
+        return BestPages(-(-self.budget // page_size), page_size)
+
+
+Policy = SinksWindow | Quest
+
+
+@dataclass(frozen=True)
+class BestPages:
+    """What a token of an answer attends to in a layer without a window: the `num_pages` full pages with the greatest
+    bounds of its scores, and its own; `page_size` is in tokens. Prompts, and the first `num_dense_layers` layers,
+    attend to everything.
+
+    `num_replayed` are the tokens of answers that one step takes from preempted sequences, at most, beside one of each:
+    each has a choice of its own.
+    """
+
+    num_pages: int
+    page_size: int
+    num_dense_layers: int = 2
+    num_replayed: int = 32
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a token attends to, at most."""
+        return (self.num_pages + 1) * self.page_size
 
 
 @dataclass(frozen=True)
@@ -78,14 +129,32 @@ class KeptPages:
         return 0 if self.trained is None else self.num_sinks * max(self.num_pieces(num_tokens, num_slots), num_slots)
 
 
-def parse_policy(text: str) -> SinksWindow:
-    """The policy of a text such as "sinks(4)+window(1024)". Raises ValueError for any other."""
+# By the names of its parts, what makes a policy of their numbers, which it gets by name.
+_KINDS: dict[tuple[str, ...], Callable[..., Policy]] = {
+    ("sinks", "window"): SinksWindow,
+    ("quest",): lambda quest: Quest(quest),
+}
+
+
+def parse_policy(text: str) -> Policy:
+    """The policy of a text such as "sinks(4)+window(1024)" or "quest(1024)". Raises ValueError for any other."""
+    kinds = ", ".join("+".join(f"{name}(N)" for name in names) for names in _KINDS)
     found: dict[str, int] = {}
     for part in text.replace(" ", "").split("+"):
         call = _CALL.fullmatch(part)
-        if call is None or call[1] not in ("sinks", "window") or call[1] in found:
-            raise ValueError(f"kv_policy={text!r}: {part!r} is not understood; give sinks(N)+window(N), in tokens")
+        if call is None or call[1] in found or not any(call[1] in names for names in _KINDS):
+            raise ValueError(f"kv_policy={text!r}: {part!r} is not understood; give one of {kinds}, in tokens")
         found[call[1]] = int(call[2])
-    if missing := [name for name in ("sinks", "window") if name not in found]:
-        raise ValueError(f"kv_policy={text!r} lacks {missing[0]}(N): give sinks(N)+window(N), in tokens")
-    return SinksWindow(**found)
+    for names, make in _KINDS.items():
+        if set(found) == set(names):
+            return make(**found)
+    for names in _KINDS:
+        if set(found) < set(names):
+            missing = next(name for name in names if name not in found)
+            raise ValueError(f"kv_policy={text!r} lacks {missing}(N): give one of {kinds}, in tokens")
+    raise ValueError(f"kv_policy={text!r} combines {' and '.join(found)}: give one of {kinds}, in tokens")
+
+
+def extends_length(text: str | None) -> bool:
+    """Whether a `kv_policy` lets sequences be longer than what the model was trained for."""
+    return text is not None and isinstance(parse_policy(text), SinksWindow)

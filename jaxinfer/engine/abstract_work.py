@@ -28,15 +28,18 @@ def abstract_slots(
     return rows if mesh is None else placed(rows, parallel.array_shardings(mesh, rows, slot_axes(*rows)))
 
 
-def abstract_step_work(num_tokens: int, num_slots: int, pages_per_sequence: int, num_groups: int = 1) -> StepWork:
-    """What a step of so many tokens takes."""
+def abstract_step_work(
+    num_tokens: int, num_slots: int, pages_per_sequence: int, num_groups: int = 1, *, has_replays: bool = False
+) -> StepWork:
+    """What a step of so many tokens takes; `has_replays` as `empty_work`."""
     rows, counts, flags = (
         abstract_array(jnp.int32, num_tokens),
         abstract_array(jnp.int32, num_slots),
         abstract_array(jnp.bool_, num_slots),
     )
     tables = abstract_tables(num_slots, pages_per_sequence, num_groups)
-    return StepWork(rows, rows, StepSlots(counts, counts, counts, flags, flags, counts), tables)
+    slots = StepSlots(counts, counts, counts, flags, flags, counts, counts if has_replays else None)
+    return StepWork(rows, rows, slots, tables)
 
 
 def abstract_decode_work(num_slots: int, pages_per_sequence: int, num_groups: int = 1) -> DecodeWork:

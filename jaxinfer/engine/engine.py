@@ -83,6 +83,7 @@ class Engine:
                 num_sinks=self.spec.groups[0].num_sinks,
                 more_groups=self.spec.groups[1:],
                 host_pools=self.runner.host_pages.sizes,
+                num_replayed=self.spec.best_pages and self.spec.best_pages.num_replayed,
             ),
             self.spec.decode_slots,
         )

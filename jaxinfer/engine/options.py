@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxinfer.options import option
 
 if TYPE_CHECKING:
-    from jaxinfer.cache.policies import SinksWindow
+    from jaxinfer.cache.policies import Policy
     from jaxinfer.speculative import Draft, TokenTree
 
 CACHES = ("paged", "contiguous")
@@ -128,7 +128,8 @@ class EngineOptions(SpeculationOptions):
     kv_policy: str | None = _engine(
         None,
         "Which keys and values stay as a sequence grows: sinks(4)+window(1024) keeps the first and the last pages that "
-        "hold so many tokens. By default all.",
+        "hold so many tokens. Or which are read: with quest(1024) all stay, and a token of an answer attends to the "
+        "best pages of so many tokens. By default all.",
         "POLICY",
     )
     cache: str = _engine(
@@ -229,7 +230,7 @@ class EngineOptions(SpeculationOptions):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}={getattr(self, name)!r} is for cache='paged' only")
             if self.kv_policy is not None:
-                raise ValueError(f"kv_policy={self.kv_policy!r} drops pages: it is for cache='paged' only")
+                raise ValueError(f"kv_policy={self.kv_policy!r} is of pages: it is for cache='paged' only")
         if self.policy is not None and self.draft_tree is not None:
             raise ValueError(
                 f"kv_policy={self.kv_policy!r} cannot be combined with draft_tree={self.draft_tree}: drafts are "
@@ -257,8 +258,8 @@ class EngineOptions(SpeculationOptions):
             raise ValueError(f"host_cache_gib={gib} holds cached beginnings: it cannot be combined with {missing}")
 
     @property
-    def policy(self) -> "SinksWindow | None":
-        """`kv_policy`, parsed; None where nothing is dropped."""
+    def policy(self) -> "Policy | None":
+        """`kv_policy`, parsed; None where everything is kept and read."""
         from jaxinfer.cache.policies import parse_policy
 
         return None if self.kv_policy is None else parse_policy(self.kv_policy)

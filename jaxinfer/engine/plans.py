@@ -1,4 +1,4 @@
-"""What the scheduler plans: one dispatch of the device. Plain Python: no JAX here."""
+"""What the scheduler plans, one dispatch of the device, and what it counts. Plain Python: no JAX here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +21,12 @@ class Chunk:
     length: int
     is_last: bool
     saves_to: int = NULL_PAGE
+
+    @property
+    def num_replayed(self) -> int:
+        """Of its tokens, those of an answer that is computed anew."""
+        end = self.start + self.length
+        return max(end - max(self.start, self.sequence.num_prompt), 0)
 
 
 class PageCopy(NamedTuple):
@@ -68,3 +74,20 @@ class DispatchPlan:
     def sequences(self) -> list[SequenceState]:
         """All that take part."""
         return [*(chunk.sequence for chunk in self.chunks), *self.decodes]
+
+
+@dataclass
+class Counters:
+    """Totals since the start; tokens unless said otherwise."""
+
+    num_added: int = 0
+    num_finished: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    reused_tokens: int = 0
+    copied_pages: int = 0
+    host_hit_tokens: int = 0  # of the reused ones, those whose pages came back from host memory
+    disk_read_tokens: int = 0  # whose pages were read from `prefix_store`
+    host_bytes_out: int = 0
+    host_bytes_in: int = 0

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxinfer.cache import is_rotated, kv_dtype_name
-from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.policies import BestPages, KeptPages
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import ModelConfig
 from jaxinfer.speculative import Draft, LayersDraft
@@ -14,13 +14,13 @@ def check_policy(
     draft: Draft | None,
     num_devices: int,
     options: EngineOptions,
-    kept: KeptPages | None,
+    pages: KeptPages | BestPages | None,
     kv_dtype: Any,
 ) -> None:
     """Raises ValueError, with the policy and what it cannot be combined with, for models with latent attention or
-    states, without a layer that sees all tokens or with a window that is longer than the policy's, for several devices
+    states, without a layer to which it applies or with a window that is longer than the policy's, for several devices
     and drafts by the model's own layers, and as `_check_positions`."""
-    if kept is None:
+    if pages is None:
         return
     name = f"kv_policy={options.kv_policy!r}"
     if config.mla is not None:
@@ -34,6 +34,15 @@ def check_policy(
     windows = [window for window in map(config.window, config.attention_layers) if window is not None]
     if len(windows) == len(config.attention_layers):
         raise ValueError(f"{name}: all layers of {config.architecture} have a window already, of {max(windows)} tokens")
+    if isinstance(pages, BestPages):
+        later = [layer for layer in config.attention_layers if layer >= pages.num_dense_layers]
+        if all(config.window(layer) is not None for layer in later):
+            first = pages.num_dense_layers
+            raise ValueError(
+                f"{name} is for layers after the first {first}: {config.architecture} has none without a window"
+            )
+        return
+    kept = pages
     size = kept.num_window * kept.page_size
     if windows and max(windows) > size:
         raise ValueError(f"{name} keeps {size} tokens, fewer than the model's own window of {max(windows)}")

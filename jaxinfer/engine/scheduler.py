@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.host_tier import HostPoolSize, HostTier
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
-from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy
+from jaxinfer.engine.plans import Chunk, Counters, DispatchPlan, PageCopy
 from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixMatch, PrefixPlace, PrefixTree
 from jaxinfer.engine.request import SequenceState
@@ -48,7 +48,9 @@ class SchedulerOptions:
       work are kept and found again. shuffle_seed: orders the pages at random (for tests). has_states: whether layers
       keep a state of each sequence. num_saved_states: places for states that are kept, without which a model with
       states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages. host_pools: host
-      pages of each group of layers, and of saved states; () for none.
+      pages of each group of layers, and of saved states; () for none. num_replayed: where an answer's tokens attend to
+      other keys than a prompt's, how many of them a step takes from preempted sequences, and only pages of prompts are
+      reused; None where they do not.
     """
 
     num_pages: int
@@ -66,6 +68,7 @@ class SchedulerOptions:
     more_groups: tuple[CacheGroup, ...] = ()
     host_pools: tuple[HostPoolSize, ...] = ()
     num_sinks: int = 0
+    num_replayed: int | None = None
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -83,23 +86,6 @@ class SchedulerOptions:
             raise ValueError("prefixes of a model with states are reused from saved states: there are none")
         if self.num_saved_states and (self.save_interval < 1 or self.save_interval % self.page_size):
             raise ValueError(f"save_interval={self.save_interval} is no multiple of page_size={self.page_size}")
-
-
-@dataclass
-class Counters:
-    """Totals since the start; tokens unless said otherwise."""
-
-    num_added: int = 0
-    num_finished: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    computed_prompt_tokens: int = 0
-    reused_tokens: int = 0
-    copied_pages: int = 0
-    host_hit_tokens: int = 0  # of the reused ones, those whose pages came back from host memory
-    disk_read_tokens: int = 0  # whose pages were read from `prefix_store`
-    host_bytes_out: int = 0
-    host_bytes_in: int = 0
 
 
 class Scheduler:
@@ -160,7 +146,7 @@ class Scheduler:
         if not self.can_reuse(sequence):
             return 0
         page_size = self.options.page_size
-        keys = sequence.keys(page_size, len(sequence.tokens) - 1)
+        keys = sequence.keys(page_size, self._num_useful(sequence))
         return self.prefixes.num_known(keys, sequence.salt) * page_size
 
     @property
@@ -342,6 +328,9 @@ class Scheduler:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
         room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - sequence.num_stored
         length = min(budget, self.saved.next_stop(sequence) - sequence.num_stored, room)
+        if self.options.num_replayed is not None:
+            left = self.options.num_replayed - sum(chunk.num_replayed for chunk in chunks)
+            length = min(length, max(sequence.num_prompt - sequence.num_stored, 0) + left)
         if length > 0:
             missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
@@ -359,11 +348,11 @@ class Scheduler:
             return False
         if self._has_live_leader(sequence):
             return not self._has_prompt(sequence.leader)
-        page_size = self.options.page_size
+        page_size, num_useful = self.options.page_size, self._num_useful(sequence)
         computing = [one for one in self.running if one.num_confirmed < one.target and one.salt == sequence.salt]
         if not computing:
             return False
-        keys = sequence.keys(page_size, len(sequence.tokens) - 1)
+        keys = sequence.keys(page_size, num_useful)
         num_known = self.prefixes.num_known(keys, sequence.salt)
         if self.saved:
             shared = (page_size * num_common(keys, one.keys(page_size, one.target)) for one in computing)
@@ -371,12 +360,21 @@ class Scheduler:
             return any(self.saved.request_from(one, num_known * page_size, count) for one, count in pairs)
         num_wanted = num_known + 1
         return num_wanted <= len(keys) and any(
-            keys[:num_wanted] == one.keys(page_size, min(one.target, num_wanted * page_size)) for one in computing
+            keys[:num_wanted] == one.keys(page_size, min(one.target, self._num_shareable(one), num_wanted * page_size))
+            for one in computing
         )
 
     def can_reuse(self, sequence: SequenceState) -> bool:
         """Whether cached pages may be used for its first tokens."""
         return self.options.reuses_prefixes and not sequence.request.needs_whole_prompt
+
+    def _num_useful(self, sequence: SequenceState) -> int:
+        """Tokens that cached pages may hold; the last token is computed, since the next one is chosen from it."""
+        return min(len(sequence.tokens) - 1, self._num_shareable(sequence))
+
+    def _num_shareable(self, sequence: SequenceState) -> int:
+        """Leading tokens whose keys are those of any text that begins with them."""
+        return len(sequence.tokens) if self.options.num_replayed is None else sequence.num_prompt
 
     def _has_live_leader(self, sequence: SequenceState) -> bool:
         """Whether its leader, whose prompt pages it will share, has not ended. A leader is never behind in rank."""
@@ -432,7 +430,7 @@ class Scheduler:
         chosen from what that one gives."""
         if not self.can_reuse(sequence):
             return PrefixMatch([[] for _ in self.pools.all])
-        num_useful, page_size = len(sequence.tokens) - 1, self.options.page_size
+        num_useful, page_size = self._num_useful(sequence), self.options.page_size
         if sequence.leader is not None and self._has_live_leader(sequence):
             tables = self.pools.share_beginning(sequence.leader, num_useful)
             if tables is not None:
@@ -472,7 +470,8 @@ class Scheduler:
     def _cache_prefix(self, sequence: SequenceState) -> None:
         """Full pages of what is confirmed enter the prefix tree."""
         if self.options.reuses_prefixes:
-            keys = sequence.keys(self.options.page_size, sequence.num_confirmed)
+            num_known = min(sequence.num_confirmed, self._num_shareable(sequence))
+            keys = sequence.keys(self.options.page_size, num_known)
             saved = self.saved.tables(sequence, len(keys))
             if self.prefixes.insert(keys, [*sequence.tables, *saved], sequence.salt, sequence.place):
                 sequence.num_listed = 0

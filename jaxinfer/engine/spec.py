@@ -21,7 +21,8 @@ from jaxinfer.cache import (
     state_bytes,
     stored_dtype,
 )
-from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.best_pages import BoundedPages
+from jaxinfer.cache.policies import BestPages
 from jaxinfer.engine.abstract_work import (
     abstract_slots,
     outputs_together,
@@ -31,7 +32,7 @@ from jaxinfer.engine.abstract_work import (
     take_layers,
 )
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
-from jaxinfer.engine.layer_caches import LayerCache, layer_caches
+from jaxinfer.engine.layer_caches import PolicyPages
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.policy_checks import check_policy
 from jaxinfer.engine.programs import ProgramModel
@@ -55,7 +56,7 @@ DRAFT_LENGTHS, NGRAM_LENGTHS = (2, 4, 8), (3, 7, 15)  # n-gram drafts are free, 
 
 
 @dataclass(frozen=True, eq=False)
-class EngineSpec:
+class EngineSpec(PolicyPages):
     """A model, an engine's options and, if it speculates, a draft; all arrays are `jax.ShapeDtypeStruct`s.
 
     Attributes:
@@ -65,6 +66,7 @@ class EngineSpec:
         are compiled without a mesh.
       draft: what drafts, a `ModelDraft` with abstract parameters.
       pool_pages: pages that fit in the memory; None before that is known.
+      num_dense_layers: the first layers, whose answers read all pages under `kv_policy="quest(N)"`.
 
     Raises ValueError for options that the draft cannot fulfil, and for those that need a draft where there is none.
     """
@@ -76,6 +78,7 @@ class EngineSpec:
     mesh: Any = None
     draft: Draft | None = None
     pool_pages: int | None = None
+    num_dense_layers: int = BestPages.num_dense_layers
 
     def __post_init__(self) -> None:
         options = self.options
@@ -84,7 +87,7 @@ class EngineSpec:
         check_sequence_axis(self.mesh, self.page_size, options)
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
-        check_policy(self.config, self.draft, self.num_devices, options, self.kept_pages, self.kv_dtype)
+        check_policy(self.config, self.draft, self.num_devices, options, self._policy_pages, self.kv_dtype)
 
     @classmethod
     def of(
@@ -183,24 +186,6 @@ class EngineSpec:
         slots = self.max_seqs * sum(state_bytes(config, compute_dtype(params)) for config, params in models)
         return slots + self.num_saved_states * state_bytes(self.config, self.dtype)
 
-    @cached_property
-    def layers(self) -> tuple[LayerCache, ...]:
-        """The cache of each layer."""
-        return layer_caches(self.config, self.options.cache == "contiguous", self.kept_pages)
-
-    @cached_property
-    def kept_pages(self) -> KeptPages | None:
-        """The pages that `kv_policy` keeps in layers without a window; None for all."""
-        if (policy := self.options.policy) is None:
-            return None
-        trained = self.config.max_length
-        return policy.pages(self.page_size, trained if self.max_model_len > trained else None)
-
-    def num_seen(self, layer: int) -> int | None:
-        """Tokens that a query of a layer sees, at most; None for all."""
-        cache = self.layers[layer]
-        return self.kept_pages.num_tokens if cache.kind == "kept" and self.kept_pages else cache.window
-
     # Groups of layers.
 
     @cached_property
@@ -256,7 +241,7 @@ class EngineSpec:
     @cached_property
     def group_page_bytes(self) -> tuple[int, ...]:
         """Bytes of a page of each group on a device, in all of its layers and the draft's."""
-        single = self._cache(self.config, self.kv_dtype, (1,))
+        single = self._cache(self.config, self.kv_dtype, (1,), bounded=self.bounded_layers)
         found = [sum(num_bytes(single.layers[layer]) for layer in layers) for layers in self._layers_by_group]
         if self.draft_kv_dtype is not None and self.draft_model is not None:
             found[0] += num_bytes(self._cache(self.draft_model[0], self.draft_kv_dtype, (1,)))
@@ -401,7 +386,7 @@ class EngineSpec:
     def cache(self) -> PagedCache:
         """The model's pages and states."""
         counts = tuple(group.num_allocated for group in self.groups)
-        cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups)
+        cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups, self.bounded_layers)
         return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype))
 
     @cached_property
@@ -419,15 +404,21 @@ class EngineSpec:
         return replace(cache, states=abstract_state_cache(config, self.max_seqs, compute_dtype(params)))
 
     def _cache(
-        self, config: ModelConfig, kv_dtype: str, counts: tuple[int, ...], groups: tuple[int, ...] = ()
+        self,
+        config: ModelConfig,
+        kv_dtype: str,
+        counts: tuple[int, ...],
+        groups: tuple[int, ...] = (),
+        bounded: tuple[int, ...] = (),
     ) -> PagedCache:
-        layout = self.layout_of(config, kv_dtype)
-        return abstract_paged_cache(config, counts, self.page_size, kv_dtype, layout, self.program_mesh, groups)
+        layout, mesh = self.layout_of(config, kv_dtype), self.program_mesh
+        return abstract_paged_cache(config, counts, self.page_size, kv_dtype, layout, mesh, groups, bounded)
 
     @property
     def pages(self) -> Pages:
         """One layer's pages."""
-        return next(pages for pages in self.cache.layers if pages is not None)
+        pages = next(pages for pages in self.cache.layers if pages is not None)
+        return pages.pages if isinstance(pages, BoundedPages) else pages
 
     @cached_property
     def slots(self) -> tuple[Slots, SamplingBatch]:
@@ -489,7 +480,8 @@ class EngineSpec:
             draft = replace(draft, config=own[0], params=own[1], kv_scales=None)
         elif draft_layers is not None and isinstance(draft, LayersDraft):
             draft = LayersDraft(len(draft_layers))
-        return replace(self, config=config, params=params, draft=draft)
+        num_dense = sum(layer < self.num_dense_layers for layer in layers)
+        return replace(self, config=config, params=params, draft=draft, num_dense_layers=num_dense)
 
 
 def _buckets(sizes: Iterable[int], largest: int) -> tuple[int, ...]:

@@ -317,7 +317,7 @@ def _cost(variants: _Variants) -> int:
 
 def _variants(spec: EngineSpec) -> _Variants | None:
     """None if the model has too few layers to leave any out."""
-    kinds = list(layer_kinds(spec.config, spec.params).values())
+    kinds = _layer_kinds(spec)
     drafted = [] if spec.draft_model is None else list(layer_kinds(*spec.draft_model).values())
     base = _few(kinds, None)
     if len(base) >= spec.config.num_layers:
@@ -354,6 +354,13 @@ def _variants_of_layers_draft(spec: EngineSpec, kinds: list[list[int]]) -> _Vari
     return _Variants(spec.with_layers(base, one), larger)
 
 
+def _layer_kinds(spec: EngineSpec) -> list[list[int]]:
+    """The layers by kind, of which those that read the best pages are of another."""
+    bounded, kinds = set(spec.bounded_layers), layer_kinds(spec.config, spec.params).values()
+    split = [part for kind in kinds for part in (sorted(set(kind) - bounded), sorted(set(kind) & bounded))]
+    return [part for part in split if part]
+
+
 def _few(kinds: Sequence[list[int]], more: int | None) -> list[int]:
     """Layer numbers in order: BASE_LAYERS of each kind, and MORE_LAYERS in addition of the kind with index `more`."""
 
@@ -373,13 +380,14 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
 
     A deterministic engine decodes with the step's program. Raises ValueError for a mesh that does not divide the model.
     """
-    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, spec.kept_pages)
+    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, spec.kept_pages, spec.best_pages)
     common = (model, weights, spec.cache, *spec.slots)
     tables = spec.pages_per_sequence, len(spec.windows)
     resident = 0
     if spec.has_own_draft:
         resident = num_bytes(spec.placed_draft) + num_bytes(spec.draft_cache)
-    work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables)
+    has_replays = spec.best_pages is not None
+    work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, has_replays=has_replays)
     step = (model, weights, spec.cache, spec.slots[0], work, spec.options.deterministic)
     found = [Planned(PREFILL, paged.step, step, resident)]
     if not spec.options.deterministic:

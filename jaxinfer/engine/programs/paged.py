@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache import PagedCache, PageTables, StateCache, attend_ragged
+from jaxinfer.cache.best_pages import parts_of_step
 from jaxinfer.cache.kept_pages import attend_to_pieces, pieces
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
@@ -74,6 +75,8 @@ class StepSlots:
       starts: int32[B], tokens of the slot that are stored already (of a prompt; a decoding slot knows).
       is_prompt: bool[B], whether the rows are a prompt's. is_last: bool[B], whether the prompt ends with them.
       remaining: int32[B], tokens to generate after a prompt.
+      num_prompt: int32[B], tokens of the prompt, after which come those of an answer that is computed anew; None where
+        they attend to the same keys.
     """
 
     query_starts: jax.Array
@@ -82,6 +85,7 @@ class StepSlots:
     is_prompt: jax.Array
     is_last: jax.Array
     remaining: jax.Array
+    num_prompt: jax.Array | None = None
 
     def is_decoding(self, slots: Slots) -> jax.Array:
         """bool[B]: the slots whose newest token is computed."""
@@ -151,9 +155,10 @@ def init_slots(num_slots: int, vocab_size: int, draft_length: int | None = None)
     return jax.device_put((slots, make_batch([None] * num_slots, vocab_size)), may_alias=False)
 
 
-def empty_work(num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
-    """The arrays of a step in which nothing takes part, without the page table."""
-    counts = ("query_starts", "query_lengths", "starts", "remaining")
+def empty_work(num_tokens: int, num_slots: int, *, has_replays: bool = False) -> dict[str, np.ndarray]:
+    """The arrays of a step in which nothing takes part, without the page table; with `num_prompt` for one that
+    `has_replays`."""
+    counts = ("query_starts", "query_lengths", "starts", "remaining", *(("num_prompt",) if has_replays else ()))
     return {
         "tokens": np.zeros(num_tokens, np.int32),
         "token_slots": np.full(num_tokens, num_slots, np.int32),
@@ -204,9 +209,10 @@ def step(
 
     decoder = model.bind(weights)
     if (kept := model.kept) is None:
-        attend = attend_ragged(
-            cache, work.page_tables, rows.query_starts, lengths, ends, is_uniform=is_uniform, mesh=model.mesh
-        )
+        ragged, best = (rows.query_starts, lengths, ends), None
+        if model.best is not None and rows.num_prompt is not None:
+            best = parts_of_step(model.best, work.page_tables[0], rows.num_prompt, work.token_slots, *ragged)
+        attend = attend_ragged(cache, work.page_tables, *ragged, is_uniform=is_uniform, best=best, mesh=model.mesh)
     else:
         ragged = pieces(kept, model.config, cache, work.page_tables, work.token_slots, rows.query_starts, lengths, ends)
         attend = attend_to_pieces(cache, kept, ragged, num_tokens, is_uniform=is_uniform, mesh=model.mesh)
@@ -292,7 +298,8 @@ def decode(
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
         view = model.view(cache, work.page_tables, slots.positions, lengths)
-        options: Any = {"max_query_length": 1, "moved": view.moved, "mesh": model.mesh}
+        best = model.parts(work.page_tables, slots.positions, lengths, num_rows=1, is_uniform=False)
+        options: Any = {"max_query_length": 1, "moved": view.moved, "best": best, "mesh": model.mesh}
         attend = attend_ragged(cache, view.page_tables, rows, lengths, view.kv_lengths, **options)
         hidden = decoder(slots.tokens, slots.positions, attend)
         samples = _sample(
