@@ -1,5 +1,5 @@
-"""One answer under `kv_policy="quest(N)"`: alone and together, however prompts are cut, with prefix hits, preemption and
-drafts.
+"""One answer under `kv_policy="quest(N)"`: alone and together, however prompts are cut, with prefix hits, preemption,
+and drafts.
 
 Oracle: dense attention under a mask of the chosen pages (tests/engine/dense_quest.py). Inverse tests plant faults,
 which must change answers.
