@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_rotated, is_scaled, kv_dtype_name
+from jaxinfer.cache.best_pages import BoundedPages
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule
@@ -269,7 +270,15 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
 
 
 def _describe_policy(spec: EngineSpec) -> dict[str, Any]:
-    """What `kv_policy` keeps, in whole pages."""
+    """What `kv_policy` keeps or reads, in whole pages."""
+    if (best := spec.best_pages) is not None:
+        text = (
+            f"{spec.options.policy}: pages of {best.page_size} tokens, all kept; a token of an answer reads the best "
+        )
+        text += f"{best.num_pages} and its own, at most {best.num_tokens:,} tokens, in {len(spec.bounded_layers)} of "
+        text += f"{spec.config.num_layers} layers, and there the bounds of all full pages"
+        bounds = sum(num_bytes(spec.cache.layers[layer].bounds) for layer in spec.bounded_layers)
+        return {"policy": text, "bytes for bounds": bounds}
     if (kept := spec.kept_pages) is None:
         return {}
     text = f"{spec.options.policy}: pages of {kept.page_size} tokens, {kept.num_sinks} first, {kept.num_window} before "
@@ -329,13 +338,16 @@ def _pages_in_use(engine: Engine) -> dict[str, str]:
 
 def _bytes_per_token(spec: EngineSpec) -> dict[str, int]:
     """What a token takes in all layers, padding of the layout included, for as long as it is in their windows."""
-    sizes = {"values": 0, "scales": 0}
+    sizes = {"values": 0, "scales": 0, "bounds": 0}
     for pages in spec.cache.layers:
+        if isinstance(pages, BoundedPages):
+            sizes["bounds"] += num_bytes(pages.bounds) // len(pages.bounds)
+            pages = pages.pages
         for leaf in jax.tree.leaves(pages):  # only scales have three axes
             sizes["scales" if leaf.ndim == 3 else "values"] += leaf.size // leaf.shape[0] * leaf.dtype.itemsize
     sizes = {name: size // spec.page_size for name, size in sizes.items()}
-    scales = {"  of these scales": sizes["scales"]} if sizes["scales"] else {}
-    return {"bytes per token": sum(sizes.values()), **scales}
+    others = {f"  of these {name}": sizes[name] for name in ("scales", "bounds") if sizes[name]}
+    return {"bytes per token": sum(sizes.values()), **others}
 
 
 def _paged_spec(engine: EngineSpec, num_tokens: int, longest: int, is_uniform: bool) -> PagedSpec:
@@ -344,7 +356,12 @@ def _paged_spec(engine: EngineSpec, num_tokens: int, longest: int, is_uniform: b
     head_dim, num_kv_heads = config.head_dim_of(layer), config.num_kv_heads_of(layer)
     q = jax.ShapeDtypeStruct((num_tokens, config.num_heads, head_dim), engine.dtype)
     kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), engine.dtype)
-    table = jax.ShapeDtypeStruct((engine.max_seqs, engine.pages_per_sequence), jnp.int32)
+    num_parts, num_columns = engine.max_seqs, engine.pages_per_sequence
+    if (best := engine.best_pages) is not None and longest > 1:
+        num_parts = min(num_tokens, num_parts + best.num_replayed)
+    elif best is not None:
+        num_columns = min(num_columns, best.num_pages + 1)
+    table = jax.ShapeDtypeStruct((num_parts, num_columns), jnp.int32)
     options: dict[str, Any] = {**attention_options(config), "is_uniform": is_uniform}
     options["num_parts"] = 1 if engine.mesh is None else parallel.axis_size(engine.mesh, "tokens")
     values = kv if config.mla is None else jax.ShapeDtypeStruct((*kv.shape[:2], config.mla.latent_size), kv.dtype)
