@@ -272,11 +272,10 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
 def _describe_policy(spec: EngineSpec) -> dict[str, Any]:
     """What `kv_policy` keeps or reads, in whole pages."""
     if (best := spec.best_pages) is not None:
-        text = (
-            f"{spec.options.policy}: pages of {best.page_size} tokens, all kept; a token of an answer reads the best "
-        )
-        text += f"{best.num_pages} and its own, at most {best.num_tokens:,} tokens, in {len(spec.bounded_layers)} of "
-        text += f"{spec.config.num_layers} layers, and there the bounds of all full pages"
+        layers = f"{len(spec.bounded_layers)} of {spec.config.num_layers} layers"
+        text = f"{spec.options.policy}: all kept; in {layers} a token of an answer reads the bounds of all full pages, "
+        text += f"the best {best.num_pages} pages of {best.page_size} tokens and its own, at most {best.num_tokens:,} "
+        text += "tokens; a prompt reads everything"
         bounds = sum(num_bytes(spec.cache.layers[layer].bounds) for layer in spec.bounded_layers)
         return {"policy": text, "bytes for bounds": bounds}
     if (kept := spec.kept_pages) is None:

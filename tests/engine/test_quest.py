@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from jaxinfer import SamplingParams
+from jaxinfer.cache.best_pages import BoundedPages, parts_of_step
 from jaxinfer.cache.policies import parse_policy
+from jaxinfer.engine import host_pages
+from jaxinfer.engine.programs import paged
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
 from tests.engine.dense_quest import dense_logits
 from tests.engine.test_policies import (
@@ -28,6 +31,7 @@ from tests.engine.test_policies import (
     model_of,
     open_llm,
 )
+from tests.engine.test_windows import check_idle
 from tests.pallas_kernels.quick import quick
 
 POLICY = "quest(16)"
@@ -125,3 +129,88 @@ def test_streamed(model, expected):
         for number in (1, 6):
             found = [token for delta in llm.stream(PROMPTS[number], PARAMS[number]) for token in delta.token_ids]
             assert found == expected[number][0]
+
+
+def from_host_memory(model) -> list:
+    """Answers to prompts that were asked before, whose pages are in host memory in between."""
+    with open_quest(model, host_cache_gib=0.01, num_pages=40, max_seqs=2) as llm:
+        for _ in range(2):
+            found = [answers(llm, [number])[0] for number in range(NUM_PROMPTS)]
+        assert llm.engine.scheduler.counters.host_hit_tokens > 100
+        check_idle(llm)
+    return found
+
+
+def test_pages_come_back_from_host_memory_with_their_bounds(model, expected, monkeypatch):
+    assert from_host_memory(model) == expected
+    scatter = host_pages.scatter_pages
+
+    def without_bounds(mesh, parts, rows, ids):
+        parts = scatter(mesh, parts, rows, ids)
+
+        def forget(pages):
+            bounded = isinstance(pages, BoundedPages)
+            return pages._replace(bounds=pages.bounds.at[ids].set(0, mode="drop")) if bounded else pages
+
+        return jax.tree.map(forget, parts, is_leaf=lambda part: isinstance(part, BoundedPages))
+
+    monkeypatch.setattr(host_pages, "scatter_pages", without_bounds)
+    assert from_host_memory(model) != expected
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow), "bfloat16"])
+def test_rounded_keys_change_no_answer(kv_dtype):
+    model, prompt = model_of(MODELS["full"]), [*range(60)]
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
+    found = []
+    for options in ({"prefill_chunk": 128}, {"prefill_chunk": 5, "draft": "ngram", "num_draft_tokens": 3}):
+        with open_quest(model, max_seqs=2, kv_dtype=kv_dtype, **options) as llm:
+            found.append(llm.generate(prompt, params)[0].outputs[0].token_ids)
+    assert found[0] == found[1]
+
+
+def test_an_answer_in_a_later_prompt_is_computed_as_a_prompt(model):
+    """Pages of answers, which depend on choices, are not those of a text that begins alike; nor the other way."""
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    with open_quest(model, prefix_cache=False) as llm:
+        first = llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids
+        longer = [*PROMPTS[0], *first[:20]]
+        second = llm.generate(longer, params)[0].outputs[0].token_ids
+    assert second[:8] != first[20:28]  # otherwise nothing is tested
+    with open_quest(model) as llm:
+        assert llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids == first
+        assert llm.generate(longer, params)[0].outputs[0].token_ids == second
+        assert llm.generate(longer, params)[0].outputs[0].token_ids == second
+
+
+@pytest.mark.parametrize("prefill_chunk", quick((128, 50, 7), 50))
+def test_a_preempted_answer_is_replayed_token_by_token(model, prefill_chunk, monkeypatch):
+    """More tokens than one step replays, beside a prompt and another answer; and the inverse test: were they computed
+    as tokens of a prompt, the rest would differ."""
+    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
+    with open_quest(model, steps_per_dispatch=1, prefill_chunk=prefill_chunk) as llm:
+        wanted = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in PROMPTS[:3]]
+        num_replayed = llm.engine.spec.best_pages.num_replayed
+
+        def found() -> list[list[int]]:
+            first, second, third = (llm.submit(llm.prepare(prompt, params))[0] for prompt in PROMPTS[:3])
+            while first.num_output < 45 or second.num_output < 20:
+                llm.step()
+            llm.engine._commit_all()
+            for sequence in (first, second):
+                llm.engine.scheduler.preempt(sequence)
+            while llm.engine.has_work:
+                llm.step()
+            return [sequence.output for sequence in (first, second, third)]
+
+        assert num_replayed < 45
+        assert found() == wanted
+        monkeypatch.setattr(
+            paged,
+            "parts_of_step",
+            lambda best, table, num_prompt, *rest: parts_of_step(best, table, num_prompt + 1000, *rest),
+        )
+        jax.clear_caches()
+        assert found() != wanted
+        jax.clear_caches()
+        check_idle(llm)
