@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 POLICY_TESTS = ("tests/cache/test_policies.py",)
 GOLDEN_TESTS = ("tests/oracle/test_policy_golden.py",)
+QUEST_TESTS = ("tests/cache/test_best_pages.py",)
 SCORE_TESTS = ("tests/oracle/test_policy_scores_golden.py",)
 
 FAULTS = (
@@ -126,5 +127,69 @@ FAULTS = (
         "gain, num_correct = mean + without, sum",
         ("tests/measure/kv_report/test_measure.py",),
         "the needle task says that caches bear what they have dropped",
+    ),
+    Fault(
+        "policies/bounds-of-a-former-owner-stay",
+        "jaxinfer/cache/best_pages.py",
+        "    least, greatest = jnp.min(keys, axis=1), jnp.max(keys, axis=1)",
+        "    least, greatest = jnp.min(keys, axis=1), jnp.maximum(jnp.max(keys, axis=1), bounds[ids, 1])",
+        QUEST_TESTS,
+        "a page that another text had before promises too much, so answers depend on who was served before",
+    ),
+    Fault(
+        "policies/pages-are-chosen-before-the-append",
+        "jaxinfer/cache/best_pages.py",
+        "page_promise(queries_for(first_rows, spec.page.dtype), bounds, parts",
+        "page_promise(queries_for(first_rows, spec.page.dtype), state.bounds, parts",
+        QUEST_TESTS,
+        "with drafts, tokens after the end of a page choose by what was in the page before",
+    ),
+    Fault(
+        "policies/bounds-are-rounded-to-nearest",
+        "jaxinfer/cache/best_pages.py",
+        "    if dtype == jnp.float32:\n        return x\n",
+        "    if True:\n        return x.astype(dtype)\n",
+        QUEST_TESTS,
+        "with a cache of 8 bits the bound of a page is below the scores of its keys",
+    ),
+    Fault(
+        "policies/the-bound-forgets-negative-queries",
+        "jaxinfer/cache/best_pages.py",
+        "jnp.sum(up * found[:, :, 1] + down * found[:, :, 0], axis=-1)",
+        "jnp.sum((up + down) * found[:, :, 1], axis=-1)",
+        QUEST_TESTS,
+        "pages are chosen by a number that is no bound, and what matters is not read",
+    ),
+    Fault(
+        "policies/replayed-answers-attend-to-everything",
+        "jaxinfer/cache/best_pages.py",
+        "    chooses = found.position >= num_prompt[found.slot]",
+        "    chooses = (found.position >= num_prompt[found.slot]) & (found.offset == 0)",
+        ("tests/engine/test_quest.py::test_a_preempted_answer_is_replayed_token_by_token",),
+        "an answer that was preempted goes on with other words",
+    ),
+    Fault(
+        "policies/more-tokens-are-replayed-than-there-is-room-for",
+        "jaxinfer/engine/scheduler.py",
+        "            length = min(length, max(sequence.num_prompt - sequence.num_stored, 0) + left)\n",
+        "",
+        ("tests/engine/test_quest.py::test_a_preempted_answer_is_replayed_token_by_token",),
+        "a long answer that was preempted loses tokens",
+    ),
+    Fault(
+        "policies/pages-of-answers-are-shared",
+        "jaxinfer/engine/scheduler.py",
+        "return len(sequence.tokens) if self.options.num_replayed is None else sequence.num_prompt",
+        "return len(sequence.tokens)",
+        ("tests/engine/test_quest.py::test_an_answer_in_a_later_prompt_is_computed_as_a_prompt",),
+        "the next turn of a chat is answered differently where its beginning was still cached",
+    ),
+    Fault(
+        "policies/the-best-pages-are-out-of-order",
+        "jaxinfer/cache/best_pages.py",
+        "columns = jnp.sort(jnp.where(columns <= own[:, None], columns, num_columns), axis=1)",
+        "columns = jnp.where(columns <= own[:, None], columns, num_columns)",
+        QUEST_TESTS,
+        "new keys are written to a page of the prompt, and not to the last one",
     ),
 )
