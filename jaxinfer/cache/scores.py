@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 POOL = 5  # scores of SnapKV are means over so many neighbours
-PYRAMID_SLOPE = 20  # the last layer of PyramidKV has this share of the mean budget
 FUTURE_POSITIONS, NUM_SINKS = 512, 4  # of Expected Attention
 
 
@@ -40,21 +39,6 @@ def snapkv_scores(
     means = weights[..., : length - window].mean(axis=(1, 2))
     padded = jnp.pad(means, ((0, 0), (pool // 2, pool // 2)))
     return sum((padded[:, at : at + length - window] for at in range(pool)), jnp.zeros_like(means)) / pool
-
-
-def pyramid_budgets(budget: int, num_tokens: int, num_layers: int, *, window: int) -> list[int]:
-    """Tokens that each layer keeps where they keep `budget` on average, the last `window` included (PyramidKV, Cai et
-    al. 2024, section 3.2): fewer in higher layers. Where the pyramid does not fit a prompt of `num_tokens`, all layers
-    keep as many."""
-    lowest = budget / PYRAMID_SLOPE
-    highest = 2 * budget - lowest
-    if highest >= num_tokens - window:
-        highest = num_tokens - window
-        lowest = 2 * budget - highest
-    if not num_tokens >= highest >= lowest >= window:
-        return [max(1, min(budget, num_tokens))] * num_layers
-    step = (highest - lowest) / max(num_layers - 1, 1)
-    return [round(highest - layer * step) for layer in range(num_layers)]
 
 
 def keydiff_scores(k: Float[Array, "n Hkv K"]) -> Float[Array, "Hkv n"]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxinfer.options import option
 
 if TYPE_CHECKING:
-    from jaxinfer.cache.policies import SinksWindow
+    from jaxinfer.cache.policies import Policy
     from jaxinfer.speculative import Draft, TokenTree
 
 CACHES = ("paged", "contiguous")
@@ -257,7 +257,7 @@ class EngineOptions(SpeculationOptions):
             raise ValueError(f"host_cache_gib={gib} holds cached beginnings: it cannot be combined with {missing}")
 
     @property
-    def policy(self) -> "SinksWindow | None":
+    def policy(self) -> "Policy | None":
         """`kv_policy`, parsed; None where nothing is dropped."""
         from jaxinfer.cache.policies import parse_policy
 

@@ -21,7 +21,7 @@ from jaxinfer.cache import (
     state_bytes,
     stored_dtype,
 )
-from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.policies import KeptPages, SinksWindow
 from jaxinfer.engine.abstract_work import (
     abstract_slots,
     outputs_together,
@@ -191,7 +191,8 @@ class EngineSpec:
     @cached_property
     def kept_pages(self) -> KeptPages | None:
         """The pages that `kv_policy` keeps in layers without a window; None for all."""
-        if (policy := self.options.policy) is None:
+        policy = self.options.policy
+        if not isinstance(policy, SinksWindow):
             return None
         trained = self.config.max_length
         return policy.pages(self.page_size, trained if self.max_model_len > trained else None)

@@ -9,13 +9,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert import load
+from jaxinfer.cache.policies import pyramid_budgets
 from jaxinfer.cache.scores import (
     FUTURE_POSITIONS,
     NUM_SINKS,
     expected_attention_scores,
     kept_positions,
     keydiff_scores,
-    pyramid_budgets,
     snapkv_scores,
 )
 from jaxinfer.models import bind
