@@ -20,10 +20,10 @@ def dense_logits(
     page_size: int,
     tokens: jax.Array,
     num_prompt: int,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """float32 [T, V] of int32 tokens [T], of which the first `num_prompt` are the prompt; and by layer the positions
-    int32 [Hkv, C] of it that later tokens see."""
-    decoder, kept = bind(config, params), []
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+    """float32 [T, V] of int32 tokens [T], of which the first `num_prompt` are the prompt; by layer the positions
+    int32 [Hkv, C] of it that later tokens see; and by layer all keys [T, Hkv, K]."""
+    decoder, kept, keys = bind(config, params), [], []
     positions = jnp.arange(tokens.shape[0])
 
     def attend(layer, q, k, v, window, *, scale=None):
@@ -39,6 +39,7 @@ def dense_logits(
             last = jnp.broadcast_to(jnp.arange(num_prompt - WINDOW, num_prompt), (num_heads, WINDOW))
             found = jnp.concatenate([best, last], axis=1)
         kept.append(found)
+        keys.append(k)
         stays = (positions >= num_prompt)[None].repeat(num_heads, 0).at[jnp.arange(num_heads)[:, None], found].set(True)
         seen = (positions <= positions[:, None]) & (stays[:, None] | (positions[:, None] < num_prompt))
         group = q.shape[-2] // num_heads
@@ -47,4 +48,4 @@ def dense_logits(
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.einsum("hqs,shk->qhk", weights, v, precision="highest")
 
-    return decoder.logits(decoder(tokens, positions, attend)), kept
+    return decoder.logits(decoder(tokens, positions, attend)), kept, keys
