@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 
-from jaxinfer.engine.plans import Counters
+from jaxinfer.engine.counters import Counters
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler
 

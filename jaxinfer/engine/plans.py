@@ -1,4 +1,4 @@
-"""What the scheduler plans, one dispatch of the device, and what it counts. Plain Python: no JAX here."""
+"""What the scheduler plans: one dispatch of the device. Plain Python: no JAX here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,21 @@ from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import SequenceState
 
 
+class GroupMove(NamedTuple):
+    """A prompt's pages of one group: `sources`, of which `num_dropped` fewer `targets` take its place; no targets where
+    nothing is dropped."""
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    num_dropped: int
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Tokens `start` to `start + length` of a sequence, to be stored; `is_last` when its next token is then chosen.
 
-    `saves_to` is the place where the sequence's state after them is saved; NULL_PAGE for none.
+    `saves_to` is the place where the sequence's state after them is saved; NULL_PAGE for none. Where the last tokens of
+    a prompt compact it, `compaction` says by group where its pages move (`GroupMove`); else it is empty.
     """
 
     sequence: SequenceState
@@ -21,12 +31,7 @@ class Chunk:
     length: int
     is_last: bool
     saves_to: int = NULL_PAGE
-
-    @property
-    def num_replayed(self) -> int:
-        """Of its tokens, those of an answer that is computed anew."""
-        end = self.start + self.length
-        return max(end - max(self.start, self.sequence.num_prompt), 0)
+    compaction: tuple[GroupMove, ...] = ()
 
 
 class PageCopy(NamedTuple):
@@ -48,8 +53,8 @@ class DispatchPlan:
       to_host: pages that move to host memory, before any page is written. from_host: pages that are then brought back,
         before states are restored and pages are copied.
       copies: pages to copy before anything is stored. Neither moves nor copies depend on their order.
-      chunks: pieces of prompts. decodes: sequences that take `num_steps` steps each, or as many as they have left; each
-        makes a token, or up to `tokens_per_step`.
+      chunks: pieces of prompts; one that compacts its prompt is alone. decodes: sequences that take `num_steps` steps
+        each, or as many as they have left; each makes a token, or up to `tokens_per_step`.
       draft: what the sequences draft in each step (a `DraftPlan`, which the engine adds); None for nothing.
       grammar: what the device is told of grammars first (by `Grammars.plan`, which the engine adds).
     """
@@ -74,20 +79,3 @@ class DispatchPlan:
     def sequences(self) -> list[SequenceState]:
         """All that take part."""
         return [*(chunk.sequence for chunk in self.chunks), *self.decodes]
-
-
-@dataclass
-class Counters:
-    """Totals since the start; tokens unless said otherwise."""
-
-    num_added: int = 0
-    num_finished: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    computed_prompt_tokens: int = 0
-    reused_tokens: int = 0
-    copied_pages: int = 0
-    host_hit_tokens: int = 0  # of the reused ones, those whose pages came back from host memory
-    disk_read_tokens: int = 0  # whose pages were read from `prefix_store`
-    host_bytes_out: int = 0
-    host_bytes_in: int = 0

@@ -209,10 +209,13 @@ def step(
 
     decoder = model.bind(weights)
     if (kept := model.kept) is None:
-        ragged, best = (rows.query_starts, lengths, ends), None
+        tables, kv_lengths = model.seen(cache, work.page_tables, ends, lengths)
+        best = None
         if model.best is not None and rows.num_prompt is not None:
-            best = parts_of_step(model.best, work.page_tables[0], rows.num_prompt, work.token_slots, *ragged)
-        attend = attend_ragged(cache, work.page_tables, *ragged, is_uniform=is_uniform, best=best, mesh=model.mesh)
+            ragged = rows.num_prompt, work.token_slots, rows.query_starts, lengths, ends
+            best = parts_of_step(model.best, tables[0], *ragged)
+        ragged = rows.query_starts, lengths, kv_lengths
+        attend = attend_ragged(cache, tables, *ragged, is_uniform=is_uniform, best=best, mesh=model.mesh)
     else:
         ragged = pieces(kept, model.config, cache, work.page_tables, work.token_slots, rows.query_starts, lengths, ends)
         attend = attend_to_pieces(cache, kept, ragged, num_tokens, is_uniform=is_uniform, mesh=model.mesh)

@@ -22,7 +22,7 @@ NEEDLE_HEAD = (
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """A cache to measure: `kv_dtype` as of `LLM`, and `kv_policy` in the form of `str(SinksWindow)`, or "all".
+    """A cache to measure: `kv_dtype` as of `LLM`, and `kv_policy` in the form of `str(policy)`, or "all".
 
     Raises ValueError for quest(N), under which prompts attend to everything: texts are measured as prompts.
     """
@@ -133,7 +133,7 @@ def read_policies(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     found = [CacheChoice("auto", ALL if name == ALL else str(parse_policy(name))).kv_policy for name in names]
     if not found:
-        raise ValueError(f"{text!r} names no policy: give sinks(N)+window(N), in tokens, or all")
+        raise ValueError(f"{text!r} names no policy: give some, such as sinks(4)+window(256) or snapkv(256), or all")
     return list(dict.fromkeys(found))
 
 

@@ -5,6 +5,7 @@ from tests.faults.fault import Fault
 POLICY_TESTS = ("tests/cache/test_policies.py",)
 GOLDEN_TESTS = ("tests/oracle/test_policy_golden.py",)
 QUEST_TESTS = ("tests/cache/test_best_pages.py",)
+COMPACTION_TESTS = ("tests/engine/test_prompt_compaction_scheduling.py", "tests/engine/test_prompt_compaction.py")
 SCORE_TESTS = ("tests/oracle/test_policy_scores_golden.py",)
 
 FAULTS = (
@@ -90,9 +91,9 @@ FAULTS = (
     ),
     Fault(
         "policies/a-pyramid-stands-on-its-top",
-        "jaxinfer/cache/scores.py",
-        "[round(highest - layer * step) for layer in range(num_layers)]",
-        "[round(lowest + layer * step) for layer in range(num_layers)]",
+        "jaxinfer/cache/policies.py",
+        "tuple(round(highest - layer * step) for layer in range(num_layers))",
+        "tuple(round(lowest + layer * step) for layer in range(num_layers))",
         SCORE_TESTS,
         "the first layers keep the fewest tokens",
     ),
@@ -107,10 +108,58 @@ FAULTS = (
     Fault(
         "policies/keydiff-means-lengths-too",
         "jaxinfer/cache/scores.py",
-        "    anchor = _unit(directions.mean(axis=0))",
+        "    anchor = _unit(directions.sum(axis=0) / is_key.sum())",
         "    anchor = _unit(k.astype(jnp.float32).mean(axis=0))",
         SCORE_TESTS,
         "long keys decide alone which keys are unlike the others",
+    ),
+    Fault(
+        "policies/a-prompt-is-compacted-a-token-early",
+        "jaxinfer/engine/prompt_compaction.py",
+        "        return sequence.num_prompt - self._num_observed if self.is_due(sequence) else sequence.target",
+        "        return sequence.num_prompt - self._num_observed - 1 if self.is_due(sequence) else sequence.target",
+        COMPACTION_TESTS,
+        "a prompt's last token is chosen from another pass than it is computed in",
+    ),
+    Fault(
+        "policies/a-compacted-page-is-found-again",
+        "jaxinfer/engine/prompt_compaction.py",
+        "        if not sequence.prompt_tables:\n            return None\n",
+        "        if not sequence.prompt_tables:\n            return sequence.tables\n",
+        COMPACTION_TESTS,
+        "a prompt that begins like an earlier one is answered from what was left of that one",
+    ),
+    Fault(
+        "policies/queries-of-reused-tokens-are-missing",
+        "jaxinfer/engine/prompt_compaction.py",
+        "            return sequence.num_prompt - self._num_observed\n        return len(sequence.tokens) - 1",
+        "            return sequence.num_prompt - 1\n        return len(sequence.tokens) - 1",
+        COMPACTION_TESTS,
+        "after a prefix hit, other tokens of a prompt stay",
+    ),
+    Fault(
+        "policies/all-heads-keep-what-the-first-keeps",
+        "pallas_kernels/paged_attention/compaction.py",
+        "page, at = source_page[:, own], source_slot[:, own]",
+        "page, at = source_page[:, 0 * own], source_slot[:, 0 * own]",
+        ("tests/pallas_kernels/paged_attention/test_compaction.py",),
+        "key heads lose the tokens that they need",
+    ),
+    Fault(
+        "policies/queries-are-not-rotated-as-keys-are",
+        "jaxinfer/cache/compaction.py",
+        "queries_for(q.astype(jnp.float32), shape.dtype)",
+        "q.astype(jnp.float32)",
+        ("tests/cache/test_compaction.py",),
+        "with a cache of four bits, chance decides what stays of a prompt",
+    ),
+    Fault(
+        "policies/lengths-count-what-was-lost",
+        "jaxinfer/cache/compaction.py",
+        "num_dropped * cache.page_size, ends[:, None])",
+        "0 * num_dropped, ends[:, None])",
+        ("tests/cache/test_compaction.py", "tests/engine/test_prompt_compaction.py"),
+        "answers attend to pages of others after a prompt was compacted",
     ),
     Fault(
         "policies/a-report-without-its-policy",
@@ -170,17 +219,17 @@ FAULTS = (
     ),
     Fault(
         "policies/more-tokens-are-replayed-than-there-is-room-for",
-        "jaxinfer/engine/scheduler.py",
-        "            length = min(length, max(sequence.num_prompt - sequence.num_stored, 0) + left)\n",
-        "",
+        "jaxinfer/engine/replays.py",
+        "        left = self._limit - sum(map(_num_replayed, chunks))",
+        "        left = self._limit * 4",
         ("tests/engine/test_quest.py::test_a_preempted_answer_is_replayed_token_by_token",),
         "a long answer that was preempted loses tokens",
     ),
     Fault(
         "policies/pages-of-answers-are-shared",
-        "jaxinfer/engine/scheduler.py",
-        "return len(sequence.tokens) if self.options.num_replayed is None else sequence.num_prompt",
-        "return len(sequence.tokens)",
+        "jaxinfer/engine/replays.py",
+        "return num_tokens if self._limit is None else min(num_tokens, sequence.num_prompt)",
+        "return num_tokens",
         ("tests/engine/test_quest.py::test_an_answer_in_a_later_prompt_is_computed_as_a_prompt",),
         "the next turn of a chat is answered differently where its beginning was still cached",
     ),
