@@ -5,7 +5,9 @@ still a function of its request: a token attends to the same keys alone or in a 
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 _CALL = re.compile(r"([a-z_0-9]+)\(([0-9]+)\)")
 
@@ -78,14 +80,137 @@ class KeptPages:
         return 0 if self.trained is None else self.num_sinks * max(self.num_pieces(num_tokens, num_slots), num_slots)
 
 
-def parse_policy(text: str) -> SinksWindow:
-    """The policy of a text such as "sinks(4)+window(1024)". Raises ValueError for any other."""
+PROMPT_METHODS = ("snapkv", "pyramidkv", "keydiff")
+OBSERVED = 32  # last tokens of a prompt, whose queries score the others (SnapKV, section 4: 16 to 64)
+PYRAMID_SLOPE = 20  # the last layer of PyramidKV has this share of the mean budget
+
+
+@dataclass(frozen=True)
+class PromptBudget:
+    """Keeps the tokens of a prompt with the best scores, chosen once, at its end; all tokens of the answer stay.
+
+    Attributes:
+      method: how tokens are scored (`jaxinfer.cache.scores`), each key head for itself: "snapkv", by what the prompt's
+        last `OBSERVED` tokens attend to, and these are kept; "pyramidkv", the same, with more tokens in lower layers;
+        "keydiff", by how far a key is from the mean key.
+      budget: tokens kept, at least: whole pages are dropped. Shorter prompts are kept whole.
+
+    Raises ValueError for a budget of no more than `OBSERVED` tokens.
+    """
+
+    method: str
+    budget: int
+
+    def __post_init__(self) -> None:
+        if self.method not in PROMPT_METHODS:
+            raise ValueError(f"{self.method!r} is none of {', '.join(PROMPT_METHODS)}")
+        if not isinstance(self.budget, int) or isinstance(self.budget, bool) or self.budget <= OBSERVED:
+            raise ValueError(
+                f"{self.method}({self.budget}) of a kv_policy: give more tokens than the {OBSERVED} at a prompt's end, "
+                f"which are computed against all of it"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.method}({self.budget})"
+
+    def describe(self, page_size: int) -> str:
+        """What people read of it."""
+        kept = f"{self.budget:,} to {self.budget + page_size - 1:,} tokens of a longer prompt"
+        if self.method == "pyramidkv":
+            kept = f"{self.budget:,} tokens of a longer prompt on average over the layers"
+        last = "" if self.method == "keydiff" else f", the last {OBSERVED} among them"
+        return f"{self}: each key head keeps {kept}{last}, chosen at its end; pages of {page_size} tokens"
+
+    def of_layer(self, page_size: int, layer: int, num_layers: int) -> "LayerBudget":
+        """What one of the layers keeps of a prompt; the same for all but with pyramidkv."""
+        place = (layer, num_layers) if self.method == "pyramidkv" else (0, 1)
+        return LayerBudget(self, page_size, *place)
+
+
+@dataclass(frozen=True)
+class LayerBudget:
+    """What layer `layer` of `num_layers` keeps of a prompt, in a cache with pages of `page_size` tokens.
+
+    Whole pages are dropped, so that later tokens keep their places within pages.
+    """
+
+    policy: PromptBudget
+    page_size: int
+    layer: int = 0
+    num_layers: int = 1
+
+    @property
+    def num_observed(self) -> int:
+        """Last tokens of a prompt, which are computed in the pass that compacts it."""
+        return OBSERVED
+
+    def num_dropped(self, num_prompt: int) -> int:
+        """Pages that a prompt of so many tokens loses: as many tokens stay as are asked for, or less than a page
+        more."""
+        budget = self.policy.budget
+        if self.policy.method == "pyramidkv":
+            budget = pyramid_budgets(budget, num_prompt, self.num_layers, window=OBSERVED)[self.layer]
+        return max(num_prompt - budget, 0) // self.page_size
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a compacted prompt takes, at most."""
+        most = budget = self.policy.budget
+        if self.policy.method == "pyramidkv":
+            highest, lowest = _pyramid(budget)
+            most = max(budget, round(highest - self.layer * (highest - lowest) / max(self.num_layers - 1, 1)))
+        return -(-(most + self.page_size - 1) // self.page_size)
+
+
+@lru_cache(maxsize=4096)
+def pyramid_budgets(budget: int, num_tokens: int, num_layers: int, *, window: int) -> tuple[int, ...]:
+    """Tokens that each layer keeps where they keep `budget` on average, the last `window` included (PyramidKV, Cai et
+    al. 2024, section 3.2): fewer in higher layers. Where the pyramid does not fit a prompt of `num_tokens`, all layers
+    keep as many."""
+    highest, lowest = _pyramid(budget)
+    if highest >= num_tokens - window:
+        highest = num_tokens - window
+        lowest = 2 * budget - highest
+    if not num_tokens >= highest >= lowest >= window:
+        return (max(1, min(budget, num_tokens)),) * num_layers
+    step = (highest - lowest) / max(num_layers - 1, 1)
+    return tuple(round(highest - layer * step) for layer in range(num_layers))
+
+
+def _pyramid(budget: int) -> tuple[float, float]:
+    """Tokens of the first layer and of the last one, for long prompts."""
+    lowest = budget / PYRAMID_SLOPE
+    return 2 * budget - lowest, lowest
+
+
+Policy = SinksWindow | PromptBudget
+
+
+def _of_prompts(method: str) -> Callable[..., PromptBudget]:
+    return lambda **values: PromptBudget(method, values[method])
+
+
+# By the names of its parts, what makes a policy of their numbers, which it gets by name.
+_KINDS: dict[tuple[str, ...], Callable[..., Policy]] = {
+    ("sinks", "window"): SinksWindow,
+    **{(method,): _of_prompts(method) for method in PROMPT_METHODS},
+}
+
+
+def parse_policy(text: str) -> Policy:
+    """The policy of a text such as "sinks(4)+window(1024)" or "snapkv(1024)". Raises ValueError for any other."""
+    kinds = ", ".join("+".join(f"{name}(N)" for name in names) for names in _KINDS)
     found: dict[str, int] = {}
     for part in text.replace(" ", "").split("+"):
         call = _CALL.fullmatch(part)
-        if call is None or call[1] not in ("sinks", "window") or call[1] in found:
-            raise ValueError(f"kv_policy={text!r}: {part!r} is not understood; give sinks(N)+window(N), in tokens")
+        if call is None or call[1] in found or not any(call[1] in names for names in _KINDS):
+            raise ValueError(f"kv_policy={text!r}: {part!r} is not understood; give one of {kinds}, in tokens")
         found[call[1]] = int(call[2])
-    if missing := [name for name in ("sinks", "window") if name not in found]:
-        raise ValueError(f"kv_policy={text!r} lacks {missing[0]}(N): give sinks(N)+window(N), in tokens")
-    return SinksWindow(**found)
+    for names, make in _KINDS.items():
+        if set(found) == set(names):
+            return make(**found)
+    for names in _KINDS:
+        if set(found) < set(names):
+            missing = next(name for name in names if name not in found)
+            raise ValueError(f"kv_policy={text!r} lacks {missing}(N): give one of {kinds}, in tokens")
+    raise ValueError(f"kv_policy={text!r} combines {' and '.join(found)}: give one of {kinds}, in tokens")

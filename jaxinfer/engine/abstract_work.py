@@ -28,31 +28,37 @@ def abstract_slots(
     return rows if mesh is None else placed(rows, parallel.array_shardings(mesh, rows, slot_axes(*rows)))
 
 
-def abstract_step_work(num_tokens: int, num_slots: int, pages_per_sequence: int, num_groups: int = 1) -> StepWork:
+def abstract_step_work(
+    num_tokens: int, num_slots: int, pages_per_sequence: int, num_groups: int = 1, is_compacted: bool = False
+) -> StepWork:
     """What a step of so many tokens takes."""
     rows, counts, flags = (
         abstract_array(jnp.int32, num_tokens),
         abstract_array(jnp.int32, num_slots),
         abstract_array(jnp.bool_, num_slots),
     )
-    tables = abstract_tables(num_slots, pages_per_sequence, num_groups)
+    tables = abstract_tables(num_slots, pages_per_sequence, num_groups, is_compacted)
     return StepWork(rows, rows, StepSlots(counts, counts, counts, flags, flags, counts), tables)
 
 
-def abstract_decode_work(num_slots: int, pages_per_sequence: int, num_groups: int = 1) -> DecodeWork:
+def abstract_decode_work(
+    num_slots: int, pages_per_sequence: int, num_groups: int = 1, is_compacted: bool = False
+) -> DecodeWork:
     """What decoding takes."""
     return DecodeWork(
         is_scheduled=abstract_array(jnp.bool_, num_slots),
-        page_tables=abstract_tables(num_slots, pages_per_sequence, num_groups),
+        page_tables=abstract_tables(num_slots, pages_per_sequence, num_groups, is_compacted),
         num_steps=abstract_array(jnp.int32),
     )
 
 
-def abstract_rounds(num_slots: int, pages_per_sequence: int, num_groups: int = 1) -> SpeculativeWork:
+def abstract_rounds(
+    num_slots: int, pages_per_sequence: int, num_groups: int = 1, is_compacted: bool = False
+) -> SpeculativeWork:
     """What speculative rounds take."""
     return SpeculativeWork(
         is_scheduled=abstract_array(jnp.bool_, num_slots),
-        page_tables=abstract_tables(num_slots, pages_per_sequence, num_groups),
+        page_tables=abstract_tables(num_slots, pages_per_sequence, num_groups, is_compacted),
         num_rounds=abstract_array(jnp.int32),
         num_drafts=abstract_array(jnp.int32, num_slots),
     )
@@ -63,9 +69,10 @@ def abstract_array(dtype: Any, *shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def abstract_tables(num_slots: int, pages_per_sequence: int, num_groups: int) -> PageTables:
-    """The page tables of the groups of layers."""
-    return (abstract_array(jnp.int32, num_slots, pages_per_sequence),) * num_groups
+def abstract_tables(num_slots: int, pages_per_sequence: int, num_groups: int, is_compacted: bool = False) -> PageTables:
+    """The page tables of the groups of layers, and with `is_compacted` the pages that each prompt has lost."""
+    tables = (abstract_array(jnp.int32, num_slots, pages_per_sequence),) * num_groups
+    return (*tables, abstract_array(jnp.int32, num_slots, num_groups)) if is_compacted else tables
 
 
 def placed(arrays: Any, shardings: Any) -> Any:

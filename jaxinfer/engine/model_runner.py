@@ -31,6 +31,7 @@ from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
 from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepSlots, StepWork
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
+from jaxinfer.engine.prompt_passes import PromptPasses
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec
@@ -45,7 +46,7 @@ from jaxinfer.speculative import Draft, ModelDraft, NgramDraft, draft_model
 COPIES = 8  # pages of one copy program
 
 
-class ModelRunner(CacheCopies):
+class ModelRunner(CacheCopies, PromptPasses):
     """Runs dispatches for one engine. Owns the caches and slots (`close` frees them); parameters are the caller's.
 
     Args:
@@ -69,7 +70,7 @@ class ModelRunner(CacheCopies):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh = spec.mesh
         self.placement = DevicePlacement(mesh)
-        self.model, self.weights = program_model(spec.config, params, mesh, spec.kept_pages)
+        self.model, self.weights = program_model(spec.config, params, mesh, spec.kept_pages, spec.budgets)
         self.device = self.weights[0].addressable_shards[0].device
         kind: Any = draft if isinstance(draft, NgramDraft) else None
         self.draft_weights: tuple[jax.Array, ...] = ()
@@ -138,6 +139,10 @@ class ModelRunner(CacheCopies):
         if plan.is_empty:
             return None
         chunks = [(_slot(chunk.sequence), chunk) for chunk in plan.chunks]
+        if any(chunk.compaction for _, chunk in chunks):
+            sent = partial(Flight, plan, chunks, [], num_slots=self.spec.max_seqs, sent_at=time.perf_counter())
+            sent = partial(sent, num_rows=chunks[0][1].length)
+            return self._sent_pieces(sent, *self._compact(*chunks[0]))
         decodes = [(_slot(sequence), sequence) for sequence in plan.decodes]
         is_step = bool(chunks) or (self.spec.options.deterministic and plan.draft is None)
         highest = max(slot for slot, _ in (*chunks, *decodes))
@@ -236,13 +241,17 @@ class ModelRunner(CacheCopies):
         num_slots: int,
     ) -> Flight:
         work, pieces = step_rows(chunks, decodes, num_tokens, num_slots)
-        is_scored = any(piece.is_read for piece in pieces)
-        output, scores = self._run_step(work, is_scored), None
+        output = self._run_step(work, any(piece.is_read for piece in pieces))
         if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
             self._copy_states(True, state_copies(saved, self.spec.max_seqs))
-        if is_scored and self._hidden is not None:
+        return self._sent_pieces(partial(sent, num_rows=num_tokens), output, pieces)
+
+    def _sent_pieces(self, sent: Callable[..., Flight], output: StepOutput, pieces: list[ScoredChunk]) -> Flight:
+        """The flight of pieces of prompts, whose scoring begins where it is asked for."""
+        scores = None
+        if self._hidden is not None:
             scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, pieces[-1].end), None
-        return sent(output=output, num_rows=num_tokens, scores=scores)
+        return sent(output=output, scores=scores)
 
     # What runs on the devices, on those of all hosts alike: arguments are host values.
 
@@ -384,6 +393,7 @@ class ModelRunner(CacheCopies):
                 name = f"speculation of {tree.num_nodes} tokens, {num_slots} slots"
                 calls = partial(self._lower_rounds, num_slots, number), partial(self._warm_up_rounds, num_slots, number)
                 found.append(Program(name, *calls))
+        found += self._compaction_programs
         raw, processed = self._scores.lower(spec.token_buckets[-1], spec.dtype)
         scores = Program("scores", raw), Program("scores under parameters", processed, self._warm_up_scores)
         return [*found, *scores]

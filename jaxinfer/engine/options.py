@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxinfer.options import option
 
 if TYPE_CHECKING:
-    from jaxinfer.cache.policies import SinksWindow
+    from jaxinfer.cache.policies import Policy
     from jaxinfer.speculative import Draft, TokenTree
 
 CACHES = ("paged", "contiguous")
@@ -128,7 +128,8 @@ class EngineOptions(SpeculationOptions):
     kv_policy: str | None = _engine(
         None,
         "Which keys and values stay as a sequence grows: sinks(4)+window(1024) keeps the first and the last pages that "
-        "hold so many tokens. By default all.",
+        "hold so many tokens; snapkv(1024), pyramidkv(1024) and keydiff(1024) keep so many tokens of a prompt, chosen "
+        "at its end, and all of the answer. By default all.",
         "POLICY",
     )
     cache: str = _engine(
@@ -257,7 +258,7 @@ class EngineOptions(SpeculationOptions):
             raise ValueError(f"host_cache_gib={gib} holds cached beginnings: it cannot be combined with {missing}")
 
     @property
-    def policy(self) -> "SinksWindow | None":
+    def policy(self) -> "Policy | None":
         """`kv_policy`, parsed; None where nothing is dropped."""
         from jaxinfer.cache.policies import parse_policy
 

@@ -40,15 +40,15 @@ class PagePools:
         """By group, the first page that is read after `num_stored` tokens."""
         return [group.first_needed(num_stored, self.page_size) for group in self.groups]
 
-    def least_pages(self, num_tokens: int) -> list[int]:
+    def least_pages(self, num_tokens: int, num_prompt: int = 0) -> list[int]:
         """By group, as `CacheGroup.least_pages`."""
-        return [group.least_pages(num_tokens, self.page_size) for group in self.groups]
+        return [group.least_pages(num_tokens, self.page_size, num_prompt) for group in self.groups]
 
-    def num_missing(self, num_tokens: int, num_known: int) -> list[int]:
+    def num_missing(self, num_tokens: int, num_known: int, num_prompt: int = 0) -> list[int]:
         """By group, the pages that a sequence of `num_tokens` tokens needs, at least, if it shares the whole pages of
         the first `num_known`."""
         num_whole = num_known // self.page_size
-        least = self.least_pages(num_tokens)
+        least = self.least_pages(num_tokens, num_prompt)
         shared = (
             max(num_whole - first, 0) + group.sinks_before(min(first, num_whole))
             for group, first in zip(self.groups, self.first_needed(num_known), strict=True)
@@ -135,12 +135,17 @@ class PagePools:
         """Raises RuntimeError unless the sequences' tables are the owners there are, and have all pages they need."""
         sequences = list(sequences)
         for index, pool in enumerate(self.all):
-            pool.check([page for page in one.tables[index] if page != NULL_PAGE] for one in sequences)
+            tables = (
+                [*one.tables[index], *(one.prompt_tables[index] if one.prompt_tables else ())] for one in sequences
+            )
+            pool.check([page for page in table if page != NULL_PAGE] for table in tables)
         for one in sequences:
             if len({len(table) for table in one.tables}) != 1:
                 raise RuntimeError(f"tables of different lengths: {[len(table) for table in one.tables]}")
             needed = self.first_needed(one.num_confirmed)
             for group, table, released, first in zip(self.groups, one.tables, one.num_released, needed, strict=True):
+                if group.budget is not None:
+                    first = group.budget.num_dropped(one.num_prompt) if one.is_compacted else 0
                 num_sinks = group.sinks_before(released)
                 held = table[:num_sinks] + table[released:]
                 if released > first or any(table[num_sinks:released]) or not all(held):

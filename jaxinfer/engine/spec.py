@@ -21,7 +21,7 @@ from jaxinfer.cache import (
     state_bytes,
     stored_dtype,
 )
-from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.policies import KeptPages, LayerBudget, SinksWindow
 from jaxinfer.engine.abstract_work import (
     abstract_slots,
     outputs_together,
@@ -31,9 +31,9 @@ from jaxinfer.engine.abstract_work import (
     take_layers,
 )
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
-from jaxinfer.engine.layer_caches import LayerCache, layer_caches
+from jaxinfer.engine.layer_caches import LayerCache, group_kinds, layer_caches
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.policy_checks import check_policy
+from jaxinfer.engine.policy_checks import check_policy, check_prompt_budget
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
@@ -85,6 +85,7 @@ class EngineSpec:
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
         check_policy(self.config, self.draft, self.num_devices, options, self.kept_pages, self.kv_dtype)
+        check_prompt_budget(self.config, self.draft, self.num_devices, options, self.max_model_len)
 
     @classmethod
     def of(
@@ -186,12 +187,13 @@ class EngineSpec:
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
         """The cache of each layer."""
-        return layer_caches(self.config, self.options.cache == "contiguous", self.kept_pages)
+        return layer_caches(self.config, self.options, self.kept_pages, self.page_size)
 
     @cached_property
     def kept_pages(self) -> KeptPages | None:
         """The pages that `kv_policy` keeps in layers without a window; None for all."""
-        if (policy := self.options.policy) is None:
+        policy = self.options.policy
+        if not isinstance(policy, SinksWindow):
             return None
         trained = self.config.max_length
         return policy.pages(self.page_size, trained if self.max_model_len > trained else None)
@@ -204,54 +206,55 @@ class EngineSpec:
     # Groups of layers.
 
     @cached_property
-    def windows(self) -> tuple[int | None, ...]:
-        """The windows of the groups: None first, for layers without one, then the largest first.
+    def _group_kinds(self) -> tuple[tuple[int | None, LayerBudget | None], ...]:
+        return group_kinds(self.layers, self.has_own_draft)
 
-        A draft model's own layers are all in the group without a window, as it stores a whole prompt at once when it
-        first drafts: none of it may have been given back.
-        """
-        found = {layer.window for layer in self.layers} | ({None} if self.has_own_draft else set())
-        return tuple(sorted(found, key=lambda window: (window is not None, -(window or 0))))
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows of the groups, None for layers without one."""
+        return tuple(window for window, _ in self._group_kinds)
+
+    @property
+    def budgets(self) -> tuple[LayerBudget | None, ...] | None:
+        """What stays of a prompt in each group; None where no prompt is compacted."""
+        budgets = tuple(budget for _, budget in self._group_kinds)
+        return budgets if any(budgets) else None
 
     @cached_property
     def layer_groups(self) -> tuple[int, ...]:
         """The group of each layer; () where there is only one."""
-        if len(self.windows) == 1:
-            return ()
-        return tuple(self.windows.index(layer.window) for layer in self.layers)
+        kinds = self._group_kinds
+        return tuple(kinds.index(layer.group) for layer in self.layers) if len(kinds) > 1 else ()
 
     @cached_property
     def pool_sizes(self) -> PoolSizes:
         """The rule for the numbers of pages."""
         scratch = max((tree.num_nodes for tree in self.trees), default=0) if self.draft is not None else 0
         tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + scratch
-        kept = self._sinks, self._scratch
-        return PoolSizes(self.windows, self.group_page_bytes, self.page_size, self.max_seqs, *tokens, *kept)
+        sizes = self.windows, self.group_page_bytes, self.page_size, self.max_seqs
+        return PoolSizes(*sizes, *tokens, *self._policy_pages)
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The groups of layers and their pools."""
-        counts = self.pool_sizes.pages(self.num_pages)
-        layers, sizes = self._layers_by_group, self.group_page_bytes
-        return tuple(map(CacheGroup, counts, self.windows, layers, sizes, self._sinks, self._scratch))
+        sizes = self._layers_by_group, self.group_page_bytes, *self._policy_pages[:2]
+        windows, budgets = zip(*self._group_kinds, strict=True)
+        return tuple(map(CacheGroup, self.pool_sizes.pages(self.num_pages), windows, *sizes, budgets))
 
     @property
-    def _sinks(self) -> tuple[int, ...]:
-        """By group, the first pages of a sequence that stay."""
+    def _policy_pages(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """By group, the first pages of a sequence that stay, those that programs use within a pass, and those of a
+        compacted prompt, at most."""
         kept = self.kept_pages
-        return tuple(kept.num_sinks if kept and window == kept.window else 0 for window in self.windows)
-
-    @property
-    def _scratch(self) -> tuple[int, ...]:
-        """By group, the pages that programs use within a pass."""
-        kept = self.kept_pages
-        count = 0 if kept is None else kept.num_scratch(self.token_buckets[-1], self.max_seqs)
-        return tuple(count if num_sinks else 0 for num_sinks in self._sinks)
+        most = 0 if kept is None else kept.num_scratch(self.token_buckets[-1], self.max_seqs)
+        sinks = tuple(kept.num_sinks if kept and window == kept.window else 0 for window in self.windows)
+        fresh = tuple(0 if budget is None else budget.most_pages for _, budget in self._group_kinds)
+        return sinks, tuple(most if num_sinks else 0 for num_sinks in sinks), fresh
 
     @property
     def _layers_by_group(self) -> list[tuple[int, ...]]:
-        windows = [(layer, kind.window) for layer, kind in enumerate(self.layers)]
-        return [tuple(layer for layer, own in windows if own == window) for window in self.windows]
+        kinds = [(layer, cache.group) for layer, cache in enumerate(self.layers)]
+        return [tuple(layer for layer, own in kinds if own == kind) for kind in self._group_kinds]
 
     @cached_property
     def group_page_bytes(self) -> tuple[int, ...]:

@@ -1,10 +1,13 @@
 """Writes golden/policies.safetensors: what kvpress's StreamingLLM keeps of random Llamas, and their logits; and
-golden/policy_scores.safetensors: what its methods that score keys keep of a prompt.
+golden/policy_scores.safetensors: what its methods that score keys keep of a prompt; and golden/prompt_policies.
+safetensors: greedy answers after prompts that it compacts.
 
 Run with kvpress 0.5.5, torch and Transformers in an environment of its own: kvpress needs older Transformers than the
 other golden files. Run twice, it writes the same bytes. Pages are computed one by one, each attending to what the press
 left of the pages before it.
 """
+
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -20,12 +23,17 @@ from safetensors.numpy import save_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tests.oracle.policy_cases import (
+    ANSWER,
     BUDGETS,
+    COMPACTED,
     CONFIG,
+    EVERY,
     GOLDEN,
     METHODS,
     NUM_TOKENS,
+    OBSERVED,
     PAGE_SIZE,
+    PROMPTS,
     SCORED,
     SCORES,
     SEEDS,
@@ -47,6 +55,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, np.ndarray] = {}
     scored: dict[str, np.ndarray] = {}
+    compacted: dict[str, np.ndarray] = {}
     for seed in SEEDS:
         model = LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation="eager"))
         model.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors(seed).items()})
@@ -57,7 +66,9 @@ def main() -> None:
                 name = name_of(seed, budget, is_relative)
                 found |= {f"{name}.logits": np.ascontiguousarray(logits[7::8]), f"{name}.kept": kept}
         scored |= {f"{seed}.{name}": kept for name, kept in chosen(model, torch.from_numpy(tokens(seed))[None]).items()}
-    for arrays, path in ((found, GOLDEN), (scored, SCORES)):
+        answers = answered(model, torch.from_numpy(tokens(seed))[None])
+        compacted |= {f"{seed}.{name}": array for name, array in answers.items()}
+    for arrays, path in ((found, GOLDEN), (scored, SCORES), (compacted, COMPACTED)):
         save_file(arrays, path)
         path.chmod(0o644)
         print(f"{len(arrays)} arrays, {path.stat().st_size:,} bytes")
@@ -100,6 +111,44 @@ def positions_kept(press, module, hidden, layer, known) -> np.ndarray:
     length = layer.keys.shape[2]
     count = int(length * (1 - press.compression_ratio)) if budget_of is None else budget_of(module, length)
     return scores.topk(count, dim=-1).indices.sort(dim=-1).values[0].numpy()
+
+
+@torch.no_grad()
+def answered(model, ids) -> dict[str, np.ndarray]:
+    """By method and budget: the positions int16 [layers, Hkv, T] that are kept, -1 after the last, the greedy answer
+    int16 [ANSWER], and logits float32 [ANSWER / EVERY, V]."""
+    made = {
+        "snapkv": lambda budget: SnapKVPress(1 - (budget + 0.5) / NUM_TOKENS, window_size=OBSERVED),
+        "keydiff": lambda budget: KeyDiffPress(1 - (budget + 0.5) / NUM_TOKENS),
+        "pyramidkv": lambda budget: PyramidKVPress(1 - budget / NUM_TOKENS, window_size=OBSERVED),
+    }
+    found = {}
+    model.set_attn_implementation("sdpa")  # makes no mask for a single query, so that layers may differ in length
+    for method, (_, budgets) in PROMPTS.items():
+        for budget in budgets:
+            press, cache, kept = made[method](budget), DynamicCache(), []
+            compress = press.compress
+
+            def remember(module, hidden, keys, values, attentions, known, press=press, kept=kept, compress=compress):
+                rows = positions_kept(press, module, hidden, SimpleNamespace(keys=keys, values=values), known)
+                kept.append(np.pad(rows, ((0, 0), (0, NUM_TOKENS - rows.shape[1])), constant_values=-1))
+                return compress(module, hidden, keys, values, attentions, known)
+
+            press.compress = remember
+            with press(model):
+                logits = [model(ids, past_key_values=cache, use_cache=True).logits[0, -1]]
+            answer = [int(logits[0].argmax())]
+            while len(answer) < ANSWER:
+                at = torch.tensor([[NUM_TOKENS + len(answer) - 1]])
+                step = model(torch.tensor([[answer[-1]]]), past_key_values=cache, position_ids=at, use_cache=True)
+                logits.append(step.logits[0, -1])
+                answer.append(int(logits[-1].argmax()))
+            name = f"{method}.{budget}"
+            found[f"{name}.kept"] = np.stack(kept).astype(np.int16)
+            found[f"{name}.answer"] = np.array(answer, np.int16)
+            found[f"{name}.logits"] = torch.stack(logits[EVERY - 1 :: EVERY]).numpy()
+    model.set_attn_implementation("eager")
+    return found
 
 
 @torch.no_grad()

@@ -189,13 +189,13 @@ ENGINE = (
     Fault(
         "engine/a-state-is-saved-before-its-step",
         "jaxinfer/engine/model_runner.py",
-        """        output, scores = self._run_step(work, is_scored), None
+        """        output = self._run_step(work, any(piece.is_read for piece in pieces))
         if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
             self._copy_states(True, state_copies(saved, self.spec.max_seqs))
 """,
         """        if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
             self._copy_states(True, state_copies(saved, self.spec.max_seqs))
-        output, scores = self._run_step(work, is_scored), None
+        output = self._run_step(work, any(piece.is_read for piece in pieces))
 """,
         ("tests/engine/test_saved_states.py::test_a_restored_state_is_that_of_its_tokens",),
         "a prompt goes on from a cached beginning with a state that lacks a chunk of it",
@@ -203,17 +203,19 @@ ENGINE = (
     Fault(
         "engine/a-state-is-saved-a-token-late",
         "jaxinfer/engine/scheduler.py",
-        """self.saved.next_stop(sequence) - sequence.num_stored, room)
+        """self.saved.next_stop(sequence), self.compaction.next_stop(sequence))
+        length = min(budget, stop - sequence.num_stored, room)
         if length > 0:
-            missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
+            missing = self.pools.pages_for(sequence.num_stored + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
             end = sequence.num_stored + length
             saves_to = self.saved.save(sequence, end)
 """,
-        """self.saved.next_stop(sequence) + 1 - sequence.num_stored, room)
+        """self.saved.next_stop(sequence) + 1, self.compaction.next_stop(sequence) + 1)
+        length = min(budget, stop - sequence.num_stored, room)
         if length > 0:
             length = min(length, sequence.target - sequence.num_stored)
-            missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
+            missing = self.pools.pages_for(sequence.num_stored + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
             end = sequence.num_stored + length
             saves_to = self.saved.save(sequence, end - 1)
