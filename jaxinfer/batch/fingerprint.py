@@ -52,6 +52,8 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
             digest.update(np.asarray(own).tobytes())
     if engine.spec.kept_pages is not None:  # what tokens attend to
         digest.update(f"kv_policy={engine.spec.kept_pages}".encode())
+    if engine.spec.heavy_pages is not None:
+        digest.update(f"kv_policy={engine.spec.heavy_pages}".encode())
     samples: list[_Sample] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(llm.params), is_leaf=is_quantized):
         keys = tuple(key.key for key in path)

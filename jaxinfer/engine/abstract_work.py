@@ -28,7 +28,9 @@ def abstract_slots(
     return rows if mesh is None else placed(rows, parallel.array_shardings(mesh, rows, slot_axes(*rows)))
 
 
-def abstract_step_work(num_tokens: int, num_slots: int, pages_per_sequence: int, num_groups: int = 1) -> StepWork:
+def abstract_step_work(
+    num_tokens: int, num_slots: int, pages_per_sequence: int, num_groups: int = 1, has_prompt_lengths: bool = False
+) -> StepWork:
     """What a step of so many tokens takes."""
     rows, counts, flags = (
         abstract_array(jnp.int32, num_tokens),
@@ -36,7 +38,8 @@ def abstract_step_work(num_tokens: int, num_slots: int, pages_per_sequence: int,
         abstract_array(jnp.bool_, num_slots),
     )
     tables = abstract_tables(num_slots, pages_per_sequence, num_groups)
-    return StepWork(rows, rows, StepSlots(counts, counts, counts, flags, flags, counts), tables)
+    lengths = counts if has_prompt_lengths else None
+    return StepWork(rows, rows, StepSlots(counts, counts, counts, flags, flags, counts, lengths), tables)
 
 
 def abstract_decode_work(num_slots: int, pages_per_sequence: int, num_groups: int = 1) -> DecodeWork:

@@ -270,6 +270,12 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
 
 def _describe_policy(spec: EngineSpec) -> dict[str, Any]:
     """What `kv_policy` keeps, in whole pages."""
+    if (heavy := spec.heavy_pages) is not None:
+        return {
+            "policy": f"{spec.options.policy}: pages of {heavy.page_size} tokens; of prompts and answers at most "
+            f"{heavy.num_tokens:,} tokens stay, the last {heavy.num_recent:,} and those that queries attended to most; "
+            f"no prefix is reused"
+        }
     if (kept := spec.kept_pages) is None:
         return {}
     text = f"{spec.options.policy}: pages of {kept.page_size} tokens, {kept.num_sinks} first, {kept.num_window} before "

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
 
@@ -69,7 +70,7 @@ class ModelRunner(CacheCopies):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh = spec.mesh
         self.placement = DevicePlacement(mesh)
-        self.model, self.weights = program_model(spec.config, params, mesh, spec.kept_pages)
+        self.model, self.weights = program_model(spec.config, params, mesh, spec.kept_pages, spec.heavy_pages)
         self.device = self.weights[0].addressable_shards[0].device
         kind: Any = draft if isinstance(draft, NgramDraft) else None
         self.draft_weights: tuple[jax.Array, ...] = ()
@@ -116,7 +117,9 @@ class ModelRunner(CacheCopies):
     ) -> PagedCache:
         spec, layout = self.spec, self.spec.layout_of(config, kv_dtype)
         pages = init_paged_cache(config, counts, spec.page_size, kv_dtype, layout, spec.mesh, scales, groups)
-        return dataclasses.replace(pages, states=init_state_cache(config, spec.max_seqs, compute_dtype(params)))
+        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.cache.sums)
+        states = init_state_cache(config, spec.max_seqs, compute_dtype(params))
+        return dataclasses.replace(pages, states=states, sums=sums)
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
@@ -235,7 +238,7 @@ class ModelRunner(CacheCopies):
         num_tokens: int,
         num_slots: int,
     ) -> Flight:
-        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots)
+        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots, self.spec.heavy_pages is not None)
         is_scored = any(piece.is_read for piece in pieces)
         output, scores = self._run_step(work, is_scored), None
         if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
@@ -419,7 +422,7 @@ class ModelRunner(CacheCopies):
 
     def _lower_step(self, size: int, num_slots: int) -> Lowered:
         self._compiled_steps.add((size, num_slots))
-        work = self._step_work(programs.empty_work(size, num_slots), self._empty_tables(num_slots))
+        work = self._step_work(self._empty_work(size, num_slots), self._empty_tables(num_slots))
         return programs.step.lower(*self._step_arguments(work))
 
     def _lower_sampling(self, num_slots: int) -> Lowered:
@@ -427,7 +430,7 @@ class ModelRunner(CacheCopies):
         logits = jax.ShapeDtypeStruct(shape, np.float32)
         if mesh is not None:
             logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=programs.logits_sharding(mesh, logits))
-        work = self._step_work(programs.empty_work(1, num_slots), self._empty_tables(num_slots))
+        work = self._step_work(self._empty_work(1, num_slots), self._empty_tables(num_slots))
         return programs.sample_step.lower(mesh, self._slots, self._batch, work.slots, logits, self._tables)
 
     def _lower_decode(self, num_slots: int) -> Lowered:
@@ -437,12 +440,15 @@ class ModelRunner(CacheCopies):
     def _lower_rounds(self, num_slots: int, tree: int) -> Lowered:
         return speculate.lower(*self._rounds_arguments(empty_rounds(num_slots), tree, self._empty_tables(num_slots)))
 
+    def _empty_work(self, num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
+        return programs.empty_work(num_tokens, num_slots, self.spec.heavy_pages is not None)
+
     def _empty_tables(self, num_slots: int) -> PageTables:
         return self.placement.put(self._rows.empty(num_slots))
 
     def _warm_up_step(self, size: int, num_slots: int) -> None:
         self._update_tables(None, num_slots)
-        self._run_step(programs.empty_work(size, num_slots), False)
+        self._run_step(self._empty_work(size, num_slots), False)
 
     def _warm_up_decode(self, num_slots: int) -> None:
         self._update_tables(None, num_slots)

@@ -5,6 +5,7 @@ Plain Python: no JAX here.
 
 from collections.abc import Iterable, Sequence
 
+from jaxinfer.cache.policies import HeavyPages
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
 from jaxinfer.engine.prefix import PrefixTree
@@ -18,13 +19,43 @@ class PagePools:
     sinks.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], page_size: int, shuffle_seed: int | None = None):
-        self.groups, self.page_size = tuple(groups), page_size
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        page_size: int,
+        shuffle_seed: int | None = None,
+        heavy: HeavyPages | None = None,
+    ):
+        self.groups, self.page_size, self.heavy = tuple(groups), page_size, heavy
         self.all = tuple(PagePool(group.num_pages, shuffle_seed) for group in groups)
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    def pages_of(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Pages that a sequence needs when so many of its tokens are stored."""
+        heavy = self.heavy
+        return self.pages_for(num_tokens if heavy is None else heavy.num_held(sequence.num_prompt, num_tokens))
+
+    def most_tokens(self, num_prompt: int, num_tokens: int) -> int:
+        """Tokens for which a sequence with such a prompt needs room at once, until it has `num_tokens`."""
+        return num_tokens if self.heavy is None else self.heavy.most_held(num_prompt, num_tokens)
+
+    def place(self, sequence: SequenceState) -> int:
+        """Where the next token of a sequence is stored: as many tokens are before it in its pages."""
+        count, heavy = sequence.num_stored, self.heavy
+        return count if heavy is None or count < sequence.num_prompt else count - heavy.num_dropped(count)
+
+    def next_stop(self, sequence: SequenceState) -> int:
+        """Tokens up to which a prompt's next piece may go. Where tokens are dropped at a prompt's end and where pages
+        of an answer are full, they stop there: each piece attends to what was kept then."""
+        count, heavy = sequence.num_stored, self.heavy
+        if heavy is None:
+            return sequence.target
+        if count < sequence.num_prompt:
+            return min(sequence.num_prompt, sequence.target)
+        return min((count // self.page_size + 1) * self.page_size, sequence.target)
 
     @property
     def num_available(self) -> int:
@@ -59,7 +90,9 @@ class PagePools:
         """By group, pages that sequences which run will need soon: the rest of their prompts, and one for the next
         tokens of each; of a window, what they do not have of it yet."""
         prompts = (one for one in running if not one.is_decoding)
-        full = len(running) + sum(self.pages_for(one.target) - len(one.tables[0]) for one in prompts)
+        full = len(running) + sum(
+            self.pages_for(self.most_tokens(one.num_prompt, one.target)) - len(one.tables[0]) for one in prompts
+        )
         spare = [full] * len(self.all)
         for index in self._windows:
             group = self.groups[index]
@@ -94,6 +127,15 @@ class PagePools:
         """Gives a sequence so many more pages of each group; there must be as many available."""
         for pool, table in zip(self.all, sequence.tables, strict=True):
             table += pool.allocate(count)
+
+    def release_evicted(self, sequence: SequenceState) -> None:
+        """Gives back the pages of a prompt whose tokens were moved together at its end."""
+        if sequence.num_confirmed < sequence.num_prompt:
+            return
+        count = self.pages_of(sequence, max(sequence.num_reserved, sequence.num_prompt + 1))
+        for pool, table in zip(self.all, sequence.tables, strict=True):
+            pool.release(table[count:])
+            del table[count:]
 
     def has_behind(self, sequence: SequenceState) -> bool:
         """Whether pages of a sequence are behind the window of everything that is still to be computed."""

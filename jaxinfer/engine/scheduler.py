@@ -13,6 +13,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxinfer.cache.policies import HeavyPages
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.host_tier import HostPoolSize, HostTier
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
@@ -48,7 +49,8 @@ class SchedulerOptions:
       work are kept and found again. shuffle_seed: orders the pages at random (for tests). has_states: whether layers
       keep a state of each sequence. num_saved_states: places for states that are kept, without which a model with
       states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages. host_pools: host
-      pages of each group of layers, and of saved states; () for none.
+      pages of each group of layers, and of saved states; () for none. heavy: how many tokens a policy keeps that drops
+      them within a sequence's own pages; None for all.
     """
 
     num_pages: int
@@ -66,6 +68,7 @@ class SchedulerOptions:
     more_groups: tuple[CacheGroup, ...] = ()
     host_pools: tuple[HostPoolSize, ...] = ()
     num_sinks: int = 0
+    heavy: HeavyPages | None = None
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -81,6 +84,8 @@ class SchedulerOptions:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.has_states and self.reuses_prefixes and not self.num_saved_states:
             raise ValueError("prefixes of a model with states are reused from saved states: there are none")
+        if self.heavy is not None and self.reuses_prefixes:
+            raise ValueError("pages in which tokens are dropped cannot be those of a prefix")
         if self.num_saved_states and (self.save_interval < 1 or self.save_interval % self.page_size):
             raise ValueError(f"save_interval={self.save_interval} is no multiple of page_size={self.page_size}")
 
@@ -108,7 +113,7 @@ class Scheduler:
 
     def __init__(self, options: SchedulerOptions, slot_buckets: Sequence[int] | None = None):
         self.options = options
-        self.pools = PagePools(options.groups, options.page_size, options.shuffle_seed)
+        self.pools = PagePools(options.groups, options.page_size, options.shuffle_seed, options.heavy)
         num_places = options.num_saved_states if options.reuses_prefixes else 0
         self.tier = HostTier(options.host_pools)
         states = num_places, options.save_interval, options.page_size, options.shuffle_seed
@@ -133,7 +138,8 @@ class Scheduler:
         """Raises RequestTooLargeError, with both numbers, for a sequence that could never run to its end."""
         if num_prompt < 1 or max_tokens < 1:
             raise ValueError(f"a prompt token and max_tokens >= 1 are needed, got {num_prompt} and {max_tokens}")
-        for pool, needed in zip(self.pools.all, self.pools.least_pages(num_prompt + max_tokens - 1), strict=True):
+        num_tokens = self.pools.most_tokens(num_prompt, num_prompt + max_tokens - 1)
+        for pool, needed in zip(self.pools.all, self.pools.least_pages(num_tokens), strict=True):
             if needed > (available := pool.num_pages - 1):
                 raise RequestTooLargeError(
                     f"{num_prompt} prompt tokens and max_tokens={max_tokens} need {needed} pages of "
@@ -277,7 +283,7 @@ class Scheduler:
         if self.waiting != sorted(self.waiting, key=_rank):
             raise RuntimeError("the queue is out of order")
         for one in self.running:
-            if self._pages_for(min(one.num_reserved, one.num_storable)) > len(one.pages):
+            if self.pools.pages_of(one, min(one.num_reserved, one.num_storable)) > len(one.pages):
                 raise RuntimeError(f"{one.num_reserved} tokens may be stored in {len(one.pages)} pages")
             if one.num_stored > min(one.num_reserved, one.num_storable):
                 raise RuntimeError(f"{one.num_stored} tokens are stored, at most {one.num_reserved} are planned")
@@ -294,8 +300,8 @@ class Scheduler:
         if self.waiting and decodes:
             steps = min(steps, *(one.num_left for one in decodes))
         if any(one.grammar is not None and one.grammar.is_on_host for one in decodes):
-            if self.options.has_states:
-                return 1  # a refused token cannot be taken out of a state
+            if self.options.has_states or self.options.heavy is not None:
+                return 1  # a refused token cannot be taken out of a state, or of sums of what was attended to
             steps = max(range(1, steps + 1), key=lambda count: _num_expected(decodes, count) / (count + HOST_STEPS))
         return max(steps, 1)
 
@@ -303,7 +309,9 @@ class Scheduler:
         """Whether the first that waits could start now; a guess, `_admit` decides."""
         if not self.waiting or not self._free_slots:
             return False
-        return self.pools.has_room(self.pools.least_pages(len(self.waiting[0].tokens)), self._num_spare())
+        first = self.waiting[0]
+        num_tokens = self.pools.most_tokens(first.num_prompt, len(first.tokens))
+        return self.pools.has_room(self.pools.least_pages(num_tokens), self._num_spare())
 
     def _num_spare(self) -> list[int]:
         """By group, pages left for those that run when another is admitted, lest it is preempted at once."""
@@ -312,7 +320,8 @@ class Scheduler:
     def _allocate_pages(self, decodes: list[SequenceState], num_tokens: int) -> bool:
         """Allocates pages for this many more tokens of each; takes none and returns false if there are too few."""
         tokens = [min(one.num_reserved + num_tokens, one.num_storable) for one in decodes]
-        missing = [max(0, self._pages_for(num) - len(one.pages)) for one, num in zip(decodes, tokens, strict=True)]
+        pairs = zip(decodes, tokens, strict=True)
+        missing = [max(0, self.pools.pages_of(one, num) - len(one.pages)) for one, num in pairs]
         if sum(missing) > self.pools.num_available:
             return False
         for sequence, count in zip(decodes, missing, strict=True):
@@ -340,10 +349,11 @@ class Scheduler:
 
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
-        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - sequence.num_stored
-        length = min(budget, self.saved.next_stop(sequence) - sequence.num_stored, room)
+        start = sequence.num_stored
+        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - self.pools.place(sequence)
+        length = min(budget, self.saved.next_stop(sequence) - start, self.pools.next_stop(sequence) - start, room)
         if length > 0:
-            missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
+            missing = self.pools.pages_of(sequence, start + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
             end = sequence.num_stored + length
             saves_to = self.saved.save(sequence, end)
@@ -391,7 +401,8 @@ class Scheduler:
         num_tokens, page_size = len(sequence.tokens), self.options.page_size
         match = self._find_known(sequence)
         num_known = min(len(match.tables[0]) * page_size, num_tokens - 1)
-        num_whole, missing = num_known // page_size, self.pools.num_missing(num_tokens, num_known)
+        most = self.pools.most_tokens(sequence.num_prompt, num_tokens)
+        num_whole, missing = num_known // page_size, self.pools.num_missing(most, num_known)
         missing = [count + match.num_absent(group) for group, count in enumerate(missing)]
         if not self.pools.has_room(missing, self._num_spare()):
             self.prefixes.let_go(match)
@@ -482,13 +493,11 @@ class Scheduler:
     def _release_behind_windows(self) -> None:
         """Gives back pages that nothing reads any more; what may be reused of them is in the prefix tree first."""
         for sequence in self.running:
+            if self.options.heavy is not None:
+                self.pools.release_evicted(sequence)
             if self.pools.has_behind(sequence):
                 self._cache_prefix(sequence)
                 self.pools.release_behind(sequence, self.prefixes)
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.options.page_size)
-
 
 def _num_expected(sequences: list[SequenceState], num_steps: int) -> float:
     """Tokens that will count of so many decode steps."""

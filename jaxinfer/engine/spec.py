@@ -21,7 +21,8 @@ from jaxinfer.cache import (
     state_bytes,
     stored_dtype,
 )
-from jaxinfer.cache.policies import KeptPages, SinksWindow
+from jaxinfer.cache.heavy_hitters import abstract_sums
+from jaxinfer.cache.policies import HeavyHitters, HeavyPages, KeptPages, SinksWindow
 from jaxinfer.engine.abstract_work import (
     abstract_slots,
     outputs_together,
@@ -33,7 +34,7 @@ from jaxinfer.engine.abstract_work import (
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.layer_caches import LayerCache, layer_caches
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.policy_checks import check_policy
+from jaxinfer.engine.policy_checks import check_heavy, check_policy
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
@@ -85,6 +86,7 @@ class EngineSpec:
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
         check_policy(self.config, self.draft, self.num_devices, options, self.kept_pages, self.kv_dtype)
+        check_heavy(self.config, self.draft, self.num_devices, options, self.heavy_pages, self.max_model_len)
 
     @classmethod
     def of(
@@ -146,8 +148,9 @@ class EngineSpec:
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether pages of finished work are kept; those of a contiguous cache are never full before the end."""
-        is_possible = self.options.prefix_cache and self.options.cache == "paged"
+        """Whether pages of finished work are kept; those of a contiguous cache are never full before the end, and a
+        policy that adds up what queries attend to needs all of them."""
+        is_possible = self.options.prefix_cache and self.options.cache == "paged" and self.heavy_pages is None
         return is_possible and (not self.has_states or self.num_saved_states > 0)
 
     @property
@@ -196,6 +199,12 @@ class EngineSpec:
             return None
         trained = self.config.max_length
         return policy.pages(self.page_size, trained if self.max_model_len > trained else None)
+
+    @cached_property
+    def heavy_pages(self) -> HeavyPages | None:
+        """How many of the tokens that queries attend to most `kv_policy` keeps; None where it keeps others."""
+        policy = self.options.policy
+        return policy.pages(self.page_size) if isinstance(policy, HeavyHitters) else None
 
     def num_seen(self, layer: int) -> int | None:
         """Tokens that a query of a layer sees, at most; None for all."""
@@ -259,6 +268,8 @@ class EngineSpec:
         """Bytes of a page of each group on a device, in all of its layers and the draft's."""
         single = self._cache(self.config, self.kv_dtype, (1,))
         found = [sum(num_bytes(single.layers[layer]) for layer in layers) for layers in self._layers_by_group]
+        if self.heavy_pages is not None:
+            found[0] += num_bytes(abstract_sums(self.config, 1, self.page_size))
         if self.draft_kv_dtype is not None and self.draft_model is not None:
             found[0] += num_bytes(self._cache(self.draft_model[0], self.draft_kv_dtype, (1,)))
         return tuple(found)
@@ -403,7 +414,8 @@ class EngineSpec:
         """The model's pages and states."""
         counts = tuple(group.num_allocated for group in self.groups)
         cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups)
-        return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype))
+        sums = None if self.heavy_pages is None else abstract_sums(self.config, counts[0], self.page_size)
+        return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype), sums=sums)
 
     @cached_property
     def saved_states(self) -> StateCache | None:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxinfer import parallel
 from jaxinfer.cache import KVScales, PagedCache, PageTables, attend_as_stored
 from jaxinfer.cache.kept_pages import KeptView, kept_view
-from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.policies import HeavyPages, KeptPages
 from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
 from jaxinfer.sampling import (
     SamplingBatch,
@@ -37,7 +37,8 @@ Weights = tuple[jax.Array, ...]
 @dataclass(frozen=True, eq=False)
 class ProgramModel:
     """What programs are compiled for: a configuration, the structure of its parameters, the mesh that they are
-    cut over, None for a single device, and the pages that a policy keeps, None for all.
+    cut over, None for a single device, and what a policy keeps: pages, or the tokens that are attended to most; None for
+    all.
 
     A call passes it as a static argument beside the parameters' leaves. Both save the host time on every dispatch: it
     is hashed by identity (get one from `program_model`, which returns the same object for equal arguments), and a
@@ -48,6 +49,7 @@ class ProgramModel:
     structure: Any
     mesh: Mesh | None = None
     kept: KeptPages | None = None
+    heavy: HeavyPages | None = None
 
     def bind(self, weights: Weights) -> Decoder:
         """The decoder over the leaves; called while tracing."""
@@ -65,18 +67,22 @@ class ProgramModel:
 
 @lru_cache(maxsize=64)
 def _program_model(
-    config: ModelConfig, structure: Any, mesh: Mesh | None, kept: KeptPages | None = None
+    config: ModelConfig, structure: Any, mesh: Mesh | None, kept: KeptPages | None, heavy: HeavyPages | None
 ) -> ProgramModel:
-    return ProgramModel(config, structure, mesh, kept)
+    return ProgramModel(config, structure, mesh, kept, heavy)
 
 
 def program_model(
-    config: ModelConfig, params: Params, mesh: Mesh | None = None, kept: KeptPages | None = None
+    config: ModelConfig,
+    params: Params,
+    mesh: Mesh | None = None,
+    kept: KeptPages | None = None,
+    heavy: HeavyPages | None = None,
 ) -> tuple[ProgramModel, Weights]:
     """The static and the array half of a model, as every program takes them. With a mesh, the parameters are where
     `parallel.parameter_shardings` says."""
     leaves, structure = jax.tree.flatten(params)
-    return _program_model(config, structure, mesh, kept), tuple(leaves)
+    return _program_model(config, structure, mesh, kept, heavy), tuple(leaves)
 
 
 @partial(jax.jit, static_argnums=(0, 5))
