@@ -20,9 +20,9 @@ from tests.engine.test_windows import check_idle
 from tests.pallas_kernels.quick import quick
 
 PAGE, BUDGET = 8, 24
-NUM_PROMPTS, LENGTH = 8, 160
-PROMPTS = [*random_prompts(NUM_PROMPTS - 2, 80, seed=7), [5, 7, 9], [*range(64)]]
-PARAMS = [replace(mixed_params(number), max_tokens=12 + 9 * number) for number in range(NUM_PROMPTS)]
+NUM_PROMPTS, LENGTH = 10, 160
+PROMPTS = [*random_prompts(6, 80, seed=7), [5, 7, 9], [3], [*range(20)], [*range(64)]]
+PARAMS = [replace(mixed_params(number), max_tokens=12 + 8 * number) for number in range(NUM_PROMPTS)]
 PARAMS[3] = replace(PARAMS[3], n=3, temperature=0.8, seed=5)
 OPTIONS = {
     "max_seqs": 8,
@@ -107,6 +107,26 @@ def check_everything(llm: LLM, expected) -> None:
 def test_however_it_is_cut_and_stored(model, expected, variant):
     with LLM(model, **{**OPTIONS, **VARIANTS[variant]}) as llm:
         check_everything(llm, expected)
+
+
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_preempted_anywhere(model, expected, every):
+    """The prompt is computed again, and then the answer in the same pieces: pages, their sums and what is dropped."""
+    with LLM(model, **{**OPTIONS, "steps_per_dispatch": 3}) as llm:
+        engine = llm.engine
+        for number in (2, 6, 9):
+            (sequence,) = llm.submit(llm.prepare(PROMPTS[number], PARAMS[number]))
+            count = 0
+            while engine.has_work:
+                engine.step()
+                engine._commit_all()
+                if sequence.slot is not None and sequence.num_output and (count := count + 1) % every == 0:
+                    engine.scheduler.preempt(sequence)
+                    while engine.has_work and not sequence.is_decoding:
+                        engine.step()
+                        engine._commit_all()
+            assert sequence.num_preemptions > 2
+            assert sequence.tokens[len(PROMPTS[number]) :] == expected[number][0]
 
 
 def test_streamed(model, expected):
