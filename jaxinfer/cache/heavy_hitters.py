@@ -61,15 +61,21 @@ class SummedRows(NamedTuple):
     parts: PartRows | None
 
 
-def abstract_sums(config: ModelConfig, num_pages: int, page_size: int) -> tuple[jax.ShapeDtypeStruct | None, ...]:
-    """`PagedCache.sums` as shapes."""
+def with_sums(cache: PagedCache, config: ModelConfig) -> PagedCache:
+    """An abstract cache with its sums."""
 
-    def of_layer(layer: int) -> jax.ShapeDtypeStruct | None:
-        if not config.caches_keys(layer):
+    def of_layer(layer: int, pages: Any) -> Any:
+        if pages is None:
             return None
+        num_pages, page_size = jax.tree.leaves(pages)[0].shape[:2]
         return jax.ShapeDtypeStruct((num_pages, config.num_kv_heads_of(layer), page_size), jnp.float32)
 
-    return tuple(map(of_layer, range(config.num_layers)))
+    return replace(cache, sums=tuple(of_layer(*pair) for pair in enumerate(cache.layers)))
+
+
+def zeros_of(sums: Any) -> Any:
+    """Sums of those shapes."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
 
 
 def num_dropped(heavy: HeavyPages, num_stored: Int32[Array, " S"]) -> Int32[Array, " S"]:

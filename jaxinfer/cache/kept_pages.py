@@ -23,11 +23,11 @@ from pallas_kernels.paged_attention.specs import SHORT_QUERIES
 
 
 class KeptView(NamedTuple):
-    """What S sequences attend to: page tables int32 [S, P] of each group, kv_lengths int32 [S], and by layer the sinks
-    that are moved; none where sequences are no longer than the model's."""
+    """What S sequences attend to: page tables int32 [S, P] of each group, kv_lengths int32 [S], or those of each group,
+    and by layer the sinks that are moved; none where sequences are no longer than the model's."""
 
     page_tables: PageTables
-    kv_lengths: jax.Array
+    kv_lengths: Any
     moved: dict[int, MovedSinks]
 
 

@@ -109,21 +109,52 @@ class PromptBudget:
     def __str__(self) -> str:
         return f"{self.method}({self.budget})"
 
-    def num_dropped(self, num_prompt: int, page_size: int, layer: int = 0, num_layers: int = 1) -> int:
-        """Pages that a prompt of so many tokens loses in one of the layers: tokens that stay are as many as are asked
-        for or, so that later tokens keep their places within pages, less than a page more."""
-        budget = self.budget
-        if self.method == "pyramidkv":
-            budget = pyramid_budgets(budget, num_prompt, num_layers, window=OBSERVED)[layer]
-        return max(num_prompt - budget, 0) // page_size
+    def of_layer(self, page_size: int, layer: int, num_layers: int) -> "LayerBudget":
+        """What one of the layers keeps of a prompt; the same for all but with pyramidkv."""
+        place = (layer, num_layers) if self.method == "pyramidkv" else (0, 1)
+        return LayerBudget(self, page_size, *place)
+
+
+@dataclass(frozen=True)
+class LayerBudget:
+    """What layer `layer` of `num_layers` keeps of a prompt, in a cache with pages of `page_size` tokens.
+
+    Whole pages are dropped, so that later tokens keep their places within pages.
+    """
+
+    policy: PromptBudget
+    page_size: int
+    layer: int = 0
+    num_layers: int = 1
+
+    @property
+    def num_observed(self) -> int:
+        """Last tokens of a prompt, which are computed in the pass that compacts it."""
+        return OBSERVED
+
+    def num_dropped(self, num_prompt: int) -> int:
+        """Pages that a prompt of so many tokens loses: as many tokens stay as are asked for, or less than a page
+        more."""
+        budget = self.policy.budget
+        if self.policy.method == "pyramidkv":
+            budget = pyramid_budgets(budget, num_prompt, self.num_layers, window=OBSERVED)[self.layer]
+        return max(num_prompt - budget, 0) // self.page_size
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a compacted prompt takes, at most."""
+        most = budget = self.policy.budget
+        if self.policy.method == "pyramidkv":
+            highest, lowest = _pyramid(budget)
+            most = max(budget, round(highest - self.layer * (highest - lowest) / max(self.num_layers - 1, 1)))
+        return -(-(most + self.page_size - 1) // self.page_size)
 
 
 def pyramid_budgets(budget: int, num_tokens: int, num_layers: int, *, window: int) -> list[int]:
     """Tokens that each layer keeps where they keep `budget` on average, the last `window` included (PyramidKV, Cai et
     al. 2024, section 3.2): fewer in higher layers. Where the pyramid does not fit a prompt of `num_tokens`, all layers
     keep as many."""
-    lowest = budget / PYRAMID_SLOPE
-    highest = 2 * budget - lowest
+    highest, lowest = _pyramid(budget)
     if highest >= num_tokens - window:
         highest = num_tokens - window
         lowest = 2 * budget - highest
@@ -131,6 +162,12 @@ def pyramid_budgets(budget: int, num_tokens: int, num_layers: int, *, window: in
         return [max(1, min(budget, num_tokens))] * num_layers
     step = (highest - lowest) / max(num_layers - 1, 1)
     return [round(highest - layer * step) for layer in range(num_layers)]
+
+
+def _pyramid(budget: int) -> tuple[float, float]:
+    """Tokens of the first layer and of the last one, for long prompts."""
+    lowest = budget / PYRAMID_SLOPE
+    return 2 * budget - lowest, lowest
 
 
 @dataclass(frozen=True)

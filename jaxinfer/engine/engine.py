@@ -81,6 +81,7 @@ class Engine:
                 shuffle_seed=options.shuffle_seed,
                 window=self.spec.windows[0],
                 num_sinks=self.spec.groups[0].num_sinks,
+                budget=self.spec.groups[0].budget,
                 more_groups=self.spec.groups[1:],
                 host_pools=self.runner.host_pages.sizes,
                 heavy=self.spec.heavy_pages,

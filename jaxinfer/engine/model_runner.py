@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
+from jaxinfer.cache.heavy_hitters import zeros_of
 from jaxinfer.cache.state import init_state_cache
 from jaxinfer.engine.cache_copies import CacheCopies
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
@@ -32,6 +32,7 @@ from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
 from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepSlots, StepWork
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
+from jaxinfer.engine.prompt_passes import PromptPasses
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec
@@ -46,7 +47,7 @@ from jaxinfer.speculative import Draft, ModelDraft, NgramDraft, draft_model
 COPIES = 8  # pages of one copy program
 
 
-class ModelRunner(CacheCopies):
+class ModelRunner(CacheCopies, PromptPasses):
     """Runs dispatches for one engine. Owns the caches and slots (`close` frees them); parameters are the caller's.
 
     Args:
@@ -70,7 +71,8 @@ class ModelRunner(CacheCopies):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh = spec.mesh
         self.placement = DevicePlacement(mesh)
-        self.model, self.weights = program_model(spec.config, params, mesh, spec.kept_pages, spec.heavy_pages)
+        policy = spec.kept_pages, spec.budgets, spec.heavy_pages
+        self.model, self.weights = program_model(spec.config, params, mesh, *policy)
         self.device = self.weights[0].addressable_shards[0].device
         kind: Any = draft if isinstance(draft, NgramDraft) else None
         self.draft_weights: tuple[jax.Array, ...] = ()
@@ -117,9 +119,8 @@ class ModelRunner(CacheCopies):
     ) -> PagedCache:
         spec, layout = self.spec, self.spec.layout_of(config, kv_dtype)
         pages = init_paged_cache(config, counts, spec.page_size, kv_dtype, layout, spec.mesh, scales, groups)
-        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.cache.sums)
         states = init_state_cache(config, spec.max_seqs, compute_dtype(params))
-        return dataclasses.replace(pages, states=states, sums=sums)
+        return dataclasses.replace(pages, states=states, sums=zeros_of(spec.cache.sums))
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
@@ -141,6 +142,10 @@ class ModelRunner(CacheCopies):
         if plan.is_empty:
             return None
         chunks = [(_slot(chunk.sequence), chunk) for chunk in plan.chunks]
+        if any(chunk.compaction for _, chunk in chunks):
+            sent = partial(Flight, plan, chunks, [], num_slots=self.spec.max_seqs, sent_at=time.perf_counter())
+            sent = partial(sent, num_rows=chunks[0][1].length)
+            return self._sent_pieces(sent, *self._compact(*chunks[0]))
         decodes = [(_slot(sequence), sequence) for sequence in plan.decodes]
         is_step = bool(chunks) or (self.spec.options.deterministic and plan.draft is None)
         highest = max(slot for slot, _ in (*chunks, *decodes))
@@ -239,13 +244,17 @@ class ModelRunner(CacheCopies):
         num_slots: int,
     ) -> Flight:
         work, pieces = step_rows(chunks, decodes, num_tokens, num_slots, self.spec.heavy_pages is not None)
-        is_scored = any(piece.is_read for piece in pieces)
-        output, scores = self._run_step(work, is_scored), None
+        output = self._run_step(work, any(piece.is_read for piece in pieces))
         if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
             self._copy_states(True, state_copies(saved, self.spec.max_seqs))
-        if is_scored and self._hidden is not None:
-            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, pieces[-1].end), None
-        return sent(output=output, num_rows=num_tokens, scores=scores)
+        return self._sent_pieces(partial(sent, num_rows=num_tokens), output, pieces)
+
+    def _sent_pieces(self, sent: Callable[..., Flight], output: StepOutput, pieces: list[ScoredChunk]) -> Flight:
+        """The flight of pieces of prompts, whose scoring begins where it is asked for."""
+        if self._hidden is None or not pieces:
+            return sent(output=output)
+        scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, pieces[-1].end), None
+        return sent(output=output, scores=scores)
 
     # What runs on the devices, on those of all hosts alike: arguments are host values.
 
@@ -387,6 +396,7 @@ class ModelRunner(CacheCopies):
                 name = f"speculation of {tree.num_nodes} tokens, {num_slots} slots"
                 calls = partial(self._lower_rounds, num_slots, number), partial(self._warm_up_rounds, num_slots, number)
                 found.append(Program(name, *calls))
+        found += self._compaction_programs
         raw, processed = self._scores.lower(spec.token_buckets[-1], spec.dtype)
         scores = Program("scores", raw), Program("scores under parameters", processed, self._warm_up_scores)
         return [*found, *scores]

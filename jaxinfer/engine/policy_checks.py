@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxinfer.cache import is_rotated, kv_dtype_name
-from jaxinfer.cache.policies import HeavyPages, KeptPages
+from jaxinfer.cache.policies import HeavyPages, KeptPages, PromptBudget
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import ModelConfig
 from jaxinfer.speculative import Draft, LayersDraft
@@ -38,6 +38,35 @@ def check_policy(
                 f"kv_dtype={kv_dtype_name(kv_dtype)!r} once more"
             )
         _check_positions(config, name, kept)
+
+
+def check_prompt_budget(
+    config: ModelConfig, draft: Draft | None, num_devices: int, options: EngineOptions, max_model_len: int
+) -> None:
+    """Raises ValueError for a policy that compacts prompts, with its name and what it cannot be combined with."""
+    if not isinstance(options.policy, PromptBudget):
+        return
+    name = f"kv_policy={options.kv_policy!r}"
+    if max_model_len > config.max_length:
+        raise ValueError(
+            f"{name}: positions stay those of the whole sequence, so max_model_len={max_model_len} may be at most the "
+            f"{config.max_length} tokens that {config.architecture} was trained for"
+        )
+    for is_refused, reason in (
+        (config.mla is not None, "has latent attention, whose keys are of all heads"),
+        (bool(config.recurrent_layers), "has recurrent layers, whose states are of all tokens"),
+        (any(config.window(layer) is not None for layer in config.attention_layers), "has layers with a window"),
+        (config.attention_chunk is not None, "attends within chunks"),
+        (config.has_sinks, "has attention sinks, which scores do not count"),
+        (not all(map(config.caches_keys, config.attention_layers)), "has layers that read the keys of others"),
+        (len(config.attention_layers) < config.num_layers, "has layers without attention"),
+    ):
+        if is_refused:
+            raise ValueError(f"{name}: {config.architecture} {reason}")
+    if num_devices > 1:
+        raise ValueError(f"{name} runs on one device, not {num_devices}")
+    if isinstance(draft, LayersDraft):
+        raise ValueError(f"{name} cannot be combined with draft='layers:{draft.num_layers}': use a model or 'ngram'")
 
 
 def check_heavy(

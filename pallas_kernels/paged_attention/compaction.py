@@ -24,10 +24,9 @@ def compact(
 ) -> Pages:
     """Copies stored keys and values of one layer, bit for bit, scales included.
 
-    The j-th of the first `count` positions of each head goes to slot j % page of the page targets[j // page]. Heads may
-    have different positions, so a token's place in its page is then several tokens'. `page_table` are the pages of the
-    sequence. All is read before anything is written; targets beyond the last page, and what is beyond them, are dropped.
-    Donate the pages: they are updated in place.
+    The j-th of the first `count` positions of each head goes to slot j % page of the page targets[j // page]; heads may
+    have different positions. `page_table` are the pages of the sequence. All is read before anything is written; what
+    is for a target beyond the last page, or has none, is dropped. Donate the pages: they are updated in place.
     """
     size, num_pages = shape.page_size, shape.num_pages
     position = jnp.clip(positions, 0, page_table.shape[0] * size - 1)

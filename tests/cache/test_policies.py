@@ -56,13 +56,20 @@ def test_pages_are_dropped_whole():
     """At least the budget stays, less than a page more; short prompts stay whole."""
     for page_size in (1, 8, 64):
         for num_prompt in range(1, 400, 7):
-            dropped = PromptBudget("snapkv", 100).num_dropped(num_prompt, page_size)
+            budget = PromptBudget("snapkv", 100).of_layer(page_size, 3, 4)
+            dropped = budget.num_dropped(num_prompt)
             kept = num_prompt - dropped * page_size
+            assert dropped == 0 or -(-kept // page_size) <= budget.most_pages
             assert dropped == 0 or 100 <= kept < 100 + page_size
             assert dropped > 0 or num_prompt < 100 + page_size
-    budgets = [PromptBudget("pyramidkv", 1000).num_dropped(100_000, 1, layer, 32) for layer in range(32)]
-    assert budgets == sorted(budgets)
-    assert 100_000 - budgets[0] == 1950
+    budgets = [PromptBudget("pyramidkv", 1000).of_layer(1, layer, 32) for layer in range(32)]
+    dropped = [budget.num_dropped(100_000) for budget in budgets]
+    assert dropped == sorted(dropped)
+    assert (100_000 - dropped[0], 100_000 - dropped[-1]) == (1950, 50)
+    for num_prompt in range(1, 5000, 13):
+        for budget in budgets[::5]:
+            dropped = budget.num_dropped(num_prompt)
+            assert dropped == 0 or num_prompt - dropped <= budget.most_pages
 
 
 def test_pages_are_kept_whole():

@@ -38,7 +38,8 @@ class DenseHeavy:
 
     def __call__(self, layer: int, q: Any, k: Any, v: Any, window: None, *, scale: float | None = None) -> Any:
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-        scale, group = scale or q.shape[-1] ** -0.5, q.shape[1] // k.shape[1]
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        group = q.shape[1] // k.shape[1]
         out = [
             self._head(layer, head, q[:, head * group : (head + 1) * group], k[:, head], v[:, head], scale)
             for head in range(k.shape[1])
@@ -62,9 +63,8 @@ class DenseHeavy:
                 # A prompt's tokens are compared by what a query that saw them gave them, as in kvpress.
                 means = sums / np.maximum(end - np.arange(num_tokens), 1)
                 is_kept = keep_best(is_kept, means, whole + end % self.page_size, self.budget // 2)
-            elif end > self.num_prompt and (end + self.early) % self.page_size == 0:
-                if is_kept.sum() + self.early >= whole + self.page_size:
-                    is_kept = keep_best(is_kept, sums, is_kept.sum() - self.page_size, self.budget // 2)
+            elif end > self.num_prompt and is_kept.sum() + self.early == whole + self.page_size:
+                is_kept = keep_best(is_kept, sums, whole - self.early, self.budget // 2)
             history[token] = is_kept
         return np.stack(out)
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer import LLM, SamplingParams
+from jaxinfer import LLM
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
 from tests.engine.dense_heavy import DenseHeavy, dense_logits
 from tests.engine.mixed_requests import mixed_params, random_prompts

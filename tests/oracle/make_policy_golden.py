@@ -1,6 +1,7 @@
 """Writes golden/policies.safetensors: what kvpress's StreamingLLM keeps of random Llamas, and their logits; and
-golden/policy_scores.safetensors: what its methods that score keys keep of a prompt; and golden/policy_heavy.safetensors:
-what its observed attention keeps of a prompt, with the last tokens, and logits of the tokens after that.
+golden/policy_scores.safetensors: what its methods that score keys keep of a prompt; and
+golden/policy_heavy.safetensors: what its observed attention keeps of a prompt, with the last tokens, and logits of the
+tokens after that.
 
 Run with kvpress 0.5.5, torch and Transformers in an environment of its own: kvpress needs older Transformers than the
 other golden files. Run twice, it writes the same bytes. Pages are computed one by one, each attending to what the press

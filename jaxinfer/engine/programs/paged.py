@@ -211,8 +211,9 @@ def step(
         ragged = (work.token_slots, rows.query_starts, lengths, ends, rows.is_decoding(slots), rows.prompt_lengths)
         attend = attend_step(model.heavy, model.config, cache, work.page_tables, *ragged, is_uniform=is_uniform)
     elif (kept := model.kept) is None:
+        tables, kv_lengths = model.seen(cache, work.page_tables, ends, lengths)
         attend = attend_ragged(
-            cache, work.page_tables, rows.query_starts, lengths, ends, is_uniform=is_uniform, mesh=model.mesh
+            cache, tables, rows.query_starts, lengths, kv_lengths, is_uniform=is_uniform, mesh=model.mesh
         )
     else:
         ragged = pieces(kept, model.config, cache, work.page_tables, work.token_slots, rows.query_starts, lengths, ends)
