@@ -109,6 +109,14 @@ class PromptBudget:
     def __str__(self) -> str:
         return f"{self.method}({self.budget})"
 
+    def describe(self, page_size: int) -> str:
+        """What people read of it."""
+        kept = f"{self.budget:,} to {self.budget + page_size - 1:,} tokens of a longer prompt"
+        if self.method == "pyramidkv":
+            kept = f"{self.budget:,} tokens of a longer prompt on average over the layers"
+        last = "" if self.method == "keydiff" else f", the last {OBSERVED} among them"
+        return f"{self}: each key head keeps {kept}{last}, chosen at its end; pages of {page_size} tokens"
+
     def of_layer(self, page_size: int, layer: int, num_layers: int) -> "LayerBudget":
         """What one of the layers keeps of a prompt; the same for all but with pyramidkv."""
         place = (layer, num_layers) if self.method == "pyramidkv" else (0, 1)
@@ -189,6 +197,15 @@ class HeavyHitters:
 
     def __str__(self) -> str:
         return f"h2o({self.budget})"
+
+    def describe(self, page_size: int) -> str:
+        """What people read of it."""
+        heavy = self.pages(page_size)
+        return (
+            f"{self}: each key head keeps at most {heavy.num_tokens:,} tokens of a prompt that has ended and its "
+            f"answer, the last {heavy.num_recent:,} and those that were attended to most; pages of {page_size} tokens; "
+            f"no prefix is reused"
+        )
 
     def pages(self, page_size: int) -> "HeavyPages":
         """What is kept of a cache with pages of so many tokens."""

@@ -106,7 +106,7 @@ class PoolSizes:
         sequence.
       sinks: of each group, the first pages of a sequence that stay beside the window; () for none. scratch: pages of
         each group that programs use within a pass; () for none. fresh: pages of each group that a compacted prompt
-        takes, at most; () for none.
+        takes, at most; () for none. heavy: what stays of a sequence that loses tokens within its own pages.
     """
 
     windows: Sequence[int | None]
@@ -119,6 +119,7 @@ class PoolSizes:
     sinks: Sequence[int] = ()
     scratch: Sequence[int] = ()
     fresh: Sequence[int] = ()
+    heavy: "HeavyPages | None" = None
 
     def _fresh_of(self, group: int) -> int:
         """Pages of a group for the prompts that are compacted in the dispatches in flight."""
@@ -143,7 +144,8 @@ class PoolSizes:
     def of_sequence(self, window: int | None) -> int:
         """Pages of a group that a decoding sequence of `max_model_len` tokens holds, at most."""
         ahead = MAX_IN_FLIGHT * self.dispatch_tokens
-        return most_pages(window, self.max_model_len, ahead, self.page_size, self._sinks_of(window))
+        num_tokens = self.max_model_len if self.heavy is None else self.heavy.num_held(0, self.max_model_len)
+        return most_pages(window, num_tokens, ahead, self.page_size, self._sinks_of(window))
 
     @property
     def smallest(self) -> int:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_rotated, is_scaled, kv_dtype_name
+from jaxinfer.cache.policies import HeavyHitters, PromptBudget
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule
@@ -140,7 +141,7 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "tokens that fit": (spec.num_pages - 1) * spec.page_size,
         **_bytes_per_token(spec),
         "bytes per page": spec.page_bytes,
-        **_describe_policy(spec),
+        **({} if (policy := describe_policy(spec)) is None else {"policy": policy}),
         **_describe_windows(spec),
         "bytes": memory.pool_bytes,
         **_describe_states(engine),
@@ -268,30 +269,26 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
     return facts
 
 
-def _describe_policy(spec: EngineSpec) -> dict[str, Any]:
-    """What `kv_policy` keeps, in whole pages."""
-    if (heavy := spec.heavy_pages) is not None:
-        return {
-            "policy": f"{spec.options.policy}: pages of {heavy.page_size} tokens; of prompts and answers at most "
-            f"{heavy.num_tokens:,} tokens stay, the last {heavy.num_recent:,} and those that queries attended to most; "
-            f"no prefix is reused"
-        }
+def describe_policy(spec: EngineSpec) -> str | None:
+    """What `kv_policy` keeps, in whole pages; None for everything."""
+    if isinstance(policy := spec.options.policy, PromptBudget | HeavyHitters):
+        return policy.describe(spec.page_size)
     if (kept := spec.kept_pages) is None:
-        return {}
+        return None
     text = f"{spec.options.policy}: pages of {kept.page_size} tokens, {kept.num_sinks} first, {kept.num_window} before "
     text += f"a token's own; at most {kept.num_tokens:,} tokens attended to"
     if kept.trained is not None:
         text += f"; beyond {kept.trained:,} tokens, positions are those in the cache"
-    return {"policy": text}
+    return text
 
 
 def _describe_windows(spec: EngineSpec) -> dict[str, Any]:
     """The pools beside that of layers without a window, and what a sequence of the greatest length takes in all."""
-    if spec.windows == (None,):
+    if len(spec.groups) == 1 and spec.windows == (None,):
         return {}
     facts = {}
     for group in spec.groups:
-        if group.window is not None:
+        if group.window is not None or group is not spec.groups[0]:
             layers = f"{len(group.layers)} layers, {group.num_pages:,} pages of {group.page_bytes:,} bytes"
             facts[f"pages of {group.name}"] = layers
     return {**facts, "bytes of a full sequence": spec.pool_sizes.sequence_bytes}

@@ -251,9 +251,9 @@ class ModelRunner(CacheCopies, PromptPasses):
 
     def _sent_pieces(self, sent: Callable[..., Flight], output: StepOutput, pieces: list[ScoredChunk]) -> Flight:
         """The flight of pieces of prompts, whose scoring begins where it is asked for."""
-        if self._hidden is None or not pieces:
-            return sent(output=output)
-        scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, pieces[-1].end), None
+        scores = None
+        if self._hidden is not None:
+            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, pieces[-1].end), None
         return sent(output=output, scores=scores)
 
     # What runs on the devices, on those of all hosts alike: arguments are host values.

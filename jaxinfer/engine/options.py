@@ -128,7 +128,8 @@ class EngineOptions(SpeculationOptions):
     kv_policy: str | None = _engine(
         None,
         "Which keys and values stay as a sequence grows: sinks(4)+window(1024) keeps the first and the last pages that "
-        "hold so many tokens. By default all.",
+        "hold so many tokens; snapkv(1024), pyramidkv(1024) and keydiff(1024) keep so many tokens of a prompt, chosen "
+        "at its end, and all of the answer. By default all.",
         "POLICY",
     )
     cache: str = _engine(

@@ -242,7 +242,7 @@ class EngineSpec:
         scratch = max((tree.num_nodes for tree in self.trees), default=0) if self.draft is not None else 0
         tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + scratch
         sizes = self.windows, self.group_page_bytes, self.page_size, self.max_seqs
-        return PoolSizes(*sizes, *tokens, *self._policy_pages)
+        return PoolSizes(*sizes, *tokens, *self._policy_pages, self.heavy_pages)
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:

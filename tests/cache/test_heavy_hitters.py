@@ -188,9 +188,7 @@ def test_the_last_tokens_stay_and_those_with_the_highest_sums(dtype, layout, is_
         kept = [*sorted(np.argsort(-older, kind="stable")[:19]), *range(35, 45)]
         assert new[head, :29].tolist() == sums[head, kept].tolist()
         for old_array, new_array in zip(before[:2], after[:2], strict=True):
-            old_rows, new_rows = (
-                np.asarray(x)[pages][:, :, head].reshape(48, -1) for x in (old_array, new_array)
-            )
+            old_rows, new_rows = (np.asarray(x)[pages][:, :, head].reshape(48, -1) for x in (old_array, new_array))
             np.testing.assert_array_equal(new_rows[:29], old_rows[kept])
         if before.k_scales is not None:
             old_rows, new_rows = (np.asarray(x.v_scales)[pages][:, head].reshape(-1) for x in (before, after))

@@ -1,12 +1,14 @@
 """Writes golden/policies.safetensors: what kvpress's StreamingLLM keeps of random Llamas, and their logits; and
-golden/policy_scores.safetensors: what its methods that score keys keep of a prompt; and
-golden/policy_heavy.safetensors: what its observed attention keeps of a prompt, with the last tokens, and logits of the
-tokens after that.
+golden/policy_scores.safetensors: what its methods that score keys keep of a prompt; and golden/prompt_policies.
+safetensors: greedy answers after prompts that it compacts; and golden/policy_heavy.safetensors: what its observed
+attention keeps of a prompt, with the last tokens, and logits of the tokens after that.
 
 Run with kvpress 0.5.5, torch and Transformers in an environment of its own: kvpress needs older Transformers than the
 other golden files. Run twice, it writes the same bytes. Pages are computed one by one, each attending to what the press
 left of the pages before it.
 """
+
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -23,8 +25,11 @@ from safetensors.numpy import save_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tests.oracle.policy_cases import (
+    ANSWER,
     BUDGETS,
+    COMPACTED,
     CONFIG,
+    EVERY,
     GOLDEN,
     HEAVY,
     HEAVY_ANSWER,
@@ -32,7 +37,9 @@ from tests.oracle.policy_cases import (
     HEAVY_PROMPT,
     METHODS,
     NUM_TOKENS,
+    OBSERVED,
     PAGE_SIZE,
+    PROMPTS,
     SCORED,
     SCORES,
     SEEDS,
@@ -54,6 +61,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, np.ndarray] = {}
     scored: dict[str, np.ndarray] = {}
+    compacted: dict[str, np.ndarray] = {}
     heavy: dict[str, np.ndarray] = {}
     for seed in SEEDS:
         model = LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation="eager"))
@@ -69,7 +77,9 @@ def main() -> None:
             logits, kept, observed = observe(model, torch.from_numpy(tokens(seed))[None], budget)
             heavy |= {f"{seed}.{budget}.logits": logits, f"{seed}.{budget}.kept": kept}
             heavy[f"{seed}.{budget}.observed"] = observed
-    for arrays, path in ((found, GOLDEN), (scored, SCORES), (heavy, HEAVY)):
+        answers = answered(model, torch.from_numpy(tokens(seed))[None])
+        compacted |= {f"{seed}.{name}": array for name, array in answers.items()}
+    for arrays, path in ((found, GOLDEN), (scored, SCORES), (compacted, COMPACTED), (heavy, HEAVY)):
         save_file(arrays, path)
         path.chmod(0o644)
         print(f"{len(arrays)} arrays, {path.stat().st_size:,} bytes")
@@ -146,6 +156,44 @@ def observe(model, ids, budget: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     positions = torch.arange(HEAVY_PROMPT, end)[None]
     logits = model(ids[:, HEAVY_PROMPT:end], past_key_values=cache, position_ids=positions, use_cache=True).logits[0]
     return logits.numpy(), *(torch.stack(rows).numpy().astype(np.int16) for rows in (kept, observed))
+
+
+@torch.no_grad()
+def answered(model, ids) -> dict[str, np.ndarray]:
+    """By method and budget: the positions int16 [layers, Hkv, T] that are kept, -1 after the last, the greedy answer
+    int16 [ANSWER], and logits float32 [ANSWER / EVERY, V]."""
+    made = {
+        "snapkv": lambda budget: SnapKVPress(1 - (budget + 0.5) / NUM_TOKENS, window_size=OBSERVED),
+        "keydiff": lambda budget: KeyDiffPress(1 - (budget + 0.5) / NUM_TOKENS),
+        "pyramidkv": lambda budget: PyramidKVPress(1 - budget / NUM_TOKENS, window_size=OBSERVED),
+    }
+    found = {}
+    model.set_attn_implementation("sdpa")  # makes no mask for a single query, so that layers may differ in length
+    for method, (_, budgets) in PROMPTS.items():
+        for budget in budgets:
+            press, cache, kept = made[method](budget), DynamicCache(), []
+            compress = press.compress
+
+            def remember(module, hidden, keys, values, attentions, known, press=press, kept=kept, compress=compress):
+                rows = positions_kept(press, module, hidden, SimpleNamespace(keys=keys, values=values), known)
+                kept.append(np.pad(rows, ((0, 0), (0, NUM_TOKENS - rows.shape[1])), constant_values=-1))
+                return compress(module, hidden, keys, values, attentions, known)
+
+            press.compress = remember
+            with press(model):
+                logits = [model(ids, past_key_values=cache, use_cache=True).logits[0, -1]]
+            answer = [int(logits[0].argmax())]
+            while len(answer) < ANSWER:
+                at = torch.tensor([[NUM_TOKENS + len(answer) - 1]])
+                step = model(torch.tensor([[answer[-1]]]), past_key_values=cache, position_ids=at, use_cache=True)
+                logits.append(step.logits[0, -1])
+                answer.append(int(logits[-1].argmax()))
+            name = f"{method}.{budget}"
+            found[f"{name}.kept"] = np.stack(kept).astype(np.int16)
+            found[f"{name}.answer"] = np.array(answer, np.int16)
+            found[f"{name}.logits"] = torch.stack(logits[EVERY - 1 :: EVERY]).numpy()
+    model.set_attn_implementation("eager")
+    return found
 
 
 @torch.no_grad()
