@@ -7,6 +7,7 @@ still a function of its request: a token attends to the same keys alone or in a 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 _CALL = re.compile(r"([a-z_0-9]+)\(([0-9]+)\)")
 
@@ -158,7 +159,8 @@ class LayerBudget:
         return -(-(most + self.page_size - 1) // self.page_size)
 
 
-def pyramid_budgets(budget: int, num_tokens: int, num_layers: int, *, window: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def pyramid_budgets(budget: int, num_tokens: int, num_layers: int, *, window: int) -> tuple[int, ...]:
     """Tokens that each layer keeps where they keep `budget` on average, the last `window` included (PyramidKV, Cai et
     al. 2024, section 3.2): fewer in higher layers. Where the pyramid does not fit a prompt of `num_tokens`, all layers
     keep as many."""
@@ -167,9 +169,9 @@ def pyramid_budgets(budget: int, num_tokens: int, num_layers: int, *, window: in
         highest = num_tokens - window
         lowest = 2 * budget - highest
     if not num_tokens >= highest >= lowest >= window:
-        return [max(1, min(budget, num_tokens))] * num_layers
+        return (max(1, min(budget, num_tokens)),) * num_layers
     step = (highest - lowest) / max(num_layers - 1, 1)
-    return [round(highest - layer * step) for layer in range(num_layers)]
+    return tuple(round(highest - layer * step) for layer in range(num_layers))
 
 
 def _pyramid(budget: int) -> tuple[float, float]:

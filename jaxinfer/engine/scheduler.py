@@ -276,7 +276,7 @@ class Scheduler:
     def _plan_compaction(self) -> Chunk | None:
         """The pass that compacts the prompt of a sequence, the first in rank, that waits for it and has room for it."""
         nothing = [0] * len(self.pools.all)
-        for sequence in sorted(filter(self.compaction.is_next, self.running), key=_rank):
+        for sequence in sorted(filter(self.compaction.is_next, self.running), key=_rank) if self.compaction else ():
             if self.pools.has_room(self.compaction.missing(sequence), nothing):
                 start, end = sequence.num_stored, sequence.num_prompt
                 moves = self.compaction.start(sequence)

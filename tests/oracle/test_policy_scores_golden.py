@@ -86,9 +86,9 @@ def test_pyramids():
     budgets = pyramid_budgets(1000, 100_000, 32, window=8)
     assert abs(sum(budgets) / 32 - 1000) < 1
     assert (budgets[0], budgets[-1]) == (1950, 50)
-    assert pyramid_budgets(24, 120, 2, window=16) == [24, 24]  # 24 / 20 tokens are fewer than the window
-    assert pyramid_budgets(90, 120, 2, window=16) == [104, 76]
-    assert pyramid_budgets(1000, 40_000, 1, window=8) == [1950]
+    assert pyramid_budgets(24, 120, 2, window=16) == (24, 24)  # 24 / 20 tokens are fewer than the window
+    assert pyramid_budgets(90, 120, 2, window=16) == (104, 76)
+    assert pyramid_budgets(1000, 40_000, 1, window=8) == (1950,)
 
 
 def test_scores_need_tokens_before_the_window():

@@ -1,4 +1,4 @@
-"""Faults in the policy that keeps what queries attend to most: its sums, what is evicted, and what is computed again."""
+"""Faults in the policy that keeps what is attended to most: its sums, what is evicted, what is computed again."""
 
 from tests.faults.fault import Fault
 
