@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_rotated, is_scaled, kv_dtype_name
-from jaxinfer.cache.policies import PromptBudget
+from jaxinfer.cache.policies import HeavyHitters, PromptBudget
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule
@@ -271,7 +271,7 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
 
 def describe_policy(spec: EngineSpec) -> str | None:
     """What `kv_policy` keeps, in whole pages; None for everything."""
-    if isinstance(policy := spec.options.policy, PromptBudget):
+    if isinstance(policy := spec.options.policy, PromptBudget | HeavyHitters):
         return policy.describe(spec.page_size)
     if (kept := spec.kept_pages) is None:
         return None

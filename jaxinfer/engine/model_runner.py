@@ -15,6 +15,7 @@ from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
+from jaxinfer.cache.heavy_hitters import zeros_of
 from jaxinfer.cache.state import init_state_cache
 from jaxinfer.engine.cache_copies import CacheCopies
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
@@ -70,7 +71,8 @@ class ModelRunner(CacheCopies, PromptPasses):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh = spec.mesh
         self.placement = DevicePlacement(mesh)
-        self.model, self.weights = program_model(spec.config, params, mesh, spec.kept_pages, spec.budgets)
+        policy = spec.kept_pages, spec.budgets, spec.heavy_pages
+        self.model, self.weights = program_model(spec.config, params, mesh, *policy)
         self.device = self.weights[0].addressable_shards[0].device
         kind: Any = draft if isinstance(draft, NgramDraft) else None
         self.draft_weights: tuple[jax.Array, ...] = ()
@@ -117,7 +119,8 @@ class ModelRunner(CacheCopies, PromptPasses):
     ) -> PagedCache:
         spec, layout = self.spec, self.spec.layout_of(config, kv_dtype)
         pages = init_paged_cache(config, counts, spec.page_size, kv_dtype, layout, spec.mesh, scales, groups)
-        return dataclasses.replace(pages, states=init_state_cache(config, spec.max_seqs, compute_dtype(params)))
+        states = init_state_cache(config, spec.max_seqs, compute_dtype(params))
+        return dataclasses.replace(pages, states=states, sums=zeros_of(spec.cache.sums))
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
@@ -240,7 +243,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         num_tokens: int,
         num_slots: int,
     ) -> Flight:
-        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots)
+        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots, self.spec.heavy_pages is not None)
         output = self._run_step(work, any(piece.is_read for piece in pieces))
         if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
             self._copy_states(True, state_copies(saved, self.spec.max_seqs))
@@ -429,7 +432,7 @@ class ModelRunner(CacheCopies, PromptPasses):
 
     def _lower_step(self, size: int, num_slots: int) -> Lowered:
         self._compiled_steps.add((size, num_slots))
-        work = self._step_work(programs.empty_work(size, num_slots), self._empty_tables(num_slots))
+        work = self._step_work(self._empty_work(size, num_slots), self._empty_tables(num_slots))
         return programs.step.lower(*self._step_arguments(work))
 
     def _lower_sampling(self, num_slots: int) -> Lowered:
@@ -437,7 +440,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         logits = jax.ShapeDtypeStruct(shape, np.float32)
         if mesh is not None:
             logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=programs.logits_sharding(mesh, logits))
-        work = self._step_work(programs.empty_work(1, num_slots), self._empty_tables(num_slots))
+        work = self._step_work(self._empty_work(1, num_slots), self._empty_tables(num_slots))
         return programs.sample_step.lower(mesh, self._slots, self._batch, work.slots, logits, self._tables)
 
     def _lower_decode(self, num_slots: int) -> Lowered:
@@ -447,12 +450,15 @@ class ModelRunner(CacheCopies, PromptPasses):
     def _lower_rounds(self, num_slots: int, tree: int) -> Lowered:
         return speculate.lower(*self._rounds_arguments(empty_rounds(num_slots), tree, self._empty_tables(num_slots)))
 
+    def _empty_work(self, num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
+        return programs.empty_work(num_tokens, num_slots, self.spec.heavy_pages is not None)
+
     def _empty_tables(self, num_slots: int) -> PageTables:
         return self.placement.put(self._rows.empty(num_slots))
 
     def _warm_up_step(self, size: int, num_slots: int) -> None:
         self._update_tables(None, num_slots)
-        self._run_step(programs.empty_work(size, num_slots), False)
+        self._run_step(self._empty_work(size, num_slots), False)
 
     def _warm_up_decode(self, num_slots: int) -> None:
         self._update_tables(None, num_slots)

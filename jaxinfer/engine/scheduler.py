@@ -18,7 +18,7 @@ from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.counters import Counters
 from jaxinfer.engine.host_tier import HostPoolSize, HostTier
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
-from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy
+from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy, num_expected
 from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixMatch, PrefixPlace, PrefixTree
 from jaxinfer.engine.prompt_compaction import PromptCompaction
@@ -27,7 +27,7 @@ from jaxinfer.engine.saved_states import SavedStates, num_common
 from jaxinfer.engine.scheduler_check import check_scheduler
 
 if TYPE_CHECKING:
-    from jaxinfer.cache.policies import LayerBudget
+    from jaxinfer.cache.policies import HeavyPages, LayerBudget
 
 MAX_LOOKED_AT = 256  # waiting requests that one step looks at
 HOST_STEPS = 0.25  # a dispatch under masks from the host takes 0.25 to 0.4 steps longer
@@ -56,7 +56,7 @@ class SchedulerOptions:
       keep a state of each sequence. num_saved_states: places for states that are kept, without which a model with
       states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages. host_pools: host
       pages of each group of layers, and of saved states; () for none. budget: what stays of a prompt in the first
-      group, if it is compacted.
+      group, if it is compacted. heavy: what stays of a sequence that loses tokens within its own pages; None for all.
     """
 
     num_pages: int
@@ -75,11 +75,12 @@ class SchedulerOptions:
     host_pools: tuple[HostPoolSize, ...] = ()
     num_sinks: int = 0
     budget: "LayerBudget | None" = None
+    heavy: "HeavyPages | None" = None
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """All groups of layers, each with a pool."""
-        first = CacheGroup(self.num_pages, self.window, num_sinks=self.num_sinks, budget=self.budget)
+        first = CacheGroup(self.num_pages, self.window, (), 0, self.num_sinks, 0, self.budget, self.heavy)
         return (first, *self.more_groups)
 
     def __post_init__(self) -> None:
@@ -91,6 +92,8 @@ class SchedulerOptions:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.has_states and self.reuses_prefixes and not self.num_saved_states:
             raise ValueError("prefixes of a model with states are reused from saved states: there are none")
+        if self.heavy is not None and self.reuses_prefixes:
+            raise ValueError("pages in which tokens are dropped cannot be those of a prefix")
         if self.num_saved_states and (self.save_interval < 1 or self.save_interval % self.page_size):
             raise ValueError(f"save_interval={self.save_interval} is no multiple of page_size={self.page_size}")
 
@@ -288,9 +291,9 @@ class Scheduler:
         if self.waiting and decodes:
             steps = min(steps, *(one.num_left for one in decodes))
         if any(one.grammar is not None and one.grammar.is_on_host for one in decodes):
-            if self.options.has_states:
-                return 1  # a refused token cannot be taken out of a state
-            steps = max(range(1, steps + 1), key=lambda count: _num_expected(decodes, count) / (count + HOST_STEPS))
+            if self.options.has_states or self.options.heavy is not None:
+                return 1  # a refused token cannot be taken out of a state, or of sums of what was attended to
+            steps = max(range(1, steps + 1), key=lambda count: num_expected(decodes, count) / (count + HOST_STEPS))
         return max(steps, 1)
 
     def _can_admit(self) -> bool:
@@ -309,8 +312,7 @@ class Scheduler:
 
     def _allocate_pages(self, decodes: list[SequenceState], num_tokens: int) -> bool:
         """Allocates pages for this many more tokens of each; takes none and returns false if there are too few."""
-        tokens = [min(one.num_reserved + num_tokens, one.num_storable) for one in decodes]
-        missing = [max(0, self.pools.pages_for(num) - len(one.pages)) for one, num in zip(decodes, tokens, strict=True)]
+        missing = [self.pools.num_lacking(one, num_tokens) for one in decodes]
         if sum(missing) > self.pools.num_available:
             return False
         for sequence, count in zip(decodes, missing, strict=True):
@@ -338,11 +340,12 @@ class Scheduler:
 
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
-        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - sequence.num_stored
-        stop = min(self.saved.next_stop(sequence), self.compaction.next_stop(sequence))
-        length = min(budget, stop - sequence.num_stored, room)
+        start = sequence.num_stored
+        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - self.pools.place(sequence)
+        stop = min(part.next_stop(sequence) for part in (self.saved, self.compaction, self.pools))
+        length = min(budget, stop - start, room)
         if length > 0:
-            missing = self.pools.pages_for(sequence.num_stored + length) - len(sequence.pages)
+            missing = self.pools.pages_of(sequence, start + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
             end = sequence.num_stored + length
             saves_to = self.saved.save(sequence, end)
@@ -485,14 +488,10 @@ class Scheduler:
     def _release_behind_windows(self) -> None:
         """Gives back pages that nothing reads any more; what may be reused of them is in the prefix tree first."""
         for sequence in self.running:
+            self.pools.release_evicted(sequence)
             if self.pools.has_behind(sequence):
                 self._cache_prefix(sequence)
                 self.pools.release_behind(sequence, self.prefixes)
-
-
-def _num_expected(sequences: list[SequenceState], num_steps: int) -> float:
-    """Tokens that will count of so many decode steps."""
-    return sum(num_steps if one.grammar is None else one.grammar.num_expected(num_steps) for one in sequences)
 
 
 def _rank(sequence: SequenceState) -> tuple[bool, int, int]:
