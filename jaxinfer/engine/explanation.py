@@ -308,16 +308,18 @@ def _describe_states(engine: Engine) -> dict[str, Any]:
 
 def _describe_host_tier(engine: Engine) -> dict[str, Any]:
     """Host memory for cached beginnings, and whether it is faster to read them than to compute them."""
-    tier = engine.scheduler.tier
+    tier, rule = engine.scheduler.tier, engine.runner.host_rule
     if not tier:
-        return {}
+        return {} if rule is None else {"host cache": f"none, by host_cache_gib='auto': {rule}"}
+    if rule is None:
+        rule = f"{transfer_rule(engine.spec, engine.device)} (host_cache_gib is a number: used in any case)"
     names = [group.name for group in engine.spec.groups] + ["saved states"] * (engine.spec.num_saved_states > 0)
     pools = zip(tier.pools, names, strict=True)
     return {
         "host cache bytes": tier.num_bytes,
         "host cache bytes in use": tier.used_bytes,
         "host pages in use": "; ".join(f"{pool.num_used} of {pool.num_pages} ({name})" for pool, name in pools),
-        "host cache": str(transfer_rule(engine.spec, engine.device)),
+        "host cache": str(rule),
         **({} if engine.prefix_store is None else {"prefix store": str(engine.prefix_store.files.folder)}),
     }
 

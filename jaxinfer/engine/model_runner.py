@@ -21,7 +21,8 @@ from jaxinfer.engine.cache_copies import CacheCopies
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.flight import Flight, FlightResults
-from jaxinfer.engine.host_pages import HostPages, host_pools
+from jaxinfer.engine.host_pages import HostPages, check_host_cache, host_pools
+from jaxinfer.engine.link_rates import decide_host_cache
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids, state_copies
@@ -79,6 +80,8 @@ class ModelRunner(CacheCopies, PromptPasses):
         if (model := draft_model(draft, spec.config, params)) is not None:
             kind, self.draft_weights = program_model(*model, mesh)
         self.drafters = {} if draft is None else spec.drafters(kind)
+        check_host_cache(spec)
+        spec, self.host_rule = decide_host_cache(spec, self.device)
         self.memory = self._plan_pool(spec, available)
         self.spec = spec = spec.with_pages(self.memory.num_pages)
         self.host_pages = HostPages(spec, host_pools(spec), mesh)

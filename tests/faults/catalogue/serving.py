@@ -70,6 +70,14 @@ ENGINE = (
         "host memory keeps what the next prompt wrote, and answers from it",
     ),
     Fault(
+        "engine/host-memory-is-used-where-computing-is-faster",
+        "jaxinfer/engine/link_rates.py",
+        "return (spec if rule.pays else replace(",
+        "return (spec if not rule.pays else replace(",
+        ("tests/engine/test_host_tier.py",),
+        "host_cache_gib='auto' copies pages over a link that is slower than computing them",
+    ),
+    Fault(
         "engine/scales-stay-when-their-pages-move",
         "jaxinfer/engine/programs/tiers.py",
         'written[number] = leaf.at[ids].set(values, mode="drop")',
