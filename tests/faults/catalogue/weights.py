@@ -143,6 +143,22 @@ CHECKPOINTS = (
         "values of 4 bits change places with their neighbours",
     ),
     Fault(
+        "checkpoints/nvfp4-global-scale-is-multiplied-in-both-forms",
+        "checkpoints_convert",
+        "scales * of_tensor if is_modelopt else scales / of_tensor",
+        "scales * of_tensor",
+        ("tests/checkpoints_convert/formats/test_nvfp4.py",),
+        "compressed-tensors' NVFP4 weights are millions of times too large",
+    ),
+    Fault(
+        "checkpoints/fp4-nibbles-are-swapped",
+        "checkpoints_convert",
+        "np.stack([packed & 15, packed >> 4], axis=-1)",
+        "np.stack([packed >> 4, packed & 15], axis=-1)",
+        ("tests/checkpoints_convert/formats/test_nvfp4.py", "tests/checkpoints_convert/formats/test_mxfp4.py"),
+        "MXFP4 and NVFP4 inputs change places with their neighbours",
+    ),
+    Fault(
         "checkpoints/awq-outputs-are-not-interleaved",
         "checkpoints_convert",
         "_NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)",
