@@ -46,8 +46,8 @@ _REFUSED = {
     "mlx": "MLX checkpoints hold affine groups with floating-point offsets",
     "hqq": "HQQ checkpoints hold groups with floating-point zeros, packed in ways that depend on the library's version;"
     " open the original model, or quantize it with `jaxinfer quantize`",
-    "aqlm": "AQLM checkpoints hold sums of learned vectors of 8 weights, with codebooks of up to 65,536 of them; open the"
-    " original model, or quantize it with `jaxinfer quantize`",
+    "aqlm": "AQLM checkpoints hold sums of learned vectors of 8 weights, with codebooks of up to 65,536 of them; open"
+    " the original model, or quantize it with `jaxinfer quantize`",
 }
 
 

@@ -227,7 +227,7 @@ def _transformers() -> Iterator[Case]:
 
 
 def _nvfp4() -> Iterator[Case]:
-    """compressed-tensors' own, and ModelOpt's through compressed-tensors' converter, which inverts the tensor's scale."""
+    """compressed-tensors' own, and ModelOpt's through its converter, which inverts the scale of the tensor."""
     import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8

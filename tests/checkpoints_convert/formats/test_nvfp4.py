@@ -7,6 +7,7 @@ import pytest
 from checkpoints_convert.formats import FormatError
 from checkpoints_convert.formats.compressed_tensors import compressed_tensors
 from checkpoints_convert.formats.fp8 import modelopt
+from jaxinfer.quantization import QuantizedArray
 from tests.checkpoints_convert.formats import encoders, tiny
 
 SHAPE = (20, 96)
@@ -27,6 +28,7 @@ def encoded(is_modelopt):
 def test_the_weight_is_that_of_the_formula(is_modelopt):
     tensors, expected = encoded(is_modelopt)
     found = encoders.read(METHODS[is_modelopt], tensors, SHAPE)
+    assert isinstance(found, QuantizedArray)
     assert encoders.dense(found).tobytes() == expected.tobytes()
     assert (found.scheme.kind, found.scheme.bits, found.scheme.block) == ("codebook", 4, (16, 1))
     assert found.num_bytes == 20 * 96 * 6 // 8 + 16 * 4
