@@ -12,7 +12,7 @@ from jaxinfer.cli.distill import read_documents
 from jaxinfer.cli.options import as_json, given_values, overwrite
 from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.cli.quantize_files import check_not_quantized, check_room, planned, rest_of, unit_reader, write
-from jaxinfer.cli.quantize_gguf import check_gguf_usage, gguf_summary, read_importance, write_gguf
+from jaxinfer.cli.quantize_gguf import check_gguf_usage, quantize_to_gguf, read_importance
 from jaxinfer.options import MISSING, argument, option
 from jaxinfer.progress import Stage, is_shown
 from jaxinfer.tables import table_text
@@ -131,9 +131,8 @@ def quantize(
         check_gguf_usage(options)
     options = replace(options, method=options.method or ("rtn" if options.to == "gguf" else "gptq"))
     _check_usage(options)
-    _check_owner(options.method, "gptq and auto", ("gptq", "auto"), gptq)
-    _check_owner(options.method, "awq", ("awq",), awq)
-    _check_owner(options.method, "smoothquant", ("smoothquant",), smoothquant)
+    for owner, flags in (("gptq and auto", gptq), ("awq", awq), ("smoothquant", smoothquant)):
+        _check_owner(options.method, owner, flags)
     if not options.calibration and given_values(text):
         raise UsageError(f"--{_first_flag(text)} is of --calibration, which is not given")
     with Stage("starting"):
@@ -143,14 +142,7 @@ def quantize(
 
     kept, path, destination = _kept(options), _source_path(options), options.destination
     if options.to == "gguf":
-        with open_checkpoint(path) as opened:
-            opened.check_head()
-            report = write_gguf(opened, options)
-        if options.as_json:
-            write_json(report)
-        else:
-            write_text(gguf_summary(report))
-        return None
+        return quantize_to_gguf(options, path)
     check_destination(destination, overwrite=options.overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
     with open_checkpoint(path) as opened:
@@ -204,9 +196,9 @@ def _check_usage(options: QuantizeOptions) -> None:
         raise UsageError(f"--method smoothquant makes weights of 8 bits, not {options.bits}")
 
 
-def _check_owner(method: str | None, owner: str, methods: tuple[str, ...], flags: Any) -> None:
-    """Raises UsageError if a flag of other methods was given."""
-    if method not in methods and given_values(flags):
+def _check_owner(method: str | None, owner: str, flags: Any) -> None:
+    """Raises UsageError if a flag of other methods was given. `owner`: its methods, joined by "and"."""
+    if method not in owner.split(" and ") and given_values(flags):
         raise UsageError(f"--{_first_flag(flags)} is of --method {owner}, not of {method}")
 
 
@@ -266,9 +258,15 @@ def _importance(path: Path | None, source: "Checkpoint") -> "dict[str, np.ndarra
     if path is None:
         return None
     from checkpoints_convert.gguf.imatrix import by_parameter
+    from jaxinfer.calibration.driver import all_linears
 
     found = by_parameter(read_importance(path), source.config, path)
-    return {".".join(target[:-1]): array for target, array in found.items() if target[0] == "layers"}
+    named = {".".join(target[:-1]): array for target, array in found.items() if target[0] == "layers"}
+    linears = all_linears(source.config)
+    if missing := [name for name in linears if name not in named]:
+        say(f"warning: {len(missing)} of {len(linears)} linear layers are not in {path}, such as {missing[0]}: they are"
+            " rounded to nearest")  # fmt: skip
+    return named
 
 
 def _read_rows(path: Path, calibration: list[Path] | None, text: TextOptions) -> "CalibrationRows | None":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.progress import Stage
 from jaxinfer.tables import table_text
 
@@ -12,13 +13,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     from checkpoints_convert.checkpoint import Checkpoint
-    from jaxinfer.cli.quantize import QuantizeOptions
 
 _WEIGHTED = ("q4_0", "q4_k")
 
 
-def check_gguf_usage(options: "QuantizeOptions") -> None:
-    """Raises UsageError for options that have no meaning for a GGUF file."""
+def check_gguf_usage(options: Any) -> None:
+    """Raises UsageError for `QuantizeOptions` that have no meaning for a GGUF file."""
     if options.method not in (None, "rtn"):
         raise UsageError(f"--to gguf rounds to nearest: --method {options.method} is not applied there")
     given = {
@@ -37,7 +37,20 @@ def check_gguf_usage(options: "QuantizeOptions") -> None:
         raise UsageError(f"--imatrix is for --type q4_0 and q4_k; {options.type or 'q8_0'} is rounded without weights")
 
 
-def write_gguf(source: "Checkpoint", options: "QuantizeOptions") -> dict[str, Any]:
+def quantize_to_gguf(options: Any, path: Path) -> None:
+    """Writes the checkpoint in the folder `path` as `QuantizeOptions` say, and prints the report."""
+    from checkpoints_convert.load import open_checkpoint
+
+    with open_checkpoint(path) as source:
+        source.check_head()
+        report = _write(source, options)
+    if options.as_json:
+        write_json(report)
+    else:
+        write_text(gguf_summary(report))
+
+
+def _write(source: "Checkpoint", options: Any) -> dict[str, Any]:
     """Writes the file; returns its report: path, bytes, tensors by type, relative errors and notes."""
     from checkpoints_convert.gguf.write import save_gguf
 

@@ -1,4 +1,4 @@
-"""`jaxinfer quantize --to gguf` and `--imatrix`: files that open, and options that are refused where they do nothing."""
+"""`jaxinfer quantize --to gguf` and `--imatrix`: files that open, and options that would do nothing."""
 
 import struct
 
@@ -15,7 +15,7 @@ from jaxinfer.quantization.tree import is_quantized, weights
 def imatrix(model, tmp_path):
     """A binary importance matrix of the model's linear layers."""
     config, _ = checkpoints_convert.load(model)
-    sizes = {name: config.hidden_size for name in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")}
+    sizes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up"), config.hidden_size)
     sizes |= {"attn_output": config.num_heads * config.head_dim, "ffn_down": config.intermediate_size}
     random, parts = np.random.default_rng(0), []
     for layer in range(config.num_layers):
@@ -41,6 +41,8 @@ def test_a_file_is_written_and_opens(kind, jaxinfer, json_lines, model, tmp_path
         assert index.entry("blk.0.ffn_up.weight").kind.name == report["type"].upper()
     with LLM(out) as quantized, LLM(model) as original:
         assert quantized.eos_token_ids == original.eos_token_ids
+        assert quantized.tokenizer is not None
+        assert original.tokenizer is not None
         assert quantized.tokenizer.encode("text") == original.tokenizer.encode("text")
         [answer] = quantized.generate("the model", SamplingParams(max_tokens=4, ignore_eos=True))
         assert len(answer.outputs[0].token_ids) == 4
@@ -72,6 +74,17 @@ def test_importances_weigh_the_error_of_rounding(jaxinfer, model, imatrix, tmp_p
         assert result.exit_code == 0, result.stderr
         found.append([leaf for leaf in weights(checkpoints_convert.load(out)[1]) if is_quantized(leaf)])
     assert all(not np.array_equal(a.scales, b.scales) for a, b in zip(*found, strict=True))
+
+
+def test_layers_without_importances_are_named(jaxinfer, model, imatrix, tmp_path):
+    raw = b"blk.0.attn_q.weight"
+    config, _ = checkpoints_convert.load(model)
+    values = np.ones(config.hidden_size, "<f4").tobytes()
+    one = struct.pack("<i", len(raw)) + raw + struct.pack("<ii", 1, config.hidden_size) + values
+    imatrix.write_bytes(struct.pack("<i", 1) + one)
+    result = jaxinfer("quantize", model, tmp_path / "o", "--method", "rtn", "--group-size", 16, "--imatrix", imatrix)
+    assert result.exit_code == 0, result.stderr
+    assert "13 of 14 linear layers are not in" in result.stderr
 
 
 def test_importances_of_another_model_are_refused(jaxinfer, model, imatrix, tmp_path):
