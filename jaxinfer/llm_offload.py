@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxinfer.engine.memory import available_bytes
-from jaxinfer.engine.offload import layers_for_host
+from jaxinfer.engine.offload import DISK, layers_for_host
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm_options import LLMOptions
@@ -17,8 +17,8 @@ from jaxinfer.speculative import Draft, ModelDraft
 
 
 def layers_chooser(options: LLMOptions) -> ChooseLayers | None:
-    """What `load_model` asks for the layers that `options.offload` moves; None for none."""
-    if not options.offload:
+    """What `load_model` asks for the layers that `options.offload` moves to the host; None for none."""
+    if not options.offload or options.offload == DISK:
         return None
     is_live = isinstance(options.draft, tuple)
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
+from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers
 from jaxinfer.quantization.tree import num_bytes
 
 HOST_LAYERS = "host_layers"
@@ -148,19 +149,21 @@ def host_rows(params: Params) -> dict[int, tuple[str, int]]:
 
 
 def all_layers(params: Params) -> Params:
-    """The parameters as if no layer lay on the host: of abstract arrays shapes, of others NumPy arrays."""
-    if HOST_LAYERS not in params:
+    """The parameters as if no layer lay on the host: of abstract arrays shapes, of others NumPy arrays; and none on the
+    disk: of those shapes."""
+    if HOST_LAYERS not in params and DISK_LAYERS not in params:
         return params
-    rest = {name: value for name, value in params.items() if name != HOST_LAYERS}
+    rest = on_device(params)
     return {**rest, "layers": {name: layer_of(params, int(name)) for name in params["layers"]}}
 
 
 def merged_names(params: Params) -> Params:
     """As `all_layers`, with stacks in place of their rows; also while tracing."""
-    if HOST_LAYERS not in params:
+    if HOST_LAYERS not in params and DISK_LAYERS not in params:
         return params
-    rest = {name: value for name, value in params.items() if name != HOST_LAYERS}
+    rest = on_device(params)
     stacks = {str(layer): params[HOST_LAYERS][key] for layer, (key, _) in host_rows(params).items()}
+    stacks |= {str(layer): shapes for layer, shapes in _disk_shapes(params).items()}
     layers = {name: _merged(kept, stacks.get(name, {})) for name, kept in params["layers"].items()}
     return {**rest, "layers": layers}
 
@@ -169,7 +172,7 @@ def layer_of(params: Params, layer: int) -> Params:
     """One layer's parameters, as `all_layers`."""
     kept, found = params["layers"][str(layer)], host_rows(params).get(layer)
     if found is None:
-        return kept
+        return _merged(kept, _disk_shapes(params).get(layer, {}))
     key, row = found
     return _merged(kept, jax.tree.map(lambda stack: _row(stack, row), params[HOST_LAYERS][key]))
 
@@ -177,6 +180,8 @@ def layer_of(params: Params, layer: int) -> Params:
 def take_layers(params: Params, layers: Sequence[int]) -> Params:
     """The parameters of these layers only, numbered from 0. Stacks stay whole, but for abstract ones."""
     kept = {str(new): params["layers"][str(old)] for new, old in enumerate(layers)}
+    if DISK_LAYERS in params:
+        return {**params, "layers": kept, DISK_LAYERS: params[DISK_LAYERS].take(layers)}
     if HOST_LAYERS not in params:
         return {**params, "layers": kept}
     numbers = {old: new for new, old in enumerate(layers)}
@@ -226,7 +231,9 @@ def _copied(stacks: Any) -> list[Any]:
 
 
 def buffer_bytes(params: Params) -> int:
-    """Bytes of the device memory that layers from the host take while a program runs."""
+    """Bytes of the device memory that layers from the host, or the disk, take while a program runs."""
+    if (disk := disk_layers(params)) is not None:
+        return disk.buffer_bytes
     return sum(sorted(row_bytes(params).values())[-NUM_BUFFERS:])
 
 
@@ -237,8 +244,18 @@ def check_devices(params: Params, num_devices: int) -> None:
 
 
 def on_device(params: Params) -> Params:
-    """The parameters without those on the host."""
-    return {name: value for name, value in params.items() if name != HOST_LAYERS}
+    """The parameters without those on the host or the disk."""
+    return {name: value for name, value in params.items() if name not in (HOST_LAYERS, DISK_LAYERS)}
+
+
+def disk_layers(params: Params) -> DiskLayers | None:
+    """The layers that programs read from files; None without any."""
+    return params.get(DISK_LAYERS)
+
+
+def _disk_shapes(params: Params) -> dict[int, Params]:
+    disk = disk_layers(params)
+    return {} if disk is None else disk.shapes
 
 
 class HostStacks:
@@ -289,7 +306,8 @@ class HostStacks:
 
 
 class HostLayers:
-    """The layers' parameters as a program takes them, which copies those on the host; used while tracing.
+    """The layers' parameters as a program takes them, which copies those on the host, or reads those on the disk; used
+    while tracing.
 
     A copy starts when the layer on the host before it begins, so that at most `NUM_BUFFERS` are on the device; the
     first one's with the pass.
@@ -297,12 +315,15 @@ class HostLayers:
 
     def __init__(self, params: Params):
         self._layers, self._stacks = params["layers"], params.get(HOST_LAYERS, {})
+        self._disk, self._of_disk = disk_layers(params), _disk_shapes(params)
         self._rows = host_rows(params)
         self._waiting = sorted(self._rows)
         self._arriving: dict[int, Params] = {}
 
     def take(self, layer: int, x: jax.Array) -> Params:
         """A layer's parameters on the device, before it runs on the hidden states x; layers come in their order."""
+        if self._disk is not None and layer in self._of_disk:
+            return _merged(self._layers[str(layer)], self._disk.arriving(layer, _bits(x)))
         if self._waiting and not self._arriving:
             self.start(x)
         if layer not in self._rows:
