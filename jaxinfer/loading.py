@@ -210,7 +210,9 @@ def load_model(
     generation_config settings that are not applied.
     """
     if from_disk and jax.default_backend() != "cpu":
-        raise ValueError(f"offload='disk' is for a CPU, not for {jax.default_backend()}: offload='auto' uses host memory")
+        raise ValueError(
+            f"offload='disk' is for a CPU, not for {jax.default_backend()}: offload='auto' uses host memory"
+        )
     if isinstance(model, tuple):
         if from_disk:
             raise ValueError("offload='disk' is for the files of a checkpoint, not for live parameters")

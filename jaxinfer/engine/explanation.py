@@ -116,8 +116,9 @@ def summarize_engine(engine: Engine | Replicas) -> str:
     """The model, its size, dtypes, limits and devices in one line."""
     spec, num_replicas = engine.spec, len(engine.engines) if isinstance(engine, Replicas) else 1
     num_devices = num_replicas * (1 if spec.mesh is None else spec.mesh.size)
+    count = num_parameters(all_layers(spec.params))
     parts = [
-        f"{spec.config.architecture}, {num_parameters(all_layers(spec.params)) / 1e6:,.1f}M parameters, dtype={spec.dtype}",
+        f"{spec.config.architecture}, {count / 1e6:,.1f}M parameters, dtype={spec.dtype}",
         f"max_model_len={spec.max_model_len}, max_seqs={spec.max_seqs}, kv_dtype={spec.kv_dtype}",
         f"cache of {(spec.num_pages - 1) * spec.page_size:,} tokens",
         *([] if spec.draft is None else [f"draft={draft_name(spec.draft)!r}"]),

@@ -99,9 +99,7 @@ class DiskLayers:
     def take(self, layers: Sequence[int]) -> "DiskLayers":
         """Those of these layers, numbered from 0."""
         stored = dict(self.numbers)
-        return DiskLayers(
-            self.reader, tuple((new, stored[old]) for new, old in enumerate(layers) if old in stored)
-        )
+        return DiskLayers(self.reader, tuple((new, stored[old]) for new, old in enumerate(layers) if old in stored))
 
     def arriving(self, layer: int, after: jax.Array) -> Params:
         """A layer's weights in a program that is traced, read once `after`, a scalar, is known."""

@@ -122,8 +122,12 @@ def write_random_llama(
         "output.weight": q8_0(random.standard_normal((512, width)) * 0.1),
     }
     shapes = {
-        **{"attn_q": (width, width), "attn_k": (width // 4, width), "attn_v": (width // 4, width)},
-        **{"attn_output": (width, width), "ffn_gate": (inner, width), "ffn_up": (inner, width)},
+        "attn_q": (width, width),
+        "attn_k": (width // 4, width),
+        "attn_v": (width // 4, width),
+        "attn_output": (width, width),
+        "ffn_gate": (inner, width),
+        "ffn_up": (inner, width),
         "ffn_down": (width, inner),
     }
     for first in range(0, num_layers, num_alike):
