@@ -309,8 +309,8 @@ class HostLayers:
     """The layers' parameters as a program takes them, which copies those on the host, or reads those on the disk; used
     while tracing.
 
-    A copy starts when the layer on the host before it begins, so that at most `NUM_BUFFERS` are on the device; the
-    first one's with the pass.
+    The copies of a layer start with the layers from the one on the host before it on, an equal share of the bytes with
+    each, so that at most `NUM_BUFFERS` layers are on the device; those of the first start with the pass.
     """
 
     def __init__(self, params: Params):
@@ -318,33 +318,66 @@ class HostLayers:
         self._disk, self._of_disk = disk_layers(params), _disk_shapes(params)
         self._rows = host_rows(params)
         self._waiting = sorted(self._rows)
-        self._arriving: dict[int, Params] = {}
+        self._next: _ArrivingLayer | None = None
 
     def take(self, layer: int, x: jax.Array) -> Params:
         """A layer's parameters on the device, before it runs on the hidden states x; layers come in their order."""
         if self._disk is not None and layer in self._of_disk:
             return _merged(self._layers[str(layer)], self._disk.arriving(layer, _bits(x)))
-        if self._waiting and not self._arriving:
-            self.start(x)
-        if layer not in self._rows:
-            return self._layers[str(layer)]
-        found = self._arriving.pop(layer)
-        if self._waiting:
-            self.start(x)
-        return _merged(self._layers[str(layer)], found)
+        params = self._layers[str(layer)]
+        if self._next is None:
+            self._next = self._following(layer)
+        if layer in self._rows and self._next is not None:
+            params = _merged(params, self._next.all(x))
+            self._next = self._following(layer)
+        if self._next is not None:
+            self._next.start(x)
+        return params
+
+    def _following(self, layer: int) -> "_ArrivingLayer | None":
+        """The next layer on the host, whose copies start with `layer` and those between."""
+        if not self._waiting:
+            return None
+        number = self._waiting.pop(0)
+        key, row = self._rows[number]
+        return _ArrivingLayer(number, self._stacks[key], row, max(number - layer, 1))
+
+
+class _ArrivingLayer:
+    """The copies of a layer on the host, in shares of nearly equal bytes, the smallest arrays first.
+
+    A GPU's compiler lets two copies run at once, and has the others wait for the last but one before them, beside no
+    product: of the few of a share, most bytes are those of the last two.
+    """
+
+    def __init__(self, number: int, stacks: Params, row: int, num_shares: int):
+        self._number, self._row = number, row
+        self._stacks, self._structure = jax.tree.flatten(stacks)
+        self._found: dict[int, jax.Array] = {}
+        sizes = [stack.size * dtype_bits(stack.dtype) for stack in self._stacks]
+        self._shares: list[list[int]] = [[] for _ in range(num_shares)]
+        before, total = 0, max(sum(sizes), 1)
+        for place in sorted(range(len(sizes)), key=sizes.__getitem__):
+            share = (2 * before + sizes[place]) * num_shares // (2 * total)
+            self._shares[min(share, num_shares - 1)].append(place)
+            before += sizes[place]
 
     def start(self, x: jax.Array) -> None:
-        """Starts the copy of the next layer on the host, not before x is there.
+        """Starts a share, not before x is there.
 
         The number of the row depends on x, as far as the compiler knows: otherwise all copies could start with the
         program, and all layers would be on the device at once.
         """
-        layer = self._waiting.pop(0)
-        key, row = self._rows[layer]
         zero = lax.optimization_barrier(jnp.uint32(0))
-        index = jnp.uint32(row) + zero * _bits(x)
-        with jax.named_scope(f"from_host.{layer}"):
-            self._arriving[layer] = jax.tree.map(lambda stack: _copied_row(stack, index), self._stacks[key])
+        index = jnp.uint32(self._row) + zero * _bits(x)
+        with jax.named_scope(f"from_host.{self._number}"):
+            self._found |= {place: _copied_row(self._stacks[place], index) for place in self._shares.pop(0)}
+
+    def all(self, x: jax.Array) -> Params:
+        """The layer's weights; x is for shares that have not started."""
+        while self._shares:
+            self.start(x)
+        return jax.tree.unflatten(self._structure, [self._found[place] for place in range(len(self._stacks))])
 
 
 def _bits(x: jax.Array) -> jax.Array:

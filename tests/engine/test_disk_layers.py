@@ -267,7 +267,7 @@ print(json.dumps({"tokens": tokens, "peak": peak, "seconds": seconds}))
 def test_a_file_of_three_times_the_memory_that_a_process_may_have(tmp_path):
     """Under a limit of the kernel, all threads' stacks and the programs included, and with the limit's inverse: weights
     that are loaded do not fit."""
-    path = write_random_llama(tmp_path / "large.gguf", "Q8_0", num_layers=64, width=2048, inner=8192, num_alike=32)
+    path = write_random_llama(tmp_path / "large.gguf", "F32", num_layers=32, width=1536, inner=6144, num_alike=16)
     size = path.stat().st_size
     allowed = size // 3
 
