@@ -36,6 +36,17 @@ def layers_chooser(options: LLMOptions) -> ChooseLayers | None:
     return choose
 
 
+def is_from_disk(options: LLMOptions, *, is_live: bool) -> bool:
+    """Whether layers stay in the files of a checkpoint. Raises ValueError for live parameters and devices but a CPU."""
+    if options.offload != DISK:
+        return False
+    if is_live:
+        raise ValueError("offload='disk' is for the files of a checkpoint, not for live parameters")
+    if (platform := jax.default_backend()) != "cpu":
+        raise ValueError(f"offload='disk' is for a CPU, not for {platform}; offload='auto' is")
+    return True
+
+
 def _draft(options: LLMOptions, config: ModelConfig, params: Params, length: int) -> Draft:
     draft: Any = options.draft
     if not isinstance(draft, tuple):

@@ -17,7 +17,7 @@ from jaxinfer.cache import KVScales
 from jaxinfer.embedding_files import EmbeddingConfig, read_embedding_config
 from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_to_mesh, keeps_float32
 from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
-from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, split
+from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, moved_layers
 from jaxinfer.option_names import check_format
 from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_device import Copies, float32_copies, outputs_together
@@ -73,9 +73,8 @@ class LoadedModel:
     def runnable(self) -> tuple[Params, Copies | None]:
         """What the engine takes: on a CPU, float32 copies of quantized weights, as far as their budget goes; none where
         layers stay on the disk, since memory is short."""
-        if disk_layers(self.params) is not None:
-            return self.params, None
-        if not describe(self.params) or jax.default_backend() != "cpu" or self.fit is not None:
+        has_all = self.fit is None and disk_layers(self.params) is None
+        if not has_all or not describe(self.params) or jax.default_backend() != "cpu":
             return self.params, None
         return self.weights.with_copies()
 
@@ -115,7 +114,7 @@ class Weights:
             if self._num_users or self.key is None:
                 return
             _WEIGHTS.pop(self.key, None)
-        if (disk := disk_layers(self.params)) is not None:
+        if disk := disk_layers(self.params):
             disk.reader.close()
         for leaf in jax.tree.leaves((self.params, self._copied)):
             if isinstance(leaf, jax.Array):
@@ -203,19 +202,13 @@ def load_model(
     With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read; None for
     none, whatever the alias says. `requantize` is for what a GGUF file quantized, `verify` for checksums, both as in
     `checkpoints_convert.load`; `quantization` names the quantized format that its files have to be in.
-    `offload` chooses the layers that go to the host's memory (`engine.offload`), from the shapes of all. `from_disk`:
-    all layers stay in the files, for programs of a CPU to read (`models.disk_layers`).
+    `offload` chooses the layers for the host's memory (`engine.offload`), from the shapes of all; `from_disk`: all of
+    them stay in the files (`models.disk_layers`).
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
     """
-    if from_disk and jax.default_backend() != "cpu":
-        raise ValueError(
-            f"offload='disk' is for a CPU, not for {jax.default_backend()}: offload='auto' uses host memory"
-        )
     if isinstance(model, tuple):
-        if from_disk:
-            raise ValueError("offload='disk' is for the files of a checkpoint, not for live parameters")
         if requantize is not None:
             raise ValueError("requantize is for GGUF files, not for live parameters")
         if verify:
@@ -306,11 +299,12 @@ def _read(
 
         def load() -> Params:
             if from_disk:
-                reader = _layer_reader(path, dtype, opening["verify"])
+                again = opening["verify"] and None  # whole files have been compared
+                files = checkpoints_convert.open_checkpoint(path, dtype=dtype, verify=again)
+                reader = LayerReader.of(moved_layers(_shapes(path, None, dtype=dtype)[1]), files)
                 params = checkpoints_convert.load_params(checkpoint, progress=True, skips=reader.takes)
                 return {**params, DISK_LAYERS: DiskLayers.of(reader)}
-            place = jax.devices()[0], jax.default_backend()
-            host = HostStacks(shapes, on_host, *place) if on_host else None
+            host = HostStacks(shapes, on_host, jax.devices()[0], jax.default_backend()) if on_host else None
             params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, convert=chosen, host=host)
             return _laid_out(params, mesh, donate=True)
 
@@ -330,21 +324,6 @@ def _read(
             embedding=embedding,
             system=named.system,
         )
-
-
-def _layer_reader(path: Path, dtype: str, verify: bool | None) -> LayerReader:
-    """Of all layers of a checkpoint, which stays open. What `verify` compares of whole files is compared before."""
-    import checkpoints_convert
-
-    _, shapes = _shapes(path, None, dtype=dtype)
-    moved = {int(layer): split(params)[1] for layer, params in shapes["layers"].items()}
-    files = checkpoints_convert.open_checkpoint(path, dtype=dtype, verify=verify and None)
-
-    def read(target: tuple[str, ...]) -> Any:
-        found = files.read_param(target)
-        return found[0] if isinstance(found, list) else found
-
-    return LayerReader(moved, read, files.close)
 
 
 def _selection(quantize: str | None, settings: Mapping[str, str]) -> Selection | None:

@@ -53,11 +53,11 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
     if engine.spec.kept_pages is not None:  # what tokens attend to
         digest.update(f"kv_policy={engine.spec.kept_pages}".encode())
     samples: list[_Sample] = []
-    disk = disk_layers(llm.params)
+    reader = None if (disk := disk_layers(llm.params)) is None else disk.reader
     for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(llm.params), is_leaf=is_quantized):
         keys = tuple(key.key for key in path)
-        if is_read := disk is not None and disk.reader.takes(keys):
-            leaf = jax.tree.map(jax.device_put, disk.reader.weight(keys))
+        if is_read := reader is not None and reader.takes(keys):
+            leaf = jax.tree.map(jax.device_put, reader.weight(keys))  # pyright: ignore[reportOptionalMemberAccess]
         places = (None,) * leaf.ndim if fit is None else fit.places(keys, leaf.shape)
         name = jax.tree_util.keystr(path)
         shape = tuple(size if where is None else len(where) for size, where in zip(leaf.shape, places, strict=True))

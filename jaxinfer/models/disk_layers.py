@@ -40,6 +40,16 @@ class LayerReader:
         self._last: int | None = None
         self._ahead: tuple[int, Future[list[np.ndarray]]] | None = None
 
+    @classmethod
+    def of(cls, shapes: Mapping[int, Params], checkpoint: Any) -> "LayerReader":
+        """Of an open `checkpoints_convert.Checkpoint`, which it closes."""
+
+        def read(path: tuple[str, ...]) -> Any:
+            found = checkpoint.read_param(path)
+            return found[0] if isinstance(found, list) else found
+
+        return cls(shapes, read, checkpoint.close)
+
     def takes(self, path: Sequence[str]) -> bool:
         """Whether a parameter is read by programs, and not before."""
         return tuple(path) in self._all_paths

@@ -75,6 +75,11 @@ def split(layer: Params) -> tuple[Params, Params]:
     return _split(layer, (), has_experts=any(EXPERTS in names for names in _paths(layer)))
 
 
+def moved_layers(params: Params) -> dict[int, Params]:
+    """What moves of each layer."""
+    return {int(name): split(layer)[1] for name, layer in params["layers"].items()}
+
+
 def _paths(tree: Params, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, value in tree.items():
         if isinstance(value, dict):

@@ -19,7 +19,7 @@ from jaxinfer.engine.offload import layers_for_host
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm_options import parse_offload
-from jaxinfer.loading import load_model, load_shapes
+from jaxinfer.loading import load_shapes
 from jaxinfer.models import MoEConfig, abstract_params, host_layers, init_params
 from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
 from jaxinfer.quantization.tree import num_bytes
@@ -147,9 +147,10 @@ def test_live_parameters_plans_and_other_devices_are_refused(monkeypatch, path_o
     spec = EngineSpec(TINY, abstract_params(TINY, jnp.float32), EngineOptions(), "cpu")
     with pytest.raises(ValueError, match='offload="disk" reads layers from files on a CPU'):
         layers_for_host(spec, "disk", 10**9)
+    path = path_of("Q4_K")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(ValueError, match="offload='disk' is for a CPU, not for gpu"):
-        load_model(path_of("Q4_K"), from_disk=True)
+        LLM(path, offload="disk")
     assert parse_offload("disk") == "disk"
 
 
