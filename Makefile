@@ -30,7 +30,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/checkpoints_convert/formats/test_bits.py tests/checkpoints_convert/gguf/test_metadata.py \
     tests/checkpoints_convert/huggingface/test_config.py tests/pallas_kernels/test_choice.py tests/pallas_kernels/test_tuning.py
 
-.PHONY: help demo test test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden docs notebooks readme clean
+.PHONY: help demo test test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden on-chip on-chip-packages docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -136,6 +136,17 @@ bench-quantization: $(VENV)/stamp-base  ## What few bits cost the embedded model
 
 bench-loading: $(VENV)/stamp-base  ## Loading 2.3 GiB from a cold disk next to reading it; host memory
 	$(BIN)/python -m benchmarks.loading --json benchmarks/results/loading.json
+
+on-chip: $(VENV)/stamp-base  ## Measure the chip of this machine in pieces, 9 minutes a run; the next run goes on
+	$(BIN)/python -m benchmarks.on_chip
+
+# What travels with the tree to a machine with a chip and without a network: wheels for its Python.
+ON_CHIP_PYTHON ?= 3.12
+on-chip-packages: $(BIN)/python
+	rm -rf benchmarks/on_chip/packages
+	$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: --python-version $(ON_CHIP_PYTHON) \
+	    --target benchmarks/on_chip/packages --requirement benchmarks/on_chip/requirements.txt
+	$(BIN)/python -m benchmarks.on_chip --packages
 
 docs: $(VENV)/stamp-docs  ## Build the documentation site into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -112,6 +112,25 @@ def tune(call: TuningCall, report: Callable[[str], None]) -> dict[str, dict[str,
     return best
 
 
+def tune_into(path: Path, call: TuningCall, report: Callable[[str], None]) -> dict[str, dict[str, int] | None]:
+    """Tunes a call and writes what was found to the table at `path`; returns and raises as `tune`."""
+    best = tune(call, report)
+    found = read_table(path) | {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    for program, sizes in best.items():
+        of_program = found["sizes"].setdefault(program, {})
+        of_program.pop(call.spec.facts, None)
+        if sizes is not None:
+            of_program[call.spec.facts] = sizes
+    found["measured"] = sorted({*found["measured"], call.name})
+    _save(path, found)
+    return best
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The table at `path`; an empty one where there is none."""
+    return tuning.read(path) if path.exists() else {"sizes": {}, "measured": []}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="pallas_kernels.tune",
@@ -127,13 +146,12 @@ def main(argv: list[str] | None = None) -> int:
     platform = current_platform()
     path = options.output or tuning.FOLDER / f"{tuning.chip()}.json"
     names = options.implementation or [{"tpu": "pallas_tpu", "gpu": "pallas_gpu"}.get(platform, "xla")]
-    found = tuning.read(path) if path.exists() else {"sizes": {}, "measured": []}
-    found |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    measured = read_table(path)["measured"]
     todo = [
         call
         for implementation in names
         for call in calls(implementation, platform, options.model or sorted(MODELS), options.quick)
-        if options.again or call.name not in found["measured"]
+        if options.again or call.name not in measured
     ]
     progress = tqdm(todo, unit="call", disable=None)
     for call in progress:
@@ -142,13 +160,8 @@ def main(argv: list[str] | None = None) -> int:
         if reason is not None:
             tqdm.write(f"{call.name}: {reason}")
             continue
-        for program, sizes in tune(call, tqdm.write).items():
-            of_program = found["sizes"].setdefault(program, {})
-            of_program.pop(call.spec.facts, None)
-            if sizes is not None:
-                of_program[call.spec.facts] = sizes
-        found["measured"] = sorted({*found["measured"], call.name})
-        _save(path, found)
+        tune_into(path, call, tqdm.write)
+    found = read_table(path)
     print(f"{path}: {sum(map(len, found['sizes'].values()))} sizes that beat the heuristic, {len(todo)} calls measured")
     return 0
 

@@ -1,0 +1,164 @@
+"""Pieces about whole models with random weights, served by the engine as users' are."""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.on_chip.results import Results, Row
+from benchmarks.on_chip.sizes import Sizes
+from jaxinfer import LLM, SamplingParams, compilation_cache
+from jaxinfer.loading import LiveModel
+from jaxinfer.measure.bench.model import Bench, opened, random_model
+from jaxinfer.measure.bench.runs import RunOptions, latency
+from jaxinfer.measure.bench.workload import Lengths, Workload
+
+# Least shares of the roofline, by recipe of the weights (None: bfloat16) and number of sequences.
+GOALS = {(None, 1): 0.85, ("int8", 1): 0.80, ("int4-g128", 1): 0.75, (None, 64): 0.80}
+DRAFT_TOKENS = 4
+
+
+def model_folder(sizes: Sizes, name: str, folder: str) -> str:
+    """A folder with the config.json of a model."""
+    path = Path(folder) / name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(sizes.configs[name]), encoding="utf-8")
+    return str(path)
+
+
+def live_model(sizes: Sizes, name: str) -> LiveModel:
+    """The configuration of a model with random weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        return random_model(model_folder(sizes, name, folder))
+
+
+def whole(name: str, options: dict[str, Any], sizes: Sizes, results: Results) -> Iterator[Row]:
+    """Decoding by number of sequences, the first token, a long prompt, and the host's gaps."""
+    arguments = {
+        "max_seqs": sizes.batches[-1],
+        "max_model_len": sizes.configs[name]["max_position_embeddings"],
+        "prefix_cache": False,
+        **options,
+    }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        opened(
+            model_folder(sizes, name, folder),
+            arguments,
+            random_weights=True,
+            warms_up=False,  # only what is measured is compiled: in the first batch, which does not count
+            sizes=sizes.rate_sizes,
+        ) as bench,
+    ):
+        for batch in sizes.batches:
+            yield from _decode_rows(bench, name, options, batch, sizes)
+        yield _prompt_row(bench, min(sizes.prefill_tokens, bench.llm.max_model_len - 2))
+
+
+def _decode_rows(bench: Bench, name: str, options: dict[str, Any], batch: int, sizes: Sizes) -> Iterator[Row]:
+    workload = _workload(sizes.prompt_tokens, sizes.answer_tokens)
+    batches = [workload.requests(batch, bench.vocab_size, part) for part in range(1 + sizes.repeats)]
+    run = latency(bench, batches, RunOptions())
+    decode, gap = run["decode"], run["host_gap"]
+    has_goal = name == "8b" and sizes.has_goals and "kv_dtype" not in options
+    goal = GOALS.get((options.get("quantize"), batch)) if has_goal else None
+    rate = batch / decode["step_seconds"]
+    note = f"{decode['step_seconds'] * 1e3:.2f} ms a step, bound by {decode['bound']}"
+    share = decode["percent"] / 100
+    yield Row(f"decode b{batch} at {sizes.prompt_tokens}", rate, "tokens/s", share, "roofline", goal, note=note)
+    prefill = run["prefill"]
+    note = f"{batch} prompts of {sizes.prompt_tokens}"
+    yield Row(f"prompts b{batch}", prefill["seconds"], "s", prefill["percent"] / 100, "roofline", note=note)
+    if gap is not None:
+        note = f"p99 {gap['per_dispatch_p99'] * 1e6:.0f} us, {gap['dispatches']} dispatches, {gap['steps']} steps"
+        yield Row(f"host gap b{batch}", gap["per_dispatch_mean"] * 1e6, "us/dispatch", note=note)
+    compiled = run["compiled_after_warm_up"]
+    yield Row(f"compiled while measured b{batch}", compiled, "programs", is_right=compiled == 0)
+
+
+def _prompt_row(bench: Bench, num_tokens: int) -> Row:
+    workload = _workload(num_tokens, 1)
+    run = latency(bench, [workload.requests(1, bench.vocab_size, 90 + part) for part in range(3)], RunOptions())
+    prefill = run["prefill"]
+    rate = num_tokens / prefill["seconds"]
+    return Row(f"prompt of {num_tokens}", rate, "tokens/s", prefill["percent"] / 100, "roofline")
+
+
+def start(name: str, sizes: Sizes, results: Results) -> Iterator[Row]:
+    """Everything compiled at the start, and nothing afterwards."""
+    length = sizes.prompt_tokens + sizes.answer_tokens
+    arguments = {"max_seqs": sizes.batches[1], "max_model_len": length, "prefill_chunk": min(512, length)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = model_folder(sizes, name, folder)
+        with opened(path, arguments, random_weights=True, sizes=sizes.rate_sizes) as bench:
+            note = f"{bench.start.programs} programs, {bench.start.from_cache} from the cache"
+            yield Row("warm-up", bench.start.compile_seconds, "s", note=note)
+            prompts = Workload(Lengths("uniform", 1, sizes.prompt_tokens), Lengths("fixed", 8, 8))
+            params = SamplingParams(temperature=0.7, seed=1, max_tokens=8, ignore_eos=True)
+            requests = [request.prompt for request in prompts.requests(24, bench.vocab_size)]
+            with compilation_cache.counting() as counts:
+                bench.llm.generate(requests, params, use_tqdm=False)
+            compiled = counts.compiled + counts.hits
+            yield Row("compiled after warm-up", compiled, "programs", is_right=compiled == 0, note="24 mixed requests")
+
+
+def speculation(sizes: Sizes, results: Results) -> Iterator[Row]:
+    """Speculation at several rates of acceptance, next to plain decoding.
+
+    Both models have random weights. Requests allow few token ids, so that the draft's choice is the target's about
+    once in as many: one id is always accepted.
+    """
+    target, draft = live_model(sizes, "8b"), live_model(sizes, "1b")
+    options: dict[str, Any] = {
+        "max_seqs": 1,
+        "max_model_len": sizes.prompt_tokens + sizes.answer_tokens + DRAFT_TOKENS + 1,
+        "prefix_cache": False,
+    }
+    workload = _workload(sizes.prompt_tokens // 2, sizes.answer_tokens)
+    prompts = [one.prompt for one in workload.requests(1 + sizes.repeats, sizes.configs["8b"]["vocab_size"])]
+    plain: dict[int, tuple[float, list[list[int]]]] = {}
+    with LLM(target, **options) as llm:
+        for count in sizes.allowed_ids:
+            plain[count] = _timed(llm, prompts, count, sizes)
+    with LLM(target, draft=draft, num_draft_tokens=DRAFT_TOKENS, **options) as llm:
+        for count in sizes.allowed_ids:
+            before = llm.speculation_stats()
+            seconds, tokens = _timed(llm, prompts, count, sizes)
+            after = llm.speculation_stats()
+            stats = None if after is None or before is None else after - before
+            accepted = 0.0 if stats is None else stats.acceptance_rate
+            is_same = tokens == plain[count][1]
+            note = f"{accepted:.0%} accepted of {DRAFT_TOKENS}, {seconds * 1e3:.0f} ms an answer"
+            case = f"speculation, {count} ids allowed"
+            yield Row(case, plain[count][0] / seconds, "times plain", is_right=is_same or None, note=note)
+
+
+def _timed(llm: LLM, prompts: list[Any], num_allowed: int, sizes: Sizes) -> tuple[float, list[list[int]]]:
+    """Seconds of an answer, the median without the first, and the tokens of all."""
+    allowed = list(range(5, 5 + num_allowed))
+    params = SamplingParams(temperature=0, max_tokens=sizes.answer_tokens, ignore_eos=True, allowed_token_ids=allowed)
+    spent, tokens = [], []
+    for prompt in prompts:
+        begin = time.perf_counter()
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        spent.append(time.perf_counter() - begin)
+        tokens.append(output.outputs[0].token_ids)
+    return statistics.median(spent[1:]), tokens
+
+
+def _workload(num_prompt: int, num_answer: int) -> Workload:
+    """Random prompts and answers of these lengths."""
+    return Workload(Lengths("fixed", num_prompt, num_prompt), Lengths("fixed", num_answer, num_answer))
+
+
+def free() -> None:
+    """Frees what a piece left on the device."""
+    import gc
+
+    gc.collect()
+    jax.clear_caches()
