@@ -40,7 +40,7 @@ from jaxinfer.llm_arguments import (
     takes_other_names,
     unknown_attribute,
 )
-from jaxinfer.llm_offload import layers_chooser
+from jaxinfer.llm_offload import is_from_disk, layers_chooser
 from jaxinfer.llm_options import LLMOptions, documented
 from jaxinfer.llm_scoring import ScoringMethods, together
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
@@ -108,6 +108,7 @@ class LLM(ScoringMethods):
             verify=chosen.verify,
             mesh=self.mesh,
             offload=layers_chooser(chosen),
+            from_disk=is_from_disk(chosen, is_live=isinstance(model, tuple)),
         )
         loaded, self.max_model_len = loaded.for_length(chosen.max_model_len, has_policy=chosen.kv_policy is not None)
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer

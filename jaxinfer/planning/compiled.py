@@ -134,9 +134,10 @@ def _exchanges(program: Program, num_devices: int):
         opcode = instruction.opcode.removesuffix("-start")
         if opcode not in _SENT:
             continue
-        # The first result of an asynchronous gather is its operand.
-        arrays = instruction.results[1:] if instruction.opcode == "all-gather-start" else instruction.results
-        size = sum(array.num_bytes for array in arrays[: max(1, len(instruction.operands))])
+        # The first results of an asynchronous gather or scatter are its operands.
+        count = max(1, len(instruction.operands))
+        first = count if instruction.opcode in ("all-gather-start", "reduce-scatter-start") else 0
+        size = sum(array.num_bytes for array in instruction.results[first : first + count])
         for _ in range(times):
             yield size * _SENT[opcode](num_devices)
 

@@ -126,18 +126,23 @@ def info(name: str | bytes, shape: tuple[int, ...], number: int, offset: int) ->
 
 def write(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray | Blocks], *, version: int = 3) -> Path:
     alignment = metadata.get("general.alignment", 32)
-    infos, parts, offset = [], [], 0
+    infos, offset = [], 0
     for name, tensor in tensors.items():
         is_quantized = isinstance(tensor, Blocks)
         kind = tensor.kind if is_quantized else _DTYPES[tensor.dtype.name]
-        raw = np.ascontiguousarray(tensor.raw if is_quantized else tensor).tobytes()
         infos.append(info(name, tensor.shape, NUMBERS[kind], offset))
-        raw += bytes(-len(raw) % alignment)
-        parts.append(raw)
-        offset += len(raw)
+        offset += -(-_raw(tensor).nbytes // alignment) * alignment
     front = header(metadata, infos, version=version)
-    path.write_bytes(front + bytes(-len(front) % alignment) + b"".join(parts))
+    with path.open("wb") as file:
+        file.write(front + bytes(-len(front) % alignment))
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(_raw(tensor)).tobytes())
+            file.write(bytes(-_raw(tensor).nbytes % alignment))
     return path
+
+
+def _raw(tensor: np.ndarray | Blocks) -> np.ndarray:
+    return tensor.raw if isinstance(tensor, Blocks) else tensor
 
 
 def write_split(path: Path, metadata: dict[str, Any], tensors: dict[str, Any], num_parts: int) -> list[Path]:
