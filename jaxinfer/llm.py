@@ -41,7 +41,7 @@ from jaxinfer.llm_arguments import (
     takes_other_names,
     unknown_attribute,
 )
-from jaxinfer.llm_offload import layers_chooser
+from jaxinfer.llm_offload import is_from_disk, layers_chooser
 from jaxinfer.llm_options import LLMOptions, documented
 from jaxinfer.llm_scoring import ScoringMethods, together
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
@@ -109,6 +109,7 @@ class LLM(ScoringMethods):
             verify=chosen.verify,
             mesh=self.mesh,
             offload=layers_chooser(chosen),
+            from_disk=is_from_disk(chosen, is_live=isinstance(model, tuple)),
         )
         loaded, self.max_model_len = loaded.for_length(
             chosen.max_model_len, has_policy=extends_length(chosen.kv_policy)

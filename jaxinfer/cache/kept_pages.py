@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache.moved_sinks import MovedSinks
 from jaxinfer.cache.paged import PagedCache, PageTables
-from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.policies import KeptPages, num_parts
 from jaxinfer.cache.ragged import attend_ragged
 from jaxinfer.cache.row_parts import parts_of, step_rows
 from jaxinfer.models import ModelConfig
@@ -91,6 +91,27 @@ def room_in_page(kept: KeptPages, positions: jax.Array) -> jax.Array:
     return kept.page_size - positions % kept.page_size
 
 
+class Parts(NamedTuple):
+    """N parts of sequences, each within a page: int32 [N], their first rows, their rows, their slots, and the positions
+    of their first rows. Unused ones come last and have length 0."""
+
+    starts: jax.Array
+    lengths: jax.Array
+    slots: jax.Array
+    positions: jax.Array
+
+
+def parts_in_pages(
+    page_size: int, token_slots: jax.Array, query_starts: jax.Array, lengths: jax.Array, ends: jax.Array
+) -> Parts:
+    """The parts of a step's rows that lie in one page each; arguments as of `row_parts.step_rows`."""
+    rows = step_rows(token_slots, query_starts, lengths, ends)
+    is_first = rows.is_real & ((rows.offset == 0) | (rows.position % page_size == 0))
+    size = num_parts(page_size, token_slots.shape[0], lengths.shape[0])
+    starts, counts = parts_of(is_first, rows.is_real, size)
+    return Parts(starts, counts, rows.slot[starts], rows.position[starts])
+
+
 def pieces(
     kept: KeptPages,
     config: ModelConfig,
@@ -101,13 +122,11 @@ def pieces(
     lengths: jax.Array,
     ends: jax.Array,
 ) -> Pieces:
-    """The parts of a step's rows that lie in one page each; arguments as `row_parts.step_rows`."""
-    rows = step_rows(token_slots, query_starts, lengths, ends)
-    is_first = rows.is_real & ((rows.offset == 0) | (rows.position % kept.page_size == 0))
-    num_pieces = kept.num_pieces(token_slots.shape[0], lengths.shape[0])
-    starts, counts = parts_of(is_first, rows.is_real, num_pieces)
-    tables = tuple(table[rows.slot[starts]] for table in page_tables)
-    return Pieces(starts, counts, kept_view(kept, config, cache, tables, rows.position[starts], counts))
+    """The parts of a step's rows that lie in one page each; arguments as of `row_parts.step_rows`."""
+    parts = parts_in_pages(kept.page_size, token_slots, query_starts, lengths, ends)
+    tables = tuple(table[parts.slots] for table in page_tables)
+    view = kept_view(kept, config, cache, tables, parts.positions, parts.lengths)
+    return Pieces(parts.starts, parts.lengths, view)
 
 
 def attend_to_pieces(

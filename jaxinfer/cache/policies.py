@@ -115,14 +115,11 @@ class KeptPages:
         """Tokens that a token attends to, at most."""
         return self.num_columns * self.page_size
 
-    def num_pieces(self, num_tokens: int, num_slots: int) -> int:
-        """Parts within a page of a step of so many tokens, at most: n tokens of a sequence lie in n / page_size pages
-        and two more."""
-        return min(num_tokens, num_tokens // self.page_size + 2 * num_slots)
-
     def num_scratch(self, num_tokens: int, num_slots: int) -> int:
         """Pages for the moved sinks of such a step; none where no position is relative."""
-        return 0 if self.trained is None else self.num_sinks * max(self.num_pieces(num_tokens, num_slots), num_slots)
+        if self.trained is None:
+            return 0
+        return self.num_sinks * max(num_parts(self.page_size, num_tokens, num_slots), num_slots)
 
 
 PROMPT_METHODS = ("snapkv", "pyramidkv", "keydiff")
@@ -228,7 +225,83 @@ def _pyramid(budget: int) -> tuple[float, float]:
     return 2 * budget - lowest, lowest
 
 
-Policy = SinksWindow | PromptBudget | Quest
+@dataclass(frozen=True)
+class HeavyHitters:
+    """Keeps the last tokens of a sequence, and of the older ones those that queries attended to most, each key head for
+    itself (H2O, Zhang et al. 2023, section 4).
+
+    Attributes:
+      budget: tokens, at least so many are kept: whole pages are dropped. Half of them are the last ones.
+
+    Raises ValueError for a budget below 2.
+    """
+
+    budget: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.budget, int) or isinstance(self.budget, bool) or self.budget < 2:
+            raise ValueError(f"h2o({self.budget}) of a kv_policy must be at least 2 tokens")
+
+    def __str__(self) -> str:
+        return f"h2o({self.budget})"
+
+    def describe(self, page_size: int) -> str:
+        """What people read of it."""
+        heavy = self.pages(page_size)
+        return (
+            f"{self}: each key head keeps at most {heavy.num_tokens:,} tokens of a prompt that has ended and its "
+            f"answer, the last {heavy.num_recent:,} and those that were attended to most; pages of {page_size} tokens; "
+            f"no prefix is reused"
+        )
+
+    def pages(self, page_size: int) -> "HeavyPages":
+        """What is kept of a cache with pages of so many tokens."""
+        return HeavyPages(-(-self.budget // page_size), self.budget // 2, page_size)
+
+
+@dataclass(frozen=True)
+class HeavyPages:
+    """How many tokens of a sequence stay, as a function of its length: when page `num_pages` + 1 is full, a page of
+    tokens is dropped, and at a prompt's end as many whole pages as leave less than that.
+
+    Tokens that stay are moved together, in the sequence's first pages. The last `num_recent` tokens always stay;
+    `page_size` is in tokens.
+    """
+
+    num_pages: int
+    num_recent: int
+    page_size: int
+
+    @property
+    def num_columns(self) -> int:
+        """Pages that an answer needs, at most."""
+        return self.num_pages + 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a token of an answer attends to, at most."""
+        return self.num_columns * self.page_size
+
+    def num_dropped(self, num_stored: int) -> int:
+        """Tokens that are dropped of an answer with its prompt, of which so many tokens were stored."""
+        return max(num_stored // self.page_size - self.num_pages, 0) * self.page_size
+
+    def num_held(self, num_prompt: int, num_tokens: int) -> int:
+        """Tokens for which a sequence of `num_tokens` tokens needs room, of which `num_prompt` are the prompt's."""
+        return num_tokens if num_tokens <= num_prompt else min(num_tokens, self.num_tokens)
+
+    def most_held(self, num_prompt: int, num_tokens: int) -> int:
+        """The most of `num_held` while it grows to `num_tokens` tokens."""
+        return max(min(num_prompt, num_tokens), self.num_held(num_prompt, num_tokens))
+
+
+def num_parts(page_size: int, num_tokens: int, num_slots: int) -> int:
+    """Parts within a page of a step of so many tokens, at most: n tokens of a sequence lie in n / page_size pages and
+    two more."""
+    return min(num_tokens, num_tokens // page_size + 2 * num_slots)
+
+
+Policy = SinksWindow | PromptBudget | HeavyHitters | Quest
 
 
 def _of_prompts(method: str) -> Callable[..., PromptBudget]:
@@ -238,6 +311,7 @@ def _of_prompts(method: str) -> Callable[..., PromptBudget]:
 # By the names of its parts, what makes a policy of their numbers, which it gets by name.
 _KINDS: dict[tuple[str, ...], Callable[..., Policy]] = {
     ("sinks", "window"): SinksWindow,
+    ("h2o",): lambda h2o: HeavyHitters(h2o),
     **{(method,): _of_prompts(method) for method in PROMPT_METHODS},
     ("quest",): lambda quest: Quest(quest),
 }

@@ -39,8 +39,8 @@ class KVReportOptions:
     )
     policies: str | None = _caches(
         None,
-        "Which keys stay, such as all,sinks(4)+window(256),snapkv(256); default: all, and windows of half and a "
-        "quarter of a text. Where some compact prompts, the first half of a text is a prompt, the second is measured.",
+        "Which keys stay, such as all,sinks(4)+window(256),snapkv(256),h2o(256); default: all, and windows of half and "
+        "a quarter of a text. Where some cut prompts, the first half of a text is a prompt, the second is measured.",
         "POLICY,...",
     )
     texts: list[Path] | None = _texts(

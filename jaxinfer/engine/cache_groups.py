@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxinfer.cache.policies import LayerBudget
+    from jaxinfer.cache.policies import HeavyPages, LayerBudget
 
 MAX_IN_FLIGHT = 2  # dispatches: one computes while the other's results are read
 
@@ -30,7 +30,8 @@ class CacheGroup:
       layers: their numbers. page_bytes: of one page in all of them, on a device.
       num_sinks: first pages of a sequence that are read beside the window, and so never given back.
       num_scratch: pages after those of the pool, which programs use within a pass.
-      budget: what stays of a prompt, if it is compacted at its end.
+      budget: what stays of a prompt, if it is compacted at its end. heavy: what stays of a sequence that loses tokens
+        within its own pages; None for all.
     """
 
     num_pages: int
@@ -40,6 +41,7 @@ class CacheGroup:
     num_sinks: int = 0
     num_scratch: int = 0
     budget: "LayerBudget | None" = None
+    heavy: "HeavyPages | None" = None
 
     @property
     def num_allocated(self) -> int:
@@ -71,6 +73,8 @@ class CacheGroup:
     def least_pages(self, num_tokens: int, page_size: int, num_prompt: int = 0) -> int:
         """Pages that a sequence of so many tokens, `num_prompt` of them its prompt's, holds at once, at least, if it is
         computed token by token. While a prompt is compacted it has pages twice."""
+        if self.heavy is not None:
+            num_tokens = self.heavy.most_held(num_prompt, num_tokens)
         most = most_pages(self.window, num_tokens, 1, page_size, self.num_sinks)
         if self.budget is None or not (num_dropped := self.budget.num_dropped(num_prompt)):
             return most
@@ -102,7 +106,7 @@ class PoolSizes:
         sequence.
       sinks: of each group, the first pages of a sequence that stay beside the window; () for none. scratch: pages of
         each group that programs use within a pass; () for none. fresh: pages of each group that a compacted prompt
-        takes, at most; () for none.
+        takes, at most; () for none. heavy: what stays of a sequence that loses tokens within its own pages.
     """
 
     windows: Sequence[int | None]
@@ -115,6 +119,7 @@ class PoolSizes:
     sinks: Sequence[int] = ()
     scratch: Sequence[int] = ()
     fresh: Sequence[int] = ()
+    heavy: "HeavyPages | None" = None
 
     def _fresh_of(self, group: int) -> int:
         """Pages of a group for the prompts that are compacted in the dispatches in flight."""
@@ -139,7 +144,8 @@ class PoolSizes:
     def of_sequence(self, window: int | None) -> int:
         """Pages of a group that a decoding sequence of `max_model_len` tokens holds, at most."""
         ahead = MAX_IN_FLIGHT * self.dispatch_tokens
-        return most_pages(window, self.max_model_len, ahead, self.page_size, self._sinks_of(window))
+        num_tokens = self.max_model_len if self.heavy is None else self.heavy.num_held(0, self.max_model_len)
+        return most_pages(window, num_tokens, ahead, self.page_size, self._sinks_of(window))
 
     @property
     def smallest(self) -> int:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_rotated, is_scaled, kv_dtype_name
 from jaxinfer.cache.best_pages import BoundedPages
-from jaxinfer.cache.policies import PromptBudget
+from jaxinfer.cache.policies import HeavyHitters, PromptBudget
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule
@@ -18,7 +18,7 @@ from jaxinfer.engine.programs import paged, speculative
 from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig
-from jaxinfer.models.host_layers import host_rows
+from jaxinfer.models.host_layers import all_layers, disk_layers, host_rows
 from jaxinfer.models.layers import attention_options
 from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.speculative import ModelDraft, draft_name
@@ -57,8 +57,8 @@ def explain_engine(engine: Engine | Replicas, model: dict[str, Any], sampling: d
             "model": {
                 **model,
                 "architecture": config.architecture,
-                "parameters": num_parameters(spec.params),
-                "parameter bytes": num_bytes(spec.params),
+                "parameters": num_parameters(every := all_layers(spec.params)),
+                "parameter bytes": num_bytes(every),
                 **_describe_offload(spec),
                 "dtype": str(spec.dtype),
                 "layers": config.num_layers,
@@ -82,7 +82,13 @@ def explain_engine(engine: Engine | Replicas, model: dict[str, Any], sampling: d
 
 
 def _describe_offload(spec: EngineSpec) -> dict[str, Any]:
-    """The layers in the host's memory, and what each pass over the layers copies."""
+    """The layers in the host's memory or on the disk, and what each pass over the layers copies or reads."""
+    if (disk := disk_layers(spec.params)) is not None:
+        return {
+            "layers on the disk": f"{len(disk.numbers)} of {spec.config.num_layers}",
+            "bytes arriving in a step": disk.num_bytes,
+            "bytes for arriving layers": spec.buffer_bytes,
+        }
     if not (layers := sorted(host_rows(spec.params))):
         return {}
     return {
@@ -112,8 +118,9 @@ def summarize_engine(engine: Engine | Replicas) -> str:
     """The model, its size, dtypes, limits and devices in one line."""
     spec, num_replicas = engine.spec, len(engine.engines) if isinstance(engine, Replicas) else 1
     num_devices = num_replicas * (1 if spec.mesh is None else spec.mesh.size)
+    count = num_parameters(all_layers(spec.params))
     parts = [
-        f"{spec.config.architecture}, {num_parameters(spec.params) / 1e6:,.1f}M parameters, dtype={spec.dtype}",
+        f"{spec.config.architecture}, {count / 1e6:,.1f}M parameters, dtype={spec.dtype}",
         f"max_model_len={spec.max_model_len}, max_seqs={spec.max_seqs}, kv_dtype={spec.kv_dtype}",
         f"cache of {(spec.num_pages - 1) * spec.page_size:,} tokens",
         *([] if spec.draft is None else [f"draft={draft_name(spec.draft)!r}"]),
@@ -272,7 +279,7 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
 
 def describe_policy(spec: EngineSpec) -> str | None:
     """What `kv_policy` keeps or reads, in whole pages; None for everything."""
-    if isinstance(policy := spec.options.policy, PromptBudget):
+    if isinstance(policy := spec.options.policy, PromptBudget | HeavyHitters):
         return policy.describe(spec.page_size)
     if (best := spec.best_pages) is not None:
         layers = f"{len(spec.bounded_layers)} of {spec.config.num_layers} layers"
@@ -314,16 +321,18 @@ def _describe_states(engine: Engine) -> dict[str, Any]:
 
 def _describe_host_tier(engine: Engine) -> dict[str, Any]:
     """Host memory for cached beginnings, and whether it is faster to read them than to compute them."""
-    tier = engine.scheduler.tier
+    tier, rule = engine.scheduler.tier, engine.runner.host_rule
     if not tier:
-        return {}
+        return {} if rule is None else {"host cache": f"none, by host_cache_gib='auto': {rule}"}
+    if rule is None:
+        rule = f"{transfer_rule(engine.spec, engine.device)} (host_cache_gib is a number: used in any case)"
     names = [group.name for group in engine.spec.groups] + ["saved states"] * (engine.spec.num_saved_states > 0)
     pools = zip(tier.pools, names, strict=True)
     return {
         "host cache bytes": tier.num_bytes,
         "host cache bytes in use": tier.used_bytes,
         "host pages in use": "; ".join(f"{pool.num_used} of {pool.num_pages} ({name})" for pool, name in pools),
-        "host cache": str(transfer_rule(engine.spec, engine.device)),
+        "host cache": str(rule),
         **({} if engine.prefix_store is None else {"prefix store": str(engine.prefix_store.files.folder)}),
     }
 
@@ -396,7 +405,7 @@ def _products(spec: EngineSpec) -> dict[str, str]:
 def _quantized_products(engine: EngineSpec) -> dict[str, str]:
     """How products with each scheme's weights are computed, for one slot that decodes and for all."""
     facts: dict[str, None] = {}
-    for leaf in weights(engine.params):
+    for leaf in weights(all_layers(engine.params)):
         if not is_quantized(leaf):
             continue
         forms = []

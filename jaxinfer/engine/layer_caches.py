@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxinfer.cache.policies import BestPages, KeptPages, LayerBudget, PromptBudget, Quest, SinksWindow
+from jaxinfer.cache.policies import (
+    BestPages,
+    HeavyHitters,
+    HeavyPages,
+    KeptPages,
+    LayerBudget,
+    PromptBudget,
+    Quest,
+    SinksWindow,
+)
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import ModelConfig
 
@@ -110,6 +119,17 @@ class PolicyPages:
         """The pages that `kv_policy` lets answers read in layers without a window; None for all."""
         policy = self.options.policy
         return policy.pages(self.page_size, self.num_dense_layers) if isinstance(policy, Quest) else None
+
+    @cached_property
+    def heavy_pages(self) -> HeavyPages | None:
+        """How many of the tokens that queries attend to most `kv_policy` keeps; None where it keeps others."""
+        policy = self.options.policy
+        return policy.pages(self.page_size) if isinstance(policy, HeavyHitters) else None
+
+    @property
+    def has_prompt_lengths(self) -> bool:
+        """Whether steps must know where prompts end."""
+        return self.heavy_pages is not None or self.best_pages is not None
 
     @property
     def bounded_layers(self) -> tuple[int, ...]:

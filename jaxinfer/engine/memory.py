@@ -116,7 +116,16 @@ def activation_bytes(spec: EngineSpec) -> int:
         scored = 4 * spec.max_model_len * (2 * config.num_heads * OBSERVED + config.num_kv_heads * config.head_dim)
     moved = transit_bytes(max(spec.group_page_bytes)) if spec.options.host_cache_gib else 0
     own = spec.token_buckets[-1] * hidden * spec.dtype.itemsize + spec.buffer_bytes
-    return own + logits + deferred + copied + moved + scored
+    return own + logits + deferred + copied + moved + scored + _observed_bytes(spec)
+
+
+def _observed_bytes(spec: EngineSpec) -> int:
+    """Estimated bytes of the second pass over the keys of decoding slots, in one layer, where a policy adds up what
+    queries attend to: as compilers make it, of keys, values with them, and the same in another order; and of scores."""
+    if (heavy := spec.heavy_pages) is None:
+        return 0
+    config, num_keys = spec.config, spec.max_seqs * heavy.num_tokens
+    return num_keys * (4 * config.num_kv_heads * config.head_dim * spec.dtype.itemsize + 8 * config.num_heads)
 
 
 def available_bytes(device: Any) -> int | None:

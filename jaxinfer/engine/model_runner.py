@@ -15,12 +15,14 @@ from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
+from jaxinfer.cache.heavy_hitters import zeros_of
 from jaxinfer.cache.state import init_state_cache
 from jaxinfer.engine.cache_copies import CacheCopies
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.flight import Flight, FlightResults
-from jaxinfer.engine.host_pages import HostPages, host_pools
+from jaxinfer.engine.host_pages import HostPages, check_host_cache, host_pools
+from jaxinfer.engine.link_rates import decide_host_cache
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids, state_copies
@@ -35,7 +37,7 @@ from jaxinfer.engine.prompt_passes import PromptPasses
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.engine.step_rows import step_rows
+from jaxinfer.engine.step_rows import slot_of, step_rows
 from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params, compute_dtype
 from jaxinfer.parallel import hosts
@@ -70,7 +72,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh = spec.mesh
         self.placement = DevicePlacement(mesh)
-        policies = spec.kept_pages, spec.budgets, spec.best_pages
+        policies = spec.kept_pages, spec.budgets, spec.heavy_pages, spec.best_pages
         self.model, self.weights = program_model(spec.config, params, mesh, *policies)
         self.device = self.weights[0].addressable_shards[0].device
         kind: Any = draft if isinstance(draft, NgramDraft) else None
@@ -78,6 +80,8 @@ class ModelRunner(CacheCopies, PromptPasses):
         if (model := draft_model(draft, spec.config, params)) is not None:
             kind, self.draft_weights = program_model(*model, mesh)
         self.drafters = {} if draft is None else spec.drafters(kind)
+        check_host_cache(spec)
+        spec, self.host_rule = decide_host_cache(spec, self.device)
         self.memory = self._plan_pool(spec, available)
         self.spec = spec = spec.with_pages(self.memory.num_pages)
         self.host_pages = HostPages(spec, host_pools(spec), mesh)
@@ -118,7 +122,8 @@ class ModelRunner(CacheCopies, PromptPasses):
     ) -> PagedCache:
         spec, layout = self.spec, self.spec.layout_of(config, kv_dtype)
         pages = init_paged_cache(config, counts, spec.page_size, kv_dtype, layout, spec.mesh, scales, *groups)
-        return dataclasses.replace(pages, states=init_state_cache(config, spec.max_seqs, compute_dtype(params)))
+        states = init_state_cache(config, spec.max_seqs, compute_dtype(params))
+        return dataclasses.replace(pages, states=states, sums=zeros_of(spec.cache.sums))
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
@@ -139,12 +144,12 @@ class ModelRunner(CacheCopies, PromptPasses):
         self._update_slots(plan)
         if plan.is_empty:
             return None
-        chunks = [(_slot(chunk.sequence), chunk) for chunk in plan.chunks]
+        chunks = [(slot_of(chunk.sequence), chunk) for chunk in plan.chunks]
         if any(chunk.compaction for _, chunk in chunks):
             sent = partial(Flight, plan, chunks, [], num_slots=self.spec.max_seqs, sent_at=time.perf_counter())
             sent = partial(sent, num_rows=chunks[0][1].length)
             return self._sent_pieces(sent, *self._compact(*chunks[0]))
-        decodes = [(_slot(sequence), sequence) for sequence in plan.decodes]
+        decodes = [(slot_of(sequence), sequence) for sequence in plan.decodes]
         is_step = bool(chunks) or (self.spec.options.deterministic and plan.draft is None)
         highest = max(slot for slot, _ in (*chunks, *decodes))
         num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
@@ -200,7 +205,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         self._move_pages(plan)
         for sequence in plan.admitted:
             self._write_slot(sequence)
-        if restored := [(one.restore_from - 1, _slot(one)) for one in plan.admitted if one.restore_from]:
+        if restored := [(one.restore_from - 1, slot_of(one)) for one in plan.admitted if one.restore_from]:
             self._copy_states(False, state_copies(restored, self.spec.max_seqs))
         for start in range(0, len(plan.copies), COPIES):
             self._copy_pages(*copy_ids(plan.copies[start : start + COPIES], self.spec.groups, COPIES))
@@ -215,7 +220,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         is_plain = not (has_penalties or params.logit_bias or params.allowed_token_ids is not None)
         rows = make_batch([sequence.row], vocab_size)
         history = make_state([() if is_plain else sequence.request.token_ids], vocab_size, [sequence.output])
-        slot = _slot(sequence)
+        slot = slot_of(sequence)
         if is_plain:
             row, small = (
                 {name: part for name, part in vars(one).items() if name not in WIDE_ROWS} for one in (rows, history)
@@ -241,7 +246,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         num_tokens: int,
         num_slots: int,
     ) -> Flight:
-        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots, has_replays=self.spec.best_pages is not None)
+        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots, self.spec.has_prompt_lengths)
         output = self._run_step(work, any(piece.is_read for piece in pieces))
         if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
             self._copy_states(True, state_copies(saved, self.spec.max_seqs))
@@ -448,8 +453,8 @@ class ModelRunner(CacheCopies, PromptPasses):
     def _lower_rounds(self, num_slots: int, tree: int) -> Lowered:
         return speculate.lower(*self._rounds_arguments(empty_rounds(num_slots), tree, self._empty_tables(num_slots)))
 
-    def _empty_work(self, size: int, num_slots: int) -> dict[str, np.ndarray]:
-        return programs.empty_work(size, num_slots, has_replays=self.spec.best_pages is not None)
+    def _empty_work(self, num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
+        return programs.empty_work(num_tokens, num_slots, self.spec.has_prompt_lengths)
 
     def _empty_tables(self, num_slots: int) -> PageTables:
         return self.placement.put(self._rows.empty(num_slots))
@@ -490,9 +495,3 @@ class ModelRunner(CacheCopies, PromptPasses):
             # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
             jax.block_until_ready(scores.found if scores is not None else ())
         self._scorer.stop(sequence)
-
-
-def _slot(sequence: SequenceState) -> int:
-    if sequence.slot is None:
-        raise RuntimeError("a sequence without a slot was planned")
-    return sequence.slot

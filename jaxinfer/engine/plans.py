@@ -79,3 +79,8 @@ class DispatchPlan:
     def sequences(self) -> list[SequenceState]:
         """All that take part."""
         return [*(chunk.sequence for chunk in self.chunks), *self.decodes]
+
+
+def num_expected(sequences: Sequence[SequenceState], num_steps: int) -> float:
+    """Tokens that will count of so many decode steps."""
+    return sum(num_steps if one.grammar is None else one.grammar.num_expected(num_steps) for one in sequences)

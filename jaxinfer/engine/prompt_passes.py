@@ -74,6 +74,5 @@ class PromptPasses(Operated, Protocol):
 
     def _warm_up_compaction(self) -> None:
         rows = paged.empty_work(1, self.spec.max_seqs)
-        self._run_compaction(
-            {name: rows[name] for name in StepSlots.__dataclass_fields__}, self._empty_compaction(), False
-        )
+        slots = {name: rows[name] for name in StepSlots.__dataclass_fields__ if name in rows}
+        self._run_compaction(slots, self._empty_compaction(), False)

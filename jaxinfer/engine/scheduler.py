@@ -16,7 +16,7 @@ from dataclasses import replace
 from jaxinfer.engine.counters import Counters
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
-from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy
+from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy, num_expected
 from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixMatch, PrefixPlace, PrefixTree
 from jaxinfer.engine.prompt_compaction import PromptCompaction
@@ -234,9 +234,9 @@ class Scheduler:
         if self.waiting and decodes:
             steps = min(steps, *(one.num_left for one in decodes))
         if any(one.grammar is not None and one.grammar.is_on_host for one in decodes):
-            if self.options.has_states:
-                return 1  # a refused token cannot be taken out of a state
-            steps = max(range(1, steps + 1), key=lambda count: _num_expected(decodes, count) / (count + HOST_STEPS))
+            if self.options.has_states or self.options.heavy is not None:
+                return 1  # a refused token cannot be taken out of a state, or of sums of what was attended to
+            steps = max(range(1, steps + 1), key=lambda count: num_expected(decodes, count) / (count + HOST_STEPS))
         return max(steps, 1)
 
     def _can_admit(self) -> bool:
@@ -255,8 +255,7 @@ class Scheduler:
 
     def _allocate_pages(self, decodes: list[SequenceState], num_tokens: int) -> bool:
         """Allocates pages for this many more tokens of each; takes none and returns false if there are too few."""
-        tokens = [min(one.num_reserved + num_tokens, one.num_storable) for one in decodes]
-        missing = [max(0, self.pools.pages_for(num) - len(one.pages)) for one, num in zip(decodes, tokens, strict=True)]
+        missing = [self.pools.num_lacking(one, num_tokens) for one in decodes]
         if sum(missing) > self.pools.num_available:
             return False
         for sequence, count in zip(decodes, missing, strict=True):
@@ -284,11 +283,12 @@ class Scheduler:
 
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
-        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - sequence.num_stored
-        stop = min(self.saved.next_stop(sequence), self.compaction.next_stop(sequence))
-        length = min(budget, min(stop, self.replays.next_stop(sequence, chunks)) - sequence.num_stored, room)
+        start = sequence.num_stored
+        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - self.pools.place(sequence)
+        stop = min(part.next_stop(sequence) for part in (self.saved, self.compaction, self.pools))
+        length = min(budget, min(stop, self.replays.next_stop(sequence, chunks)) - start, room)
         if length > 0:
-            missing = self.pools.pages_for(sequence.num_stored + length) - len(sequence.pages)
+            missing = self.pools.pages_of(sequence, start + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
             end = sequence.num_stored + length
             saves_to = self.saved.save(sequence, end)
@@ -440,14 +440,10 @@ class Scheduler:
     def _release_behind_windows(self) -> None:
         """Gives back pages that nothing reads any more; what may be reused of them is in the prefix tree first."""
         for sequence in self.running:
+            self.pools.release_evicted(sequence)
             if self.pools.has_behind(sequence):
                 self._cache_prefix(sequence)
                 self.pools.release_behind(sequence, self.prefixes)
-
-
-def _num_expected(sequences: list[SequenceState], num_steps: int) -> float:
-    """Tokens that will count of so many decode steps."""
-    return sum(num_steps if one.grammar is None else one.grammar.num_expected(num_steps) for one in sequences)
 
 
 def _rank(sequence: SequenceState) -> tuple[bool, int, int]:

@@ -20,7 +20,7 @@ def check_scheduler(scheduler: Any) -> None:
     if scheduler.waiting != sorted(scheduler.waiting, key=lambda one: one.rank):
         raise RuntimeError("the queue is out of order")
     for one in scheduler.running:
-        if scheduler.pools.pages_for(min(one.num_reserved, one.num_storable)) > len(one.pages):
+        if scheduler.pools.pages_of(one, min(one.num_reserved, one.num_storable)) > len(one.pages):
             raise RuntimeError(f"{one.num_reserved} tokens may be stored in {len(one.pages)} pages")
         if one.num_stored > min(one.num_reserved, one.num_storable):
             raise RuntimeError(f"{one.num_stored} tokens are stored, at most {one.num_reserved} are planned")

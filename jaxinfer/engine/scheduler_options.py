@@ -7,7 +7,7 @@ from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.host_tier import HostPoolSize
 
 if TYPE_CHECKING:
-    from jaxinfer.cache.policies import LayerBudget
+    from jaxinfer.cache.policies import HeavyPages, LayerBudget
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class SchedulerOptions:
       keep a state of each sequence. num_saved_states: places for states that are kept, without which a model with
       states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages. host_pools: host
       pages of each group of layers, and of saved states; () for none. budget: what stays of a prompt in the first
-      group, if it is compacted. num_replayed: tokens that a step takes of answers that are computed again, where these
+      group, if it is compacted. heavy: what stays of a sequence that loses tokens within its own pages; None for all.
+      num_replayed: tokens that a step takes of answers that are computed again, where these
       are not as tokens of a prompt (`AnswerReplays`); None where they are.
     """
 
@@ -43,12 +44,13 @@ class SchedulerOptions:
     host_pools: tuple[HostPoolSize, ...] = ()
     num_sinks: int = 0
     budget: "LayerBudget | None" = None
+    heavy: "HeavyPages | None" = None
     num_replayed: int | None = None
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """All groups of layers, each with a pool."""
-        first = CacheGroup(self.num_pages, self.window, num_sinks=self.num_sinks, budget=self.budget)
+        first = CacheGroup(self.num_pages, self.window, (), 0, self.num_sinks, 0, self.budget, self.heavy)
         return (first, *self.more_groups)
 
     def __post_init__(self) -> None:
@@ -60,5 +62,7 @@ class SchedulerOptions:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.has_states and self.reuses_prefixes and not self.num_saved_states:
             raise ValueError("prefixes of a model with states are reused from saved states: there are none")
+        if self.heavy is not None and self.reuses_prefixes:
+            raise ValueError("pages in which tokens are dropped cannot be those of a prefix")
         if self.num_saved_states and (self.save_interval < 1 or self.save_interval % self.page_size):
             raise ValueError(f"save_interval={self.save_interval} is no multiple of page_size={self.page_size}")

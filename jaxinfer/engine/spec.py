@@ -4,7 +4,7 @@ The runner allocates what a spec describes; the planner, `explain()` and the ben
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,19 +22,21 @@ from jaxinfer.cache import (
     stored_dtype,
 )
 from jaxinfer.cache.best_pages import BoundedPages
+from jaxinfer.cache.heavy_hitters import with_sums
 from jaxinfer.cache.policies import BestPages, LayerBudget
 from jaxinfer.engine.abstract_work import (
     abstract_slots,
-    outputs_together,
+    buckets,
     placed,
     placed_params,
     shapes_of,
+    take_draft_layers,
     take_layers,
 )
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.layer_caches import PolicyPages, group_kinds
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.policy_checks import check_policy, check_prompt_budget
+from jaxinfer.engine.policy_checks import check_heavy, check_policy, check_prompt_budget
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
@@ -87,9 +89,10 @@ class EngineSpec(PolicyPages):
         check_sequence_axis(self.mesh, self.page_size, options)
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
-        pages = self.kept_pages or self.best_pages
-        check_policy(self.config, self.draft, self.num_devices, options, pages, self.kv_dtype)
-        check_prompt_budget(self.config, self.draft, self.num_devices, options, self.max_model_len)
+        combined = self.config, self.draft, self.num_devices, options
+        check_policy(*combined, self.kept_pages or self.best_pages, self.kv_dtype)
+        check_prompt_budget(*combined, self.max_model_len)
+        check_heavy(*combined, self.heavy_pages, self.max_model_len)
 
     @classmethod
     def of(
@@ -152,7 +155,7 @@ class EngineSpec(PolicyPages):
     @property
     def reuses_prefixes(self) -> bool:
         """Whether pages of finished work are kept; those of a contiguous cache are never full before the end."""
-        is_possible = self.options.prefix_cache and self.options.cache == "paged"
+        is_possible = self.options.prefix_cache and self.options.cache == "paged" and self.heavy_pages is None
         return is_possible and (not self.has_states or self.num_saved_states > 0)
 
     @property
@@ -217,7 +220,7 @@ class EngineSpec(PolicyPages):
         scratch = max((tree.num_nodes for tree in self.trees), default=0) if self.draft is not None else 0
         tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + scratch
         sizes = self.windows, self.group_page_bytes, self.page_size, self.max_seqs
-        return PoolSizes(*sizes, *tokens, *self._policy_pages)
+        return PoolSizes(*sizes, *tokens, *self._policy_pages, self.heavy_pages)
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -246,6 +249,7 @@ class EngineSpec(PolicyPages):
         """Bytes of a page of each group on a device, in all of its layers and the draft's."""
         single = self._cache(self.config, self.kv_dtype, (1,), bounded=self.bounded_layers)
         found = [sum(num_bytes(single.layers[layer]) for layer in layers) for layers in self._layers_by_group]
+        found[0] += num_bytes(single.sums)  # of a policy that has one group
         if self.draft_kv_dtype is not None and self.draft_model is not None:
             found[0] += num_bytes(self._cache(self.draft_model[0], self.draft_kv_dtype, (1,)))
         return tuple(found)
@@ -267,12 +271,12 @@ class EngineSpec(PolicyPages):
     @cached_property
     def decode_slots(self) -> tuple[int, ...]:
         """Numbers of slots of decode programs: 1, 4, 8, 16, ... and max_seqs."""
-        return _buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
+        return buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
 
     @cached_property
     def step_slots(self) -> tuple[int, ...]:
         """Numbers of slots of steps, where only the sampler's work depends on it."""
-        return (self.max_seqs,) if self.options.deterministic else _buckets((1,), self.max_seqs)
+        return (self.max_seqs,) if self.options.deterministic else buckets((1,), self.max_seqs)
 
     def step_slots_of(self, num_tokens: int) -> tuple[int, ...]:
         """Those of steps of one of the `token_buckets`. Beside more than the fewest tokens, rows of logits that nobody
@@ -294,7 +298,7 @@ class EngineSpec(PolicyPages):
                 most = max(most, self.max_seqs * self.trees[-1].num_nodes)
             return (-(-most // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
         largest = -(-(self.prefill_chunk + self.max_seqs) // 16) * 16
-        sizes = _buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
+        sizes = buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
         return tuple(size for size in sizes if size == largest or 1.05 * size < largest)
 
     @property
@@ -376,10 +380,8 @@ class EngineSpec(PolicyPages):
         return None if self.draft_model is None else self._placed(*self.draft_model)
 
     def _placed(self, config: ModelConfig, params: Params) -> Params:
-        placed = placed_params(config, params, self.program_mesh)
-        if self.platform != "gpu" or self.is_sharded or not isinstance(self.mesh, Mesh):
-            return placed
-        return outputs_together(placed, NamedSharding(self.mesh, PartitionSpec()))
+        is_laid_out = self.platform == "gpu" and not self.is_sharded
+        return placed_params(config, params, self.program_mesh, self.mesh if is_laid_out else None)
 
     def layout_of(self, config: ModelConfig, kv_dtype: str) -> str:
         """How the pages of a model, the target or the draft, lie in memory."""
@@ -415,7 +417,8 @@ class EngineSpec(PolicyPages):
         bounded: tuple[int, ...] = (),
     ) -> PagedCache:
         layout, mesh = self.layout_of(config, kv_dtype), self.program_mesh
-        return abstract_paged_cache(config, counts, self.page_size, kv_dtype, layout, mesh, groups, bounded)
+        cache = abstract_paged_cache(config, counts, self.page_size, kv_dtype, layout, mesh, groups, bounded)
+        return cache if self.heavy_pages is None else with_sums(cache, config)
 
     @property
     def pages(self) -> Pages:
@@ -440,7 +443,9 @@ class EngineSpec(PolicyPages):
     def parts(self) -> dict[str, int]:
         """Bytes of one device that stay allocated, without the padding of a layout."""
         parts = {"weights": num_bytes(host_layers.on_device(self.placed_params))}
-        parts |= {"layers from the host": self.buffer_bytes} if self.buffer_bytes else {}
+        if self.buffer_bytes:
+            source = "host" if self.host_bytes else "disk"
+            parts[f"layers from the {source}"] = self.buffer_bytes
         if self.has_own_draft:
             parts["draft weights"] = num_bytes(self.placed_draft)
         parts["cache"] = num_bytes(self.cache)
@@ -477,16 +482,6 @@ class EngineSpec(PolicyPages):
     def with_layers(self, layers: Sequence[int], draft_layers: Sequence[int] | None = None) -> "EngineSpec":
         """The same with these layers only, and these of a draft model."""
         config, params = take_layers(self.config, self.params, layers)
-        draft = self.draft
-        if draft_layers is not None and isinstance(draft, ModelDraft):
-            own = take_layers(draft.config, draft.params, draft_layers)
-            draft = replace(draft, config=own[0], params=own[1], kv_scales=None)
-        elif draft_layers is not None and isinstance(draft, LayersDraft):
-            draft = LayersDraft(len(draft_layers))
+        draft = self.draft if draft_layers is None else take_draft_layers(self.draft, draft_layers)
         num_dense = sum(layer < self.num_dense_layers for layer in layers)
         return replace(self, config=config, params=params, draft=draft, num_dense_layers=num_dense)
-
-
-def _buckets(sizes: Iterable[int], largest: int) -> tuple[int, ...]:
-    """The sizes below the largest one, and that."""
-    return (*(size for size in sizes if size < largest), largest)

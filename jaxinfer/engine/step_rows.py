@@ -13,11 +13,11 @@ def step_rows(
     decodes: list[tuple[int, SequenceState]],
     num_tokens: int,
     num_slots: int,
-    *,
-    has_replays: bool = False,
+    has_prompt_lengths: bool = False,
 ) -> tuple[dict[str, np.ndarray], list[ScoredChunk]]:
-    """The arrays of a step's work by name, and where the pieces of prompts are in it; `has_replays` as `empty_work`."""
-    work = empty_work(num_tokens, num_slots, has_replays=has_replays)
+    """The arrays of a step's work by name, and where the pieces of prompts are in it; `has_prompt_lengths` as
+    `empty_work`."""
+    work = empty_work(num_tokens, num_slots, has_prompt_lengths)
     slots = [slot for slot, _ in decodes]
     work["token_slots"][: len(slots)] = slots
     work["query_starts"][slots] = np.arange(len(slots))
@@ -30,9 +30,16 @@ def step_rows(
         work["token_slots"][rows] = slot
         work["query_starts"][slot], work["query_lengths"][slot] = row, chunk.length
         work["starts"][slot], work["is_prompt"][slot], work["is_last"][slot] = chunk.start, True, chunk.is_last
-        if has_replays:
-            work["num_prompt"][slot] = sequence.num_prompt
         work["remaining"][slot] = sequence.num_storable + 1 - end
+        if has_prompt_lengths:
+            work["prompt_lengths"][slot] = sequence.num_prompt
         pieces.append(ScoredChunk(sequence, row, chunk.start, chunk.length))
         row += chunk.length
     return work, pieces
+
+
+def slot_of(sequence: SequenceState) -> int:
+    """The slot of a planned sequence. Raises RuntimeError if it has none."""
+    if sequence.slot is None:
+        raise RuntimeError("a sequence without a slot was planned")
+    return sequence.slot

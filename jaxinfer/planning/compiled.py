@@ -134,9 +134,10 @@ def _exchanges(program: Program, num_devices: int):
         opcode = instruction.opcode.removesuffix("-start")
         if opcode not in _SENT:
             continue
-        # The first result of an asynchronous gather is its operand.
-        arrays = instruction.results[1:] if instruction.opcode == "all-gather-start" else instruction.results
-        size = sum(array.num_bytes for array in arrays[: max(1, len(instruction.operands))])
+        # The first results of an asynchronous gather or scatter are its operands.
+        count = max(1, len(instruction.operands))
+        first = count if instruction.opcode in ("all-gather-start", "reduce-scatter-start") else 0
+        size = sum(array.num_bytes for array in instruction.results[first : first + count])
         for _ in range(times):
             yield size * _SENT[opcode](num_devices)
 
@@ -380,15 +381,15 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
 
     A deterministic engine decodes with the step's program. Raises ValueError for a mesh that does not divide the model.
     """
-    policies = spec.kept_pages, spec.budgets, spec.best_pages
+    policies = spec.kept_pages, spec.budgets, spec.heavy_pages, spec.best_pages
     model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, *policies)
     common = (model, weights, spec.cache, *spec.slots)
     tables = spec.pages_per_sequence, len(spec.windows), spec.budgets is not None
     resident = 0
     if spec.has_own_draft:
         resident = num_bytes(spec.placed_draft) + num_bytes(spec.draft_cache)
-    has_replays = spec.best_pages is not None
-    work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, has_replays=has_replays)
+    lengths = {"has_prompt_lengths": spec.has_prompt_lengths}
+    work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, **lengths)
     step = (model, weights, spec.cache, spec.slots[0], work, spec.options.deterministic)
     found = [Planned(PREFILL, paged.step, step, resident)]
     if not spec.options.deterministic:

@@ -1,6 +1,7 @@
 """Writes golden/policies.safetensors: what kvpress's StreamingLLM keeps of random Llamas, and their logits; and
 golden/policy_scores.safetensors: what its methods that score keys keep of a prompt; and golden/prompt_policies.
-safetensors: greedy answers after prompts that it compacts.
+safetensors: greedy answers after prompts that it compacts; and golden/policy_heavy.safetensors: what its observed
+attention keeps of a prompt, with the last tokens, and logits of the tokens after that.
 
 Run with kvpress 0.5.5, torch and Transformers in an environment of its own: kvpress needs older Transformers than the
 other golden files. Run twice, it writes the same bytes. Pages are computed one by one, each attending to what the press
@@ -15,6 +16,7 @@ from kvpress import (
     ExpectedAttentionPress,
     KeyDiffPress,
     KeyRerotationPress,
+    ObservedAttentionPress,
     PyramidKVPress,
     SnapKVPress,
     StreamingLLMPress,
@@ -29,6 +31,10 @@ from tests.oracle.policy_cases import (
     CONFIG,
     EVERY,
     GOLDEN,
+    HEAVY,
+    HEAVY_ANSWER,
+    HEAVY_BUDGETS,
+    HEAVY_PROMPT,
     METHODS,
     NUM_TOKENS,
     OBSERVED,
@@ -56,6 +62,7 @@ def main() -> None:
     found: dict[str, np.ndarray] = {}
     scored: dict[str, np.ndarray] = {}
     compacted: dict[str, np.ndarray] = {}
+    heavy: dict[str, np.ndarray] = {}
     for seed in SEEDS:
         model = LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation="eager"))
         model.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors(seed).items()})
@@ -66,9 +73,13 @@ def main() -> None:
                 name = name_of(seed, budget, is_relative)
                 found |= {f"{name}.logits": np.ascontiguousarray(logits[7::8]), f"{name}.kept": kept}
         scored |= {f"{seed}.{name}": kept for name, kept in chosen(model, torch.from_numpy(tokens(seed))[None]).items()}
+        for budget in HEAVY_BUDGETS:
+            logits, kept, observed = observe(model, torch.from_numpy(tokens(seed))[None], budget)
+            heavy |= {f"{seed}.{budget}.logits": logits, f"{seed}.{budget}.kept": kept}
+            heavy[f"{seed}.{budget}.observed"] = observed
         answers = answered(model, torch.from_numpy(tokens(seed))[None])
         compacted |= {f"{seed}.{name}": array for name, array in answers.items()}
-    for arrays, path in ((found, GOLDEN), (scored, SCORES), (compacted, COMPACTED)):
+    for arrays, path in ((found, GOLDEN), (scored, SCORES), (compacted, COMPACTED), (heavy, HEAVY)):
         save_file(arrays, path)
         path.chmod(0o644)
         print(f"{len(arrays)} arrays, {path.stat().st_size:,} bytes")
@@ -111,6 +122,40 @@ def positions_kept(press, module, hidden, layer, known) -> np.ndarray:
     length = layer.keys.shape[2]
     count = int(length * (1 - press.compression_ratio)) if budget_of is None else budget_of(module, length)
     return scores.topk(count, dim=-1).indices.sort(dim=-1).values[0].numpy()
+
+
+class RecentPress(ObservedAttentionPress):
+    """Observed attention that keeps the last `recent` tokens, as SnapKV keeps its window."""
+
+    recent = 0
+
+    def score(self, *args, **kwargs):
+        scores = super().score(*args, **kwargs)
+        if self.recent:
+            scores[..., -self.recent :] = scores.max() + 1
+        return scores
+
+
+@torch.no_grad()
+def observe(model, ids, budget: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits float32 [HEAVY_ANSWER, V] of the tokens after a prompt of which at least `budget` tokens are kept; and the
+    positions int16 [layers, Hkv, kept], ascending, with the last half and without."""
+    cache = DynamicCache()
+    attentions = model(ids[:, :HEAVY_PROMPT], past_key_values=cache, use_cache=True, output_attentions=True).attentions
+    count = -(-budget // PAGE_SIZE) * PAGE_SIZE + HEAVY_PROMPT % PAGE_SIZE
+    kept, observed = [], []
+    for layer, decoder_layer, weights in zip(cache.layers, model.model.layers, attentions, strict=True):
+        for recent, into in ((budget // 2, kept), (0, observed)):
+            press = RecentPress(1 - (count + 0.5) / HEAVY_PROMPT)
+            press.recent = recent
+            scores = press.score(decoder_layer.self_attn, None, layer.keys, layer.values, weights, {})
+            into.append(scores.topk(count, dim=-1).indices.sort(dim=-1).values[0])
+        at = kept[-1][None, :, :, None].expand(-1, -1, -1, layer.keys.shape[-1])
+        layer.keys, layer.values = layer.keys.gather(2, at), layer.values.gather(2, at)
+    end = HEAVY_PROMPT + HEAVY_ANSWER
+    positions = torch.arange(HEAVY_PROMPT, end)[None]
+    logits = model(ids[:, HEAVY_PROMPT:end], past_key_values=cache, position_ids=positions, use_cache=True).logits[0]
+    return logits.numpy(), *(torch.stack(rows).numpy().astype(np.int16) for rows in (kept, observed))
 
 
 @torch.no_grad()

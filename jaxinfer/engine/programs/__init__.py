@@ -19,7 +19,7 @@ from jaxinfer.cache import KVScales, PagedCache, PageTables, attend_as_stored
 from jaxinfer.cache.best_pages import parts_of_slots
 from jaxinfer.cache.compaction import compacted_view
 from jaxinfer.cache.kept_pages import KeptView, kept_view
-from jaxinfer.cache.policies import BestPages, KeptPages, LayerBudget
+from jaxinfer.cache.policies import BestPages, HeavyPages, KeptPages, LayerBudget
 from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
 from jaxinfer.sampling import (
     SamplingBatch,
@@ -40,7 +40,8 @@ Weights = tuple[jax.Array, ...]
 class ProgramModel:
     """What programs are compiled for: a configuration, the structure of its parameters, the mesh that they are
     cut over, None for a single device, the pages that a policy keeps, None for all, by group of layers what stays of
-    prompts at their end, None where all does, and the pages that answers read, None for all.
+    prompts at their end, None where all does, how many of the tokens that are attended to most stay, None for all, and
+    the pages that answers read, None for all.
 
     A call passes it as a static argument beside the parameters' leaves. Both save the host time on every dispatch: it
     is hashed by identity (get one from `program_model`, which returns the same object for equal arguments), and a
@@ -52,6 +53,7 @@ class ProgramModel:
     mesh: Mesh | None = None
     kept: KeptPages | None = None
     budgets: tuple[LayerBudget | None, ...] | None = None
+    heavy: HeavyPages | None = None
     best: BestPages | None = None
 
     def bind(self, weights: Weights) -> Decoder:
@@ -89,9 +91,10 @@ def _program_model(
     mesh: Mesh | None,
     kept: KeptPages | None,
     budgets: tuple[LayerBudget | None, ...] | None,
+    heavy: HeavyPages | None,
     best: BestPages | None,
 ) -> ProgramModel:
-    return ProgramModel(config, structure, mesh, kept, budgets, best)
+    return ProgramModel(config, structure, mesh, kept, budgets, heavy, best)
 
 
 def program_model(
@@ -100,12 +103,13 @@ def program_model(
     mesh: Mesh | None = None,
     kept: KeptPages | None = None,
     budgets: tuple[LayerBudget | None, ...] | None = None,
+    heavy: HeavyPages | None = None,
     best: BestPages | None = None,
 ) -> tuple[ProgramModel, Weights]:
     """The static and the array half of a model, as every program takes them. With a mesh, the parameters are where
     `parallel.parameter_shardings` says."""
     leaves, structure = jax.tree.flatten(params)
-    return _program_model(config, structure, mesh, kept, budgets, best), tuple(leaves)
+    return _program_model(config, structure, mesh, kept, budgets, heavy, best), tuple(leaves)
 
 
 @partial(jax.jit, static_argnums=(0, 5))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxinfer.cache import kv_dtype_name, stored_dtype
-from jaxinfer.cache.policies import PromptBudget, parse_policy
+from jaxinfer.cache.policies import HeavyHitters, PromptBudget, parse_policy
 from jaxinfer.engine.cache_quality import CHUNK, compared, hidden_states, log_probs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.spec import EngineSpec
@@ -102,7 +102,7 @@ class CacheReporter:
     def _has_prompts(self) -> bool:
         """Whether a policy compacts prompts."""
         policies = [one.kv_policy for one in self.choices if one.kv_policy != ALL]
-        return any(isinstance(parse_policy(policy), PromptBudget) for policy in policies)
+        return any(isinstance(parse_policy(policy), PromptBudget | HeavyHitters) for policy in policies)
 
     @property
     def starts(self) -> list[int]:

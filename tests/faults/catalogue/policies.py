@@ -170,6 +170,14 @@ FAULTS = (
         "a report says that a policy costs nothing",
     ),
     Fault(
+        "policies/a-prompt-is-read-to-its-end-before-it-is-compacted",
+        "jaxinfer/engine/cache_quality.py",
+        "zip(texts, num_prompts or map(len, texts), strict=True)",
+        "zip(texts, map(len, texts), strict=True)",
+        ("tests/measure/kv_report/test_measure.py",),
+        "a report says that policies of prompts cost nothing",
+    ),
+    Fault(
         "policies/a-line-that-helps-without-being-there",
         "jaxinfer/measure/kv_report/measure.py",
         "gain, num_correct = mean - without, sum",
