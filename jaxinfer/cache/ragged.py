@@ -168,7 +168,8 @@ class LayerAttention:
         appends_first: bool,
         mesh: Mesh | None,
     ):
-        self.state, self._scales, self._inputs, self._schedules = pages, scales, inputs, schedules
+        self.state: Any = pages
+        self._scales, self._inputs, self._schedules = scales, inputs, schedules
         self._options = {"max_query_length": max_query_length, "is_uniform": is_uniform}
         self._appends_first, self._mesh = appends_first, mesh
 
