@@ -184,8 +184,7 @@ class LLM(ScoringMethods):
         taps = check_taps(self.config, as_names("taps", taps))
         if taps and self._lockstep is not None:
             raise ValueError(f"taps={list(taps)}: hidden states are for a model on one host")
-        if taps and self.engine.spec.kept_pages is not None:
-            policy = self.engine.spec.options.kv_policy
+        if taps and (policy := self.engine.spec.options.kv_policy) is not None:
             raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy={policy!r}")
         per_prompt = params_of_each(params, self.default_params, len(prompts))
         priorities = priorities_of_each(priority, len(prompts))

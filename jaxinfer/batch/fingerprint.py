@@ -50,8 +50,8 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
         for scales in jax.tree.leaves(engine.kv_scales):
             own = scales if fit is None else fit.own_kv_scales(scales)
             digest.update(np.asarray(own).tobytes())
-    if engine.spec.kept_pages is not None:  # what tokens attend to
-        digest.update(f"kv_policy={engine.spec.kept_pages}".encode())
+    if (spec := engine.spec).options.kv_policy is not None:  # what tokens attend to
+        digest.update(f"kv_policy={spec.kept_pages or spec.budgets or spec.heavy_pages}".encode())
     samples: list[_Sample] = []
     reader = None if (disk := disk_layers(llm.params)) is None else disk.reader
     for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(llm.params), is_leaf=is_quantized):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PageTables = tuple[jax.Array, ...]  # int32 [S, P] for each group of layers
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["layers", "scales", "states"], meta_fields=["groups"])
+@partial(jax.tree_util.register_dataclass, data_fields=["layers", "scales", "states", "sums"], meta_fields=["groups"])
 @dataclass(frozen=True)
 class PagedCache:
     """Keys and values of all layers: a pytree. Programs take it donated and return it.
@@ -35,13 +35,15 @@ class PagedCache:
     The layout of a page is that of the platform's kernel. Page 0 is the null page: unused entries of page tables point
     to it, and it is never written. `scales` are static scales of a checkpoint, for an fp8 cache. `groups` is the group
     of each layer: layers of one group share page ids, and the page table with that number; () where all are in one.
-    Layers that store no keys have None for their pages; `states` are those of recurrent layers, by slot.
+    Layers that store no keys have None for their pages; `states` are those of recurrent layers, by slot. `sums` are
+    float32 [pages, Hkv, page size] of each layer: what queries attended to each key, where a policy adds that up.
     """
 
     layers: tuple[Pages | None, ...]
     scales: KVScales | None = None
     groups: tuple[int, ...] = ()
     states: StateCache | None = None
+    sums: tuple[Any, ...] | None = None
 
     @property
     def page_size(self) -> int:

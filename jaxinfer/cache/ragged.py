@@ -42,9 +42,9 @@ class PagedAttention:
 
     Arguments as in `pallas_kernels.paged_attention`: page_tables int32 [S, P], one for each group of the cache's
     layers, or the only one (entries of pages behind a group's window may be anything); query_starts, query_lengths and
-    kv_lengths int32 [S]; ancestors uint32 [T] or None. `max_query_length` and `is_uniform` are static. On a mesh,
-    `jax.shard_map` runs the kernel on each device's own heads, since the compiler cannot partition it. After the pass,
-    `cache` is the updated cache.
+    kv_lengths int32 [S], or a tuple of kv_lengths by group; ancestors uint32 [T] or None. `max_query_length` and
+    `is_uniform` are static. On a mesh, `jax.shard_map` runs the kernel on each device's own heads, since the compiler
+    cannot partition it. After the pass, `cache` is the updated cache.
 
     `appends_first` is static: sequences may read pages that others of the same pass write to, so that all is stored
     before anything is read. `moved` are sinks of layers that are rotated first, to pages that `page_tables` list.
@@ -56,7 +56,7 @@ class PagedAttention:
         page_tables: PageTables | jax.Array,
         query_starts: jax.Array,
         query_lengths: jax.Array,
-        kv_lengths: jax.Array,
+        kv_lengths: jax.Array | tuple[jax.Array, ...],
         *,
         max_query_length: int | None = None,
         ancestors: jax.Array | None = None,
@@ -67,7 +67,11 @@ class PagedAttention:
     ):
         self._before, self._layers, self._moved = cache, list(cache.layers), moved or {}
         tables = tables_by_group(page_tables, cache)
-        self._inputs = [_RaggedInputs(one, query_lengths, kv_lengths, query_starts, ancestors) for one in tables]
+        lengths = kv_lengths if isinstance(kv_lengths, tuple) else (kv_lengths,) * len(tables)
+        self._inputs = [
+            _RaggedInputs(table, query_lengths, length, query_starts, ancestors)
+            for table, length in zip(tables, lengths, strict=True)
+        ]
         self._options = (max_query_length, is_uniform, appends_first, mesh)
         self._schedules: list[dict[PagedSpec, Schedule]] = [{} for _ in tables]
 
@@ -112,7 +116,7 @@ def attend_ragged(
     page_tables: PageTables,
     query_starts: jax.Array,
     query_lengths: jax.Array,
-    kv_lengths: jax.Array,
+    kv_lengths: Any,
     *,
     max_query_length: int | None = None,
     ancestors: jax.Array | None = None,

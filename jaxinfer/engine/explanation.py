@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_rotated, is_scaled, kv_dtype_name
+from jaxinfer.cache.policies import HeavyHitters, PromptBudget
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule
@@ -147,7 +148,7 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "tokens that fit": (spec.num_pages - 1) * spec.page_size,
         **_bytes_per_token(spec),
         "bytes per page": spec.page_bytes,
-        **_describe_policy(spec),
+        **({} if (policy := describe_policy(spec)) is None else {"policy": policy}),
         **_describe_windows(spec),
         "bytes": memory.pool_bytes,
         **_describe_states(engine),
@@ -275,24 +276,26 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
     return facts
 
 
-def _describe_policy(spec: EngineSpec) -> dict[str, Any]:
-    """What `kv_policy` keeps, in whole pages."""
+def describe_policy(spec: EngineSpec) -> str | None:
+    """What `kv_policy` keeps, in whole pages; None for everything."""
+    if isinstance(policy := spec.options.policy, PromptBudget | HeavyHitters):
+        return policy.describe(spec.page_size)
     if (kept := spec.kept_pages) is None:
-        return {}
+        return None
     text = f"{spec.options.policy}: pages of {kept.page_size} tokens, {kept.num_sinks} first, {kept.num_window} before "
     text += f"a token's own; at most {kept.num_tokens:,} tokens attended to"
     if kept.trained is not None:
         text += f"; beyond {kept.trained:,} tokens, positions are those in the cache"
-    return {"policy": text}
+    return text
 
 
 def _describe_windows(spec: EngineSpec) -> dict[str, Any]:
     """The pools beside that of layers without a window, and what a sequence of the greatest length takes in all."""
-    if spec.windows == (None,):
+    if len(spec.groups) == 1 and spec.windows == (None,):
         return {}
     facts = {}
     for group in spec.groups:
-        if group.window is not None:
+        if group.window is not None or group is not spec.groups[0]:
             layers = f"{len(group.layers)} layers, {group.num_pages:,} pages of {group.page_bytes:,} bytes"
             facts[f"pages of {group.name}"] = layers
     return {**facts, "bytes of a full sequence": spec.pool_sizes.sequence_bytes}
@@ -312,16 +315,18 @@ def _describe_states(engine: Engine) -> dict[str, Any]:
 
 def _describe_host_tier(engine: Engine) -> dict[str, Any]:
     """Host memory for cached beginnings, and whether it is faster to read them than to compute them."""
-    tier = engine.scheduler.tier
+    tier, rule = engine.scheduler.tier, engine.runner.host_rule
     if not tier:
-        return {}
+        return {} if rule is None else {"host cache": f"none, by host_cache_gib='auto': {rule}"}
+    if rule is None:
+        rule = f"{transfer_rule(engine.spec, engine.device)} (host_cache_gib is a number: used in any case)"
     names = [group.name for group in engine.spec.groups] + ["saved states"] * (engine.spec.num_saved_states > 0)
     pools = zip(tier.pools, names, strict=True)
     return {
         "host cache bytes": tier.num_bytes,
         "host cache bytes in use": tier.used_bytes,
         "host pages in use": "; ".join(f"{pool.num_used} of {pool.num_pages} ({name})" for pool, name in pools),
-        "host cache": str(transfer_rule(engine.spec, engine.device)),
+        "host cache": str(rule),
         **({} if engine.prefix_store is None else {"prefix store": str(engine.prefix_store.files.folder)}),
     }
 

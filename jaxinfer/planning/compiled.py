@@ -374,13 +374,15 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
 
     A deterministic engine decodes with the step's program. Raises ValueError for a mesh that does not divide the model.
     """
-    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, spec.kept_pages)
+    policy = spec.kept_pages, spec.budgets, spec.heavy_pages
+    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, *policy)
     common = (model, weights, spec.cache, *spec.slots)
-    tables = spec.pages_per_sequence, len(spec.windows)
+    tables = spec.pages_per_sequence, len(spec.windows), spec.budgets is not None
     resident = 0
     if spec.has_own_draft:
         resident = num_bytes(spec.placed_draft) + num_bytes(spec.draft_cache)
-    work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables)
+    is_heavy = spec.heavy_pages is not None
+    work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, has_prompt_lengths=is_heavy)
     step = (model, weights, spec.cache, spec.slots[0], work, spec.options.deterministic)
     found = [Planned(PREFILL, paged.step, step, resident)]
     if not spec.options.deterministic:
@@ -398,6 +400,7 @@ def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:
     if spec.draft_model is not None:
         kind, draft_weights = program_model(spec.draft_model[0], spec.placed_draft or {}, spec.program_mesh)
     drafter = spec.drafters(kind)[spec.trees[-1]]  # pyright: ignore[reportArgumentType]
-    work = abstract_rounds(spec.round_slots[-1], spec.pages_per_sequence, len(spec.windows))
+    tables = spec.pages_per_sequence, len(spec.windows), spec.budgets is not None
+    work = abstract_rounds(spec.round_slots[-1], *tables)
     arrays = spec.cache, spec.draft_cache, *spec.slots
     return model, weights, drafter, draft_weights, *arrays, work, spec.max_rounds, spec.tables

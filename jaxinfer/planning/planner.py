@@ -9,6 +9,7 @@ import jax
 
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.explanation import describe_policy
 from jaxinfer.engine.memory import activation_bytes, available_bytes
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
@@ -141,6 +142,7 @@ def _memory(spec: EngineSpec, programs: dict[str, CompiledProgram], usable: int)
         is_measured=bool(programs),
         sequence_bytes=sizes.sequence_bytes,
         token_bytes=sizes.token_bytes,
+        policy=describe_policy(spec),
     )
     if len(spec.groups) == 1:
         return memory

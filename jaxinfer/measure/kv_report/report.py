@@ -22,7 +22,7 @@ NEEDLE_HEAD = (
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """A cache to measure: `kv_dtype` as of `LLM`, and `kv_policy` in the form of `str(SinksWindow)`, or "all"."""
+    """A cache to measure: `kv_dtype` as of `LLM`, and `kv_policy` in the form of `str(policy)`, or "all"."""
 
     kv_dtype: str
     kv_policy: str = ALL
@@ -126,7 +126,7 @@ def read_policies(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     found = [ALL if name == ALL else str(parse_policy(name)) for name in names]
     if not found:
-        raise ValueError(f"{text!r} names no policy: give sinks(N)+window(N), in tokens, or all")
+        raise ValueError(f"{text!r} names no policy: give some, such as sinks(4)+window(256) or snapkv(256), or all")
     return list(dict.fromkeys(found))
 
 

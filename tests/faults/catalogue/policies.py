@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 POLICY_TESTS = ("tests/cache/test_policies.py",)
 GOLDEN_TESTS = ("tests/oracle/test_policy_golden.py",)
+COMPACTION_TESTS = ("tests/engine/test_prompt_compaction_scheduling.py", "tests/engine/test_prompt_compaction.py")
 SCORE_TESTS = ("tests/oracle/test_policy_scores_golden.py",)
 
 FAULTS = (
@@ -89,9 +90,9 @@ FAULTS = (
     ),
     Fault(
         "policies/a-pyramid-stands-on-its-top",
-        "jaxinfer/cache/scores.py",
-        "[round(highest - layer * step) for layer in range(num_layers)]",
-        "[round(lowest + layer * step) for layer in range(num_layers)]",
+        "jaxinfer/cache/policies.py",
+        "tuple(round(highest - layer * step) for layer in range(num_layers))",
+        "tuple(round(lowest + layer * step) for layer in range(num_layers))",
         SCORE_TESTS,
         "the first layers keep the fewest tokens",
     ),
@@ -106,10 +107,58 @@ FAULTS = (
     Fault(
         "policies/keydiff-means-lengths-too",
         "jaxinfer/cache/scores.py",
-        "    anchor = _unit(directions.mean(axis=0))",
+        "    anchor = _unit(directions.sum(axis=0) / is_key.sum())",
         "    anchor = _unit(k.astype(jnp.float32).mean(axis=0))",
         SCORE_TESTS,
         "long keys decide alone which keys are unlike the others",
+    ),
+    Fault(
+        "policies/a-prompt-is-compacted-a-token-early",
+        "jaxinfer/engine/prompt_compaction.py",
+        "        return sequence.num_prompt - self._num_observed if self.is_due(sequence) else sequence.target",
+        "        return sequence.num_prompt - self._num_observed - 1 if self.is_due(sequence) else sequence.target",
+        COMPACTION_TESTS,
+        "a prompt's last token is chosen from another pass than it is computed in",
+    ),
+    Fault(
+        "policies/a-compacted-page-is-found-again",
+        "jaxinfer/engine/prompt_compaction.py",
+        "        if not sequence.prompt_tables:\n            return None\n",
+        "        if not sequence.prompt_tables:\n            return sequence.tables\n",
+        COMPACTION_TESTS,
+        "a prompt that begins like an earlier one is answered from what was left of that one",
+    ),
+    Fault(
+        "policies/queries-of-reused-tokens-are-missing",
+        "jaxinfer/engine/prompt_compaction.py",
+        "            return sequence.num_prompt - self._num_observed\n        return len(sequence.tokens) - 1",
+        "            return sequence.num_prompt - 1\n        return len(sequence.tokens) - 1",
+        COMPACTION_TESTS,
+        "after a prefix hit, other tokens of a prompt stay",
+    ),
+    Fault(
+        "policies/all-heads-keep-what-the-first-keeps",
+        "pallas_kernels/paged_attention/compaction.py",
+        "page, at = source_page[:, own], source_slot[:, own]",
+        "page, at = source_page[:, 0 * own], source_slot[:, 0 * own]",
+        ("tests/pallas_kernels/paged_attention/test_compaction.py",),
+        "key heads lose the tokens that they need",
+    ),
+    Fault(
+        "policies/queries-are-not-rotated-as-keys-are",
+        "jaxinfer/cache/compaction.py",
+        "queries_for(q.astype(jnp.float32), shape.dtype)",
+        "q.astype(jnp.float32)",
+        ("tests/cache/test_compaction.py",),
+        "with a cache of four bits, chance decides what stays of a prompt",
+    ),
+    Fault(
+        "policies/lengths-count-what-was-lost",
+        "jaxinfer/cache/compaction.py",
+        "num_dropped * cache.page_size, ends[:, None])",
+        "0 * num_dropped, ends[:, None])",
+        ("tests/cache/test_compaction.py", "tests/engine/test_prompt_compaction.py"),
+        "answers attend to pages of others after a prompt was compacted",
     ),
     Fault(
         "policies/a-report-without-its-policy",
@@ -118,6 +167,14 @@ FAULTS = (
         '"kv_policy": None}',
         ("tests/measure/kv_report/test_report.py", "tests/measure/kv_report/test_measure.py"),
         "a report says that a policy costs nothing",
+    ),
+    Fault(
+        "policies/a-prompt-is-read-to-its-end-before-it-is-compacted",
+        "jaxinfer/engine/cache_quality.py",
+        "zip(texts, num_prompts or map(len, texts), strict=True)",
+        "zip(texts, map(len, texts), strict=True)",
+        ("tests/measure/kv_report/test_measure.py",),
+        "a report says that policies of prompts cost nothing",
     ),
     Fault(
         "policies/a-line-that-helps-without-being-there",
