@@ -459,9 +459,9 @@ class EngineSpec:
     def parts(self) -> dict[str, int]:
         """Bytes of one device that stay allocated, without the padding of a layout."""
         parts = {"weights": num_bytes(host_layers.on_device(self.placed_params))}
-        if self.buffer_bytes:
-            source = "host" if self.host_bytes else "disk"
-            parts[f"layers from the {source}"] = self.buffer_bytes
+        parts |= (
+            {f"layers from the {'host' if self.host_bytes else 'disk'}": size} if (size := self.buffer_bytes) else {}
+        )
         if self.has_own_draft:
             parts["draft weights"] = num_bytes(self.placed_draft)
         parts["cache"] = num_bytes(self.cache)
