@@ -459,9 +459,7 @@ class EngineSpec:
     def parts(self) -> dict[str, int]:
         """Bytes of one device that stay allocated, without the padding of a layout."""
         parts = {"weights": num_bytes(host_layers.on_device(self.placed_params))}
-        parts |= (
-            {f"layers from the {'host' if self.host_bytes else 'disk'}": size} if (size := self.buffer_bytes) else {}
-        )
+        parts |= {"arriving layers": self.buffer_bytes} if self.buffer_bytes else {}
         if self.has_own_draft:
             parts["draft weights"] = num_bytes(self.placed_draft)
         parts["cache"] = num_bytes(self.cache)
