@@ -443,9 +443,7 @@ class EngineSpec(PolicyPages):
     def parts(self) -> dict[str, int]:
         """Bytes of one device that stay allocated, without the padding of a layout."""
         parts = {"weights": num_bytes(host_layers.on_device(self.placed_params))}
-        if self.buffer_bytes:
-            source = "host" if self.host_bytes else "disk"
-            parts[f"layers from the {source}"] = self.buffer_bytes
+        parts |= {"arriving layers": self.buffer_bytes} if self.buffer_bytes else {}
         if self.has_own_draft:
             parts["draft weights"] = num_bytes(self.placed_draft)
         parts["cache"] = num_bytes(self.cache)

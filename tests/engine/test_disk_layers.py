@@ -60,7 +60,7 @@ def test_the_tokens_are_those_of_loaded_weights(path_of, kind):
     disk = spec.params[DISK_LAYERS]
     moved = [host_layers.split(layer)[1] for layer in load_shapes(path, dtype="float32")[1]["layers"].values()]
     assert disk.num_bytes == num_bytes(moved) == num_bytes(host_layers.all_layers(spec.params)) - num_bytes(spec.params)
-    assert spec.parts["layers from the disk"] == disk.buffer_bytes > 2 * num_bytes(moved[0])
+    assert spec.parts["arriving layers"] == disk.buffer_bytes > 2 * num_bytes(moved[0])
     assert max(leaf.ndim for leaf in jax.tree.leaves(spec.params["layers"])) == 1
     assert "layers on the disk        4 of 4" in text
     assert f"bytes arriving in a step  {disk.num_bytes:,}" in text
