@@ -183,7 +183,7 @@ def test_an_answer_in_a_later_prompt_is_computed_as_a_prompt(model):
             assert llm.generate(longer, params)[0].outputs[0].token_ids == second
         # And an answer that is computed anew finds the longer prompt.
         sequence = llm.submit(llm.prepare(PROMPTS[0], params))[0]
-        while sequence.num_output < 20:
+        while sequence.num_output < 12:
             llm.step()
         llm.engine._commit_all()
         llm.engine.scheduler.preempt(sequence)

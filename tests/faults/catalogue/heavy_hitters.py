@@ -9,7 +9,7 @@ SUMS = "jaxinfer/cache/heavy_hitters.py"
 
 FAULTS = (
     Fault(
-        "heavy-hitters/an-answers-token-inherits-a-sum",
+        "policies/an-answers-token-inherits-a-sum",
         SUMS,
         "jnp.where(is_own, 0, found) + shares",
         "found + shares",
@@ -17,7 +17,7 @@ FAULTS = (
         "a token seems to be attended to as much as the one whose place in a page it got",
     ),
     Fault(
-        "heavy-hitters/a-prompts-token-inherits-a-sum",
+        "policies/a-prompts-token-inherits-a-sum",
         SUMS,
         "jnp.where(keys == places[number], 0, found) + shares",
         "found + shares",
@@ -25,7 +25,7 @@ FAULTS = (
         "what an answer keeps depends on who had its pages before",
     ),
     Fault(
-        "heavy-hitters/one-query-head-counts",
+        "policies/one-query-head-counts",
         SUMS,
         "(weights / total[..., None]).mean(axis=2)",
         "(weights / total[..., None]).max(axis=2)",
@@ -33,7 +33,7 @@ FAULTS = (
         "the other heads of a group lose the keys that they need",
     ),
     Fault(
-        "heavy-hitters/a-prompts-first-tokens-win",
+        "policies/a-prompts-first-tokens-win",
         SUMS,
         "scores = found / jnp.maximum(stored - place, 1) if is_prompt else found",
         "scores = found",
@@ -41,7 +41,7 @@ FAULTS = (
         "of a prompt, tokens stay because they are old",
     ),
     Fault(
-        "heavy-hitters/a-recent-token-goes",
+        "policies/a-recent-token-goes",
         SUMS,
         "place >= stored - heavy.num_recent, jnp.inf",
         "place > stored - heavy.num_recent, jnp.inf",
@@ -49,7 +49,7 @@ FAULTS = (
         "a token that few have seen yet is dropped",
     ),
     Fault(
-        "heavy-hitters/sums-stay-where-they-were",
+        "policies/sums-stay-where-they-were",
         SUMS,
         "moved = jnp.take_along_axis(found, chosen, axis=1).T",
         "moved = found[:, : target.shape[0]].T",
@@ -57,7 +57,7 @@ FAULTS = (
         "after the first eviction, sums are other tokens'",
     ),
     Fault(
-        "heavy-hitters/an-answer-is-computed-again-in-other-pieces",
+        "policies/an-answer-is-computed-again-in-other-pieces",
         "jaxinfer/engine",
         "(count // self.page_size + 1) * self.page_size",
         "(count // self.page_size + 2) * self.page_size",
@@ -65,7 +65,7 @@ FAULTS = (
         "after a preemption, tokens attend to others than before",
     ),
     Fault(
-        "heavy-hitters/a-page-too-few",
+        "policies/a-page-too-few",
         "jaxinfer/cache/policies.py",
         "else min(num_tokens, self.num_tokens)",
         "else min(num_tokens, self.num_tokens - self.page_size)",
@@ -73,7 +73,7 @@ FAULTS = (
         "the newest tokens of an answer are stored nowhere",
     ),
     Fault(
-        "heavy-hitters/refused-tokens-are-in-the-sums",
+        "policies/refused-tokens-are-in-the-sums",
         "jaxinfer/engine/engine.py",
         "or self.spec.heavy_pages is not None\n",
         "or False\n",
