@@ -283,15 +283,21 @@ def sample_step(
 
 
 def _attend_newest(
-    model: ProgramModel, cache: PagedCache, page_tables: PageTables, positions: jax.Array, lengths: jax.Array
+    model: ProgramModel,
+    cache: PagedCache,
+    page_tables: PageTables,
+    rows: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
 ) -> Any:
-    """`attend` for one token at `positions` int32 [B] of each slot whose length, int32 [B], is not 0."""
+    """`attend` for one token, at row `rows` and position `positions`, int32 [B], of each slot whose length, int32 [B],
+    is not 0."""
     if model.heavy is not None:
         return attend_decoding(model.heavy, model.config, cache, page_tables, positions, lengths)
     view = model.view(cache, page_tables, positions, lengths)
     best = model.parts(page_tables, positions, lengths, num_rows=1, is_uniform=False)
     options: Any = {"max_query_length": 1, "moved": view.moved, "best": best, "mesh": model.mesh}
-    return attend_ragged(cache, view.page_tables, jnp.arange(lengths.shape[0]), lengths, view.kv_lengths, **options)
+    return attend_ragged(cache, view.page_tables, rows, lengths, view.kv_lengths, **options)
 
 
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3), compiler_options=COMPILER_OPTIONS)
@@ -310,12 +316,13 @@ def decode(
     decoder = model.bind(weights)
     num_slots = work.is_scheduled.shape[0]
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
+    rows = jnp.arange(num_slots)
 
     @partial(jax.jit, inline=True)  # traced once for the shapes of its output and the loop
     def one_step(cache: PagedCache, slots: Slots) -> tuple[PagedCache, Slots, StepOutput]:
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
-        attend = _attend_newest(model, cache, work.page_tables, slots.positions, lengths)
+        attend = _attend_newest(model, cache, work.page_tables, rows, slots.positions, lengths)
         hidden = decoder(slots.tokens, slots.positions, attend)
         samples = _sample(
             decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables
