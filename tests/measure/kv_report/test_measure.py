@@ -120,7 +120,7 @@ def test_a_refusal_is_a_row_and_a_full_cache_that_fails_an_error(params):
     one.settings.arguments["cache"] = "contiguous"
     del one.settings.arguments["page_size"]
     row = one(CacheChoice("auto", POLICY))
-    assert "kv_policy='sinks(1)+window(8)' drops pages" in row.reason
+    assert "kv_policy='sinks(1)+window(8)' is of pages" in row.reason
     one.settings.arguments["page_size"] = 8
     with pytest.raises(ValueError, match="page_size=8 is for cache='paged' only"):
         one(FULL)
