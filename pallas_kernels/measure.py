@@ -54,14 +54,11 @@ def num_layers(shape: PagedShape, platform: str) -> int:
     return max(1, min(16, -(-MIN_CACHE_BYTES[platform] // ideal_bytes(shape))))
 
 
-def paged_loop(shape: PagedShape, implementation: str, layers: int) -> tuple[Callable, Any]:
-    """A function (arguments, n) that runs n dependent steps over the caches of `layers` layers, and its arguments."""
-    page_layout = "interleaved" if implementation == "pallas_tpu" else "separate"
-    rng = np.random.default_rng(0)
-    page = shape.page()
+def random_operands(shape: PagedShape, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Random queries and new keys and values of a call, and its page table, of pages in random order, and lengths."""
     counts = [-(-keys // shape.page_size) for _, keys in shape.lengths]
     table = np.zeros((len(counts), max(counts)), np.int32)
-    ids = iter(rng.permutation(page.num_pages - 1) + 1)
+    ids = iter(rng.permutation(shape.page().num_pages - 1) + 1)
     for row, count in enumerate(counts):
         table[row, :count] = [next(ids) for _ in range(count)]
     vectors = {
@@ -69,11 +66,19 @@ def paged_loop(shape: PagedShape, implementation: str, layers: int) -> tuple[Cal
         "query_lengths": jnp.asarray([new for new, _ in shape.lengths], jnp.int32),
         "kv_lengths": jnp.asarray([keys for _, keys in shape.lengths], jnp.int32),
     }
-    shapes = shape.abstract(page_layout)
+    shapes = shape.abstract("separate")
     new = {
         name: jnp.asarray(rng.standard_normal(shapes[name].shape, np.float32), shape.dtype)
         for name in ("q", "k_new", "v_new")
     }
+    return new, vectors
+
+
+def paged_loop(shape: PagedShape, implementation: str, layers: int) -> tuple[Callable, Any]:
+    """A function (arguments, n) that runs n dependent steps over the caches of `layers` layers, and its arguments."""
+    page_layout = "interleaved" if implementation == "pallas_tpu" else "separate"
+    page = shape.page()
+    new, vectors = random_operands(shape, np.random.default_rng(0))
 
     @jax.jit
     def loop(operands, n):

@@ -17,7 +17,7 @@ from benchmarks.on_chip.sizes import Sizes
 from jaxinfer.quantization import QuantizedArray, quantize
 from jaxinfer.quantization.on_device import outputs_together
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.measure import seconds_per_step
+from pallas_kernels.measure import random_operands, seconds_per_step
 from pallas_kernels.page_copy import copy_pages
 from pallas_kernels.paged_attention import layout, paged_attention, platform_layout
 from pallas_kernels.paged_attention.shapes import MODELS, PagedShape, decode_shape
@@ -111,31 +111,14 @@ def _rows_of(shape: PagedShape) -> np.ndarray:
 def random_arguments(shape: PagedShape, seed: int = 0) -> dict[str, Any]:
     """Arrays of a call, with random keys and values in pages in random order, in the separate layout."""
     rng = np.random.default_rng(seed)
+    new, vectors = random_operands(shape, rng)
     page = shape.page()
-    queries, keys = (np.array(column, np.int32) for column in zip(*shape.lengths, strict=True))
-    table = np.zeros((len(queries), shape.table_width), np.int32)
-    ids = iter(rng.permutation(page.num_pages - 1).astype(np.int32) + 1)
-    for row, total in enumerate(keys):
-        table[row, : -(-total // shape.page_size)] = [next(ids) for _ in range(-(-total // shape.page_size))]
     stored = (page.num_pages, page.page_size, page.num_kv_heads, page.head_dim)
     k, v = (jnp.asarray(rng.standard_normal(stored, np.float32)) for _ in range(2))
     (k, k_scales), (v, v_scales) = layout.to_stored(k, page.key_dtype), layout.to_stored(v, page.value_dtype)
     scales = (None if one is None else one.swapaxes(1, 2) for one in (k_scales, v_scales))
-    sizes = {"q": shape.heads[0], "k_new": shape.heads[1], "v_new": shape.heads[1]}
-    new = {
-        name: jnp.asarray(rng.standard_normal((shape.num_tokens, heads, shape.head_dim), np.float32), shape.dtype)
-        for name, heads in sizes.items()
-    }
-    vectors = {
-        "query_lengths": queries,
-        "kv_lengths": keys,
-        "query_starts": np.cumsum(queries, dtype=np.int32) - queries,
-    }
-    return new | {
-        "pages": layout.SeparatePages(k, v, *scales),
-        "page_table": jnp.asarray(table),
-        **{name: jnp.asarray(vector) for name, vector in vectors.items()},
-    }
+    starts = jnp.cumsum(vectors["query_lengths"]) - vectors["query_lengths"]
+    return new | vectors | {"pages": layout.SeparatePages(k, v, *scales), "query_starts": starts}
 
 
 def flash_parity(sizes: Sizes, results: Results) -> Iterator[Row]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, scales_of_layer
 from jaxinfer.cache.paged import PagedCache, PageTables
 from jaxinfer.cache.policies import LayerBudget
-from jaxinfer.cache.ragged import LayerAttention, PagedAttention
+from jaxinfer.cache.ragged import AttentionByLayer, LayerAttention, PagedAttention
 from jaxinfer.cache.scores import kept_positions, keydiff_scores, snapkv_scores
 from pallas_kernels.paged_attention import Pages
 from pallas_kernels.paged_attention.compaction import compact
@@ -41,7 +41,7 @@ class PromptPages:
     targets: jax.Array
 
 
-class CompactingAttention:
+class CompactingAttention(AttentionByLayer):
     """`attend` for the last tokens of one prompt, which compacts it. After the pass, `cache` is the updated cache.
 
     `attend` stores and attends to the tokens, in full. `budgets` and `prompts` are of the layers' groups; None for
@@ -56,12 +56,6 @@ class CompactingAttention:
         prompts: tuple[PromptPages, ...],
     ):
         self._attend, self._before, self._budgets, self._prompts = attend, cache, budgets, prompts
-
-    def __call__(self, layer: int, *args: Any, **kwargs: Any) -> jax.Array:
-        attend = self.of_layer(layer)
-        out = attend(*args, **kwargs)
-        self.update(layer, attend.state)
-        return out
 
     def of_layer(self, layer: int) -> CompactingLayer:
         """The attention of one layer."""

@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.cache.kept_pages import Parts, parts_in_pages
 from jaxinfer.cache.kv_dtype import divide_by_scales, scales_of_layer
 from jaxinfer.cache.paged import PagedCache, PageTables
 from jaxinfer.cache.policies import HeavyPages
-from jaxinfer.cache.ragged import LayerAttention, attend_ragged
+from jaxinfer.cache.ragged import AttentionByLayer, LayerAttention, attend_ragged
+from jaxinfer.cache.row_parts import Parts, parts_in_pages
+from jaxinfer.cache.scores import kept_positions
 from jaxinfer.models import ModelConfig
 from pallas_kernels.paged_attention import Pages, PageShape
 from pallas_kernels.paged_attention.compaction import compact
@@ -159,7 +160,7 @@ class _Cut(NamedTuple):
         return evict(heavy, widths, cache, table, self.stored, kept, is_prompt=True)
 
 
-class HeavyAttention:
+class HeavyAttention(AttentionByLayer):
     """`attend` that adds up what queries attend to. `cache`, read once after the pass, has the keys and the sums of
     what is kept: `evict` gets the cache with all of them."""
 
@@ -168,12 +169,6 @@ class HeavyAttention:
             raise ValueError("a cache without sums of probabilities cannot evict by them")
         self._attend, self._scales, self._sums, self._rows = attend, cache.scales, list(cache.sums), rows
         self._evict = evict
-
-    def __call__(self, layer: int, *args: Any, **kwargs: Any) -> jax.Array:
-        own = self.of_layer(layer)
-        out = own(*args, **kwargs)
-        self.update(layer, own.state)
-        return out
 
     def of_layer(self, layer: int) -> SummingLayer:
         """The attention of one layer."""
@@ -374,10 +369,8 @@ def _evict_layer(
     scores = jnp.where(place >= stored - heavy.num_recent, jnp.inf, scores)
     scores = jnp.where(place >= stored, -jnp.inf, scores)
     target = jnp.arange(min(heavy.num_columns, table.shape[0]) * size)
-    best = lax.top_k(scores, target.shape[0])[1]
     is_kept = target < kept
-    chosen = jnp.sort(jnp.where(is_kept, best, place.shape[0]), axis=-1)
-    chosen = jnp.where(is_kept, chosen, 0)
+    chosen = jnp.where(is_kept, kept_positions(scores, target.shape[0], kept), 0)
     page, slot = jnp.where(is_kept, table[target // size], num_pages), target % size
     moved = jnp.take_along_axis(found, chosen, axis=1).T
     sums = sums.at[page[:, None], jnp.arange(num_heads), slot[:, None]].set(moved, mode="drop")

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache.moved_sinks import MovedSinks
 from jaxinfer.cache.paged import PagedCache, PageTables
-from jaxinfer.cache.policies import KeptPages, num_parts
+from jaxinfer.cache.policies import KeptPages
 from jaxinfer.cache.ragged import attend_ragged
-from jaxinfer.cache.row_parts import parts_of, step_rows
+from jaxinfer.cache.row_parts import parts_in_pages
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.rope import inverse_frequencies
 from pallas_kernels.paged_attention.specs import SHORT_QUERIES
@@ -89,27 +89,6 @@ def _rotation(config: ModelConfig, layer: int, shifts: jax.Array) -> tuple[jax.A
 def room_in_page(kept: KeptPages, positions: jax.Array) -> jax.Array:
     """int32 [S]: tokens from `positions` int32 [S] up to the end of its page."""
     return kept.page_size - positions % kept.page_size
-
-
-class Parts(NamedTuple):
-    """N parts of sequences, each within a page: int32 [N], their first rows, their rows, their slots, and the positions
-    of their first rows. Unused ones come last and have length 0."""
-
-    starts: jax.Array
-    lengths: jax.Array
-    slots: jax.Array
-    positions: jax.Array
-
-
-def parts_in_pages(
-    page_size: int, token_slots: jax.Array, query_starts: jax.Array, lengths: jax.Array, ends: jax.Array
-) -> Parts:
-    """The parts of a step's rows that lie in one page each; arguments as of `row_parts.step_rows`."""
-    rows = step_rows(token_slots, query_starts, lengths, ends)
-    is_first = rows.is_real & ((rows.offset == 0) | (rows.position % page_size == 0))
-    size = num_parts(page_size, token_slots.shape[0], lengths.shape[0])
-    starts, counts = parts_of(is_first, rows.is_real, size)
-    return Parts(starts, counts, rows.slot[starts], rows.position[starts])
 
 
 def pieces(

@@ -38,7 +38,33 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-class PagedAttention:
+class AttentionByLayer:
+    """`attend` that has one of its own for each layer."""
+
+    def of_layer(self, layer: int) -> Any:
+        """The attention of one layer, whose `state` is what it has stored after a call."""
+        raise NotImplementedError
+
+    def update(self, layer: int, state: Any) -> None:
+        """Takes over what a layer has stored."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Array, "T Hq K"],
+        k: Float[Array, "T Hkv K"],
+        v: Float[Array, "T Hkv W"],
+        *args,
+        **kwargs,
+    ) -> Float[Array, "T Hq W"]:
+        attend = self.of_layer(layer)
+        out = attend(q, k, v, *args, **kwargs)
+        self.update(layer, attend.state)
+        return out
+
+
+class PagedAttention(AttentionByLayer):
     """`attend` for a ragged batch of tokens [T] of S sequences: appends to the pages and attends to them.
 
     Arguments as in `pallas_kernels.paged_attention`: page_tables int32 [S, P], one for each group of the cache's
@@ -77,20 +103,6 @@ class PagedAttention:
         ]
         self._options = (max_query_length, is_uniform, appends_first, mesh)
         self._schedules: list[dict[PagedSpec, Schedule]] = [{} for _ in tables]
-
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Array, "T Hq K"],
-        k: Float[Array, "T Hkv K"],
-        v: Float[Array, "T Hkv W"],
-        *args,
-        **kwargs,
-    ) -> Float[Array, "T Hq W"]:
-        attend = self.of_layer(layer)
-        out = attend(q, k, v, *args, **kwargs)
-        self.update(layer, attend.state)
-        return out
 
     def of_layer(self, layer: int) -> LayerAttention:
         """The attention of one layer."""

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.cache.policies import num_parts
+
 
 class StepRows(NamedTuple):
     """Of each of T rows: its slot, its number among the rows of the slot and its position, int32 [T], and whether it is
@@ -26,10 +28,31 @@ def step_rows(token_slots: jax.Array, query_starts: jax.Array, lengths: jax.Arra
     return StepRows(slot, offset, (ends - lengths)[slot] + offset, is_real)
 
 
-def parts_of(is_first: jax.Array, is_real: jax.Array, num_parts: int) -> tuple[jax.Array, jax.Array]:
-    """Starts and lengths int32 [num_parts] of parts of adjacent rows: one begins at each row that `is_first`, bool [T];
+def parts_of(is_first: jax.Array, is_real: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Starts and lengths int32 [count] of parts of adjacent rows: one begins at each row that `is_first`, bool [T];
     unused ones have length 0."""
-    row, nothing = jnp.arange(is_first.shape[0], dtype=jnp.int32), jnp.zeros(num_parts, jnp.int32)
-    number = jnp.where(is_real, jnp.cumsum(is_first) - 1, num_parts)
-    starts = nothing.at[jnp.where(is_first, number, num_parts)].set(row, mode="drop")
+    row, nothing = jnp.arange(is_first.shape[0], dtype=jnp.int32), jnp.zeros(count, jnp.int32)
+    number = jnp.where(is_real, jnp.cumsum(is_first) - 1, count)
+    starts = nothing.at[jnp.where(is_first, number, count)].set(row, mode="drop")
     return starts, nothing.at[number].add(1, mode="drop")
+
+
+class Parts(NamedTuple):
+    """N parts of sequences, each within a page: int32 [N], their first rows, their rows, their slots, and the positions
+    of their first rows. Unused ones come last and have length 0."""
+
+    starts: jax.Array
+    lengths: jax.Array
+    slots: jax.Array
+    positions: jax.Array
+
+
+def parts_in_pages(
+    page_size: int, token_slots: jax.Array, query_starts: jax.Array, lengths: jax.Array, ends: jax.Array
+) -> Parts:
+    """The parts of a step's rows that lie in one page each; arguments as of `step_rows`."""
+    rows = step_rows(token_slots, query_starts, lengths, ends)
+    is_first = rows.is_real & ((rows.offset == 0) | (rows.position % page_size == 0))
+    size = num_parts(page_size, token_slots.shape[0], lengths.shape[0])
+    starts, counts = parts_of(is_first, rows.is_real, size)
+    return Parts(starts, counts, rows.slot[starts], rows.position[starts])

@@ -7,9 +7,8 @@ from typing import Literal
 
 import jax
 
-from jaxinfer.engine.counters import Counters
 from jaxinfer.engine.request import SequenceState
-from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.scheduler import Counters, Scheduler
 
 Kind = Literal["step", "decode", "rounds"]
 

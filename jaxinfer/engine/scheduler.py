@@ -11,9 +11,8 @@ import heapq
 import itertools
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from jaxinfer.engine.counters import Counters
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
 from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy, num_expected
@@ -23,7 +22,6 @@ from jaxinfer.engine.prompt_compaction import PromptCompaction
 from jaxinfer.engine.replays import AnswerReplays
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.saved_states import SavedStates, num_common
-from jaxinfer.engine.scheduler_check import check_scheduler
 from jaxinfer.engine.scheduler_options import SchedulerOptions
 
 MAX_LOOKED_AT = 256  # waiting requests that one step looks at
@@ -38,6 +36,23 @@ class QueueFullError(RuntimeError):
 
 class RequestTooLargeError(ValueError):
     """A sequence that the pool could never hold, even alone."""
+
+
+@dataclass
+class Counters:
+    """Totals since the start; tokens unless said otherwise."""
+
+    num_added: int = 0
+    num_finished: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    reused_tokens: int = 0
+    copied_pages: int = 0
+    host_hit_tokens: int = 0  # of the reused ones, those whose pages came back from host memory
+    disk_read_tokens: int = 0  # whose pages were read from `prefix_store`
+    host_bytes_out: int = 0
+    host_bytes_in: int = 0
 
 
 class Scheduler:
@@ -205,7 +220,30 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises RuntimeError where pages, slots or lists do not agree."""
-        check_scheduler(self)
+        self.pools.check(self.running)
+        self.compaction.check(self.running)
+        self.saved.check(self.running)
+        self.prefixes.check()
+        slots = [one.slot for one in self.running]
+        owned = sorted([*self._free_slots, *(slot for slot in slots if slot is not None)])
+        if owned != list(range(self.options.max_seqs)):
+            raise RuntimeError(f"slots {slots} are held and {sorted(self._free_slots)} are free")
+        for one in self.waiting:
+            if one.slot is not None or any((*one.tables, *one.prompt_tables)) or one.saved or one.is_finished:
+                raise RuntimeError(f"sequence {one.order} waits with {len(one.pages)} pages, slot {one.slot}")
+        if self.waiting != sorted(self.waiting, key=_rank):
+            raise RuntimeError("the queue is out of order")
+        for one in self.running:
+            if self.pools.pages_of(one, min(one.num_reserved, one.num_storable)) > len(one.pages):
+                raise RuntimeError(f"{one.num_reserved} tokens may be stored in {len(one.pages)} pages")
+            if one.num_stored > min(one.num_reserved, one.num_storable):
+                raise RuntimeError(f"{one.num_stored} tokens are stored, at most {one.num_reserved} are planned")
+            first = one.num_confirmed // self.options.page_size
+            for tables in filter(None, (one.tables, one.prompt_tables)):
+                for pool, table in zip(self.pools.all, tables, strict=True):
+                    for page in table[first:]:
+                        if pool.num_owners(page) > 1 or pool.is_kept(page):
+                            raise RuntimeError(f"page {page} is still written, but it is shared or known")
 
     # Planning.
 

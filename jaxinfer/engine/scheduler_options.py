@@ -24,8 +24,8 @@ class SchedulerOptions:
       states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages. host_pools: host
       pages of each group of layers, and of saved states; () for none. budget: what stays of a prompt in the first
       group, if it is compacted. heavy: what stays of a sequence that loses tokens within its own pages; None for all.
-      num_replayed: tokens that a step takes of answers that are computed again, where these
-      are not as tokens of a prompt (`AnswerReplays`); None where they are.
+      num_replayed: tokens that a step takes of answers that are computed again, where these are not as tokens of a
+      prompt (`AnswerReplays`); None where they are.
     """
 
     num_pages: int
@@ -50,8 +50,8 @@ class SchedulerOptions:
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """All groups of layers, each with a pool."""
-        first = CacheGroup(self.num_pages, self.window, (), 0, self.num_sinks, 0, self.budget, self.heavy)
-        return (first, *self.more_groups)
+        kept = {"num_sinks": self.num_sinks, "budget": self.budget, "heavy": self.heavy}
+        return (CacheGroup(self.num_pages, self.window, **kept), *self.more_groups)
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_size", "max_seqs", "prefill_chunk", "steps_per_dispatch", "max_waiting"):

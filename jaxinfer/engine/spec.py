@@ -208,6 +208,11 @@ class EngineSpec(PolicyPages):
         budgets = tuple(budget for _, budget in self._group_kinds)
         return budgets if any(budgets) else None
 
+    @property
+    def program_policies(self) -> tuple[Any, ...]:
+        """What programs know of the policy, as `programs.program_model` takes it."""
+        return self.kept_pages, self.budgets, self.heavy_pages, self.best_pages
+
     @cached_property
     def layer_groups(self) -> tuple[int, ...]:
         """The group of each layer; () where there is only one."""

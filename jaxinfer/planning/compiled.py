@@ -381,8 +381,7 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
 
     A deterministic engine decodes with the step's program. Raises ValueError for a mesh that does not divide the model.
     """
-    policies = spec.kept_pages, spec.budgets, spec.heavy_pages, spec.best_pages
-    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, *policies)
+    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, *spec.program_policies)
     common = (model, weights, spec.cache, *spec.slots)
     tables = spec.pages_per_sequence, len(spec.windows), spec.budgets is not None
     resident = 0

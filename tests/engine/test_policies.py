@@ -118,8 +118,11 @@ def test_alone_is_what_dense_attention_under_a_mask_gives(model, expected):
         assert dense_choices(model, pairs[:4], at_their_own) != [tokens for _, tokens in pairs[:4]]
 
 
-def check_everything(llm: LLM, expected) -> None:
-    """Alone, together, again with prefix hits, and so short of pages that sequences are preempted."""
+def check_everything(
+    llm: LLM, expected, answers=answers, least_of=lambda pools: pools.least_pages(128), num_short=None
+) -> None:
+    """Alone, together, again with prefix hits, and so short of pages that sequences are preempted: one after another,
+    the first `num_short` pools, by default all, have what `least_of` says, which suffices for any one sequence."""
     scheduler, everything = llm.engine.scheduler, range(NUM_PROMPTS)
     for number in range(0, NUM_PROMPTS, 4):
         assert answers(llm, [number])[0] == expected[number], number
@@ -134,8 +137,8 @@ def check_everything(llm: LLM, expected) -> None:
     assert (scheduler.counters.reused_tokens > reused + 60) == llm.engine.spec.reuses_prefixes
     spare, scheduler._num_spare = scheduler._num_spare, lambda: [0] * len(scheduler.pools.all)  # admits too many
     preempted = scheduler.counters.num_preemptions
-    for index, pool in enumerate(scheduler.pools.all):
-        least = scheduler.pools.least_pages(128)[index]
+    for index, pool in enumerate(scheduler.pools.all[:num_short]):
+        least = least_of(scheduler.pools)[index]
         pool.drop_idle()
         hidden = pool.allocate(pool.num_available - least - 1)
         assert answers(llm, everything) == expected, scheduler.pools.groups[index].name

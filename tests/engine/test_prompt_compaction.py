@@ -5,7 +5,6 @@ Oracle: dense attention under a mask by head (tests/engine/dense_prompt_policy.p
 must change answers.
 """
 
-import random
 from dataclasses import replace
 
 import jax
@@ -15,10 +14,10 @@ import pytest
 from jaxinfer import LLM
 from jaxinfer.cache.policies import parse_policy
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
+from tests.engine import test_policies
 from tests.engine.dense_prompt_policy import dense_logits
 from tests.engine.mixed_requests import mixed_params, random_prompts
 from tests.engine.test_policies import model_of
-from tests.engine.test_windows import check_idle
 from tests.pallas_kernels.quick import quick
 
 PAGE, LENGTH = 8, 160
@@ -109,31 +108,13 @@ def test_alone_is_what_dense_attention_under_a_mask_gives(model, policy, expecte
     assert dense_choices(model, larger, long) != [tokens for _, tokens in long]
 
 
+def least_pages(pools) -> list[int]:
+    """By pool, for the longest prompt and answer, and for that prompt while it is compacted."""
+    return list(map(max, pools.least_pages(LENGTH, LONGEST), pools.least_pages(LENGTH)))
+
+
 def check_everything(llm: LLM, expected) -> None:
-    """Alone, together, again with prefix hits, and so short of pages that sequences are preempted."""
-    scheduler, everything = llm.engine.scheduler, range(NUM_PROMPTS)
-    for number in range(0, NUM_PROMPTS, 4):
-        assert answers(llm, [number])[0] == expected[number], number
-    for pool in scheduler.pools.all:
-        pool.drop_idle()
-        random.Random(3).shuffle(pool._free)
-    assert answers(llm, everything) == expected
-    assert answers(llm, everything) == expected
-    reused = scheduler.counters.reused_tokens
-    for _ in range(2):
-        assert answers(llm, range(4)) == expected[:4]
-    assert (scheduler.counters.reused_tokens > reused + 60) == llm.engine.spec.reuses_prefixes
-    spare, scheduler._num_spare = scheduler._num_spare, lambda: [0] * len(scheduler.pools.all)  # admits too many
-    preempted = scheduler.counters.num_preemptions
-    for index, pool in enumerate(scheduler.pools.all[:2]):
-        least = max(scheduler.pools.least_pages(LENGTH, LONGEST)[index], scheduler.pools.least_pages(LENGTH)[index])
-        pool.drop_idle()
-        hidden = pool.allocate(pool.num_available - least - 1)
-        assert answers(llm, everything) == expected, scheduler.pools.groups[index].name
-        pool.release(hidden)
-    assert scheduler.counters.num_preemptions > preempted
-    scheduler._num_spare = spare
-    check_idle(llm)
+    test_policies.check_everything(llm, expected, answers, least_pages, num_short=2)
 
 
 @pytest.mark.timeout(900)

@@ -2,21 +2,9 @@
 
 from dataclasses import replace
 
+from benchmarks.compiled_roofline import LLAMA_3_8B
 from jaxinfer.models import DeltaConfig, MambaConfig, ModelConfig, MoEConfig, RopeConfig
 
-LLAMA_3_8B = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rope=RopeConfig("llama3", 500_000.0, 128, factor=8.0, original_length=8192),
-    max_position_embeddings=131_072,
-    dtype="bfloat16",
-)
 TINY = replace(
     LLAMA_3_8B, vocab_size=512, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64,
     num_layers=48, rope=RopeConfig(rotary_dim=64), max_position_embeddings=1024,

@@ -88,6 +88,13 @@ class StepSlots:
     remaining: jax.Array
     prompt_lengths: jax.Array | None = None
 
+    @property
+    def known_prompts(self) -> jax.Array:
+        """`prompt_lengths`, for a policy that asks. Raises ValueError where there are none."""
+        if self.prompt_lengths is None:
+            raise ValueError("a step under this policy of the cache needs the lengths of prompts")
+        return self.prompt_lengths
+
     def is_decoding(self, slots: Slots) -> jax.Array:
         """bool[B]: the slots whose newest token is computed."""
         return slots.is_active & ~self.is_prompt & (self.query_lengths > 0)
@@ -209,14 +216,14 @@ def step(
     positions = jnp.where(work.token_slots < num_slots, positions, 0)
 
     decoder = model.bind(weights)
-    if model.heavy is not None and rows.prompt_lengths is not None:
-        ragged = (work.token_slots, rows.query_starts, lengths, ends, rows.is_decoding(slots), rows.prompt_lengths)
+    if model.heavy is not None:
+        ragged = (work.token_slots, rows.query_starts, lengths, ends, rows.is_decoding(slots), rows.known_prompts)
         attend = attend_step(model.heavy, model.config, cache, work.page_tables, *ragged, is_uniform=is_uniform)
     elif (kept := model.kept) is None:
         tables, kv_lengths = model.seen(cache, work.page_tables, ends, lengths)
         best = None
-        if model.best is not None and rows.prompt_lengths is not None:
-            ragged = rows.prompt_lengths, work.token_slots, rows.query_starts, lengths, ends
+        if model.best is not None:
+            ragged = rows.known_prompts, work.token_slots, rows.query_starts, lengths, ends
             best = parts_of_step(model.best, tables[0], *ragged)
         ragged = rows.query_starts, lengths, kv_lengths
         attend = attend_ragged(cache, tables, *ragged, is_uniform=is_uniform, best=best, mesh=model.mesh)

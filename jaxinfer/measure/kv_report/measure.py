@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxinfer.cache import kv_dtype_name, stored_dtype
@@ -239,8 +238,7 @@ class CacheReporter:
 
     def close(self) -> None:
         """Frees the weights."""
-        for leaf in jax.tree.leaves(self.model.params):
-            leaf.delete()
+        self.model.weights.release()
 
 
 def _lost_bytes(spec: EngineSpec, num_prompt: int) -> int:
