@@ -42,39 +42,44 @@ def nvfp4_weight(packed: np.ndarray, scales: np.ndarray) -> QuantizedArray:
     return host_quantized(_SCHEME, values, np.ascontiguousarray(scales.T), codebook=E2M1.copy())
 
 
+def _names(is_modelopt: bool) -> tuple[str, str]:
+    """The tensors of the packed weight and of its float32 scale."""
+    return ("weight", "weight_scale_2") if is_modelopt else ("weight_packed", "weight_global_scale")
+
+
 def nvfp4_reader(shape: tuple[int, ...], headers: Headers, *, is_modelopt: bool) -> ModuleReader:
     """The reader of a module with a weight [N, K], stored as ModelOpt or as compressed-tensors do.
 
     Raises FormatError for tensors that are missing, or of a wrong dtype or shape.
     """
-    weight, whole = ("weight", "weight_scale_2") if is_modelopt else ("weight_packed", "weight_global_scale")
+    weight, global_scale = _names(is_modelopt)
     outputs, inputs = shape
     if inputs % GROUP:
         raise FormatError(f"NVFP4 has groups of {GROUP} inputs, which do not divide {inputs}", weight)
     has_shape(headers, weight, ["U8"], (outputs, inputs // 2))
     has_shape(headers, "weight_scale", ["F8_E4M3"], (outputs, inputs // GROUP))
-    has_shape(headers, whole, ["F32"], (), (1,))
+    has_shape(headers, global_scale, ["F32"], (), (1,))
     static = tuple(suffix for suffix in ("input_scale", "input_global_scale") if suffix in headers)
     for name in static:
         has_shape(headers, name, FLOATS, (), (1,))
 
     def read(tensors: Tensors) -> QuantizedArray:
-        scales, of_tensor = tensors["weight_scale"].astype(np.float32), np.float32(tensors[whole].reshape(()))
+        scales, of_tensor = tensors["weight_scale"].astype(np.float32), np.float32(tensors[global_scale].reshape(()))
         if not is_modelopt and of_tensor == 0:
-            raise FormatError("is 0, and scales are divided by it", whole)
+            raise FormatError("is 0, and scales are divided by it", global_scale)
         return nvfp4_weight(tensors[weight], scales * of_tensor if is_modelopt else scales / of_tensor)
 
-    return ModuleReader((weight, "weight_scale", whole, *static), read, WeightForm((inputs, outputs), _SCHEME))
+    return ModuleReader((weight, "weight_scale", global_scale, *static), read, WeightForm((inputs, outputs), _SCHEME))
 
 
 def nvfp4_headers(shape: tuple[int, ...], *, is_modelopt: bool) -> dict[str, TensorHeader]:
     """Headers of the tensors, by suffix, of a module with a weight [N, K]."""
-    weight, whole = ("weight", "weight_scale_2") if is_modelopt else ("weight_packed", "weight_global_scale")
+    weight, global_scale = _names(is_modelopt)
     outputs, inputs = shape
     return {
         weight: ("U8", (outputs, inputs // 2)),
         "weight_scale": ("F8_E4M3", (outputs, inputs // GROUP)),
-        whole: ("F32", () if is_modelopt else (1,)),
+        global_scale: ("F32", () if is_modelopt else (1,)),
     }
 
 
