@@ -300,16 +300,18 @@ def _levels(codes: jax.Array) -> list[jax.Array]:
     """uint8 [keys, 128] with the codes of a key and of a value: the bits of both levels as float8_e4m3fn.
 
     Below 2^-5 an integer j is the number j 2^-9, from there to 2^-4 it is (2 j - 16) 2^-9: the levels 1, 3, 5, 7, 9,
-    12, 15 and 20 (`rotation.LEVELS`) have the bits 2 m + 1 + max(m - 4, 0). Four codes share each 32-bit operation.
+    12, 15 and 20 (`rotation.LEVELS`) have the bits 2 m + 1 + max(m - 4, 0). Eight codes share the 32-bit operations
+    that compute 1 + max(m - 4, 0), and four the others.
     """
     words = pltpu.bitcast(codes, jnp.uint32)
-    both = []
-    for upper in (words << 4, words):
-        double = (upper >> 3) & jnp.uint32(0x0E0E0E0E)
-        excess = double & (((double & jnp.uint32(0x08080808)) * 3) >> 2)
-        bits = (double + (excess >> 1) + jnp.uint32(0x01010101)) | (upper & jnp.uint32(0x80808080))
-        both.append(pltpu.bitcast(bits, jnp.uint8))
-    return both
+    is_upper_half = words & jnp.uint32(0x44444444)
+    added = (words & ((is_upper_half * 3) >> 2)) + jnp.uint32(0x11111111)
+    both = ((words << 1, added, words << 4), (words >> 3, added >> 4, words))
+    bits = (
+        (double & jnp.uint32(0x0E0E0E0E)) + (added & jnp.uint32(0x07070707)) | (sign & jnp.uint32(0x80808080))
+        for double, added, sign in both
+    )
+    return [pltpu.bitcast(one, jnp.uint8) for one in bits]
 
 
 def _to_bias_11(codes: jax.Array) -> jax.Array:
