@@ -4,7 +4,7 @@
 
 A TPU issues one bundle of instructions a cycle, so the straight code that a kernel runs for each block of keys takes at
 least as many cycles. While it runs, the next block is copied: where the bundles take longer than the copy, decoding is
-bound by compute, and this shows before a chip is at hand. Cycles are an estimate from below: waits are not in a listing.
+bound by compute, and this shows before a chip is at hand. Cycles are an estimate from below: a listing has no waits.
 """
 
 import argparse

@@ -117,13 +117,15 @@ def load_params(
     progress: bool | ProgressCallback | None = None,
     convert: Convert | None = None,
     host: HostStacks | None = None,
+    skips: Callable[[ParamPath], bool] = lambda path: False,
 ) -> Params:
     """The parameters of an open checkpoint on the device or a mesh. Arguments, memory and errors as of `load`; what
-    belongs to `host` goes there, without a mesh."""
+    belongs to `host` goes there, without a mesh. `skips`: whether a parameter is left out."""
     params: Params = {}
     place = OnDefaultDevice(convert, host) if mesh is None else OnMesh(mesh, checkpoint.config, convert)
-    with Progress(progress, checkpoint.num_bytes(), "loading") as bar:
-        for path, leaf in read_ahead(checkpoint, place.parts, place):
+    paths = [path for unit in checkpoint.units().values() for path in unit if not skips(path)]
+    with Progress(progress, sum(map(checkpoint.param_bytes, paths)), "loading") as bar:
+        for path, leaf in read_ahead(checkpoint, place.parts, place, paths):
             if host is not None and host.takes(path):
                 host.add(path, leaf)
             else:
@@ -202,7 +204,12 @@ Place = Callable[[ParamPath, HostParam], Any]
 
 
 def read_ahead(
-    source: Checkpoint, parts: Mapping[ParamPath, Sequence[Bounds]], place: Place, *, limit: int = IN_FLIGHT_BYTES
+    source: Checkpoint,
+    parts: Mapping[ParamPath, Sequence[Bounds]],
+    place: Place,
+    paths: Iterable[ParamPath] | None = None,
+    *,
+    limit: int = IN_FLIGHT_BYTES,
 ) -> Iterator[tuple[ParamPath, Any]]:
     """Reads parameters ahead of their transfer to devices, several at once: (path, what `place` returns) in order.
 
@@ -210,11 +217,13 @@ def read_ahead(
       parts: the parts of dense parameters to read; parameters not named are read whole.
       place: called on the caller's thread. For a parameter whose parts are too large to be read at once it is called
         with one run of parts after another, and returns None until the last.
+      paths: the parameters to read; None for all.
       limit: bytes of host buffers that are being read or transferred.
     """
+    if paths is None:
+        paths = [path for unit in source.units().values() for path in unit]
     tasks = deque(
         (source.host_bytes(path, run), path, run)
-        for paths in source.units().values()
         for path in paths
         for run in (source.split(path, parts[path], limit) if parts.get(path) else [()])
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxinfer import compilation_cache, parallel
+from jaxinfer.cache.policies import extends_length
 from jaxinfer.embedding import Embedder
 from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.engine.client import Client
@@ -40,7 +41,7 @@ from jaxinfer.llm_arguments import (
     takes_other_names,
     unknown_attribute,
 )
-from jaxinfer.llm_offload import layers_chooser
+from jaxinfer.llm_offload import is_from_disk, layers_chooser
 from jaxinfer.llm_options import LLMOptions, documented
 from jaxinfer.llm_scoring import ScoringMethods, together
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
@@ -108,8 +109,11 @@ class LLM(ScoringMethods):
             verify=chosen.verify,
             mesh=self.mesh,
             offload=layers_chooser(chosen),
+            from_disk=is_from_disk(chosen, is_live=isinstance(model, tuple)),
         )
-        loaded, self.max_model_len = loaded.for_length(chosen.max_model_len, has_policy=chosen.kv_policy is not None)
+        loaded, self.max_model_len = loaded.for_length(
+            chosen.max_model_len, has_policy=extends_length(chosen.kv_policy)
+        )
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
         self.answer_format = AnswerFormat(self.tokenizer, chosen.tool_parser)
         self.params = loaded.params
@@ -183,8 +187,7 @@ class LLM(ScoringMethods):
         taps = check_taps(self.config, as_names("taps", taps))
         if taps and self._lockstep is not None:
             raise ValueError(f"taps={list(taps)}: hidden states are for a model on one host")
-        if taps and self.engine.spec.kept_pages is not None:
-            policy = self.engine.spec.options.kv_policy
+        if taps and (policy := self.engine.spec.options.kv_policy) is not None and self.engine.spec.best_pages is None:
             raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy={policy!r}")
         per_prompt = params_of_each(params, self.default_params, len(prompts))
         priorities = priorities_of_each(priority, len(prompts))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxinfer.engine.memory import available_bytes
-from jaxinfer.engine.offload import layers_for_host
+from jaxinfer.engine.offload import DISK, layers_for_host
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm_options import LLMOptions
@@ -17,8 +17,8 @@ from jaxinfer.speculative import Draft, ModelDraft
 
 
 def layers_chooser(options: LLMOptions) -> ChooseLayers | None:
-    """What `load_model` asks for the layers that `options.offload` moves; None for none."""
-    if not options.offload:
+    """What `load_model` asks for the layers that `options.offload` moves to the host; None for none."""
+    if not options.offload or options.offload == DISK:
         return None
     is_live = isinstance(options.draft, tuple)
 
@@ -34,6 +34,17 @@ def layers_chooser(options: LLMOptions) -> ChooseLayers | None:
         return layers_for_host(spec, options.offload, total)
 
     return choose
+
+
+def is_from_disk(options: LLMOptions, *, is_live: bool) -> bool:
+    """Whether layers stay in the files of a checkpoint. Raises ValueError for live parameters and devices but a CPU."""
+    if options.offload != DISK:
+        return False
+    if is_live:
+        raise ValueError("offload='disk' is for the files of a checkpoint, not for live parameters")
+    if (platform := jax.default_backend()) != "cpu":
+        raise ValueError(f"offload='disk' is for a CPU, not for {platform}; offload='auto' is")
+    return True
 
 
 def _draft(options: LLMOptions, config: ModelConfig, params: Params, length: int) -> Draft:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 MODEL = "Model"
 
 
-def parse_offload(text: str) -> int | Literal["auto"]:
-    """ "auto" or a number, from a command line. Raises ValueError for anything else."""
-    if text == "auto":
-        return "auto"
+def parse_offload(text: str) -> int | Literal["auto", "disk"]:
+    """ "auto", "disk" or a number, from a command line. Raises ValueError for anything else."""
+    if text in ("auto", "disk"):
+        return text
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"offload must be auto or a number of layers, got {text!r}") from None
+        raise ValueError(f"offload must be auto, disk or a number of layers, got {text!r}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +100,13 @@ class LLMOptions(EngineOptions):
         "AXES",
         group=MODEL,
     )
-    offload: int | Literal["auto"] = option(
+    offload: int | Literal["auto", "disk"] = option(
         0,
         "Layers whose weights stay in the host's memory and are copied to the device in each step while earlier layers "
         "compute, for models larger than the device's memory: a number, or auto for as few as make room for the "
-        "weights and the cache. Not with a mesh.",
+        "weights and the cache. disk, on a CPU: all layers stay in the files, and each step reads them one by one, for "
+        "models larger than the machine's memory. Not with a mesh; disk not with quantize, requantize and "
+        "prefix_store.",
         "N",
         parse=parse_offload,
         group=MODEL,
@@ -128,6 +130,10 @@ class LLMOptions(EngineOptions):
         self.check_draft(self.draft is not None)
         if self.offload and self.mesh is not None:
             raise ValueError(f"offload={self.offload!r} is for one device, and mesh={self.mesh!r} is given")
+        if self.offload == "disk":
+            for name in ("quantize", "requantize", "prefix_store"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"offload='disk' reads weights in each step: it excludes {name}={value!r}")
         if self.tool_parser not in ("auto", "none"):
             from jaxinfer.tool_calls import tool_form
 
@@ -140,10 +146,12 @@ class LLMOptions(EngineOptions):
                 raise TypeError(f"{name} must be a text, got {type(value).__name__} {value!r:.60}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed must be an integer, got {type(self.seed).__name__} {self.seed!r:.60}")
-        if self.offload != "auto" and (isinstance(self.offload, bool) or not isinstance(self.offload, int)):
-            raise TypeError(f"offload must be auto or a number, got {type(self.offload).__name__} {self.offload!r:.60}")
-        if self.offload != "auto" and self.offload < 0:
-            raise ValueError(f"offload must be auto or at least 0, got {self.offload}")
+        if self.offload not in ("auto", "disk"):
+            if isinstance(self.offload, bool) or not isinstance(self.offload, int):
+                shown = f"{type(self.offload).__name__} {self.offload!r:.60}"
+                raise TypeError(f"offload must be auto, disk or a number, got {shown}")
+            if self.offload < 0:
+                raise ValueError(f"offload must be auto, disk or at least 0, got {self.offload}")
         if not (isinstance(self.tokenizer, (str, Path)) or self.tokenizer is None or hasattr(self.tokenizer, "encode")):
             shown = f"{type(self.tokenizer).__name__} {self.tokenizer!r:.60}"
             raise TypeError(f"tokenizer must be a folder or a jaxinfer.Tokenizer, got {shown}")

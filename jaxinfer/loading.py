@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from jaxinfer.cache import KVScales
 from jaxinfer.embedding_files import EmbeddingConfig, read_embedding_config
 from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_to_mesh, keeps_float32
-from jaxinfer.models.host_layers import HostStacks, move_layers_to_host
+from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
+from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, moved_layers
 from jaxinfer.option_names import check_format
 from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_device import Copies, float32_copies, outputs_together
@@ -70,8 +71,10 @@ class LoadedModel:
         return KVScales(self.fit.kv_scales(scales.keys), self.fit.kv_scales(scales.values))
 
     def runnable(self) -> tuple[Params, Copies | None]:
-        """What the engine takes: on a CPU, float32 copies of quantized weights, as far as their budget goes."""
-        if not describe(self.params) or jax.default_backend() != "cpu" or self.fit is not None:
+        """What the engine takes: on a CPU, float32 copies of quantized weights, as far as their budget goes; none where
+        layers stay on the disk, since memory is short."""
+        has_all = self.fit is None and disk_layers(self.params) is None
+        if not has_all or not describe(self.params) or jax.default_backend() != "cpu":
             return self.params, None
         return self.weights.with_copies()
 
@@ -111,6 +114,8 @@ class Weights:
             if self._num_users or self.key is None:
                 return
             _WEIGHTS.pop(self.key, None)
+        if disk := disk_layers(self.params):
+            disk.reader.close()
         for leaf in jax.tree.leaves((self.params, self._copied)):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
@@ -189,6 +194,7 @@ def load_model(
     verify: bool | None = None,
     mesh: Mesh | None = None,
     offload: ChooseLayers | None = None,
+    from_disk: bool = False,
 ) -> LoadedModel:
     """Loads what `find_model` finds, as its alias says, or checks live `(ModelConfig, params[, tokenizer])`.
     With a mesh the parameters lie there, and the configuration is as `fit_to_mesh` makes it.
@@ -196,7 +202,8 @@ def load_model(
     With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read; None for
     none, whatever the alias says. `requantize` is for what a GGUF file quantized, `verify` for checksums, both as in
     `checkpoints_convert.load`; `quantization` names the quantized format that its files have to be in.
-    `offload` chooses the layers that go to the host's memory (`engine.offload`), from the shapes of all.
+    `offload` chooses the layers for the host's memory (`engine.offload`), from the shapes of all; `from_disk`: all of
+    them stay in the files (`models.disk_layers`).
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
@@ -213,7 +220,7 @@ def load_model(
         chosen = _selection(quantize, {} if requantize else named.options)
         opening = {"requantize": requantize, "verify": verify}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization}
-        found = _read(named, dtype, chosen, mesh, offload, opening=opening, **needed)
+        found = _read(named, dtype, chosen, mesh, offload, opening=opening, from_disk=from_disk, **needed)
     if tokenizer is not None:
         chosen_tokenizer = Tokenizer.from_dir(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
     else:
@@ -264,6 +271,7 @@ def _read(
     mesh: Mesh | None,
     offload: ChooseLayers | None,
     *,
+    from_disk: bool,
     reads_tokenizer: bool,
     quantization: str | None,
     opening: Mapping[str, Any],
@@ -290,8 +298,13 @@ def _read(
             on_host = tuple(offload(checkpoint.config, shapes))
 
         def load() -> Params:
-            place = jax.devices()[0], jax.default_backend()
-            host = HostStacks(shapes, on_host, *place) if on_host else None
+            if from_disk:
+                again = opening["verify"] and None  # whole files have been compared
+                files = checkpoints_convert.open_checkpoint(path, dtype=dtype, verify=again)
+                reader = LayerReader.of(moved_layers(_shapes(path, None, dtype=dtype)[1]), files)
+                params = checkpoints_convert.load_params(checkpoint, progress=True, skips=reader.takes)
+                return {**params, DISK_LAYERS: DiskLayers.of(reader)}
+            host = HostStacks(shapes, on_host, jax.devices()[0], jax.default_backend()) if on_host else None
             params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, convert=chosen, host=host)
             return _laid_out(params, mesh, donate=True)
 
@@ -301,7 +314,7 @@ def _read(
         return LoadedModel(
             name,
             checkpoint.config,
-            Weights.shared((_weights_key(path, dtype, chosen, mesh, opening), on_host), load),
+            Weights.shared((_weights_key(path, dtype, chosen, mesh, opening), on_host, from_disk), load),
             tokenizer,
             default_params=replace(defaults.params, **_alias_sampling(named)),
             ignored_defaults=defaults.ignored,

@@ -39,7 +39,7 @@ def pytest_configure(config):
     from jaxinfer.engine import spec
 
     compilation_cache.enable()
-    BUCKETS = spec._buckets
+    BUCKETS = spec.buckets
 
 
 def pytest_collection_modifyitems(config, items):
@@ -54,7 +54,7 @@ def pytest_runtest_setup(item):
     from jaxinfer.engine import spec
 
     compilation.optimize(item.get_closest_marker("optimized") is not None)
-    spec._buckets = BUCKETS if item.get_closest_marker("all_buckets") else lambda _, largest: (largest,)
+    spec.buckets = BUCKETS if item.get_closest_marker("all_buckets") else lambda _, largest: (largest,)
 
 
 MAX_MAPPINGS = 45_000  # Linux gives a process 65,530 memory mappings and kills it, without a word, at the next

@@ -36,6 +36,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "fp8": fp8,
     "fbgemm_fp8": fbgemm_fp8,
     "modelopt": modelopt,
+    "modelopt_fp4": modelopt,
     "mxfp4": mxfp4,
     "auto-round": autoround,
     "intel/auto-round": autoround,
@@ -43,6 +44,10 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
 # Reasons why other methods are not supported.
 _REFUSED = {
     "mlx": "MLX checkpoints hold affine groups with floating-point offsets",
+    "hqq": "HQQ checkpoints hold groups with floating-point zeros, packed in ways that depend on the library's version;"
+    " open the original model, or quantize it with `jaxinfer quantize`",
+    "aqlm": "AQLM checkpoints hold sums of learned vectors of 8 weights, with codebooks of up to 65,536 of them; open"
+    " the original model, or quantize it with `jaxinfer quantize`",
 }
 
 

@@ -5,13 +5,14 @@
     int-quantized, float-quantized, naive-quantized
                     weight int8 or float8_e4m3fn [N, K], weight_scale, weight_zero_point
     mxfp4-pack-quantized  weight_packed uint8 [N, K / 2], weight_scale uint8 [N, K / 32]
+    nvfp4-pack-quantized  as in nvfp4.py
 
 W = (value - zero) * scale.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ from checkpoints_convert.formats.module import (
     unpack,
 )
 from checkpoints_convert.formats.mxfp4 import BLOCK, mxfp4_form, mxfp4_weight
+from checkpoints_convert.formats.nvfp4 import GROUP, nvfp4_headers, nvfp4_reader
 from checkpoints_convert.safetensors_files import NUMPY_DTYPES, TensorHeader
 from jaxinfer.checks import did_you_mean
 from jaxinfer.quantization import QuantizedArray, Scheme
@@ -88,6 +90,10 @@ def module_reader(
     """The reader of a quantized module stored in the format `form`. Raises FormatError as `Method.reader` does."""
     if form == "mxfp4-pack-quantized":
         return _mxfp4(weights, shape, headers)
+    if form == "nvfp4-pack-quantized":
+        return _nvfp4(weights, activations, shape, headers)
+    if weights.strategy == "tensor_group":
+        raise FormatError("weights of strategy 'tensor_group' are not supported outside nvfp4-pack-quantized")
     outputs, inputs = shape
     block = _block(weights, outputs, inputs)
     scales = (-(-outputs // block[1]), -(-inputs // block[0]))
@@ -116,6 +122,8 @@ def stored_headers(form: str, weights: WeightScheme, module: DenseModule) -> dic
     outputs, inputs = module.shape
     if form == "mxfp4-pack-quantized":
         return {"weight_packed": ("U8", (outputs, inputs // 2)), "weight_scale": ("U8", (outputs, inputs // BLOCK))}
+    if form == "nvfp4-pack-quantized":
+        return nvfp4_headers(module.shape, is_modelopt=False)
     block = _block(weights, outputs, inputs)
     scales = (-(-outputs // block[1]), -(-inputs // block[0]))
     found: dict[str, TensorHeader] = {"weight_scale": (module.dtype, scales)}
@@ -151,7 +159,7 @@ def _packed(layout: _Layout, headers: Headers) -> tuple[_Layout, tuple[str, ...]
     which = has_shape(
         headers, "weight_packed", ["I32"], (outputs, num_words(inputs, bits)), (outputs, -(-inputs // per_word))
     )
-    layout = _Layout(**{**layout.__dict__, "per_word": per_word if which == 1 else None})
+    layout = replace(layout, per_word=per_word if which == 1 else None)
     has_shape(headers, "weight_shape", ["I64", "I32"], (2,))
     suffixes = ["weight_packed", "weight_shape"]
     if not layout.weights.symmetric:
@@ -268,8 +276,25 @@ def _read_mxfp4(tensors: Tensors) -> QuantizedArray:
         raise FormatError(str(error), "weight_scale") from None
 
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
-_STRATEGIES = ("tensor", "channel", "group", "block")
+def _nvfp4(
+    weights: WeightScheme, activations: ActivationScheme | None, shape: tuple[int, ...], headers: Headers
+) -> ModuleReader:
+    if (weights.bits, weights.kind, weights.group_size, weights.symmetric) != (4, "float", GROUP, True):
+        raise FormatError(f"nvfp4-pack-quantized holds symmetric 4-bit floats in groups of {GROUP}", "weight_packed")
+    _, notes = _quantized_activations(weights, activations)
+    return replace(nvfp4_reader(shape, headers, is_modelopt=False), notes=notes)
+
+
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
+)
+_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+_GROUPED = ("group", "tensor_group")
 _QUANTIZED_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape")
 
 
@@ -396,7 +421,7 @@ def _weights(name: str, data: Any) -> WeightScheme:
         raise FormatError(f"{where} of {bits!r}-bit {kind!r} are not supported")
     if strategy not in _STRATEGIES:
         raise FormatError(f"{where} of strategy {strategy!r} are not supported, {', '.join(_STRATEGIES)} are")
-    if strategy == "group" and (type(group_size) is not int or group_size < 1):
+    if strategy in _GROUPED and (type(group_size) is not int or group_size < 1):
         raise FormatError(f"{where}: group_size must be a positive integer, got {group_size!r}")
     block = None
     if strategy == "block":
@@ -414,7 +439,7 @@ def _weights(name: str, data: Any) -> WeightScheme:
         kind,
         flag(data, "symmetric", True),
         strategy,
-        group_size if strategy == "group" else None,
+        group_size if strategy in _GROUPED else None,
         block,
         is_reordered=strategy == "group" and data.get("actorder") in (True, "group", "dynamic"),
     )

@@ -26,6 +26,7 @@ from checkpoints_convert.formats.module import (
     names_list,
     transposed,
 )
+from checkpoints_convert.formats.nvfp4 import GROUP, ModelOptNvfp4
 from checkpoints_convert.safetensors_files import NUMPY_DTYPES, TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
@@ -35,6 +36,7 @@ _FORMATS = {"e4m3": "e4m3", "float8_e4m3fn": "e4m3", "e5m2": "e5m2", "float8_e5m
 _SCALES = ("weight_scale_inv", "weight_scale", "qscale_weight", "scale")
 _ACTIVATION_SCALES = ("activation_scale", "input_scale", "qscale_act", "input_scale_ub")
 _EXPONENTS = ("U8", "F8_E8M0")
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")  # of ModelOpt
 
 
 @dataclass(frozen=True)
@@ -117,15 +119,20 @@ def fbgemm_fp8(data: Mapping[str, Any]) -> Fp8:
     return Fp8("fbgemm_fp8", excluded=names_list(key, data.get(key)), is_per_output=True)
 
 
-def modelopt(data: Mapping[str, Any]) -> Fp8:
-    """NVIDIA ModelOpt, by config.json or by hf_quant_config.json. Raises FormatError for all but FP8, by name."""
+def modelopt(data: Mapping[str, Any]) -> Fp8 | ModelOptNvfp4:
+    """NVIDIA ModelOpt, by config.json or by hf_quant_config.json. Raises FormatError for all but FP8 and NVFP4, by
+    name."""
     fields = data.get("quantization")
     if not isinstance(fields, Mapping):
         fields = data
     algorithm = fields.get("quant_algo")
-    if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        raise FormatError(f"quant_algo {algorithm!r} is not supported, 'FP8' and 'FP8_PER_CHANNEL_PER_TOKEN' are")
+    if algorithm not in _ALGORITHMS:
+        raise FormatError(f"quant_algo {algorithm!r} is not supported, {', '.join(_ALGORITHMS)} are")
     excluded = names_list("exclude_modules", fields.get("exclude_modules") or data.get("ignore"))
+    if algorithm == "NVFP4":
+        if (size := fields.get("group_size")) not in (None, GROUP):
+            raise FormatError(f"group_size {size!r} is not supported, NVFP4 has groups of {GROUP}")
+        return ModelOptNvfp4(excluded)
     is_dynamic = algorithm == "FP8_PER_CHANNEL_PER_TOKEN"
     return Fp8("modelopt", excluded=excluded, is_dynamic=is_dynamic, is_per_output=is_dynamic)
 

@@ -38,8 +38,7 @@ def mxfp4_weight(packed: np.ndarray, exponents: np.ndarray) -> QuantizedArray:
     inputs = packed.shape[-1] * 2
     if inputs % BLOCK or exponents.shape != (*packed.shape[:-1], inputs // BLOCK):
         raise FormatError(f"scales {list(exponents.shape)} do not fit {inputs} inputs in blocks of {BLOCK}")
-    codes = np.empty((*packed.shape[:-1], inputs), np.uint8)
-    codes[..., 0::2], codes[..., 1::2] = packed & 15, packed >> 4
+    codes = nibble_codes(packed)
     # The bits of 2^(e - 127) in bfloat16: e is its exponent; e = 0 is the subnormal 2^-127.
     bits = np.where(exponents == 0, np.uint16(0x40), exponents.astype(np.uint16) << 7)
     return host_quantized(
@@ -48,6 +47,11 @@ def mxfp4_weight(packed: np.ndarray, exponents: np.ndarray) -> QuantizedArray:
         np.ascontiguousarray(np.swapaxes(bits, -1, -2)).view(ml_dtypes.bfloat16),
         codebook=E2M1.copy(),
     )
+
+
+def nibble_codes(packed: np.ndarray) -> np.ndarray:
+    """uint8 [..., K] of bytes [..., K / 2], the even code in the low nibble."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def mxfp4_experts(blocks: np.ndarray, scales: np.ndarray) -> QuantizedArray:

@@ -1,7 +1,7 @@
 """Quantized blocks of ggml: the types, their integers, scales and minima, and tensors of them as `QuantizedArray`s.
 
-Layouts: ggml-common.h and ggml-quants.c. Everything here is exact: a scale of a K-quant is the product of an 11-bit and
-a 6-bit number (Q6_K: 8-bit), which float32 holds, and the dequantized weight is that of gguf-py, bit for bit.
+Everything here is exact: a scale of a K-quant is the product of an 11-bit and a 6-bit number (Q6_K: 8-bit), which
+float32 holds, and the dequantized weight is that of gguf-py, bit for bit.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from checkpoints_convert.gguf import codebook_blocks, unpacking
 from checkpoints_convert.host_arrays import empty_aligned
 from jaxinfer.quantization import QuantizedArray, Scheme
 
@@ -53,10 +54,23 @@ TYPES: dict[str, BlockType] = {
         BlockType("Q5_0", 32, 22),
         BlockType("Q5_1", 32, 24),
         BlockType("Q8_0", 32, 34),
+        BlockType("Q2_K", 256, 84),
+        BlockType("Q3_K", 256, 110),
         BlockType("Q4_K", 256, 144),
         BlockType("Q5_K", 256, 176),
         BlockType("Q6_K", 256, 210),
+        BlockType("TQ1_0", 256, 54),
+        BlockType("TQ2_0", 256, 66),
         BlockType("MXFP4", 32, 17),
+        BlockType("IQ4_NL", 32, 18),
+        BlockType("IQ4_XS", 256, 136),
+        BlockType("IQ3_XXS", 256, 98),
+        BlockType("IQ3_S", 256, 110),
+        BlockType("IQ2_XXS", 256, 66),
+        BlockType("IQ2_XS", 256, 74),
+        BlockType("IQ2_S", 256, 82),
+        BlockType("IQ1_S", 256, 50),
+        BlockType("IQ1_M", 256, 56),
     )
 }
 
@@ -92,7 +106,7 @@ def unpack(kind: str, rows: np.ndarray) -> BlockGroups:
         scales.reshape(num_rows, -1),
         None if minima is None else minima.reshape(num_rows, -1),
         bits,
-        MXFP4 if kind == "MXFP4" else None,
+        codebook_blocks.CODEBOOKS.get(kind),
     )
 
 
@@ -109,108 +123,12 @@ def dequantize(kind: str, rows: np.ndarray) -> np.ndarray:
     return codes.reshape(groups.codes.shape)
 
 
-# Twice the values of E2M1 (OCP Microscaling 1.0, section 5.3.3), as in ggml, where scales are halved.
-MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+_UNPACK = unpacking.UNPACK | codebook_blocks.UNPACK
 FLOATS = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-
-_Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None, int]
-
-
-def _half(raw: np.ndarray) -> np.ndarray:
-    """float32 [blocks, 1] of two bytes [blocks, 2]."""
-    return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
-
-
-def _nibbles(raw: np.ndarray) -> np.ndarray:
-    """uint8 [blocks, 2 * bytes]: the low halves of all bytes, then the high ones."""
-    return np.concatenate([raw & 15, raw >> 4], axis=-1)
-
-
-def _fifth_bits(raw: np.ndarray) -> np.ndarray:
-    """uint8 [blocks, 32]: bit j of four bytes, as 16 or 0."""
-    return np.unpackbits(raw, axis=-1, bitorder="little") << 4
-
-
-def _signed(codes: np.ndarray, zero: int) -> np.ndarray:
-    """Codes minus `zero` as int8, by wrapping in uint8."""
-    return (codes - np.uint8(zero)).view(np.int8)
-
-
-def _q4_0(blocks: np.ndarray) -> _Unpacked:
-    return _signed(_nibbles(blocks[:, 2:]), 8), _half(blocks[:, :2]), None, 4
-
-
-def _q4_1(blocks: np.ndarray) -> _Unpacked:
-    return _nibbles(blocks[:, 4:]).view(np.int8), _half(blocks[:, :2]), _half(blocks[:, 2:4]), 4
-
-
-def _q5_0(blocks: np.ndarray) -> _Unpacked:
-    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return _signed(codes, 16), _half(blocks[:, :2]), None, 5
-
-
-def _q5_1(blocks: np.ndarray) -> _Unpacked:
-    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return codes.view(np.int8), _half(blocks[:, :2]), _half(blocks[:, 2:4]), 5
-
-
-def _q8_0(blocks: np.ndarray) -> _Unpacked:
-    return np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks[:, :2]), None, 8
-
-
-def _scales_and_minima(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [blocks, 8] each: d * sc and -(dmin * m), with sc and m of 6 bits in the 12 bytes after d and dmin."""
-    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=-1)
-    minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=-1)
-    return _half(blocks[:, :2]) * scales.astype(np.float32), -(_half(blocks[:, 2:4]) * minima.astype(np.float32))
-
-
-def _k_nibbles(raw: np.ndarray) -> np.ndarray:
-    """uint8 [blocks, 256] of 128 bytes: of every 32 the low halves, then the high ones."""
-    return _nibbles(raw.reshape(len(raw), 4, 32)).reshape(len(raw), 256)
-
-
-def _q4_k(blocks: np.ndarray) -> _Unpacked:
-    return _k_nibbles(blocks[:, 16:]).view(np.int8), *_scales_and_minima(blocks), 4
-
-
-def _q5_k(blocks: np.ndarray) -> _Unpacked:
-    high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes = _k_nibbles(blocks[:, 48:]) | (high << 4).reshape(-1, 256)
-    return codes.view(np.int8), *_scales_and_minima(blocks), 5
-
-
-def _q6_k(blocks: np.ndarray) -> _Unpacked:
-    # Two halves of 128 values: each has 64 bytes of low nibbles and 32 bytes with two more bits of four values.
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    codes = low | (high << 4).reshape(-1, 2, 128)
-    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    return _signed(codes.reshape(-1, 256), 32), _half(blocks[:, 208:]) * scales, None, 6
-
-
-def _mxfp4(blocks: np.ndarray) -> _Unpacked:
-    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return _nibbles(blocks[:, 1:]).view(np.int8), scales, None, 4
-
-
-_UNPACK: dict[str, Callable[[np.ndarray], _Unpacked]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "MXFP4": _mxfp4,
-}
-
 
 _CHUNK_BYTES = 2**20  # of stored rows, unpacked at once by each thread
 _STRIP = 64  # rows transposed at once: their pieces stay in the processor's cache

@@ -288,7 +288,7 @@ def plan_tensors(index: GGUFIndex, architecture: Architecture, config: ModelConf
     Raises CheckpointError for parameters without a tensor, tensors that are not used, and shapes that do not fit, all
     at once, each with the nearest name.
     """
-    found = layout(_rules(architecture.adds_one), config, architecture.pairs_neighbours)
+    found = layout(rules(architecture.adds_one), config, architecture.pairs_neighbours)
     plans, problems, missing = [], [], []
     used: set[str] = set()
     for target, shape in param_shapes(config).items():
@@ -392,7 +392,8 @@ _EXPERTS = (
 
 
 @lru_cache(maxsize=2)
-def _rules(adds_one: bool) -> tuple[TensorRule, ...]:
+def rules(adds_one: bool) -> tuple[TensorRule, ...]:
+    """The rules of all architectures; the first one of a parameter is that of the tensor that is written."""
     add = {"add": -1.0} if adds_one else {}
     return (
         TensorRule("token_embd.weight", ("embed",)),

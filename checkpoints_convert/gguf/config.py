@@ -16,7 +16,7 @@ from checkpoints_convert.huggingface.families import FAMILIES
 
 _ARCHITECTURE = "general.architecture"
 # The rope scaling of Llama 3.1 to 3.3, of which files have only the resulting divisors.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 _OF_LAYER = re.compile(r"blk\.(\d{1,6})\.")
 _FEWEST_TENSORS = 4  # a norm, projections before and after attention, the MLP's
@@ -179,9 +179,9 @@ def _from_divisors(
     if divisors is None:
         return None
     factor = float(divisors.max())
-    is_llama3 = factor > 1 and np.allclose(divisors, _llama3_divisors(theta, rotary_dim, factor), rtol=1e-5)
+    is_llama3 = factor > 1 and np.allclose(divisors, llama3_divisors(theta, rotary_dim, factor), rtol=1e-5)
     if is_llama3 and linear == 1:
-        return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        return {"rope_type": "llama3", "factor": factor, **LLAMA3}
     listed = (divisors * linear).tolist()
     return {
         "rope_type": "longrope",
@@ -192,8 +192,9 @@ def _from_divisors(
     }
 
 
-def _llama3_divisors(theta: float, rotary_dim: int, factor: float) -> np.ndarray:
-    low, high, original = _LLAMA3.values()
+def llama3_divisors(theta: float, rotary_dim: int, factor: float) -> np.ndarray:
+    """float64 [rotary_dim / 2]: the divisors of the frequencies in Llama 3's rope scaling."""
+    low, high, original = LLAMA3.values()
     wavelengths = 2 * np.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
     smooth = (original / wavelengths - low) / (high - low)
     between = 1 / ((1 - smooth) / factor + smooth)

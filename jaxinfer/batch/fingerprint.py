@@ -37,7 +37,7 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
     import jax
     import numpy as np
 
-    from jaxinfer.models.host_layers import all_layers
+    from jaxinfer.models.host_layers import all_layers, disk_layers
     from jaxinfer.parallel import hosts
     from jaxinfer.quantization.tree import is_quantized
 
@@ -50,11 +50,15 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
         for scales in jax.tree.leaves(engine.kv_scales):
             own = scales if fit is None else fit.own_kv_scales(scales)
             digest.update(np.asarray(own).tobytes())
-    if engine.spec.kept_pages is not None:  # what tokens attend to
-        digest.update(f"kv_policy={engine.spec.kept_pages}".encode())
+    if (spec := engine.spec).options.kv_policy is not None:  # what tokens attend to
+        pages = spec.kept_pages or spec.budgets or spec.heavy_pages or spec.best_pages
+        digest.update(f"kv_policy={pages}".encode())
     samples: list[_Sample] = []
+    reader = None if (disk := disk_layers(llm.params)) is None else disk.reader
     for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(llm.params), is_leaf=is_quantized):
         keys = tuple(key.key for key in path)
+        if is_read := reader is not None and reader.takes(keys):
+            leaf = jax.tree.map(jax.device_put, reader.weight(keys))  # pyright: ignore[reportOptionalMemberAccess]
         places = (None,) * leaf.ndim if fit is None else fit.places(keys, leaf.shape)
         name = jax.tree_util.keystr(path)
         shape = tuple(size if where is None else len(where) for size, where in zip(leaf.shape, places, strict=True))
@@ -63,14 +67,17 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
             # Outputs that share a scale have one each where some were padded.
             scheme = (scheme.kind, scheme.bits, scheme.activations, rows)
             digest.update(f"{name} {shape} {leaf.values.dtype} {scheme}".encode())
-            samples += _quantized_samples(leaf, shape, places)
+            found = [*_quantized_samples(leaf, shape, places)]
         else:
             digest.update(f"{name} {shape} {leaf.dtype}".encode())
-            samples += _samples(leaf, shape, places, (1, 1))
+            found = [*_samples(leaf, shape, places, (1, 1))]
+        if is_read:  # so that one parameter at a time is in memory
+            found = [replace(one, array=np.asarray(one.array[one.index]), index=()) for one in found]
+        samples += found
     # On several hosts, each host's values are fetched in one exchange.
     if llm.mesh is not None:
-        found = hosts.fetch(hosts.current(), [(one.array, [one.index]) for one in samples])
-        parts = [part for (part,) in found]
+        fetched = hosts.fetch(hosts.current(), [(one.array, [one.index]) for one in samples])
+        parts = [part for (part,) in fetched]
     else:
         parts = [np.asarray(one.array[one.index]) for one in samples]
     for sample, part in zip(samples, parts, strict=True):

@@ -15,19 +15,20 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache.moved_sinks import MovedSinks
 from jaxinfer.cache.paged import PagedCache, PageTables
-from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.policies import KeptPages, num_parts
 from jaxinfer.cache.ragged import attend_ragged
+from jaxinfer.cache.row_parts import parts_of, step_rows
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.rope import inverse_frequencies
 from pallas_kernels.paged_attention.specs import SHORT_QUERIES
 
 
 class KeptView(NamedTuple):
-    """What S sequences attend to: page tables int32 [S, P] of each group, kv_lengths int32 [S], and by layer the sinks
-    that are moved; none where sequences are no longer than the model's."""
+    """What S sequences attend to: page tables int32 [S, P] of each group, kv_lengths int32 [S], or those of each group,
+    and by layer the sinks that are moved; none where sequences are no longer than the model's."""
 
     page_tables: PageTables
-    kv_lengths: jax.Array
+    kv_lengths: Any
     moved: dict[int, MovedSinks]
 
 
@@ -90,6 +91,27 @@ def room_in_page(kept: KeptPages, positions: jax.Array) -> jax.Array:
     return kept.page_size - positions % kept.page_size
 
 
+class Parts(NamedTuple):
+    """N parts of sequences, each within a page: int32 [N], their first rows, their rows, their slots, and the positions
+    of their first rows. Unused ones come last and have length 0."""
+
+    starts: jax.Array
+    lengths: jax.Array
+    slots: jax.Array
+    positions: jax.Array
+
+
+def parts_in_pages(
+    page_size: int, token_slots: jax.Array, query_starts: jax.Array, lengths: jax.Array, ends: jax.Array
+) -> Parts:
+    """The parts of a step's rows that lie in one page each; arguments as of `row_parts.step_rows`."""
+    rows = step_rows(token_slots, query_starts, lengths, ends)
+    is_first = rows.is_real & ((rows.offset == 0) | (rows.position % page_size == 0))
+    size = num_parts(page_size, token_slots.shape[0], lengths.shape[0])
+    starts, counts = parts_of(is_first, rows.is_real, size)
+    return Parts(starts, counts, rows.slot[starts], rows.position[starts])
+
+
 def pieces(
     kept: KeptPages,
     config: ModelConfig,
@@ -100,25 +122,11 @@ def pieces(
     lengths: jax.Array,
     ends: jax.Array,
 ) -> Pieces:
-    """The parts of a step's rows that lie in one page each.
-
-    `token_slots` int32 [T] is the slot of each row, S for padding; `query_starts`, `lengths` and `ends` int32 [S] are
-    each slot's first row, its rows, and its tokens that are stored after the step.
-    """
-    num_tokens, num_slots = token_slots.shape[0], lengths.shape[0]
-    slot = jnp.minimum(token_slots, num_slots - 1)
-    row = jnp.arange(num_tokens, dtype=jnp.int32)
-    offset = row - query_starts[slot]
-    is_real = (token_slots < num_slots) & (offset < lengths[slot])
-    position = (ends - lengths)[slot] + offset
-    is_first = is_real & ((offset == 0) | (position % kept.page_size == 0))
-    num_pieces = kept.num_pieces(num_tokens, num_slots)
-    number = jnp.where(is_real, jnp.cumsum(is_first) - 1, num_pieces)
-    nothing = jnp.zeros(num_pieces, jnp.int32)
-    starts = nothing.at[jnp.where(is_first, number, num_pieces)].set(row, mode="drop")
-    counts = nothing.at[number].add(1, mode="drop")
-    tables = tuple(table[slot[starts]] for table in page_tables)
-    return Pieces(starts, counts, kept_view(kept, config, cache, tables, position[starts], counts))
+    """The parts of a step's rows that lie in one page each; arguments as of `row_parts.step_rows`."""
+    parts = parts_in_pages(kept.page_size, token_slots, query_starts, lengths, ends)
+    tables = tuple(table[parts.slots] for table in page_tables)
+    view = kept_view(kept, config, cache, tables, parts.positions, parts.lengths)
+    return Pieces(parts.starts, parts.lengths, view)
 
 
 def attend_to_pieces(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
+from jaxinfer.cache.best_pages import BoundedPages, bounds_dtype
 from jaxinfer.cache.kv_dtype import KVScales
 from jaxinfer.cache.state import StateCache
 from jaxinfer.models import ModelConfig, check_divides
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 PageTables = tuple[jax.Array, ...]  # int32 [S, P] for each group of layers
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["layers", "scales", "states"], meta_fields=["groups"])
+@partial(jax.tree_util.register_dataclass, data_fields=["layers", "scales", "states", "sums"], meta_fields=["groups"])
 @dataclass(frozen=True)
 class PagedCache:
     """Keys and values of all layers: a pytree. Programs take it donated and return it.
@@ -35,13 +36,15 @@ class PagedCache:
     The layout of a page is that of the platform's kernel. Page 0 is the null page: unused entries of page tables point
     to it, and it is never written. `scales` are static scales of a checkpoint, for an fp8 cache. `groups` is the group
     of each layer: layers of one group share page ids, and the page table with that number; () where all are in one.
-    Layers that store no keys have None for their pages; `states` are those of recurrent layers, by slot.
+    Layers that store no keys have None for their pages; `states` are those of recurrent layers, by slot. `sums` are
+    float32 [pages, Hkv, page size] of each layer: what queries attended to each key, where a policy adds that up.
     """
 
-    layers: tuple[Pages | None, ...]
+    layers: tuple[Pages | BoundedPages | None, ...]
     scales: KVScales | None = None
     groups: tuple[int, ...] = ()
     states: StateCache | None = None
+    sums: tuple[Any, ...] | None = None
 
     @property
     def page_size(self) -> int:
@@ -88,11 +91,13 @@ def init_paged_cache(
     mesh: Mesh | None = None,
     scales: KVScales | None = None,
     groups: tuple[int, ...] = (),
+    bounded: Collection[int] = (),
 ) -> PagedCache:
-    """A zeroed cache, in the platform's layout by default; `num_pages` and `groups` as in `abstract_paged_cache`. On a
-    mesh each device holds its own heads, and `scales` are replicated. Raises ValueError as `models.check_divides`."""
+    """A zeroed cache, in the platform's layout by default; `num_pages`, `groups` and `bounded` as in
+    `abstract_paged_cache`. On a mesh each device holds its own heads, and `scales` are replicated. Raises ValueError as
+    `models.check_divides`."""
     layout = layout or platform_layout(current_platform(), dtype, has_values=config.caches_values)
-    cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh, groups)
+    cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh, groups, bounded)
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         sharding = leaf.sharding
@@ -113,11 +118,13 @@ def abstract_paged_cache(
     layout: str,
     mesh: Mesh | None = None,
     groups: tuple[int, ...] = (),
+    bounded: Collection[int] = (),
 ) -> PagedCache:
     """The cache as `jax.ShapeDtypeStruct`s, with shardings if a mesh is given.
 
     `num_pages` are those of each group, and `groups` the group of each layer, () for one. Each device has the kernel's
-    layout for its own heads; the array is their concatenation.
+    layout for its own heads; the array is their concatenation. Layers that are `bounded`, on one device, have
+    `BoundedPages`.
     """
     counts = (num_pages,) if isinstance(num_pages, int) else tuple(num_pages)
     if mesh is not None:
@@ -128,7 +135,11 @@ def abstract_paged_cache(
         if not config.caches_keys(layer):
             return None
         heads = (config.num_kv_heads_of(layer), config.head_dim_of(layer))
-        return _abstract_pages(config, heads, counts[numbers[layer]], page_size, dtype, layout, mesh)
+        found = _abstract_pages(config, heads, counts[numbers[layer]], page_size, dtype, layout, mesh)
+        if layer not in bounded:
+            return found
+        shape = (counts[numbers[layer]], 2, *heads)
+        return BoundedPages(found, jax.ShapeDtypeStruct(shape, bounds_dtype(dtype_name(dtype), layout)))
 
     return PagedCache(tuple(map(pages, range(config.num_layers))), groups=groups)
 
@@ -170,9 +181,11 @@ def move_tokens(
     P * page size. Donate the cache: it is updated in place. On a mesh each device moves its own heads."""
     tables = tables_by_group(page_tables, cache)
 
-    def move(layer: int, pages: Pages | None) -> Pages | None:
+    def move(layer: int, pages: Pages | BoundedPages | None) -> Pages | None:
         if pages is None:
             return None
+        if isinstance(pages, BoundedPages):
+            raise NotImplementedError("tokens of pages with bounds are not moved")
         page_table = tables[cache.group_of(layer)]
         if mesh is None:
             return _move_tokens(pages, page_table, sources, destinations)

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer import parallel
+from jaxinfer.cache.best_pages import BoundedPages, QueryParts, attend_to_best
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
 from jaxinfer.cache.moved_sinks import MovedSinks, move_sinks
 from jaxinfer.cache.paged import PagedCache, PageTables, tables_by_group
@@ -42,12 +43,13 @@ class PagedAttention:
 
     Arguments as in `pallas_kernels.paged_attention`: page_tables int32 [S, P], one for each group of the cache's
     layers, or the only one (entries of pages behind a group's window may be anything); query_starts, query_lengths and
-    kv_lengths int32 [S]; ancestors uint32 [T] or None. `max_query_length` and `is_uniform` are static. On a mesh,
-    `jax.shard_map` runs the kernel on each device's own heads, since the compiler cannot partition it. After the pass,
-    `cache` is the updated cache.
+    kv_lengths int32 [S], or a tuple of kv_lengths by group; ancestors uint32 [T] or None. `max_query_length` and
+    `is_uniform` are static. On a mesh, `jax.shard_map` runs the kernel on each device's own heads, since the compiler
+    cannot partition it. After the pass, `cache` is the updated cache.
 
     `appends_first` is static: sequences may read pages that others of the same pass write to, so that all is stored
     before anything is read. `moved` are sinks of layers that are rotated first, to pages that `page_tables` list.
+    `best` are the rows of layers whose pages have bounds.
     """
 
     def __init__(
@@ -56,18 +58,23 @@ class PagedAttention:
         page_tables: PageTables | jax.Array,
         query_starts: jax.Array,
         query_lengths: jax.Array,
-        kv_lengths: jax.Array,
+        kv_lengths: jax.Array | tuple[jax.Array, ...],
         *,
         max_query_length: int | None = None,
         ancestors: jax.Array | None = None,
         is_uniform: bool = False,
         appends_first: bool = False,
         moved: dict[int, MovedSinks] | None = None,
+        best: QueryParts | None = None,
         mesh: Mesh | None = None,
     ):
-        self._before, self._layers, self._moved = cache, list(cache.layers), moved or {}
+        self._before, self._layers, self._moved, self._best = cache, list(cache.layers), moved or {}, best
         tables = tables_by_group(page_tables, cache)
-        self._inputs = [_RaggedInputs(one, query_lengths, kv_lengths, query_starts, ancestors) for one in tables]
+        lengths = kv_lengths if isinstance(kv_lengths, tuple) else (kv_lengths,) * len(tables)
+        self._inputs = [
+            _RaggedInputs(table, query_lengths, length, query_starts, ancestors)
+            for table, length in zip(tables, lengths, strict=True)
+        ]
         self._options = (max_query_length, is_uniform, appends_first, mesh)
         self._schedules: list[dict[PagedSpec, Schedule]] = [{} for _ in tables]
 
@@ -90,10 +97,12 @@ class PagedAttention:
         scales = scales_of_layer(self._before.scales, layer)
         group = self._before.group_of(layer)
         inputs = self._inputs[group]._replace(moved=self._moved.get(layer))
+        if isinstance(self._layers[layer], BoundedPages):
+            inputs = inputs._replace(best=self._best)
         # A layer without attention has None for its pages, and does not call.
         return LayerAttention(self._layers[layer], scales, inputs, self._schedules[group], *self._options)
 
-    def update(self, layer: int, state: Pages) -> None:
+    def update(self, layer: int, state: Pages | BoundedPages) -> None:
         """Takes over what a layer has stored."""
         self._layers[layer] = state
 
@@ -112,13 +121,14 @@ def attend_ragged(
     page_tables: PageTables,
     query_starts: jax.Array,
     query_lengths: jax.Array,
-    kv_lengths: jax.Array,
+    kv_lengths: Any,
     *,
     max_query_length: int | None = None,
     ancestors: jax.Array | None = None,
     is_uniform: bool = False,
     appends_first: bool = False,
     moved: dict[int, MovedSinks] | None = None,
+    best: QueryParts | None = None,
     max_deferred: int | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
@@ -129,7 +139,7 @@ def attend_ragged(
     """
     static: Any = {"max_query_length": max_query_length, "is_uniform": is_uniform}
     ragged = (query_starts, query_lengths, kv_lengths)
-    options: Any = {**static, "appends_first": appends_first, "moved": moved, "mesh": mesh}
+    options: Any = {**static, "appends_first": appends_first, "moved": moved, "best": best, "mesh": mesh}
     paged = PagedAttention(cache, page_tables, *ragged, ancestors=ancestors, **options)
     if cache.states is None:
         return paged
@@ -158,7 +168,8 @@ class LayerAttention:
         appends_first: bool,
         mesh: Mesh | None,
     ):
-        self.state, self._scales, self._inputs, self._schedules = pages, scales, inputs, schedules
+        self.state: Any = pages
+        self._scales, self._inputs, self._schedules = scales, inputs, schedules
         self._options = {"max_query_length": max_query_length, "is_uniform": is_uniform}
         self._appends_first, self._mesh = appends_first, mesh
 
@@ -188,6 +199,8 @@ class LayerAttention:
         if choice is not None:
             return self._attend_to_chosen(q, k, v, choice, scale)
         q, k, v = divide_by_scales(self._scales, q, k, v)
+        if isinstance(self.state, BoundedPages):
+            return self._attend_to_best(q, k, v, scale=scale, soft_cap=soft_cap, sinks=sinks)
         options = {**self._options, "window": window, "scale": scale, "soft_cap": soft_cap}
         attend, operands = partial(_attend, options, self._appends_first), (q, k, v, self.state, sinks)
         if self._mesh is None:
@@ -210,6 +223,14 @@ class LayerAttention:
                 check_vma=False,  # a Pallas call does not declare over which axes its results vary
             )
         out, self.state = attend(*operands, self._inputs, schedule)
+        return multiply_by_scales(self._scales, out)
+
+    def _attend_to_best(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+        """Each query attends to the pages that it chooses."""
+        if self._inputs.best is None or self._mesh is not None or self._inputs.ancestors is not None:
+            raise NotImplementedError("attention to the best pages has no mesh and no trees of drafts")
+        options["is_uniform"] = self._options["is_uniform"]
+        out, self.state = attend_to_best(self.state, self._inputs.best, q, k, v, **options)
         return multiply_by_scales(self._scales, out)
 
     def _attend_to_chosen(self, q: jax.Array, k: jax.Array, v: jax.Array, choice: Choice, scale: float | None):
@@ -268,6 +289,7 @@ class _RaggedInputs(NamedTuple):
     query_starts: jax.Array
     ancestors: jax.Array | None = None
     moved: MovedSinks | None = None
+    best: QueryParts | None = None
 
 
 def _make_schedule(spec: PagedSpec, inputs: _RaggedInputs, part: PagePart | None = None) -> Schedule:

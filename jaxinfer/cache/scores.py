@@ -18,50 +18,50 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 POOL = 5  # scores of SnapKV are means over so many neighbours
-PYRAMID_SLOPE = 20  # the last layer of PyramidKV has this share of the mean budget
 FUTURE_POSITIONS, NUM_SINKS = 512, 4  # of Expected Attention
 
 
 def snapkv_scores(
-    q: Float[Array, "W Hq K"], k: Float[Array, "n Hkv K"], *, scale: float | None = None, pool: int = POOL
-) -> Float[Array, "Hkv m"]:
-    """What the last W queries attend to on average among the m = n - W tokens before them (SnapKV, Li et al. 2024,
-    section 4). Scores are the mean of `pool` neighbours, zeros beyond the ends, and of the query heads of a key head.
+    q: Float[Array, "W Hq K"],
+    k: Float[Array, "n Hkv K"],
+    length: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    pool: int = POOL,
+) -> Float[Array, "Hkv n"]:
+    """What the last W queries attend to on average among the tokens before them (SnapKV, Li et al. 2024, section 4);
+    -inf from there on. Scores are the mean of `pool` neighbours, zeros beyond the ends, and of the query heads of a
+    key head.
 
-    Raises ValueError where there are no tokens before the queries."""
-    window, length = q.shape[0], k.shape[0]
-    if window >= length:
-        raise ValueError(f"SnapKV scores the tokens before the last {window}, and the prompt has {length}")
+    `length`, an int32 scalar, is the number of keys where more are given. Raises ValueError where the queries are of
+    all tokens."""
+    window, size = q.shape[0], k.shape[0]
+    if window >= size:
+        raise ValueError(f"SnapKV scores the tokens before the last {window}, and the prompt has {size}")
+    first = (size if length is None else length) - window
     groups = _by_key_head(q, k.shape[1])
-    products = jnp.einsum("qhgk,shk->hgqs", groups, k.astype(jnp.float32), precision="highest")
-    position = jnp.arange(length)
-    is_seen = position <= length - window + jnp.arange(window)[:, None]
-    weights = jax.nn.softmax(jnp.where(is_seen, products * _scale(q, scale), -jnp.inf), axis=-1)
-    means = weights[..., : length - window].mean(axis=(1, 2))
+    products = jnp.einsum("qhgk,shk->hgqs", groups, k.astype(jnp.float32), precision="highest") * _scale(q, scale)
+    if soft_cap is not None:
+        products = soft_cap * jnp.tanh(products / soft_cap)
+    position = jnp.arange(size)
+    is_seen = position <= first + jnp.arange(window)[:, None]
+    weights = jax.nn.softmax(jnp.where(is_seen, products, -jnp.inf), axis=-1)
+    is_scored = position < first
+    means = jnp.where(is_scored, weights.mean(axis=(1, 2)), 0)
     padded = jnp.pad(means, ((0, 0), (pool // 2, pool // 2)))
-    return sum((padded[:, at : at + length - window] for at in range(pool)), jnp.zeros_like(means)) / pool
+    pooled = sum((padded[:, at : at + size] for at in range(pool)), jnp.zeros_like(means)) / pool
+    return jnp.where(is_scored, pooled, -jnp.inf)
 
 
-def pyramid_budgets(budget: int, num_tokens: int, num_layers: int, *, window: int) -> list[int]:
-    """Tokens that each layer keeps where they keep `budget` on average, the last `window` included (PyramidKV, Cai et
-    al. 2024, section 3.2): fewer in higher layers. Where the pyramid does not fit a prompt of `num_tokens`, all layers
-    keep as many."""
-    lowest = budget / PYRAMID_SLOPE
-    highest = 2 * budget - lowest
-    if highest >= num_tokens - window:
-        highest = num_tokens - window
-        lowest = 2 * budget - highest
-    if not num_tokens >= highest >= lowest >= window:
-        return [max(1, min(budget, num_tokens))] * num_layers
-    step = (highest - lowest) / max(num_layers - 1, 1)
-    return [round(highest - layer * step) for layer in range(num_layers)]
-
-
-def keydiff_scores(k: Float[Array, "n Hkv K"]) -> Float[Array, "Hkv n"]:
-    """Minus the cosine of a key and the mean direction of all keys (KeyDiff, Park et al. 2025, section 3)."""
-    directions = _unit(k.astype(jnp.float32))
-    anchor = _unit(directions.mean(axis=0))
-    return -jnp.einsum("nhk,hk->hn", directions, anchor, precision="highest")
+def keydiff_scores(k: Float[Array, "n Hkv K"], length: jax.Array | None = None) -> Float[Array, "Hkv n"]:
+    """Minus the cosine of a key and the mean direction of all keys (KeyDiff, Park et al. 2025, section 3). `length` as
+    in `snapkv_scores`: -inf from there on."""
+    is_key = jnp.arange(k.shape[0]) < (k.shape[0] if length is None else length)
+    directions = jnp.where(is_key[:, None, None], _unit(k.astype(jnp.float32)), 0)
+    anchor = _unit(directions.sum(axis=0) / is_key.sum())
+    scores = -jnp.einsum("nhk,hk->hn", directions, anchor, precision="highest")
+    return jnp.where(is_key, scores, -jnp.inf)
 
 
 def expected_attention_scores(
@@ -94,9 +94,15 @@ def expected_attention_scores(
     return weights * jnp.linalg.norm(v[num_sinks:].astype(jnp.float32), axis=-1).T
 
 
-def kept_positions(scores: Float[Array, "Hkv m"], count: int) -> Int[Array, "Hkv count"]:
-    """The positions of the `count` highest scores of each head, ascending; of equal scores, the first."""
-    return jnp.sort(jax.lax.top_k(scores, count)[1], axis=-1)
+def kept_positions(
+    scores: Float[Array, "Hkv m"], count: int, num_kept: jax.Array | None = None
+) -> Int[Array, "Hkv count"]:
+    """The positions of the `count` highest scores of each head, ascending; of equal scores, the first. With `num_kept`,
+    an int32 scalar, of so many; then m follows."""
+    found = jax.lax.top_k(scores, count)[1]
+    if num_kept is not None:
+        found = jnp.where(jnp.arange(count) < num_kept, found, scores.shape[1])
+    return jnp.sort(found, axis=-1)
 
 
 def _by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:

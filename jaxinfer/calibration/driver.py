@@ -377,11 +377,22 @@ def _rtn(state: LayerState) -> None:
         names = tuple(name for name in names if state.is_quantized(name))
         hessian = state.statistics(names).hessian if names and state.chunks else None
         for name in names:
-            recipe = state.options.recipe(state.bits(name))
-            state.set(name, quantize(state.weight(name), recipe, scale_dtype=state.options.dtype), hessian)
+            state.set(name, _rounded(state, name), hessian)
     for name in filter(state.is_quantized, state.program.stacks):
-        recipe = state.options.recipe(state.bits(name))
-        state.set(name, quantize(state.weight(name), recipe, scale_dtype=state.options.dtype))
+        state.set(name, _rounded(state, name))
+
+
+def _rounded(state: LayerState, name: str) -> QuantizedArray:
+    """A weight rounded to nearest, with the weights of the error that the options have for it."""
+    options, weight = state.options, state.weight(name)
+    full = f"layers.{state.number}.{name}"
+    importance = None if options.importance is None else options.importance.get(full)
+    if importance is not None:
+        if importance.size != weight.size // weight.shape[-1]:
+            wanted = list(weight.shape[:-1])
+            raise ValueError(f"{full}: the weights of the error have the shape {list(importance.shape)}, not {wanted}")
+        importance = jnp.asarray(importance, jnp.float32).reshape(weight.shape[:-1])
+    return quantize(weight, options.recipe(state.bits(name)), scale_dtype=options.dtype, importance=importance)
 
 
 def _gptq(state: LayerState) -> None:

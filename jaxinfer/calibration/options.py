@@ -1,8 +1,12 @@
 """What to quantize, how, and to how many bits."""
 
 import fnmatch
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 from jaxinfer.quantization import Recipe
 from jaxinfer.quantization.gptq import GptqOptions
@@ -55,6 +59,8 @@ class CalibrationOptions:
       dtype: in which the model is stored; scales, norms and biases are rounded to it before calibration.
       expert_memory: bytes of device memory for the Hessians of experts; a layer with more of them is calibrated block
         by block, with the same result.
+      importance: weights of the rounding error of the inputs of linear layers, float32 [inputs] or [experts, inputs],
+        by name, such as "layers.0.mlp.up_proj"; with method "rtn". Layers without are rounded to nearest.
       gptq: options of GPTQ. duo_scaling, clip: of AWQ. alpha: of SmoothQuant, the exponent of the activations' sizes.
     """
 
@@ -69,6 +75,7 @@ class CalibrationOptions:
     clip: bool = True
     alpha: float = 0.8
     expert_memory: int = 4 * 2**30
+    importance: Mapping[str, np.ndarray] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -78,6 +85,8 @@ class CalibrationOptions:
             raise ValueError("smoothquant makes symmetric weights of 8 bits, with one scale for each output")
         if self.method == "smoothquant" and any(one.bits != KEEP_AS_IS for one in self.keep):
             raise ValueError("with smoothquant a weight has 8 bits or stays as it is")
+        if self.importance is not None and self.method != "rtn":
+            raise ValueError(f"weights of the rounding error are of the method 'rtn', not of {self.method!r}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be 0 to 1, got {self.alpha}")
 
@@ -111,4 +120,10 @@ class CalibrationOptions:
         """JSON-ready options that determine the result."""
         from dataclasses import asdict
 
-        return {name: value for name, value in asdict(self).items() if name != "expert_memory"}
+        found = {name: value for name, value in asdict(self).items() if name not in ("expert_memory", "importance")}
+        if self.importance is None:
+            return found
+        digest = hashlib.sha256()
+        for name, array in sorted(self.importance.items()):
+            digest.update(f"{name} {array.shape} ".encode() + np.ascontiguousarray(array, np.float32).tobytes())
+        return {**found, "importance": digest.hexdigest()}

@@ -74,16 +74,17 @@ RUNS += ("repeats", "resume", "tokenizer", "memory", "prefix_cache", "max_model_
 DEFAULT_MINUTES = 30.0
 PLANNED_MAX_SEQS = 64
 # Options that `jaxinfer plan` has under the same names.
-OF_PLAN = ("quantize", "kv_dtype", "max_seqs", "draft", "num_draft_tokens", "mesh", "page_size", "prefill_chunk")
-OF_PLAN += ("memory_fraction", "dtype", "requantize", "revision")
+OF_PLAN = ("quantize", "kv_dtype", "kv_policy", "max_seqs", "draft", "num_draft_tokens", "mesh", "page_size")
+OF_PLAN += ("prefill_chunk", "memory_fraction", "dtype", "requantize", "revision")
 
 
 def advise(options: AdviseOptions) -> None:
     """Try the options that are known to help, and recommend a command line.
 
-    The model is measured as it is, then with weights of 8 and 4 bits, an 8-bit cache, other batch sizes, drafts and
-    without prefix reuse, each alone, then with those together that helped. Engine options that you give are kept and
-    not tried. With --on nothing runs: the figures are the roofline's.
+    The model is measured as it is, then with weights of 8 and 4 bits, a cache of 8 bits, other batch sizes, drafts and
+    without prefix reuse, each alone, then with those together that helped. Where memory is limited or requests are
+    long, also with caches of 4 bits and policies that drop a part of the cache. Engine options that you give are kept
+    and not tried. With --on nothing runs: the figures are the roofline's.
 
     The goal is cost (tokens/s of many requests), latency (the time of one request), users (requests/s within
     --goodput, or tokens of cache that fit) or quality (the least KL that fits --memory).
@@ -160,6 +161,7 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", argumen
         default_size=max_seqs,
         drafts=draft_names(options),
         shared=None,
+        longest=workload.prompt_tokens.high + workload.answer_tokens.high,
     )
     trials, left_out = candidates(goal, facts)
     found = search(goal, trials, planner, repeats_baseline=False)

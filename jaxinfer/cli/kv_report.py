@@ -39,7 +39,8 @@ class KVReportOptions:
     )
     policies: str | None = _caches(
         None,
-        "Which keys stay, such as all,sinks(4)+window(256); default: all, and windows of half and a quarter of a text.",
+        "Which keys stay, such as all,sinks(4)+window(256),snapkv(256),h2o(256); default: all, and windows of half and "
+        "a quarter of a text. Where some cut prompts, the first half of a text is a prompt, the second is measured.",
         "POLICY,...",
     )
     texts: list[Path] | None = _texts(
@@ -151,7 +152,7 @@ def _result(
         "machine": machine(),
         "num_texts": len(reporter.texts),
         "text_tokens": reporter.num_tokens,
-        "num_predicted_tokens": sum(len(text) - 1 for text in reporter.texts),
+        "num_predicted_tokens": reporter.num_predicted,
         "answer_tokens": settings.answer_tokens,
         "rows": [row.to_dict() for row in rows],
     }
@@ -166,9 +167,8 @@ def _print(options: KVReportOptions, reporter: "CacheReporter", rows: "list[Cach
         for line in lines:
             target.print(line, markup=False, soft_wrap=True)
 
-    num_predicted = sum(len(text) - 1 for text in reporter.texts)
     texts = f"{len(reporter.texts)} texts of up to {reporter.num_tokens:,} tokens"
-    say(f"{options.model}: {texts}, {num_predicted:,} predicted")
+    say(f"{options.model}: {texts}, {reporter.num_predicted:,} predicted")
     target.print(make_table(report.TITLES, report.table(rows), num_left=2))
     say(f"answers: greedy ones of {options.answer_tokens} tokens, equal to the full cache's; KiB/text: kept of a text")
     if refused := report.refusals(rows):

@@ -129,6 +129,7 @@ def plan(options: PlanOptions) -> None:
 
 def plan_request(options: PlanOptions) -> "PlanRequest":
     """Raises ValueError for what is out of range, and as `loading.load_shapes`."""
+    from jaxinfer.cache.policies import extends_length
     from jaxinfer.engine.options import EngineOptions
     from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
     from jaxinfer.planning import PlanRequest, parse_place
@@ -144,7 +145,7 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     loading = {name: values[name] for name in ("dtype", "quantize", "requantize", "revision") if name in values}
     drafting = options.draft or alias_options(options.model).get("draft")
     config, params = load_shapes(options.model, **loading)
-    config, length = for_length(config, options.context, has_policy="kv_policy" in values)
+    config, length = for_length(config, options.context, has_policy=extends_length(values.get("kv_policy")))
     if drafting is None and "num_draft_tokens" in values:
         raise UsageError(f"--num-draft-tokens {options.num_draft_tokens} needs --draft")
     names = ("page_size", "prefill_chunk", "memory_fraction", "kv_dtype", "kv_policy", "num_draft_tokens")

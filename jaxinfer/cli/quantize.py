@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,11 +12,14 @@ from jaxinfer.cli.distill import read_documents
 from jaxinfer.cli.options import as_json, given_values, overwrite
 from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.cli.quantize_files import check_not_quantized, check_room, planned, rest_of, unit_reader, write
+from jaxinfer.cli.quantize_gguf import check_gguf_usage, quantize_to_gguf, read_importance
 from jaxinfer.options import MISSING, argument, option
 from jaxinfer.progress import Stage, is_shown
 from jaxinfer.tables import table_text
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from checkpoints_convert.checkpoint import Checkpoint, ParamPath
     from jaxinfer.calibration import AutoResult, CalibrationOptions, CalibrationResult, FloatModel, Keep, LayerReport
     from jaxinfer.calibration.inputs import CalibrationRows
@@ -32,9 +35,22 @@ _awq = partial(option, None, group="AWQ")
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
     source: str = argument(MISSING, "A checkpoint's folder, a hub id, or demo.", "SRC")
-    destination: Path = argument(MISSING, "Folder to write; it appears when it is complete and checked.", "DST")
-    method: Literal["rtn", "gptq", "awq", "smoothquant", "auto"] = option(
-        "gptq", "rtn rounds to nearest, smoothquant makes W8A8, auto is gptq with bits chosen by --max-kl."
+    destination: Path = argument(
+        MISSING, "Folder to write, or a .gguf file; it appears when it is complete and checked.", "DST"
+    )
+    to: Literal["compressed-tensors", "gguf"] = option("compressed-tensors", "The format to write.")
+    type: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k"] | None = option(
+        None, "With --to gguf: the type of linear layers' weights; default: q8_0."
+    )
+    method: Literal["rtn", "gptq", "awq", "smoothquant", "auto"] | None = option(
+        None,
+        "rtn rounds to nearest, smoothquant makes W8A8, auto is gptq with bits chosen by --max-kl; "
+        "default: gptq, and rtn for GGUF.",
+    )
+    imatrix: Path | None = option(
+        None,
+        "llama.cpp's importance matrix: weights of the rounding error, for rtn and for GGUF's q4_0 and q4_k.",
+        "FILE",
     )
     bits: int | None = option(None, "Bits of the weights; default: 4, and 8 for smoothquant.", "N", min=2, max=8)
     group_size: int | None = option(
@@ -103,7 +119,7 @@ class SmoothQuantFlags:
 def quantize(
     options: QuantizeOptions, text: TextOptions, gptq: GptqFlags, awq: AwqFlags, smoothquant: SmoothQuantFlags
 ) -> int | None:
-    """Quantize a checkpoint's linear layers, and write them as compressed-tensors.
+    """Quantize a checkpoint's linear layers, and write them as compressed-tensors or GGUF.
 
     Layers are read, calibrated on samples of the text and kept in DST.quantizing one at a time; an interrupted run
     continues when the command is repeated. An eighth of the samples is held out to measure the loss of quality. Before
@@ -111,10 +127,12 @@ def quantize(
 
     Example: jaxinfer quantize ./model ./model-int4 --method awq --bits 4 --calibration texts.txt
     """
+    if options.to == "gguf":
+        check_gguf_usage(options)
+    options = replace(options, method=options.method or ("rtn" if options.to == "gguf" else "gptq"))
     _check_usage(options)
-    _check_owner(options.method, "gptq and auto", ("gptq", "auto"), gptq)
-    _check_owner(options.method, "awq", ("awq",), awq)
-    _check_owner(options.method, "smoothquant", ("smoothquant",), smoothquant)
+    for owner, flags in (("gptq and auto", gptq), ("awq", awq), ("smoothquant", smoothquant)):
+        _check_owner(options.method, owner, flags)
     if not options.calibration and given_values(text):
         raise UsageError(f"--{_first_flag(text)} is of --calibration, which is not given")
     with Stage("starting"):
@@ -123,6 +141,8 @@ def quantize(
         from jaxinfer.calibration.journal import CalibrationJournal
 
     kept, path, destination = _kept(options), _source_path(options), options.destination
+    if options.to == "gguf":
+        return quantize_to_gguf(options, path)
     check_destination(destination, overwrite=options.overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
     with open_checkpoint(path) as opened:
@@ -160,6 +180,10 @@ def quantize(
 
 def _check_usage(options: QuantizeOptions) -> None:
     method, max_kl = options.method, options.max_kl
+    if options.to != "gguf" and options.type is not None:
+        raise UsageError("--type is of --to gguf")
+    if options.imatrix is not None and method != "rtn":
+        raise UsageError(f"--imatrix is of --method rtn and --to gguf; {method} measures the activations itself")
     if options.group_size == 0:
         raise UsageError("--group-size is a number of inputs, or -1 for all, not 0")
     if method != "rtn" and not options.calibration:
@@ -172,9 +196,9 @@ def _check_usage(options: QuantizeOptions) -> None:
         raise UsageError(f"--method smoothquant makes weights of 8 bits, not {options.bits}")
 
 
-def _check_owner(method: str, owner: str, methods: tuple[str, ...], flags: Any) -> None:
-    """Raises UsageError if a flag of other methods was given."""
-    if method not in methods and given_values(flags):
+def _check_owner(method: str | None, owner: str, flags: Any) -> None:
+    """Raises UsageError if a flag of other methods was given. `owner`: its methods, joined by "and"."""
+    if method not in owner.split(" and ") and given_values(flags):
         raise UsageError(f"--{_first_flag(flags)} is of --method {owner}, not of {method}")
 
 
@@ -216,7 +240,8 @@ def _calibration_options(
     from jaxinfer.quantization.gptq import GptqOptions
 
     return CalibrationOptions(
-        method="gptq" if options.method == "auto" else options.method,
+        method="gptq" if options.method in ("auto", None) else options.method,
+        importance=_importance(options.imatrix, source),
         bits=options.bits or (8 if options.method == "smoothquant" else 4),
         group_size=None if options.group_size == -1 else options.group_size or "auto",
         symmetric=options.symmetric,
@@ -226,6 +251,22 @@ def _calibration_options(
         **given_values(awq),
         **given_values(smoothquant),
     )
+
+
+def _importance(path: Path | None, source: "Checkpoint") -> "dict[str, np.ndarray] | None":
+    """Weights of the rounding error by the names of the linear layers."""
+    if path is None:
+        return None
+    from checkpoints_convert.gguf.imatrix import by_parameter
+    from jaxinfer.calibration.driver import all_linears
+
+    found = by_parameter(read_importance(path), source.config, path)
+    named = {".".join(target[:-1]): array for target, array in found.items() if target[0] == "layers"}
+    linears = all_linears(source.config)
+    if missing := [name for name in linears if name not in named]:
+        say(f"warning: {len(missing)} of {len(linears)} linear layers are not in {path}, such as {missing[0]}: they are"
+            " rounded to nearest")  # fmt: skip
+    return named
 
 
 def _read_rows(path: Path, calibration: list[Path] | None, text: TextOptions) -> "CalibrationRows | None":

@@ -1,13 +1,13 @@
 """Slots, parameters, and what programs take of each dispatch, as shapes: to compile without weights or a chip."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache import PageTables
@@ -18,6 +18,7 @@ from jaxinfer.models.host_layers import is_on_host
 from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
 from jaxinfer.quantization.tree import is_quantized
 from jaxinfer.sampling import SamplingBatch
+from jaxinfer.speculative import Draft, LayersDraft, ModelDraft
 
 
 def abstract_slots(
@@ -28,31 +29,44 @@ def abstract_slots(
     return rows if mesh is None else placed(rows, parallel.array_shardings(mesh, rows, slot_axes(*rows)))
 
 
-def abstract_step_work(num_tokens: int, num_slots: int, pages_per_sequence: int, num_groups: int = 1) -> StepWork:
-    """What a step of so many tokens takes."""
+def abstract_step_work(
+    num_tokens: int,
+    num_slots: int,
+    pages_per_sequence: int,
+    num_groups: int = 1,
+    is_compacted: bool = False,
+    *,
+    has_prompt_lengths: bool = False,
+) -> StepWork:
+    """What a step of so many tokens takes; `has_prompt_lengths` as `empty_work`."""
     rows, counts, flags = (
         abstract_array(jnp.int32, num_tokens),
         abstract_array(jnp.int32, num_slots),
         abstract_array(jnp.bool_, num_slots),
     )
-    tables = abstract_tables(num_slots, pages_per_sequence, num_groups)
-    return StepWork(rows, rows, StepSlots(counts, counts, counts, flags, flags, counts), tables)
+    tables = abstract_tables(num_slots, pages_per_sequence, num_groups, is_compacted)
+    lengths = counts if has_prompt_lengths else None
+    return StepWork(rows, rows, StepSlots(counts, counts, counts, flags, flags, counts, lengths), tables)
 
 
-def abstract_decode_work(num_slots: int, pages_per_sequence: int, num_groups: int = 1) -> DecodeWork:
+def abstract_decode_work(
+    num_slots: int, pages_per_sequence: int, num_groups: int = 1, is_compacted: bool = False
+) -> DecodeWork:
     """What decoding takes."""
     return DecodeWork(
         is_scheduled=abstract_array(jnp.bool_, num_slots),
-        page_tables=abstract_tables(num_slots, pages_per_sequence, num_groups),
+        page_tables=abstract_tables(num_slots, pages_per_sequence, num_groups, is_compacted),
         num_steps=abstract_array(jnp.int32),
     )
 
 
-def abstract_rounds(num_slots: int, pages_per_sequence: int, num_groups: int = 1) -> SpeculativeWork:
+def abstract_rounds(
+    num_slots: int, pages_per_sequence: int, num_groups: int = 1, is_compacted: bool = False
+) -> SpeculativeWork:
     """What speculative rounds take."""
     return SpeculativeWork(
         is_scheduled=abstract_array(jnp.bool_, num_slots),
-        page_tables=abstract_tables(num_slots, pages_per_sequence, num_groups),
+        page_tables=abstract_tables(num_slots, pages_per_sequence, num_groups, is_compacted),
         num_rounds=abstract_array(jnp.int32),
         num_drafts=abstract_array(jnp.int32, num_slots),
     )
@@ -63,9 +77,10 @@ def abstract_array(dtype: Any, *shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def abstract_tables(num_slots: int, pages_per_sequence: int, num_groups: int) -> PageTables:
-    """The page tables of the groups of layers."""
-    return (abstract_array(jnp.int32, num_slots, pages_per_sequence),) * num_groups
+def abstract_tables(num_slots: int, pages_per_sequence: int, num_groups: int, is_compacted: bool = False) -> PageTables:
+    """The page tables of the groups of layers, and with `is_compacted` the pages that each prompt has lost."""
+    tables = (abstract_array(jnp.int32, num_slots, pages_per_sequence),) * num_groups
+    return (*tables, abstract_array(jnp.int32, num_slots, num_groups)) if is_compacted else tables
 
 
 def placed(arrays: Any, shardings: Any) -> Any:
@@ -73,10 +88,13 @@ def placed(arrays: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arrays, shardings)
 
 
-def placed_params(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:
-    """Abstract parameters, of which some may be quantized, with their shardings. Raises ValueError as
-    `models.check_divides`."""
-    return params if mesh is None else placed(params, parameter_shardings(mesh, config, params))
+def placed_params(config: ModelConfig, params: Params, mesh: Mesh | None, laid_out_on: Any = None) -> Params:
+    """Abstract parameters, of which some may be quantized, with their shardings, and with the layouts of the kernels of
+    a GPU, the only device of `laid_out_on`. Raises ValueError as `models.check_divides`."""
+    found = params if mesh is None else placed(params, parameter_shardings(mesh, config, params))
+    if not isinstance(laid_out_on, Mesh):
+        return found
+    return outputs_together(found, NamedSharding(laid_out_on, PartitionSpec()))
 
 
 def shapes_of(params: Any) -> Any:
@@ -115,6 +133,14 @@ def take_layers(config: ModelConfig, params: Params, layers: Sequence[int]) -> t
     return config.with_layers(layers), host_layers.take_layers(params, layers)
 
 
+def take_draft_layers(draft: Draft | None, layers: Sequence[int]) -> Draft | None:
+    """The draft of these layers of a model, if it has any."""
+    if isinstance(draft, ModelDraft):
+        config, params = take_layers(draft.config, draft.params, layers)
+        return replace(draft, config=config, params=params, kv_scales=None)
+    return LayersDraft(len(layers)) if isinstance(draft, LayersDraft) else draft
+
+
 def layer_kinds(config: ModelConfig, params: Params) -> dict[Any, list[int]]:
     """The layers by kind, in the order in which kinds first appear: those of one kind make the same computation, of
     weights of the same shapes and formats."""
@@ -125,3 +151,8 @@ def layer_kinds(config: ModelConfig, params: Params) -> dict[Any, list[int]]:
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
         kinds.setdefault((first, structure, shapes, layer in on_host), []).append(layer)
     return kinds
+
+
+def buckets(sizes: Iterable[int], largest: int) -> tuple[int, ...]:
+    """The sizes below the largest one, and that."""
+    return (*(size for size in sizes if size < largest), largest)

@@ -12,6 +12,10 @@ before a sequence can go on after `num_stored` tokens, `first_needed`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxinfer.cache.policies import HeavyPages, LayerBudget
 
 MAX_IN_FLIGHT = 2  # dispatches: one computes while the other's results are read
 
@@ -26,6 +30,8 @@ class CacheGroup:
       layers: their numbers. page_bytes: of one page in all of them, on a device.
       num_sinks: first pages of a sequence that are read beside the window, and so never given back.
       num_scratch: pages after those of the pool, which programs use within a pass.
+      budget: what stays of a prompt, if it is compacted at its end. heavy: what stays of a sequence that loses tokens
+        within its own pages; None for all.
     """
 
     num_pages: int
@@ -34,6 +40,8 @@ class CacheGroup:
     page_bytes: int = 0
     num_sinks: int = 0
     num_scratch: int = 0
+    budget: "LayerBudget | None" = None
+    heavy: "HeavyPages | None" = None
 
     @property
     def num_allocated(self) -> int:
@@ -42,7 +50,11 @@ class CacheGroup:
 
     @property
     def name(self) -> str:
-        """What people read: "full", "window of 128" or "sinks and window of 1,025"."""
+        """What people read: "full", "window of 128", "sinks and window of 1,025", "snapkv(1024)" or "pyramidkv(1024),
+        layer 3"."""
+        if self.budget is not None:
+            layer = f", layer {self.layers[0]}" if self.budget.num_layers > 1 and self.layers else ""
+            return f"{self.budget.policy}{layer}"
         sinks = "sinks and " if self.num_sinks else ""
         return "full" if self.window is None else f"{sinks}window of {self.window:,}"
 
@@ -58,9 +70,15 @@ class CacheGroup:
         """Sinks among the pages before page `first`."""
         return min(self.num_sinks, first)
 
-    def least_pages(self, num_tokens: int, page_size: int) -> int:
-        """Pages that a sequence of so many tokens holds at once, at least, if it is computed token by token."""
-        return most_pages(self.window, num_tokens, 1, page_size, self.num_sinks)
+    def least_pages(self, num_tokens: int, page_size: int, num_prompt: int = 0) -> int:
+        """Pages that a sequence of so many tokens, `num_prompt` of them its prompt's, holds at once, at least, if it is
+        computed token by token. While a prompt is compacted it has pages twice."""
+        if self.heavy is not None:
+            num_tokens = self.heavy.most_held(num_prompt, num_tokens)
+        most = most_pages(self.window, num_tokens, 1, page_size, self.num_sinks)
+        if self.budget is None or not (num_dropped := self.budget.num_dropped(num_prompt)):
+            return most
+        return max(2 * -(-num_prompt // page_size), most) - num_dropped
 
 
 def most_pages(window: int | None, num_tokens: int, num_ahead: int, page_size: int, num_sinks: int = 0) -> int:
@@ -87,7 +105,8 @@ class PoolSizes:
       max_seqs, max_model_len, prefill_chunk: of the engine. dispatch_tokens: that a dispatch may store of a decoding
         sequence.
       sinks: of each group, the first pages of a sequence that stay beside the window; () for none. scratch: pages of
-        each group that programs use within a pass; () for none.
+        each group that programs use within a pass; () for none. fresh: pages of each group that a compacted prompt
+        takes, at most; () for none. heavy: what stays of a sequence that loses tokens within its own pages.
     """
 
     windows: Sequence[int | None]
@@ -99,6 +118,12 @@ class PoolSizes:
     dispatch_tokens: int
     sinks: Sequence[int] = ()
     scratch: Sequence[int] = ()
+    fresh: Sequence[int] = ()
+    heavy: "HeavyPages | None" = None
+
+    def _fresh_of(self, group: int) -> int:
+        """Pages of a group for the prompts that are compacted in the dispatches in flight."""
+        return MAX_IN_FLIGHT * self.fresh[group] if self.fresh else 0
 
     def _sinks_of(self, window: int | None) -> int:
         return self.sinks[list(self.windows).index(window)] if self.sinks else 0
@@ -106,7 +131,7 @@ class PoolSizes:
     @property
     def default(self) -> int:
         """Pages of the first group if nothing else is asked for, the null page included."""
-        return self.base(self.windows[0])
+        return self.base(self.windows[0]) + self._fresh_of(0)
 
     def base(self, window: int | None) -> int:
         """Pages of a group in which `max_seqs` sequences find room at any time, the null page included."""
@@ -119,20 +144,22 @@ class PoolSizes:
     def of_sequence(self, window: int | None) -> int:
         """Pages of a group that a decoding sequence of `max_model_len` tokens holds, at most."""
         ahead = MAX_IN_FLIGHT * self.dispatch_tokens
-        return most_pages(window, self.max_model_len, ahead, self.page_size, self._sinks_of(window))
+        num_tokens = self.max_model_len if self.heavy is None else self.heavy.num_held(0, self.max_model_len)
+        return most_pages(window, num_tokens, ahead, self.page_size, self._sinks_of(window))
 
     @property
     def smallest(self) -> int:
         """Pages of the first group without which no sequence of `max_model_len` fits, the null page included."""
         ahead = max(self.prefill_chunk, self.dispatch_tokens)
         first = self.windows[0]
-        return most_pages(first, self.max_model_len, ahead, self.page_size, self._sinks_of(first)) + 1
+        most = most_pages(first, self.max_model_len, ahead, self.page_size, self._sinks_of(first))
+        return most + (self.fresh[0] if self.fresh else 0) + 1
 
     def pages(self, first: int) -> tuple[int, ...]:
         """Pages of each group where the first has so many, null pages included."""
         found = [first]
-        for window in self.windows[1:]:
-            base = self.base(window)
+        for group, window in enumerate(self.windows[1:], 1):
+            base = self.base(window) + self._fresh_of(group)
             found.append(min(base, first) if first <= self.default else base * first // self.default)
         return tuple(found)
 

@@ -100,13 +100,16 @@ class _Recorder(PromptScorer):
     def score(self, pieces: tuple[ScoredChunk, ...], hidden: jax.Array, num_rows: int) -> None:
         states = np.asarray(hidden)
         for piece in pieces:
-            shape = (piece.sequence.num_prompt, states.shape[1])
+            shape = (len(piece.sequence.tokens), states.shape[1])
             rows = self.rows.setdefault(piece.sequence, np.zeros(shape, states.dtype))
             rows[piece.start : piece.start + piece.length] = states[piece.row : piece.row + piece.length]
 
 
-def hidden_states(engine: Engine, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+def hidden_states(
+    engine: Engine, texts: Sequence[Sequence[int]], num_prompts: Sequence[int] | None = None
+) -> list[np.ndarray]:
     """The final hidden states [T, D] of each text, as an idle engine computes them: with its weights and its cache.
+    `num_prompts` are tokens of the texts that are prompts, for policies that compact these; by default all.
 
     Raises ValueError for a text without room for one more token.
     """
@@ -118,8 +121,13 @@ def hidden_states(engine: Engine, texts: Sequence[Sequence[int]]) -> list[np.nda
     runner._scorer = recorder = _Recorder(runner)
     try:
         # With log-probabilities of the prompt, every token of it is computed.
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, seed=0)
-        sequences = [SequenceState(Request(list(text), params, max_tokens=1)) for text in texts]
+        sequences = []
+        for text, num_prompt in zip(texts, num_prompts or map(len, texts), strict=True):
+            # Tokens after the prompt are computed as those of an answer whose sequence was preempted.
+            count = len(text) - num_prompt + 1
+            params = SamplingParams(temperature=0, max_tokens=count, prompt_logprobs=0, seed=0, ignore_eos=True)
+            request = Request(list(text[:num_prompt]), params, max_tokens=count)
+            sequences.append(SequenceState(request, tokens=list(text)))
         for sequence in sequences:
             engine.add(sequence)
         while engine.has_work:

@@ -81,8 +81,11 @@ class Engine:
                 shuffle_seed=options.shuffle_seed,
                 window=self.spec.windows[0],
                 num_sinks=self.spec.groups[0].num_sinks,
+                budget=self.spec.groups[0].budget,
                 more_groups=self.spec.groups[1:],
                 host_pools=self.runner.host_pages.sizes,
+                num_replayed=self.spec.best_pages and self.spec.best_pages.num_replayed,
+                heavy=self.spec.heavy_pages,
             ),
             self.spec.decode_slots,
         )
@@ -242,10 +245,15 @@ class Engine:
         if error is not None:
             sequence.error = f"its grammar cannot go on after {sequence.num_output} tokens: {error}"
             self.finish(sequence, "error")
-        elif sequence.grammar.rejected and (self.spec.has_states or self.spec.draft_has_states):
-            self.scheduler.preempt(sequence)  # the refused tokens are in its states
+        elif sequence.grammar.rejected and self._keeps_rejected:
+            self.scheduler.preempt(sequence)
         elif sequence.grammar.rejected:
             self.scheduler.rewind(sequence)
+
+    @property
+    def _keeps_rejected(self) -> bool:
+        """Whether refused tokens cannot be taken back: they are in states, or in sums of what was attended to."""
+        return self.spec.has_states or self.spec.draft_has_states or self.spec.heavy_pages is not None
 
     def _append_each(self, sequence: SequenceState, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
         for step, token in enumerate(tokens):

@@ -7,8 +7,9 @@ from typing import Literal
 
 import jax
 
+from jaxinfer.engine.counters import Counters
 from jaxinfer.engine.request import SequenceState
-from jaxinfer.engine.scheduler import Counters, Scheduler
+from jaxinfer.engine.scheduler import Scheduler
 
 Kind = Literal["step", "decode", "rounds"]
 

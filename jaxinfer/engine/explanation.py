@@ -9,6 +9,8 @@ from jax.sharding import Mesh
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_rotated, is_scaled, kv_dtype_name
+from jaxinfer.cache.best_pages import BoundedPages
+from jaxinfer.cache.policies import HeavyHitters, PromptBudget
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule
@@ -16,7 +18,7 @@ from jaxinfer.engine.programs import paged, speculative
 from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig
-from jaxinfer.models.host_layers import host_rows
+from jaxinfer.models.host_layers import all_layers, disk_layers, host_rows
 from jaxinfer.models.layers import attention_options
 from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.speculative import ModelDraft, draft_name
@@ -55,8 +57,8 @@ def explain_engine(engine: Engine | Replicas, model: dict[str, Any], sampling: d
             "model": {
                 **model,
                 "architecture": config.architecture,
-                "parameters": num_parameters(spec.params),
-                "parameter bytes": num_bytes(spec.params),
+                "parameters": num_parameters(every := all_layers(spec.params)),
+                "parameter bytes": num_bytes(every),
                 **_describe_offload(spec),
                 "dtype": str(spec.dtype),
                 "layers": config.num_layers,
@@ -80,7 +82,13 @@ def explain_engine(engine: Engine | Replicas, model: dict[str, Any], sampling: d
 
 
 def _describe_offload(spec: EngineSpec) -> dict[str, Any]:
-    """The layers in the host's memory, and what each pass over the layers copies."""
+    """The layers in the host's memory or on the disk, and what each pass over the layers copies or reads."""
+    if (disk := disk_layers(spec.params)) is not None:
+        return {
+            "layers on the disk": f"{len(disk.numbers)} of {spec.config.num_layers}",
+            "bytes arriving in a step": disk.num_bytes,
+            "bytes for arriving layers": spec.buffer_bytes,
+        }
     if not (layers := sorted(host_rows(spec.params))):
         return {}
     return {
@@ -110,8 +118,9 @@ def summarize_engine(engine: Engine | Replicas) -> str:
     """The model, its size, dtypes, limits and devices in one line."""
     spec, num_replicas = engine.spec, len(engine.engines) if isinstance(engine, Replicas) else 1
     num_devices = num_replicas * (1 if spec.mesh is None else spec.mesh.size)
+    count = num_parameters(all_layers(spec.params))
     parts = [
-        f"{spec.config.architecture}, {num_parameters(spec.params) / 1e6:,.1f}M parameters, dtype={spec.dtype}",
+        f"{spec.config.architecture}, {count / 1e6:,.1f}M parameters, dtype={spec.dtype}",
         f"max_model_len={spec.max_model_len}, max_seqs={spec.max_seqs}, kv_dtype={spec.kv_dtype}",
         f"cache of {(spec.num_pages - 1) * spec.page_size:,} tokens",
         *([] if spec.draft is None else [f"draft={draft_name(spec.draft)!r}"]),
@@ -140,7 +149,7 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "tokens that fit": (spec.num_pages - 1) * spec.page_size,
         **_bytes_per_token(spec),
         "bytes per page": spec.page_bytes,
-        **_describe_policy(spec),
+        **({} if (policy := describe_policy(spec)) is None else {"policy": policy}),
         **_describe_windows(spec),
         "bytes": memory.pool_bytes,
         **_describe_states(engine),
@@ -268,24 +277,31 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
     return facts
 
 
-def _describe_policy(spec: EngineSpec) -> dict[str, Any]:
-    """What `kv_policy` keeps, in whole pages."""
+def describe_policy(spec: EngineSpec) -> str | None:
+    """What `kv_policy` keeps or reads, in whole pages; None for everything."""
+    if isinstance(policy := spec.options.policy, PromptBudget | HeavyHitters):
+        return policy.describe(spec.page_size)
+    if (best := spec.best_pages) is not None:
+        layers = f"{len(spec.bounded_layers)} of {spec.config.num_layers} layers"
+        text = f"{spec.options.policy}: all kept; in {layers} a token of an answer reads the bounds of all full pages, "
+        text += f"the best {best.num_pages} pages of {best.page_size} tokens and its own, at most {best.num_tokens:,} "
+        return text + "tokens; a prompt reads everything"
     if (kept := spec.kept_pages) is None:
-        return {}
+        return None
     text = f"{spec.options.policy}: pages of {kept.page_size} tokens, {kept.num_sinks} first, {kept.num_window} before "
     text += f"a token's own; at most {kept.num_tokens:,} tokens attended to"
     if kept.trained is not None:
         text += f"; beyond {kept.trained:,} tokens, positions are those in the cache"
-    return {"policy": text}
+    return text
 
 
 def _describe_windows(spec: EngineSpec) -> dict[str, Any]:
     """The pools beside that of layers without a window, and what a sequence of the greatest length takes in all."""
-    if spec.windows == (None,):
+    if len(spec.groups) == 1 and spec.windows == (None,):
         return {}
     facts = {}
     for group in spec.groups:
-        if group.window is not None:
+        if group.window is not None or group is not spec.groups[0]:
             layers = f"{len(group.layers)} layers, {group.num_pages:,} pages of {group.page_bytes:,} bytes"
             facts[f"pages of {group.name}"] = layers
     return {**facts, "bytes of a full sequence": spec.pool_sizes.sequence_bytes}
@@ -305,16 +321,18 @@ def _describe_states(engine: Engine) -> dict[str, Any]:
 
 def _describe_host_tier(engine: Engine) -> dict[str, Any]:
     """Host memory for cached beginnings, and whether it is faster to read them than to compute them."""
-    tier = engine.scheduler.tier
+    tier, rule = engine.scheduler.tier, engine.runner.host_rule
     if not tier:
-        return {}
+        return {} if rule is None else {"host cache": f"none, by host_cache_gib='auto': {rule}"}
+    if rule is None:
+        rule = f"{transfer_rule(engine.spec, engine.device)} (host_cache_gib is a number: used in any case)"
     names = [group.name for group in engine.spec.groups] + ["saved states"] * (engine.spec.num_saved_states > 0)
     pools = zip(tier.pools, names, strict=True)
     return {
         "host cache bytes": tier.num_bytes,
         "host cache bytes in use": tier.used_bytes,
         "host pages in use": "; ".join(f"{pool.num_used} of {pool.num_pages} ({name})" for pool, name in pools),
-        "host cache": str(transfer_rule(engine.spec, engine.device)),
+        "host cache": str(rule),
         **({} if engine.prefix_store is None else {"prefix store": str(engine.prefix_store.files.folder)}),
     }
 
@@ -329,13 +347,16 @@ def _pages_in_use(engine: Engine) -> dict[str, str]:
 
 def _bytes_per_token(spec: EngineSpec) -> dict[str, int]:
     """What a token takes in all layers, padding of the layout included, for as long as it is in their windows."""
-    sizes = {"values": 0, "scales": 0}
+    sizes = {"values": 0, "scales": 0, "bounds": 0}
     for pages in spec.cache.layers:
+        if isinstance(pages, BoundedPages):
+            sizes["bounds"] += num_bytes(pages.bounds) // len(pages.bounds)
+            pages = pages.pages
         for leaf in jax.tree.leaves(pages):  # only scales have three axes
             sizes["scales" if leaf.ndim == 3 else "values"] += leaf.size // leaf.shape[0] * leaf.dtype.itemsize
     sizes = {name: size // spec.page_size for name, size in sizes.items()}
-    scales = {"  of these scales": sizes["scales"]} if sizes["scales"] else {}
-    return {"bytes per token": sum(sizes.values()), **scales}
+    others = {f"  of these {name}": sizes[name] for name in ("scales", "bounds") if sizes[name]}
+    return {"bytes per token": sum(sizes.values()), **others}
 
 
 def _paged_spec(engine: EngineSpec, num_tokens: int, longest: int, is_uniform: bool) -> PagedSpec:
@@ -344,7 +365,12 @@ def _paged_spec(engine: EngineSpec, num_tokens: int, longest: int, is_uniform: b
     head_dim, num_kv_heads = config.head_dim_of(layer), config.num_kv_heads_of(layer)
     q = jax.ShapeDtypeStruct((num_tokens, config.num_heads, head_dim), engine.dtype)
     kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), engine.dtype)
-    table = jax.ShapeDtypeStruct((engine.max_seqs, engine.pages_per_sequence), jnp.int32)
+    num_parts, num_columns = engine.max_seqs, engine.pages_per_sequence
+    if (best := engine.best_pages) is not None and longest > 1:
+        num_parts = min(num_tokens, num_parts + best.num_replayed)
+    elif best is not None:
+        num_columns = min(num_columns, best.num_pages + 1)
+    table = jax.ShapeDtypeStruct((num_parts, num_columns), jnp.int32)
     options: dict[str, Any] = {**attention_options(config), "is_uniform": is_uniform}
     options["num_parts"] = 1 if engine.mesh is None else parallel.axis_size(engine.mesh, "tokens")
     values = kv if config.mla is None else jax.ShapeDtypeStruct((*kv.shape[:2], config.mla.latent_size), kv.dtype)
@@ -379,7 +405,7 @@ def _products(spec: EngineSpec) -> dict[str, str]:
 def _quantized_products(engine: EngineSpec) -> dict[str, str]:
     """How products with each scheme's weights are computed, for one slot that decodes and for all."""
     facts: dict[str, None] = {}
-    for leaf in weights(engine.params):
+    for leaf in weights(all_layers(engine.params)):
         if not is_quantized(leaf):
             continue
         forms = []

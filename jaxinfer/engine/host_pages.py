@@ -17,6 +17,8 @@ from jaxinfer.engine.memory import system_memory
 from jaxinfer.engine.programs.tiers import abstract_rows, gather_pages, row_specs, scatter_pages
 from jaxinfer.engine.spec import EngineSpec
 
+AUTO_FACTOR = 16  # host memory by host_cache_gib="auto", at most so many times the caches on the device
+
 
 class Caches(NamedTuple):
     """What pages and saved states lie in."""
@@ -52,30 +54,47 @@ def host_pools(spec: EngineSpec) -> tuple[HostPoolSize, ...]:
     """Host pages of each group, and of saved states: each has the share of `host_cache_gib` that it has of the caches
     on the device. () without a tier.
 
-    Raises ValueError for several processes, for a model that reuses no prefixes, for room for less than one page, and
-    for more memory than the host has.
+    "auto" is a replica's share, by devices, of half of the memory that the host has left, and at most `AUTO_FACTOR`
+    times the caches on the device.
+
+    Raises ValueError as `check_host_cache`, for room for less than one page, and for more memory than the host has.
     """
     gib = spec.options.host_cache_gib
     if not gib:
         return ()
-    if jax.process_count() > 1:
-        raise ValueError(f"host_cache_gib={gib} needs a single process, not {jax.process_count()}")
-    if not spec.reuses_prefixes:
-        raise ValueError(f"host_cache_gib={gib}: {spec.config.architecture} reuses no prefixes with these options")
-    wanted, available = int(gib * 2**30), system_memory()
-    if available is not None and wanted > available:
-        raise ValueError(f"host_cache_gib={gib}: the host has {format_bytes(available)} left")
+    check_host_cache(spec)
+    available = system_memory()
     caches, num_groups, counts = abstract_caches(spec), len(spec.groups), [group.num_pages for group in spec.groups]
     counts += [spec.num_saved_states] if spec.num_saved_states else []
     sizes = [page_bytes(None, caches.parts(group, num_groups)) for group in range(len(counts))]
     whole = sum(count * size for count, size in zip(counts, sizes, strict=True))
+    if gib == "auto":
+        if available is None:
+            raise ValueError(
+                "host_cache_gib='auto': how much memory the host has left is unknown; give a number of GiB"
+            )
+        share = spec.num_devices / max(jax.local_device_count(spec.platform), spec.num_devices)
+        wanted = min(int(available / 2 * share), AUTO_FACTOR * whole)
+    else:
+        wanted = int(gib * 2**30)
+        if available is not None and wanted > available:
+            raise ValueError(f"host_cache_gib={gib}: the host has {format_bytes(available)} left")
     found = tuple(HostPoolSize(wanted * count // whole, size) for count, size in zip(counts, sizes, strict=True))
     if any(pool.num_pages < 1 for pool in found):
         raise ValueError(
-            f"host_cache_gib={gib} has no room for a page of each kind: they take {format_bytes(max(sizes))} in a "
+            f"host_cache_gib={gib!r} has no room for a page of each kind: they take {format_bytes(max(sizes))} in a "
             f"cache of {format_bytes(whole)}"
         )
     return found
+
+
+def check_host_cache(spec: EngineSpec) -> None:
+    """Raises ValueError for `host_cache_gib` with several processes, or of a model that reuses no prefixes."""
+    gib = spec.options.host_cache_gib
+    if gib and jax.process_count() > 1:
+        raise ValueError(f"host_cache_gib={gib!r} needs a single process, not {jax.process_count()}")
+    if gib and not spec.reuses_prefixes:
+        raise ValueError(f"host_cache_gib={gib!r}: {spec.config.architecture} reuses no prefixes with these options")
 
 
 def page_bytes(mesh: Mesh | None, parts: Any) -> int:

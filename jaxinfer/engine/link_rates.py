@@ -1,7 +1,7 @@
 """Whether bytes of a host tier are cheaper than computing again: the rule, and the rates that it needs, measured."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.cache import state_bytes
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.models.host_layers import all_layers
 from jaxinfer.quantization.tree import is_quantized
 
 LINK_BYTES = {"cpu": 8 * 2**20}  # copied to measure the link
@@ -22,7 +24,8 @@ class TransferRule:
     """A page comes back cheaper than it is computed if token_bytes / link_rate < token_flops / flop_rate.
 
     Attributes:
-      token_bytes: of a token in all layers of a device. link_rate: bytes a second from the host to a device.
+      token_bytes: of a token in all layers of a device, with its share of a saved state.
+      link_rate: bytes a second from the host to a device.
       token_flops: 2 x parameters that a token meets, on a device. flop_rate: FLOP a second of a device.
     """
 
@@ -59,13 +62,24 @@ def transfer_rule(spec: EngineSpec, device: Any) -> TransferRule:
     """The rule for a model on a device, with rates that are measured once in a process: some milliseconds."""
     link_rate, flop_rate = measured_rates(device, "float32" if device.platform == "cpu" else str(spec.dtype))
     flops = 2 * met_parameters(spec) / spec.num_devices
-    return TransferRule(spec.pool_sizes.token_bytes, link_rate, flops, flop_rate)
+    # A prompt that goes on from a saved state has at least the tokens of an interval before it.
+    state = state_bytes(spec.config, spec.dtype) / spec.save_interval if spec.num_saved_states else 0.0
+    return TransferRule(spec.pool_sizes.token_bytes + state, link_rate, flops, flop_rate)
+
+
+def decide_host_cache(spec: EngineSpec, device: Any) -> tuple[EngineSpec, TransferRule | None]:
+    """With `host_cache_gib="auto"`, the spec, without host memory where that does not pay, and the rule that decided.
+    A number is not questioned: the spec as it is, and None."""
+    if spec.options.host_cache_gib != "auto":
+        return spec, None
+    rule = transfer_rule(spec, device)
+    return (spec if rule.pays else replace(spec, options=replace(spec.options, host_cache_gib=None))), rule
 
 
 def met_parameters(spec: EngineSpec) -> float:
     """Parameters of matrices that a token of a prompt is multiplied by: of the experts, those that it goes to."""
     moe, count = spec.config.moe, 0.0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(spec.params, is_leaf=is_quantized):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(spec.params), is_leaf=is_quantized):
         names = [getattr(key, "key", None) for key in path]
         if leaf.ndim < 2 or names[0] in ("embed", "position_embed", "layer_embed", "lm_head"):
             continue

@@ -13,6 +13,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 
+from jaxinfer.cache.compaction import PromptPages
+from jaxinfer.engine.programs.compaction import CompactionWork
 from jaxinfer.engine.programs.grammar import GrammarRows, TableBlock
 from jaxinfer.engine.request import CompletionOutput, Logprob, Prompt, RequestOutput, RequestTimings, Score, StreamDelta
 from jaxinfer.engine.scoring import ScoreWork
@@ -23,8 +25,10 @@ from jaxinfer.speculative import SpeculationStats
 
 CLASSES = (
     CompletionOutput,
+    CompactionWork,
     GrammarRows,
     Logprob,
+    PromptPages,
     RequestOutput,
     RequestTimings,
     SamplingBatch,

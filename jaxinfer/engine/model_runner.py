@@ -15,12 +15,14 @@ from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
+from jaxinfer.cache.heavy_hitters import zeros_of
 from jaxinfer.cache.state import init_state_cache
 from jaxinfer.engine.cache_copies import CacheCopies
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.flight import Flight, FlightResults
-from jaxinfer.engine.host_pages import HostPages, host_pools
+from jaxinfer.engine.host_pages import HostPages, check_host_cache, host_pools
+from jaxinfer.engine.link_rates import decide_host_cache
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids, state_copies
@@ -31,10 +33,11 @@ from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
 from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepSlots, StepWork
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
+from jaxinfer.engine.prompt_passes import PromptPasses
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.engine.step_rows import step_rows
+from jaxinfer.engine.step_rows import slot_of, step_rows
 from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params, compute_dtype
 from jaxinfer.parallel import hosts
@@ -45,7 +48,7 @@ from jaxinfer.speculative import Draft, ModelDraft, NgramDraft, draft_model
 COPIES = 8  # pages of one copy program
 
 
-class ModelRunner(CacheCopies):
+class ModelRunner(CacheCopies, PromptPasses):
     """Runs dispatches for one engine. Owns the caches and slots (`close` frees them); parameters are the caller's.
 
     Args:
@@ -69,19 +72,22 @@ class ModelRunner(CacheCopies):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh = spec.mesh
         self.placement = DevicePlacement(mesh)
-        self.model, self.weights = program_model(spec.config, params, mesh, spec.kept_pages)
+        policies = spec.kept_pages, spec.budgets, spec.heavy_pages, spec.best_pages
+        self.model, self.weights = program_model(spec.config, params, mesh, *policies)
         self.device = self.weights[0].addressable_shards[0].device
         kind: Any = draft if isinstance(draft, NgramDraft) else None
         self.draft_weights: tuple[jax.Array, ...] = ()
         if (model := draft_model(draft, spec.config, params)) is not None:
             kind, self.draft_weights = program_model(*model, mesh)
         self.drafters = {} if draft is None else spec.drafters(kind)
+        check_host_cache(spec)
+        spec, self.host_rule = decide_host_cache(spec, self.device)
         self.memory = self._plan_pool(spec, available)
         self.spec = spec = spec.with_pages(self.memory.num_pages)
         self.host_pages = HostPages(spec, host_pools(spec), mesh)
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
         counts = tuple(group.num_allocated for group in spec.groups)
-        stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups
+        stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups, spec.bounded_layers
         self._cache = self._init_cache(spec.config, params, *stored)
         self._saved: StateCache | None = init_state_cache(spec.config, spec.num_saved_states, spec.dtype)
         self._draft_cache: PagedCache | None = None
@@ -112,11 +118,12 @@ class ModelRunner(CacheCopies):
         return plan_pool(spec, weights=weights, available=available)
 
     def _init_cache(
-        self, config: Any, params: Params, kv_dtype: str, scales: KVScales | None, counts: Any, groups: Any = ()
+        self, config: Any, params: Params, kv_dtype: str, scales: KVScales | None, counts: Any, *groups: Any
     ) -> PagedCache:
         spec, layout = self.spec, self.spec.layout_of(config, kv_dtype)
-        pages = init_paged_cache(config, counts, spec.page_size, kv_dtype, layout, spec.mesh, scales, groups)
-        return dataclasses.replace(pages, states=init_state_cache(config, spec.max_seqs, compute_dtype(params)))
+        pages = init_paged_cache(config, counts, spec.page_size, kv_dtype, layout, spec.mesh, scales, *groups)
+        states = init_state_cache(config, spec.max_seqs, compute_dtype(params))
+        return dataclasses.replace(pages, states=states, sums=zeros_of(spec.cache.sums))
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
@@ -137,8 +144,12 @@ class ModelRunner(CacheCopies):
         self._update_slots(plan)
         if plan.is_empty:
             return None
-        chunks = [(_slot(chunk.sequence), chunk) for chunk in plan.chunks]
-        decodes = [(_slot(sequence), sequence) for sequence in plan.decodes]
+        chunks = [(slot_of(chunk.sequence), chunk) for chunk in plan.chunks]
+        if any(chunk.compaction for _, chunk in chunks):
+            sent = partial(Flight, plan, chunks, [], num_slots=self.spec.max_seqs, sent_at=time.perf_counter())
+            sent = partial(sent, num_rows=chunks[0][1].length)
+            return self._sent_pieces(sent, *self._compact(*chunks[0]))
+        decodes = [(slot_of(sequence), sequence) for sequence in plan.decodes]
         is_step = bool(chunks) or (self.spec.options.deterministic and plan.draft is None)
         highest = max(slot for slot, _ in (*chunks, *decodes))
         num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
@@ -194,7 +205,7 @@ class ModelRunner(CacheCopies):
         self._move_pages(plan)
         for sequence in plan.admitted:
             self._write_slot(sequence)
-        if restored := [(one.restore_from - 1, _slot(one)) for one in plan.admitted if one.restore_from]:
+        if restored := [(one.restore_from - 1, slot_of(one)) for one in plan.admitted if one.restore_from]:
             self._copy_states(False, state_copies(restored, self.spec.max_seqs))
         for start in range(0, len(plan.copies), COPIES):
             self._copy_pages(*copy_ids(plan.copies[start : start + COPIES], self.spec.groups, COPIES))
@@ -209,7 +220,7 @@ class ModelRunner(CacheCopies):
         is_plain = not (has_penalties or params.logit_bias or params.allowed_token_ids is not None)
         rows = make_batch([sequence.row], vocab_size)
         history = make_state([() if is_plain else sequence.request.token_ids], vocab_size, [sequence.output])
-        slot = _slot(sequence)
+        slot = slot_of(sequence)
         if is_plain:
             row, small = (
                 {name: part for name, part in vars(one).items() if name not in WIDE_ROWS} for one in (rows, history)
@@ -235,14 +246,18 @@ class ModelRunner(CacheCopies):
         num_tokens: int,
         num_slots: int,
     ) -> Flight:
-        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots)
-        is_scored = any(piece.is_read for piece in pieces)
-        output, scores = self._run_step(work, is_scored), None
+        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots, self.spec.has_prompt_lengths)
+        output = self._run_step(work, any(piece.is_read for piece in pieces))
         if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
             self._copy_states(True, state_copies(saved, self.spec.max_seqs))
-        if is_scored and self._hidden is not None:
+        return self._sent_pieces(partial(sent, num_rows=num_tokens), output, pieces)
+
+    def _sent_pieces(self, sent: Callable[..., Flight], output: StepOutput, pieces: list[ScoredChunk]) -> Flight:
+        """The flight of pieces of prompts, whose scoring begins where it is asked for."""
+        scores = None
+        if self._hidden is not None:
             scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, pieces[-1].end), None
-        return sent(output=output, num_rows=num_tokens, scores=scores)
+        return sent(output=output, scores=scores)
 
     # What runs on the devices, on those of all hosts alike: arguments are host values.
 
@@ -384,6 +399,7 @@ class ModelRunner(CacheCopies):
                 name = f"speculation of {tree.num_nodes} tokens, {num_slots} slots"
                 calls = partial(self._lower_rounds, num_slots, number), partial(self._warm_up_rounds, num_slots, number)
                 found.append(Program(name, *calls))
+        found += self._compaction_programs
         raw, processed = self._scores.lower(spec.token_buckets[-1], spec.dtype)
         scores = Program("scores", raw), Program("scores under parameters", processed, self._warm_up_scores)
         return [*found, *scores]
@@ -419,7 +435,7 @@ class ModelRunner(CacheCopies):
 
     def _lower_step(self, size: int, num_slots: int) -> Lowered:
         self._compiled_steps.add((size, num_slots))
-        work = self._step_work(programs.empty_work(size, num_slots), self._empty_tables(num_slots))
+        work = self._step_work(self._empty_work(size, num_slots), self._empty_tables(num_slots))
         return programs.step.lower(*self._step_arguments(work))
 
     def _lower_sampling(self, num_slots: int) -> Lowered:
@@ -427,7 +443,7 @@ class ModelRunner(CacheCopies):
         logits = jax.ShapeDtypeStruct(shape, np.float32)
         if mesh is not None:
             logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=programs.logits_sharding(mesh, logits))
-        work = self._step_work(programs.empty_work(1, num_slots), self._empty_tables(num_slots))
+        work = self._step_work(self._empty_work(1, num_slots), self._empty_tables(num_slots))
         return programs.sample_step.lower(mesh, self._slots, self._batch, work.slots, logits, self._tables)
 
     def _lower_decode(self, num_slots: int) -> Lowered:
@@ -437,12 +453,15 @@ class ModelRunner(CacheCopies):
     def _lower_rounds(self, num_slots: int, tree: int) -> Lowered:
         return speculate.lower(*self._rounds_arguments(empty_rounds(num_slots), tree, self._empty_tables(num_slots)))
 
+    def _empty_work(self, num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
+        return programs.empty_work(num_tokens, num_slots, self.spec.has_prompt_lengths)
+
     def _empty_tables(self, num_slots: int) -> PageTables:
         return self.placement.put(self._rows.empty(num_slots))
 
     def _warm_up_step(self, size: int, num_slots: int) -> None:
         self._update_tables(None, num_slots)
-        self._run_step(programs.empty_work(size, num_slots), False)
+        self._run_step(self._empty_work(size, num_slots), False)
 
     def _warm_up_decode(self, num_slots: int) -> None:
         self._update_tables(None, num_slots)
@@ -476,9 +495,3 @@ class ModelRunner(CacheCopies):
             # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
             jax.block_until_ready(scores.found if scores is not None else ())
         self._scorer.stop(sequence)
-
-
-def _slot(sequence: SequenceState) -> int:
-    if sequence.slot is None:
-        raise RuntimeError("a sequence without a slot was planned")
-    return sequence.slot

@@ -9,7 +9,8 @@ from jaxinfer.models.host_layers import move_layers_to_host, on_device
 from jaxinfer.quantization.tree import num_bytes
 
 MIN_CACHE_SHARE = 0.25  # of the device's memory, for keys and values, where "auto" decides
-Offload = int | Literal["auto"]
+DISK = "disk"
+Offload = int | Literal["auto", "disk"]
 
 
 def layers_for_host(spec: EngineSpec, offload: Offload, total: int | None) -> tuple[int, ...]:
@@ -21,13 +22,16 @@ def layers_for_host(spec: EngineSpec, offload: Offload, total: int | None) -> tu
     Args:
       spec: of the engine with all layers on the device; abstract.
 
-    Raises ValueError for more layers than the model has, and for a mesh of several devices.
+    Raises ValueError for more layers than the model has, for a mesh of several devices, and for "disk", which has none
+    on the host.
     """
     num_layers = spec.config.num_layers
     if not offload:
         return ()
     if spec.is_sharded:
         raise ValueError(f"offload={offload!r} is for one device, and the mesh has {spec.num_devices}")
+    if offload == DISK:
+        raise ValueError('offload="disk" reads layers from files on a CPU; offload="auto" keeps them in host memory')
     if offload != "auto":
         if offload > num_layers:
             raise ValueError(f"offload={offload}: the model has {num_layers} layers")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxinfer.options import option
 
 if TYPE_CHECKING:
-    from jaxinfer.cache.policies import SinksWindow
+    from jaxinfer.cache.policies import Policy
     from jaxinfer.speculative import Draft, TokenTree
 
 CACHES = ("paged", "contiguous")
@@ -27,6 +27,16 @@ def parse_draft_tokens(text: str) -> int | Literal["auto"]:
         return int(text)
     except ValueError:
         raise ValueError(f"num_draft_tokens must be 1 to {MAX_DRAFT_TOKENS} or 'auto', got {text!r}") from None
+
+
+def parse_host_cache(text: str) -> float | Literal["auto"]:
+    """ "auto" or a number of GiB, from a command line. Raises ValueError for anything else."""
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"host_cache_gib must be auto or a number of GiB, got {text!r}") from None
 
 
 def parse_tree(text: str) -> tuple[int, ...]:
@@ -128,7 +138,10 @@ class EngineOptions(SpeculationOptions):
     kv_policy: str | None = _engine(
         None,
         "Which keys and values stay as a sequence grows: sinks(4)+window(1024) keeps the first and the last pages that "
-        "hold so many tokens. By default all.",
+        "hold so many tokens; snapkv(1024), pyramidkv(1024) and keydiff(1024) keep so many tokens of a prompt, chosen "
+        "at its end, and all of the answer; h2o(1024) keeps so many tokens of both, half of them the last ones, the "
+        "others those that were attended to most. Or which are read: with quest(1024) all stay, and a token of an "
+        "answer attends to the best pages of so many tokens. By default all.",
         "POLICY",
     )
     cache: str = _engine(
@@ -167,11 +180,14 @@ class EngineOptions(SpeculationOptions):
         "Reuse the cached beginnings of earlier prompts and answers; on by default.",
         flag="--prefix-cache/--no-prefix-cache",
     )
-    host_cache_gib: float | None = _engine(
+    host_cache_gib: float | Literal["auto"] | None = _engine(
         None,
         "GiB of host memory, of each replica, for cached beginnings that have no room on the device; by default none. "
-        "They come back when a prompt begins with them. In one process.",
+        "They come back when a prompt begins with them. A number is used in any case; auto takes up to half of the "
+        "host's free memory, and none where tokens are computed faster than they are copied to the device. In one "
+        "process.",
         "X",
+        parse=parse_host_cache,
     )
     prefix_store: str | None = _engine(
         None,
@@ -229,7 +245,7 @@ class EngineOptions(SpeculationOptions):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}={getattr(self, name)!r} is for cache='paged' only")
             if self.kv_policy is not None:
-                raise ValueError(f"kv_policy={self.kv_policy!r} drops pages: it is for cache='paged' only")
+                raise ValueError(f"kv_policy={self.kv_policy!r} is of pages: it is for cache='paged' only")
         if self.policy is not None and self.draft_tree is not None:
             raise ValueError(
                 f"kv_policy={self.kv_policy!r} cannot be combined with draft_tree={self.draft_tree}: drafts are "
@@ -250,15 +266,21 @@ class EngineOptions(SpeculationOptions):
         gib = self.host_cache_gib
         if gib is None:
             return
-        if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < float("inf"):
-            raise ValueError(f"host_cache_gib must be a positive number of GiB, got {gib!r}")
+        if self.prefix_store is not None and gib == "auto":
+            raise ValueError(
+                f"prefix_store={self.prefix_store!r} is read into host memory, and host_cache_gib='auto' may take "
+                f"none: give a number of GiB"
+            )
+        is_number = isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 < gib < float("inf")
+        if gib != "auto" and not is_number:
+            raise ValueError(f"host_cache_gib must be a positive number of GiB or 'auto', got {gib!r}")
         if not self.prefix_cache or self.cache != "paged":
             missing = "cache='contiguous'" if self.prefix_cache else "prefix_cache=False"
-            raise ValueError(f"host_cache_gib={gib} holds cached beginnings: it cannot be combined with {missing}")
+            raise ValueError(f"host_cache_gib={gib!r} holds cached beginnings: it cannot be combined with {missing}")
 
     @property
-    def policy(self) -> "SinksWindow | None":
-        """`kv_policy`, parsed; None where nothing is dropped."""
+    def policy(self) -> "Policy | None":
+        """`kv_policy`, parsed; None where everything is kept and read."""
         from jaxinfer.cache.policies import parse_policy
 
         return None if self.kv_policy is None else parse_policy(self.kv_policy)

@@ -13,11 +13,17 @@ HostTables = tuple[np.ndarray, ...]
 
 
 class PageTableRows:
-    """int32 [S, P] for each group: the pages of each slot's sequence, NULL_PAGE elsewhere."""
+    """int32 [S, P] for each group: the pages of each slot's sequence, NULL_PAGE elsewhere.
+
+    Where prompts are compacted, tables begin after the pages that a prompt has lost, and their numbers follow the
+    tables: int32 [S, groups].
+    """
 
     def __init__(self, groups: Sequence[CacheGroup], num_slots: int, pages_per_sequence: int):
         self._tables = tuple(np.zeros((num_slots, pages_per_sequence), np.int32) for _ in groups)
         self._num_sinks = tuple(group.num_sinks for group in groups)
+        self._is_compacted = tuple(group.budget is not None for group in groups)
+        self._num_lost = np.zeros((num_slots, len(groups)), np.int32)
 
     def update(self, sequences: Iterable[SequenceState]) -> bool:
         """Lists the new pages of sequences with slots; returns whether there are any. Pages behind a window, which
@@ -25,7 +31,10 @@ class PageTableRows:
         is_changed = False
         for sequence in sequences:
             start, end = sequence.num_listed, len(sequence.pages)
-            if start < end and sequence.slot is not None:
+            if start < end and sequence.slot is not None and any(self._is_compacted):
+                self._list_compacted(sequence, sequence.slot)
+                sequence.num_listed, is_changed = end, True
+            elif start < end and sequence.slot is not None:
                 for table, pages, num_released, num_sinks in zip(
                     self._tables, sequence.tables, sequence.num_released, self._num_sinks, strict=True
                 ):
@@ -34,12 +43,24 @@ class PageTableRows:
                 sequence.num_listed, is_changed = end, True
         return is_changed
 
+    def _list_compacted(self, sequence: SequenceState, slot: int) -> None:
+        """Lists all pages: those of a prompt that is compacted are others afterwards, in other columns."""
+        for group, (table, pages) in enumerate(zip(self._tables, sequence.tables, strict=True)):
+            num_lost = sequence.num_released[group] if self._is_compacted[group] else 0
+            table[slot, : len(pages) - num_lost] = pages[num_lost:]
+            table[slot, len(pages) - num_lost :] = NULL_PAGE
+            self._num_lost[slot, group] = num_lost
+
+    @property
+    def _arrays(self) -> HostTables:
+        return (*self._tables, self._num_lost) if any(self._is_compacted) else self._tables
+
     def first(self, num_slots: int) -> HostTables:
         """Copies of the first rows: the device may read the host's memory for as long as it computes."""
-        return tuple(table[:num_slots].copy() for table in self._tables)
+        return tuple(array[:num_slots].copy() for array in self._arrays)
 
     def empty(self, num_slots: int) -> HostTables:
-        return tuple(np.zeros_like(table[:num_slots]) for table in self._tables)
+        return tuple(np.zeros_like(array[:num_slots]) for array in self._arrays)
 
 
 def copy_ids(copies: Sequence[PageCopy], groups: Sequence[CacheGroup], size: int) -> tuple[HostTables, HostTables]:

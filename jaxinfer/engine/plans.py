@@ -9,11 +9,21 @@ from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import SequenceState
 
 
+class GroupMove(NamedTuple):
+    """A prompt's pages of one group: `sources`, of which `num_dropped` fewer `targets` take its place; no targets where
+    nothing is dropped."""
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    num_dropped: int
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Tokens `start` to `start + length` of a sequence, to be stored; `is_last` when its next token is then chosen.
 
-    `saves_to` is the place where the sequence's state after them is saved; NULL_PAGE for none.
+    `saves_to` is the place where the sequence's state after them is saved; NULL_PAGE for none. Where the last tokens of
+    a prompt compact it, `compaction` says by group where its pages move (`GroupMove`); else it is empty.
     """
 
     sequence: SequenceState
@@ -21,6 +31,7 @@ class Chunk:
     length: int
     is_last: bool
     saves_to: int = NULL_PAGE
+    compaction: tuple[GroupMove, ...] = ()
 
 
 class PageCopy(NamedTuple):
@@ -42,8 +53,8 @@ class DispatchPlan:
       to_host: pages that move to host memory, before any page is written. from_host: pages that are then brought back,
         before states are restored and pages are copied.
       copies: pages to copy before anything is stored. Neither moves nor copies depend on their order.
-      chunks: pieces of prompts. decodes: sequences that take `num_steps` steps each, or as many as they have left; each
-        makes a token, or up to `tokens_per_step`.
+      chunks: pieces of prompts; one that compacts its prompt is alone. decodes: sequences that take `num_steps` steps
+        each, or as many as they have left; each makes a token, or up to `tokens_per_step`.
       draft: what the sequences draft in each step (a `DraftPlan`, which the engine adds); None for nothing.
       grammar: what the device is told of grammars first (by `Grammars.plan`, which the engine adds).
     """
@@ -68,3 +79,8 @@ class DispatchPlan:
     def sequences(self) -> list[SequenceState]:
         """All that take part."""
         return [*(chunk.sequence for chunk in self.chunks), *self.decodes]
+
+
+def num_expected(sequences: Sequence[SequenceState], num_steps: int) -> float:
+    """Tokens that will count of so many decode steps."""
+    return sum(num_steps if one.grammar is None else one.grammar.num_expected(num_steps) for one in sequences)

@@ -19,12 +19,37 @@ class PagePools:
     """
 
     def __init__(self, groups: Sequence[CacheGroup], page_size: int, shuffle_seed: int | None = None):
-        self.groups, self.page_size = tuple(groups), page_size
+        self.groups, self.page_size, self.heavy = tuple(groups), page_size, groups[0].heavy
         self.all = tuple(PagePool(group.num_pages, shuffle_seed) for group in groups)
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    def pages_of(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Pages that a sequence needs when so many of its tokens are stored."""
+        heavy = self.heavy
+        return self.pages_for(num_tokens if heavy is None else heavy.num_held(sequence.num_prompt, num_tokens))
+
+    def num_lacking(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Pages that a decoding sequence does not have yet for so many more tokens."""
+        end = min(sequence.num_reserved + num_tokens, sequence.num_storable)
+        return max(0, self.pages_of(sequence, end) - len(sequence.pages))
+
+    def place(self, sequence: SequenceState) -> int:
+        """Where the next token of a sequence is stored: as many tokens are before it in its pages."""
+        count, heavy = sequence.num_stored, self.heavy
+        return count if heavy is None or count < sequence.num_prompt else count - heavy.num_dropped(count)
+
+    def next_stop(self, sequence: SequenceState) -> int:
+        """Tokens up to which a prompt's next piece may go. Where tokens are dropped at a prompt's end and where pages
+        of an answer are full, they stop there: each piece attends to what was kept then."""
+        count, heavy = sequence.num_stored, self.heavy
+        if heavy is None:
+            return sequence.target
+        if count < sequence.num_prompt:
+            return min(sequence.num_prompt, sequence.target)
+        return min((count // self.page_size + 1) * self.page_size, sequence.target)
 
     @property
     def num_available(self) -> int:
@@ -40,15 +65,15 @@ class PagePools:
         """By group, the first page that is read after `num_stored` tokens."""
         return [group.first_needed(num_stored, self.page_size) for group in self.groups]
 
-    def least_pages(self, num_tokens: int) -> list[int]:
+    def least_pages(self, num_tokens: int, num_prompt: int = 0) -> list[int]:
         """By group, as `CacheGroup.least_pages`."""
-        return [group.least_pages(num_tokens, self.page_size) for group in self.groups]
+        return [group.least_pages(num_tokens, self.page_size, num_prompt) for group in self.groups]
 
-    def num_missing(self, num_tokens: int, num_known: int) -> list[int]:
+    def num_missing(self, num_tokens: int, num_known: int, num_prompt: int = 0) -> list[int]:
         """By group, the pages that a sequence of `num_tokens` tokens needs, at least, if it shares the whole pages of
         the first `num_known`."""
         num_whole = num_known // self.page_size
-        least = self.least_pages(num_tokens)
+        least = self.least_pages(num_tokens, num_prompt)
         shared = (
             max(num_whole - first, 0) + group.sinks_before(min(first, num_whole))
             for group, first in zip(self.groups, self.first_needed(num_known), strict=True)
@@ -59,7 +84,7 @@ class PagePools:
         """By group, pages that sequences which run will need soon: the rest of their prompts, and one for the next
         tokens of each; of a window, what they do not have of it yet."""
         prompts = (one for one in running if not one.is_decoding)
-        full = len(running) + sum(self.pages_for(one.target) - len(one.tables[0]) for one in prompts)
+        full = len(running) + sum(self._most_pages(one) - len(one.tables[0]) for one in prompts)
         spare = [full] * len(self.all)
         for index in self._windows:
             group = self.groups[index]
@@ -68,6 +93,11 @@ class PagePools:
                 for one in running
             )
         return spare
+
+    def _most_pages(self, sequence: SequenceState) -> int:
+        """Pages of a group without a window that a sequence holds at once until its prompt is stored."""
+        num_tokens, heavy = sequence.target, self.heavy
+        return self.pages_for(num_tokens if heavy is None else heavy.most_held(sequence.num_prompt, num_tokens))
 
     def has_room(self, needed: Sequence[int], spare: Sequence[int]) -> bool:
         """Whether each pool has what is needed and spared."""
@@ -94,6 +124,15 @@ class PagePools:
         """Gives a sequence so many more pages of each group; there must be as many available."""
         for pool, table in zip(self.all, sequence.tables, strict=True):
             table += pool.allocate(count)
+
+    def release_evicted(self, sequence: SequenceState) -> None:
+        """Gives back the pages of a prompt whose tokens were moved together at its end."""
+        if self.heavy is None or sequence.num_confirmed < sequence.num_prompt:
+            return
+        count = self.pages_of(sequence, max(sequence.num_reserved, sequence.num_prompt + 1))
+        for pool, table in zip(self.all, sequence.tables, strict=True):
+            pool.release(table[count:])
+            del table[count:]
 
     def has_behind(self, sequence: SequenceState) -> bool:
         """Whether pages of a sequence are behind the window of everything that is still to be computed."""
@@ -135,12 +174,17 @@ class PagePools:
         """Raises RuntimeError unless the sequences' tables are the owners there are, and have all pages they need."""
         sequences = list(sequences)
         for index, pool in enumerate(self.all):
-            pool.check([page for page in one.tables[index] if page != NULL_PAGE] for one in sequences)
+            tables = (
+                [*one.tables[index], *(one.prompt_tables[index] if one.prompt_tables else ())] for one in sequences
+            )
+            pool.check([page for page in table if page != NULL_PAGE] for table in tables)
         for one in sequences:
             if len({len(table) for table in one.tables}) != 1:
                 raise RuntimeError(f"tables of different lengths: {[len(table) for table in one.tables]}")
             needed = self.first_needed(one.num_confirmed)
             for group, table, released, first in zip(self.groups, one.tables, one.num_released, needed, strict=True):
+                if group.budget is not None:
+                    first = group.budget.num_dropped(one.num_prompt) if one.is_compacted else 0
                 num_sinks = group.sinks_before(released)
                 held = table[:num_sinks] + table[released:]
                 if released > first or any(table[num_sinks:released]) or not all(held):

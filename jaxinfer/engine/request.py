@@ -178,6 +178,8 @@ class SequenceState:
       num_listed: leading pages that the device's tables have; the runner raises it, the scheduler lowers it.
       place: how far its pages are in the prefix tree.
       restore_from: where the state lies that it goes on from; NULL_PAGE for a sequence that begins without one.
+      is_compacted: whether the pass that compacts its prompt is planned, or was; then `num_released` are the pages that
+        the prompt lost. prompt_tables: by group, the pages that it lay in, until the pass has run; [] before and after.
       save_at: numbers of tokens after which its state is to be saved. saved: by number of tokens, the places of those
         that were, or will be by what is planned, and are not in the prefix tree yet.
       num_drafted: leading tokens that the draft had stored when it was admitted.
@@ -218,6 +220,8 @@ class SequenceState:
     num_listed: int = 0
     num_drafted: int = 0
     restore_from: int = NULL_PAGE
+    is_compacted: bool = False
+    prompt_tables: list[list[int]] = field(default_factory=list)
     save_at: list[int] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)
     place: Any = field(default=None, repr=False)

@@ -11,16 +11,20 @@ import heapq
 import itertools
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from jaxinfer.engine.cache_groups import CacheGroup
-from jaxinfer.engine.host_tier import HostPoolSize, HostTier
+from jaxinfer.engine.counters import Counters
+from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
-from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy
+from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy, num_expected
 from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixMatch, PrefixPlace, PrefixTree
+from jaxinfer.engine.prompt_compaction import PromptCompaction
+from jaxinfer.engine.replays import AnswerReplays
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.saved_states import SavedStates, num_common
+from jaxinfer.engine.scheduler_check import check_scheduler
+from jaxinfer.engine.scheduler_options import SchedulerOptions
 
 MAX_LOOKED_AT = 256  # waiting requests that one step looks at
 HOST_STEPS = 0.25  # a dispatch under masks from the host takes 0.25 to 0.4 steps longer
@@ -36,72 +40,6 @@ class RequestTooLargeError(ValueError):
     """A sequence that the pool could never hold, even alone."""
 
 
-@dataclass(frozen=True)
-class SchedulerOptions:
-    """Attributes:
-    num_pages, page_size: the pool, null page included, and tokens of a page. window: of the layers whose keys it has;
-      None where they see all. num_sinks: its first pages of a sequence that are never given back. more_groups: further
-      pools, of layers with other windows.
-    max_seqs: sequences that run at once.
-    prefill_chunk: prompt tokens of a step. steps_per_dispatch: decode steps of a dispatch with nothing else to do.
-    max_waiting: sequences that may wait for a slot, None for any number. reuses_prefixes: whether pages of finished
-      work are kept and found again. shuffle_seed: orders the pages at random (for tests). has_states: whether layers
-      keep a state of each sequence. num_saved_states: places for states that are kept, without which a model with
-      states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages. host_pools: host
-      pages of each group of layers, and of saved states; () for none.
-    """
-
-    num_pages: int
-    page_size: int
-    max_seqs: int
-    prefill_chunk: int
-    steps_per_dispatch: int = 1
-    max_waiting: int | None = None
-    reuses_prefixes: bool = True
-    has_states: bool = False
-    num_saved_states: int = 0
-    save_interval: int = 0
-    shuffle_seed: int | None = None
-    window: int | None = None
-    more_groups: tuple[CacheGroup, ...] = ()
-    host_pools: tuple[HostPoolSize, ...] = ()
-    num_sinks: int = 0
-
-    @property
-    def groups(self) -> tuple[CacheGroup, ...]:
-        """All groups of layers, each with a pool."""
-        return (CacheGroup(self.num_pages, self.window, num_sinks=self.num_sinks), *self.more_groups)
-
-    def __post_init__(self) -> None:
-        for name in ("num_pages", "page_size", "max_seqs", "prefill_chunk", "steps_per_dispatch", "max_waiting"):
-            value = getattr(self, name)
-            if value is None and name == "max_waiting":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if self.has_states and self.reuses_prefixes and not self.num_saved_states:
-            raise ValueError("prefixes of a model with states are reused from saved states: there are none")
-        if self.num_saved_states and (self.save_interval < 1 or self.save_interval % self.page_size):
-            raise ValueError(f"save_interval={self.save_interval} is no multiple of page_size={self.page_size}")
-
-
-@dataclass
-class Counters:
-    """Totals since the start; tokens unless said otherwise."""
-
-    num_added: int = 0
-    num_finished: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    computed_prompt_tokens: int = 0
-    reused_tokens: int = 0
-    copied_pages: int = 0
-    host_hit_tokens: int = 0  # of the reused ones, those whose pages came back from host memory
-    disk_read_tokens: int = 0  # whose pages were read from `prefix_store`
-    host_bytes_out: int = 0
-    host_bytes_in: int = 0
-
-
 class Scheduler:
     """Plans dispatches over a pool of pages. `add`, then `schedule` until there is no work; report with `confirm`,
     `append` and `finish`."""
@@ -109,6 +47,8 @@ class Scheduler:
     def __init__(self, options: SchedulerOptions, slot_buckets: Sequence[int] | None = None):
         self.options = options
         self.pools = PagePools(options.groups, options.page_size, options.shuffle_seed)
+        self.compaction = PromptCompaction(self.pools)
+        self.replays = AnswerReplays(options.num_replayed)
         num_places = options.num_saved_states if options.reuses_prefixes else 0
         self.tier = HostTier(options.host_pools)
         states = num_places, options.save_interval, options.page_size, options.shuffle_seed
@@ -133,7 +73,9 @@ class Scheduler:
         """Raises RequestTooLargeError, with both numbers, for a sequence that could never run to its end."""
         if num_prompt < 1 or max_tokens < 1:
             raise ValueError(f"a prompt token and max_tokens >= 1 are needed, got {num_prompt} and {max_tokens}")
-        for pool, needed in zip(self.pools.all, self.pools.least_pages(num_prompt + max_tokens - 1), strict=True):
+        for pool, needed in zip(
+            self.pools.all, self.pools.least_pages(num_prompt + max_tokens - 1, num_prompt), strict=True
+        ):
             if needed > (available := pool.num_pages - 1):
                 raise RequestTooLargeError(
                     f"{num_prompt} prompt tokens and max_tokens={max_tokens} need {needed} pages of "
@@ -160,7 +102,7 @@ class Scheduler:
         if not self.can_reuse(sequence):
             return 0
         page_size = self.options.page_size
-        keys = sequence.keys(page_size, len(sequence.tokens) - 1)
+        keys = sequence.keys(page_size, self._num_shareable(sequence))
         return self.prefixes.num_known(keys, sequence.salt) * page_size
 
     @property
@@ -183,6 +125,8 @@ class Scheduler:
         Such a step may store `num_scratch` tokens more than it keeps, if the sequence may still grow so long.
         """
         self._release_behind_windows()
+        if (compaction := self._plan_compaction()) is not None:
+            return self._with_moves(DispatchPlan([], [], [], [compaction], [], 1))
         while True:
             width = tokens_per_step
             decodes = [one for one in self.running if one.can_decode]
@@ -195,7 +139,7 @@ class Scheduler:
                 copies: list[PageCopy] = []
                 chunks = self._plan_prompts(admitted, copies)
                 self.saved.release_restored()
-                if chunks or decodes or all(one.is_decoding for one in self.running):
+                if chunks or decodes or admitted or all(one.is_decoding for one in self.running):
                     break
             if not can_preempt:
                 return None
@@ -208,11 +152,7 @@ class Scheduler:
             sequence.num_stored += min(steps, sequence.num_left)
             sequence.num_reserved += steps * width
         self.counters.copied_pages += len(copies)
-        leaving, coming = self.tier.take_moves()
-        self.counters.host_bytes_out += self.tier.bytes_of(leaving)
-        self.counters.host_bytes_in += self.tier.bytes_of(coming)
-        plan = DispatchPlan(admitted, moves, copies, chunks, decodes, steps, width)
-        return replace(plan, to_host=leaving, from_host=coming) if leaving or coming else plan
+        return self._with_moves(DispatchPlan(admitted, moves, copies, chunks, decodes, steps, width))
 
     def confirm(self, sequence: SequenceState, num_stored: int) -> None:
         """The keys of the sequence's first `num_stored` tokens are in the cache and sound: others may use them."""
@@ -220,6 +160,8 @@ class Scheduler:
             return
         sequence.num_confirmed = num_stored
         self._cache_prefix(sequence)
+        if sequence.prompt_tables and num_stored >= sequence.num_prompt:
+            self.compaction.finish(sequence)
 
     def append(self, sequence: SequenceState, token: int) -> None:
         """A token was chosen; all tokens before it are stored."""
@@ -263,30 +205,28 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises RuntimeError where pages, slots or lists do not agree."""
-        self.pools.check(self.running)
-        self.saved.check(self.running)
-        self.prefixes.check()
-        slots = [one.slot for one in self.running]
-        if sorted([*self._free_slots, *(slot for slot in slots if slot is not None)]) != list(
-            range(self.options.max_seqs)
-        ):
-            raise RuntimeError(f"slots {slots} are held and {sorted(self._free_slots)} are free")
-        for one in self.waiting:
-            if one.slot is not None or any(one.tables) or one.saved or one.is_finished:
-                raise RuntimeError(f"sequence {one.order} waits with {len(one.pages)} pages, slot {one.slot}")
-        if self.waiting != sorted(self.waiting, key=_rank):
-            raise RuntimeError("the queue is out of order")
-        for one in self.running:
-            if self._pages_for(min(one.num_reserved, one.num_storable)) > len(one.pages):
-                raise RuntimeError(f"{one.num_reserved} tokens may be stored in {len(one.pages)} pages")
-            if one.num_stored > min(one.num_reserved, one.num_storable):
-                raise RuntimeError(f"{one.num_stored} tokens are stored, at most {one.num_reserved} are planned")
-            for pool, table in zip(self.pools.all, one.tables, strict=True):
-                for page in table[one.num_confirmed // self.options.page_size :]:
-                    if pool.num_owners(page) > 1 or pool.is_kept(page):
-                        raise RuntimeError(f"page {page} is still written, but it is shared or known")
+        check_scheduler(self)
 
     # Planning.
+
+    def _with_moves(self, plan: DispatchPlan) -> DispatchPlan:
+        """The plan with the pages that move to host memory and back."""
+        leaving, coming = self.tier.take_moves()
+        self.counters.host_bytes_out += self.tier.bytes_of(leaving)
+        self.counters.host_bytes_in += self.tier.bytes_of(coming)
+        return replace(plan, to_host=leaving, from_host=coming) if leaving or coming else plan
+
+    def _plan_compaction(self) -> Chunk | None:
+        """The pass that compacts the prompt of a sequence, the first in rank, that waits for it and has room for it."""
+        nothing = [0] * len(self.pools.all)
+        for sequence in sorted(filter(self.compaction.is_next, self.running), key=_rank) if self.compaction else ():
+            if self.pools.has_room(self.compaction.missing(sequence), nothing):
+                start, end = sequence.num_stored, sequence.num_prompt
+                moves = self.compaction.start(sequence)
+                sequence.num_stored = sequence.num_reserved = end
+                self.counters.computed_prompt_tokens += end - start
+                return Chunk(sequence, start, end - start, end == sequence.target, compaction=moves)
+        return None
 
     def _num_steps(self, decodes: list[SequenceState], max_steps: int | None) -> int:
         """Decode steps of a dispatch; while a sequence waits, at most until the first running one is known to end."""
@@ -294,25 +234,28 @@ class Scheduler:
         if self.waiting and decodes:
             steps = min(steps, *(one.num_left for one in decodes))
         if any(one.grammar is not None and one.grammar.is_on_host for one in decodes):
-            if self.options.has_states:
-                return 1  # a refused token cannot be taken out of a state
-            steps = max(range(1, steps + 1), key=lambda count: _num_expected(decodes, count) / (count + HOST_STEPS))
+            if self.options.has_states or self.options.heavy is not None:
+                return 1  # a refused token cannot be taken out of a state, or of sums of what was attended to
+            steps = max(range(1, steps + 1), key=lambda count: num_expected(decodes, count) / (count + HOST_STEPS))
         return max(steps, 1)
 
     def _can_admit(self) -> bool:
         """Whether the first that waits could start now; a guess, `_admit` decides."""
         if not self.waiting or not self._free_slots:
             return False
-        return self.pools.has_room(self.pools.least_pages(len(self.waiting[0].tokens)), self._num_spare())
+        first = self.waiting[0]
+        return self.pools.has_room(self.pools.least_pages(len(first.tokens), first.num_prompt), self._num_spare())
 
     def _num_spare(self) -> list[int]:
         """By group, pages left for those that run when another is admitted, lest it is preempted at once."""
-        return self.pools.num_spare(self.running)
+        fresh = (
+            (self.compaction.num_fresh(one, group) for one in self.running) for group in range(len(self.pools.all))
+        )
+        return [count + sum(more) for count, more in zip(self.pools.num_spare(self.running), fresh, strict=True)]
 
     def _allocate_pages(self, decodes: list[SequenceState], num_tokens: int) -> bool:
         """Allocates pages for this many more tokens of each; takes none and returns false if there are too few."""
-        tokens = [min(one.num_reserved + num_tokens, one.num_storable) for one in decodes]
-        missing = [max(0, self._pages_for(num) - len(one.pages)) for one, num in zip(decodes, tokens, strict=True)]
+        missing = [self.pools.num_lacking(one, num_tokens) for one in decodes]
         if sum(missing) > self.pools.num_available:
             return False
         for sequence, count in zip(decodes, missing, strict=True):
@@ -340,10 +283,12 @@ class Scheduler:
 
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
-        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - sequence.num_stored
-        length = min(budget, self.saved.next_stop(sequence) - sequence.num_stored, room)
+        start = sequence.num_stored
+        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - self.pools.place(sequence)
+        stop = min(part.next_stop(sequence) for part in (self.saved, self.compaction, self.pools))
+        length = min(budget, min(stop, self.replays.next_stop(sequence, chunks)) - start, room)
         if length > 0:
-            missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
+            missing = self.pools.pages_of(sequence, start + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
             end = sequence.num_stored + length
             saves_to = self.saved.save(sequence, end)
@@ -363,7 +308,7 @@ class Scheduler:
         computing = [one for one in self.running if one.num_confirmed < one.target and one.salt == sequence.salt]
         if not computing:
             return False
-        keys = sequence.keys(page_size, len(sequence.tokens) - 1)
+        keys = sequence.keys(page_size, self._num_shareable(sequence))
         num_known = self.prefixes.num_known(keys, sequence.salt)
         if self.saved:
             shared = (page_size * num_common(keys, one.keys(page_size, one.target)) for one in computing)
@@ -371,12 +316,21 @@ class Scheduler:
             return any(self.saved.request_from(one, num_known * page_size, count) for one, count in pairs)
         num_wanted = num_known + 1
         return num_wanted <= len(keys) and any(
-            keys[:num_wanted] == one.keys(page_size, min(one.target, num_wanted * page_size)) for one in computing
+            keys[:num_wanted] == one.keys(page_size, min(self._num_known(one), num_wanted * page_size))
+            for one in computing
         )
 
     def can_reuse(self, sequence: SequenceState) -> bool:
         """Whether cached pages may be used for its first tokens."""
         return self.options.reuses_prefixes and not sequence.request.needs_whole_prompt
+
+    def _num_shareable(self, sequence: SequenceState) -> int:
+        """Leading tokens that it may take from the prefix tree."""
+        return self.replays.num_shareable(sequence, self.compaction.num_shareable(sequence))
+
+    def _num_known(self, sequence: SequenceState) -> int:
+        """Tokens of which others may find pages, once they are confirmed."""
+        return self.replays.num_shareable(sequence, self.compaction.num_known(sequence))
 
     def _has_live_leader(self, sequence: SequenceState) -> bool:
         """Whether its leader, whose prompt pages it will share, has not ended. A leader is never behind in rank."""
@@ -391,7 +345,8 @@ class Scheduler:
         num_tokens, page_size = len(sequence.tokens), self.options.page_size
         match = self._find_known(sequence)
         num_known = min(len(match.tables[0]) * page_size, num_tokens - 1)
-        num_whole, missing = num_known // page_size, self.pools.num_missing(num_tokens, num_known)
+        num_whole = num_known // page_size
+        missing = self.pools.num_missing(num_tokens, num_known, sequence.num_prompt)
         missing = [count + match.num_absent(group) for group, count in enumerate(missing)]
         if not self.pools.has_room(missing, self._num_spare()):
             self.prefixes.let_go(match)
@@ -432,7 +387,7 @@ class Scheduler:
         chosen from what that one gives."""
         if not self.can_reuse(sequence):
             return PrefixMatch([[] for _ in self.pools.all])
-        num_useful, page_size = len(sequence.tokens) - 1, self.options.page_size
+        num_useful, page_size = self._num_shareable(sequence), self.options.page_size
         if sequence.leader is not None and self._has_live_leader(sequence):
             tables = self.pools.share_beginning(sequence.leader, num_useful)
             if tables is not None:
@@ -464,17 +419,20 @@ class Scheduler:
         self._cache_prefix(sequence)
         self.running.remove(sequence)
         self.pools.release_all(sequence)
+        self.compaction.finish(sequence)
         self.saved.release_all(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = sequence.place = None
+        sequence.is_compacted = False
         sequence.num_stored = sequence.num_reserved = sequence.num_confirmed = sequence.num_listed = 0
 
     def _cache_prefix(self, sequence: SequenceState) -> None:
         """Full pages of what is confirmed enter the prefix tree."""
-        if self.options.reuses_prefixes:
-            keys = sequence.keys(self.options.page_size, sequence.num_confirmed)
+        if self.options.reuses_prefixes and (tables := self.compaction.known_tables(sequence)) is not None:
+            num_known = self.replays.num_shareable(sequence, sequence.num_confirmed)
+            keys = sequence.keys(self.options.page_size, num_known)
             saved = self.saved.tables(sequence, len(keys))
-            if self.prefixes.insert(keys, [*sequence.tables, *saved], sequence.salt, sequence.place):
+            if self.prefixes.insert(keys, [*tables, *saved], sequence.salt, sequence.place):
                 sequence.num_listed = 0
             if self.saved.release_known(sequence, saved):
                 self.prefixes.renew(sequence.place, len(self.options.groups))
@@ -482,17 +440,10 @@ class Scheduler:
     def _release_behind_windows(self) -> None:
         """Gives back pages that nothing reads any more; what may be reused of them is in the prefix tree first."""
         for sequence in self.running:
+            self.pools.release_evicted(sequence)
             if self.pools.has_behind(sequence):
                 self._cache_prefix(sequence)
                 self.pools.release_behind(sequence, self.prefixes)
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.options.page_size)
-
-
-def _num_expected(sequences: list[SequenceState], num_steps: int) -> float:
-    """Tokens that will count of so many decode steps."""
-    return sum(num_steps if one.grammar is None else one.grammar.num_expected(num_steps) for one in sequences)
 
 
 def _rank(sequence: SequenceState) -> tuple[bool, int, int]:

@@ -4,7 +4,7 @@ The runner allocates what a spec describes; the planner, `explain()` and the ben
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,19 +21,22 @@ from jaxinfer.cache import (
     state_bytes,
     stored_dtype,
 )
-from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.best_pages import BoundedPages
+from jaxinfer.cache.heavy_hitters import with_sums
+from jaxinfer.cache.policies import BestPages, LayerBudget
 from jaxinfer.engine.abstract_work import (
     abstract_slots,
-    outputs_together,
+    buckets,
     placed,
     placed_params,
     shapes_of,
+    take_draft_layers,
     take_layers,
 )
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
-from jaxinfer.engine.layer_caches import LayerCache, layer_caches
+from jaxinfer.engine.layer_caches import PolicyPages, group_kinds
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.policy_checks import check_policy
+from jaxinfer.engine.policy_checks import check_heavy, check_policy, check_prompt_budget
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
@@ -55,7 +58,7 @@ DRAFT_LENGTHS, NGRAM_LENGTHS = (2, 4, 8), (3, 7, 15)  # n-gram drafts are free, 
 
 
 @dataclass(frozen=True, eq=False)
-class EngineSpec:
+class EngineSpec(PolicyPages):
     """A model, an engine's options and, if it speculates, a draft; all arrays are `jax.ShapeDtypeStruct`s.
 
     Attributes:
@@ -65,6 +68,7 @@ class EngineSpec:
         are compiled without a mesh.
       draft: what drafts, a `ModelDraft` with abstract parameters.
       pool_pages: pages that fit in the memory; None before that is known.
+      num_dense_layers: the first layers, whose answers read all pages under `kv_policy="quest(N)"`.
 
     Raises ValueError for options that the draft cannot fulfil, and for those that need a draft where there is none.
     """
@@ -76,6 +80,7 @@ class EngineSpec:
     mesh: Any = None
     draft: Draft | None = None
     pool_pages: int | None = None
+    num_dense_layers: int = BestPages.num_dense_layers
 
     def __post_init__(self) -> None:
         options = self.options
@@ -84,7 +89,10 @@ class EngineSpec:
         check_sequence_axis(self.mesh, self.page_size, options)
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
-        check_policy(self.config, self.draft, self.num_devices, options, self.kept_pages, self.kv_dtype)
+        combined = self.config, self.draft, self.num_devices, options
+        check_policy(*combined, self.kept_pages or self.best_pages, self.kv_dtype)
+        check_prompt_budget(*combined, self.max_model_len)
+        check_heavy(*combined, self.heavy_pages, self.max_model_len)
 
     @classmethod
     def of(
@@ -147,7 +155,7 @@ class EngineSpec:
     @property
     def reuses_prefixes(self) -> bool:
         """Whether pages of finished work are kept; those of a contiguous cache are never full before the end."""
-        is_possible = self.options.prefix_cache and self.options.cache == "paged"
+        is_possible = self.options.prefix_cache and self.options.cache == "paged" and self.heavy_pages is None
         return is_possible and (not self.has_states or self.num_saved_states > 0)
 
     @property
@@ -183,81 +191,65 @@ class EngineSpec:
         slots = self.max_seqs * sum(state_bytes(config, compute_dtype(params)) for config, params in models)
         return slots + self.num_saved_states * state_bytes(self.config, self.dtype)
 
-    @cached_property
-    def layers(self) -> tuple[LayerCache, ...]:
-        """The cache of each layer."""
-        return layer_caches(self.config, self.options.cache == "contiguous", self.kept_pages)
-
-    @cached_property
-    def kept_pages(self) -> KeptPages | None:
-        """The pages that `kv_policy` keeps in layers without a window; None for all."""
-        if (policy := self.options.policy) is None:
-            return None
-        trained = self.config.max_length
-        return policy.pages(self.page_size, trained if self.max_model_len > trained else None)
-
-    def num_seen(self, layer: int) -> int | None:
-        """Tokens that a query of a layer sees, at most; None for all."""
-        cache = self.layers[layer]
-        return self.kept_pages.num_tokens if cache.kind == "kept" and self.kept_pages else cache.window
-
     # Groups of layers.
 
     @cached_property
-    def windows(self) -> tuple[int | None, ...]:
-        """The windows of the groups: None first, for layers without one, then the largest first.
+    def _group_kinds(self) -> tuple[tuple[int | None, LayerBudget | None], ...]:
+        return group_kinds(self.layers, self.has_own_draft)
 
-        A draft model's own layers are all in the group without a window, as it stores a whole prompt at once when it
-        first drafts: none of it may have been given back.
-        """
-        found = {layer.window for layer in self.layers} | ({None} if self.has_own_draft else set())
-        return tuple(sorted(found, key=lambda window: (window is not None, -(window or 0))))
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows of the groups, None for layers without one."""
+        return tuple(window for window, _ in self._group_kinds)
+
+    @property
+    def budgets(self) -> tuple[LayerBudget | None, ...] | None:
+        """What stays of a prompt in each group; None where no prompt is compacted."""
+        budgets = tuple(budget for _, budget in self._group_kinds)
+        return budgets if any(budgets) else None
 
     @cached_property
     def layer_groups(self) -> tuple[int, ...]:
         """The group of each layer; () where there is only one."""
-        if len(self.windows) == 1:
-            return ()
-        return tuple(self.windows.index(layer.window) for layer in self.layers)
+        kinds = self._group_kinds
+        return tuple(kinds.index(layer.group) for layer in self.layers) if len(kinds) > 1 else ()
 
     @cached_property
     def pool_sizes(self) -> PoolSizes:
         """The rule for the numbers of pages."""
         scratch = max((tree.num_nodes for tree in self.trees), default=0) if self.draft is not None else 0
         tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + scratch
-        kept = self._sinks, self._scratch
-        return PoolSizes(self.windows, self.group_page_bytes, self.page_size, self.max_seqs, *tokens, *kept)
+        sizes = self.windows, self.group_page_bytes, self.page_size, self.max_seqs
+        return PoolSizes(*sizes, *tokens, *self._policy_pages, self.heavy_pages)
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The groups of layers and their pools."""
-        counts = self.pool_sizes.pages(self.num_pages)
-        layers, sizes = self._layers_by_group, self.group_page_bytes
-        return tuple(map(CacheGroup, counts, self.windows, layers, sizes, self._sinks, self._scratch))
+        sizes = self._layers_by_group, self.group_page_bytes, *self._policy_pages[:2]
+        windows, budgets = zip(*self._group_kinds, strict=True)
+        return tuple(map(CacheGroup, self.pool_sizes.pages(self.num_pages), windows, *sizes, budgets))
 
     @property
-    def _sinks(self) -> tuple[int, ...]:
-        """By group, the first pages of a sequence that stay."""
+    def _policy_pages(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """By group, the first pages of a sequence that stay, those that programs use within a pass, and those of a
+        compacted prompt, at most."""
         kept = self.kept_pages
-        return tuple(kept.num_sinks if kept and window == kept.window else 0 for window in self.windows)
-
-    @property
-    def _scratch(self) -> tuple[int, ...]:
-        """By group, the pages that programs use within a pass."""
-        kept = self.kept_pages
-        count = 0 if kept is None else kept.num_scratch(self.token_buckets[-1], self.max_seqs)
-        return tuple(count if num_sinks else 0 for num_sinks in self._sinks)
+        most = 0 if kept is None else kept.num_scratch(self.token_buckets[-1], self.max_seqs)
+        sinks = tuple(kept.num_sinks if kept and window == kept.window else 0 for window in self.windows)
+        fresh = tuple(0 if budget is None else budget.most_pages for _, budget in self._group_kinds)
+        return sinks, tuple(most if num_sinks else 0 for num_sinks in sinks), fresh
 
     @property
     def _layers_by_group(self) -> list[tuple[int, ...]]:
-        windows = [(layer, kind.window) for layer, kind in enumerate(self.layers)]
-        return [tuple(layer for layer, own in windows if own == window) for window in self.windows]
+        kinds = [(layer, cache.group) for layer, cache in enumerate(self.layers)]
+        return [tuple(layer for layer, own in kinds if own == kind) for kind in self._group_kinds]
 
     @cached_property
     def group_page_bytes(self) -> tuple[int, ...]:
         """Bytes of a page of each group on a device, in all of its layers and the draft's."""
-        single = self._cache(self.config, self.kv_dtype, (1,))
+        single = self._cache(self.config, self.kv_dtype, (1,), bounded=self.bounded_layers)
         found = [sum(num_bytes(single.layers[layer]) for layer in layers) for layers in self._layers_by_group]
+        found[0] += num_bytes(single.sums)  # of a policy that has one group
         if self.draft_kv_dtype is not None and self.draft_model is not None:
             found[0] += num_bytes(self._cache(self.draft_model[0], self.draft_kv_dtype, (1,)))
         return tuple(found)
@@ -279,12 +271,12 @@ class EngineSpec:
     @cached_property
     def decode_slots(self) -> tuple[int, ...]:
         """Numbers of slots of decode programs: 1, 4, 8, 16, ... and max_seqs."""
-        return _buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
+        return buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
 
     @cached_property
     def step_slots(self) -> tuple[int, ...]:
         """Numbers of slots of steps, where only the sampler's work depends on it."""
-        return (self.max_seqs,) if self.options.deterministic else _buckets((1,), self.max_seqs)
+        return (self.max_seqs,) if self.options.deterministic else buckets((1,), self.max_seqs)
 
     def step_slots_of(self, num_tokens: int) -> tuple[int, ...]:
         """Those of steps of one of the `token_buckets`. Beside more than the fewest tokens, rows of logits that nobody
@@ -306,7 +298,7 @@ class EngineSpec:
                 most = max(most, self.max_seqs * self.trees[-1].num_nodes)
             return (-(-most // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
         largest = -(-(self.prefill_chunk + self.max_seqs) // 16) * 16
-        sizes = _buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
+        sizes = buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
         return tuple(size for size in sizes if size == largest or 1.05 * size < largest)
 
     @property
@@ -388,10 +380,8 @@ class EngineSpec:
         return None if self.draft_model is None else self._placed(*self.draft_model)
 
     def _placed(self, config: ModelConfig, params: Params) -> Params:
-        placed = placed_params(config, params, self.program_mesh)
-        if self.platform != "gpu" or self.is_sharded or not isinstance(self.mesh, Mesh):
-            return placed
-        return outputs_together(placed, NamedSharding(self.mesh, PartitionSpec()))
+        is_laid_out = self.platform == "gpu" and not self.is_sharded
+        return placed_params(config, params, self.program_mesh, self.mesh if is_laid_out else None)
 
     def layout_of(self, config: ModelConfig, kv_dtype: str) -> str:
         """How the pages of a model, the target or the draft, lie in memory."""
@@ -401,7 +391,7 @@ class EngineSpec:
     def cache(self) -> PagedCache:
         """The model's pages and states."""
         counts = tuple(group.num_allocated for group in self.groups)
-        cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups)
+        cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups, self.bounded_layers)
         return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype))
 
     @cached_property
@@ -419,15 +409,22 @@ class EngineSpec:
         return replace(cache, states=abstract_state_cache(config, self.max_seqs, compute_dtype(params)))
 
     def _cache(
-        self, config: ModelConfig, kv_dtype: str, counts: tuple[int, ...], groups: tuple[int, ...] = ()
+        self,
+        config: ModelConfig,
+        kv_dtype: str,
+        counts: tuple[int, ...],
+        groups: tuple[int, ...] = (),
+        bounded: tuple[int, ...] = (),
     ) -> PagedCache:
-        layout = self.layout_of(config, kv_dtype)
-        return abstract_paged_cache(config, counts, self.page_size, kv_dtype, layout, self.program_mesh, groups)
+        layout, mesh = self.layout_of(config, kv_dtype), self.program_mesh
+        cache = abstract_paged_cache(config, counts, self.page_size, kv_dtype, layout, mesh, groups, bounded)
+        return cache if self.heavy_pages is None else with_sums(cache, config)
 
     @property
     def pages(self) -> Pages:
         """One layer's pages."""
-        return next(pages for pages in self.cache.layers if pages is not None)
+        pages = next(pages for pages in self.cache.layers if pages is not None)
+        return pages.pages if isinstance(pages, BoundedPages) else pages
 
     @cached_property
     def slots(self) -> tuple[Slots, SamplingBatch]:
@@ -446,7 +443,7 @@ class EngineSpec:
     def parts(self) -> dict[str, int]:
         """Bytes of one device that stay allocated, without the padding of a layout."""
         parts = {"weights": num_bytes(host_layers.on_device(self.placed_params))}
-        parts |= {"layers from the host": self.buffer_bytes} if self.buffer_bytes else {}
+        parts |= {"arriving layers": self.buffer_bytes} if self.buffer_bytes else {}
         if self.has_own_draft:
             parts["draft weights"] = num_bytes(self.placed_draft)
         parts["cache"] = num_bytes(self.cache)
@@ -483,15 +480,6 @@ class EngineSpec:
     def with_layers(self, layers: Sequence[int], draft_layers: Sequence[int] | None = None) -> "EngineSpec":
         """The same with these layers only, and these of a draft model."""
         config, params = take_layers(self.config, self.params, layers)
-        draft = self.draft
-        if draft_layers is not None and isinstance(draft, ModelDraft):
-            own = take_layers(draft.config, draft.params, draft_layers)
-            draft = replace(draft, config=own[0], params=own[1], kv_scales=None)
-        elif draft_layers is not None and isinstance(draft, LayersDraft):
-            draft = LayersDraft(len(draft_layers))
-        return replace(self, config=config, params=params, draft=draft)
-
-
-def _buckets(sizes: Iterable[int], largest: int) -> tuple[int, ...]:
-    """The sizes below the largest one, and that."""
-    return (*(size for size in sizes if size < largest), largest)
+        draft = self.draft if draft_layers is None else take_draft_layers(self.draft, draft_layers)
+        num_dense = sum(layer < self.num_dense_layers for layer in layers)
+        return replace(self, config=config, params=params, draft=draft, num_dense_layers=num_dense)

@@ -53,7 +53,7 @@ class Speculation:
         self._controller = None
         if spec.options.is_adaptive:
             draft_params = {} if spec.draft_model is None else spec.draft_model[1]
-            cost_ratio = num_bytes(all_layers(draft_params)) / num_bytes(spec.params)
+            cost_ratio = num_bytes(all_layers(draft_params)) / num_bytes(all_layers(spec.params))
             self._controller = LengthController([tree.depth for tree in spec.trees], cost_ratio)
         self._estimates: dict[SequenceState, AcceptanceEstimate] = {}
 

@@ -9,10 +9,15 @@ from jaxinfer.engine.scoring import ScoredChunk
 
 
 def step_rows(
-    chunks: list[tuple[int, Chunk]], decodes: list[tuple[int, SequenceState]], num_tokens: int, num_slots: int
+    chunks: list[tuple[int, Chunk]],
+    decodes: list[tuple[int, SequenceState]],
+    num_tokens: int,
+    num_slots: int,
+    has_prompt_lengths: bool = False,
 ) -> tuple[dict[str, np.ndarray], list[ScoredChunk]]:
-    """The arrays of a step's work by name, and where the pieces of prompts are in it."""
-    work = empty_work(num_tokens, num_slots)
+    """The arrays of a step's work by name, and where the pieces of prompts are in it; `has_prompt_lengths` as
+    `empty_work`."""
+    work = empty_work(num_tokens, num_slots, has_prompt_lengths)
     slots = [slot for slot, _ in decodes]
     work["token_slots"][: len(slots)] = slots
     work["query_starts"][slots] = np.arange(len(slots))
@@ -26,6 +31,15 @@ def step_rows(
         work["query_starts"][slot], work["query_lengths"][slot] = row, chunk.length
         work["starts"][slot], work["is_prompt"][slot], work["is_last"][slot] = chunk.start, True, chunk.is_last
         work["remaining"][slot] = sequence.num_storable + 1 - end
+        if has_prompt_lengths:
+            work["prompt_lengths"][slot] = sequence.num_prompt
         pieces.append(ScoredChunk(sequence, row, chunk.start, chunk.length))
         row += chunk.length
     return work, pieces
+
+
+def slot_of(sequence: SequenceState) -> int:
+    """The slot of a planned sequence. Raises RuntimeError if it has none."""
+    if sequence.slot is None:
+        raise RuntimeError("a sequence without a slot was planned")
+    return sequence.slot

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
+from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers
 from jaxinfer.quantization.tree import num_bytes
 
 HOST_LAYERS = "host_layers"
@@ -72,6 +73,11 @@ def split(layer: Params) -> tuple[Params, Params]:
     """What of a layer's parameters stays on the device, and what moves: arrays of two dimensions or more, of a layer
     with experts only theirs. Those are most of its bytes, so that attention and what all tokens pass stay."""
     return _split(layer, (), has_experts=any(EXPERTS in names for names in _paths(layer)))
+
+
+def moved_layers(params: Params) -> dict[int, Params]:
+    """What moves of each layer."""
+    return {int(name): split(layer)[1] for name, layer in params["layers"].items()}
 
 
 def _paths(tree: Params, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -148,19 +154,21 @@ def host_rows(params: Params) -> dict[int, tuple[str, int]]:
 
 
 def all_layers(params: Params) -> Params:
-    """The parameters as if no layer lay on the host: of abstract arrays shapes, of others NumPy arrays."""
-    if HOST_LAYERS not in params:
+    """The parameters as if no layer lay on the host: of abstract arrays shapes, of others NumPy arrays; and none on the
+    disk: of those shapes."""
+    if HOST_LAYERS not in params and DISK_LAYERS not in params:
         return params
-    rest = {name: value for name, value in params.items() if name != HOST_LAYERS}
+    rest = on_device(params)
     return {**rest, "layers": {name: layer_of(params, int(name)) for name in params["layers"]}}
 
 
 def merged_names(params: Params) -> Params:
     """As `all_layers`, with stacks in place of their rows; also while tracing."""
-    if HOST_LAYERS not in params:
+    if HOST_LAYERS not in params and DISK_LAYERS not in params:
         return params
-    rest = {name: value for name, value in params.items() if name != HOST_LAYERS}
+    rest = on_device(params)
     stacks = {str(layer): params[HOST_LAYERS][key] for layer, (key, _) in host_rows(params).items()}
+    stacks |= {str(layer): shapes for layer, shapes in _disk_shapes(params).items()}
     layers = {name: _merged(kept, stacks.get(name, {})) for name, kept in params["layers"].items()}
     return {**rest, "layers": layers}
 
@@ -169,7 +177,7 @@ def layer_of(params: Params, layer: int) -> Params:
     """One layer's parameters, as `all_layers`."""
     kept, found = params["layers"][str(layer)], host_rows(params).get(layer)
     if found is None:
-        return kept
+        return _merged(kept, _disk_shapes(params).get(layer, {}))
     key, row = found
     return _merged(kept, jax.tree.map(lambda stack: _row(stack, row), params[HOST_LAYERS][key]))
 
@@ -177,6 +185,8 @@ def layer_of(params: Params, layer: int) -> Params:
 def take_layers(params: Params, layers: Sequence[int]) -> Params:
     """The parameters of these layers only, numbered from 0. Stacks stay whole, but for abstract ones."""
     kept = {str(new): params["layers"][str(old)] for new, old in enumerate(layers)}
+    if DISK_LAYERS in params:
+        return {**params, "layers": kept, DISK_LAYERS: params[DISK_LAYERS].take(layers)}
     if HOST_LAYERS not in params:
         return {**params, "layers": kept}
     numbers = {old: new for new, old in enumerate(layers)}
@@ -226,7 +236,9 @@ def _copied(stacks: Any) -> list[Any]:
 
 
 def buffer_bytes(params: Params) -> int:
-    """Bytes of the device memory that layers from the host take while a program runs."""
+    """Bytes of the device memory that layers from the host, or the disk, take while a program runs."""
+    if (disk := disk_layers(params)) is not None:
+        return disk.buffer_bytes
     return sum(sorted(row_bytes(params).values())[-NUM_BUFFERS:])
 
 
@@ -237,8 +249,18 @@ def check_devices(params: Params, num_devices: int) -> None:
 
 
 def on_device(params: Params) -> Params:
-    """The parameters without those on the host."""
-    return {name: value for name, value in params.items() if name != HOST_LAYERS}
+    """The parameters without those on the host or the disk."""
+    return {name: value for name, value in params.items() if name not in (HOST_LAYERS, DISK_LAYERS)}
+
+
+def disk_layers(params: Params) -> DiskLayers | None:
+    """The layers that programs read from files; None without any."""
+    return params.get(DISK_LAYERS)
+
+
+def _disk_shapes(params: Params) -> dict[int, Params]:
+    disk = disk_layers(params)
+    return {} if disk is None else disk.shapes
 
 
 class HostStacks:
@@ -289,41 +311,78 @@ class HostStacks:
 
 
 class HostLayers:
-    """The layers' parameters as a program takes them, which copies those on the host; used while tracing.
+    """The layers' parameters as a program takes them, which copies those on the host, or reads those on the disk; used
+    while tracing.
 
-    A copy starts when the layer on the host before it begins, so that at most `NUM_BUFFERS` are on the device; the
-    first one's with the pass.
+    The copies of a layer start with the layers from the one on the host before it on, an equal share of the bytes with
+    each, so that at most `NUM_BUFFERS` layers are on the device; those of the first start with the pass.
     """
 
     def __init__(self, params: Params):
         self._layers, self._stacks = params["layers"], params.get(HOST_LAYERS, {})
+        self._disk, self._of_disk = disk_layers(params), _disk_shapes(params)
         self._rows = host_rows(params)
         self._waiting = sorted(self._rows)
-        self._arriving: dict[int, Params] = {}
+        self._next: _ArrivingLayer | None = None
 
     def take(self, layer: int, x: jax.Array) -> Params:
         """A layer's parameters on the device, before it runs on the hidden states x; layers come in their order."""
-        if self._waiting and not self._arriving:
-            self.start(x)
-        if layer not in self._rows:
-            return self._layers[str(layer)]
-        found = self._arriving.pop(layer)
-        if self._waiting:
-            self.start(x)
-        return _merged(self._layers[str(layer)], found)
+        if self._disk is not None and layer in self._of_disk:
+            return _merged(self._layers[str(layer)], self._disk.arriving(layer, _bits(x)))
+        params = self._layers[str(layer)]
+        if self._next is None:
+            self._next = self._following(layer)
+        if layer in self._rows and self._next is not None:
+            params = _merged(params, self._next.all(x))
+            self._next = self._following(layer)
+        if self._next is not None:
+            self._next.start(x)
+        return params
+
+    def _following(self, layer: int) -> "_ArrivingLayer | None":
+        """The next layer on the host, whose copies start with `layer` and those between."""
+        if not self._waiting:
+            return None
+        number = self._waiting.pop(0)
+        key, row = self._rows[number]
+        return _ArrivingLayer(number, self._stacks[key], row, max(number - layer, 1))
+
+
+class _ArrivingLayer:
+    """The copies of a layer on the host, in shares of nearly equal bytes, the smallest arrays first.
+
+    A GPU's compiler lets two copies run at once, and has the others wait for the last but one before them, beside no
+    product: of the few of a share, most bytes are those of the last two.
+    """
+
+    def __init__(self, number: int, stacks: Params, row: int, num_shares: int):
+        self._number, self._row = number, row
+        self._stacks, self._structure = jax.tree.flatten(stacks)
+        self._found: dict[int, jax.Array] = {}
+        sizes = [stack.size * dtype_bits(stack.dtype) for stack in self._stacks]
+        self._shares: list[list[int]] = [[] for _ in range(num_shares)]
+        before, total = 0, max(sum(sizes), 1)
+        for place in sorted(range(len(sizes)), key=sizes.__getitem__):
+            share = (2 * before + sizes[place]) * num_shares // (2 * total)
+            self._shares[min(share, num_shares - 1)].append(place)
+            before += sizes[place]
 
     def start(self, x: jax.Array) -> None:
-        """Starts the copy of the next layer on the host, not before x is there.
+        """Starts a share, not before x is there.
 
         The number of the row depends on x, as far as the compiler knows: otherwise all copies could start with the
         program, and all layers would be on the device at once.
         """
-        layer = self._waiting.pop(0)
-        key, row = self._rows[layer]
         zero = lax.optimization_barrier(jnp.uint32(0))
-        index = jnp.uint32(row) + zero * _bits(x)
-        with jax.named_scope(f"from_host.{layer}"):
-            self._arriving[layer] = jax.tree.map(lambda stack: _copied_row(stack, index), self._stacks[key])
+        index = jnp.uint32(self._row) + zero * _bits(x)
+        with jax.named_scope(f"from_host.{self._number}"):
+            self._found |= {place: _copied_row(self._stacks[place], index) for place in self._shares.pop(0)}
+
+    def all(self, x: jax.Array) -> Params:
+        """The layer's weights; x is for shares that have not started."""
+        while self._shares:
+            self.start(x)
+        return jax.tree.unflatten(self._structure, [self._found[place] for place in range(len(self._stacks))])
 
 
 def _bits(x: jax.Array) -> jax.Array:

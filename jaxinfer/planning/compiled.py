@@ -134,9 +134,10 @@ def _exchanges(program: Program, num_devices: int):
         opcode = instruction.opcode.removesuffix("-start")
         if opcode not in _SENT:
             continue
-        # The first result of an asynchronous gather is its operand.
-        arrays = instruction.results[1:] if instruction.opcode == "all-gather-start" else instruction.results
-        size = sum(array.num_bytes for array in arrays[: max(1, len(instruction.operands))])
+        # The first results of an asynchronous gather or scatter are its operands.
+        count = max(1, len(instruction.operands))
+        first = count if instruction.opcode in ("all-gather-start", "reduce-scatter-start") else 0
+        size = sum(array.num_bytes for array in instruction.results[first : first + count])
         for _ in range(times):
             yield size * _SENT[opcode](num_devices)
 
@@ -317,7 +318,7 @@ def _cost(variants: _Variants) -> int:
 
 def _variants(spec: EngineSpec) -> _Variants | None:
     """None if the model has too few layers to leave any out."""
-    kinds = list(layer_kinds(spec.config, spec.params).values())
+    kinds = _layer_kinds(spec)
     drafted = [] if spec.draft_model is None else list(layer_kinds(*spec.draft_model).values())
     base = _few(kinds, None)
     if len(base) >= spec.config.num_layers:
@@ -354,6 +355,13 @@ def _variants_of_layers_draft(spec: EngineSpec, kinds: list[list[int]]) -> _Vari
     return _Variants(spec.with_layers(base, one), larger)
 
 
+def _layer_kinds(spec: EngineSpec) -> list[list[int]]:
+    """The layers by kind, of which those that read the best pages are of another."""
+    bounded, kinds = set(spec.bounded_layers), layer_kinds(spec.config, spec.params).values()
+    split = [part for kind in kinds for part in (sorted(set(kind) - bounded), sorted(set(kind) & bounded))]
+    return [part for part in split if part]
+
+
 def _few(kinds: Sequence[list[int]], more: int | None) -> list[int]:
     """Layer numbers in order: BASE_LAYERS of each kind, and MORE_LAYERS in addition of the kind with index `more`."""
 
@@ -373,13 +381,15 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
 
     A deterministic engine decodes with the step's program. Raises ValueError for a mesh that does not divide the model.
     """
-    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, spec.kept_pages)
+    policies = spec.kept_pages, spec.budgets, spec.heavy_pages, spec.best_pages
+    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, *policies)
     common = (model, weights, spec.cache, *spec.slots)
-    tables = spec.pages_per_sequence, len(spec.windows)
+    tables = spec.pages_per_sequence, len(spec.windows), spec.budgets is not None
     resident = 0
     if spec.has_own_draft:
         resident = num_bytes(spec.placed_draft) + num_bytes(spec.draft_cache)
-    work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables)
+    lengths = {"has_prompt_lengths": spec.has_prompt_lengths}
+    work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, **lengths)
     step = (model, weights, spec.cache, spec.slots[0], work, spec.options.deterministic)
     found = [Planned(PREFILL, paged.step, step, resident)]
     if not spec.options.deterministic:
@@ -397,6 +407,7 @@ def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:
     if spec.draft_model is not None:
         kind, draft_weights = program_model(spec.draft_model[0], spec.placed_draft or {}, spec.program_mesh)
     drafter = spec.drafters(kind)[spec.trees[-1]]  # pyright: ignore[reportArgumentType]
-    work = abstract_rounds(spec.round_slots[-1], spec.pages_per_sequence, len(spec.windows))
+    tables = spec.pages_per_sequence, len(spec.windows), spec.budgets is not None
+    work = abstract_rounds(spec.round_slots[-1], *tables)
     arrays = spec.cache, spec.draft_cache, *spec.slots
     return model, weights, drafter, draft_weights, *arrays, work, spec.max_rounds, spec.tables

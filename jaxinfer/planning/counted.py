@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxinfer.cache.best_pages import BoundedPages
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.models.host_layers import all_layers
@@ -103,8 +104,15 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
             of_chosen = 2 * config.num_heads * (2 * mla.latent_size + mla.rope_size)
             keys[mla.index_topk] = keys.get(mla.index_topk, 0.0) + of_chosen
             of_key = 2 * mla.index_heads * mla.index_size
-        keys[window] = keys.get(window, 0.0) + of_key
         pages = cache.layers[config.kv_source(layer)]
+        if isinstance(pages, BoundedPages):
+            # Answers read the bounds of all tokens, and pages as in a window. FLOPs are those of prompts.
+            of_bounds = num_bytes(pages.bounds) // (pages.bounds.shape[0] * spec.page_size)
+            stored[None] = stored.get(None, 0) + of_bounds
+            pages = pages.pages
+            keys[None] = keys.get(None, 0.0) + of_key
+        else:
+            keys[window] = keys.get(window, 0.0) + of_key
         of_token = num_bytes(pages) // (jax.tree.leaves(pages)[0].shape[0] * spec.page_size)
         stored[window] = stored.get(window, 0) + of_token
     return Counted(

@@ -85,6 +85,7 @@ class Memory:
       page_size: tokens of a page. page_bytes: bytes of a page, of the layers without a window where others have one.
       planned_tokens: tokens of cache that were asked for. pools: bytes of the pool of each group of layers, if several.
       sequence_bytes: of the pages of a decoding sequence of the greatest length. token_bytes: of a token in all layers.
+      policy: what `kv_policy` keeps; None for everything.
       pages_that_fit: of the first group, if there are several; None counts by page_bytes.
       is_measured: whether the numbers come from a compiler's memory analysis; otherwise temporaries are estimated.
     """
@@ -99,6 +100,7 @@ class Memory:
     is_measured: bool
     sequence_bytes: int = 0
     token_bytes: float = 0.0
+    policy: str | None = None
     pools: dict[str, int] = field(default_factory=dict)
     pages_that_fit: int | None = None
 
@@ -211,7 +213,7 @@ def to_dict(plan: MemoryPlan, changes: Sequence[Change] = ()) -> dict[str, Any]:
             "largest program": memory.peak,
         },
         "cache": {
-            **_fields(memory, "page_size", "page_bytes", "sequence_bytes", "pools"),
+            **_fields(memory, "page_size", "page_bytes", "sequence_bytes", "pools", "policy"),
             "tokens_planned": memory.planned_tokens,
             "tokens_that_fit": memory.tokens,
             "tokens_remaining": memory.remaining_tokens,
@@ -296,6 +298,8 @@ def _memory_text(plan: MemoryPlan) -> str:
     if memory.pools:
         pools = ", ".join(f"{name}: {format_bytes(size)}" for name, size in memory.pools.items())
         table += f"  pages by layers: {pools}; {format_bytes(memory.sequence_bytes)} for the longest sequence\n"
+    if memory.policy is not None:
+        table += f"  {memory.policy}\n"
     return f"{table}  cache for {memory.tokens:,} tokens in total: {remaining}\n"
 
 

@@ -9,12 +9,13 @@ import jax
 
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.explanation import describe_policy
 from jaxinfer.engine.memory import activation_bytes, available_bytes
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.loading import DEFAULT_MAX_MODEL_LEN
 from jaxinfer.models import ModelConfig, Params
-from jaxinfer.models.host_layers import row_bytes
+from jaxinfer.models.host_layers import disk_layers, row_bytes
 from jaxinfer.planning.chips import Chip, Place, chip_of_kind
 from jaxinfer.planning.compiled import (
     DECODE,
@@ -141,6 +142,7 @@ def _memory(spec: EngineSpec, programs: dict[str, CompiledProgram], usable: int)
         is_measured=bool(programs),
         sequence_bytes=sizes.sequence_bytes,
         token_bytes=sizes.token_bytes,
+        policy=describe_policy(spec),
     )
     if len(spec.groups) == 1:
         return memory
@@ -216,6 +218,11 @@ def _notes(spec: EngineSpec, programs: dict[str, CompiledProgram], has_roofline:
         notes.append(
             f"{layers} of {spec.config.num_layers} layers, {format_bytes(spec.host_bytes)}, are in the host's memory; "
             f"each step copies {format_bytes(spec.arriving_bytes)}, at the rate of an interface that nothing else uses"
+        )
+    if (disk := disk_layers(spec.params)) is not None:
+        notes.append(
+            f"{len(disk.numbers)} of {spec.config.num_layers} layers stay on the disk; each step reads them from files "
+            f"into {format_bytes(disk.num_bytes)} of arrays"
         )
     if has_roofline:
         notes.append("FLOPs of the roofline: counted from shapes; times are lower bounds, not measured")

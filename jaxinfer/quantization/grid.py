@@ -59,12 +59,15 @@ def in_groups(weight: jax.Array, size: int) -> jax.Array:
     return jnp.pad(weight, ((0, missing), (0, 0))).reshape(-1, size, weight.shape[1])
 
 
-def find_params(groups: jax.Array, grid: IntegerGrid, *, search: bool = False) -> tuple[jax.Array, jax.Array]:
+def find_params(
+    groups: jax.Array, grid: IntegerGrid, *, search: bool = False, importance: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """float32 scales and zeros [G, N] of float32 groups [G, g, N].
 
     Symmetric: scale = 2 absmax / (2^bits - 1), zero 0, as Frantar et al. 2022 (GPTQ, quant.py) and compressed-tensors.
     Asymmetric: scale = (max - min) / (2^bits - 1), and the zero maps min to the lowest value. `search` shrinks the
-    range in 80 steps to the least sum of |error|^2.4 (same file).
+    range in 80 steps to the least sum of |error|^2.4 (same file). With `importance` [G, g], which is at least 0, it
+    searches for the least sum of importance * error^2.
     """
     lowest = jnp.minimum(groups.min(axis=1), 0)
     highest = jnp.maximum(groups.max(axis=1), 0)
@@ -83,8 +86,9 @@ def find_params(groups: jax.Array, grid: IntegerGrid, *, search: bool = False) -
 
     def loss(scales, zeros):
         scales, zeros = scales[:, None], zeros[:, None]
-        errors = jnp.abs((to_values(groups, scales, zeros, grid) - zeros) * scales - groups) ** _SEARCH_NORM
-        return jnp.sum(errors, axis=1)
+        errors = jnp.abs((to_values(groups, scales, zeros, grid) - zeros) * scales - groups)
+        weighted = errors**_SEARCH_NORM if importance is None else importance[..., None] * errors**2
+        return jnp.sum(weighted, axis=1)
 
     def try_step(step, best):
         scales, zeros = at(1 - step / 100)
@@ -95,7 +99,7 @@ def find_params(groups: jax.Array, grid: IntegerGrid, *, search: bool = False) -
         )  # fmt: skip
 
     scales, zeros = at(1.0)
-    if not search:
+    if not search and importance is None:
         return scales, zeros
     return jax.lax.fori_loop(1, _SEARCH_STEPS, try_step, (loss(scales, zeros), scales, zeros))[1:]
 

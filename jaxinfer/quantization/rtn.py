@@ -123,7 +123,9 @@ NESTED_BLOCK = 256
 UNQUANTIZED = ("router", "k_up", "v_up")
 
 
-def quantize(weight: jax.Array, how: str | Recipe, *, scale_dtype: Any = None) -> QuantizedArray:
+def quantize(
+    weight: jax.Array, how: str | Recipe, *, scale_dtype: Any = None, importance: jax.Array | None = None
+) -> QuantizedArray:
     """The weight [..., K, N] with each value rounded to the nearest one of the format; leading axes are experts.
 
     Integers: scale = 2 max|w| / (2^bits - 1) of a group, or (max - min) / (2^bits - 1) with a zero that maps min to the
@@ -134,14 +136,20 @@ def quantize(weight: jax.Array, how: str | Recipe, *, scale_dtype: Any = None) -
     Args:
       how: a `Recipe` or its name, such as "int4-g128".
       scale_dtype: of the scales of integers; the weight's by default. Other scales are float32, MXFP4's bfloat16.
+      importance: [..., K], at least 0: weights of the squared error of each input, for which the range of every group
+        of integers is searched, in 80 steps.
 
     Raises:
-      ValueError: an unknown name, fewer than two axes.
+      ValueError: an unknown name, fewer than two axes, importances of another shape or for a format without integers.
     """
     rule = recipe(how)
     if weight.ndim < 2:
         raise ValueError(f"a weight needs at least two axes, inputs and outputs, got shape {weight.shape}")
-    return _quantize(weight, rule, jnp.dtype(scale_dtype or weight.dtype).name)
+    if importance is not None and (rule.format != "int" or importance.shape != weight.shape[:-1]):
+        raise ValueError(
+            f"importances of shape {importance.shape} weigh the inputs of integers, not {rule.format} {weight.shape}"
+        )
+    return _quantize(weight, rule, jnp.dtype(scale_dtype or weight.dtype).name, importance)
 
 
 def quantize_params(params: Any, how: str | Recipe, *, keep: Sequence[str] = (), also: Sequence[str] = ()) -> Any:
@@ -196,23 +204,24 @@ class Selection:
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _quantize(weight: jax.Array, rule: Recipe, scale_dtype: str) -> QuantizedArray:
+def _quantize(weight: jax.Array, rule: Recipe, scale_dtype: str, importance: jax.Array | None = None) -> QuantizedArray:
     if weight.ndim > 2:
-        found = jax.vmap(lambda expert: _quantize(expert, rule, scale_dtype))(weight)
+        found = jax.vmap(lambda expert, weights: _quantize(expert, rule, scale_dtype, weights))(weight, importance)
         # Tables belong to the format: one for all experts.
         if isinstance(found.scales, NestedScales):
             found = replace(found, scales=replace(found.scales, table=found.scales.table[0]))
         return found if found.codebook is None else replace(found, codebook=found.codebook[0])
     weight = weight.astype(jnp.float32)
     if rule.format == "int":
-        return _integers(weight, rule, scale_dtype)
+        return _integers(weight, rule, scale_dtype, importance)
     return _fp8(weight, rule) if rule.format == "fp8" else _codes(weight, rule)
 
 
-def _integers(weight: jax.Array, rule: Recipe, scale_dtype: str) -> QuantizedArray:
+def _integers(weight: jax.Array, rule: Recipe, scale_dtype: str, importance: jax.Array | None) -> QuantizedArray:
     grid = IntegerGrid(rule.bits, rule.block[0], rule.symmetric, scale_dtype)
     groups = in_groups(weight, grid.group(len(weight)))
-    scales, zeros = find_params(groups, grid)
+    weights = None if importance is None else in_groups(importance[:, None], groups.shape[1])[..., 0]
+    scales, zeros = find_params(groups, grid, importance=weights)
     values = to_values(groups, scales[:, None], zeros[:, None], grid).reshape(-1, weight.shape[1])[: len(weight)]
     return QuantizedArray(
         values.astype(jnp.int4 if rule.bits <= 4 else jnp.int8),

@@ -12,6 +12,7 @@ import jax
 
 from jaxinfer import parallel
 from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.cache.policies import extends_length
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.memory import OutOfMemoryError, activation_bytes, available_bytes
 from jaxinfer.engine.spec import EngineSpec
@@ -139,7 +140,7 @@ def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int, dic
     config, params = load_shapes(
         name, dtype=dtype, revision=options.revision, quantize=options.quantize, requantize=options.requantize
     )
-    config, length = for_length(config, options.max_model_len, has_policy=options.kv_policy is not None)
+    config, length = for_length(config, options.max_model_len, has_policy=extends_length(options.kv_policy))
     draft = None
     if options.draft is not None:
         if isinstance(options.draft, tuple):

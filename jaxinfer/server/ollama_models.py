@@ -17,7 +17,11 @@ from starlette.responses import Response
 
 from jaxinfer import __version__
 from jaxinfer.embedding import VectorJob
+from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.engine.request import RequestOptions
+from jaxinfer.llm import LLM
+from jaxinfer.models import Params
+from jaxinfer.models.host_layers import all_layers
 from jaxinfer.quantization.tree import describe, num_parameters
 from jaxinfer.server.embeddings import run_vectors
 from jaxinfer.server.errors import APIError, refused
@@ -220,7 +224,7 @@ def _details(model: ServedModel) -> dict[str, Any]:
     """What is known without reading files: more of a model that is loaded."""
     family, size = "", ""
     if model.state == "ready" and not model.is_dead:
-        family, count = model.llm.config.architecture, num_parameters(model.llm.params)
+        family, count = model.llm.config.architecture, num_parameters(_shapes(model.llm))
         size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
     return {
         "parent_model": "",
@@ -232,14 +236,19 @@ def _details(model: ServedModel) -> dict[str, Any]:
     }
 
 
+def _shapes(llm: LLM) -> Params:
+    """Abstract parameters, wherever they lie."""
+    return all_layers(shapes_of(llm.params))
+
+
 def _loaded_facts(model: ServedModel) -> dict[str, Any]:
     """As `show_model`, of a loaded model."""
     llm = model.llm
     return {
         "architecture": llm.config.architecture,
-        "parameters": num_parameters(llm.params),
+        "parameters": num_parameters(_shapes(llm)),
         "context": llm.max_model_len,
-        "quantization": describe(llm.params),
+        "quantization": describe(_shapes(llm)),
         "chat template": None if llm.tokenizer is None else llm.tokenizer.chat_template,
     }
 

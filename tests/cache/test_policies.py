@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.cache import init_paged_cache
 from jaxinfer.cache.kept_pages import attend_to_pieces, kept_view, pieces, room_in_page
-from jaxinfer.cache.policies import KeptPages, SinksWindow, parse_policy
+from jaxinfer.cache.policies import PROMPT_METHODS, KeptPages, PromptBudget, SinksWindow, parse_policy
 from pallas_kernels.paged_attention import api
 from tests.engine.dense_policy import is_seen
 from tests.tiny import TINY
@@ -34,13 +34,42 @@ def test_texts_are_read(text):
         ("sinks(4)+window(64)+window(64)", "'window.64.' is not understood"),
         ("sinks(4)+window(-1)", "'window.-1.' is not understood"),
         ("sinks(0)+window(64)", r"sinks\(0\) of a kv_policy must be a positive number"),
-        ("snapkv(64)", "'snapkv.64.' is not understood"),
+        ("snapkv(64)+window(64)", "combines snapkv and window"),
+        ("snapkv(32)", "more tokens than the 32 at a prompt's end"),
+        ("tova(64)", "'tova.64.' is not understood"),
         ("sinks(4)window(64)", "is not understood"),
     ],
 )
 def test_other_texts_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_policy(text)
+
+
+@pytest.mark.parametrize("method", PROMPT_METHODS)
+def test_budgets_of_prompts_are_read(method):
+    policy = parse_policy(f"{method}(100)")
+    assert policy == PromptBudget(method, 100)
+    assert str(policy) == f"{method}(100)"
+
+
+def test_pages_are_dropped_whole():
+    """At least the budget stays, less than a page more; short prompts stay whole."""
+    for page_size in (1, 8, 64):
+        for num_prompt in range(1, 400, 7):
+            budget = PromptBudget("snapkv", 100).of_layer(page_size, 3, 4)
+            dropped = budget.num_dropped(num_prompt)
+            kept = num_prompt - dropped * page_size
+            assert dropped == 0 or -(-kept // page_size) <= budget.most_pages
+            assert dropped == 0 or 100 <= kept < 100 + page_size
+            assert dropped > 0 or num_prompt < 100 + page_size
+    budgets = [PromptBudget("pyramidkv", 1000).of_layer(1, layer, 32) for layer in range(32)]
+    dropped = [budget.num_dropped(100_000) for budget in budgets]
+    assert dropped == sorted(dropped)
+    assert (100_000 - dropped[0], 100_000 - dropped[-1]) == (1950, 50)
+    for num_prompt in range(1, 5000, 13):
+        for budget in budgets[::5]:
+            dropped = budget.num_dropped(num_prompt)
+            assert dropped == 0 or num_prompt - dropped <= budget.most_pages
 
 
 def test_pages_are_kept_whole():

@@ -77,7 +77,7 @@ def test_json_and_files(jaxinfer, json_lines, model, text, tmp_path):
     ("arguments", "message"),
     [
         (["--kv-dtypes", "int8,int3"], "--kv-dtypes='int3' is not one of auto, float32"),
-        (["--policies", "snapkv(4)"], "--policies: kv_policy='snapkv(4)'"),
+        (["--policies", "tova(4)"], "--policies: kv_policy='tova(4)'"),
         ([], "--texts FILE is missing"),
         (["--texts", "/nowhere/a.txt"], "--texts /nowhere/a.txt: there is no such file or folder"),
     ],

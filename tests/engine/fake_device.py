@@ -3,8 +3,8 @@
 The device stores one number per token: what it is, where it stands and whose salt it has. Its "model" reads all numbers
 of a sequence back from the pages of each group of layers, or of a group with a window the last ones and those of its
 sinks; so a page that was wrongly shared, overwritten, forgotten, given back or not copied changes the answer. With
-states it also reads its slot's state, a number that depends on all tokens in their order. The same model run on the
-prompt alone says what the answer must be.
+states it also reads its slot's state, a number that depends on all tokens in their order. Where a prompt is compacted,
+which of its numbers stay depends on them. The same model run on the prompt alone says what the answer must be.
 """
 
 import functools
@@ -12,10 +12,12 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.host_tier import PageMove
 from jaxinfer.engine.pages import NULL_PAGE
+from jaxinfer.engine.plans import GroupMove
 from jaxinfer.engine.request import MAX_PREEMPTIONS, SequenceState
 from jaxinfer.engine.scheduler import DispatchPlan, PageCopy, QueueFullError, Scheduler, SchedulerOptions
 from tests.engine.sequences import make_sequence
@@ -48,18 +50,41 @@ def places_seen(count: int, window: int | None, num_first: int = 0) -> list[int]
     return [*range(min(num_first, first)), *range(first, count)]
 
 
+@dataclass(frozen=True)
+class FakeBudget:
+    """In the place of a `LayerBudget`: `num_kept` tokens of a prompt stay, or less than a page more."""
+
+    num_kept: int
+    num_observed: int
+    page_size: int
+
+    def num_dropped(self, num_prompt: int) -> int:
+        return max(num_prompt - self.num_kept, 0) // self.page_size
+
+    def kept_places(self, numbers: Sequence[int | None]) -> list[int]:
+        """Where what stays of a prompt lay: the last numbers, and the best of the others, whichever those are."""
+        count, first = len(numbers) - self.num_dropped(len(numbers)) * self.page_size, len(numbers) - self.num_observed
+        best = sorted(range(first), key=lambda at: (hash((numbers[at],)), at))[: count - self.num_observed]
+        return [*sorted(best), *range(first, len(numbers))]
+
+
 def expected_answer(
     prompt: list[int],
     salt: str,
     max_tokens: int,
     windows: Sequence[tuple[int | None, int]] = ((None, 0),),
     has_states: bool = False,
+    budgets: Sequence[Any] = (),
 ) -> list[int]:
-    """One answer: that of the prompt alone. `windows` as `places_seen` takes them."""
+    """One answer: that of the prompt alone. `windows` as `places_seen` takes them; `budgets` of the groups, if any."""
+    own = {group: one for group, one in enumerate(budgets) if one is not None and one.num_dropped(len(prompt))}
     history = tuple(stored(token, position, salt) for position, token in enumerate(prompt))
     state, answer = functools.reduce(next_state, history, 0), []
     while len(answer) < max_tokens and (not answer or answer[-1] != EOS):
-        seen = (tuple(history[at] for at in places_seen(len(history), *window)) for window in windows)
+        seen = [tuple(history[at] for at in places_seen(len(history), *window)) for window in windows]
+        for group, budget in own.items() if answer else ():
+            numbers = history[: len(prompt)]
+            seen[group] = (*(numbers[at] for at in budget.kept_places(numbers)), *history[len(prompt) :])
         answer.append(next_token([*seen, *[(state,)] * has_states]))
         history += (stored(answer[-1], len(history), salt),)
         state = next_state(state, history[-1])
@@ -77,6 +102,7 @@ class Row:
     newest: int = -1
     is_active: bool = False
     is_ok: bool = True
+    num_dropped: tuple[int, ...] = ()  # pages of its prompt, by group, once it is compacted
 
 
 @dataclass(frozen=True)
@@ -91,6 +117,7 @@ class ScoredChunk:
     is_last: bool = False
     must_fail: bool = False
     saves_to: int = NULL_PAGE
+    compaction: tuple[GroupMove, ...] = ()
 
 
 @dataclass
@@ -166,7 +193,20 @@ class Device:
         if piece.is_last and row.is_ok:
             row.is_active = True
             self._choose(row, piece.tables, result)
+        if piece.compaction:
+            self._compact(row, piece.compaction)
         return result
+
+    def _compact(self, row: Row, moves: tuple[GroupMove, ...]) -> None:
+        """Moves what stays of a prompt, of which every token is stored."""
+        for group, (sources, targets, num_dropped) in enumerate(moves):
+            if num_dropped:
+                numbers = self._read(group, sources, range(row.position))
+                kept = [numbers[at] for at in self.groups[group].budget.kept_places(numbers)]
+                assert len(targets) == -(-len(kept) // self.page_size)
+                for at, number in enumerate(kept):
+                    self.contents[group][targets[at // self.page_size]][at % self.page_size] = number
+        row.num_dropped = tuple(move.num_dropped for move in moves)
 
     def run_decodes(self, pieces: list[ScoredChunk], num_steps: int, width: int, chance: random.Random) -> list[Result]:
         """Each step makes 1 to `width` tokens, and may store more than it keeps."""
@@ -195,14 +235,26 @@ class Device:
     def _check_windows(self, piece: ScoredChunk, salt: str) -> None:
         """The first token of a piece of a prompt sees what it should; the last is checked by what is chosen."""
         for group in range(len(self.groups)):
+            row, tokens = self.rows[piece.slot], piece.sequence.tokens
             places = places_seen(piece.start + 1, *self._window(group))[:-1]
-            expected = [stored(piece.sequence.tokens[at], at, salt) for at in places]
+            expected = [stored(tokens[at], at, salt) for at in places]
+            if row is not None and any(row.num_dropped[group : group + 1]):
+                places = self._places(group, row)
+                prompt = [stored(token, at, salt) for at, token in enumerate(piece.sequence.request.token_ids)]
+                kept = [prompt[at] for at in self.groups[group].budget.kept_places(prompt)]
+                expected = kept + expected[len(prompt) :]
             found = self._read(group, piece.tables[group], places)
             assert found == expected, f"tokens {places} of group {group} are not in their pages"
 
     def _window(self, group: int) -> tuple[int | None, int]:
         """Its window, and the tokens of its sinks."""
         return self.groups[group].window, self.groups[group].num_sinks * self.page_size
+
+    def _places(self, group: int, row: Row) -> list[int]:
+        """What a group sees of a row's tokens, as places in its table."""
+        if any(row.num_dropped[group : group + 1]):
+            return [*range(row.num_dropped[group] * self.page_size, row.position)]
+        return places_seen(row.position, *self._window(group))
 
     def _read(self, group: int, table: tuple[int, ...], places: Sequence[int]) -> list[int | None]:
         size = self.page_size
@@ -211,8 +263,7 @@ class Device:
     def _choose(self, row: Row, tables: tuple[tuple[int, ...], ...], result: Result) -> None:
         history = []
         for number in range(len(self.groups)):
-            places = places_seen(row.position, *self._window(number))
-            history.append(tuple(self._read(number, tables[number], places)))
+            history.append(tuple(self._read(number, tables[number], self._places(number, row))))
         row.newest = next_token([*history, *[(row.state,)] * self.has_states])
         row.remaining -= 1
         row.is_active = row.newest != EOS and row.remaining > 0
@@ -252,11 +303,13 @@ class Engine:
         self.random = random.Random(seed)
         self.failure_rate, self.stop_rate, self.known_pages_every = failure_rate, stop_rate, known_pages_every
         self.tokens_per_step = tokens_per_step
+        self.has_budgets = any(group.budget is not None for group in options.groups)
         self.live: dict[SequenceState, list[int]] = {}  # with the answer that each must give
         self.in_flight: deque[list[Result]] = deque()
         self.num_operations = self.num_schedules = self.num_checks = 0
         self.num_answers = self.num_failed = self.num_refused = 0
         self.num_stored_by_plans = self.num_found_by_plans = 0
+        self.num_compacted = 0  # prompts
         self.num_left = self.num_back = 0  # pages that moved to the host, and back
         self.max_preemptions = 0  # of one sequence
 
@@ -273,8 +326,8 @@ class Engine:
             self.num_refused += 1
             return None
         windows = [(group.window, group.num_sinks * self.options.page_size) for group in self.options.groups]
-        has_states = self.options.has_states
-        self.live[sequence] = expected_answer(prompt, sequence.salt, max_tokens, windows, has_states)
+        has_states, budgets = self.options.has_states, [group.budget for group in self.options.groups]
+        self.live[sequence] = expected_answer(prompt, sequence.salt, max_tokens, windows, has_states, budgets)
         self.check()
         return sequence
 
@@ -295,9 +348,9 @@ class Engine:
             plan = self._schedule(can_preempt=True)
         assert plan is not None
         if plan.is_empty:
-            assert not [*plan.admitted, *plan.moves, *plan.copies, *plan.from_host]
-            self.device.move_out(plan.to_host)
-            assert self.in_flight or not self.scheduler.has_work, "work waits for ever"
+            assert self.has_budgets or not [*plan.admitted, *plan.moves, *plan.copies, *plan.from_host]
+            self._run(plan)
+            assert self.in_flight or plan.admitted or not self.scheduler.has_work, "work waits for ever"
             return False
         self.in_flight.append(self._run(plan))
         self.check()
@@ -413,11 +466,13 @@ class Engine:
 
     def _check_plan(self, plan: DispatchPlan, before: dict[SequenceState, int]) -> None:
         """It keeps to the limits; the pages that it writes are one sequence's own, and nobody else can find them."""
-        assert sum(chunk.length for chunk in plan.chunks) <= self.options.prefill_chunk
+        assert sum(0 if one.compaction else one.length for one in plan.chunks) <= self.options.prefill_chunk
+        assert len(plan.chunks) + len(plan.decodes) == 1 or not any(chunk.compaction for chunk in plan.chunks)
         assert 1 <= plan.num_steps <= (1 if plan.chunks else self.options.steps_per_dispatch)
         assert 1 <= plan.tokens_per_step <= (1 if plan.chunks else self.tokens_per_step)
-        assert {one.slot for one in plan.admitted} <= {chunk.sequence.slot for chunk in plan.chunks}
-        ranges = [(chunk.sequence, chunk.start, chunk.start + chunk.length) for chunk in plan.chunks]
+        waiting = {one.slot for one in plan.admitted if self.scheduler.compaction.is_next(one)}
+        assert {one.slot for one in plan.admitted} - waiting <= {chunk.sequence.slot for chunk in plan.chunks}
+        ranges = [(one.sequence, one.start, one.start + one.length) for one in plan.chunks]
         # What is planned may begin anywhere between the least and the most that is stored.
         ranges += [(one, before[one], min(one.num_reserved, one.num_storable)) for one in plan.decodes]
         size = self.options.page_size
@@ -425,8 +480,10 @@ class Engine:
         for sequence, start, end in ranges:
             assert end > start
             assert sequence.slot is not None
+            moves = next((one.compaction for one in plan.chunks if one.sequence is sequence), ())
             for group, pool in enumerate(self.scheduler.pools.all):
-                pages = sequence.tables[group][start // size : -(-end // size)]
+                table = moves[group].sources if moves else sequence.tables[group]
+                pages = table[start // size : -(-end // size)] + (moves[group].targets if moves else type(table)())
                 assert all(pool.num_owners(page) == 1 and not pool.is_kept(page) for page in pages), (
                     "a shared page is written"
                 )
@@ -446,6 +503,8 @@ class Engine:
         for group, table in zip(self.options.groups, sequence.tables, strict=True):
             first = 0 if group.window is None else max(sequence.num_confirmed + 1 - group.window, 0)
             given = first // size - group.sinks_before(first // size)
+            if group.budget is not None and sequence.is_compacted:
+                given = group.budget.num_dropped(sequence.num_prompt)
             assert table.count(NULL_PAGE) == given, "a page behind the window is not given back, or one of the sinks is"
 
     def _run(self, plan: DispatchPlan) -> list[Result]:
@@ -468,6 +527,10 @@ class Engine:
             tokens = tuple(chunk.sequence.tokens[chunk.start : chunk.start + chunk.length])
             self.num_stored_by_plans += len(tokens)
             piece = self._piece(chunk.sequence, tokens, chunk.start, chunk.is_last)
+            if chunk.compaction:
+                self.num_compacted += 1
+                tables = tuple(move.sources for move in chunk.compaction)
+                piece = replace(piece, tables=tables, compaction=chunk.compaction)
             results.append(device.run_chunk(replace(piece, saves_to=chunk.saves_to)))
         decodes = [self._piece(one) for one in plan.decodes]
         return results + device.run_decodes(decodes, plan.num_steps, plan.tokens_per_step, self.random)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from jaxinfer.engine.cache_groups import CacheGroup, most_pages
 from jaxinfer.engine.host_tier import HostPoolSize
 from jaxinfer.engine.scheduler import SchedulerOptions
-from tests.engine.fake_device import VOCAB, Engine
+from tests.engine.fake_device import VOCAB, Engine, FakeBudget
 
 
 class RandomWork:
@@ -19,6 +19,7 @@ class RandomWork:
         has_windows: bool = False,
         has_states: bool = False,
         has_host: bool = False,
+        has_budgets: bool = False,
     ):
         self.random = rng = random.Random(seed)
         self.abort_rate = abort_rate
@@ -38,6 +39,7 @@ class RandomWork:
         )
         options = with_windows(options, rng) if has_windows else options
         options = with_states(options, rng) if has_states else options
+        options = with_budgets(options, rng) if has_budgets else options
         options = with_host(options, rng) if has_host else options
         self.engine = Engine(
             options,
@@ -51,6 +53,8 @@ class RandomWork:
         if self.is_thrashed:
             self.engine.scheduler._num_spare = lambda: [0] * len(options.groups)
         self.capacity = min((options.num_pages - 1) * options.page_size if options.window is None else 70, 70)
+        if has_budgets:  # prompts that are compacted have pages twice for a while
+            self.capacity = min(self.capacity, (options.num_pages - 1) * options.page_size // 2)
 
     def run(self, num_operations: int) -> Engine:
         """Phases of work; the engine is idle after each."""
@@ -98,6 +102,16 @@ def with_windows(options: SchedulerOptions, rng: random.Random) -> SchedulerOpti
     first = options.num_pages if windows[0] is None else counts[0]
     own = {"window": windows[0], "num_sinks": sinks[0]}
     return replace(options, num_pages=first, **own, more_groups=tuple(groups[1:]))
+
+
+def with_budgets(options: SchedulerOptions, rng: random.Random) -> SchedulerOptions:
+    """Prompts are compacted, in one group or in several, by as much or differently, or not in the first."""
+    size, observed = options.page_size, rng.choice([1, 2, 5])
+    budgets = [FakeBudget(observed + rng.randint(0, 20), observed, size) for _ in range(rng.choice([1, 1, 2, 3]))]
+    groups = [CacheGroup(options.num_pages, budget=one) for one in budgets]  # pyright: ignore[reportArgumentType]
+    if rng.random() < 0.3:
+        return replace(options, more_groups=tuple(groups))
+    return replace(options, budget=budgets[0], more_groups=tuple(groups[1:]))
 
 
 def with_states(options: SchedulerOptions, rng: random.Random) -> SchedulerOptions:

@@ -1,4 +1,4 @@
-"""What devices send each other in a step of decoding, as the TPU's compiler makes it, in each layer.
+"""What devices send each other, as the compilers make it, in each layer: in a step of decoding, and of a long prompt.
 
 Two sums over the devices of hidden states, as in Megatron-LM (Shoeybi et al. 2019): after attention and after the MLP.
 No weight is gathered, whatever it is stored as. Llama-3-8B and 70B on v6e:2x2 and v5e:4x4: more chips than the models
@@ -15,11 +15,14 @@ import pytest
 from jaxinfer import parallel
 from jaxinfer.cache import abstract_paged_cache
 from jaxinfer.engine.abstract_work import abstract_decode_work
+from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs import paged as paged_programs
 from jaxinfer.engine.programs import program_model
-from jaxinfer.engine.spec import abstract_slots, placed_params
+from jaxinfer.engine.spec import EngineSpec, abstract_slots, placed_params
 from jaxinfer.models import abstract_params, fit_to_mesh
+from jaxinfer.planning.compiled import PREFILL, chip_compiler, compile_programs
 from jaxinfer.quantization import quantize_params
+from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
 from tests.engine.test_compiled import COLLECTIVES, LLAMA_3_8B, MAX_STEPS, NARROW, PAGE, PAGES, SLOTS
@@ -85,3 +88,32 @@ def test_a_layer_sums_twice_over_the_devices(chip, size, model, recipe):
     assert of_layer == Counter({("all-reduce", hidden): 2})
     # No weight is gathered, in the layers or around them.
     assert all(num_bytes < smallest for kind, num_bytes in more if kind != "all-reduce")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("chip", ["v6e", "h100"])
+def test_a_prompt_of_32768_tokens_over_four_devices(chip):
+    """Llama-3-8B in bfloat16, 2,048 tokens a step: bytes beside the weights, and what a device sends for a layer."""
+    if (reason := ahead_of_time.missing_compiler(chip)) is not None:
+        pytest.skip(reason)
+    num_devices, rows, platform = 4, 2048, "gpu" if chip == "h100" else "tpu"
+    config = replace(LLAMA_3_8B, max_position_embeddings=32_768)
+    params = abstract_params(config, jnp.bfloat16)
+    options = EngineOptions(max_seqs=1, max_model_len=32_768, prefill_chunk=rows, num_pages=32_768 // PAGE + 1)
+    found = []
+    for size in (1, num_devices):
+        mesh = ahead_of_time.slice_mesh(chip, ((parallel.SEQUENCE, size),))
+        spec = EngineSpec(config, params, replace(options, page_size=PAGE), platform, mesh if size > 1 else None)
+        compiled = compile_programs(spec, chip_compiler(chip, mesh), whole=False, only=PREFILL)[PREFILL]
+        found.append(compiled.figures)
+    alone, of_four = (one.total_bytes - num_bytes(params) for one in found)
+    sent = found[1].sent_bytes / config.num_layers
+    print(f"{chip}: {of_four:,.0f} of {alone:,.0f} bytes, {of_four / alone:.3f}; {sent:,.0f} bytes sent for a layer")
+    assert of_four <= 0.35 * alone
+    # Queries, keys and values are gathered in bfloat16, and the sums of attention scattered in float32 with their
+    # denominators: nothing that grows with the prompt. A thirtieth is for what is sent outside the layers.
+    heads, others = config.num_heads * config.head_dim, num_devices - 1
+    gathered = 2 * rows * (heads + 2 * config.num_kv_heads * config.head_dim) * others // num_devices
+    scattered = 4 * rows * (heads + 4 * config.num_heads) * others // num_devices
+    assert sent <= (gathered + scattered) * 31 / 30

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.cache import state_bytes
+from jaxinfer.engine import host_pages as host_tier_pages
+from jaxinfer.engine import link_rates
 from jaxinfer.engine.host_pages import host_pools
 from jaxinfer.engine.host_tier import HostPool, HostPoolSize, HostTier, PageMove, transit_bytes
 from jaxinfer.engine.link_rates import TransferRule, met_parameters
@@ -167,6 +170,26 @@ def test_saved_states_move_too(num_saved_states):
         assert llm.engine.scheduler.tier.pools[1].num_used > 0
 
 
+def test_a_preempted_answer_goes_on_from_its_last_saved_state():
+    """Of a model with states: what comes after the last border of its prompt is computed again, and not the prompt."""
+    config = replace(MIXED, max_position_embeddings=1024)
+    prompts = [random_tokens(150, seed) for seed in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    options = {"max_model_len": 256, "page_size": 8, "max_seqs": 4, "num_pages": 64, "prefill_chunk": 64}
+    computed, found = [], []
+    for gib in (None, 16 * GIB):
+        with LLM((config, random_params(config)), **options, num_saved_states=2, host_cache_gib=gib) as llm:
+            scheduler = llm.engine.scheduler
+            scheduler._num_spare = lambda: [0]  # admits too many
+            found.append(answers(llm, prompts, params, together=4))
+            assert scheduler.counters.num_preemptions > 0
+            computed.append(scheduler.counters.computed_prompt_tokens - 4 * 150)
+            border = 150 // llm.engine.spec.save_interval * llm.engine.spec.save_interval
+            again = (150 - border + 40) * scheduler.counters.num_preemptions
+    assert found[0] == found[1]
+    assert computed[1] <= again < computed[0]
+
+
 def test_bits_come_back_as_they_left(tiny):
     """Bit for bit, in the order in which pages were asked for, whatever their number."""
     with LLM(tiny, **OPTIONS, host_cache_gib=GIB) as llm:
@@ -228,6 +251,62 @@ def test_the_rule():
     assert str(replace(rule, token_flops=1e9)).startswith("does not pay")
 
 
+FAST_LINK, SLOW_LINK = (1e15, 1e6), (1e3, 1e15)  # bytes and FLOP a second
+
+
+@pytest.mark.parametrize("rates", [FAST_LINK, SLOW_LINK], ids=["link", "compute"])
+def test_auto_uses_host_memory_where_it_pays(tiny, monkeypatch, rates):
+    """Pages neither leave nor come back where computing is faster, and the memory of moves is not set aside."""
+    monkeypatch.setattr(link_rates, "measured_rates", lambda device, dtype: rates)
+    with LLM(tiny, **OPTIONS) as llm:
+        expected = answers(llm)
+        without = llm.engine.runner.memory.activations
+    with LLM(tiny, **OPTIONS, host_cache_gib="auto") as llm:
+        assert answers(llm) == expected
+        facts, engine = llm.explain().to_dict()["cache"], llm.engine
+        if rates is FAST_LINK:
+            assert min(moved(llm)) > 0
+            assert facts["host cache"].startswith("pays: a token is read in")
+            assert engine.runner.memory.activations > without
+        else:
+            assert moved(llm) == (0, 0, 0)
+            assert not engine.scheduler.tier
+            assert facts["host cache"].startswith("none, by host_cache_gib='auto': does not pay")
+            assert engine.runner.memory.activations == without
+
+
+def test_a_number_is_used_in_any_case(tiny, monkeypatch):
+    monkeypatch.setattr(link_rates, "measured_rates", lambda device, dtype: SLOW_LINK)
+    with LLM(tiny, **OPTIONS, host_cache_gib=GIB) as llm:
+        answers(llm)
+        assert min(moved(llm)) > 0
+        fact = llm.explain().to_dict()["cache"]["host cache"]
+    assert fact.startswith("does not pay")
+    assert fact.endswith("(host_cache_gib is a number: used in any case)")
+
+
+def test_a_saved_state_counts_in_the_rule(monkeypatch):
+    """With the share that one has of a token, where prompts go on from saved states only."""
+    monkeypatch.setattr(link_rates, "measured_rates", lambda device, dtype: FAST_LINK)
+    found = []
+    for count in (0, 2):
+        options = EngineOptions(num_saved_states=count, max_model_len=256)
+        spec = EngineSpec(MIXED, abstract_params(MIXED), options, "cpu")
+        found.append(link_rates.transfer_rule(spec, jax.devices()[0]).token_bytes)
+    assert found[1] - found[0] == state_bytes(MIXED, spec.dtype) / spec.save_interval > 0
+
+
+@pytest.mark.parametrize(("free", "num_devices"), [(2**24, 1), (2**24, 4), (2**50, 1)])
+def test_the_size_of_auto(monkeypatch, free, num_devices):
+    """Half of the host's free memory, shared by the replicas that its devices have room for; or 16 times the cache."""
+    monkeypatch.setattr(host_tier_pages, "system_memory", lambda: free)
+    monkeypatch.setattr(jax, "local_device_count", lambda *args: num_devices)
+    spec = EngineSpec(TINY, abstract_params(TINY), EngineOptions(host_cache_gib="auto", max_model_len=64), "cpu")
+    (pool,) = host_pools(spec)
+    wanted = min(free // 2 // num_devices, 16 * spec.num_pages * pool.page_bytes)
+    assert wanted - pool.page_bytes < pool.num_pages * pool.page_bytes <= wanted
+
+
 def test_parameters_that_a_token_meets():
     spec = EngineSpec(TINY, abstract_params(TINY), EngineOptions(), "cpu")
     embeddings = 2 * TINY.vocab_size * TINY.hidden_size
@@ -248,7 +327,9 @@ def test_host_pages_are_shared_out_as_device_pages_are():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"host_cache_gib": 0}, "host_cache_gib must be a positive number of GiB, got 0"),
+        ({"host_cache_gib": 0}, "host_cache_gib must be a positive number of GiB or 'auto', got 0"),
+        ({"host_cache_gib": "much"}, "host_cache_gib must be .* got 'much'"),
+        ({"host_cache_gib": "auto", "prefix_store": "x"}, "prefix_store='x' is read into host memory.*'auto'"),
         ({"host_cache_gib": True}, "got True"),
         ({"host_cache_gib": float("nan")}, "got nan"),
         ({"host_cache_gib": 1, "prefix_cache": False}, "host_cache_gib=1 .* prefix_cache=False"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cache import moved_sinks
+from jaxinfer.cache import moved_sinks, ragged
 from jaxinfer.cache.policies import parse_policy
 from jaxinfer.engine import programs
 from jaxinfer.engine.options import EngineOptions
@@ -134,7 +134,13 @@ def test_a_page_evicted_while_it_is_shared_changes_answers(monkeypatch):
 
 # What is refused.
 
+QUEST = "quest(16)"
 REFUSED = [
+    ({"kv_policy": QUEST}, {}, None, "is for layers after the first 2: .* has none without a window"),
+    ({"kv_policy": QUEST, "cache": "contiguous"}, {}, None, "it is for cache='paged' only"),
+    ({"kv_policy": QUEST, "draft_tree": (2, 1)}, {}, NgramDraft(), r"cannot be combined with draft_tree=\(2, 1\)"),
+    ({"kv_policy": QUEST}, {}, LayersDraft(1), r"quest\(16\)' cannot be combined with draft='layers:1'"),
+    ({"kv_policy": QUEST}, {"sliding_windows": (8, 8)}, None, "have a window already, of 8 tokens"),
     ({"kv_policy": "sinks(4)"}, {}, None, r"lacks window\(N\)"),
     ({"cache": "contiguous"}, {}, None, "it is for cache='paged' only"),
     ({"draft_tree": (2, 1)}, {}, NgramDraft(), r"cannot be combined with draft_tree=\(2, 1\)"),
@@ -165,16 +171,18 @@ def test_what_cannot_be_combined_is_refused_by_name(options, changes, draft, mes
 
 
 def test_models_without_pages_of_all_tokens_are_refused():
-    with pytest.raises(ValueError, match="has recurrent layers, whose states are of all tokens"):
-        spec_of(DELTA)
+    for policy in (POLICY, QUEST):
+        with pytest.raises(ValueError, match="has recurrent layers, whose states are of all tokens"):
+            spec_of(DELTA, kv_policy=policy)
 
 
 def test_latent_attention_and_several_devices_are_refused():
-    with pytest.raises(ValueError, match="has latent attention, whose cache is kept whole"):
-        spec_of(LATENT)
-    options = EngineOptions(kv_policy=POLICY)
-    with pytest.raises(ValueError, match="runs on one device, not 2"):
-        check_policy(TINY, None, 2, options, parse_policy(POLICY).pages(PAGE), "float32")
+    for policy in (POLICY, QUEST):
+        with pytest.raises(ValueError, match="has latent attention, whose cache is kept whole"):
+            spec_of(LATENT, kv_policy=policy)
+        options = EngineOptions(kv_policy=policy)
+        with pytest.raises(ValueError, match="runs on one device, not 2"):
+            check_policy(TINY, None, 2, options, parse_policy(policy).pages(PAGE), "float32")
 
 
 def test_taps_are_refused():
@@ -192,6 +200,11 @@ def spec_of(config, draft=None, **options) -> EngineSpec:
     return EngineSpec(config, abstract_params(config, "float32"), EngineOptions(**options), "cpu", draft=draft)
 
 
+def test_quest_does_not_lengthen_what_a_model_takes():
+    with pytest.raises(ValueError, match="max_model_len=128 is more than the 64 tokens the model declares"):
+        LLM(model_of((None,) * 3, 64), **{**OPTIONS, "kv_policy": QUEST})
+
+
 # Bytes and programs.
 
 
@@ -204,6 +217,17 @@ def test_explain_counts_what_is_allocated():
         assert "beyond 48 tokens" in facts["policy"]
 
 
+def test_explain_says_what_quest_reads():
+    with LLM(model_of((8, None, None, None)), **{**OPTIONS, "kv_policy": QUEST}) as llm:
+        facts, spec = llm.explain().to_dict()["cache"], llm.engine.spec
+        cache = llm.engine.runner._cache
+        assert facts["bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == num_bytes(spec.cache)
+        read = "in 2 of 4 layers a token of an answer reads the bounds of all full pages, the best 2 pages of 8 tokens"
+        assert read in facts["policy"]
+        # Two numbers of float32 for each channel and page.
+        assert facts["  of these bounds"] == 2 * 2 * TINY.num_kv_heads * TINY.head_dim * 4 // PAGE
+
+
 @pytest.mark.parametrize("draft", [None, NgramDraft()])
 def test_without_a_policy_nothing_of_it_is_traced(monkeypatch, draft):
     config = replace(TINY, max_position_embeddings=512)
@@ -213,6 +237,7 @@ def test_without_a_policy_nothing_of_it_is_traced(monkeypatch, draft):
 
     for module, name in (
         *((paged, "pieces"), (paged, "attend_to_pieces"), (programs, "kept_view")),
+        *((paged, "parts_of_step"), (programs, "parts_of_slots"), (ragged, "attend_to_best")),
         *((speculative, "room_in_page"), (moved_sinks, "move_sinks")),
     ):
         monkeypatch.setattr(module, name, refuse)
@@ -221,6 +246,10 @@ def test_without_a_policy_nothing_of_it_is_traced(monkeypatch, draft):
     decode = planned_programs(spec_of(config, prefill_chunk=21))["decode"]
     with pytest.raises(AssertionError, match="traced"):
         decode.function.lower(*decode.arguments)
+    longer = replace(config, num_layers=3)
+    for one in planned_programs(spec_of(longer, draft=draft, kv_policy="quest(16)", prefill_chunk=25)).values():
+        with pytest.raises(AssertionError, match="traced"):
+            one.function.lower(*one.arguments)
 
 
 def test_a_decode_step_reads_what_is_kept_only():

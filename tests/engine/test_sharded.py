@@ -9,12 +9,12 @@ import pytest
 
 from jaxinfer import parallel
 from jaxinfer.cache import init_paged_cache
-from jaxinfer.engine.abstract_work import abstract_step_work
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs import paged as programs
 from jaxinfer.engine.programs import program_model
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, init_params, parameter_shardings
+from jaxinfer.planning.compiled import DECODE, PREFILL, planned_programs
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingParams, SamplingRow, make_batch, make_state
@@ -161,8 +161,8 @@ def test_experts_that_cannot_be_cut_say_so():
 @pytest.mark.alone
 @pytest.mark.parametrize("chunk", [1024, pytest.param(2048, marks=pytest.mark.slow)])
 def test_a_long_prompt_takes_a_quarter_on_four_devices(chunk):
-    """The cache of 32,768 tokens and the temporary arrays of a chunk, on one of four devices and on one alone; weights
-    are whole on each and not counted."""
+    """The cache of 32,768 tokens and the arrays of a chunk and of decoding, on one of four devices and on one alone;
+    weights are whole on each and not counted."""
     config = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=256,
@@ -177,14 +177,18 @@ def test_a_long_prompt_takes_a_quarter_on_four_devices(chunk):
     )
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     options = EngineOptions(max_seqs=1, max_model_len=32768, prefill_chunk=chunk)
-    found = []
-    for mesh in (None, parallel.make_mesh("sequence=4")):
-        spec = EngineSpec(config, params, options, "cpu", mesh)
-        model, weights = program_model(config, spec.placed_params, mesh)
-        work = abstract_step_work(chunk, 1, spec.pages_per_sequence)
-        memory = programs.step.lower(model, weights, spec.cache, spec.slots[0], work).compile().memory_analysis()
-        assert memory is not None
-        peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
-        found.append(peak - memory.alias_size_in_bytes - num_bytes(params))
-    print(f"{chunk} tokens a chunk: {found[1]:,} of {found[0]:,} bytes, {found[1] / found[0]:.3f}")
-    assert found[1] <= 0.35 * found[0]
+    specs = [EngineSpec(config, params, options, "cpu", mesh) for mesh in (None, parallel.make_mesh("sequence=4"))]
+    for name in (PREFILL, DECODE):
+        alone, of_four = (_peak_bytes(planned_programs(spec)[name]) - num_bytes(params) for spec in specs)
+        print(f"{chunk} tokens a chunk, {name}: {of_four:,} of {alone:,} bytes, {of_four / alone:.3f}")
+        assert of_four <= 0.35 * alone
+    alone, of_four = (num_bytes(spec.cache) for spec in specs)
+    assert of_four == alone / 4
+
+
+def _peak_bytes(planned) -> int:
+    """Bytes on one device while a program runs."""
+    memory = planned.function.lower(*planned.arguments).compile().memory_analysis()
+    assert memory is not None
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return peak - memory.alias_size_in_bytes

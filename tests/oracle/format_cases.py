@@ -39,6 +39,7 @@ def cases(seed: int) -> Iterator[Case]:
     yield from _bitsandbytes()
     yield from _compressed_tensors()
     yield from _transformers()
+    yield from _nvfp4()
 
 
 def save(case: Case) -> Path:
@@ -223,3 +224,49 @@ def _transformers() -> Iterator[Case]:
     )["weight"]
     quantization = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
     yield Case("autoawq-gemm", quantization, (24, 96), tensors, expected)
+
+
+def _nvfp4() -> Iterator[Case]:
+    """compressed-tensors' own, and ModelOpt's through its converter, which inverts the scale of the tensor."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.quant_scheme import NVFP4A16
+
+    shape = (20, 96)
+    scheme = QuantizationScheme(targets=["Linear"], **NVFP4A16)
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+
+    def expected(tensors: dict[str, Any]) -> Any:
+        values = unpack_fp4_from_uint8(tensors["weight_packed"], *shape, dtype=torch.float32)
+        scale, of_tensor = tensors["weight_scale"].float(), tensors["weight_global_scale"]
+        found = dequantize(values, scale, args=scheme.weights, dtype=torch.float32, global_scale=of_tensor)
+        assert torch.equal(compressor.decompress(tensors, scheme)["weight"], found.bfloat16())
+        return found
+
+    weight = _weight(*shape)
+    of_tensor = (448 * 6 / weight.abs().max()).reshape(1)
+    scale = (weight.reshape(20, 6, 16).abs().amax(-1) / 6 * of_tensor).to(torch.float8_e4m3fn).float()
+    state = {"weight": weight, "weight_scale": scale, "weight_global_scale": of_tensor}
+    tensors = compressor.compress(state, scheme)
+    group = {"targets": ["Linear"], "weights": scheme.weights.model_dump(mode="json")}
+    quantization = {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group},
+    }  # fmt: skip
+    yield Case("compressed-tensors-nvfp4", quantization, shape, tensors, expected(tensors))
+
+    modelopt = {
+        "weight": tensors["weight_packed"], "weight_scale": tensors["weight_scale"],
+        "weight_scale_2": (weight.abs().max() / (448 * 6)).reshape(()), "input_scale": torch.tensor(0.25),
+    }  # fmt: skip
+    converter = ModelOptNvfp4Converter(targets=["Linear", "re:layer"])
+    converted = converter.process({f"layer.{suffix}": tensor for suffix, tensor in modelopt.items()})
+    found = {key.removeprefix("layer."): tensor for key, tensor in converted.items()}
+    found["weight_global_scale"] = found["weight_global_scale"].reshape(1)
+    # weight_scale * weight_scale_2 here, weight_scale / (1 / weight_scale_2) there: two more roundings.
+    yield Case(
+        "modelopt-nvfp4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, shape, modelopt, expected(found), ulps=3
+    )

@@ -1,10 +1,14 @@
 """Writes golden/policies.safetensors: what kvpress's StreamingLLM keeps of random Llamas, and their logits; and
-golden/policy_scores.safetensors: what its methods that score keys keep of a prompt.
+golden/policy_scores.safetensors: what its methods that score keys keep of a prompt; and golden/prompt_policies.
+safetensors: greedy answers after prompts that it compacts; and golden/policy_heavy.safetensors: what its observed
+attention keeps of a prompt, with the last tokens, and logits of the tokens after that.
 
 Run with kvpress 0.5.5, torch and Transformers in an environment of its own: kvpress needs older Transformers than the
 other golden files. Run twice, it writes the same bytes. Pages are computed one by one, each attending to what the press
 left of the pages before it.
 """
+
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,6 +16,7 @@ from kvpress import (
     ExpectedAttentionPress,
     KeyDiffPress,
     KeyRerotationPress,
+    ObservedAttentionPress,
     PyramidKVPress,
     SnapKVPress,
     StreamingLLMPress,
@@ -20,12 +25,21 @@ from safetensors.numpy import save_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tests.oracle.policy_cases import (
+    ANSWER,
     BUDGETS,
+    COMPACTED,
     CONFIG,
+    EVERY,
     GOLDEN,
+    HEAVY,
+    HEAVY_ANSWER,
+    HEAVY_BUDGETS,
+    HEAVY_PROMPT,
     METHODS,
     NUM_TOKENS,
+    OBSERVED,
     PAGE_SIZE,
+    PROMPTS,
     SCORED,
     SCORES,
     SEEDS,
@@ -47,6 +61,8 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, np.ndarray] = {}
     scored: dict[str, np.ndarray] = {}
+    compacted: dict[str, np.ndarray] = {}
+    heavy: dict[str, np.ndarray] = {}
     for seed in SEEDS:
         model = LlamaForCausalLM(LlamaConfig(**CONFIG, attn_implementation="eager"))
         model.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors(seed).items()})
@@ -57,7 +73,13 @@ def main() -> None:
                 name = name_of(seed, budget, is_relative)
                 found |= {f"{name}.logits": np.ascontiguousarray(logits[7::8]), f"{name}.kept": kept}
         scored |= {f"{seed}.{name}": kept for name, kept in chosen(model, torch.from_numpy(tokens(seed))[None]).items()}
-    for arrays, path in ((found, GOLDEN), (scored, SCORES)):
+        for budget in HEAVY_BUDGETS:
+            logits, kept, observed = observe(model, torch.from_numpy(tokens(seed))[None], budget)
+            heavy |= {f"{seed}.{budget}.logits": logits, f"{seed}.{budget}.kept": kept}
+            heavy[f"{seed}.{budget}.observed"] = observed
+        answers = answered(model, torch.from_numpy(tokens(seed))[None])
+        compacted |= {f"{seed}.{name}": array for name, array in answers.items()}
+    for arrays, path in ((found, GOLDEN), (scored, SCORES), (compacted, COMPACTED), (heavy, HEAVY)):
         save_file(arrays, path)
         path.chmod(0o644)
         print(f"{len(arrays)} arrays, {path.stat().st_size:,} bytes")
@@ -100,6 +122,78 @@ def positions_kept(press, module, hidden, layer, known) -> np.ndarray:
     length = layer.keys.shape[2]
     count = int(length * (1 - press.compression_ratio)) if budget_of is None else budget_of(module, length)
     return scores.topk(count, dim=-1).indices.sort(dim=-1).values[0].numpy()
+
+
+class RecentPress(ObservedAttentionPress):
+    """Observed attention that keeps the last `recent` tokens, as SnapKV keeps its window."""
+
+    recent = 0
+
+    def score(self, *args, **kwargs):
+        scores = super().score(*args, **kwargs)
+        if self.recent:
+            scores[..., -self.recent :] = scores.max() + 1
+        return scores
+
+
+@torch.no_grad()
+def observe(model, ids, budget: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits float32 [HEAVY_ANSWER, V] of the tokens after a prompt of which at least `budget` tokens are kept; and the
+    positions int16 [layers, Hkv, kept], ascending, with the last half and without."""
+    cache = DynamicCache()
+    attentions = model(ids[:, :HEAVY_PROMPT], past_key_values=cache, use_cache=True, output_attentions=True).attentions
+    count = -(-budget // PAGE_SIZE) * PAGE_SIZE + HEAVY_PROMPT % PAGE_SIZE
+    kept, observed = [], []
+    for layer, decoder_layer, weights in zip(cache.layers, model.model.layers, attentions, strict=True):
+        for recent, into in ((budget // 2, kept), (0, observed)):
+            press = RecentPress(1 - (count + 0.5) / HEAVY_PROMPT)
+            press.recent = recent
+            scores = press.score(decoder_layer.self_attn, None, layer.keys, layer.values, weights, {})
+            into.append(scores.topk(count, dim=-1).indices.sort(dim=-1).values[0])
+        at = kept[-1][None, :, :, None].expand(-1, -1, -1, layer.keys.shape[-1])
+        layer.keys, layer.values = layer.keys.gather(2, at), layer.values.gather(2, at)
+    end = HEAVY_PROMPT + HEAVY_ANSWER
+    positions = torch.arange(HEAVY_PROMPT, end)[None]
+    logits = model(ids[:, HEAVY_PROMPT:end], past_key_values=cache, position_ids=positions, use_cache=True).logits[0]
+    return logits.numpy(), *(torch.stack(rows).numpy().astype(np.int16) for rows in (kept, observed))
+
+
+@torch.no_grad()
+def answered(model, ids) -> dict[str, np.ndarray]:
+    """By method and budget: the positions int16 [layers, Hkv, T] that are kept, -1 after the last, the greedy answer
+    int16 [ANSWER], and logits float32 [ANSWER / EVERY, V]."""
+    made = {
+        "snapkv": lambda budget: SnapKVPress(1 - (budget + 0.5) / NUM_TOKENS, window_size=OBSERVED),
+        "keydiff": lambda budget: KeyDiffPress(1 - (budget + 0.5) / NUM_TOKENS),
+        "pyramidkv": lambda budget: PyramidKVPress(1 - budget / NUM_TOKENS, window_size=OBSERVED),
+    }
+    found = {}
+    model.set_attn_implementation("sdpa")  # makes no mask for a single query, so that layers may differ in length
+    for method, (_, budgets) in PROMPTS.items():
+        for budget in budgets:
+            press, cache, kept = made[method](budget), DynamicCache(), []
+            compress = press.compress
+
+            def remember(module, hidden, keys, values, attentions, known, press=press, kept=kept, compress=compress):
+                rows = positions_kept(press, module, hidden, SimpleNamespace(keys=keys, values=values), known)
+                kept.append(np.pad(rows, ((0, 0), (0, NUM_TOKENS - rows.shape[1])), constant_values=-1))
+                return compress(module, hidden, keys, values, attentions, known)
+
+            press.compress = remember
+            with press(model):
+                logits = [model(ids, past_key_values=cache, use_cache=True).logits[0, -1]]
+            answer = [int(logits[0].argmax())]
+            while len(answer) < ANSWER:
+                at = torch.tensor([[NUM_TOKENS + len(answer) - 1]])
+                step = model(torch.tensor([[answer[-1]]]), past_key_values=cache, position_ids=at, use_cache=True)
+                logits.append(step.logits[0, -1])
+                answer.append(int(logits[-1].argmax()))
+            name = f"{method}.{budget}"
+            found[f"{name}.kept"] = np.stack(kept).astype(np.int16)
+            found[f"{name}.answer"] = np.array(answer, np.int16)
+            found[f"{name}.logits"] = torch.stack(logits[EVERY - 1 :: EVERY]).numpy()
+    model.set_attn_implementation("eager")
+    return found
 
 
 @torch.no_grad()

@@ -7,10 +7,19 @@ import numpy as np
 
 GOLDEN = Path(__file__).parent / "golden" / "policies.safetensors"
 SCORES = GOLDEN.with_name("policy_scores.safetensors")
+HEAVY = GOLDEN.with_name("policy_heavy.safetensors")
 PAGE_SIZE, NUM_TOKENS, SEEDS = 8, 120, (1, 2, 3)
 BUDGETS = ((4, 16), (8, 8), (16, 40))  # sinks and window, in tokens
 SCORED = (24, 48, 90)  # tokens that are kept of a prompt
+COMPACTED = GOLDEN.with_name("prompt_policies.safetensors")
+# Methods that compact prompts: tokens of a page, and budgets of a prompt of NUM_TOKENS tokens. With pages of one token
+# every budget of PyramidKV's layers can be met; of these, the first is too small for a pyramid.
+PROMPTS = {"snapkv": (8, (40, 56, 88)), "keydiff": (8, (40, 56, 88)), "pyramidkv": (1, (40, 60, 70))}
+OBSERVED = 32  # queries that score
+ANSWER, EVERY = 24, 4  # tokens, and of how many one's logits are kept
 METHODS = ("snapkv", "pyramidkv", "keydiff", "expected_attention")
+HEAVY_BUDGETS = (16, 40, 72)  # tokens of `h2o`
+HEAVY_PROMPT, HEAVY_ANSWER = 97, 7  # tokens; the answer's last one fills a page
 WINDOW = 16  # queries of SnapKV and PyramidKV
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,8 +10,9 @@ FILES = sorted(FOLDER.glob("*.safetensors"))
 
 
 def test_there_are_files_of_every_library():
-    assert {path.stem.split("-")[0] for path in FILES} == {"bitsandbytes", "compressed", "transformers", "autoawq"}
-    assert len(FILES) == 33
+    libraries = {"bitsandbytes", "compressed", "transformers", "autoawq", "modelopt"}
+    assert {path.stem.split("-")[0] for path in FILES} == libraries
+    assert len(FILES) == 35
     assert max(path.stat().st_size for path in FILES) < 100_000
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from checkpoints_convert import load
 from checkpoints_convert.gguf.blocks import TYPE_NAMES, TYPES, dequantize
+from checkpoints_convert.gguf.grids import grid
 from jaxinfer.loading import tokenizer_of
 from jaxinfer.quantization.tree import is_quantized
 from tests.checkpoints_convert.gguf.gguf_models import metadata_of, tensors_of
@@ -60,6 +61,14 @@ def test_the_table_of_types(gguf):
     for name, kind in TYPES.items():
         sizes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
         assert sizes == (kind.block_size, kind.block_bytes)
+
+
+@pytest.mark.parametrize("kind", ["IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"])
+def test_the_grids_of_i_quants(gguf, kind):
+    theirs = getattr(gguf.quants, kind)
+    theirs.init_grid()
+    wanted = np.searchsorted(theirs.grid_map, theirs.grid.reshape(theirs.grid_shape))
+    np.testing.assert_array_equal(grid(kind), wanted)
 
 
 @pytest.mark.parametrize("name", GGUF_CASES)

@@ -9,13 +9,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert import load
+from jaxinfer.cache.policies import pyramid_budgets
 from jaxinfer.cache.scores import (
     FUTURE_POSITIONS,
     NUM_SINKS,
     expected_attention_scores,
     kept_positions,
     keydiff_scores,
-    pyramid_budgets,
     snapkv_scores,
 )
 from jaxinfer.models import bind
@@ -86,9 +86,9 @@ def test_pyramids():
     budgets = pyramid_budgets(1000, 100_000, 32, window=8)
     assert abs(sum(budgets) / 32 - 1000) < 1
     assert (budgets[0], budgets[-1]) == (1950, 50)
-    assert pyramid_budgets(24, 120, 2, window=16) == [24, 24]  # 24 / 20 tokens are fewer than the window
-    assert pyramid_budgets(90, 120, 2, window=16) == [104, 76]
-    assert pyramid_budgets(1000, 40_000, 1, window=8) == [1950]
+    assert pyramid_budgets(24, 120, 2, window=16) == (24, 24)  # 24 / 20 tokens are fewer than the window
+    assert pyramid_budgets(90, 120, 2, window=16) == (104, 76)
+    assert pyramid_budgets(1000, 40_000, 1, window=8) == (1950,)
 
 
 def test_scores_need_tokens_before_the_window():

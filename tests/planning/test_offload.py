@@ -27,7 +27,7 @@ def test_a_model_that_does_not_fit_does_with_layers_on_the_host(ask):
     assert point.bound == "host"
     assert point.seconds == point.host_seconds
     assert point.tokens_per_second == pytest.approx(point.batch / point.host_seconds)
-    assert offloaded.memory.parts["layers from the host"] == spec.buffer_bytes
+    assert offloaded.memory.parts["arriving layers"] == spec.buffer_bytes
     assert f"{len(host_rows(spec.params))} of 80 layers" in str(offloaded)
 
 

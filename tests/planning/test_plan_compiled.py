@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.models import abstract_params
-from jaxinfer.planning import changes, make_plan
+from jaxinfer.planning import changes, compiled, make_plan
 from jaxinfer.planning.compiled import chip_compiler, compile_programs
 from jaxinfer.planning.counted import count
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import ModelDraft
 from pallas_kernels import ahead_of_time
+from pallas_kernels.hbm_traffic import Program
 from tests.planning.plan_models import GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, TINY
 
 # Of memory and of bytes moved, between a program of all layers and what few layers say of it.
@@ -27,6 +28,23 @@ BOUND = 0.02
 def needs(chip: str) -> None:
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
         pytest.skip(reason)
+
+
+def test_what_asynchronous_operations_send():
+    """As a GPU's compiler writes them: the operands come before the results, which are all that is counted."""
+    text = """
+ENTRY %main (a: f32[8,16], b: bf16[2,4]) -> f32[2,16] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %b = bf16[2,4]{1,0} parameter(1)
+  %g = ((f32[8,16]{1,0}, bf16[2,4]{1,0}), (f32[32,16]{1,0}, bf16[8,4]{1,0})) all-gather-start(%a, %b), dimensions={0}
+  %h = (f32[32,16]{1,0}, bf16[8,4]{1,0}) all-gather-done(%g)
+  %s = (f32[8,16]{1,0}, f32[2,16]{1,0}) reduce-scatter-start(%a), dimensions={0}
+  ROOT %t = f32[2,16]{1,0} reduce-scatter-done(%s)
+}
+"""
+    gathered, scattered = compiled._exchanges(Program(text), 4)
+    assert gathered == (4 * 32 * 16 + 2 * 8 * 4) * 3 / 4
+    assert scattered == 4 * 2 * 16 * 3
 
 
 @pytest.mark.parametrize("num_layers", [1, pytest.param(6, marks=pytest.mark.slow)])

@@ -208,3 +208,36 @@ def test_nested_scales_are_those_of_the_formula_in_a_program_too():
     expected = products + np.asarray(scales.offset)
     assert np.array_equal(jax.jit(lambda scales: scales.dequantize())(scales), expected)
     assert np.array_equal(jax.jit(lambda array: array.dequantize())(array), array.dequantize())
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int4-g32-asym", "int3", "int8"])
+def test_weights_of_the_error_lower_the_weighted_error(name):
+    """More than any other weights do; equal ones still search, and lower the plain error."""
+    random = np.random.default_rng(0)
+    weight = jnp.asarray(random.standard_normal((128, 24)), jnp.float32)
+    importance = jnp.asarray(np.exp(1.5 * random.standard_normal(128)), jnp.float32)
+
+    def error(by, **options):
+        found = quantize(weight, name, **options)
+        check(found, name)
+        return float(jnp.sum(by[:, None] * (found.dequantize() - weight) ** 2))
+
+    equal = jnp.ones(128)
+    assert error(importance, importance=importance) < 0.97 * error(importance)
+    assert error(importance, importance=importance) < error(importance, importance=equal)
+    assert error(equal, importance=equal) < error(equal)
+    # Experts have weights of their own.
+    stacked = quantize(jnp.stack([weight, weight]), name, importance=jnp.stack([importance, equal]))
+    for number, weights in enumerate((importance, equal)):
+        alone = quantize(weight, name, importance=weights)
+        np.testing.assert_allclose(stacked.dequantize()[number], alone.dequantize(), rtol=1e-6)
+
+
+def test_weights_of_the_error_that_do_not_fit_are_refused():
+    weight = jnp.ones((128, 24))
+    with pytest.raises(
+        ValueError, match=r"importances of shape \(24,\) weigh the inputs of integers, not int \(128, 24\)"
+    ):
+        quantize(weight, "int4", importance=jnp.ones(24))
+    with pytest.raises(ValueError, match="weigh the inputs of integers, not nf4"):
+        quantize(weight, "nf4", importance=jnp.ones(128))

@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache import PagedCache, PageTables, StateCache, attend_ragged
+from jaxinfer.cache.best_pages import parts_of_step
+from jaxinfer.cache.heavy_hitters import attend_decoding, attend_step
 from jaxinfer.cache.kept_pages import attend_to_pieces, pieces
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
@@ -74,6 +76,8 @@ class StepSlots:
       starts: int32[B], tokens of the slot that are stored already (of a prompt; a decoding slot knows).
       is_prompt: bool[B], whether the rows are a prompt's. is_last: bool[B], whether the prompt ends with them.
       remaining: int32[B], tokens to generate after a prompt.
+      prompt_lengths: int32[B], tokens of the prompts, where the policy of the cache asks; after a preemption, rows of a
+        prompt may be an answer's.
     """
 
     query_starts: jax.Array
@@ -82,6 +86,7 @@ class StepSlots:
     is_prompt: jax.Array
     is_last: jax.Array
     remaining: jax.Array
+    prompt_lengths: jax.Array | None = None
 
     def is_decoding(self, slots: Slots) -> jax.Array:
         """bool[B]: the slots whose newest token is computed."""
@@ -151,9 +156,10 @@ def init_slots(num_slots: int, vocab_size: int, draft_length: int | None = None)
     return jax.device_put((slots, make_batch([None] * num_slots, vocab_size)), may_alias=False)
 
 
-def empty_work(num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
-    """The arrays of a step in which nothing takes part, without the page table."""
-    counts = ("query_starts", "query_lengths", "starts", "remaining")
+def empty_work(num_tokens: int, num_slots: int, has_prompt_lengths: bool = False) -> dict[str, np.ndarray]:
+    """The arrays of a step in which nothing takes part, without the page table; with `prompt_lengths` where the policy
+    of the cache asks for them."""
+    counts = ("query_starts", "query_lengths", "starts", "remaining", *("prompt_lengths",) * has_prompt_lengths)
     return {
         "tokens": np.zeros(num_tokens, np.int32),
         "token_slots": np.full(num_tokens, num_slots, np.int32),
@@ -203,10 +209,17 @@ def step(
     positions = jnp.where(work.token_slots < num_slots, positions, 0)
 
     decoder = model.bind(weights)
-    if (kept := model.kept) is None:
-        attend = attend_ragged(
-            cache, work.page_tables, rows.query_starts, lengths, ends, is_uniform=is_uniform, mesh=model.mesh
-        )
+    if model.heavy is not None and rows.prompt_lengths is not None:
+        ragged = (work.token_slots, rows.query_starts, lengths, ends, rows.is_decoding(slots), rows.prompt_lengths)
+        attend = attend_step(model.heavy, model.config, cache, work.page_tables, *ragged, is_uniform=is_uniform)
+    elif (kept := model.kept) is None:
+        tables, kv_lengths = model.seen(cache, work.page_tables, ends, lengths)
+        best = None
+        if model.best is not None and rows.prompt_lengths is not None:
+            ragged = rows.prompt_lengths, work.token_slots, rows.query_starts, lengths, ends
+            best = parts_of_step(model.best, tables[0], *ragged)
+        ragged = rows.query_starts, lengths, kv_lengths
+        attend = attend_ragged(cache, tables, *ragged, is_uniform=is_uniform, best=best, mesh=model.mesh)
     else:
         ragged = pieces(kept, model.config, cache, work.page_tables, work.token_slots, rows.query_starts, lengths, ends)
         attend = attend_to_pieces(cache, kept, ragged, num_tokens, is_uniform=is_uniform, mesh=model.mesh)
@@ -269,6 +282,24 @@ def sample_step(
     return constrain_sharding(mesh, write_rows(all_slots, new_slots)), replicate(mesh, output)
 
 
+def _attend_newest(
+    model: ProgramModel,
+    cache: PagedCache,
+    page_tables: PageTables,
+    rows: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+) -> Any:
+    """`attend` for one token, at row `rows` and position `positions`, int32 [B], of each slot whose length, int32 [B],
+    is not 0."""
+    if model.heavy is not None:
+        return attend_decoding(model.heavy, model.config, cache, page_tables, positions, lengths)
+    view = model.view(cache, page_tables, positions, lengths)
+    best = model.parts(page_tables, positions, lengths, num_rows=1, is_uniform=False)
+    options: Any = {"max_query_length": 1, "moved": view.moved, "best": best, "mesh": model.mesh}
+    return attend_ragged(cache, view.page_tables, rows, lengths, view.kv_lengths, **options)
+
+
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3), compiler_options=COMPILER_OPTIONS)
 def decode(
     model: ProgramModel,
@@ -291,9 +322,7 @@ def decode(
     def one_step(cache: PagedCache, slots: Slots) -> tuple[PagedCache, Slots, StepOutput]:
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
-        view = model.view(cache, work.page_tables, slots.positions, lengths)
-        options: Any = {"max_query_length": 1, "moved": view.moved, "mesh": model.mesh}
-        attend = attend_ragged(cache, view.page_tables, rows, lengths, view.kv_lengths, **options)
+        attend = _attend_newest(model, cache, work.page_tables, rows, slots.positions, lengths)
         hidden = decoder(slots.tokens, slots.positions, attend)
         samples = _sample(
             decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables

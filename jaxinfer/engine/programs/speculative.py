@@ -216,6 +216,8 @@ def verify(
         ancestors = jnp.pad(jnp.tile(jnp.asarray(tree.ancestors), num_slots), (0, padding))
     starts = num_nodes * jnp.arange(num_slots, dtype=jnp.int32)
     view = model.view(cache, rows.page_tables, rows.positions, proposal.num_nodes)
+    lengths = (rows.positions, proposal.num_nodes)
+    best = model.parts(rows.page_tables, *lengths, num_rows=num_nodes, is_uniform=drafter.is_uniform)
     attend = attend_ragged(
         cache,
         view.page_tables,
@@ -226,6 +228,7 @@ def verify(
         ancestors=ancestors,
         is_uniform=drafter.is_uniform,
         moved=view.moved,
+        best=best,
         max_deferred=num_nodes,
         mesh=model.mesh,
     )

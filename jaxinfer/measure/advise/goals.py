@@ -15,13 +15,14 @@ import numpy as np
 FLAGS = {
     "quantize": "--quantize",
     "kv_dtype": "--kv-dtype",
+    "kv_policy": "--kv-policy",
     "max_seqs": "--max-seqs",
     "draft": "--draft",
     "num_draft_tokens": "--num-draft-tokens",
     "prefix_cache": "--prefix-cache",
 }
 # These change the answers; all others do not.
-ROUNDING = ("quantize", "kv_dtype")
+ROUNDING = ("quantize", "kv_dtype", "kv_policy")
 # Figures of each repeat.
 REPEATED = ("ttft", "tpot", "one", "rate", "batch_ttft", "goodput")
 Arguments = dict[str, Any]
@@ -118,7 +119,8 @@ class Goal:
 
     Attributes:
       name: one of `GOALS`. max_kl: limit in nats per token. memory: limit in bytes, None for no limit.
-      is_planned: whether trials are planned, without KL; weights of 4 bits are then a last resort.
+      is_planned: whether trials are planned, without KL; weights and caches of 4 bits, and policies of the cache, are
+        then a last resort.
     """
 
     name: str
@@ -154,8 +156,12 @@ class Goal:
 
     def doubt(self, row: TrialResult) -> str | None:
         """Why the result is recommended only if nothing else fits; None if it is not in doubt."""
-        if self.is_planned and str(row.arguments.get("quantize", "")).startswith("int4"):
+        if not self.is_planned:
+            return None
+        if any("int4" in str(row.arguments.get(name, "")) for name in ("quantize", "kv_dtype")):
             return "4 bits may lose much quality, and no KL is measured"
+        if "kv_policy" in row.arguments:
+            return "what a policy drops may be needed, and no KL is measured"
         return None
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxinfer import compilation_cache, parallel
+from jaxinfer.cache.policies import KeptPages
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel, load_model
-from jaxinfer.measure.advise.goals import Arguments, TrialResult, median
+from jaxinfer.measure.advise.goals import ROUNDING, Arguments, TrialResult, median
 from jaxinfer.measure.advise.search import ModelFacts
 from jaxinfer.measure.bench.metrics import figures
 from jaxinfer.measure.bench.probe import engines_of
@@ -59,7 +59,7 @@ class TrialRunner:
         self._recipe: str | None = None
         self._model: LoadedModel | None = None
         self._budget: float | None = None
-        self._qualities: dict[tuple[Any, Any], tuple[float, float]] = {}
+        self._qualities: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._mesh = None
         if (mesh := settings.arguments.get("mesh")) is not None:
             self._mesh = parallel.make_mesh(mesh)
@@ -68,8 +68,7 @@ class TrialRunner:
         """Frees the weights."""
         model, self._model = self._model, None
         if model is not None:
-            for leaf in jax.tree.leaves(model.params):
-                leaf.delete()
+            model.weights.release()
         gc.collect()
 
     def __call__(self, arguments: Arguments) -> TrialResult:
@@ -99,6 +98,7 @@ class TrialRunner:
             default_size=default_size,
             drafts=drafts,
             shared=self.shared,
+            longest=self._longest,
             has_limits=bool(self.settings.run_options.limits),
         )
 
@@ -116,7 +116,7 @@ class TrialRunner:
         rows = model.config.vocab_size if model.tokenizer is None else model.tokenizer.vocab_size
         if texts is None:
             with self._opened({}) as llm:
-                texts = sampled(llm, self.settings.workload.seed)
+                texts = sampled(llm, self.settings.workload)
         self._all_texts = texts
         settings = self.settings
         requests = make_requests(settings.workload, texts, settings.num_requests, rows, settings.num_shared)
@@ -135,6 +135,8 @@ class TrialRunner:
             with self._opened({}) as llm:
                 self._quality(llm, self._sizes(llm, TrialResult()))
         with self._opened(arguments) as llm:
+            if "kv_policy" in arguments:
+                self._check_texts(engines_of(llm.engine)[0].spec.kept_pages)
             self.progress("compiling")
             row = self._sizes(llm, TrialResult(arguments))
             self._warm(llm)
@@ -168,7 +170,7 @@ class TrialRunner:
     def _sizes(self, llm: LLM, row: TrialResult) -> TrialResult:
         engine = engines_of(llm.engine)[0]
         memory, sizes = engine.runner.memory, engine.spec.pool_sizes
-        lengths = [len(request.prompt) + request.num_tokens for request in self.requests]
+        longest = self._longest
         rest = memory.weights + memory.sampler + memory.activations
         running = min(engine.spec.max_seqs, self.settings.num_requests)
         if self._budget is None and memory.available is not None:  # of the baseline, since free memory varies
@@ -176,7 +178,10 @@ class TrialRunner:
         fitting = None
         if self._budget is not None:
             fitting = max(sizes.fitting(int(self._budget - rest)) - 1, 0) * sizes.page_size
-        needed = replace(sizes, max_seqs=running, max_model_len=max(lengths))
+            if "kv_policy" in row.arguments:  # a sequence keeps less than its tokens
+                kept = replace(sizes, max_model_len=longest).sequence_bytes
+                fitting = int(max(self._budget - rest, 0) / kept * longest)
+        needed = replace(sizes, max_seqs=running, max_model_len=longest)
         return replace(
             row,
             weight_bytes=memory.weights,
@@ -184,6 +189,11 @@ class TrialRunner:
             needed_bytes=rest + needed.bytes_of(needed.default),
             cache_tokens=fitting,
         )
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest request, its answer included."""
+        return max(len(request.prompt) + request.num_tokens for request in self.requests)
 
     def limit_memory(self, num_bytes: int | None) -> None:
         """Counts the tokens of cache that fit in `num_bytes`, instead of this machine's memory."""
@@ -228,11 +238,12 @@ class TrialRunner:
         """Adds the KL and the share of equal most probable tokens, compared with the baseline's log-probabilities."""
         if row.is_exact and row.arguments:
             return replace(row, kl=0.0, top1=1.0)
-        key = row.arguments.get("quantize"), row.arguments.get("kv_dtype")
+        key = tuple(row.arguments.get(name) for name in ROUNDING)
         engine = engines_of(llm.engine)[0]
         if not row.arguments:
             if not self._expected:
-                self._texts = for_quality(self._all_texts, llm.config.vocab_size, llm.max_model_len)
+                length = min(max(TEXT_TOKENS, self._longest), llm.max_model_len - 1)
+                self._texts = for_quality(self._all_texts, llm.config.vocab_size, length)
                 self._expected = [log_probs(engine, states) for states in hidden_states(engine, self._texts)]
             return replace(row, kl=0.0, top1=1.0)
         if key not in self._qualities:
@@ -245,6 +256,14 @@ class TrialRunner:
             self._qualities[key] = max(kl, 0.0) / self.num_quality_tokens, agreeing / self.num_quality_tokens
         kl, top1 = self._qualities[key]
         return replace(row, kl=kl, top1=top1)
+
+    def _check_texts(self, kept: KeptPages | None) -> None:
+        """Raises ValueError for a policy of which the texts would show no loss."""
+        longest = max(map(len, self._texts))
+        if kept is not None and longest <= kept.num_tokens:
+            raise ValueError(
+                f"no KL can be measured: the longest text has {longest} tokens, and the policy keeps {kept.num_tokens}"
+            )
 
     @property
     def num_quality_tokens(self) -> int:
@@ -288,19 +307,19 @@ def encoded(tokenizer: Any, documents: Sequence[str]) -> list[list[int]]:
     return [tokens for tokens in (tokenizer.encode_content(text) for text in documents) if len(tokens) > 1]
 
 
-def sampled(llm: LLM, seed: int) -> list[list[int]]:
-    """Token ids of text sampled from the model at temperature 1, after random first tokens."""
+def sampled(llm: LLM, workload: Workload) -> list[list[int]]:
+    """Token ids of text sampled from the model at temperature 1, after random first tokens: as long as the requests."""
+    seed, longest = workload.seed, workload.prompt_tokens.high + workload.answer_tokens.high
     rows = llm.config.vocab_size if llm.tokenizer is None else min(llm.config.vocab_size, llm.tokenizer.vocab_size)
     starts = np.random.default_rng(seed).integers(0, rows, NUM_TEXTS).tolist()
-    length = min(TEXT_TOKENS, llm.max_model_len - 1)
+    length = min(max(TEXT_TOKENS, longest), llm.max_model_len - 1)
     params = SamplingParams(temperature=1.0, seed=seed, max_tokens=length, ignore_eos=True)
     outputs = llm.generate([[start] for start in starts], params, use_tqdm=False)
     return [[start, *one.outputs[0].token_ids] for start, one in zip(starts, outputs, strict=True)]
 
 
-def for_quality(texts: Sequence[Sequence[int]], vocab_size: int, max_model_len: int) -> list[list[int]]:
-    """The beginnings of texts, as many as MAX_BYTES of log-probabilities allow."""
-    length = min(TEXT_TOKENS, max_model_len - 1)
+def for_quality(texts: Sequence[Sequence[int]], vocab_size: int, length: int) -> list[list[int]]:
+    """The first `length` tokens of texts, of as many as MAX_BYTES of log-probabilities allow."""
     count = max(min(NUM_TEXTS, MAX_BYTES // (4 * vocab_size * length)), 1)
     return [list(text[:length]) for text in texts if len(text) > 1][:count]
 

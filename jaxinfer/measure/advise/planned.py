@@ -19,7 +19,15 @@ from jaxinfer.speculative.statistics import mean_tokens
 
 NUM_DRAFTED = (2, 4, 8)
 LOADING = ("dtype", "revision", "quantize", "requantize")
-ENGINE = ("page_size", "prefill_chunk", "memory_fraction", "num_pages", "deterministic", "steps_per_dispatch")
+ENGINE = (
+    "kv_policy",
+    "page_size",
+    "prefill_chunk",
+    "memory_fraction",
+    "num_pages",
+    "deterministic",
+    "steps_per_dispatch",
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -119,11 +119,20 @@ def _kl(row: TrialResult) -> float:
     if row.kl is not None or row.is_exact:
         return row.kl or 0.0
     weights = str(row.arguments.get("quantize", ""))
-    return 1e6 * (weights.startswith("int4") + 0.1 * bool(weights) + 0.01 * ("kv_dtype" in row.arguments))
+    cache = ("int4" in str(row.arguments.get("kv_dtype", ""))) + ("kv_policy" in row.arguments)
+    bits = weights.startswith("int4") + cache + 0.1 * bool(weights) + 0.01 * ("kv_dtype" in row.arguments)
+    return 1e6 * bits
 
 
 WEIGHTS = ("int8", "int4-g128")
 CACHES = ("int8", "fp8_e4m3")
+SMALL_CACHES = ("int8_int4", "int4")
+# Values of kv_policy, a line for each; what they keep is these parts of the longest request. The KL is of prompts, in
+# which a policy has to drop what it drops of answers.
+POLICIES = ("sinks(4)+window({tokens})",)
+KEPT_PARTS = (2, 4)
+LONG = 2048  # tokens of a request from which on reading the cache takes time
+LEAST_DROPPED = 256  # tokens of a request: a policy keeps whole pages
 # Share of the prompts' tokens; prompts cut from texts have a token or two in common by chance.
 LEAST_SHARED = 0.05
 
@@ -136,6 +145,7 @@ class ModelFacts:
       given: arguments of `LLM` that the user gave. is_quantized: whether the checkpoint's weights are quantized.
       caches_values: whether its cache has values beside keys. sizes: of max_seqs to try. default_size: of max_seqs.
       drafts: names. shared: share of prompt tokens in common prefixes; None if there are no prompts.
+      longest: tokens of the longest request, its answer included.
       has_limits: whether users are counted by requests within limits.
     """
 
@@ -146,6 +156,7 @@ class ModelFacts:
     default_size: int
     drafts: Sequence[str]
     shared: float | None
+    longest: int
     has_limits: bool = False
 
 
@@ -156,16 +167,22 @@ def candidates(goal: Goal, about: ModelFacts) -> tuple[list[Arguments], dict[str
     weights = _unless(left_out, "weights", _why_no_weights(about), [{"quantize": name} for name in WEIGHTS])
     caches = [{"kv_dtype": name} for name in CACHES if about.caches_values or name != "int8"]
     caches = _unless(left_out, "cache", _given(about, "kv_dtype"), caches)
+    small = [{"kv_dtype": name} for name in SMALL_CACHES if about.caches_values]
+    why = None if "cache" in left_out else _why_no_small_cache(goal, about)
+    caches += [] if "cache" in left_out else _unless(left_out, "cache of 4 bits", why, small)
+    texts = [text.format(tokens=about.longest // part) for text in POLICIES for part in KEPT_PARTS]
+    policies = [{"kv_policy": text} for text in texts]
+    policies = _unless(left_out, "policies of the cache", _why_no_policies(goal, about), policies)
     sizes = [{"max_seqs": size} for size in about.sizes if size != about.default_size]
     sizes = _unless(left_out, "batch sizes", _why_no_sizes(goal, about), sizes)
     why = "a draft takes memory from the cache" if _counts_memory(goal, about) else None
     drafts = _unless(left_out, "drafts", why, [{"draft": name} for name in about.drafts])
     reuse = _unless(left_out, "prefix reuse", _why_no_reuse(goal, about), [{"prefix_cache": False}])
     if goal.name == "latency":
-        return [*drafts, *weights, *caches, *reuse], left_out
+        return [*drafts, *weights, *caches, *policies, *reuse], left_out
     if goal.name == "users" and not about.has_limits:
-        return [*caches, *weights], left_out
-    return [*sizes, *weights, *drafts, *reuse, *caches], left_out
+        return [*caches, *policies, *weights], left_out
+    return [*sizes, *weights, *drafts, *reuse, *caches, *policies], left_out
 
 
 def _unless(left_out: dict[str, str], what: str, why: str | None, found: list[Arguments]) -> list[Arguments]:
@@ -184,6 +201,23 @@ def _why_no_weights(about: ModelFacts) -> str | None:
     if (why := _given(about, "quantize", "requantize")) is not None:
         return why
     return "the checkpoint's weights are quantized already" if about.is_quantized else None
+
+
+def _why_no_small_cache(goal: Goal, about: ModelFacts) -> str | None:
+    """A small cache saves memory, and time where reading the cache takes some."""
+    if not about.caches_values:
+        return "its cache has no values beside keys"
+    if goal.memory is not None or _counts_memory(goal, about) or about.longest >= LONG:
+        return None
+    return f"memory is not limited (--memory GIB), and requests of {about.longest:,} tokens read little cache"
+
+
+def _why_no_policies(goal: Goal, about: ModelFacts) -> str | None:
+    if (why := _given(about, "kv_policy")) is not None:
+        return why
+    if about.longest < LEAST_DROPPED:
+        return f"requests of {about.longest} tokens are short: there is little to drop"
+    return _why_no_small_cache(goal, about)
 
 
 def _why_no_sizes(goal: Goal, about: ModelFacts) -> str | None:

@@ -11,13 +11,23 @@ import jax
 import numpy as np
 
 from jaxinfer.cache import kv_dtype_name, stored_dtype
+from jaxinfer.cache.policies import HeavyHitters, PromptBudget, parse_policy
 from jaxinfer.engine.cache_quality import CHUNK, compared, hidden_states, log_probs
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel
 from jaxinfer.measure.bench.probe import engines_of
 from jaxinfer.measure.kv_report.needle import Needle, make_needles, needle_lines, score_copy
-from jaxinfer.measure.kv_report.report import FULL, CacheChoice, CacheFigures, NeedleCell, choices, default_policies
+from jaxinfer.measure.kv_report.report import (
+    ALL,
+    FULL,
+    CacheChoice,
+    CacheFigures,
+    NeedleCell,
+    choices,
+    default_policies,
+)
 from jaxinfer.models import compute_dtype
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.text import Tokenizer
@@ -52,7 +62,8 @@ class CacheReporter:
 
     Quality is teacher-forced: each text is a prompt of the engine, in chunks of 64 tokens, whose keys and values are
     read back from the cache's pages. A policy is applied to prompts page by page, as it is to answers, so a token of
-    the text attends to the same keys as if it had been generated.
+    the text attends to the same keys as if it had been generated. Where a policy compacts prompts, the first half of
+    each text is the prompt, and all caches are measured on the second half.
 
     Raises ValueError for texts of fewer than two tokens, and where no text of two tokens fits the model beside an
     answer.
@@ -76,11 +87,27 @@ class CacheReporter:
         self._gains: list[float] = []
 
     @property
+    def num_predicted(self) -> int:
+        """Tokens of the texts that are predicted."""
+        return sum(len(text) - 1 - start for text, start in zip(self.texts, self.starts, strict=True))
+
+    @property
     def choices(self) -> list[CacheChoice]:
         """The caches to measure, the full one first."""
         policies = self.settings.policies
         policies = default_policies(self.num_tokens) if policies is None else policies
         return choices(self.settings.kv_dtypes, policies, self.computed)
+
+    @property
+    def _has_prompts(self) -> bool:
+        """Whether a policy compacts prompts."""
+        policies = [one.kv_policy for one in self.choices if one.kv_policy != ALL]
+        return any(isinstance(parse_policy(policy), PromptBudget | HeavyHitters) for policy in policies)
+
+    @property
+    def starts(self) -> list[int]:
+        """Of each text, the first token whose next one is measured."""
+        return [len(text) // 2 if self._has_prompts else 0 for text in self.texts]
 
     def rows(self, progress: Callable[[str], None] = lambda text: None) -> Iterator[CacheFigures]:
         """Figures of each cache, the full one's first, when they are measured. `progress` gets what is done."""
@@ -106,10 +133,15 @@ class CacheReporter:
     def _measured(self, llm: LLM, row: CacheFigures, progress: Callable[[str], None]) -> CacheFigures:
         engine = engines_of(llm.engine)[0]
         progress("reading the texts")
-        states = hidden_states(engine, self.texts)
+        starts = self.starts
+        parts = hidden_states(
+            engine, self.texts, [start or len(text) for start, text in zip(starts, self.texts, strict=True)]
+        )
+        states = [rows[start:] for rows, start in zip(parts, starts, strict=True)]
         if row.choice.is_full:
             self._expected = states
-        kl, surprise, agrees = compared(engine.runner.model, engine.runner.weights, self.texts, self._expected, states)
+        texts = [text[start:] for text, start in zip(self.texts, starts, strict=True)]
+        kl, surprise, agrees = compared(engine.runner.model, engine.runner.weights, texts, self._expected, states)
         sizes = engine.spec.pool_sizes
         # Without tokens in flight: what a sequence keeps of a text that has been read.
         kept = replace(sizes, max_model_len=self.num_tokens, dispatch_tokens=0)
@@ -120,7 +152,7 @@ class CacheReporter:
             perplexity=float(np.exp(surprise.mean())),
             top1_agreement=float(agrees.mean()),
             token_bytes=sizes.token_bytes,
-            sequence_bytes=kept.sequence_bytes,
+            sequence_bytes=kept.sequence_bytes - _lost_bytes(engine.spec, self.num_tokens),
         )
         if self.settings.num_answers:
             progress("answering")
@@ -165,7 +197,9 @@ class CacheReporter:
 
     def _needle(self, engine: Engine, is_full: bool) -> tuple[NeedleCell, ...]:
         scores = []
-        states = hidden_states(engine, [needle.tokens for needle in self.needles])
+        # The place before the copy is a prompt's end.
+        ends = [len(needle.tokens) - needle.num_copied for needle in self.needles]
+        states = hidden_states(engine, [needle.tokens for needle in self.needles], ends if self._has_prompts else None)
         for needle, rows in zip(self.needles, states, strict=True):
             scores.append(score_copy(needle, log_probs(engine, rows[-needle.num_copied - 1 : -1])))
         count, without, cells = self.settings.num_needles, 0.0, []
@@ -207,6 +241,12 @@ class CacheReporter:
         """Frees the weights."""
         for leaf in jax.tree.leaves(self.model.params):
             leaf.delete()
+
+
+def _lost_bytes(spec: EngineSpec, num_prompt: int) -> int:
+    """Of a prompt, at its end."""
+    budgets = ((group.budget, group.page_bytes) for group in spec.groups)
+    return sum(budget.num_dropped(num_prompt) * size for budget, size in budgets if budget is not None)
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:

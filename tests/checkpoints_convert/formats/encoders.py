@@ -217,3 +217,23 @@ def mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     codes = np.abs(parts[..., None] / scale[..., None] - E2M1).argmin(-1).reshape(outputs, inputs)
     packed_bytes = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
     return packed_bytes, exponents, (E2M1[codes].reshape(parts.shape) * scale).reshape(weight.shape)
+
+
+def nvfp4(weight: np.ndarray, *, is_modelopt: bool = False) -> Encoded:
+    """4-bit floats in groups of 16 with scales in FP8 and one of the tensor, as ModelOpt or compressed-tensors."""
+    outputs, inputs = weight.shape
+    parts = weight.reshape(outputs, inputs // 16, 16)
+    whole = np.float32(np.abs(weight).max() / (6 * 448))
+    scales = (np.abs(parts).max(-1) / 6 / whole).astype(ml_dtypes.float8_e4m3fn)
+    inverse = np.float32(1) / whole
+    spread = scales.astype(np.float32) * whole if is_modelopt else scales.astype(np.float32) / inverse
+    codes = np.abs(parts[..., None] / np.maximum(spread, 1e-30)[..., None, None] - E2M1).argmin(-1)
+    flat = codes.reshape(outputs, inputs)
+    packed_bytes = (flat[:, 0::2] | flat[:, 1::2] << 4).astype(np.uint8)
+    tensors = {"weight_scale": scales}
+    if is_modelopt:
+        tensors |= {"weight": packed_bytes, "weight_scale_2": whole, "input_scale": np.float32(0.5)}
+    else:
+        tensors |= {"weight_packed": packed_bytes, "weight_global_scale": inverse.reshape(1)}
+    arrays = {suffix: np.asarray(array) for suffix, array in tensors.items()}
+    return arrays, (E2M1[codes] * spread[..., None]).reshape(weight.shape)

@@ -27,7 +27,7 @@ from pallas_kernels.flash_attention import flash_attention
 from tests.checkpoints_convert.formats import encoders, tiny
 
 UP = "model.layers.1.mlp.up_proj"
-WITHOUT_COMPRESSED_TENSORS = ("nf4", "nf4-nested", "fp4")
+WITHOUT_COMPRESSED_TENSORS = ("nf4", "nf4-nested", "fp4", "nvfp4", "modelopt-nvfp4")
 
 
 def leaves(params):

@@ -228,7 +228,7 @@ def test_values_beyond_their_bits_are_refused():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (config("nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not supported"),
+        (config("mxfp6-pack-quantized"), "format 'mxfp6-pack-quantized' is not supported"),
         (config("marlin-24"), "format 'marlin-24' is not supported"),
         (config("sparse-24-bitmask"), "format 'sparse-24-bitmask' is not supported"),
         (config("pack_quantized"), "did you mean 'pack-quantized'"),
@@ -238,7 +238,7 @@ def test_values_beyond_their_bits_are_refused():
             "sparsity_config format 'sparse-24-bitmask'",
         ),
         ({**config(), "transform_config": {"config_groups": {"u": {}}}}, "transform_config is not supported"),
-        (config(strategy="tensor_group"), "strategy 'tensor_group' are not supported"),
+        (config(strategy="attn_head"), "strategy 'attn_head' are not supported"),
         (config(num_bits=9), "weights of 9-bit 'int' are not supported"),
         (config(num_bits=6, type="float"), "weights of 6-bit 'float' are not supported"),
         (config(group_size=None), "group_size must be a positive integer, got None"),

@@ -125,7 +125,8 @@ def test_tensors_that_do_not_fit_are_refused(headers, message):
         (fp8, {"activation_scheme": "block"}, "activation_scheme 'block'"),
         (fp8, {"weight_block_size": [128]}, r"weight_block_size must be two positive integers, got \[128\]"),
         (fp8, {"scale_fmt": "int8"}, "scale_fmt 'int8' is not supported"),
-        (modelopt, {"quantization": {"quant_algo": "NVFP4"}}, "quant_algo 'NVFP4' is not supported"),
+        (modelopt, {"quantization": {"quant_algo": "NVFP4_AWQ"}}, "quant_algo 'NVFP4_AWQ' is not supported"),
+        (modelopt, {"quant_algo": "NVFP4", "group_size": 32}, "group_size 32 is not supported, NVFP4 has groups of 16"),
         (modelopt, {"quant_algo": "W4A16_AWQ"}, "quant_algo 'W4A16_AWQ' is not supported"),
     ],
 )

@@ -73,7 +73,7 @@ def test_each_parameter_is_its_part_bit_for_bit(name, tmp_path):
 
 def test_saved_as_compressed_tensors_it_is_one_module_again(name, tmp_path):
     source, weights = checkpoint(name, tmp_path)
-    if name in ("nf4", "nf4-nested", "fp4"):
+    if name in ("nf4", "nf4-nested", "fp4", "nvfp4", "modelopt-nvfp4"):
         with pytest.raises(CheckpointError, match="compressed-tensors cannot express it"):
             convert(source, tmp_path / "saved", to="huggingface", progress=None)
         return

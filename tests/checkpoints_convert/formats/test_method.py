@@ -19,6 +19,8 @@ from checkpoints_convert.formats import METHODS, FormatError, quantization_metho
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
         ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, "modelopt"),
         ({"quant_method": "auto-round", "bits": 4}, "auto-round"),
         ({"quant_method": "intel/auto-round", "bits": 4}, "auto-round"),
     ],
@@ -38,6 +40,12 @@ def test_models_that_are_not_quantized(data):
 )
 def test_other_methods_are_refused_by_name(name):
     with pytest.raises(FormatError, match=f"quant_method {name!r} is not supported"):
+        quantization_method({"quantization_config": {"quant_method": name}})
+
+
+@pytest.mark.parametrize(("name", "reason"), [("hqq", "floating-point zeros"), ("aqlm", "sums of learned vectors")])
+def test_a_method_that_cannot_be_held_says_why_and_what_to_do(name, reason):
+    with pytest.raises(FormatError, match=f"{reason}.*; open the original model, or quantize it with"):
         quantization_method({"quantization_config": {"quant_method": name}})
 
 

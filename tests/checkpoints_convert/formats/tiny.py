@@ -63,6 +63,7 @@ def _gptq(**changes: Any) -> dict[str, Any]:
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+_NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 _TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
 
 FORMATS: dict[str, Format] = {
@@ -103,6 +104,11 @@ FORMATS: dict[str, Format] = {
         {"quant_method": "fp8", "weight_block_size": [48, 32], "modules_to_not_convert": ["lm_head"]},
         lambda weight: encoders.float8(weight, block=(48, 32), suffix="weight_scale_inv"),
     ),
+    "nvfp4": Format(_compressed("nvfp4-pack-quantized", **_NVFP4), encoders.nvfp4),
+    "modelopt-nvfp4": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
+        lambda weight: encoders.nvfp4(weight, is_modelopt=True),
+    ),
     "fbgemm-fp8": Format(
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
         lambda weight: encoders.float8(weight, block=(1, weight.shape[1])),
@@ -110,7 +116,7 @@ FORMATS: dict[str, Format] = {
 }  # fmt: skip
 # A symmetric and an asymmetric packing, a permutation, a codebook, blocks, and activations that are quantized too; of a
 # test that runs for each of these, --slow runs the others.
-_REPRESENTATIVE = ("gptq-act-order", "awq", "nf4-nested", "packed-asym", "w8a8", "fp8-block")
+_REPRESENTATIVE = ("gptq-act-order", "awq", "nf4-nested", "packed-asym", "w8a8", "fp8-block", "nvfp4")
 SOME_FORMATS = [pytest.param(name, marks=() if name in _REPRESENTATIVE else pytest.mark.slow) for name in FORMATS]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.checkpoints_convert.gguf.gguf_writer import Blocks, write
+from tests.checkpoints_convert.gguf.gguf_writer import FLOATS, Blocks, q8_0, random_blocks, write
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -87,3 +87,52 @@ def write_model(path: Path, checkpoint: Any, **metadata: Any) -> Path:
     """A checkpoint of tests/checkpoints_convert/conftest.py as one GGUF file."""
     config = checkpoint.config
     return write(path, {**metadata_of(config), **metadata}, tensors_of(config, checkpoint.tensors))
+
+
+def write_random_llama(
+    path: Path, kind: str, *, num_layers: int = 4, width: int = 256, inner: int = 512, num_alike: int = 1
+) -> Path:
+    """A Llama of random weights, whose layers have matrices of one type of ggml. `num_alike`: layers that share theirs,
+    so that a large file is written fast."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 512,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": width // 8,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    random, ones = np.random.default_rng(0), np.ones(width, np.float32)
+
+    def matrix(*shape: int) -> np.ndarray | Blocks:
+        if kind in FLOATS or kind == "Q8_0":
+            numbers = random.standard_normal(shape).astype(np.float32) * shape[-1] ** -0.5 * 4
+            return q8_0(numbers) if kind == "Q8_0" else numbers.astype(FLOATS[kind])
+        return random_blocks(kind, shape, random)
+
+    tensors: dict[str, np.ndarray | Blocks] = {
+        "token_embd.weight": random.standard_normal((512, width)).astype(np.float32),
+        "output_norm.weight": ones,
+        "output.weight": q8_0(random.standard_normal((512, width)) * 0.1),
+    }
+    shapes = {
+        "attn_q": (width, width),
+        "attn_k": (width // 4, width),
+        "attn_v": (width // 4, width),
+        "attn_output": (width, width),
+        "ffn_gate": (inner, width),
+        "ffn_up": (inner, width),
+        "ffn_down": (width, inner),
+    }
+    for first in range(0, num_layers, num_alike):
+        matrices = {name: matrix(*shape) for name, shape in shapes.items()}
+        for layer in range(first, min(first + num_alike, num_layers)):
+            own = {"attn_norm": ones, "ffn_norm": ones, **matrices}
+            tensors |= {f"blk.{layer}.{name}.weight": array for name, array in own.items()}
+    return write(path, metadata_of(config), tensors)

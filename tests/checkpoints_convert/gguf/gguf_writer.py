@@ -7,8 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q4_K": 12,
-           "Q5_K": 13, "Q6_K": 14, "BF16": 30, "MXFP4": 39}  # fmt: skip
+NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11,
+           "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ1_S": 19, "IQ4_NL": 20,
+           "IQ3_S": 21, "IQ2_S": 22, "IQ4_XS": 23, "IQ1_M": 29, "BF16": 30, "TQ1_0": 34, "TQ2_0": 35,
+           "MXFP4": 39}  # fmt: skip
 # Values of a block, its bytes, and where in it half-precision numbers are.
 BLOCKS = {
     "Q4_0": (32, 18, (0,)),
@@ -16,10 +18,23 @@ BLOCKS = {
     "Q5_0": (32, 22, (0,)),
     "Q5_1": (32, 24, (0, 2)),
     "Q8_0": (32, 34, (0,)),
+    "Q2_K": (256, 84, (80, 82)),
+    "Q3_K": (256, 110, (108,)),
     "Q4_K": (256, 144, (0, 2)),
     "Q5_K": (256, 176, (0, 2)),
     "Q6_K": (256, 210, (208,)),
+    "TQ1_0": (256, 54, (52,)),
+    "TQ2_0": (256, 66, (64,)),
     "MXFP4": (32, 17, ()),
+    "IQ4_NL": (32, 18, (0,)),
+    "IQ4_XS": (256, 136, (0,)),
+    "IQ3_XXS": (256, 98, (0,)),
+    "IQ3_S": (256, 110, (0,)),
+    "IQ2_XXS": (256, 66, (0,)),
+    "IQ2_XS": (256, 74, (0,)),
+    "IQ2_S": (256, 82, (0,)),
+    "IQ1_S": (256, 50, (0,)),
+    "IQ1_M": (256, 56, ()),
 }
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -53,6 +68,8 @@ def random_blocks(kind: str, shape: tuple[int, ...], random: np.random.Generator
         raw[..., place : place + 2] = numbers.view(np.uint8)
     if kind == "MXFP4":  # the first byte is an exponent
         raw[..., 0] = random.integers(100, 130, raw.shape[:-1], dtype=np.uint8)
+    if kind == "IQ1_M":  # the upper bits of the scale are those of the last byte: sign, and the exponent's first three
+        raw[..., -1] &= 0x9F
     return Blocks(kind, raw.reshape(*shape[:-1], -1))
 
 
@@ -109,18 +126,23 @@ def info(name: str | bytes, shape: tuple[int, ...], number: int, offset: int) ->
 
 def write(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray | Blocks], *, version: int = 3) -> Path:
     alignment = metadata.get("general.alignment", 32)
-    infos, parts, offset = [], [], 0
+    infos, offset = [], 0
     for name, tensor in tensors.items():
         is_quantized = isinstance(tensor, Blocks)
         kind = tensor.kind if is_quantized else _DTYPES[tensor.dtype.name]
-        raw = np.ascontiguousarray(tensor.raw if is_quantized else tensor).tobytes()
         infos.append(info(name, tensor.shape, NUMBERS[kind], offset))
-        raw += bytes(-len(raw) % alignment)
-        parts.append(raw)
-        offset += len(raw)
+        offset += -(-_raw(tensor).nbytes // alignment) * alignment
     front = header(metadata, infos, version=version)
-    path.write_bytes(front + bytes(-len(front) % alignment) + b"".join(parts))
+    with path.open("wb") as file:
+        file.write(front + bytes(-len(front) % alignment))
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(_raw(tensor)).tobytes())
+            file.write(bytes(-_raw(tensor).nbytes % alignment))
     return path
+
+
+def _raw(tensor: np.ndarray | Blocks) -> np.ndarray:
+    return tensor.raw if isinstance(tensor, Blocks) else tensor
 
 
 def write_split(path: Path, metadata: dict[str, Any], tensors: dict[str, Any], num_parts: int) -> list[Path]:

@@ -92,7 +92,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "an offset beyond the end": (one_tensor(offset=2**40), "tensor 'x' ends at byte 1099511"),
     "an offset off the alignment": (one_tensor(offset=8), "offset 8, not a multiple of the alignment 32"),
     "an unknown type": (one_tensor(number=77), "tensor 'x' has the type 77, which ggml does not have"),
-    "a type that is not read": (one_tensor(number=10), "tensor 'x' is stored as Q2_K, which is not read; read are F32"),
+    "a type that is not read": (one_tensor(number=15), "tensor 'x' is stored as Q8_K, which is not read; read are F32"),
     "an integer type": (one_tensor(number=26), "tensor 'x' is stored as I32"),
     "a row of half a block": (one_tensor(shape=(4, 48), number=8), "rows of 48 values, not a multiple of Q8_0's 32"),
     "the same tensor twice": (

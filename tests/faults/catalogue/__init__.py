@@ -4,6 +4,7 @@ from tests.faults.catalogue import (
     decoding,
     embedding,
     families,
+    heavy_hitters,
     kernels,
     languages,
     policies,
@@ -27,4 +28,5 @@ FAULTS: tuple[Fault, ...] = (
     *weights.FAULTS,
     *kernels.FAULTS,
     *policies.FAULTS,
+    *heavy_hitters.FAULTS,
 )

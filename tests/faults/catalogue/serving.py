@@ -70,6 +70,14 @@ ENGINE = (
         "host memory keeps what the next prompt wrote, and answers from it",
     ),
     Fault(
+        "engine/host-memory-is-used-where-computing-is-faster",
+        "jaxinfer/engine/link_rates.py",
+        "return (spec if rule.pays else replace(",
+        "return (spec if not rule.pays else replace(",
+        ("tests/engine/test_host_tier.py",),
+        "host_cache_gib='auto' copies pages over a link that is slower than computing them",
+    ),
+    Fault(
         "engine/scales-stay-when-their-pages-move",
         "jaxinfer/engine/programs/tiers.py",
         'written[number] = leaf.at[ids].set(values, mode="drop")',
@@ -171,8 +179,8 @@ ENGINE = (
     Fault(
         "engine/refused-tokens-stay-in-a-state",
         "jaxinfer/engine/engine.py",
-        "elif sequence.grammar.rejected and (self.spec.has_states or self.spec.draft_has_states):",
-        "elif sequence.grammar.rejected and False:",
+        "return self.spec.has_states or self.spec.draft_has_states or",
+        "return False or",
         ("tests/engine/test_states.py::test_refused_tokens_reach_no_state[False-plain]",),
         "an answer under a grammar goes on from a state that has read tokens which the grammar refused",
     ),
@@ -189,13 +197,13 @@ ENGINE = (
     Fault(
         "engine/a-state-is-saved-before-its-step",
         "jaxinfer/engine/model_runner.py",
-        """        output, scores = self._run_step(work, is_scored), None
+        """        output = self._run_step(work, any(piece.is_read for piece in pieces))
         if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
             self._copy_states(True, state_copies(saved, self.spec.max_seqs))
 """,
         """        if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
             self._copy_states(True, state_copies(saved, self.spec.max_seqs))
-        output, scores = self._run_step(work, is_scored), None
+        output = self._run_step(work, any(piece.is_read for piece in pieces))
 """,
         ("tests/engine/test_saved_states.py::test_a_restored_state_is_that_of_its_tokens",),
         "a prompt goes on from a cached beginning with a state that lacks a chunk of it",
@@ -203,17 +211,19 @@ ENGINE = (
     Fault(
         "engine/a-state-is-saved-a-token-late",
         "jaxinfer/engine/scheduler.py",
-        """self.saved.next_stop(sequence) - sequence.num_stored, room)
+        """        stop = min(part.next_stop(sequence) for part in (self.saved, self.compaction, self.pools))
+        length = min(budget, min(stop, self.replays.next_stop(sequence, chunks)) - start, room)
         if length > 0:
-            missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
+            missing = self.pools.pages_of(sequence, start + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
             end = sequence.num_stored + length
             saves_to = self.saved.save(sequence, end)
 """,
-        """self.saved.next_stop(sequence) + 1 - sequence.num_stored, room)
+        """        stop = min(part.next_stop(sequence) for part in (self.saved, self.compaction, self.pools)) + 1
+        length = min(budget, stop - start, room)
         if length > 0:
-            length = min(length, sequence.target - sequence.num_stored)
-            missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
+            length = min(length, sequence.target - start)
+            missing = self.pools.pages_of(sequence, start + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
             end = sequence.num_stored + length
             saves_to = self.saved.save(sequence, end - 1)
@@ -240,7 +250,7 @@ ENGINE = (
     Fault(
         "engine/a-state-is-restored-to-the-wrong-slot",
         "jaxinfer/engine/model_runner.py",
-        "restored := [(one.restore_from - 1, _slot(one))",
+        "restored := [(one.restore_from - 1, slot_of(one))",
         "restored := [(one.restore_from - 1, 0)",
         ("tests/engine/test_saved_states.py::test_however_it_is_cut_and_stored",),
         "a request goes on from the state that its slot had before, and another one's is overwritten",
@@ -299,8 +309,8 @@ ENGINE = (
     Fault(
         "engine/a-page-is-found-while-it-is-written",
         "jaxinfer/engine",
-        "keys = sequence.keys(self.options.page_size, sequence.num_confirmed)",
-        "keys = sequence.keys(self.options.page_size, min(sequence.num_stored, len(sequence.tokens)))",
+        "num_known = self.replays.num_shareable(sequence, sequence.num_confirmed)",
+        "num_known = self.replays.num_shareable(sequence, min(sequence.num_stored, len(sequence.tokens)))",
         (
             "tests/engine/test_scheduler_examples.py",
             "tests/engine/test_scheduler.py::test_random_work_gives_one_answer",

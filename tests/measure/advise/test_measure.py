@@ -8,12 +8,11 @@ import pytest
 
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.llm import LLM
-from jaxinfer.loading import LoadedModel
+from jaxinfer.loading import LoadedModel, Weights
 from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
 from jaxinfer.measure.bench.runs import RunOptions
 from jaxinfer.measure.bench.workload import Lengths, Workload
 from jaxinfer.models import init_params
-from jaxinfer.sampling import SamplingParams
 from tests.tiny import TINY
 
 CONFIG = replace(TINY, vocab_size=96, max_position_embeddings=64, dtype="float32")
@@ -31,12 +30,11 @@ def runner(params, monkeypatch):
     """Of live parameters, where a user has a checkpoint; nothing is freed."""
 
     def load(model, **values):
-        return LoadedModel("tiny", CONFIG, params, None, False, SamplingParams(), (), ())
+        return LoadedModel("tiny", CONFIG, Weights(params), None)
 
     monkeypatch.setattr("jaxinfer.measure.advise.measure.load_model", load)
-    monkeypatch.setattr(TrialRunner, "close", lambda self: None)
     workload = Workload(Lengths("fixed", 8, 8), Lengths("fixed", 6, 6))
-    return TrialRunner(TrialSettings("tiny", ARGUMENTS, workload, (), 3, 2, 4, RunOptions(limits={"e2el": 60.0})))
+    return TrialRunner(TrialSettings("tiny", dict(ARGUMENTS), workload, (), 3, 2, 4, RunOptions(limits={"e2el": 60.0})))
 
 
 @pytest.mark.slow
@@ -54,17 +52,34 @@ def test_a_baseline_and_a_cache_of_8_bits(runner):
 
 
 @pytest.mark.slow
+def test_policies_and_caches_of_4_bits(runner):
+    """A policy's loss is measured on texts that are longer than what it keeps; its sequences take less memory."""
+    runner.settings = replace(runner.settings, workload=Workload(Lengths("fixed", 36, 36), Lengths("fixed", 6, 6)))
+    runner.settings.arguments.update(page_size=4, steps_per_dispatch=1)
+    base = runner({})
+    policy = runner({"kv_policy": "sinks(4)+window(8)"})
+    assert policy.reason is None
+    assert policy.kl > 0
+    assert policy.cache_tokens > base.cache_tokens
+    small = runner({"kv_dtype": "int4"})
+    assert small.kl != policy.kl
+    assert small.kl > 0
+    assert small.cache_tokens > 1.5 * base.cache_tokens
+    row = runner({"kv_policy": "sinks(4)+window(44)"})
+    assert row.reason == "failed: no KL can be measured: the longest text has 47 tokens, and the policy keeps 52"
+    refused = runner({"kv_policy": "sinks(4)+window(8)", "mesh": "model=2"})
+    assert "kv_policy='sinks(4)+window(8)' runs on one device, not 2" in refused.reason
+
+
+@pytest.mark.slow
 def test_what_fails_is_a_row_and_a_baseline_that_fails_is_an_error(runner):
     row = runner({"draft": "layers:9"})
     assert row.reason is not None
     assert row.reason.startswith("failed: ")
     assert "layers" in row.reason
     runner.settings.arguments["max_model_len"] = 4
-    try:
-        with pytest.raises(ValueError, match=r"max_model_len=4|4 tokens"):
-            runner({})
-    finally:
-        runner.settings.arguments["max_model_len"] = 48
+    with pytest.raises(ValueError, match=r"max_model_len=4|4 tokens"):
+        runner({})
 
 
 def test_an_engine_has_the_log_probabilities_that_it_scores_with(params):

@@ -1,10 +1,13 @@
 """What is tried after what, and what is recommended, where the figures are known beforehand."""
 
+from dataclasses import replace
+
 import pytest
 
+from jaxinfer.cache.policies import parse_policy
 from jaxinfer.measure.advise import search as searching
-from jaxinfer.measure.advise.goals import Goal, TrialResult, flags
-from jaxinfer.measure.advise.search import Findings, ModelFacts, candidates, search
+from jaxinfer.measure.advise.goals import Goal, TrialResult, flags, judge
+from jaxinfer.measure.advise.search import KEPT_PARTS, POLICIES, Findings, ModelFacts, candidates, search
 
 
 def recommended(goal, found):
@@ -145,6 +148,7 @@ ABOUT = ModelFacts(
     default_size=16,
     drafts=("ngram",),
     shared=0.5,
+    longest=192,
 )
 
 
@@ -165,7 +169,48 @@ def test_everything_is_a_candidate():
         "--draft ngram",
         "--no-prefix-cache",
     }
-    assert left_out == {}
+    assert left_out == {
+        "cache of 4 bits": "memory is not limited (--memory GIB), and requests of 192 tokens read little cache",
+        "policies of the cache": "requests of 192 tokens are short: there is little to drop",
+    }
+
+
+@pytest.mark.parametrize(
+    ("goal", "longest", "are_tried"),
+    [
+        (Goal("cost"), 1000, False),
+        (Goal("cost", memory=2**30), 1000, True),
+        (Goal("quality", memory=2**30), 1000, True),
+        (Goal("users"), 1000, True),
+        (Goal("latency"), 1000, False),
+        (Goal("latency"), 4000, True),
+    ],
+)
+def test_small_caches_where_memory_or_the_time_to_read_it_counts(goal, longest, are_tried):
+    found, left_out = names(goal, replace(ABOUT, longest=longest))
+    small = {"--kv-dtype int8_int4", "--kv-dtype int4"}
+    small |= {f"--kv-policy 'sinks(4)+window({longest // part})'" for part in (2, 4)}
+    assert found & small == (small if are_tried else set())
+    assert {"cache of 4 bits", "policies of the cache"} & set(left_out) == (
+        set() if are_tried else {"cache of 4 bits", "policies of the cache"}
+    )
+
+
+def test_policies_that_are_tried_are_policies():
+    found, _ = candidates(Goal("users"), replace(ABOUT, longest=300))
+    policies = [parse_policy(one["kv_policy"]) for one in found if "kv_policy" in one]
+    assert len(policies) == len(POLICIES) * len(KEPT_PARTS)
+
+
+def test_small_caches_change_answers_and_are_a_last_resort_where_nothing_runs():
+    planned = Goal("users", is_planned=True)
+    for arguments in ({"kv_dtype": "int4"}, {"kv_dtype": "int8_int4"}, {"kv_policy": "sinks(4)+window(64)"}):
+        row = TrialResult(arguments, cache_tokens=100)
+        assert not row.is_exact
+        assert judge(planned, row, [TrialResult(cache_tokens=10)]).verdict == "in doubt"
+        assert judge(Goal("users"), row, [TrialResult(cache_tokens=10)]).verdict == "better"
+        limited = replace(row, kl=0.1)
+        assert judge(Goal("users"), limited, [TrialResult(cache_tokens=10)]).verdict == "ruled out"
 
 
 @pytest.mark.parametrize(
@@ -180,17 +225,16 @@ def test_everything_is_a_candidate():
         ("cost", {"shared": None}, "prefix reuse", "nothing runs"),
         ("latency", {}, "batch sizes", "a single request"),
         ("users", {}, "drafts", "takes memory"),
+        ("users", {"given": {"kv_policy": "x"}}, "policies of the cache", "you gave --kv-policy"),
+        ("users", {"caches_values": False}, "cache of 4 bits", "no values beside keys"),
+        ("users", {"caches_values": False, "longest": 999}, "policies of the cache", "no values beside keys"),
     ],
 )
 def test_what_is_not_tried_has_a_reason(goal, changes, what, why):
-    from dataclasses import replace
-
     _, left_out = candidates(Goal(goal), replace(ABOUT, **changes))
     assert why in left_out[what]
 
 
 def test_a_cache_of_keys_alone_is_tried_in_fp8_only():
-    from dataclasses import replace
-
     found, _ = names(Goal("cost"), replace(ABOUT, caches_values=False))
     assert {name for name in found if "kv" in name} == {"--kv-dtype fp8_e4m3"}

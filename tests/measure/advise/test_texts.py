@@ -51,5 +51,5 @@ def test_a_text_that_is_shorter_than_a_prompt_goes_round():
 
 def test_texts_for_quality_keep_within_the_memory_of_log_probabilities():
     texts = [[1] * 1000, [2], [3] * 10]
-    assert for_quality(texts, 100, 64) == [[1] * 63, [3] * 10]
-    assert len(for_quality([[1] * 300] * 8, 2**19, 4096)) == 2
+    assert for_quality(texts, 100, 63) == [[1] * 63, [3] * 10]
+    assert len(for_quality([[1] * 300] * 8, 2**19, 256)) == 2

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.engine.cache_quality import hidden_states
+from jaxinfer.cache.policies import parse_policy
+from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.loading import LoadedModel, Weights
@@ -15,6 +16,7 @@ from jaxinfer.measure.kv_report.measure import CacheReporter, ReportSettings, eq
 from jaxinfer.measure.kv_report.needle import DEPTHS
 from jaxinfer.measure.kv_report.report import ALL, FULL, CacheChoice
 from jaxinfer.models import init_params
+from tests.engine.dense_prompt_policy import dense_logits
 from tests.tiny import TINY
 
 CONFIG = replace(TINY, dtype="float32")
@@ -78,6 +80,26 @@ def test_figures_of_the_full_cache_and_of_smaller_ones(params):
     assert kept.seconds_per_token > 0
 
 
+def test_where_prompts_are_compacted_the_second_half_is_measured(params):
+    """Its states are those of dense attention to what the policy leaves of the first half."""
+    policy, config = "snapkv(40)", replace(CONFIG, max_position_embeddings=256)
+    one = reporter(params, text_tokens=180, num_texts=1, num_answers=0)
+    one.model, one.settings = replace(one.model, config=config), replace(one.settings, policies=[ALL, policy])
+    assert (one.starts, one.num_predicted) == ([90], 89)
+    full, kept = one(FULL), one(CacheChoice("auto", policy))
+    assert (full.kl, full.top1_agreement) == (0, 1)
+    assert kept.kl > 1e-3
+    lost = (180 - 40) // 8  # pages of a text that is a prompt
+    assert kept.sequence_bytes == full.sequence_bytes - lost * 8 * full.token_bytes
+
+    engine = Engine(config, params, EngineOptions(max_model_len=200, max_seqs=1, page_size=8, kv_policy=policy))
+    states = hidden_states(engine, one.texts, [90])[0]
+    found = log_probs(engine, states)
+    engine.close()
+    dense = dense_logits(config, params, parse_policy(policy), 8, np.array(one.texts[0]), 90)[0]
+    np.testing.assert_allclose(found, jax.nn.log_softmax(dense), atol=1e-4)
+
+
 def test_needles_of_each_length_and_depth_against_the_full_cache(params):
     one = reporter(params, num_needles=1, num_answers=0, text_tokens=246, num_texts=1)
     one.model = replace(one.model, config=replace(CONFIG, max_position_embeddings=256))
@@ -98,7 +120,7 @@ def test_a_refusal_is_a_row_and_a_full_cache_that_fails_an_error(params):
     one.settings.arguments["cache"] = "contiguous"
     del one.settings.arguments["page_size"]
     row = one(CacheChoice("auto", POLICY))
-    assert "kv_policy='sinks(1)+window(8)' drops pages" in row.reason
+    assert "kv_policy='sinks(1)+window(8)' is of pages" in row.reason
     one.settings.arguments["page_size"] = 8
     with pytest.raises(ValueError, match="page_size=8 is for cache='paged' only"):
         one(FULL)

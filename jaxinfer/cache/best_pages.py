@@ -1,0 +1,259 @@
+"""Attention to the best pages of a cache (Quest, Tang et al. 2024, arXiv 2406.10774, section 3). Nothing is dropped.
+
+Beside a layer's pages lie the least and the greatest of each page's stored keys, by kv head and channel: m and M. No
+key of the page has a greater product with a query than sum_c max(q_c m_c, q_c M_c). A query attends to the pages where
+this bound promises most, and to its own page. A shorter page table is all that a kernel needs.
+
+Least and greatest keys are computed from what a page stores when it fills, and count from then on: rejected drafts and
+former owners of the page leave nothing in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.cache.policies import BestPages
+from jaxinfer.cache.row_parts import parts_of, step_rows
+from pallas_kernels.paged_attention import Pages, PageShape, make_spec, paged_attention
+from pallas_kernels.paged_attention.layout import append, from_stored, gather, queries_for
+from pallas_kernels.paged_attention.reference import token_places, write_places
+from pallas_kernels.platform import current_platform
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32
+
+# Bytes of the bounds that a TPU gathers at once: they stay in vector memory.
+BLOCK_BYTES = 4 << 20
+
+
+class BoundedPages(NamedTuple):
+    """The pages of a layer, and of each the least and the greatest stored keys [pages, 2, Hkv, K]: those of a full page
+    count. With 4 bits they are of rotated keys, as stored."""
+
+    pages: Any
+    bounds: Any
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["page_table", "starts", "lengths", "positions", "chooses"],
+    meta_fields=["best", "max_length", "num_filled", "appends_first"],
+)
+@dataclass(frozen=True)
+class QueryParts:
+    """N parts of the T rows of a pass, as a ragged batch: a part is one row that chooses its pages, or adjacent rows of
+    a sequence that attend to all of them.
+
+    Attributes:
+      page_table: int32 [N, P], all pages of each part's sequence. starts, lengths: int32 [N], its rows; unused ones
+        have length 0. positions: int32 [N], of its first row. chooses: bool [N]; None where all do.
+      best: how many pages are chosen. max_length: static bound of `lengths`. num_filled: static bound of the pages that
+        the rows fill. appends_first: rows may read what others of the same pass store.
+    """
+
+    page_table: jax.Array
+    starts: jax.Array
+    lengths: jax.Array
+    positions: jax.Array
+    chooses: jax.Array | None
+    best: BestPages
+    max_length: int | None = None
+    num_filled: int = 0
+    appends_first: bool = False
+
+
+def bounds_dtype(dtype: str, layout: str) -> str:
+    """What bounds of keys of a cache are stored as: bfloat16, or float32 where that is what the keys are or, on a CPU,
+    which converts whole arrays of bfloat16, half the work."""
+    return "float32" if dtype == "float32" or layout == "bits" else "bfloat16"
+
+
+def parts_of_slots(
+    best: BestPages, page_table: jax.Array, positions: jax.Array, lengths: jax.Array, num_rows: int, is_uniform: bool
+) -> QueryParts:
+    """The parts of a pass in which each of S slots has `num_rows` rows, of which the first `lengths` int32 [S] take
+    part, from `positions` int32 [S] on. `page_table` int32 [S, P]. Every row chooses."""
+    number = jnp.arange(num_rows, dtype=jnp.int32)
+    places, takes_part = positions[:, None] + number, (number < lengths[:, None]).astype(jnp.int32)
+    count = places.size
+    return QueryParts(
+        jnp.repeat(page_table, num_rows, axis=0),
+        jnp.arange(count, dtype=jnp.int32),
+        takes_part.reshape(-1),
+        places.reshape(-1),
+        chooses=None,
+        best=best,
+        max_length=None if is_uniform else 1,
+        num_filled=_num_filled(best, count, lengths.shape[0]),
+        appends_first=num_rows > 1,
+    )
+
+
+def parts_of_step(
+    best: BestPages, page_table: jax.Array, num_prompt: jax.Array, token_slots: jax.Array, *rows: jax.Array
+) -> QueryParts:
+    """The parts of a step: runs of rows of prompts, and rows of answers, at most `best.num_replayed` beside one of each
+    slot. `page_table` int32 [S, P]; `num_prompt` int32 [S], tokens of each slot's prompt; the others as
+    `row_parts.step_rows`."""
+    found = step_rows(token_slots, *rows)
+    num_tokens, num_slots = token_slots.shape[0], num_prompt.shape[0]
+    chooses = found.position >= num_prompt[found.slot]
+    is_first = found.is_real & ((found.offset == 0) | chooses)
+    starts, lengths = parts_of(is_first, found.is_real, min(num_tokens, num_slots + best.num_replayed))
+    return QueryParts(
+        page_table[found.slot[starts]],
+        starts,
+        lengths,
+        found.position[starts],
+        chooses[starts],
+        best,
+        num_filled=_num_filled(best, num_tokens, num_slots),
+        appends_first=True,
+    )
+
+
+def _num_filled(best: BestPages, num_tokens: int, num_slots: int) -> int:
+    """Pages that so many rows of the slots fill, at most."""
+    return min(num_tokens, num_tokens // best.page_size + num_slots)
+
+
+def attend_to_best(
+    state: BoundedPages,
+    parts: QueryParts,
+    q: Float[Array, "T Hq K"],
+    k: Float[Array, "T Hkv K"],
+    v: Float[Array, "T Hkv K"],
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    **options: Any,
+) -> tuple[Float[Array, "T Hq K"], BoundedPages]:
+    """Stores new keys and values, and attends to the best pages of each part that chooses. `options` are those of
+    `paged_attention`."""
+    pages, bounds = state
+    ends = jnp.where(parts.lengths > 0, parts.positions + parts.lengths, 0)
+    options |= {"scale": scale, "soft_cap": soft_cap, "max_query_length": parts.max_length}
+    spec = make_spec(q, k, v, pages, parts.page_table, **options)
+    places = token_places(spec, parts.starts, parts.lengths, ends)
+    page, slot = write_places(spec, parts.page_table, places)
+    is_last = slot == spec.page_size - 1
+    filled = jnp.where(is_last, page, spec.page.num_pages)
+    if parts.num_filled < spec.num_tokens:
+        (row,) = jnp.nonzero(filled < spec.page.num_pages, size=parts.num_filled, fill_value=spec.num_tokens)
+        filled = filled.at[row].get(mode="fill", fill_value=spec.page.num_pages)
+    if parts.appends_first:
+        pages = append(pages, k, v, page, slot, by_rows=True)
+        bounds = bounds_of_filled(pages, bounds, filled, spec.page)
+    first_rows = q.at[parts.starts].get(mode="clip")
+    promise = page_promise(queries_for(first_rows, spec.page.dtype), bounds, parts, spec.scale, soft_cap)
+    table, kv_lengths = chosen_pages(parts, promise, ends)
+    lengths = (parts.lengths, kv_lengths)
+    out, pages = paged_attention(q, k, v, pages, table, *lengths, query_starts=parts.starts, **options)
+    if not parts.appends_first:
+        bounds = bounds_of_filled(pages, bounds, filled, spec.page)
+    return out, BoundedPages(pages, bounds)
+
+
+def bounds_of_filled(
+    pages: Pages, bounds: jax.Array, ids: Int32[Array, " F"], shape: PageShape
+) -> Float[Array, "pages 2 Hkv K"]:
+    """The bounds with those of pages `ids`, which are full; one past the last page changes nothing."""
+    stored = gather(pages, jnp.where(ids < shape.num_pages, ids, 0), shape)
+    scales = None if stored.k_scales is None else stored.k_scales.swapaxes(1, 2)
+    keys = from_stored(stored.k, scales)
+    least, greatest = jnp.min(keys, axis=1), jnp.max(keys, axis=1)
+    new = jnp.stack([_round_down(least, bounds.dtype), -_round_down(-greatest, bounds.dtype)], axis=1)
+    return bounds.at[ids].set(new, mode="drop")
+
+
+def page_promise(
+    q: Float[Array, "N Hq K"], bounds: jax.Array, parts: QueryParts, scale: float, soft_cap: float | None
+) -> Float32[Array, "N P"]:
+    """What each page of a sequence promises for a query, by the bounds of its scores: the logarithm of the share of
+    attention, summed over query heads, if every page had one key with a score of its bound. -inf for pages that are not
+    before the query's own.
+
+    The paper chooses pages for each head. One table for all heads lets kernels read a page once, for all of them; of
+    all choices for all heads, the greatest sums keep the most attention.
+    """
+    scores = _bounds_of_scores(q, bounds, parts.page_table) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    own = parts.positions // parts.best.page_size
+    is_before = jnp.arange(scores.shape[2]) < own[:, None]
+    scores = jnp.where(is_before[:, None], scores, -jnp.inf)
+    highest = jnp.max(scores, axis=2, keepdims=True)
+    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    total = jnp.sum(jnp.exp(scores - highest), axis=2, keepdims=True)
+    shares = scores - highest - jnp.log(jnp.maximum(total, 1.0))
+    return jax.nn.logsumexp(shares, axis=1)
+
+
+def chosen_pages(parts: QueryParts, promise: Float32[Array, "N P"], ends: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What each part attends to: its page table, int32 [N, P] or shorter where all parts choose, and its length."""
+    best, num_columns = parts.best, parts.page_table.shape[1]
+    own = parts.positions // best.page_size
+    column = jnp.arange(num_columns)
+    # Its own page comes first; of equal pages the earliest do.
+    rank = jnp.where(column == own[:, None], jnp.inf, promise)
+    columns = lax.top_k(rank, min(best.num_pages + 1, num_columns))[1]
+    # In the order of the text, so that its own page is the last; those after it do not count.
+    columns = jnp.sort(jnp.where(columns <= own[:, None], columns, num_columns), axis=1)
+    table = jnp.take_along_axis(parts.page_table, columns, axis=1, mode="clip")
+    num_left_out = jnp.maximum(own - best.num_pages, 0)
+    kv_lengths = jnp.where(parts.lengths > 0, ends - num_left_out * best.page_size, 0)
+    if parts.chooses is None:
+        return table, kv_lengths
+    table = jnp.pad(table, ((0, 0), (0, num_columns - table.shape[1])))
+    table = jnp.where(parts.chooses[:, None], table, parts.page_table)
+    return table, jnp.where(parts.chooses, kv_lengths, ends)
+
+
+def _bounds_of_scores(q: jax.Array, bounds: jax.Array, page_table: jax.Array) -> Float32[Array, "N Hq P"]:
+    """sum_c max(q_c m_c, q_c M_c), for each query head and page."""
+    num_queries, num_heads, width = q.shape
+    num_kv_heads = bounds.shape[2]
+    q = q.reshape(num_queries, num_kv_heads, num_heads // num_kv_heads, width)
+    form = _by_products if current_platform() == "tpu" else _by_sums
+    return form(jnp.maximum(q, 0), jnp.minimum(q, 0), bounds, page_table).reshape(num_queries, num_heads, -1)
+
+
+def _by_sums(up: jax.Array, down: jax.Array, bounds: jax.Array, page_table: jax.Array) -> jax.Array:
+    """One loop that reads each bound where it lies: compilers for CPUs and GPUs fuse the gather with the sum."""
+    found = bounds.at[page_table].get(mode="clip").astype(jnp.float32)[:, :, :, :, None]
+    up, down = (x.astype(jnp.float32)[:, None] for x in (up, down))
+    return jnp.sum(up * found[:, :, 1] + down * found[:, :, 0], axis=-1).transpose(0, 2, 3, 1)
+
+
+def _by_products(up: jax.Array, down: jax.Array, bounds: jax.Array, page_table: jax.Array) -> jax.Array:
+    """For the matrix unit, of blocks of pages that are gathered into vector memory."""
+    num_queries, num_pages = page_table.shape
+    of_page = bounds.nbytes // bounds.shape[0]
+    size = min(max(BLOCK_BYTES // (num_queries * of_page), 1), num_pages)
+    num_blocks = -(-num_pages // size)
+    precision = lax.Precision.HIGHEST if up.dtype == jnp.float32 else None
+
+    def one_block(table: jax.Array) -> jax.Array:
+        found = bounds.at[table].get(mode="clip").astype(up.dtype)
+        product = partial(jnp.einsum, "nhgk,nphk->nhgp", precision=precision, preferred_element_type=jnp.float32)
+        return product(up, found[:, :, 1]) + product(down, found[:, :, 0])
+
+    table = jnp.pad(page_table, ((0, 0), (0, num_blocks * size - num_pages)))
+    scores = lax.map(one_block, table.reshape(num_queries, num_blocks, size).swapaxes(0, 1))
+    return jnp.moveaxis(scores, 0, 3).reshape(*up.shape[:3], -1)[..., :num_pages]
+
+
+def _round_down(x: Float32[Array, "*any"], dtype: Any) -> jax.Array:
+    """x in `dtype`, float32 or bfloat16, not above x."""
+    if dtype == jnp.float32:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    cut = bits & jnp.uint32(0xFFFF0000)  # towards zero
+    cut = jnp.where((x < 0) & (cut != bits), cut + jnp.uint32(0x10000), cut)
+    return lax.bitcast_convert_type(cut, jnp.float32).astype(jnp.bfloat16)

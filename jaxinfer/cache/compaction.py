@@ -1,0 +1,173 @@
+"""Compaction of a prompt's cache at its end: each key head of each layer keeps the tokens with the best scores.
+
+The last tokens of a prompt go through the model in a pass of their own. In each layer they attend to all tokens, as in
+any other pass; then the tokens are scored, and the stored keys and values of those that stay are copied to fresh pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, scales_of_layer
+from jaxinfer.cache.paged import PagedCache, PageTables
+from jaxinfer.cache.policies import LayerBudget
+from jaxinfer.cache.ragged import LayerAttention, PagedAttention
+from jaxinfer.cache.scores import kept_positions, keydiff_scores, snapkv_scores
+from pallas_kernels.paged_attention import Pages
+from pallas_kernels.paged_attention.compaction import compact
+from pallas_kernels.paged_attention.layout import from_stored, gather, page_shape, queries_for
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PromptPages:
+    """Where the prompt of one sequence lies in a group of layers, and where it goes.
+
+    Attributes:
+      page_table: int32 [P]. num_tokens: int32 scalar, of the prompt. num_dropped: int32 scalar, pages that it loses.
+      targets: int32 [Q], the pages that it goes to; unused ones are one past the last page.
+    """
+
+    page_table: jax.Array
+    num_tokens: jax.Array
+    num_dropped: jax.Array
+    targets: jax.Array
+
+
+class CompactingAttention:
+    """`attend` for the last tokens of one prompt, which compacts it. After the pass, `cache` is the updated cache.
+
+    `attend` stores and attends to the tokens, in full. `budgets` and `prompts` are of the layers' groups; None for
+    groups that keep everything.
+    """
+
+    def __init__(
+        self,
+        attend: PagedAttention,
+        cache: PagedCache,
+        budgets: tuple[LayerBudget | None, ...],
+        prompts: tuple[PromptPages, ...],
+    ):
+        self._attend, self._before, self._budgets, self._prompts = attend, cache, budgets, prompts
+
+    def __call__(self, layer: int, *args: Any, **kwargs: Any) -> jax.Array:
+        attend = self.of_layer(layer)
+        out = attend(*args, **kwargs)
+        self.update(layer, attend.state)
+        return out
+
+    def of_layer(self, layer: int) -> CompactingLayer:
+        """The attention of one layer."""
+        group, scales = self._before.group_of(layer), scales_of_layer(self._before.scales, layer)
+        budget, inner = self._budgets[group], self._attend.of_layer(layer)
+        method = None if budget is None else budget.policy.method
+        return CompactingLayer(inner, scales, self._prompts[group], method)
+
+    def update(self, layer: int, state: Pages) -> None:
+        """Takes over what a layer has stored."""
+        self._attend.update(layer, state)
+
+    @property
+    def cache(self) -> PagedCache:
+        return self._attend.cache
+
+
+@jax.tree_util.register_pytree_node_class
+class CompactingLayer:
+    """One layer of `CompactingAttention`: a pytree. `state` are its pages, and after a call what they hold then."""
+
+    def __init__(self, attend: LayerAttention, scales: KVScales | None, prompt: PromptPages, method: str | None):
+        self._attend, self._scales, self._prompt, self._method = attend, scales, prompt, method
+
+    @property
+    def state(self) -> Any:
+        return self._attend.state
+
+    def tree_flatten(self):
+        return (self._attend, self._scales, self._prompt), (self._method,)
+
+    @classmethod
+    def tree_unflatten(cls, static, children) -> CompactingLayer:
+        return cls(*children, *static)
+
+    def __call__(
+        self,
+        q: Float[Array, "T Hq K"],
+        k: Float[Array, "T Hkv K"],
+        v: Float[Array, "T Hkv K"],
+        window: int | None,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> Float[Array, "T Hq K"]:
+        out = self._attend(q, k, v, window, scale=scale, soft_cap=soft_cap)
+        if self._method is not None:
+            with jax.named_scope("compact"):
+                q = divide_by_scales(self._scales, q, k, v)[0]
+                options = {"scale": scale, "soft_cap": soft_cap}
+                self._attend.state = compacted(self._method, self._attend.state, self._prompt, q, k.shape[1:], options)
+        return out
+
+
+def compacted(
+    method: str,
+    pages: Pages,
+    prompt: PromptPages,
+    q: Float[Array, "W Hq K"],
+    heads: tuple[int, ...],
+    options: dict[str, Any],
+) -> Pages:
+    """The pages of one layer with the tokens of a prompt that stay copied to its targets. `q` are the queries of the
+    prompt's last W tokens, for keys as they are stored; `heads` are the number of key heads and their width."""
+    shape = page_shape(pages, *heads)
+    stored = gather(pages, prompt.page_table, shape)
+    scales = None if stored.k_scales is None else stored.k_scales.swapaxes(1, 2).reshape(-1, shape.num_kv_heads)
+    keys = from_stored(stored.k.reshape(-1, *stored.k.shape[2:]), scales)
+    num_kept = prompt.num_tokens - prompt.num_dropped * shape.page_size
+    count = min(prompt.targets.shape[0] * shape.page_size, keys.shape[0])
+    positions = chosen_positions(
+        method, queries_for(q.astype(jnp.float32), shape.dtype), keys, prompt.num_tokens, num_kept, count, options
+    )
+    return compact(pages, shape, prompt.page_table, positions, num_kept, prompt.targets)
+
+
+def chosen_positions(
+    method: str,
+    q: Float[Array, "W Hq K"],
+    k: Float[Array, "n Hkv K"],
+    num_tokens: jax.Array,
+    num_kept: jax.Array,
+    count: int,
+    options: dict[str, Any],
+) -> Int[Array, "Hkv count"]:
+    """The positions of the tokens that stay, ascending, of which `num_kept` (at most `count`) count. `num_tokens` of
+    the keys are the prompt's."""
+    if method == "keydiff":
+        return kept_positions(keydiff_scores(k, num_tokens), count, num_kept)
+    window = q.shape[0]
+    num_scored = num_kept - window  # the queries' own tokens stay, too
+    best = kept_positions(snapkv_scores(q, k, num_tokens, **options), count - window, num_scored)
+    number = jnp.arange(count, dtype=jnp.int32)
+    best = jnp.pad(best, ((0, 0), (0, window)))
+    return jnp.where(number < num_scored, best, num_tokens - num_kept + number)
+
+
+def compacted_view(
+    cache: PagedCache, page_tables: PageTables, ends: jax.Array, lengths: jax.Array
+) -> tuple[PageTables, tuple[jax.Array, ...]]:
+    """Page tables and kv_lengths int32 [S] of each group, for sequences that have `ends` int32 [S] tokens after the
+    pass, of which `lengths` are new.
+
+    The last of `page_tables`, int32 [S, groups], are the pages that each sequence's prompt has lost: tables begin after
+    them, and lengths are without them.
+    """
+    *tables, num_dropped = page_tables
+    lost = jnp.where((lengths > 0)[:, None], num_dropped * cache.page_size, ends[:, None])
+    return tuple(tables), tuple((ends[:, None] - lost).T)

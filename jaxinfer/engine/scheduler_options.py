@@ -1,0 +1,68 @@
+"""What a scheduler is made for: its pools and limits. Plain Python: no JAX here."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxinfer.engine.cache_groups import CacheGroup
+from jaxinfer.engine.host_tier import HostPoolSize
+
+if TYPE_CHECKING:
+    from jaxinfer.cache.policies import HeavyPages, LayerBudget
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """Attributes:
+    num_pages, page_size: the pool, null page included, and tokens of a page. window: of the layers whose keys it has;
+      None where they see all. num_sinks: its first pages of a sequence that are never given back. more_groups: further
+      pools, of layers with other windows.
+    max_seqs: sequences that run at once.
+    prefill_chunk: prompt tokens of a step. steps_per_dispatch: decode steps of a dispatch with nothing else to do.
+    max_waiting: sequences that may wait for a slot, None for any number. reuses_prefixes: whether pages of finished
+      work are kept and found again. shuffle_seed: orders the pages at random (for tests). has_states: whether layers
+      keep a state of each sequence. num_saved_states: places for states that are kept, without which a model with
+      states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages. host_pools: host
+      pages of each group of layers, and of saved states; () for none. budget: what stays of a prompt in the first
+      group, if it is compacted. heavy: what stays of a sequence that loses tokens within its own pages; None for all.
+      num_replayed: tokens that a step takes of answers that are computed again, where these
+      are not as tokens of a prompt (`AnswerReplays`); None where they are.
+    """
+
+    num_pages: int
+    page_size: int
+    max_seqs: int
+    prefill_chunk: int
+    steps_per_dispatch: int = 1
+    max_waiting: int | None = None
+    reuses_prefixes: bool = True
+    has_states: bool = False
+    num_saved_states: int = 0
+    save_interval: int = 0
+    shuffle_seed: int | None = None
+    window: int | None = None
+    more_groups: tuple[CacheGroup, ...] = ()
+    host_pools: tuple[HostPoolSize, ...] = ()
+    num_sinks: int = 0
+    budget: "LayerBudget | None" = None
+    heavy: "HeavyPages | None" = None
+    num_replayed: int | None = None
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """All groups of layers, each with a pool."""
+        first = CacheGroup(self.num_pages, self.window, (), 0, self.num_sinks, 0, self.budget, self.heavy)
+        return (first, *self.more_groups)
+
+    def __post_init__(self) -> None:
+        for name in ("num_pages", "page_size", "max_seqs", "prefill_chunk", "steps_per_dispatch", "max_waiting"):
+            value = getattr(self, name)
+            if value is None and name == "max_waiting":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.has_states and self.reuses_prefixes and not self.num_saved_states:
+            raise ValueError("prefixes of a model with states are reused from saved states: there are none")
+        if self.heavy is not None and self.reuses_prefixes:
+            raise ValueError("pages in which tokens are dropped cannot be those of a prefix")
+        if self.num_saved_states and (self.save_interval < 1 or self.save_interval % self.page_size):
+            raise ValueError(f"save_interval={self.save_interval} is no multiple of page_size={self.page_size}")

@@ -1,0 +1,88 @@
+"""Compaction of one layer's pages: what stays is chosen from keys as they are stored, in every layout and dtype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.cache import init_paged_cache
+from jaxinfer.cache.compaction import PromptPages, chosen_positions, compacted, compacted_view
+from jaxinfer.cache.scores import kept_positions, keydiff_scores, snapkv_scores
+from pallas_kernels.paged_attention import empty_pages, rotation, unpack
+from pallas_kernels.paged_attention.layout import PageShape, append, from_stored
+from tests.tiny import TINY
+
+PAGE, HEADS, WIDTH, WINDOW = 8, 2, 64, 4
+LENGTH, KEPT = 61, 29  # tokens of the prompt, and those that stay
+TABLE = [5, 9, 2, 14, 7, 11, 3, 12, 1]  # the last has nothing of the prompt
+TARGETS = [4, 8, 6, 10]
+CASES = [
+    *((dtype, "separate") for dtype in ("float32", "int8", "int4", "int8_int4")),
+    *((dtype, "bits") for dtype in ("bfloat16", "float8_e4m3fn")),
+    *((dtype, "interleaved") for dtype in ("float32", "bfloat16", "int8", "int4")),
+]
+
+
+def stored_prompt(dtype: str, layout: str):
+    """Pages with a prompt and, where nothing may be read, numbers that are none."""
+    shape = PageShape(16, PAGE, HEADS, WIDTH, dtype)
+    count = len(TABLE) * PAGE
+    k, v, q = (
+        jax.random.normal(jax.random.key(seed), (rows, heads, WIDTH))
+        for seed, rows, heads in ((1, count, HEADS), (2, count, HEADS), (3, WINDOW, 2 * HEADS))
+    )
+    k = jnp.where(jnp.arange(count)[:, None, None] < LENGTH, k, jnp.nan)
+    page, slot = jnp.array(TABLE)[jnp.arange(count) // PAGE], jnp.arange(count) % PAGE
+    return shape, append(empty_pages(shape, layout), k, v, page.astype(jnp.int32), slot.astype(jnp.int32)), q
+
+
+def logical(pages, shape: PageShape):
+    """Keys and values [pages, page, Hkv, K] as they are read."""
+    found = unpack(pages, HEADS, WIDTH)
+    for values, scales, dtype in (
+        (found.k, found.k_scales, shape.key_dtype),
+        (found.v, found.v_scales, shape.value_dtype),
+    ):
+        read = from_stored(values, None if scales is None else scales.swapaxes(1, 2))
+        yield np.asarray(rotation.rotate_back(read) if dtype == "int4" else read)
+
+
+@pytest.mark.parametrize(("dtype", "layout"), CASES)
+@pytest.mark.parametrize("method", ["snapkv", "keydiff"])
+def test_what_stays_is_chosen_from_stored_keys(method, dtype, layout):
+    shape, pages, q = stored_prompt(dtype, layout)
+    prompt = PromptPages(jnp.array(TABLE), jnp.int32(LENGTH), jnp.int32(4), jnp.array(TARGETS))
+    found = jax.jit(compacted, static_argnums=(0, 4))(method, pages, prompt, q, (HEADS, WIDTH), {})
+    before, after = list(logical(pages, shape)), list(logical(found, shape))
+    keys = jnp.asarray(before[0][TABLE].reshape(-1, HEADS, WIDTH)[:LENGTH])
+    if method == "keydiff":
+        wanted = kept_positions(keydiff_scores(keys), KEPT)
+    else:
+        best = kept_positions(snapkv_scores(q, keys), KEPT - WINDOW)
+        wanted = jnp.concatenate([best, jnp.tile(jnp.arange(LENGTH - WINDOW, LENGTH), (HEADS, 1))], axis=1)
+    assert (wanted[0] != wanted[1]).any()
+    for old, new in zip(before, after, strict=True):
+        old, new = (one[ids].reshape(-1, HEADS, WIDTH) for one, ids in ((old, TABLE), (new, TARGETS)))
+        for head in range(HEADS):
+            np.testing.assert_array_equal(new[:KEPT, head], old[np.asarray(wanted[head]), head])
+    np.testing.assert_array_equal(after[0][TABLE], before[0][TABLE])  # the prompt stays where it is
+
+
+def test_a_prompt_of_any_length_keeps_what_it_should():
+    """One program: counts are numbers of the prompt."""
+    k, q = jax.random.normal(jax.random.key(1), (72, 2, 8)), jax.random.normal(jax.random.key(2), (4, 4, 8))
+    choose = jax.jit(chosen_positions, static_argnums=(0, 5))
+    for length, kept in ((72, 32), (72, 25), (40, 24), (33, 32)):
+        found = np.asarray(choose("snapkv", q, k.at[length:].set(jnp.nan), length, kept, 32, {}))[:, :kept]
+        best = kept_positions(snapkv_scores(q, k[:length]), kept - 4)
+        assert (found[:, : kept - 4] == best).all()
+        assert (found[:, kept - 4 :] == np.arange(length - 4, length)).all()
+        assert (np.diff(found) > 0).all()
+
+
+def test_lengths_and_tables_are_without_what_was_lost():
+    cache = init_paged_cache(TINY, 8, PAGE, "float32")
+    tables = (jnp.zeros((3, 5), jnp.int32), jnp.ones((3, 5), jnp.int32), jnp.array([[2, 1], [0, 0], [3, 3]]))
+    found, lengths = compacted_view(cache, tables, jnp.array([40, 9, 30]), jnp.array([1, 5, 0]))
+    assert [int(table[0, 0]) for table in found] == [0, 1]
+    assert [one.tolist() for one in lengths] == [[24, 9, 0], [32, 9, 0]]
