@@ -1,9 +1,9 @@
 """Four bits for a number of a key or value, by rotation (TurboQuant, arXiv 2504.19874, algorithm 1).
 
 A vector of width K is divided by its root mean square and rotated by a fixed orthogonal matrix. Then its numbers are
-nearly those of a unit normal, whatever the vector was, and each is rounded to the nearest of 16 levels. The stored scale
-is the one with which the levels are nearest to the vector. Scores and weighted sums of values are computed in the
-rotated space, where queries are rotated once and outputs rotated back once.
+nearly those of a unit normal, whatever the vector was, and each is rounded to the nearest of 16 levels. The stored
+scale is the one with which the levels are nearest to the vector. Scores and weighted sums of values are computed in
+the rotated space, where queries are rotated once and outputs rotated back once.
 
 The levels are near those of the Lloyd-Max quantizer of a unit normal, but integers of 4 significant bits times a step,
 so that a TPU's matrix unit multiplies them as float8_e4m3 (`tpu_program`). With the fitted scale the mean squared error

@@ -88,6 +88,22 @@ FAULTS = (
         "one large key makes a request fail",
     ),
     Fault(
+        "kernels/tpu-unread-keys-keep-their-bits",
+        "pallas_kernels/paged_attention",
+        "jnp.where((key >= live[0]) & (key < live[1]), words, jnp.uint32(0))",
+        "words",
+        (TPU_SUITE + "[decode_one_sequence]",),
+        "on a TPU an answer is NaN wherever memory held one before",
+    ),
+    Fault(
+        "kernels/tpu-e4m3-nan-becomes-480",
+        "pallas_kernels/paged_attention",
+        "return jnp.where((codes & 0x7F) == 0x7F, jnp.uint8(0x80), codes)",
+        "return codes",
+        ("tests/pallas_kernels/paged_attention/test_pallas_tpu.py::test_every_8_bit_code",),
+        "on a TPU v6e a broken key of an fp8 cache counts as a large one",
+    ),
+    Fault(
         "cache/the-window-is-a-key-too-long",
         "pallas_kernels/paged_attention",
         "keys > position[:, None] - spec.window",
