@@ -39,7 +39,7 @@ class KVReportOptions:
     )
     policies: str | None = _caches(
         None,
-        "Which keys stay, such as all,sinks(4)+window(256),snapkv(256),h2o(256); default: all, and windows of half and "
+        "Which keys stay, such as all,sinks(4)+window(256),h2o(256); default: all, and windows of half and "
         "a quarter of a text. Where some cut prompts, the first half of a text is a prompt, the second is measured.",
         "POLICY,...",
     )
