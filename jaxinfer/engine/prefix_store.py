@@ -23,6 +23,7 @@ from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import host_layers
+from pallas_kernels.paged_attention import rotation
 
 
 class PrefixStore:
@@ -115,6 +116,7 @@ def fingerprint(runner: ModelRunner) -> bytes:
         "mesh": None if spec.mesh is None else tuple(spec.mesh.shape.items()),
         "config": spec.config,
         "stored": (spec.kv_dtype, spec.page_size, spec.layout_of(spec.config, spec.kv_dtype)),
+        "levels": (rotation.LEVELS, rotation.LEVEL_STEP),
         "deterministic": spec.options.deterministic,
         "weights": str(runner.model.structure),
         "rows": [(row.shape, row.dtype.name) for row in runner.host_pages.rows_of(0)],

@@ -1,15 +1,19 @@
 """Four bits for a number of a key or value, by rotation (TurboQuant, arXiv 2504.19874, algorithm 1).
 
-A vector of width K is divided by its root mean square (the stored scale) and rotated by a fixed orthogonal matrix. Then
-its numbers are nearly those of a unit normal, whatever the vector was, and each is rounded to the nearest level of that
-distribution's Lloyd-Max quantizer. Scores and weighted sums of values are computed in the rotated space, where queries
-are rotated once and outputs rotated back once.
+A vector of width K is divided by its root mean square and rotated by a fixed orthogonal matrix. Then its numbers are
+nearly those of a unit normal, whatever the vector was, and each is rounded to the nearest of 16 levels. The stored
+scale is the one with which the levels are nearest to the vector. Scores and weighted sums of values are computed in
+the rotated space, where queries are rotated once and outputs rotated back once.
+
+The levels are near those of the Lloyd-Max quantizer of a unit normal, but integers of 4 significant bits times a step,
+so that a TPU's matrix unit multiplies them as float8_e4m3 (`tpu_program`). With the fitted scale the mean squared error
+is the same: 0.0093 for K = 128.
 
 The rotation is R = Q S: S are fixed signs, and for K = m 2^p with m odd, Q is the Hadamard matrix of 2^p within each of
 m blocks and the reflection I - 2/m across blocks. Q is symmetric, so R^-1 = S Q.
 
 Stored bits are a function of the vector alone: on a CPU, where a product's rounding depends on its number of rows and
-on how the compiler fuses it, R is computed by sums and differences of pairs, and the norm is a sum of integers.
+on how the compiler fuses it, R is computed by sums and differences of pairs, and norms are sums of integers.
 """
 
 from __future__ import annotations
@@ -27,14 +31,12 @@ from pallas_kernels.platform import current_platform
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Integer, UInt8
 
-# Positive levels of the Lloyd-Max quantizer of a unit normal, by bits (Max 1960, table 1, with more digits).
-LEVELS = {
-    3: (0.24509418, 0.75600528, 1.34390928, 2.15194570),
-    4: (0.12839503, 0.38804830, 0.65675912, 0.94234046, 1.25623120, 1.61804639, 2.06901723, 2.73258957),
-}
+# Positive levels in steps, and the step at unit variance with the least mean squared error.
+LEVELS = (1, 3, 5, 7, 9, 12, 15, 20)
+LEVEL_STEP = 0.135
 MAX_WIDTH = 2048
 MAX_ODD = 15
-# A vector's norm is of its numbers in 1,024ths of the largest: their squares are integers, whose sum has no rounding.
+# Norms are of numbers in 1,024ths, whose squares and products with levels are integers: their sums have no rounding.
 _RESOLUTION = 1024
 
 
@@ -63,11 +65,11 @@ def rotate_back(x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
     return (_mix(x) * _unit(width) * _signs(width)).astype(x.dtype)
 
 
-def quantize(x: Float[Array, "*rows K"], bits: int = 4) -> tuple[UInt8[Array, "*rows K"], Float32[Array, "*rows"]]:
+def quantize(x: Float[Array, "*rows K"]) -> tuple[UInt8[Array, "*rows K"], Float32[Array, "*rows"]]:
     """Codes of the rotated vectors, and their scales: x is nearly scale times `rotate_back` of the codes' levels.
 
-    A code's highest bit is the sign, the others count levels from zero. The scale is the vector's root mean square; one
-    with a NaN or infinity has a NaN. Raises ValueError as `unsupported_width`.
+    A code's highest bit is the sign, the others count levels from zero. A vector with a NaN or infinity has the scale
+    NaN. Raises ValueError as `unsupported_width`.
     """
     width = _checked(x)
     odd, _ = _factors(width)
@@ -81,20 +83,25 @@ def quantize(x: Float[Array, "*rows K"], bits: int = 4) -> tuple[UInt8[Array, "*
     scales = jnp.where(jnp.all(jnp.isfinite(x), axis=-1), scales, jnp.nan)
     divisor = jnp.where(norms > 0, norms, 1.0) * np.float32(odd**0.5 / _RESOLUTION)
     unit = _mix(parts * _signs(width)) / divisor[..., None]
-    levels = LEVELS[bits]
-    codes = jnp.where(unit < 0, jnp.uint8(2 ** (bits - 1)), jnp.uint8(0))
-    for low, high in pairwise(levels):
-        codes += (jnp.abs(unit) > np.float32((low + high) / 2)).astype(jnp.uint8)
-    return codes, scales
+    codes = jnp.where(unit < 0, jnp.uint8(8), jnp.uint8(0))
+    levels = jnp.full(unit.shape, LEVELS[0], jnp.int32)
+    for low, high in pairwise(LEVELS):
+        is_above = jnp.abs(unit) > np.float32(LEVEL_STEP * (low + high) / 2)
+        codes += is_above.astype(jnp.uint8)
+        levels += jnp.where(is_above, high - low, 0)
+    # The least-squares fit: the product of the vector and its levels over the levels' squared norm.
+    products = jnp.round(jnp.abs(unit) * _RESOLUTION).astype(jnp.int32) * levels
+    fit = jnp.sum(products, axis=-1).astype(jnp.float32) / jnp.sum(levels * levels, axis=-1).astype(jnp.float32)
+    return codes, scales * (fit * np.float32(1 / (_RESOLUTION * LEVEL_STEP)))
 
 
-def levels_of(codes: Integer[Array, "*rows K"], dtype=jnp.float32, bits: int = 4) -> Float[Array, "*rows K"]:
+def levels_of(codes: Integer[Array, "*rows K"], dtype=jnp.float32) -> Float[Array, "*rows K"]:
     """The levels of codes, in `dtype`. Selections by bit: XLA:CPU and TPUs gather from small tables one by one."""
-    levels = [jnp.asarray(level, dtype) for level in LEVELS[bits]]
-    for bit in range(bits - 1):
+    levels = [jnp.asarray(LEVEL_STEP * level, dtype) for level in LEVELS]
+    for bit in range(3):
         is_set = (codes & (1 << bit)) != 0
         levels = [jnp.where(is_set, high, low) for low, high in zip(levels[::2], levels[1::2], strict=True)]
-    return jnp.where((codes & (1 << (bits - 1))) != 0, -levels[0], levels[0])
+    return jnp.where((codes & 8) != 0, -levels[0], levels[0])
 
 
 def pack_nibbles(codes: UInt8[Array, "*rows K"]) -> UInt8[Array, "*rows _"]:

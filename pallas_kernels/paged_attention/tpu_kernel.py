@@ -15,7 +15,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.layout import LANES
 from pallas_kernels.paged_attention.specs import MASKED, MAX_TREE_TOKENS
-from pallas_kernels.paged_attention.tpu_program import KernelProgram, Refs, WorkItem, key_range, load_item
+from pallas_kernels.paged_attention.tpu_program import (
+    KernelProgram,
+    Refs,
+    WorkItem,
+    key_range,
+    load_item,
+    load_words,
+    load_words_interpreted,
+    store_words,
+    store_words_interpreted,
+)
 from pallas_kernels.platform import is_tpu_interpreted
 
 
@@ -150,17 +160,39 @@ def _attend(program: KernelProgram, refs: Refs, item: WorkItem, block, slot) -> 
     live = (first - block * program.sizes.num_keys, end - block * program.sizes.num_keys)
     if program.spec.page.has_scales:
         _gather_scales(program, refs, slot, live)
-    buffers = [refs.kv_buffers.at[slot, tile] for tile in range(program.num_lane_tiles)]
     is_interpreted = is_tpu_interpreted()
+    if not program.spec.page.has_scales:
+
+        @pl.when((live[0] > 0) | (live[1] < program.sizes.num_keys))
+        def _():
+            _clear_unread(program, refs, slot, live, is_interpreted)
+
+    buffers = [refs.kv_buffers.at[slot, tile] for tile in range(program.num_lane_tiles)]
+    visible = _visible(program, refs, item, block)
 
     def one_unit(unit, _):
-        tiles = [rows.load(buffer, unit, live, is_interpreted) for buffer in buffers]
+        tiles = [rows.load(buffer, unit, is_interpreted) for buffer in buffers]
         for index in range(rows.heads_per_unit):
             keys, values = (_join_lanes([tile[index][part] for tile in tiles]) for part in range(2))
-            visible = _visible(program, refs, item, block)
             _attend_head(program, refs, unit * rows.heads_per_unit + index, keys, values, visible)
 
     lax.fori_loop(0, rows.num_units, one_unit, None, unroll=min(program.sizes.unroll, rows.num_units))
+
+
+def _clear_unread(program: KernelProgram, refs: Refs, slot, live, is_interpreted: bool) -> None:
+    """Zeroes a block's keys outside `live`: no copy wrote them, and memory may hold the bits of a NaN."""
+    load, store = load_words, store_words
+    if is_interpreted:
+        load, store = load_words_interpreted, store_words_interpreted
+    for tile in range(program.num_lane_tiles):
+        buffer = refs.kv_buffers.at[slot, tile]
+
+        def one_word(word, _, buffer=buffer):
+            words = load(buffer, word)
+            key = lax.broadcasted_iota(jnp.int32, words.shape, 0)
+            store(buffer, word, jnp.where((key >= live[0]) & (key < live[1]), words, jnp.uint32(0)))
+
+        lax.fori_loop(0, program.rows.num_words, one_word, None)
 
 
 def _join_lanes(tiles: list):
@@ -176,7 +208,7 @@ def _attend_head(program: KernelProgram, refs: Refs, head, keys, values, visible
         dimensions = (((1,), (b_axis,)), ((), ()))
         return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
-    scores = product(refs.queries[head], keys, 1) * spec.scale
+    scores = product(refs.queries[head], keys, 1) * (spec.scale * program.rows.factor)
     if spec.page.has_scales:
         scores *= refs.scales[pl.ds(2 * head, 1)]
     if spec.soft_cap is not None:
@@ -190,7 +222,9 @@ def _attend_head(program: KernelProgram, refs: Refs, head, keys, values, visible
     refs.total[head] = refs.total[head] * decay + jnp.sum(weights, axis=1, keepdims=True)
     if spec.page.has_scales:
         weights *= refs.scales[pl.ds(2 * head + 1, 1)]
-    update = product(weights.astype(values.dtype), values, 0)
+    update = product(weights.astype(spec.q_dtype), values, 0)
+    if program.rows.factor != 1:
+        update *= program.rows.factor
     refs.weighted[head] = refs.weighted[head] * decay + update
 
 

@@ -7,19 +7,22 @@ block gives [keys, 128] words with the rows of one or more heads, so no row move
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import tuning
 from pallas_kernels.paged_attention.layout import LANES, SUBLANES, PageShape
-from pallas_kernels.paged_attention.rotation import levels_of
+from pallas_kernels.paged_attention.rotation import LEVEL_STEP
 from pallas_kernels.paged_attention.specs import PagedSpec
 from pallas_kernels.paged_attention.tpu_schedule import ITEM_FIELDS, TpuProgramSizes, rows_of_group
+
+# Chips whose matrix unit takes float8_e4m3b11fnuz and no float8_e4m3fn.
+_CHIPS_OF_BIAS_11 = ("tpu_v5_lite", "tpu_v5", "tpu_v5p", "tpu_v6_lite")
 
 
 @dataclass(frozen=True)
@@ -63,27 +66,56 @@ class WordRows:
         """Key heads, with those of padding rows."""
         return self.num_units * self.heads_per_unit
 
-    def load(self, buffer, unit, live, is_interpreted: bool) -> list[tuple[jax.Array, jax.Array]]:
-        """Keys and values [keys, 128] of each head of `unit` (may be traced), in q_dtype.
+    def load(self, buffer, unit, is_interpreted: bool) -> list[tuple[jax.Array, jax.Array]]:
+        """Keys and values [keys, 128] of each head of `unit` (may be traced), in units of `factor`.
 
-        buffer: ref [keys, buffer_words, pack, 128]. Keys outside `live` = (first, end) are zero.
+        buffer: ref [keys, buffer_words, pack, 128].
         """
-        is_live = lax.broadcasted_iota(jnp.int32, (buffer.shape[0], LANES), 0)
-        is_live = (is_live >= live[0]) & (is_live < live[1])
         load = load_words_interpreted if is_interpreted else load_words
         rows = []
         for index in range(self.words_per_unit):
-            words = load(buffer, unit * self.words_per_unit + index)
-            rows += self.split(jnp.where(is_live, words, jnp.uint32(0)))
-        if self.page.dtype == "int4":
-            return list(zip(rows[::2], rows[1::2], strict=True))
-        return (
-            [(row, row) for row in rows] if self.page.is_side_by_side else list(zip(rows[::2], rows[1::2], strict=True))
-        )
+            rows += self.split(load(buffer, unit * self.words_per_unit + index))
+        if self.page.is_side_by_side:
+            return [(row, row) for row in rows]
+        return list(zip(rows[::2], rows[1::2], strict=True))
 
     def split(self, words: jax.Array) -> list[jax.Array]:
-        """The `pack` rows of each word [keys, 128], in q_dtype; with int4, a key and a value for each."""
-        return [row.astype(self.q_dtype) for row in _SPLIT[self.page.dtype](words)]
+        """The `pack` rows of each word [keys, 128]; with int4, a key and a value for each.
+
+        The matrix unit takes 8-bit floats beside bfloat16, so these stay as they are; all else becomes q_dtype.
+        """
+        dtype = self.page.dtype
+        if dtype == "float32":
+            return [pltpu.bitcast(words, jnp.float32).astype(self.q_dtype)]
+        rows = [half.astype(jnp.uint16) for half in (words, words >> 16)]
+        if self.pack == 4:
+            rows = [part.astype(jnp.uint8) for row in rows for part in (row, _upper_bytes(row))]
+        if dtype == "int4":
+            rows = [levels for row in rows for levels in _levels(row)]
+        elif dtype == "float8_e4m3fn" and self.is_e4m3_converted:
+            rows = [_to_bias_11(row) for row in rows]
+        rows = [pltpu.bitcast(row, self._bits_dtype) for row in rows]
+        if self.q_dtype == "bfloat16" and dtype != "int8":
+            return rows
+        return [row.astype(self.q_dtype) for row in rows]
+
+    @property
+    def is_e4m3_converted(self) -> bool:
+        """Whether the matrix unit takes 8-bit floats of 4 exponent bits with bias 11 instead of 7."""
+        return self.q_dtype == "bfloat16" and tuning.chip() in _CHIPS_OF_BIAS_11
+
+    @property
+    def _bits_dtype(self):
+        if self.page.dtype not in ("int4", "float8_e4m3fn"):
+            return jnp.dtype(self.page.dtype)
+        return jnp.float8_e4m3b11fnuz if self.is_e4m3_converted else jnp.float8_e4m3fn
+
+    @property
+    def factor(self) -> float:
+        """What numbers of `load` are in units of."""
+        if self.page.dtype == "int4":
+            return LEVEL_STEP * (2.0**13 if self.is_e4m3_converted else 2.0**9)
+        return 2.0**4 if self.page.dtype == "float8_e4m3fn" and self.is_e4m3_converted else 1.0
 
 
 @dataclass(frozen=True)
@@ -237,6 +269,12 @@ def load_words(buffer, word) -> jax.Array:
     return buffer.bitcast(jnp.uint32).reshape(keys * stride, LANES)[pl.ds(word, keys, stride)]
 
 
+def store_words(buffer, word, words: jax.Array) -> None:
+    """The inverse of `load_words`."""
+    keys, stride = buffer.shape[:2]
+    buffer.bitcast(jnp.uint32).reshape(keys * stride, LANES)[pl.ds(word, keys, stride)] = words
+
+
 def load_words_interpreted(buffer, word) -> jax.Array:
     """As `load_words`, without `bitcast` and `reshape` of a ref, which the TPU interpreter does not support.
 
@@ -246,35 +284,39 @@ def load_words_interpreted(buffer, word) -> jax.Array:
     return pltpu.bitcast(rows, jnp.uint32).reshape(rows.shape[0], LANES)
 
 
-def _float32(words):
-    return [pltpu.bitcast(words, jnp.float32)]
+def store_words_interpreted(buffer, word, words: jax.Array) -> None:
+    """The inverse of `load_words_interpreted`."""
+    keys, _, pack, lanes = buffer.shape
+    buffer[:, word] = pltpu.bitcast(words.reshape(keys, 1, lanes), buffer.dtype).reshape(keys, pack, lanes)
 
 
-def _bfloat16(words):
-    # A bfloat16 is the upper half of a float32.
-    halves = (words << 16, words & jnp.uint32(0xFFFF0000))
-    return [pltpu.bitcast(half, jnp.float32) for half in halves]
+def _upper_bytes(halves: jax.Array) -> jax.Array:
+    """uint16 shifted by a byte; the upper byte of the result is undefined."""
+    return pltpu.bitcast(pltpu.bitcast(halves, jnp.uint32) >> 8, jnp.uint16)
 
 
-def _int8(words):
-    signed = pltpu.bitcast(words, jnp.int32)
-    return [((signed << (24 - 8 * index)) >> 24).astype(jnp.float32) for index in range(4)]
+def _levels(codes: jax.Array) -> list[jax.Array]:
+    """uint8 [keys, 128] with the codes of a key and of a value: the bits of both levels as float8_e4m3fn.
+
+    Below 2^-5 an integer j is the number j 2^-9, from there to 2^-4 it is (2 j - 16) 2^-9: the levels 1, 3, 5, 7, 9,
+    12, 15 and 20 (`rotation.LEVELS`) have the bits 2 m + 1 + max(m - 4, 0). Eight codes share the 32-bit operations
+    that compute 1 + max(m - 4, 0), and four the others.
+    """
+    words = pltpu.bitcast(codes, jnp.uint32)
+    is_upper_half = words & jnp.uint32(0x44444444)
+    added = (words & ((is_upper_half * 3) >> 2)) + jnp.uint32(0x11111111)
+    both = ((words << 1, added, words << 4), (words >> 3, added >> 4, words))
+    bits = (
+        (double & jnp.uint32(0x0E0E0E0E)) + (added & jnp.uint32(0x07070707)) | (sign & jnp.uint32(0x80808080))
+        for double, added, sign in both
+    )
+    return [pltpu.bitcast(one, jnp.uint8) for one in bits]
 
 
-def _float8(dtype, words):
-    parts = ((words >> (8 * index)).astype(jnp.uint8) for index in range(4))
-    return [pltpu.bitcast(part, dtype).astype(jnp.float32) for part in parts]
+def _to_bias_11(codes: jax.Array) -> jax.Array:
+    """Bits of float8_e4m3fn as those of float8_e4m3b11fnuz, whose numbers are 1/16 as large.
 
-
-def _int4(words):
-    return [levels_of(words >> (4 * index)) for index in range(8)]
-
-
-_SPLIT = {
-    "float32": _float32,
-    "bfloat16": _bfloat16,
-    "int8": _int8,
-    "int4": _int4,
-    "float8_e4m3fn": partial(_float8, jnp.float8_e4m3fn),
-    "float8_e5m2": partial(_float8, jnp.float8_e5m2),
-}
+    There the bits of -0 are NaN, and there is no other NaN.
+    """
+    codes = jnp.where(codes == 0x80, jnp.uint8(0), codes)
+    return jnp.where((codes & 0x7F) == 0x7F, jnp.uint8(0x80), codes)

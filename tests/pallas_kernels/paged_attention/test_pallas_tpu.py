@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import ahead_of_time, tuning
-from pallas_kernels.paged_attention import layout, make_schedule, paged_attention, pallas_tpu, tpu_program
+from pallas_kernels.paged_attention import layout, make_schedule, paged_attention, pallas_tpu, rotation, tpu_program
 from pallas_kernels.paged_attention.shapes import decode_shape
 from pallas_kernels.paged_attention.specs import make_spec
 from pallas_kernels.paged_attention.tpu_schedule import NAMES, TpuProgramSizes
@@ -69,6 +70,15 @@ def test_suite(name, check, tpu_interpreter, small_blocks):
 @pytest.mark.parametrize("name", quick([n for n in FOUR_BITS if "int8_int4" not in n], "verify_int4"))
 def test_suite_of_four_bits(name, check, tpu_interpreter, small_blocks):
     check(FOUR_BITS[name], "pallas_tpu", "interleaved")
+
+
+@pytest.mark.parametrize("name", quick(["decode_e4m3", "decode_int4_page_64"], "decode_e4m3"))
+def test_suite_as_on_chips_with_another_bias(name, check, monkeypatch, tpu_interpreter, small_blocks):
+    """Chips whose matrix unit takes float8_e4m3b11fnuz: other bits, same numbers."""
+    monkeypatch.setattr(tuning, "chip", lambda: "tpu_v6_lite")
+    shape = replace((SMALL | FOUR_BITS)[name], dtype="bfloat16")
+    assert tpu_program.WordRows(shape.page(), "bfloat16").is_e4m3_converted
+    check(shape, "pallas_tpu", "interleaved")
 
 
 @pytest.mark.slow
@@ -234,6 +244,28 @@ def test_words_of_a_token(dtype):
 
     np.testing.assert_array_equal(words(tpu_program.load_words_interpreted), bits)
     np.testing.assert_array_equal(words(tpu_program.load_words), bits)
+
+
+def test_every_8_bit_code():
+    """Bits for chips with another bias give the number of every float8_e4m3fn, NaN included."""
+    codes = jnp.arange(256, dtype=jnp.uint8)
+    expected = np.asarray(lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), np.float32)
+    found = lax.bitcast_convert_type(tpu_program._to_bias_11(codes), jnp.float8_e4m3b11fnuz)
+    np.testing.assert_array_equal(np.asarray(found, np.float32) * 16, expected)
+    assert np.isnan(expected).sum() == 2
+
+
+def test_every_pair_of_4_bit_codes():
+    codes = jnp.broadcast_to(jnp.arange(256, dtype=jnp.uint8).reshape(-1, 1, 128), (2, 16, 128)).reshape(32, 128)
+
+    def kernel(codes, keys, values):
+        keys[...], values[...] = tpu_program._levels(codes[...])
+
+    out = [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)] * 2
+    both = pl.pallas_call(kernel, out_shape=out, interpret=True)(codes)
+    for found, code in zip(both, (codes & 15, codes >> 4), strict=True):
+        numbers = np.asarray(lax.bitcast_convert_type(found, jnp.float8_e4m3fn), np.float32) * 2**9
+        np.testing.assert_allclose(numbers * rotation.LEVEL_STEP, rotation.levels_of(code), rtol=1e-6)
 
 
 # What it refuses
