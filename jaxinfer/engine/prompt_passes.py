@@ -14,7 +14,7 @@ from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.plans import Chunk, GroupMove
 from jaxinfer.engine.programs import ProgramModel, Weights, paged
 from jaxinfer.engine.programs.compaction import CompactionWork, compact_prompt, compaction_work
-from jaxinfer.engine.programs.paged import Slots, StepOutput, StepSlots
+from jaxinfer.engine.programs.work import Slots, StepOutput, StepSlots
 from jaxinfer.engine.scoring import ScoredChunk
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.step_rows import step_rows

@@ -38,8 +38,8 @@ from jaxinfer.engine.layer_caches import PolicyPages, group_kinds
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.policy_checks import check_heavy, check_policy, check_prompt_budget
 from jaxinfer.engine.programs import ProgramModel
-from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
+from jaxinfer.engine.programs.work import Slots
 from jaxinfer.engine.state_checks import check_sequence_axis, check_states
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
@@ -275,7 +275,9 @@ class EngineSpec(PolicyPages):
 
     @cached_property
     def decode_slots(self) -> tuple[int, ...]:
-        """Numbers of slots of decode programs: 1, 4, 8, 16, ... and max_seqs."""
+        """Numbers of slots of decode programs and speculative rounds: 1, 4, 8, 16, ... and max_seqs."""
+        if self.options.deterministic:
+            return self.step_slots
         return buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
 
     @cached_property
@@ -287,11 +289,6 @@ class EngineSpec(PolicyPages):
         """Those of steps of one of the `token_buckets`. Beside more than the fewest tokens, rows of logits that nobody
         reads cost little, and one program less is compiled."""
         return self.step_slots if num_tokens == self.token_buckets[0] else self.step_slots[-1:]
-
-    @property
-    def round_slots(self) -> tuple[int, ...]:
-        """Numbers of slots of speculative rounds."""
-        return self.step_slots if self.options.deterministic else self.decode_slots
 
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
@@ -309,7 +306,12 @@ class EngineSpec(PolicyPages):
     @property
     def steps_per_dispatch(self) -> int:
         """Decode steps of one dispatch."""
-        return 1 if self.options.deterministic else self.options.steps_per_dispatch
+        return self.options.steps_per_dispatch
+
+    @property
+    def uniform_rows(self) -> tuple[int, ...]:
+        """What `programs.paged.decode` takes last: rows of each step where all have one shape."""
+        return self.token_buckets if self.options.deterministic else ()
 
     # Drafting.
 
@@ -327,7 +329,7 @@ class EngineSpec(PolicyPages):
     @property
     def max_rounds(self) -> int:
         """Speculative rounds of one dispatch."""
-        return 1 if self.options.deterministic else max(1, self.options.steps_per_dispatch // 2)
+        return max(1, self.options.steps_per_dispatch // 2)
 
     @property
     def draft_length(self) -> int | None:
