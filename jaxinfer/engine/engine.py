@@ -86,6 +86,7 @@ class Engine:
                 host_pools=self.runner.host_pages.sizes,
                 num_replayed=self.spec.best_pages and self.spec.best_pages.num_replayed,
                 heavy=self.spec.heavy_pages,
+                max_step_tokens=self.spec.token_buckets[-1],
             ),
             self.spec.decode_slots,
         )

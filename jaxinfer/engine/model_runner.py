@@ -312,7 +312,7 @@ class ModelRunner(CacheCopies, PromptPasses):
 
     def _step_arguments(self, work: StepWork) -> tuple[Any, ...]:
         arrays = (self.model, self.weights, self._cache, self._slots, work)
-        return *arrays, self.spec.options.deterministic, self.spec.token_buckets[-1]
+        return *arrays, self.spec.is_deterministic, self.spec.token_buckets[-1]
 
     @operation
     def _run_step(self, work: dict[str, np.ndarray], is_scored: bool) -> StepOutput:

@@ -54,7 +54,7 @@ class PromptPasses(Operated, Protocol):
 
     def _compaction_arguments(self, work: CompactionWork) -> tuple[Any, ...]:
         spec = self.spec
-        static = spec.max_seqs, spec.options.deterministic, spec.token_buckets[-1]
+        static = spec.max_seqs, spec.is_deterministic, spec.token_buckets[-1]
         return self.model, self.weights, self._cache, self.placement.put(work), *static
 
     @property

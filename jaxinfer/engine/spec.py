@@ -24,6 +24,7 @@ from jaxinfer.cache import (
 from jaxinfer.cache.best_pages import BoundedPages
 from jaxinfer.cache.heavy_hitters import with_sums
 from jaxinfer.cache.policies import BestPages, LayerBudget
+from jaxinfer.chips import chip_of_kind
 from jaxinfer.engine.abstract_work import (
     abstract_slots,
     buckets,
@@ -34,6 +35,7 @@ from jaxinfer.engine.abstract_work import (
     take_layers,
 )
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
+from jaxinfer.engine.determinism import Determinism, decide
 from jaxinfer.engine.layer_caches import PolicyPages, group_kinds
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.policy_checks import check_heavy, check_policy, check_prompt_budget
@@ -52,7 +54,6 @@ from pallas_kernels.recurrence import BLOCK_TOKENS
 DEFAULT_MAX_MODEL_LEN = 4096
 CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64  # on a CPU more answers at once would wait for its few cores
 MIN_STEP_TOKENS = 32
-UNIFORM_STEP_TOKENS = 256  # of every step of a deterministic engine: bits may depend on the shape, so there is one
 DEFAULT_CHUNK = 512
 DRAFT_LENGTHS, NGRAM_LENGTHS = (2, 4, 8), (3, 7, 15)  # n-gram drafts are free, and accepted in long runs
 
@@ -69,6 +70,8 @@ class EngineSpec(PolicyPages):
       draft: what drafts, a `ModelDraft` with abstract parameters.
       pool_pages: pages that fit in the memory; None before that is known.
       num_dense_layers: the first layers, whose answers read all pages under `kv_policy="quest(N)"`.
+      chip: the name of the chip, where its figures are known.
+      determinism: whether every pass has one shape, and its rows; decided where it is None.
 
     Raises ValueError for options that the draft cannot fulfil, and for those that need a draft where there is none.
     """
@@ -81,6 +84,8 @@ class EngineSpec(PolicyPages):
     draft: Draft | None = None
     pool_pages: int | None = None
     num_dense_layers: int = BestPages.num_dense_layers
+    chip: str | None = None
+    determinism: Determinism = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         options = self.options
@@ -93,17 +98,25 @@ class EngineSpec(PolicyPages):
         check_policy(*combined, self.kept_pages or self.best_pages, self.kv_dtype)
         check_prompt_budget(*combined, self.max_model_len)
         check_heavy(*combined, self.heavy_pages, self.max_model_len)
+        if self.determinism is None:
+            object.__setattr__(self, "determinism", decide(self))
 
     @classmethod
     def of(
         cls, config: ModelConfig, params: Params, options: EngineOptions, draft: Draft | None, mesh: Mesh | None
     ) -> "EngineSpec":
         """The spec of an engine over concrete parameters, on the devices where they lie."""
-        platform = jax.tree.leaves(params)[0].addressable_shards[0].device.platform
+        device = jax.tree.leaves(params)[0].addressable_shards[0].device
         if isinstance(draft, ModelDraft):
             draft = replace(draft, params=shapes_of(draft.params), kv_scales=None)
-        is_gpu = platform in ("cuda", "rocm")
-        return cls(config, shapes_of(params), options, "gpu" if is_gpu else platform, mesh, draft)
+        platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+        chip = chip_of_kind(device.device_kind)
+        return cls(config, shapes_of(params), options, platform, mesh, draft, chip=chip and chip.name)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether every pass has one shape."""
+        return self.determinism.is_on
 
     # Sizes.
 
@@ -268,22 +281,19 @@ class EngineSpec(PolicyPages):
 
     @cached_property
     def prefill_chunk(self) -> int:
-        """Prompt tokens of a step."""
-        left = UNIFORM_STEP_TOKENS - self.max_seqs % UNIFORM_STEP_TOKENS  # of a step by decoding sequences
-        default = left if self.options.deterministic else DEFAULT_CHUNK
+        """Prompt tokens of a step, at most; with one shape the rows that decoding sequences leave."""
+        default = self.determinism.num_rows if self.is_deterministic else DEFAULT_CHUNK
         return min(self.options.prefill_chunk or default, self.max_model_len)
 
     @cached_property
     def decode_slots(self) -> tuple[int, ...]:
         """Numbers of slots of decode programs and speculative rounds: 1, 4, 8, 16, ... and max_seqs."""
-        if self.options.deterministic:
-            return self.step_slots
-        return buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
+        return self.step_slots if self.is_deterministic else buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
 
     @cached_property
     def step_slots(self) -> tuple[int, ...]:
         """Numbers of slots of steps, where only the sampler's work depends on it."""
-        return (self.max_seqs,) if self.options.deterministic else buckets((1,), self.max_seqs)
+        return (self.max_seqs,) if self.is_deterministic else buckets((1,), self.max_seqs)
 
     def step_slots_of(self, num_tokens: int) -> tuple[int, ...]:
         """Those of steps of one of the `token_buckets`. Beside more than the fewest tokens, rows of logits that nobody
@@ -294,11 +304,8 @@ class EngineSpec(PolicyPages):
     def token_buckets(self) -> tuple[int, ...]:
         """Numbers of tokens of steps: 32, 128, 256, ... and a whole chunk beside max_seqs slots. One that the largest
         exceeds by less than 5 % is left out."""
-        if self.options.deterministic:
-            most = self.prefill_chunk + self.max_seqs
-            if self.draft is not None:
-                most = max(most, self.max_seqs * self.trees[-1].num_nodes)
-            return (-(-most // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
+        if self.is_deterministic:
+            return (self.determinism.num_rows,)
         largest = -(-(self.prefill_chunk + self.max_seqs) // 16) * 16
         sizes = buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
         return tuple(size for size in sizes if size == largest or 1.05 * size < largest)
@@ -311,7 +318,7 @@ class EngineSpec(PolicyPages):
     @property
     def uniform_rows(self) -> tuple[int, ...]:
         """What `programs.paged.decode` takes last: rows of each step where all have one shape."""
-        return self.token_buckets if self.options.deterministic else ()
+        return self.token_buckets if self.is_deterministic else ()
 
     # Drafting.
 
@@ -354,8 +361,8 @@ class EngineSpec(PolicyPages):
                 tree,
                 is_maximal=self.options.acceptance == "maximal",
                 shares_cache=isinstance(self.draft, LayersDraft),
-                min_rows=self.token_buckets[-1] if self.options.deterministic else 0,
-                is_uniform=self.options.deterministic,
+                min_rows=self.token_buckets[-1] if self.is_deterministic else 0,
+                is_uniform=self.is_deterministic,
             )
             for tree in self.trees
         }

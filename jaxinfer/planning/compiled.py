@@ -389,7 +389,7 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
         resident = num_bytes(spec.placed_draft) + num_bytes(spec.draft_cache)
     lengths = {"has_prompt_lengths": spec.has_prompt_lengths}
     work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, **lengths)
-    step = (model, weights, spec.cache, spec.slots[0], work, spec.options.deterministic)
+    step = (model, weights, spec.cache, spec.slots[0], work, spec.is_deterministic)
     decoding = abstract_decode_work(spec.decode_slots[-1], *tables)
     decode = (*common, decoding, spec.steps_per_dispatch, spec.tables, *spec.uniform_rows)
     found = [Planned(PREFILL, paged.step, step, resident), Planned(DECODE, paged.decode, decode, resident)]

@@ -101,8 +101,11 @@ class Part(NamedTuple):
     first: Any
 
 
-def _for_each_part(program: KernelProgram, item: WorkItem, first, call: Callable[[Part], None]) -> None:
-    """Calls with the parts of an item that have queries, from that of the query `first` on; all of it may be one."""
+def _for_each_part(
+    program: KernelProgram, item: WorkItem, call: Callable[[Part], None], first_block: Any = None
+) -> None:
+    """Calls with the parts of an item that have queries, or that see keys of a block or of later ones. All of it may be
+    one."""
     size = program.part_rows
     if size == program.num_rows:
         return call(Part(slice(None), slice(None), 0))
@@ -111,12 +114,15 @@ def _for_each_part(program: KernelProgram, item: WorkItem, first, call: Callable
     def one(index, _):
         call(Part(pl.ds(pl.multiple_of(index * size, size), size), pl.ds(index * queries, queries), index * size))
 
-    lax.fori_loop(first // queries, pl.cdiv(item.count, queries), one, None)
+    first = 0
+    if first_block is not None:
+        first = jnp.maximum(first_block * program.sizes.num_keys - item.position, 0) // queries
+    lax.fori_loop(first, pl.cdiv(item.count, queries), one, None)
 
 
 def _begin(program: KernelProgram, refs: Refs, item: WorkItem) -> None:
     """Groups an item's queries by key head and resets its running sums."""
-    _for_each_part(program, item, 0, partial(_begin_part, program, refs, item))
+    _for_each_part(program, item, partial(_begin_part, program, refs, item))
     if program.spec.has_ancestors:
         _spread_ancestors(program, refs, item)
 
@@ -216,9 +222,7 @@ def _attend(program: KernelProgram, refs: Refs, item: WorkItem, block, slot) -> 
 
         lax.fori_loop(0, rows.num_units, one_unit, None, unroll=min(program.sizes.unroll, rows.num_units))
 
-    # Queries before this one see no key of the block.
-    first = jnp.maximum(block * program.sizes.num_keys - item.position, 0)
-    _for_each_part(program, item, first, one_part)
+    _for_each_part(program, item, one_part, block)
 
 
 def _clear_unread(program: KernelProgram, refs: Refs, slot, live, is_interpreted: bool) -> None:
@@ -279,7 +283,7 @@ def _finish(program: KernelProgram, refs: Refs, item: WorkItem) -> None:
             out = refs.weighted[head, part.rows] / refs.total[head, part.rows][:, :1]
             refs.out_buffer[part.queries, head] = out.astype(refs.out_buffer.dtype).reshape(shape)
 
-    _for_each_part(program, item, 0, one_part)
+    _for_each_part(program, item, one_part)
 
 
 def query_copy(refs: Refs, item: WorkItem):

@@ -224,6 +224,22 @@ def _attend_newest(
     return attend_ragged(cache, view.page_tables, rows, lengths, view.kv_lengths, **options)
 
 
+def _uniform_step(
+    model: ProgramModel,
+    decoder: Decoder,
+    cache: PagedCache,
+    slots: Slots,
+    batch: SamplingBatch,
+    work: DecodeWork,
+    num_rows: int,
+    tables: GrammarTables | None,
+) -> tuple[PagedCache, Slots, StepOutput]:
+    """What `step` and `sample_step` do where all slots that are scheduled decode."""
+    rows = decoding_work(work, num_rows, model.heavy is not None or model.best is not None)
+    cache, logits, _ = _one_pass(model, decoder, cache, slots, rows, True)
+    return cache, *_sample_rows(slots, batch, rows.slots, logits, tables)
+
+
 @partial(jax.jit, static_argnums=(0, 6, 8), donate_argnums=(2, 3), compiler_options=COMPILER_OPTIONS)
 def decode(
     model: ProgramModel,
@@ -237,10 +253,8 @@ def decode(
     num_rows: int | None = None,
 ) -> tuple[PagedCache, Slots, StepOutput]:
     """Up to `work.num_steps` (at most the static `max_steps`) tokens for every held, active slot, in one loop on the
-    device that ends early when none is left. Donates the cache and the slots; nothing passes through the host.
-
-    With the static `num_rows` each step is a uniform one of so many rows, with the same arithmetic as in `step`.
-    """
+    device that ends early when none is left. Donates the cache and the slots; nothing passes through the host. With the
+    static `num_rows` each step is a uniform one of so many rows, with the same arithmetic as in `step`."""
     decoder = model.bind(weights)
     num_slots = work.is_scheduled.shape[0]
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
@@ -249,9 +263,7 @@ def decode(
     @partial(jax.jit, inline=True)  # traced once for the shapes of its output and the loop
     def one_step(cache: PagedCache, slots: Slots) -> tuple[PagedCache, Slots, StepOutput]:
         if num_rows is not None:
-            step_work = decoding_work(work, num_rows, model.heavy is not None or model.best is not None)
-            cache, logits, _ = _one_pass(model, decoder, cache, slots, step_work, True)
-            return cache, *_sample_rows(slots, batch, step_work.slots, logits, tables)
+            return _uniform_step(model, decoder, cache, slots, batch, work, num_rows, tables)
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
         attend = _attend_newest(model, cache, work.page_tables, rows, slots.positions, lengths)
@@ -270,8 +282,7 @@ def decode(
             history=advance(slots.history, samples.tokens, took_part, tables),
             draft=record(slots.draft, slots.positions + 1, samples.tokens, took_part),
         )
-        output = StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples)
-        return attend.cache, new_slots, output
+        return attend.cache, new_slots, StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples)
 
     def body(carry):
         count, cache, slots, outputs = carry
