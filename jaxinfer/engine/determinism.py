@@ -19,6 +19,10 @@ MAX_ROWS = 1024
 MIN_CHUNK = 64
 # deterministic="auto" accepts so much more time of a decode step.
 MAX_COST = 1.05
+# Bytes between memory and chip for each row of a layer beside its weights and pages, in numbers of the model's type for
+# each of 4 hidden_size + 3 intermediate_size: of compiled programs (benchmarks/deterministic_cost.py). A v6e keeps all
+# in vector memory. Of a GPU what its cache of 50 MB holds is counted as well.
+MOVED_PER_ROW = {"v6e": 0.0, "tpu": 1.3, "gpu": 6.7}
 
 
 @dataclass(frozen=True)
@@ -96,19 +100,24 @@ def _layer_flops(work: WeightWork) -> dict[str, float]:
 
 def _cost(spec: Any, rates: Rates, work: WeightWork, num_rows: int) -> float:
     """Time of a decode step of one shape over that of as many rows as sequences, the most for 1 to all slots: the
-    products of the layers, then those of the output layer, and what devices exchange. Attention takes the same."""
+    products of the layers, what is moved beside them, the products of the output layer, and what devices exchange.
+    Attention takes the same."""
+    config = spec.config
+    vectors = 4 * config.hidden_size + 3 * config.intermediate_size
+    row_bytes = MOVED_PER_ROW.get(spec.chip, MOVED_PER_ROW["gpu" if spec.platform == "gpu" else "tpu"]) * vectors * spec.dtype.itemsize
 
     def seconds(num_layer_rows: int, num_read: int, num_head_rows: int) -> float:
-        moe, missed = spec.config.moe, 0.0
+        moe, missed = config.moe, 0.0
         if moe is not None:
             missed = (1 - moe.num_experts_per_token / moe.num_experts) ** num_read
         kind, head_flops, head_bytes = work.head
         reading = work.dense_bytes - head_bytes + (1 - missed) * work.expert_bytes
         computing = {one: count * num_layer_rows for one, count in _layer_flops(work).items()}
         layers = max(reading / rates.hbm, rates.compute_seconds(computing))
+        layers += config.num_layers * num_layer_rows * row_bytes / rates.hbm
         head = max(head_bytes / rates.hbm, rates.compute_seconds({kind: head_flops * num_head_rows}))
         count = spec.num_devices
-        sent = 2 * (count - 1) / count * 2 * spec.config.num_layers * spec.config.hidden_size * 2 * num_layer_rows
+        sent = 2 * (count - 1) / count * 2 * config.num_layers * config.hidden_size * 2 * num_layer_rows
         return (layers + head) / count + (sent / rates.links if count > 1 else 0.0)
 
     slots = spec.max_seqs

@@ -55,7 +55,6 @@ def alone(weights: str, kv_dtype: str) -> list:
         return [bits(llm.generate(one, how))[0] for one, how in zip(PROMPTS, PARAMS, strict=True)]
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("weights", "kv_dtype", "draft"),
     [pytest.param(*case, marks=[] if case == PLAIN else [pytest.mark.slow]) for case in CASES],
@@ -66,6 +65,7 @@ def test_every_bit_is_that_of_one_step_alone(weights, kv_dtype, draft):
     assert together(weights, kv_dtype, **drafting) == alone(weights, kv_dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_a_token_decoded_has_the_bits_of_one_in_a_prompt():
     """The answer's first half, given as a part of the prompt, is followed by the second half's bits."""
