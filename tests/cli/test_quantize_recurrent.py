@@ -35,6 +35,7 @@ def convert_and_back(jaxinfer, source, folder) -> None:
         assert result.exit_code == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_there_and_back_again_gives_the_same_answers(jaxinfer, source, tmp_path):
     convert_and_back(jaxinfer, source, tmp_path)
     expected = answers(source)
@@ -68,6 +69,7 @@ def test_methods_that_need_activations_are_refused_before_a_text_is_read(jaxinfe
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "attention", "layer"),
     quick(
