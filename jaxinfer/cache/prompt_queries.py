@@ -87,9 +87,7 @@ class PromptQueries:
     """The queries of a pass over tokens at int32 `positions` [T] of a prompt. Those before position `end` are counted,
     without the first ones. `moments` are of each layer, before the pass."""
 
-    def __init__(
-        self, config: ModelConfig, moments: tuple[QueryMoments, ...], positions: jax.Array, end: jax.Array
-    ):
+    def __init__(self, config: ModelConfig, moments: tuple[QueryMoments, ...], positions: jax.Array, end: jax.Array):
         self._config, self.moments, self._positions = config, moments, Positions(positions)
         self._future = Positions(end + jnp.arange(FUTURE_POSITIONS))
         self._is_counted = (positions >= NUM_SINKS) & (positions < end)

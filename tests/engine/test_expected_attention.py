@@ -1,7 +1,8 @@
-"""One answer where a prompt's queries are computed once more, in several blocks: alone and together, however it is cut.
+"""One answer where a prompt's queries are computed once more, in several blocks: alone and together, however it is
+cut.
 
-Oracle: dense attention under a mask by head (tests/engine/dense_prompt_policy.py), of which the moments are those of all
-queries at once.
+Oracle: dense attention under a mask by head (tests/engine/dense_prompt_policy.py), chosen by the moments of all queries
+at once.
 """
 
 import numpy as np

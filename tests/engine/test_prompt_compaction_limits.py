@@ -194,6 +194,7 @@ REFUSED = [
     ({}, {"max_position_embeddings": 100}, None, "max_model_len=160 may be at most the 100 tokens"),
     ({}, {"has_sinks": True}, None, "has attention sinks"),
     ({}, {"kv_sources": (0, 0)}, None, "has layers that read the keys of others"),
+    ({"kv_policy": "expected_attention(40)"}, {"attention_softcap": 30.0}, None, "caps its scores"),
 ]
 
 
