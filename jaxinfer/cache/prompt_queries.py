@@ -118,7 +118,8 @@ class ObservingAttention(AttentionByLayer):
     def of_layer(self, layer: int) -> ObservingLayer:
         """The attention of one layer."""
         scales, table = scales_of_layer(self._cache.scales, layer), self._tables[self._cache.group_of(layer)]
-        return ObservingLayer(self._queries.of_layer(layer), self._cache.layers[layer], scales, table, self._range)
+        pages: Any = self._cache.layers[layer]
+        return ObservingLayer(self._queries.of_layer(layer), pages, scales, table, self._range)
 
     def update(self, layer: int, state: QueryMoments) -> None:
         """Takes over a layer's moments."""

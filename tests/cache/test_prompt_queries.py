@@ -1,6 +1,7 @@
 """Moments of a prompt's queries, computed from stored keys, against NumPy's of the queries of one dense pass."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,8 @@ def test_blocks_add_up_to_the_moments_of_all_queries(name):
         return flash_attention(q[None], k[None], v[None])[0]
 
     bind(config, params)(tokens, jnp.arange(NUM_TOKENS), attend)
-    cache, table = init_paged_cache(config, 12, PAGE, "float32"), jnp.array([5, 9, 2, 7, 11, 3, 1, 4, 6])
+    cache: Any = init_paged_cache(config, 12, PAGE, "float32")
+    table = jnp.array([5, 9, 2, 7, 11, 3, 1, 4, 6])
     at = jnp.arange(9 * PAGE)
     layers = []
     for pages, (_, k, v) in zip(cache.layers, dense, strict=True):
@@ -85,7 +87,8 @@ def test_the_last_tokens_are_counted_with_those_before():
     config, positions = replace(TINY, num_layers=1), jnp.arange(2, 34)
     queries = PromptQueries(config, (QueryMoments.none(4, 8),), positions, jnp.int32(34)).of_layer(0)
     assert queries.is_counted.tolist() == [False, False] + [True] * 30
-    np.testing.assert_allclose(queries.future, rotation(config.rope, 34 + jnp.arange(512)), atol=1e-6)
+    future: Any = queries.future
+    np.testing.assert_allclose(future, rotation(config.rope, 34 + jnp.arange(512)), atol=1e-6)
     assert queries.add(jnp.ones((32, 4, 8))).count == 30
 
 

@@ -44,7 +44,7 @@ def dense_logits(
         elif policy.method == "keydiff":
             found = kept_positions(keydiff_scores(k[prompt]), count)
         elif policy.method == "expected_attention":
-            rope, queries = config.rope_of(layer), q[prompt]
+            rope, queries = config.rope, q[prompt]
             cos, sin = rotation(rope, positions[prompt])
             moments = QueryMoments.none(*q.shape[1:]).add(rotate(queries, cos, -sin)[NUM_SINKS:])
             future = rotation(rope, num_prompt + jnp.arange(FUTURE_POSITIONS))

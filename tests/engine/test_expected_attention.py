@@ -5,6 +5,8 @@ Oracle: dense attention under a mask by head (tests/engine/dense_prompt_policy.p
 at once.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -74,18 +76,19 @@ def test_answers_are_those_of_dense_attention(model, variant):
 def test_preempted(model, num_steps):
     """Within a prompt, and after it was compacted: it is compacted again."""
     with open_llm(model, steps_per_dispatch=1) as llm:
+        engine: Any = llm.engine
         wanted = [one.outputs[0].token_ids for one in llm.generate(prompts()[2:], GREEDY)]
         sequences = [llm.submit(llm.prepare(prompt, GREEDY))[0] for prompt in prompts()[2:]]
         for _ in range(num_steps):
             llm.step()
-        llm.engine._commit_all()
+        engine._commit_all()
         for sequence in sequences:
             if sequence.slot is not None:
-                llm.engine.scheduler.preempt(sequence)
-        while llm.engine.has_work:
+                engine.scheduler.preempt(sequence)
+        while engine.has_work:
             llm.step()
         assert [one.output for one in sequences] == wanted
-        assert llm.engine.scheduler.counters.num_preemptions
+        assert engine.scheduler.counters.num_preemptions
         check_idle(llm)
 
 
