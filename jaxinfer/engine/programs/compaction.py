@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxinfer.cache import PagedCache, attend_ragged
 from jaxinfer.cache.compaction import CompactingAttention, PromptPages
@@ -73,14 +74,16 @@ def compact_prompt(
     if model.budgets is None:
         raise ValueError("a model without a policy that compacts prompts")
     window, nothing = work.tokens.shape[0], jnp.zeros(1, jnp.int32)
-    end = work.prompts[0].num_tokens
-    tables = tuple(prompt.page_table[None] for prompt in work.prompts)
-    attend: Any = attend_ragged(cache, tables, nothing, nothing + window, end[None], is_uniform=is_uniform)
-    decoder, positions, queries = model.bind(weights), end - window + jnp.arange(window), None
+    end, decoder, moments = work.prompts[0].num_tokens, model.bind(weights), None
     if work.before is not None:
         page_tables = tuple(prompt.page_table for prompt in work.prompts)
         moments = prompt_moments(decoder, cache, page_tables, work.before, end - window)
-        queries = PromptQueries(model.config, moments, positions, end)
+        # Else a compiler may store the last tokens before the others are read, in a copy of the cache.
+        moments, cache = lax.optimization_barrier((moments, cache))
+    tables = tuple(prompt.page_table[None] for prompt in work.prompts)
+    attend: Any = attend_ragged(cache, tables, nothing, nothing + window, end[None], is_uniform=is_uniform)
+    positions = end - window + jnp.arange(window)
+    queries = None if moments is None else PromptQueries(model.config, moments, positions, end)
     attend = CompactingAttention(attend, cache, model.budgets, work.prompts, queries)
     hidden = decoder(work.tokens, positions, attend)
     logits = decoder.logits(jnp.broadcast_to(hidden[-1], (num_slots, hidden.shape[-1])))
