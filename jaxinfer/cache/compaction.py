@@ -6,7 +6,9 @@ any other pass; then the tokens are scored, and the stored keys and values of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +22,7 @@ from jaxinfer.cache.ragged import AttentionByLayer, LayerAttention, PagedAttenti
 from jaxinfer.cache.scores import expected_attention_scores, kept_positions, keydiff_scores, snapkv_scores
 from pallas_kernels.paged_attention import Pages
 from pallas_kernels.paged_attention.compaction import compact
-from pallas_kernels.paged_attention.layout import from_stored, gather, page_shape, queries_for
+from pallas_kernels.paged_attention.layout import PageShape, from_stored, gather, page_shape, queries_for
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -141,12 +143,9 @@ def compacted(
     stored = gather(pages, prompt.page_table, shape)
     scales = None if stored.k_scales is None else stored.k_scales.swapaxes(1, 2).reshape(-1, shape.num_kv_heads)
     keys = from_stored(stored.k.reshape(-1, *stored.k.shape[2:]), scales)
-    num_kept = prompt.num_tokens - prompt.num_dropped * shape.page_size
-    count = min(prompt.targets.shape[0] * shape.page_size, keys.shape[0])
-    positions = chosen_positions(
-        method, queries_for(q.astype(jnp.float32), shape.dtype), keys, prompt.num_tokens, num_kept, count, options
-    )
-    return compact(pages, shape, prompt.page_table, positions, num_kept, prompt.targets)
+    q, length = queries_for(q.astype(jnp.float32), shape.dtype), prompt.num_tokens
+    choose = partial(chosen_positions, method, q, keys, length, options=options)
+    return _keep(pages, shape, prompt, choose)
 
 
 def compacted_by_moments(
@@ -163,11 +162,9 @@ def compacted_by_moments(
     keys, values = stored_prompt(pages, prompt.page_table, heads, scales, jnp.float32)
     length = prompt.num_tokens
     scores = expected_attention_scores(queries.add(q), keys, values, queries.future, length, scale=scale)
-    shape = page_shape(pages, *heads)
-    num_kept = length - prompt.num_dropped * shape.page_size
-    count = min(prompt.targets.shape[0] * shape.page_size, keys.shape[0])
-    positions = kept_positions(scores, count, num_kept)
-    return compact(pages, shape, prompt.page_table, positions, num_kept, prompt.targets)
+    return _keep(
+        pages, page_shape(pages, *heads), prompt, lambda num_kept, count: kept_positions(scores, count, num_kept)
+    )
 
 
 def chosen_positions(
@@ -189,6 +186,13 @@ def chosen_positions(
     number = jnp.arange(count, dtype=jnp.int32)
     best = jnp.pad(best, ((0, 0), (0, window)))
     return jnp.where(number < num_scored, best, num_tokens - num_kept + number)
+
+
+def _keep(pages: Pages, shape: PageShape, prompt: PromptPages, choose: Callable[[jax.Array, int], jax.Array]) -> Pages:
+    """The pages with the positions [Hkv, count] that `choose` gives for (num_kept, count) copied to the targets."""
+    num_kept = prompt.num_tokens - prompt.num_dropped * shape.page_size
+    count = min(prompt.targets.shape[0], prompt.page_table.shape[0]) * shape.page_size
+    return compact(pages, shape, prompt.page_table, choose(num_kept, count), num_kept, prompt.targets)
 
 
 def compacted_view(

@@ -166,10 +166,10 @@ class PromptBudget:
         kept = f"{self.budget:,} to {self.budget + page_size - 1:,} tokens of a longer prompt"
         if self.method == "pyramidkv":
             kept = f"{self.budget:,} tokens of a longer prompt on average over the layers"
-        last = f", the last {OBSERVED} among them" if self.method in ("snapkv", "pyramidkv") else ""
+        last, twice = f", the last {OBSERVED} among them" if self.method in ("snapkv", "pyramidkv") else "", ""
         if self.observes_prompt:
-            last = ", the first 4 among them; prompts are computed twice"
-        return f"{self}: each key head keeps {kept}{last}, chosen at its end; pages of {page_size} tokens"
+            last, twice = ", the first 4 among them", "; prompts that lose some are computed twice"
+        return f"{self}: each key head keeps {kept}{last}, chosen at its end; pages of {page_size} tokens{twice}"
 
     def of_layer(self, page_size: int, layer: int, num_layers: int) -> "LayerBudget":
         """What one of the layers keeps of a prompt; the same for all but with pyramidkv."""
