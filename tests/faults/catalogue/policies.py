@@ -157,8 +157,8 @@ FAULTS = (
     Fault(
         "policies/the-queries-of-a-prompt-end-a-token-early",
         "jaxinfer/engine/programs/compaction.py",
-        "queries = PromptQueries(model.config, moments, positions, end)",
-        "queries = PromptQueries(model.config, moments, positions, end - 1)",
+        "PromptQueries(model.config, moments, positions, end)",
+        "PromptQueries(model.config, moments, positions, end - 1)",
         ("tests/oracle/test_prompt_policy_golden.py", "tests/engine/test_expected_attention.py"),
         "the last token of a prompt, which asks the question, does not count",
     ),
