@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jaxinfer.cache.policies import Quest, SinksWindow, parse_policy
+from jaxinfer.cache.policies import SinksWindow, parse_policy
 
 SCHEMA, VERSION = "jaxinfer.kv_report", 1
 ALL = "all"  # the policy that drops nothing
@@ -22,17 +22,10 @@ NEEDLE_HEAD = (
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """A cache to measure: `kv_dtype` as of `LLM`, and `kv_policy` in the form of `str(policy)`, or "all".
-
-    Raises ValueError for quest(N), under which prompts attend to everything: texts are measured as prompts.
-    """
+    """A cache to measure: `kv_dtype` as of `LLM`, and `kv_policy` in the form of `str(policy)`, or "all"."""
 
     kv_dtype: str
     kv_policy: str = ALL
-
-    def __post_init__(self) -> None:
-        if self.kv_policy != ALL and isinstance(parse_policy(self.kv_policy), Quest):
-            raise ValueError(f"{self.kv_policy} is not measured: texts are prompts, and those attend to everything")
 
     @property
     def is_full(self) -> bool:
