@@ -122,9 +122,9 @@ class CacheFigures:
 
 
 def read_policies(text: str) -> list[str]:
-    """Policies separated by commas, "all" among them. Raises ValueError for what is none, or is not measured."""
+    """Policies separated by commas, "all" among them. Raises ValueError for what is none."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    found = [CacheChoice("auto", ALL if name == ALL else str(parse_policy(name))).kv_policy for name in names]
+    found = [ALL if name == ALL else str(parse_policy(name)) for name in names]
     if not found:
         raise ValueError(f"{text!r} names no policy: give some, such as sinks(4)+window(256) or snapkv(256), or all")
     return list(dict.fromkeys(found))
