@@ -16,10 +16,11 @@ Report = Callable[[str], None]
 MAX_JOBS = 8  # compilers of large models take gigabytes
 
 # Of the compilers, for large programs. XLA:GPU would join products of the same rows (queries, keys, values), and for
-# that write their weights side by side in every step: three times the bytes of reading them. XLA:CPU cuts a program into
-# 32 LLVM modules, to compile them side by side; on two cores that takes a third longer than one module (9.3 s and 6.8 s
-# for `decode` of 30 layers), and several programs side by side use the cores anyway. XLA:TPU gives the bfloat16 operands
-# of a loop tiles of 16 rows on tpu7x, where arguments and products have tiles of 8: each dispatch copied all weights.
+# that write their weights side by side in every step: three times the bytes of reading them. XLA:CPU cuts a program
+# into 32 LLVM modules, to compile them side by side; on two cores that takes a third longer than one module (9.3 s and
+# 6.8 s for `decode` of 30 layers), and several programs side by side use the cores anyway. XLA:TPU gives the bfloat16
+# operands of a loop tiles of 16 rows on tpu7x, where arguments and products have tiles of 8: each dispatch copied all
+# weights.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {"xla_cpu_parallel_codegen_split_count": 1} if num_cores() <= 4 else {},
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
