@@ -5,14 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxinfer import compilation_cache
-from jaxinfer.engine.compiling import LargeProgram, Program, compile_programs, default_jobs
+from jaxinfer.engine.compiling import Program, compile_programs, default_jobs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
-from pallas_kernels import ahead_of_time
 from tests.engine.sequences import make_sequence
 from tests.tiny import OPTIONS
 
@@ -109,17 +107,3 @@ def test_programs_are_compiled_in_another_thread_while_requests_run(tiny):
     stopped = iter([False, True])
     engine.compile_ahead(lambda: next(stopped))
     engine.close()
-
-
-def test_the_weights_of_a_loop_keep_their_tiles():
-    """Otherwise each dispatch copies every bfloat16 weight."""
-    if (reason := ahead_of_time.missing_compiler("tpu7x")) is not None:
-        pytest.skip(reason)
-
-    def steps(rows, weight, num_steps):
-        return jax.lax.fori_loop(0, num_steps, lambda _, rows: jnp.tanh(rows @ weight), rows)
-
-    weight = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    arguments = jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16), weight, jax.ShapeDtypeStruct((), jnp.int32)
-    found = ahead_of_time.compile_for("tpu7x", LargeProgram(steps), *arguments)
-    assert found.temporary_bytes < 2**20

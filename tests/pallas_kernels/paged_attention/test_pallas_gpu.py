@@ -172,7 +172,10 @@ def test_items_cover_every_visible_key_once(tree, window):
             kept = min(program.out_rows, new * groups - item["first_row"])
             row = item["first_row"] + np.arange(kept)
             np.testing.assert_array_equal(tokens[:kept], starts[item["sequence"]] + row // groups)
-        placed += np.asarray(plan.place) < program.num_tiles * program.out_rows
+        place = np.asarray(plan.place)
+        is_placed = place < program.num_tiles * program.out_rows
+        placed += is_placed
+        assert len(np.unique(place[is_placed])) == is_placed.sum()
     for index, (new, total) in enumerate(lengths):
         for row in range(new * groups):
             position = total - new + row // groups
