@@ -5,9 +5,9 @@
 
 The model has the shape of Llama 3 8B. Programs of 2 and of 4 layers are compiled, and the bytes of 32 follow. Ideal:
 the weights once, but of the embedding only rows, and the pages of all sequences once. On TPUs the bytes of attention
-are those of the kernels' cost estimates; on GPUs attention reads each page once and is counted as ideal, and our products
-of quantized weights read each operand once. A cell takes one to two minutes; with --resume what is in the file is not
-compiled again.
+are those of the kernels' cost estimates; on GPUs attention reads each page once and is counted as ideal, and our
+products of quantized weights read each operand once. A cell takes one to two minutes; with --resume what is in the file
+is not compiled again.
 """
 
 import argparse
