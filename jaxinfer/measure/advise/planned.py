@@ -25,6 +25,8 @@ ENGINE = (
     "prefill_chunk",
     "memory_fraction",
     "num_pages",
+    "token_buckets",
+    "decode_slots",
     "deterministic",
     "steps_per_dispatch",
 )
