@@ -87,6 +87,7 @@ def test_programs_are_bounded(draft):
     least = num_programs(spec, 1, 1)
     few = choose_buckets(spec, trace, least)
     assert (few.chosen.token_buckets, few.chosen.decode_slots) == ((576,), (64,))
+    assert few.default.num_programs == (5 + 1) + 6 * (1 if draft is None else 1 + 3)
     assert not few.holds
     assert "more than 10% padding: the least that" in str(few)
     more = choose_buckets(spec, trace, least + 5)
