@@ -23,6 +23,8 @@ from jaxinfer.speculative import NgramDraft
 from tests.planning.plan_models import TINY as BIG
 from tests.tiny import OPTIONS, TINY
 
+pytestmark = pytest.mark.all_buckets
+
 
 def computed(sizes, counts) -> float:
     return sum(count * min(size for size in sizes if size >= rows) for rows, count in counts.items())
