@@ -30,7 +30,7 @@ def computed(sizes, counts) -> float:
     return sum(count * min(size for size in sizes if size >= rows) for rows, count in counts.items())
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     counts=st.dictionaries(st.integers(1, 60), st.integers(1, 9), min_size=1, max_size=7),
     most=st.integers(1, 5),
