@@ -1,7 +1,6 @@
 """The search beside an exhaustive one of the same options, over tables of figures: recorded, and of a roofline."""
 
 import itertools
-import json
 import random
 from pathlib import Path
 
