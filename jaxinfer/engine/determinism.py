@@ -40,6 +40,11 @@ class Determinism:
     cost: float | None
     reason: str
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """What `programs.paged.decode` takes last: rows of each step where all have one shape."""
+        return (self.num_rows,) if self.is_on else ()
+
     def __str__(self) -> str:
         return f"{'on' if self.is_on else 'off'}: {self.reason}"
 
@@ -67,7 +72,9 @@ def decide(spec: Any) -> Determinism:
 def _refusal(spec: Any) -> str | None:
     """Why "auto" is off whatever the rows would take."""
     options = spec.options
+    sizes = options.token_buckets or options.decode_slots
     refusals = {
+        f"the sizes {sizes} are for programs of several shapes": sizes,
         f"draft_tree={options.draft_tree} has keys that are summed in another order": options.draft_tree,
         "recurrent layers would read tokens one by one": spec.has_states,
         f"the cost with kv_policy={options.kv_policy!r} is not known": options.kv_policy,
@@ -104,7 +111,8 @@ def _cost(spec: Any, rates: Rates, work: WeightWork, num_rows: int) -> float:
     Attention takes the same."""
     config = spec.config
     vectors = 4 * config.hidden_size + 3 * config.intermediate_size
-    row_bytes = MOVED_PER_ROW.get(spec.chip, MOVED_PER_ROW["gpu" if spec.platform == "gpu" else "tpu"]) * vectors * spec.dtype.itemsize
+    moved = MOVED_PER_ROW.get(spec.chip, MOVED_PER_ROW["gpu" if spec.platform == "gpu" else "tpu"])
+    row_bytes = moved * vectors * spec.dtype.itemsize
 
     def seconds(num_layer_rows: int, num_read: int, num_head_rows: int) -> float:
         moe, missed = config.moe, 0.0

@@ -336,7 +336,7 @@ class ModelRunner(CacheCopies, PromptPasses):
     def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_tables: PageTables) -> tuple[Any, ...]:
         scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
         arrays = (self.model, self.weights, self._cache, self._slots, self._batch)
-        static = self.spec.steps_per_dispatch, self._tables, *self.spec.uniform_rows
+        static = self.spec.steps_per_dispatch, self._tables, *self.spec.determinism.rows
         return *arrays, DecodeWork(scheduled, page_tables, steps), *static
 
     @operation

@@ -37,7 +37,7 @@ from jaxinfer.engine.abstract_work import (
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.determinism import Determinism, decide
 from jaxinfer.engine.layer_caches import PolicyPages, group_kinds
-from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.options import EngineOptions, most_tokens
 from jaxinfer.engine.policy_checks import check_heavy, check_policy, check_prompt_budget
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.speculative import Drafter
@@ -94,6 +94,7 @@ class EngineSpec(PolicyPages):
         check_sequence_axis(self.mesh, self.page_size, options)
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
+        options.check_buckets(self.prefill_chunk, self.max_seqs)
         combined = self.config, self.draft, self.num_devices, options
         check_policy(*combined, self.kept_pages or self.best_pages, self.kv_dtype)
         check_prompt_budget(*combined, self.max_model_len)
@@ -287,8 +288,9 @@ class EngineSpec(PolicyPages):
 
     @cached_property
     def decode_slots(self) -> tuple[int, ...]:
-        """Numbers of slots of decode programs and speculative rounds: 1, 4, 8, 16, ... and max_seqs."""
-        return self.step_slots if self.is_deterministic else buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
+        """Numbers of slots of decode programs and speculative rounds: unless set, 1, 4, 8, 16, ... and max_seqs."""
+        default = buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
+        return self.step_slots if self.is_deterministic else tuple(self.options.decode_slots or default)
 
     @cached_property
     def step_slots(self) -> tuple[int, ...]:
@@ -302,11 +304,13 @@ class EngineSpec(PolicyPages):
 
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
-        """Numbers of tokens of steps: 32, 128, 256, ... and a whole chunk beside max_seqs slots. One that the largest
-        exceeds by less than 5 % is left out."""
+        """Numbers of tokens of steps: unless set, 32, 128, 256, ... and a whole chunk beside max_seqs slots. One that
+        the largest exceeds by less than 5 % is left out."""
         if self.is_deterministic:
             return (self.determinism.num_rows,)
-        largest = -(-(self.prefill_chunk + self.max_seqs) // 16) * 16
+        if self.options.token_buckets is not None:
+            return tuple(self.options.token_buckets)
+        largest = most_tokens(self.prefill_chunk, self.max_seqs)
         sizes = buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
         return tuple(size for size in sizes if size == largest or 1.05 * size < largest)
 
@@ -314,11 +318,6 @@ class EngineSpec(PolicyPages):
     def steps_per_dispatch(self) -> int:
         """Decode steps of one dispatch."""
         return self.options.steps_per_dispatch
-
-    @property
-    def uniform_rows(self) -> tuple[int, ...]:
-        """What `programs.paged.decode` takes last: rows of each step where all have one shape."""
-        return self.token_buckets if self.is_deterministic else ()
 
     # Drafting.
 

@@ -391,7 +391,7 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, **lengths)
     step = (model, weights, spec.cache, spec.slots[0], work, spec.is_deterministic)
     decoding = abstract_decode_work(spec.decode_slots[-1], *tables)
-    decode = (*common, decoding, spec.steps_per_dispatch, spec.tables, *spec.uniform_rows)
+    decode = (*common, decoding, spec.steps_per_dispatch, spec.tables, *spec.determinism.rows)
     found = [Planned(PREFILL, paged.step, step, resident), Planned(DECODE, paged.decode, decode, resident)]
     if spec.draft is not None:
         is_shared = isinstance(spec.draft, LayersDraft)

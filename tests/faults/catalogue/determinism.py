@@ -5,8 +5,8 @@ from tests.faults.fault import Fault
 FAULTS = (
     Fault(
         "determinism/decoding-has-as-many-rows-as-slots",
-        "jaxinfer/engine/spec.py",
-        "return self.token_buckets if self.is_deterministic else ()",
+        "jaxinfer/engine/determinism.py",
+        "return (self.num_rows,) if self.is_on else ()",
         "return ()",
         ("tests/engine/test_uniform_steps.py",),
         "a token that is decoded has other bits than the same token in a prompt",
