@@ -75,7 +75,7 @@ def halves(weights: str, **options) -> tuple[list, list]:
         whole = bits(llm.generate(PROMPTS[:3], PARAMS[:3], use_tqdm=False))
         middles = [len(tokens) // 2 for tokens, _ in whole]
         prompts = [prompt + tokens[:n] for prompt, (tokens, _), n in zip(PROMPTS, whole, middles, strict=False)]
-        params = [replace(one, max_tokens=one.max_tokens - n) for one, n in zip(PARAMS, middles, strict=False)]
+        params = [replace(one, max_tokens=(one.max_tokens or 0) - n) for one, n in zip(PARAMS, middles, strict=False)]
         found = bits(llm.generate(prompts, params, use_tqdm=False))
     return [(tokens[n:], logprobs[n:]) for (tokens, logprobs), n in zip(whole, middles, strict=True)], found
 
