@@ -5,6 +5,7 @@ In bfloat16, where programs of other shapes round otherwise, with weights and ca
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 import pytest
@@ -20,7 +21,7 @@ PROMPTS = random_prompts(6, 60, seed=11)
 PARAMS = [
     SamplingParams(temperature=number % 2, seed=number, max_tokens=9 + 3 * number, logprobs=2) for number in range(6)
 ]
-OPTIONS = {"max_seqs": 4, "max_model_len": 128, "num_pages": 60, "deterministic": True}
+OPTIONS: dict[str, Any] = {"max_seqs": 4, "max_model_len": 128, "num_pages": 60, "deterministic": True}
 # (weights, kv_dtype, draft)
 PLAIN = ("bfloat16", "auto", None)
 DRAFTS = (None, "ngram", "layers:1")
