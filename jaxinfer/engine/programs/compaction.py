@@ -13,7 +13,7 @@ from jaxinfer.cache import PagedCache, attend_ragged
 from jaxinfer.cache.compaction import CompactingAttention, PromptPages
 from jaxinfer.cache.prompt_queries import BLOCK, PromptQueries, prompt_moments
 from jaxinfer.engine.cache_groups import CacheGroup
-from jaxinfer.engine.compiling import COMPILER_OPTIONS
+from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.plans import GroupMove
 from jaxinfer.engine.programs import ProgramModel, Weights, padded
 
@@ -54,7 +54,7 @@ def compaction_work(
     return CompactionWork(last, tuple(prompts), before)  # pyright: ignore[reportArgumentType]
 
 
-@partial(jax.jit, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=COMPILER_OPTIONS)
+@partial(LargeProgram, static_argnums=(0, 4, 5, 6), donate_argnums=2)
 def compact_prompt(
     model: ProgramModel,
     weights: Weights,
