@@ -495,6 +495,38 @@ BATCH = (
 
 PLANNING = (
     Fault(
+        "planning/sizes-are-cut-one-place-late",
+        "jaxinfer/planning/buckets.py",
+        "cost[:, 1:] = sizes * (sums[1:] - sums[:, None])",
+        "cost[:, 1:] = sizes * (sums[:-1] - sums[:, None])",
+        ("tests/planning/test_buckets.py::test_no_other_sizes_compute_fewer_rows",),
+        "the sizes that plan prints pad more than others would",
+    ),
+    Fault(
+        "planning/rounds-of-a-draft-are-no-programs",
+        "jaxinfer/planning/buckets.py",
+        "num_slots * (1 + rounds)",
+        "num_slots",
+        ("tests/planning/test_buckets.py::test_programs_are_bounded",),
+        "a draft's engine compiles several times the programs that were allowed",
+    ),
+    Fault(
+        "planning/answers-beside-prompts-take-no-rows",
+        "jaxinfer/planning/trace.py",
+        "found.steps[len(plan.decodes) + sum(",
+        "found.steps[sum(",
+        ("tests/planning/test_buckets.py::test_an_engine_runs_the_steps_that_were_foreseen",),
+        "sizes are chosen for steps that a busy engine never runs",
+    ),
+    Fault(
+        "engine/sizes-that-end-too-early-are-taken",
+        "jaxinfer/engine/spec.py",
+        "        options.check_buckets(self.prefill_chunk, self.max_seqs)\n",
+        "",
+        ("tests/planning/test_buckets.py::test_sizes_that_are_refused",),
+        "a full step finds no program, and the engine ends with StopIteration",
+    ),
+    Fault(
         "planning/a-prompt-fills-its-window-at-once",
         "jaxinfer/planning/counted.py",
         "fewer = min(max(window - start, 0), length)",
