@@ -1,6 +1,7 @@
 """The pool against a model: a dictionary of owners, and a list of what is idle, the longest first."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -153,7 +154,7 @@ def test_most_pages_stay_consecutive_while_sequences_come_and_go():
             elif (step + slot) % 16 == 0:
                 table += pool.allocate(1)
             steps[slot] -= 1
-    pairs = [pair for table in tables for pair in zip(table, table[1:], strict=False)]
+    pairs = [pair for table in tables for pair in pairwise(table)]
     assert sum(after == before + 1 for before, after in pairs) > 0.6 * len(pairs)
 
 
