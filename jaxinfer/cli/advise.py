@@ -4,6 +4,7 @@ import contextlib
 import json
 import shlex
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from jaxinfer.progress import Stage, hidden
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
-    from jaxinfer.measure.advise.goals import Goal
+    from jaxinfer.measure.advise.goals import Goal, TrialResult
     from jaxinfer.measure.advise.report import Advice
     from jaxinfer.measure.advise.search import Findings
     from jaxinfer.measure.bench.workload import Workload
@@ -50,6 +51,9 @@ class AdviseOptions(WorkloadOptions, ServingOptions):
     requests: int | None = workload_option(
         None, "Number of requests at a time; default: the largest batch size.", "N", min=1
     )
+    calibration: list[Path] | None = workload_option(
+        None, "Text to calibrate weights of 4 bits on, by AWQ and GPTQ; may be repeated.", "FILE"
+    )
     draft: list[str] | None = _trials(
         None, "A draft to try beside ngram: a model or layers:N; may be repeated.", "DRAFT"
     )
@@ -58,20 +62,42 @@ class AdviseOptions(WorkloadOptions, ServingOptions):
     )
     sizes: str | None = _trials(None, f"Batch sizes to try; default: {CPU_SIZES} on a CPU, else {SIZES}.", "N,N,...")
     repeats: int = _trials(3, "Number of repeats of each measurement.", "N", min=2)
-    minutes: float | None = _trials(None, "Begin no trial after this time; default: 30.", "N", min=0)
+    minutes: float | None = _trials(None, "Time limit of the trials; default: 4 on a CPU, else 30.", "N", min=0)
     resume: bool = results_option(False, "Keep the trials that --json FILE has.")
 
 
 # Options of the command that are no arguments of `LLM`.
 OWN = ("goal", "on", "max_kl", "memory", "goodput", "price_per_hour", "prompt_tokens", "answer_tokens", "dataset")
-OWN += ("texts", "shared_prefix", "requests", "temperature", "seed", "draft", "acceptance", "sizes", "repeats")
+OWN += (
+    "texts",
+    "calibration",
+    "shared_prefix",
+    "requests",
+    "temperature",
+    "seed",
+    "draft",
+    "acceptance",
+    "sizes",
+    "repeats",
+)
 OWN += ("minutes", "json", "resume")
 # Options that change no trial's figures: with others, a file can still be resumed.
 LATER = ("json", "resume", "minutes", "goal", "max_kl", "price_per_hour")
 # Options of running a trial, which a plan does not use. Its sequences are as long as prompt and answer.
-RUNS = ("max_kl", "dataset", "texts", "shared_prefix", "requests", "temperature", "seed", "goodput", "minutes")
+RUNS = (
+    "max_kl",
+    "dataset",
+    "texts",
+    "calibration",
+    "shared_prefix",
+    "requests",
+    "temperature",
+    "seed",
+    "goodput",
+    "minutes",
+)
 RUNS += ("repeats", "resume", "tokenizer", "memory", "prefix_cache", "max_model_len")
-DEFAULT_MINUTES = 30.0
+CPU_MINUTES, DEFAULT_MINUTES = 4.0, 30.0
 PLANNED_MAX_SEQS = 64
 # Options that `jaxinfer plan` has under the same names.
 OF_PLAN = ("quantize", "kv_dtype", "kv_policy", "max_seqs", "draft", "num_draft_tokens", "mesh", "page_size")
@@ -140,8 +166,9 @@ def draft_names(options: AdviseOptions) -> list[str]:
 
 
 def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
+    from jaxinfer.measure.advise.candidates import ModelFacts, candidates, mesh_shapes
     from jaxinfer.measure.advise.planned import Planner
-    from jaxinfer.measure.advise.search import ModelFacts, candidates, search
+    from jaxinfer.measure.advise.search import Search
 
     max_seqs = options.max_seqs or PLANNED_MAX_SEQS
     planner = Planner.open(
@@ -162,22 +189,29 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", argumen
         drafts=draft_names(options),
         shared=None,
         longest=workload.prompt_tokens.high + workload.answer_tokens.high,
+        num_layers=planner.config.num_layers,
+        meshes=[mesh for mesh in mesh_shapes(planner.place.num_devices) if mesh != str(planner.request({}).layout)],
+        why_no_offload=planner.why_no_offload,
     )
     trials, left_out = candidates(goal, facts)
-    found = search(goal, trials, planner, repeats_baseline=False)
+    left_out.pop("calibrated weights", None)  # nothing runs
+    found = Search(goal, planner, repeats=False).run(trials)
     report = _Report(options, goal, workload, arguments, {"planned_for": str(options.on)})
     report.finish(found, left_out)
 
 
 def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
+    start = time.monotonic()
     with Stage("starting"):
         import jax
 
+        from jaxinfer.cli.distill import read_documents
         from jaxinfer.engine.spec import CPU_MAX_SEQS, DEFAULT_MAX_SEQS
+        from jaxinfer.measure.advise.candidates import candidates
         from jaxinfer.measure.advise.goals import flags
         from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
         from jaxinfer.measure.advise.report import earlier_findings
-        from jaxinfer.measure.advise.search import Findings, candidates, search
+        from jaxinfer.measure.advise.search import Findings, Search
         from jaxinfer.measure.bench.metrics import parse_goodput
         from jaxinfer.measure.bench.model import machine
         from jaxinfer.measure.bench.runs import RunOptions
@@ -185,6 +219,7 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
         is_cpu = jax.default_backend() == "cpu"
         sizes = read_sizes(options, CPU_SIZES if is_cpu else SIZES)
         documents, source = _documents(options)
+        calibration = tuple(read_documents(options.calibration, "--calibration")) if options.calibration else ()
         report = _Report(options, goal, workload, arguments, machine(), source)
     found = Findings([], [], [])
     if options.resume and options.json is not None:
@@ -194,31 +229,57 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
         arguments,
         workload,
         documents,
+        calibration,
         num_requests=options.requests or max(*sizes, options.max_seqs or 1),
         repeats=options.repeats,
         num_shared=options.shared_prefix,
         run_options=RunOptions(options.temperature, options.seed, parse_goodput(options.goodput)),
     )
-    end = time.monotonic() + 60 * (DEFAULT_MINUTES if options.minutes is None else options.minutes)
+    minutes = (CPU_MINUTES if is_cpu else DEFAULT_MINUTES) if options.minutes is None else options.minutes
+
+    def used() -> float:
+        return (time.monotonic() - start) / (60 * minutes) if minutes else 1.0
+
     with Stage("loading") as stage, contextlib.closing(TrialRunner(settings, stage.describe)) as runner:
         runner.limit_memory(goal.memory)
         runner.prepare()
         facts = runner.facts(sizes, CPU_MAX_SEQS if is_cpu else DEFAULT_MAX_SEQS, draft_names(options))
         trials, left_out = candidates(goal, facts)
 
-        def measure(arguments: dict[str, Any]) -> Any:
-            number, total = len(found.rows) + len(found.base) + 1, len(trials) + 2
+        def measure(arguments: dict[str, Any], stop: Any) -> Any:
+            number, total = len(found.rows) + len(found.base) + len(found.finals) + 1, len(trials) + 12
             stage.restart(f"{number} of about {total}: {flags(arguments) or 'baseline'}")
-            return runner(arguments)
+            return runner(arguments, stop)
 
+        bound = _roofline_bound(options, workload, arguments, facts.default_size)
         try:
-            search(goal, trials, measure, is_over=lambda: time.monotonic() > end, found=found, report=report.write)
+            Search(goal, measure, used=used, found=found, report=report.write, bound=bound).run(trials)
         except BaseException as error:
             if found.base and is_interrupt(error):
                 with hidden():
                     report.finish(found, left_out)
             raise
     report.finish(found, left_out)
+
+
+def _roofline_bound(
+    options: AdviseOptions, workload: "Workload", arguments: dict[str, Any], max_seqs: int
+) -> "Callable[[dict[str, Any]], TrialResult | None]":
+    """The most tokens/s that the rates of this machine's chip allow for a trial, with the shortest sequences; None for
+    a chip that is not listed."""
+    import jax
+
+    from jaxinfer.planning import Place, chip_of_kind
+
+    chip = chip_of_kind(jax.devices()[0].device_kind)
+    if chip is None or workload.dataset or arguments.get("mesh") is not None:
+        return lambda arguments: None
+    from jaxinfer.measure.advise.planned import Planner
+
+    place = Place(chip.title, chip, 1)
+    return Planner.open(
+        *(options.model, place, arguments), prompt_tokens=workload.prompt_tokens.low, answer_tokens=1, max_seqs=max_seqs
+    ).most_tokens_per_second
 
 
 def _documents(options: AdviseOptions) -> tuple[tuple[str, ...], str]:
@@ -258,7 +319,7 @@ class _Report:
         for name in ("tokenizer", "dataset"):
             if name in values:
                 values[name] = public_name(str(values[name]))
-        for name in ("texts", "draft"):
+        for name in ("texts", "calibration", "draft"):
             if name in values:
                 values[name] = [public_name(str(one)) for one in values[name]]
         self.result = new_result(public_name(options.model), json.loads(json.dumps(values)), machine)
@@ -272,7 +333,7 @@ class _Report:
 
     def finish(self, found: "Findings", left_out: dict[str, str]) -> None:
         """Prints everything, and writes it with the advice."""
-        from jaxinfer.measure.advise.report import advice, public, sections, table
+        from jaxinfer.measure.advise.report import about, advice, public, sections, table
 
         found_advice = advice(self.goal, found, self.options.model, self.arguments)
         row = found_advice.row
@@ -283,6 +344,8 @@ class _Report:
         write_text("\n".join(self._head()) + "\n\n")
         target.print(make_table(*table(self.goal, found)))
         lines = sections(self.goal, found, found_advice, left_out, price_per_hour=self.options.price_per_hour)
+        if self.options.on is None:
+            lines += ["", f"  measured on {about(self.result['machine'])}; {'; '.join(self._head()[1:])}"]
         if self.options.on is not None:
             lines += ["", *self._about_plans(found_advice)]
         target.print()

@@ -86,7 +86,8 @@ class ModelOptions:
     LLMOptions,
     (
         *("max_seqs", "mesh", "cache", "page_size", "num_pages", "memory_fraction", "prefill_chunk"),
-        *("deterministic", "prefix_cache", "host_cache_gib", "prefix_store", "prefix_store_gib"),
+        *("token_buckets", "decode_slots", "deterministic", "prefix_cache"),
+        *("host_cache_gib", "prefix_store", "prefix_store_gib"),
     ),
 )
 class ServingOptions(ModelOptions):

@@ -47,6 +47,15 @@ class PlanOptions:
     compile_: bool = option(
         True, "--no-compile only counts: a second instead of minutes, less exact.", flag="--compile/--no-compile"
     )
+    trace: Path | None = option(
+        None,
+        "JSON lines with the lengths of requests, such as a batch's results: choose the sizes of programs so that at "
+        "most 10 % of what they compute is padding.",
+        "FILE",
+    )
+    max_programs: int | None = option(
+        None, "With --trace: limit of the programs; default: 16, or what the engine has without it.", "N", min=1
+    )
     picture: Path | None = option(None, "Draw memory and tokens/s, as .png, .svg or .pdf.", "FILE")
     as_json: bool = as_json("One JSON object.")
 
@@ -133,6 +142,7 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     from jaxinfer.engine.options import EngineOptions
     from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
     from jaxinfer.planning import PlanRequest, parse_place
+    from jaxinfer.planning.trace import read_trace
     from jaxinfer.store import alias_options
     from pallas_kernels import ahead_of_time
 
@@ -146,6 +156,8 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     drafting = options.draft or alias_options(options.model).get("draft")
     config, params = load_shapes(options.model, **loading)
     config, length = for_length(config, options.context, has_policy=extends_length(values.get("kv_policy")))
+    if options.max_programs is not None and options.trace is None:
+        raise UsageError(f"--max-programs {options.max_programs} needs --trace FILE")
     if drafting is None and "num_draft_tokens" in values:
         raise UsageError(f"--num-draft-tokens {options.num_draft_tokens} needs --draft")
     names = ("page_size", "prefill_chunk", "memory_fraction", "kv_dtype", "kv_policy", "num_draft_tokens")
@@ -159,6 +171,8 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
         *(options.model, config, params, place, engine_options, options.mesh, draft),
         batches=_batches(options.batch),
         offload=values.get("offload", 0),
+        trace=() if options.trace is None else read_trace(options.trace, length),
+        max_programs=options.max_programs,
     )
 
 

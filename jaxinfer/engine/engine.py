@@ -66,29 +66,8 @@ class Engine:
         self.spec = self.runner.spec
         self.speculation = None if draft is None else Speculation(self.spec)
         self.grammars = Grammars(self.spec)
-        self.scheduler = Scheduler(
-            SchedulerOptions(
-                num_pages=self.spec.num_pages,
-                page_size=self.spec.page_size,
-                max_seqs=self.spec.max_seqs,
-                prefill_chunk=self.spec.prefill_chunk,
-                steps_per_dispatch=self.spec.steps_per_dispatch,
-                max_waiting=options.max_waiting,
-                reuses_prefixes=self.spec.reuses_prefixes,
-                has_states=self.spec.has_states,
-                num_saved_states=self.spec.num_saved_states,
-                save_interval=self.spec.save_interval,
-                shuffle_seed=options.shuffle_seed,
-                window=self.spec.windows[0],
-                num_sinks=self.spec.groups[0].num_sinks,
-                budget=self.spec.groups[0].budget,
-                more_groups=self.spec.groups[1:],
-                host_pools=self.runner.host_pages.sizes,
-                num_replayed=self.spec.best_pages and self.spec.best_pages.num_replayed,
-                heavy=self.spec.heavy_pages,
-            ),
-            self.spec.decode_slots,
-        )
+        scheduling = SchedulerOptions.of(self.spec, self.runner.host_pages.sizes)
+        self.scheduler = Scheduler(scheduling, self.spec.decode_slots)
         self.prefix_store = None if options.prefix_store is None else PrefixStore(self.runner, self.scheduler)
         self._sequences: dict[SequenceState, None] = {}  # unfinished ones, in the order of their arrival
         self._num_with_logprobs = 0  # of the unfinished ones

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 CACHES = ("paged", "contiguous")
 MAX_DRAFT_TOKENS = 31
+TOKEN_UNIT = 16  # tokens of a step are a multiple of it: whole rows of a register's tile, also of 16-bit values
 SPECULATION = "Speculative decoding"
 
 _engine = partial(option, group="Engine")
@@ -45,6 +46,19 @@ def parse_tree(text: str) -> tuple[int, ...]:
         return tuple(int(width) for width in text.split(","))
     except ValueError:
         raise ValueError(f"draft_tree is widths such as 3,2,1, got {text!r}") from None
+
+
+def most_tokens(prefill_chunk: int, max_seqs: int) -> int:
+    """Tokens of the largest step: a whole chunk beside as many decoding answers as there are slots."""
+    return -(-(prefill_chunk + max_seqs) // TOKEN_UNIT) * TOKEN_UNIT
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Sizes such as "64,256,576", from a command line. Raises ValueError for anything else."""
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise ValueError(f"sizes are numbers such as 64,256,576, got {text!r}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +152,10 @@ class EngineOptions(SpeculationOptions):
     kv_policy: str | None = _engine(
         None,
         "Which keys and values stay as a sequence grows: sinks(4)+window(1024) keeps the first and the last pages that "
-        "hold so many tokens; snapkv(1024), pyramidkv(1024) and keydiff(1024) keep so many tokens of a prompt, chosen "
-        "at its end, and all of the answer; h2o(1024) keeps so many tokens of both, half of them the last ones, the "
-        "others those that were attended to most. Or which are read: with quest(1024) all stay, and a token of an "
-        "answer attends to the best pages of so many tokens. By default all.",
+        "hold so many tokens; snapkv(N), pyramidkv(N), keydiff(N) and expected_attention(N) keep N tokens of a prompt, "
+        "chosen at its end, and all of the answer; h2o(N) keeps N tokens of both, half of them the last ones, the "
+        "others those that were attended to most. Or which are read: with quest(N) all stay, and a token of an answer "
+        "attends to the best pages of N tokens. By default all.",
         "POLICY",
     )
     cache: str = _engine(
@@ -169,6 +183,21 @@ class EngineOptions(SpeculationOptions):
         "256 if deterministic.",
         "N",
         min=1,
+    )
+    token_buckets: Sequence[int] | None = _engine(
+        None,
+        "Numbers of tokens, multiples of 16, that steps with prompts are padded to; each is a program. The last is "
+        "prefill_chunk and max_seqs together. By default 32, 128, 256, ... (docs/planning.md chooses them from a "
+        "trace).",
+        "SIZES",
+        parse=parse_sizes,
+    )
+    decode_slots: Sequence[int] | None = _engine(
+        None,
+        "Numbers of answers that decode steps are padded to; each is a program. The last is max_seqs. By default 1, 4, "
+        "8, 16, ...",
+        "SIZES",
+        parse=parse_sizes,
     )
     deterministic: bool = _engine(
         False,
@@ -246,6 +275,8 @@ class EngineOptions(SpeculationOptions):
                     raise ValueError(f"{name}={getattr(self, name)!r} is for cache='paged' only")
             if self.kv_policy is not None:
                 raise ValueError(f"kv_policy={self.kv_policy!r} is of pages: it is for cache='paged' only")
+        for name, unit in (("token_buckets", TOKEN_UNIT), ("decode_slots", 1)):
+            self._check_sizes(name, unit)
         if self.policy is not None and self.draft_tree is not None:
             raise ValueError(
                 f"kv_policy={self.kv_policy!r} cannot be combined with draft_tree={self.draft_tree}: drafts are "
@@ -256,6 +287,19 @@ class EngineOptions(SpeculationOptions):
                 f"deterministic=True cannot be combined with draft_tree={self.draft_tree}: the keys of a tree are "
                 f"summed in another order; draft a chain with num_draft_tokens"
             )
+
+    def _check_sizes(self, name: str, unit: int) -> None:
+        if (given := getattr(self, name)) is None:
+            return
+        sizes: tuple[int, ...] = tuple(given) if isinstance(given, Sequence) else ()
+        if not sizes or not all(type(size) is int for size in sizes):
+            raise ValueError(f"{name} must be numbers such as (64, 256, 576), got {given!r}")
+        if sizes[0] < 1 or list(sizes) != sorted(set(sizes)) or any(size % unit for size in sizes):
+            multiples = f" multiples of {unit}" if unit > 1 else " numbers"
+            raise ValueError(f"{name} must be positive{multiples} that increase, got {sizes}")
+        if self.deterministic:
+            raise ValueError(f"{name}={sizes} cannot be combined with deterministic=True, which has one shape")
+        object.__setattr__(self, name, sizes)
 
     def _check_host_cache(self) -> None:
         store_gib = self.prefix_store_gib
@@ -284,6 +328,16 @@ class EngineOptions(SpeculationOptions):
         from jaxinfer.cache.policies import parse_policy
 
         return None if self.kv_policy is None else parse_policy(self.kv_policy)
+
+    def check_buckets(self, prefill_chunk: int, max_seqs: int) -> None:
+        """Raises ValueError for `token_buckets` and `decode_slots` that do not end with what these numbers need."""
+        tokens = f"prefill_chunk={prefill_chunk} and max_seqs={max_seqs}"
+        for name, last, source in (
+            ("token_buckets", most_tokens(prefill_chunk, max_seqs), tokens),
+            ("decode_slots", max_seqs, f"max_seqs={max_seqs}"),
+        ):
+            if (sizes := getattr(self, name)) is not None and sizes[-1] != last:
+                raise ValueError(f"{name}={sizes} must end with {last}, for {source}")
 
     def check_draft(self, has_draft: bool) -> None:
         """Raises ValueError for an option that needs a draft where there is none."""

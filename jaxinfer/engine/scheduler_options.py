@@ -8,6 +8,7 @@ from jaxinfer.engine.host_tier import HostPoolSize
 
 if TYPE_CHECKING:
     from jaxinfer.cache.policies import HeavyPages, LayerBudget
+    from jaxinfer.engine.spec import EngineSpec
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,30 @@ class SchedulerOptions:
     budget: "LayerBudget | None" = None
     heavy: "HeavyPages | None" = None
     num_replayed: int | None = None
+
+    @classmethod
+    def of(cls, spec: "EngineSpec", host_pools: tuple[HostPoolSize, ...] = ()) -> "SchedulerOptions":
+        """Those of an engine."""
+        return cls(
+            num_pages=spec.num_pages,
+            page_size=spec.page_size,
+            max_seqs=spec.max_seqs,
+            prefill_chunk=spec.prefill_chunk,
+            steps_per_dispatch=spec.steps_per_dispatch,
+            max_waiting=spec.options.max_waiting,
+            reuses_prefixes=spec.reuses_prefixes,
+            has_states=spec.has_states,
+            num_saved_states=spec.num_saved_states,
+            save_interval=spec.save_interval,
+            shuffle_seed=spec.options.shuffle_seed,
+            window=spec.windows[0],
+            num_sinks=spec.groups[0].num_sinks,
+            budget=spec.groups[0].budget,
+            more_groups=spec.groups[1:],
+            host_pools=host_pools,
+            num_replayed=spec.best_pages and spec.best_pages.num_replayed,
+            heavy=spec.heavy_pages,
+        )
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:

@@ -35,7 +35,7 @@ from jaxinfer.engine.abstract_work import (
 )
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.layer_caches import PolicyPages, group_kinds
-from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.options import EngineOptions, most_tokens
 from jaxinfer.engine.policy_checks import check_heavy, check_policy, check_prompt_budget
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import Slots
@@ -89,6 +89,7 @@ class EngineSpec(PolicyPages):
         check_sequence_axis(self.mesh, self.page_size, options)
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
+        options.check_buckets(self.prefill_chunk, self.max_seqs)
         combined = self.config, self.draft, self.num_devices, options
         check_policy(*combined, self.kept_pages or self.best_pages, self.kv_dtype)
         check_prompt_budget(*combined, self.max_model_len)
@@ -275,7 +276,9 @@ class EngineSpec(PolicyPages):
 
     @cached_property
     def decode_slots(self) -> tuple[int, ...]:
-        """Numbers of slots of decode programs: 1, 4, 8, 16, ... and max_seqs."""
+        """Numbers of slots of decode programs: unless set, 1, 4, 8, 16, ... and max_seqs."""
+        if self.options.decode_slots is not None:
+            return tuple(self.options.decode_slots)
         return buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
 
     @cached_property
@@ -295,14 +298,16 @@ class EngineSpec(PolicyPages):
 
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
-        """Numbers of tokens of steps: 32, 128, 256, ... and a whole chunk beside max_seqs slots. One that the largest
-        exceeds by less than 5 % is left out."""
+        """Numbers of tokens of steps: unless set, 32, 128, 256, ... and a whole chunk beside max_seqs slots. One that
+        the largest exceeds by less than 5 % is left out."""
         if self.options.deterministic:
             most = self.prefill_chunk + self.max_seqs
             if self.draft is not None:
                 most = max(most, self.max_seqs * self.trees[-1].num_nodes)
             return (-(-most // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
-        largest = -(-(self.prefill_chunk + self.max_seqs) // 16) * 16
+        if self.options.token_buckets is not None:
+            return tuple(self.options.token_buckets)
+        largest = most_tokens(self.prefill_chunk, self.max_seqs)
         sizes = buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
         return tuple(size for size in sizes if size == largest or 1.05 * size < largest)
 

@@ -11,10 +11,12 @@ from jaxinfer.engine.offload import Offload, layers_for_host, with_host_layers
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig, Params, fit_to_mesh
+from jaxinfer.planning.buckets import BucketChoice
 from jaxinfer.planning.chips import Chip, Layout, Place, layout_of
 from jaxinfer.planning.compiled import CompiledProgram
 from jaxinfer.planning.counted import Counted
 from jaxinfer.planning.roofline import RooflinePoint, RoundPoint
+from jaxinfer.planning.trace import TraceRequest
 from jaxinfer.speculative import Draft, ModelDraft
 from jaxinfer.tables import table_text
 
@@ -30,6 +32,7 @@ class PlanRequest:
       draft: a `ModelDraft` of abstract parameters, or another kind of draft.
       batches: batch sizes of the roofline; () for 1, 8, 64, 512 and max_seqs.
       offload: layers in the host's memory, as in `engine.offload.layers_for_host`.
+      trace: requests whose lengths choose sizes of programs, at most `max_programs` (`choose_buckets`); () for none.
     """
 
     name: str
@@ -41,6 +44,8 @@ class PlanRequest:
     draft: Draft | None = None
     batches: tuple[int, ...] = ()
     offload: Offload = 0
+    trace: Sequence[TraceRequest] = ()
+    max_programs: int | None = None
 
     @property
     def layout(self) -> Layout:
@@ -138,7 +143,7 @@ class MemoryPlan:
       layout: the mesh. memory: of one device. programs: compiled programs by name, {} if none was compiled.
       counted: FLOPs and bytes by arithmetic. roofline: a decode step for each batch size, () if the chip's rates are
         unknown. rounds: speculative rounds, likewise. notes: what was measured and what was counted.
-      seconds: how long planning took.
+      seconds: how long planning took. buckets: sizes of programs for the request's trace; None without one.
     """
 
     request: PlanRequest
@@ -150,6 +155,7 @@ class MemoryPlan:
     rounds: tuple[RoundPoint, ...]
     notes: tuple[str, ...]
     seconds: float
+    buckets: BucketChoice | None = None
 
     @property
     def fits(self) -> bool:
@@ -224,6 +230,7 @@ def to_dict(plan: MemoryPlan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         },
         "roofline": [point.to_dict() for point in plan.roofline],
         "rounds": [vars(point) for point in plan.rounds],
+        **({} if plan.buckets is None else {"buckets": plan.buckets.to_dict()}),
         "changes": [
             {"flags": change.flags, "bytes": change.total, "compiled_bytes": change.compiled, "fits": change.fits}
             for change in changes
@@ -257,6 +264,8 @@ def to_text(plan: MemoryPlan, changes: Sequence[Change] | None = None) -> str:
         parts.append(_roofline_text(plan))
     if plan.rounds:
         parts.append(_rounds_text(plan))
+    if plan.buckets is not None:
+        parts.append(str(plan.buckets))
     if changes is not None and not plan.fits:
         parts.append(_changes_text(changes))
     notes = [*plan.notes, *([f"compiled in {plan.compile_seconds:.0f} s"] if plan.programs else [])]

@@ -16,6 +16,7 @@ from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.loading import DEFAULT_MAX_MODEL_LEN
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.models.host_layers import disk_layers, row_bytes
+from jaxinfer.planning.buckets import choose_buckets
 from jaxinfer.planning.chips import Chip, Place, chip_of_kind
 from jaxinfer.planning.compiled import (
     DECODE,
@@ -112,8 +113,9 @@ def assemble(
     else:
         points, rounds = _roofline(request, spec, programs, counted, Rates.of(chip), layout.num_replicas)
     notes += _notes(spec, programs, bool(points))
+    buckets = choose_buckets(spec, request.trace, request.max_programs) if request.trace else None
     seconds = time.perf_counter() - start
-    return MemoryPlan(request, layout, memory, programs, counted, points, rounds, tuple(notes), seconds)
+    return MemoryPlan(request, layout, memory, programs, counted, points, rounds, tuple(notes), seconds, buckets)
 
 
 def _memory(spec: EngineSpec, programs: dict[str, CompiledProgram], usable: int) -> Memory:

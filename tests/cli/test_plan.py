@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from jaxinfer.engine.options import EngineOptions, parse_sizes
 from pallas_kernels import ahead_of_time
 from tests.cli.conftest import CONFIG, START
 
@@ -44,6 +45,23 @@ def test_options_change_what_is_planned(jaxinfer, json_lines, config_alone):
     assert drafted["rounds"][0]["num_draft_tokens"] == 3
 
 
+def test_the_sizes_for_a_trace_are_options_of_the_engine(jaxinfer, config_alone, tmp_path):
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps({"prompt_tokens": 9 * n, "output_tokens": n}) + "\n" for n in range(1, 40)))
+    options = ("--on", "v6e:1x1", "--no-compile", "--context", 512)
+    result = jaxinfer("plan", config_alone, *options, "--trace", file)
+    assert (result.exit_code, result.stderr) == (0, "")
+    [flags] = [line.split() for line in result.stdout.splitlines() if line.startswith("  --token-buckets")]
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    tokens, slots = (parse_sizes(given[name]) for name in ("--token-buckets", "--decode-slots"))
+    EngineOptions(token_buckets=tokens, decode_slots=slots).check_buckets(prefill_chunk=512, max_seqs=64)
+    with file.open("a") as lines:
+        lines.write('{"prompt_tokens": 600, "output_tokens": 1}\n')
+    result = jaxinfer("plan", config_alone, *options, "--trace", file)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "trace.jsonl, line 40: 600 + 1 tokens are more than the 512 of a sequence" in result.stderr
+
+
 def test_the_embedded_model_for_people(jaxinfer):
     result = jaxinfer("plan", "demo", "--on", "rtx-4090", "--max-seqs", 4)
     assert result.exit_code == 0, result.stderr
@@ -77,6 +95,7 @@ def test_a_picture(jaxinfer, config_alone, tmp_path):
         (("--on", "v5e:1x1", "--batch", "0"), 2, "not a list of positive numbers"),
         (("--on", "v5e:1x1", "--num-draft-tokens", "3"), 2, "needs --draft"),
         (("--on", "v5e:1x1", "--picture", "plan.bmp"), 2, "ends in neither"),
+        (("--on", "v5e:1x1", "--max-programs", "9"), 2, "--max-programs 9 needs --trace FILE"),
         (("--on", "v5e:1x1", "--context", "4096"), 1, "more than the 2048 tokens"),
         (("--on", "v5e:1x1", "--quantize", "int9"), 1, "did you mean"),
         (("--on", "v5e:1x1", "--kv-dtype", "int7"), 1, "kv_dtype='int7'"),

@@ -13,6 +13,7 @@ import numpy as np
 
 # In the order of a command line.
 FLAGS = {
+    "method": "--method",
     "quantize": "--quantize",
     "kv_dtype": "--kv-dtype",
     "kv_policy": "--kv-policy",
@@ -20,9 +21,11 @@ FLAGS = {
     "draft": "--draft",
     "num_draft_tokens": "--num-draft-tokens",
     "prefix_cache": "--prefix-cache",
+    "offload": "--offload",
+    "mesh": "--mesh",
 }
-# These change the answers; all others do not.
-ROUNDING = ("quantize", "kv_dtype", "kv_policy")
+# These change the answers; all others do not. "method" is one of `jaxinfer quantize`, with calibration.
+ROUNDING = ("method", "quantize", "kv_dtype", "kv_policy")
 # Figures of each repeat.
 REPEATED = ("ttft", "tpot", "one", "rate", "batch_ttft", "goodput")
 Arguments = dict[str, Any]
@@ -42,6 +45,7 @@ class TrialResult:
         temporaries and the cache of the concurrent requests. cache_tokens: that fit beside the rest.
       kl, top1: nats per token, and share of equal most probable tokens, compared with the baseline; None if unknown.
       acceptance: rate of acceptance of draft tokens. notes: explanations.
+      stopped: why its repeats were not all made; None for a complete trial.
     """
 
     arguments: Arguments = field(default_factory=dict)
@@ -60,6 +64,7 @@ class TrialResult:
     top1: float | None = None
     acceptance: float | None = None
     notes: tuple[str, ...] = ()
+    stopped: str | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -195,6 +200,17 @@ def judge(goal: Goal, row: TrialResult, base: Sequence[TrialResult]) -> Judgemen
     if abs(math.log(max(ratio, 1e-12))) <= math.log1p(noise):
         return Judgement("same", ratio, noise)
     return Judgement("better" if ratio > 1 else "worse", ratio, noise)
+
+
+def compare(goal: Goal, rounds: Sequence[TrialResult], others: Sequence[TrialResult]) -> Judgement:
+    """Compares two trials that were measured in turn: `ratio` is the median of the rounds' ratios, `noise` their
+    spread. Better, or worse, is what is so in each round."""
+    pairs = zip(rounds, others, strict=True)
+    ratios = [median(goal.values(one)) / max(median(goal.values(other)), 1e-12) for one, other in pairs]
+    ratio, noise = median(ratios), max(LEAST, max(ratios) / max(min(ratios), 1e-12) - 1)
+    if ratio > 1 + LEAST and min(ratios) > 1:
+        return Judgement("better", ratio, noise)
+    return Judgement("worse" if ratio < 1 - LEAST and max(ratios) < 1 else "same", ratio, noise)
 
 
 def median(values: Sequence[float]) -> float:

@@ -6,24 +6,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxinfer import compilation_cache, parallel
-from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.policies import HeavyHitters, PromptBudget
+from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model
+from jaxinfer.calibration.inputs import split_rows
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
+from jaxinfer.engine.offload import spread
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm import LLM
-from jaxinfer.loading import LoadedModel, load_model
+from jaxinfer.loading import LoadedModel, Weights, load_model
+from jaxinfer.measure.advise.candidates import ModelFacts, mesh_shapes
 from jaxinfer.measure.advise.goals import ROUNDING, Arguments, TrialResult, median
-from jaxinfer.measure.advise.search import ModelFacts
+from jaxinfer.measure.advise.search import Stop
 from jaxinfer.measure.bench.metrics import figures
 from jaxinfer.measure.bench.probe import engines_of
 from jaxinfer.measure.bench.runs import RunOptions, serve_all
 from jaxinfer.measure.bench.workload import DatasetRow, Workload, WorkloadRequest
+from jaxinfer.models import compute_dtype
 from jaxinfer.quantization.tree import describe
 from jaxinfer.sampling import SamplingParams
 
 # Arguments of `LLM` that concern loading.
 LOADING = ("tokenizer", "dtype", "revision", "requantize", "quantize", "verify")
+# Arguments of a trial that change what is loaded; trials that share all of them share the weights.
+OF_WEIGHTS = ("quantize", "method", "offload", "mesh")
 # A repeat in which a program was compiled is discarded and made again, at most this many times.
 MAX_AGAIN = 8
 _SALTS = itertools.count()  # one for each run, so that no run reuses the prefixes of another
@@ -34,7 +43,7 @@ class TrialSettings:
     """What all trials share.
 
     Attributes:
-      model, arguments: of `LLM`. documents: the user's texts, () for none.
+      model, arguments: of `LLM`. documents: the user's texts, () for none. calibration: those to calibrate weights on.
       num_requests: concurrent requests. repeats: of each measurement. num_shared: tokens that all prompts begin with.
     """
 
@@ -42,6 +51,7 @@ class TrialSettings:
     arguments: Arguments
     workload: Workload
     documents: tuple[str, ...] = ()
+    calibration: tuple[str, ...] = ()
     num_requests: int = 32
     repeats: int = 3
     num_shared: int = 0
@@ -56,13 +66,11 @@ class TrialRunner:
         self.requests: list[WorkloadRequest] = []
         self._texts: list[list[int]] = []
         self._expected: list[np.ndarray] = []
-        self._recipe: str | None = None
+        self._key: tuple[Any, ...] = ()
         self._model: LoadedModel | None = None
         self._budget: float | None = None
+        self.limit: int | None = None
         self._qualities: dict[tuple[Any, ...], tuple[float, float]] = {}
-        self._mesh = None
-        if (mesh := settings.arguments.get("mesh")) is not None:
-            self._mesh = parallel.make_mesh(mesh)
 
     def close(self) -> None:
         """Frees the weights."""
@@ -71,10 +79,11 @@ class TrialRunner:
             model.weights.release()
         gc.collect()
 
-    def __call__(self, arguments: Arguments) -> TrialResult:
-        """Runs a trial. A failure is a result with the reason; only a failing baseline raises."""
+    def __call__(self, arguments: Arguments, stop: Stop = lambda row: None) -> TrialResult:
+        """Runs a trial, until `stop` gives a reason. A failure is a result with the reason; only a failing baseline
+        raises."""
         try:
-            return self._measured(arguments)
+            return self._measured(arguments, stop)
         except (ValueError, RuntimeError, NotImplementedError, MemoryError, OSError) as error:
             if not arguments or "KeyboardInterrupt" in str(error):  # raised by JAX's compiler
                 raise
@@ -89,7 +98,11 @@ class TrialRunner:
 
     def facts(self, sizes: Sequence[int], default_size: int, drafts: Sequence[str]) -> ModelFacts:
         """The facts that decide which trials make sense."""
-        model = self._loaded(self._recipe)
+        model = self._loaded({})
+        devices = jax.devices()
+        if self.settings.arguments.get("mesh") is not None:
+            devices = devices[:1]
+        is_cpu = devices[0].platform == "cpu"
         return ModelFacts(
             given=self.settings.arguments,
             is_quantized=bool(describe(model.params)),
@@ -100,13 +113,23 @@ class TrialRunner:
             shared=self.shared,
             longest=self._longest,
             has_limits=bool(self.settings.run_options.limits),
+            prompt=max(len(request.prompt) for request in self.requests),
+            num_layers=model.config.num_layers,
+            meshes=mesh_shapes(len(devices)),
+            has_calibration=bool(self.settings.calibration),
+            why_no_offload=self._why_no_offload(is_cpu),
         )
+
+    def _why_no_offload(self, is_cpu: bool) -> str | None:
+        if is_cpu:
+            return "a CPU computes in the host's memory"
+        return None if self.limit is not None else "the model fits: copying layers in each step only takes time"
 
     def prepare(self, texts: list[list[int]] | None = None) -> None:
         """Loads the model and makes the requests, from text sampled from the model unless other texts are given."""
         if self.requests:
             return
-        model = self._loaded(None)
+        model = self._loaded({})
         if texts is None and self.settings.documents:
             if model.tokenizer is None:
                 raise ValueError(f"{self.settings.model} has no tokenizer, so it cannot read texts: omit --texts")
@@ -129,42 +152,32 @@ class TrialRunner:
 
     # One trial.
 
-    def _measured(self, arguments: Arguments) -> TrialResult:
+    def _measured(self, arguments: Arguments, stop: Stop) -> TrialResult:
         self.prepare()
         if arguments and not self._expected:  # the baseline was measured by an earlier run
             with self._opened({}) as llm:
                 self._quality(llm, self._sizes(llm, TrialResult()))
         with self._opened(arguments) as llm:
-            if "kv_policy" in arguments:
-                self._check_texts(engines_of(llm.engine)[0].spec.kept_pages)
             self.progress("compiling")
-            row = self._sizes(llm, TrialResult(arguments))
-            self._warm(llm)
+            row = self._quality(llm, self._sizes(llm, TrialResult(arguments)))
             before = llm.speculation_stats()
-            singles, batches = [], []
+            stopped = stop(row)
             for number in range(self.settings.repeats):
+                if stopped is not None:
+                    row = replace(row, stopped=f"stopped after {number} of {self.settings.repeats} repeats: {stopped}")
+                    break
                 self.progress(f"repeat {number + 1} of {self.settings.repeats}")
-                singles.append(self._again(lambda: self._single(llm)))
-                batches.append(self._again(lambda: self._batch(llm)))
+                row = self._repeated(llm, row)
+                stopped = stop(row) if number + 1 < self.settings.repeats else None
             after = llm.speculation_stats()
-            row = replace(
-                row,
-                ttft=tuple(one[0] for one in singles),
-                tpot=tuple(one[1] for one in singles),
-                one=tuple(one[2] for one in singles),
-                rate=tuple(one["tokens_per_second"]["out"] for one in batches),
-                batch_ttft=tuple(one["ttft"]["p50"] for one in batches),
-                goodput=tuple(one["goodput"]["requests_per_second"] for one in batches if "goodput" in one),
-            )
             notes = list(self._notes(llm))
-            if after is not None and before is not None:
+            if after is not None and before is not None and row.one:
                 stats = after - before
                 row = replace(row, acceptance=stats.acceptance_rate)
                 notes.append(
                     f"{stats.acceptance_rate:.0%} of draft tokens accepted, {stats.mean_accepted_length:.1f} tokens "
                     f"per round; {stats.num_plain_tokens:,} tokens generated without a draft"
                 )
-            row = self._quality(llm, row)
         return replace(row, notes=tuple(notes))
 
     def _sizes(self, llm: LLM, row: TrialResult) -> TrialResult:
@@ -197,12 +210,21 @@ class TrialRunner:
 
     def limit_memory(self, num_bytes: int | None) -> None:
         """Counts the tokens of cache that fit in `num_bytes`, instead of this machine's memory."""
-        self._budget = num_bytes
+        self._budget = self.limit = num_bytes
 
-    def _warm(self, llm: LLM) -> None:
-        """Compiles the programs that the requests need, and no others."""
-        self._single(llm)
-        self._batch(llm)
+    def _repeated(self, llm: LLM, row: TrialResult) -> TrialResult:
+        """The result with another repeat."""
+        ttft, tpot, one = self._again(lambda: self._single(llm))
+        batch = self._again(lambda: self._batch(llm))
+        return replace(
+            row,
+            ttft=(*row.ttft, ttft),
+            tpot=(*row.tpot, tpot),
+            one=(*row.one, one),
+            rate=(*row.rate, batch["tokens_per_second"]["out"]),
+            batch_ttft=(*row.batch_ttft, batch["ttft"]["p50"]),
+            goodput=(*row.goodput, batch["goodput"]["requests_per_second"]) if "goodput" in batch else (),
+        )
 
     def _again(self, run: Callable[[], Any]) -> Any:
         """The result of a run in which nothing was compiled."""
@@ -249,47 +271,78 @@ class TrialRunner:
         if key not in self._qualities:
             self.progress("measuring the KL")
             kl = agreeing = 0.0
-            for states, expected in zip(hidden_states(engine, self._texts), self._expected, strict=True):
-                found = log_probs(engine, states)
+            starts = self._starts(engine.spec)
+            ends = [start or len(text) for start, text in zip(starts, self._texts, strict=True)]
+            states = hidden_states(engine, self._texts, ends)
+            for start, rows, whole in zip(starts, states, self._expected, strict=True):
+                found, expected = log_probs(engine, rows[start:]), whole[start:]
                 kl += float(np.sum(np.exp(expected) * (expected - found), dtype=np.float64))
                 agreeing += float(np.sum(expected.argmax(-1) == found.argmax(-1)))
-            self._qualities[key] = max(kl, 0.0) / self.num_quality_tokens, agreeing / self.num_quality_tokens
+            count = sum(map(len, self._texts)) - sum(starts)
+            self._qualities[key] = max(kl, 0.0) / count, agreeing / count
         kl, top1 = self._qualities[key]
         return replace(row, kl=kl, top1=top1)
 
-    def _check_texts(self, kept: KeptPages | None) -> None:
-        """Raises ValueError for a policy of which the texts would show no loss."""
-        longest = max(map(len, self._texts))
-        if kept is not None and longest <= kept.num_tokens:
-            raise ValueError(
-                f"no KL can be measured: the longest text has {longest} tokens, and the policy keeps {kept.num_tokens}"
-            )
+    def _starts(self, spec: EngineSpec) -> list[int]:
+        """Of each text, the first token whose next one is measured: 0, or half where a policy compacts prompts.
 
-    @property
-    def num_quality_tokens(self) -> int:
-        return sum(map(len, self._texts))
+        Raises ValueError for a policy of which the texts would show no loss.
+        """
+        policy = spec.options.policy
+        compacts = isinstance(policy, PromptBudget | HeavyHitters)
+        kept = policy.budget if isinstance(policy, PromptBudget | HeavyHitters) else 0
+        kept = spec.kept_pages.num_tokens if spec.kept_pages is not None else kept
+        longest = max(map(len, self._texts)) // (2 if compacts else 1)
+        if longest <= kept:
+            raise ValueError(
+                f"no KL can be measured: the longest {'prompt' if compacts else 'text'} has {longest} tokens, and the "
+                f"policy keeps {kept}"
+            )
+        return [len(text) // 2 if compacts else 0 for text in self._texts]
 
     # The model.
 
-    def _loaded(self, recipe: str | None) -> LoadedModel:
-        if self._model is not None and self._recipe == recipe:
+    def _loaded(self, arguments: Arguments) -> LoadedModel:
+        key = tuple(arguments.get(name) for name in OF_WEIGHTS)
+        if self._model is not None and self._key == key:
             return self._model
         self.close()
         self.progress("loading")
         values = {name: self.settings.arguments[name] for name in LOADING if name in self.settings.arguments}
-        if recipe is not None:
-            values["quantize"] = recipe
-        self._model, self._recipe = load_model(self.settings.model, mesh=self._mesh, **values), recipe
+        if "quantize" in arguments:
+            values["quantize"] = arguments["quantize"]
+        if (count := arguments.get("offload")) is not None:
+            values["offload"] = lambda config, params: spread(count, config.num_layers)
+        self._model = load_model(self.settings.model, mesh=self._mesh(arguments), **values)
+        if (method := arguments.get("method")) is not None:
+            self._model = self._calibrated(self._model, method)
+        self._key = key
         return self._model
 
+    def _mesh(self, arguments: Arguments) -> Any:
+        mesh = arguments.get("mesh", self.settings.arguments.get("mesh"))
+        return None if mesh is None else parallel.make_mesh(mesh)
+
+    def _calibrated(self, model: LoadedModel, method: Any) -> LoadedModel:
+        """The model with weights of 4 bits by GPTQ or AWQ, as `jaxinfer quantize` makes them."""
+        self.progress(f"calibrating, {method}")
+        if model.tokenizer is None:
+            raise ValueError("a model without a tokenizer cannot be calibrated on text")
+        tokens = [model.tokenizer.encode_content(text) for text in self.settings.calibration]
+        rows = split_rows(tokens, model.tokenizer.eos_token_id, num_rows=128, length=min(512, self._longest), seed=0)
+        options = CalibrationOptions(method=method, dtype=compute_dtype(model.params).name)
+        found = quantize_model(FloatModel.of(model.config, model.params), options, rows.calibration)
+        return replace(model, weights=Weights(found.params))
+
     def _opened(self, arguments: Arguments) -> LLM:
-        model = self._loaded(arguments.get("quantize"))
+        model = self._loaded(arguments)
         values = {**self.settings.arguments, **arguments}
-        values = {name: value for name, value in values.items() if name not in LOADING or name == "dtype"}
+        values = {name: value for name, value in values.items() if name not in (*LOADING, "method", "offload")}
+        values |= {name: self.settings.arguments[name] for name in ("dtype",) if name in self.settings.arguments}
         if str(values.get("kv_dtype", "")).startswith("fp8") and model.kv_scales is not None:
             values["kv_scales"] = model.kv_scales
-        if self._mesh is not None:
-            values["mesh"] = self._mesh
+        if (mesh := self._mesh(arguments)) is not None:
+            values["mesh"] = mesh
         return LLM((model.config, model.params, model.tokenizer), **values)
 
     def _notes(self, llm: LLM) -> list[str]:

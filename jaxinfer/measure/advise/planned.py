@@ -10,6 +10,7 @@ import jax
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
 from jaxinfer.measure.advise.goals import Arguments, TrialResult
+from jaxinfer.measure.advise.search import Stop
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.planning import MemoryPlan, Place, PlanRequest, make_plan, parse_place
 from jaxinfer.planning.roofline import Rates, prefill_seconds
@@ -25,6 +26,8 @@ ENGINE = (
     "prefill_chunk",
     "memory_fraction",
     "num_pages",
+    "token_buckets",
+    "decode_slots",
     "deterministic",
     "steps_per_dispatch",
 )
@@ -53,7 +56,7 @@ class Planner:
     def open(
         cls,
         model: str,
-        on: str,
+        on: str | Place,
         arguments: Mapping[str, Any],
         *,
         prompt_tokens: int,
@@ -62,7 +65,7 @@ class Planner:
         acceptance: float | None = None,
     ) -> "Planner":
         """Reads the headers of a checkpoint. Raises ValueError for an invalid place or length, and as `load_shapes`."""
-        place = parse_place(on)
+        place = parse_place(on) if isinstance(on, str) else on
         values = {name: arguments[name] for name in LOADING if name in arguments}
         config, params = load_shapes(model, **values)
         config, _ = for_length(config, prompt_tokens + answer_tokens)
@@ -73,7 +76,7 @@ class Planner:
         """Whether the checkpoint's weights are quantized."""
         return bool(describe(self.params))
 
-    def __call__(self, arguments: Arguments) -> TrialResult:
+    def __call__(self, arguments: Arguments, stop: Stop = lambda row: None) -> TrialResult:
         """Plans a trial. A trial that cannot be planned has a reason; only the baseline raises."""
         try:
             return self._planned(arguments)
@@ -81,6 +84,21 @@ class Planner:
             if not arguments:
                 raise
             return TrialResult(arguments, f"cannot be planned: {error}")
+
+    @property
+    def why_no_offload(self) -> str | None:
+        """Why layers in the host's memory are not planned; None if they are: where the model does not fit."""
+        if self.request({}).layout.num_devices > 1:
+            return "it is for one device"
+        is_needed = not make_plan(self.request({}), compiles=False).fits
+        return None if is_needed else "the model fits: copying layers in each step only takes time"
+
+    def most_tokens_per_second(self, arguments: Arguments) -> TrialResult | None:
+        """The tokens/s of a full batch that the rates allow; None where they depend on more."""
+        if {"draft", "method", "mesh", "offload", "prefix_cache"} & set(arguments):
+            return None
+        row = self(arguments)
+        return None if row.reason is not None else TrialResult(arguments, rate=row.rate)
 
     def request(self, arguments: Arguments, num_draft_tokens: int | None = None) -> PlanRequest:
         """The request for `make_plan`. Raises ValueError for options that are out of range."""
@@ -102,7 +120,8 @@ class Planner:
             draft = load_draft_shapes(arguments["draft"], self.config, self.params, length, dtype)
         batches = tuple(dict.fromkeys((1, max_seqs)))
         return PlanRequest(
-            self.model, self.config, params, self.place, options, self.arguments.get("mesh"), draft, batches
+            *(self.model, self.config, params, self.place, options, values.get("mesh"), draft, batches),
+            offload=values.get("offload", 0),
         )
 
     def _planned(self, arguments: Arguments) -> TrialResult:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.checks import format_bytes
-from jaxinfer.measure.advise.goals import REPEATED, Arguments, Goal, Judgement, TrialResult, flags, judge, median
-from jaxinfer.measure.advise.search import Findings, recommended
+from jaxinfer.measure.advise.goals import Arguments, Goal, Judgement, TrialResult, flags, judge, median
+from jaxinfer.measure.advise.search import Findings, pooled, recommended
 from jaxinfer.measure.bench.model import public_name
 from jaxinfer.measure.bench.results import ResultError, check_same, read_schema
 
@@ -46,11 +46,16 @@ def advice(goal: Goal, found: Findings, model: str, given: Mapping[str, Any]) ->
     row, judgement = best
     row = row if row.arguments else pooled(found.base)
     arguments = {**given, **row.arguments}
+    first = ""
+    if (method := arguments.pop("method", None)) is not None:
+        made = f"{public_name(model)}-{method}"
+        first = f"jaxinfer quantize {shlex.quote(model)} {shlex.quote(made)} --method {method} --calibration FILE && "
+        model = made
     options = f" {flags(arguments)}" if arguments else ""
     if goal.name == "latency":
-        command = f'jaxinfer generate "..." --model {shlex.quote(model)}{options}'
+        command = f'{first}jaxinfer generate "..." --model {shlex.quote(model)}{options}'
     else:
-        command = f"jaxinfer batch requests.jsonl answers.jsonl --model {shlex.quote(model)}{options}"
+        command = f"{first}jaxinfer batch requests.jsonl answers.jsonl --model {shlex.quote(model)}{options}"
     values = "".join(f", {name}={value!r}" for name, value in arguments.items())
     return Advice(row, judgement, arguments, command, f"LLM({model!r}{values})")
 
@@ -70,12 +75,6 @@ def _base_cells(goal: Goal, found: Findings, row: TrialResult, name: str) -> lis
     values, all_ = goal.values(row), goal.values(pooled(found.base))
     ratio = median(values) / median(all_) if values and median(all_) else 1.0
     return [*_cells(row, name), f"{ratio:.2f}x"]
-
-
-def pooled(rows: Sequence[TrialResult]) -> TrialResult:
-    """One result with the repeats of several."""
-    values = {name: sum((getattr(row, name) for row in rows), ()) for name in REPEATED}
-    return replace(rows[0], **values)
 
 
 def _cells(row: TrialResult, name: str | None = None) -> list[str]:
@@ -115,11 +114,15 @@ def sections(
     for row in found.rows:
         verdict = judge(goal, row, found.base)
         part = unknown if verdict.ratio is None else helped if verdict.verdict == "better" else others
-        part.append(f"  {row.name}: {_verdict_text(goal, row, verdict)}")
+        part = others if verdict.verdict == "ruled out" and row.reason is None else part
+        notes = [row.stopped, _draft_share(row, found.base[0])]
+        text = "; ".join(filter(None, [_verdict_text(goal, row, verdict), *notes]))
+        part.append(f"  {row.name}: {text}")
     unknown += [f"  {what}: not tried: {why}" for what, why in left_out.items()]
     lines = []
     for title, part in (("Helped", helped), ("Did not help", others), ("Unknown", unknown)):
         lines += [title, *part, ""] if part else []
+    lines += _in_turn(goal, found)
     lines += _recommended(goal, found, advice, price_per_hour)
     if len(found.base) < 2 and not goal.is_planned:
         lines += ["", "The baseline was measured only once, so the drift of the machine is unknown."]
@@ -140,6 +143,31 @@ def _verdict_text(goal: Goal, row: TrialResult, judgement: Judgement) -> str:
     else:
         text = f"{goal.title(row)} {ratio:.2f}x" + (noise if verdict == "worse" else "")
     return "; ".join([text, *row.notes]) if row.reason is None else text
+
+
+def _draft_share(row: TrialResult, base: TrialResult) -> str | None:
+    """The size of a draft beside its model's, and the rule where to begin."""
+    if "draft" not in row.arguments or not row.weight_bytes or not base.weight_bytes:
+        return None
+    share = row.weight_bytes / base.weight_bytes - 1
+    if share <= 0:
+        return None
+    rule = "" if 0.1 <= share <= 0.2 else "; begin with a draft of 10 to 20 % (docs/advising.md)"
+    return f"the draft has {share:.0%} of the model's size{rule}"
+
+
+def _in_turn(goal: Goal, found: Findings) -> list[str]:
+    """The finalists' figures in turn with the baseline's, relative to it."""
+    names = list(dict.fromkeys(row.name for row in found.finals if row.arguments))
+    if not names:
+        return []
+    by_name = {name: [row for row in found.finals if row.name == name] for name in ["baseline", *names]}
+    lines = [f"In turn with the baseline, {len(by_name['baseline'])} times"]
+    for name in names:
+        pairs = zip(by_name[name], by_name["baseline"], strict=True)
+        ratios = [median(goal.values(row)) / max(median(goal.values(base)), 1e-12) for row, base in pairs]
+        lines.append(f"  {name}: {goal.title(by_name[name][0])} {', '.join(f'{ratio:.2f}x' for ratio in ratios)}")
+    return [*lines, ""]
 
 
 def _recommended(goal: Goal, found: Findings, advice: Advice, price_per_hour: float | None) -> list[str]:
@@ -185,7 +213,14 @@ def _figures(row: TrialResult, price_per_hour: float | None) -> str:
     return "; ".join(parts)
 
 
-SCHEMA, VERSION = "jaxinfer.advise", 1
+def about(machine: Mapping[str, Any]) -> str:
+    """What figures were measured on."""
+    count, device = machine["num_devices"], machine["device"]
+    cores = f" with {machine['num_cores']} cores" if machine["platform"] == "cpu" else ""
+    return f"{count} x {device}{cores} ({machine['machine']}), jax {machine['jax']}, jaxinfer {machine['jaxinfer']}"
+
+
+SCHEMA, VERSION = "jaxinfer.advise", 2
 
 
 def new_result(model: str, options: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +245,8 @@ def _with_draft(row: TrialResult, rename: Callable[[str], str]) -> TrialResult:
 
 
 def earlier_findings(file: Path, result: dict[str, Any], drafts: Sequence[str] = ()) -> Findings | None:
-    """The findings of an earlier run with the same options; paths of `drafts` are restored. None if there is no file.
+    """The findings of an earlier run with the same options, without what is made again at the end of each run: the
+    finals, and trials that were stopped. Paths of `drafts` are restored. None if there is no file.
 
     Raises ResultError, with the difference, for a file of other options or another machine.
     """
@@ -223,4 +259,6 @@ def earlier_findings(file: Path, result: dict[str, Any], drafts: Sequence[str] =
     except (KeyError, TypeError) as error:
         raise ResultError(f"{file.name} is not complete: {error}") from None
     named = {public_name(draft): draft for draft in drafts}
-    return Findings(*([_with_draft(row, lambda name: named.get(name, name)) for row in rows] for rows in parts))
+    restored = ([_with_draft(row, lambda name: named.get(name, name)) for row in rows] for rows in parts)
+    base, *others = restored
+    return Findings(base, *([row for row in rows if row.stopped is None] for rows in others))

@@ -1,117 +1,328 @@
-"""The search for good options: the baseline, each change alone, then combinations of those that helped. The baseline is
-measured again in between and at the end."""
+"""The search for good options: the baseline, each change alone, combinations of those that helped, and at last the best
+few and the baseline in turn. What cannot win is stopped early."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from jaxinfer.measure.advise.goals import Arguments, Goal, Judgement, TrialResult, judge, ordered
+from jaxinfer.measure.advise.goals import (
+    LEAST,
+    REPEATED,
+    Arguments,
+    Goal,
+    Judgement,
+    TrialResult,
+    compare,
+    judge,
+    median,
+    ordered,
+)
 
-Measure = Callable[[Arguments], TrialResult]
+# What a trial is asked before it is timed, and after each repeat: why it stops there, or None to go on.
+Stop = Callable[[TrialResult], str | None]
+Measure = Callable[[Arguments, Stop], TrialResult]
 # Trials between two measurements of the baseline, whose differences are the noise of the machine.
 EVERY = 4
+NUM_FINALISTS, NUM_ROUNDS = 2, 3  # measured in turn with the baseline, at the end
+SEARCH_SHARE = 0.75  # of the time; the rest is for the finalists
+# Noise of a single repeat that is assumed at least: a trial goes on if it may still be as good as the baseline.
+REPEAT_NOISE = 0.15
 
 
 @dataclass
 class Findings:
-    """All results in order: measurements of the baseline, single changes, combinations."""
+    """All results in order: measurements of the baseline, single changes, combinations; then those of the finalists and
+    the baseline in turn, a repeat each."""
 
     base: list[TrialResult]
     alone: list[TrialResult]
     together: list[TrialResult]
+    finals: list[TrialResult] = field(default_factory=list)
 
     @property
     def rows(self) -> list[TrialResult]:
-        """All but the baseline."""
+        """All but the baseline and the finals."""
         return [*self.alone, *self.together]
 
 
-def search(
-    goal: Goal,
-    trials: Sequence[Arguments],
-    measure: Measure,
-    *,
-    is_over: Callable[[], bool] = lambda: False,
-    found: Findings | None = None,
-    report: Callable[[Findings], None] = lambda found: None,
-    repeats_baseline: bool = True,
-) -> Findings:
-    """Measures the baseline, the trials and combinations of them.
+class Search:
+    """One search.
 
     Args:
       measure: returns the result of a trial; its exceptions end the search.
-      is_over: whether the time limit has passed; the remaining trials then get results without figures.
+      used: the share of the time that has passed; from 1 on the remaining trials get results without figures.
       found: results of an earlier search, which are kept except for failures.
       report: called with the findings after each trial.
+      repeats: whether the baseline is measured again, and finalists in turn: not where figures are computed.
+      bound: the best figures that a trial could have, as far as they are known; a trial that would not win with them
+        is not measured.
     """
-    found = found or Findings([], [], [])
-    found.alone = [row for row in found.alone if row.reason is None]
-    found.together = [row for row in found.together if row.reason is None]
 
-    def tried(arguments: Arguments, rows: list[TrialResult]) -> TrialResult:
-        known = next((row for row in found.rows if row.arguments == arguments), None)
-        if known is None:
-            known = TrialResult(arguments, "not tried: time limit reached") if is_over() else measure(arguments)
-            rows.append(known)
-            report(found)
-        return known
+    def __init__(
+        self,
+        goal: Goal,
+        measure: Measure,
+        *,
+        used: Callable[[], float] = lambda: 0.0,
+        found: Findings | None = None,
+        report: Callable[[Findings], None] = lambda found: None,
+        repeats: bool = True,
+        bound: Callable[[Arguments], TrialResult | None] = lambda arguments: None,
+    ):
+        self.goal, self.measure, self.used, self.report = goal, measure, used, report
+        self.repeats, self.bound = repeats, bound
+        self.found = found = found or Findings([], [], [])
+        found.alone = [row for row in found.alone if row.reason is None]
+        found.together = [row for row in found.together if row.reason is None]
 
-    def again(count: int) -> None:
-        if len(found.base) < count and (not found.base or (repeats_baseline and not is_over())):
-            found.base.append(measure({}))
-            report(found)
+    def run(self, trials: Sequence[Arguments]) -> Findings:
+        """Measures the baseline, the trials and combinations of them."""
+        found = self.found
+        self._repeat_baseline(1)
+        for number, arguments in enumerate(trials, 1):
+            self._tried(arguments, found.alone)
+            if number % EVERY == 0 or number == len(trials):
+                self._repeat_baseline(1 + -(-number // EVERY))
+        self._combine()
+        if self.repeats:
+            self._play_finals()
+        return found
 
-    again(1)
-    for number, arguments in enumerate(trials, 1):
-        tried(arguments, found.alone)
-        if number % EVERY == 0 or number == len(trials):
-            again(1 + -(-number // EVERY))
-    # In the order of their gain alone, each added to those that were kept.
-    helping = [row for row, _ in ranked(goal, found.alone, found.base)]
-    best = helping[0] if helping else TrialResult()
-    for row in helping[1:]:
-        if any(name in best.arguments for name in row.arguments):
-            continue
-        both = tried(ordered({**best.arguments, **row.arguments}), found.together)
-        if is_improvement(goal, both, best):
-            best = both
-    if found.together:
-        again(2 + -(-len(trials) // EVERY))
-    return found
+    def _tried(self, arguments: Arguments, rows: list[TrialResult]) -> TrialResult:
+        known = next((row for row in self.found.rows if row.arguments == arguments), None)
+        if known is not None:
+            return known
+        if self.used() >= SEARCH_SHARE:
+            row = TrialResult(arguments, "not tried: time limit reached")
+        elif (why := self._why_not(arguments)) is not None:
+            row = TrialResult(arguments, f"not tried: {why}")
+        else:
+            row = self.measure(arguments, self._why_stop)
+        rows.append(row)
+        self.report(self.found)
+        return row
+
+    def _repeat_baseline(self, count: int) -> None:
+        base = self.found.base
+        if len(base) < count and (not base or (self.repeats and self.used() < SEARCH_SHARE)):
+            base.append(self.measure({}, lambda row: after_one(row) if base else None))
+            self.report(self.found)
+
+    def _starts(self) -> list[TrialResult]:
+        """The best single change, or the best two where the baseline is outside the limits; where nothing is within
+        them, what takes the least memory."""
+        alone, base = self.found.alone, self.found.base
+        best, fits = base[0], self.goal.ruled_out(base[0]) is None
+        if start := promising(self.goal, alone, base):
+            return start[: 1 if fits else 2]
+        for row in () if fits else sorted((row for row in alone if row.needed_bytes is not None), key=_needed):
+            if not any(name in best.arguments for name in row.arguments):
+                both = self._tried(ordered({**best.arguments, **row.arguments}), self.found.together)
+                best = both if is_better(self.goal, both, best) else best
+        return [best]
+
+    def _combine(self) -> None:
+        """Climbs from the best single changes; then once without each change of what was reached: one that is good
+        alone may keep better ones out."""
+        best, *others = map(self._climb, self._starts())
+        for row in others:
+            best = row if is_better(self.goal, row, best) else best
+        for name in list(best.arguments):
+            rest = {other: value for other, value in best.arguments.items() if other != name}
+            if rest and name in best.arguments:
+                row = self._climb(self._tried(ordered(rest), self.found.together), without=name)
+                best = row if is_better(self.goal, row, best) else best
+
+    def _climb(self, best: TrialResult, without: str | None = None) -> TrialResult:
+        """Adds a change, exchanges one for another of its kind or leaves one out, the largest gains first, until
+        nothing is better. Changes that made no difference alone may make one beside others, and those that need too
+        much memory alone may fit beside others."""
+        alone, base = self.found.alone, self.found.base
+        if not best.arguments and not additions(self.goal, alone, base):
+            return best
+        changes = [row.arguments for row in additions(self.goal, alone, base, least=1 - LEAST)]
+        is_improved = True
+        while is_improved:
+            is_improved = False
+            for change in [*changes, *({name: None} for name in best.arguments)]:
+                both = {name: value for name, value in {**best.arguments, **change}.items() if value is not None}
+                if both and both != best.arguments and without not in both:
+                    row = self._tried(ordered(both), self.found.together)
+                    if is_better(self.goal, row, best):
+                        best, is_improved = row, True
+        return best
+
+    # What cannot win.
+
+    def _why_not(self, arguments: Arguments) -> str | None:
+        """Why a trial cannot win, before it is measured."""
+        base, row = self.found.base[0], TrialResult(arguments)
+        fits = self.goal.ruled_out(base) is None
+        if self.goal.name == "quality" and fits and not row.is_exact:
+            return "it cannot win: the model fits as it is, and its answers would change"
+        limit = self.bound(arguments) or _batch_bound(arguments, base)
+        if limit is None or not fits:
+            return None
+        most, least = self.goal.values(limit), self.goal.values(pooled(self.found.base))
+        if most and least and median(most) * (1 + REPEAT_NOISE) < median(least):
+            return (
+                f"it cannot win: {self.goal.title(base)} of {median(most):,.4g} at most, and the baseline has "
+                f"{median(least):,.4g}"
+            )
+        return None
+
+    def _why_stop(self, row: TrialResult) -> str | None:
+        """Why a trial that has so many repeats stops; the baseline is known."""
+        base = self.found.base
+        if row.kl is not None and row.kl > self.goal.max_kl:
+            return "it is ruled out"
+        values, others = self.goal.values(row), [value for one in base for value in self.goal.values(one)]
+        if not row.one or not values:
+            return None
+        if self.used() >= 1:
+            return "time limit reached"
+        if self.goal.ruled_out(row) is not None:
+            return "it is ruled out"
+        if self.goal.name == "users" and not row.goodput:
+            return "the goal needs no time"
+        noise = max(REPEAT_NOISE, (max(others) - min(others)) / max(median(others), 1e-12) if others else 0.0)
+        if self.goal.ruled_out(base[0]) is None and others and max(values) * (1 + noise) < median(others):
+            return f"{median(values) / median(others):.2f}x the baseline"
+        return None
+
+    # The best in turn.
+
+    def _play_finals(self) -> None:
+        """Measures the best few and the baseline in turn, forwards and backwards, a repeat each: what drifts then
+        changes all of them."""
+        finalists = [row.arguments for row in best_rows(self.goal, self.found)[:NUM_FINALISTS]]
+        if not finalists or self.found.finals or (self.goal.name == "users" and not self.found.base[0].goodput):
+            return
+        order: list[Arguments] = [{}, *finalists]
+        for number in range(NUM_ROUNDS):
+            if self.used() >= 1 and number:
+                break
+            done = []
+            for arguments in order if number % 2 == 0 else reversed(order):
+                row = self.measure(arguments, after_one)
+                if row.reason is not None:
+                    return  # it ran before; what is known of it decides
+                done.append(row)
+            self.found.finals += done
+            self.report(self.found)
 
 
-def ranked(goal: Goal, rows: Sequence[TrialResult], base: Sequence[TrialResult]) -> list[tuple[TrialResult, Judgement]]:
-    """The results that beat the baseline, the best first; if the baseline is outside the limits, all that are
-    within."""
+def _batch_bound(arguments: Arguments, base: TrialResult) -> TrialResult | None:
+    """A batch's tokens/s at most, if a step of it takes as long as one of a single request, with no prompts."""
+    if set(arguments) != {"max_seqs"} or not base.tpot or min(base.tpot) <= 0:
+        return None
+    return TrialResult(arguments, rate=(arguments["max_seqs"] / min(base.tpot),))
+
+
+def after_one(row: TrialResult) -> str | None:
+    """Stops after one repeat."""
+    return "one repeat" if row.one else None
+
+
+def pooled(rows: Sequence[TrialResult]) -> TrialResult:
+    """One result with the repeats of several."""
+    values = {name: sum((getattr(row, name) for row in rows), ()) for name in REPEATED}
+    return replace(rows[0], **values)
+
+
+def promising(goal: Goal, rows: Sequence[TrialResult], base: Sequence[TrialResult]) -> list[TrialResult]:
+    """The results within the limits that may be better than the baseline, the best first: their medians are, whatever
+    the noise; if the baseline is outside the limits, all that are within."""
     pairs = [(row, judge(goal, row, base)) for row in rows]
+    good = [(row, its) for row, its in pairs if its.verdict in ("better", "same", "worse")]
     if goal.ruled_out(base[0]) is None:
-        good = [pair for pair in pairs if pair[1].verdict == "better"]
+        good = [(row, its) for row, its in good if (its.ratio or 0.0) > 1 + LEAST]
         if goal.name == "quality":
             good = [pair for pair in good if pair[0].is_exact]
     else:
-        good = [pair for pair in pairs if pair[1].verdict in ("better", "same", "worse")]
         good = good or [pair for pair in pairs if pair[1].verdict == "in doubt"]
-    # By the loss of quality if that is the goal, then by the gain.
-    return sorted(good, key=lambda pair: (_kl(pair[0]) if goal.name == "quality" else 0.0, -(pair[1].ratio or 0.0)))
+    return [row for row, _ in sorted(good, key=lambda pair: _rank(goal, *pair))]
 
 
-def is_improvement(goal: Goal, row: TrialResult, before: TrialResult) -> bool:
-    """Whether a combination is better than the result that it extends."""
-    if goal.name == "quality" and _kl(row) > _kl(before):
+def additions(
+    goal: Goal, rows: Sequence[TrialResult], base: Sequence[TrialResult], least: float = 1 + LEAST
+) -> list[TrialResult]:
+    """The results with more than `least` of the baseline's figure, the best first, whatever memory they need; not those
+    that lose too much quality or are in doubt."""
+    before = median(goal.values(pooled(base))) if goal.values(base[0]) else 0.0
+    good = [row for row in rows if goal.values(row) and goal.doubt(row) is None and (row.kl or 0.0) <= goal.max_kl]
+    good = [row for row in good if median(goal.values(row)) > least * before]
+    if goal.name == "quality":
+        good = [row for row in good if row.is_exact]
+    return sorted(good, key=lambda row: -median(goal.values(row)))
+
+
+def is_better(goal: Goal, row: TrialResult, before: TrialResult) -> bool:
+    """Whether a combination's median is better than that of the result that it extends; where that is outside the
+    limits, whether it is within, or needs less memory."""
+    if goal.ruled_out(before) is not None:
+        return goal.ruled_out(row) is None or _needed(row) < _needed(before)
+    if goal.ruled_out(row) is not None or not goal.values(row) or not goal.values(before):
         return False
-    return judge(goal, row, [before]).verdict == "better"
+    if goal.name == "quality" and _kl(row) != _kl(before):
+        return _kl(row) < _kl(before)
+    return median(goal.values(row)) > (1 + LEAST) * median(goal.values(before))
+
+
+def _needed(row: TrialResult) -> float:
+    return math.inf if row.needed_bytes is None else row.needed_bytes
+
+
+def best_rows(goal: Goal, found: Findings) -> list[TrialResult]:
+    """All results that may be better than the baseline, the best first."""
+    return promising(goal, found.rows, found.base)
 
 
 def recommended(goal: Goal, found: Findings) -> tuple[TrialResult, Judgement] | None:
-    """The best result, the baseline if nothing beats it, None if nothing is within the limits."""
-    pairs = ranked(goal, found.rows, found.base)
-    if not pairs:
+    """The best result, the baseline if nothing beats it, None if nothing is within the limits. Finalists are compared
+    by their figures in turn; without them a result must beat the baseline by more than the noise."""
+    fits = goal.ruled_out(found.base[0]) is None
+    if found.finals and fits:
+        pairs = _judged_finals(goal, found)
+    else:
+        pairs = [(row, judge(goal, row, found.base)) for row in best_rows(goal, found)]
+    good = [pair for pair in pairs if pair[1].verdict == "better" or not fits]
+    if not good:
         base = found.base[0]
-        return None if goal.ruled_out(base) is not None else (base, judge(goal, base, found.base))
-    best = pairs[0]
+        return (base, judge(goal, base, found.base)) if fits else None
+    best = min(good, key=lambda pair: _rank(goal, *pair))
     # Prefer fewer changes, if more of them gain no more than the noise.
-    fewer = [pair for pair in pairs if len(pair[0].arguments) < len(best[0].arguments)]
-    return next((pair for pair in fewer if not is_improvement(goal, best[0], pair[0])), best)
+    fewer = [pair for pair in good if len(pair[0].arguments) < len(best[0].arguments)]
+    fewer.sort(key=lambda pair: (len(pair[0].arguments), _rank(goal, *pair)))
+    return next((pair for pair in fewer if not is_improvement(goal, found, best[0], pair[0])), best)
+
+
+def is_improvement(goal: Goal, found: Findings, row: TrialResult, before: TrialResult) -> bool:
+    """Whether more changes are better than fewer, by more than the noise."""
+    if goal.name == "quality" and _kl(row) != _kl(before):
+        return _kl(row) < _kl(before)
+    rows, others = (_turns(found, one.arguments) for one in (row, before))
+    if rows and others:
+        return compare(goal, rows, others).verdict == "better"
+    return judge(goal, row, [before]).verdict == "better"
+
+
+def _judged_finals(goal: Goal, found: Findings) -> list[tuple[TrialResult, Judgement]]:
+    base, pairs = _turns(found, {}), []
+    for row in best_rows(goal, found):
+        if rounds := _turns(found, row.arguments):
+            both = {name: getattr(pooled(rounds), name) for name in REPEATED}
+            pairs.append((replace(row, **both), compare(goal, rounds, base)))
+    return pairs
+
+
+def _turns(found: Findings, arguments: Arguments) -> list[TrialResult]:
+    return [row for row in found.finals if row.arguments == arguments]
+
+
+def _rank(goal: Goal, row: TrialResult, judgement: Judgement) -> tuple[float, float]:
+    """By the loss of quality if that is the goal, then by the gain."""
+    return _kl(row) if goal.name == "quality" else 0.0, -(judgement.ratio or 0.0)
 
 
 def _kl(row: TrialResult) -> float:
@@ -122,125 +333,3 @@ def _kl(row: TrialResult) -> float:
     cache = ("int4" in str(row.arguments.get("kv_dtype", ""))) + ("kv_policy" in row.arguments)
     bits = weights.startswith("int4") + cache + 0.1 * bool(weights) + 0.01 * ("kv_dtype" in row.arguments)
     return 1e6 * bits
-
-
-WEIGHTS = ("int8", "int4-g128")
-CACHES = ("int8", "fp8_e4m3")
-SMALL_CACHES = ("int8_int4", "int4")
-# Values of kv_policy, a line for each; what they keep is these parts of the longest request. The KL is of prompts, in
-# which a policy has to drop what it drops of answers.
-POLICIES = ("sinks(4)+window({tokens})",)
-KEPT_PARTS = (2, 4)
-LONG = 2048  # tokens of a request from which on reading the cache takes time
-LEAST_DROPPED = 256  # tokens of a request: a policy keeps whole pages
-# Share of the prompts' tokens; prompts cut from texts have a token or two in common by chance.
-LEAST_SHARED = 0.05
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Facts that decide which trials make sense.
-
-    Attributes:
-      given: arguments of `LLM` that the user gave. is_quantized: whether the checkpoint's weights are quantized.
-      caches_values: whether its cache has values beside keys. sizes: of max_seqs to try. default_size: of max_seqs.
-      drafts: names. shared: share of prompt tokens in common prefixes; None if there are no prompts.
-      longest: tokens of the longest request, its answer included.
-      has_limits: whether users are counted by requests within limits.
-    """
-
-    given: Mapping[str, Any]
-    is_quantized: bool
-    caches_values: bool
-    sizes: Sequence[int]
-    default_size: int
-    drafts: Sequence[str]
-    shared: float | None
-    longest: int
-    has_limits: bool = False
-
-
-def candidates(goal: Goal, about: ModelFacts) -> tuple[list[Arguments], dict[str, str]]:
-    """Single changes to try, the most promising first, and those that are not tried, with the reason. Options that the
-    user gave are not tried."""
-    left_out: dict[str, str] = {}
-    weights = _unless(left_out, "weights", _why_no_weights(about), [{"quantize": name} for name in WEIGHTS])
-    caches = [{"kv_dtype": name} for name in CACHES if about.caches_values or name != "int8"]
-    caches = _unless(left_out, "cache", _given(about, "kv_dtype"), caches)
-    small = [{"kv_dtype": name} for name in SMALL_CACHES if about.caches_values]
-    why = None if "cache" in left_out else _why_no_small_cache(goal, about)
-    caches += [] if "cache" in left_out else _unless(left_out, "cache of 4 bits", why, small)
-    texts = [text.format(tokens=about.longest // part) for text in POLICIES for part in KEPT_PARTS]
-    policies = [{"kv_policy": text} for text in texts]
-    policies = _unless(left_out, "policies of the cache", _why_no_policies(goal, about), policies)
-    sizes = [{"max_seqs": size} for size in about.sizes if size != about.default_size]
-    sizes = _unless(left_out, "batch sizes", _why_no_sizes(goal, about), sizes)
-    why = "a draft takes memory from the cache" if _counts_memory(goal, about) else None
-    drafts = _unless(left_out, "drafts", why, [{"draft": name} for name in about.drafts])
-    reuse = _unless(left_out, "prefix reuse", _why_no_reuse(goal, about), [{"prefix_cache": False}])
-    if goal.name == "latency":
-        return [*drafts, *weights, *caches, *policies, *reuse], left_out
-    if goal.name == "users" and not about.has_limits:
-        return [*caches, *policies, *weights], left_out
-    return [*sizes, *weights, *drafts, *reuse, *caches, *policies], left_out
-
-
-def _unless(left_out: dict[str, str], what: str, why: str | None, found: list[Arguments]) -> list[Arguments]:
-    if why is None:
-        return found
-    left_out[what] = why
-    return []
-
-
-def _given(about: ModelFacts, *names: str) -> str | None:
-    name = next((name for name in names if name in about.given), None)
-    return None if name is None else f"you gave --{name.replace('_', '-')}"
-
-
-def _why_no_weights(about: ModelFacts) -> str | None:
-    if (why := _given(about, "quantize", "requantize")) is not None:
-        return why
-    return "the checkpoint's weights are quantized already" if about.is_quantized else None
-
-
-def _why_no_small_cache(goal: Goal, about: ModelFacts) -> str | None:
-    """A small cache saves memory, and time where reading the cache takes some."""
-    if not about.caches_values:
-        return "its cache has no values beside keys"
-    if goal.memory is not None or _counts_memory(goal, about) or about.longest >= LONG:
-        return None
-    return f"memory is not limited (--memory GIB), and requests of {about.longest:,} tokens read little cache"
-
-
-def _why_no_policies(goal: Goal, about: ModelFacts) -> str | None:
-    if (why := _given(about, "kv_policy")) is not None:
-        return why
-    if about.longest < LEAST_DROPPED:
-        return f"requests of {about.longest} tokens are short: there is little to drop"
-    return _why_no_small_cache(goal, about)
-
-
-def _why_no_sizes(goal: Goal, about: ModelFacts) -> str | None:
-    if (why := _given(about, "max_seqs")) is not None:
-        return why
-    if goal.name == "latency":
-        return "they do not affect a single request"
-    return "without --goodput, users are counted by tokens of cache" if _counts_memory(goal, about) else None
-
-
-def _why_no_reuse(goal: Goal, about: ModelFacts) -> str | None:
-    if (why := _given(about, "prefix_cache")) is not None:
-        return why
-    if about.shared is None:
-        return "its benefit depends on the prompts, and nothing runs"
-    if _counts_memory(goal, about):
-        return "without --goodput, users are counted by tokens of cache"
-    if about.shared < LEAST_SHARED:
-        return (
-            f"on by default, and {about.shared:.0%} of the prompts' tokens are in common prefixes (--shared-prefix N)"
-        )
-    return None
-
-
-def _counts_memory(goal: Goal, about: ModelFacts) -> bool:
-    return goal.name == "users" and not about.has_limits

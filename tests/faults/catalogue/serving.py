@@ -433,6 +433,14 @@ ENGINE = (
         "warm-up uses one core",
     ),
     Fault(
+        "engine/weights-are-tiled-again-on-tpu7x",
+        "jaxinfer/engine/compiling.py",
+        '"xla_tpu_control_large_2nd_minor_layout_for_x16": False',
+        "",
+        ("tests/engine/test_compiled.py::test_the_weights_of_a_loop_keep_their_tiles",),
+        "on tpu7x each dispatch copies all bfloat16 weights",
+    ),
+    Fault(
         "engine/scores-are-one-position-late",
         "jaxinfer/engine",
         "[piece.start + 1 : piece.start + 1 + piece.num_targets]",
@@ -494,6 +502,38 @@ BATCH = (
 )
 
 PLANNING = (
+    Fault(
+        "planning/sizes-are-cut-one-place-late",
+        "jaxinfer/planning/buckets.py",
+        "cost[:, 1:] = sizes * (sums[1:] - sums[:, None])",
+        "cost[:, 1:] = sizes * (sums[:-1] - sums[:, None])",
+        ("tests/planning/test_buckets.py::test_no_other_sizes_compute_fewer_rows",),
+        "the sizes that plan prints pad more than others would",
+    ),
+    Fault(
+        "planning/rounds-of-a-draft-are-no-programs",
+        "jaxinfer/planning/buckets.py",
+        "num_slots * (1 + rounds)",
+        "num_slots",
+        ("tests/planning/test_buckets.py::test_programs_are_bounded",),
+        "a draft's engine compiles several times the programs that were allowed",
+    ),
+    Fault(
+        "planning/answers-beside-prompts-take-no-rows",
+        "jaxinfer/planning/trace.py",
+        "found.steps[len(plan.decodes) + sum(",
+        "found.steps[sum(",
+        ("tests/planning/test_buckets.py::test_an_engine_runs_the_steps_that_were_foreseen",),
+        "sizes are chosen for steps that a busy engine never runs",
+    ),
+    Fault(
+        "engine/sizes-that-end-too-early-are-taken",
+        "jaxinfer/engine/spec.py",
+        "        options.check_buckets(self.prefill_chunk, self.max_seqs)\n",
+        "",
+        ("tests/planning/test_buckets.py::test_sizes_that_are_refused",),
+        "a full step finds no program, and the engine ends with StopIteration",
+    ),
     Fault(
         "planning/a-prompt-fills-its-window-at-once",
         "jaxinfer/planning/counted.py",
