@@ -4,6 +4,14 @@ from tests.faults.fault import Fault
 
 ENGINE = (
     Fault(
+        "engine/pages-are-scattered",
+        "jaxinfer/engine/pages.py",
+        "if free[start + count - 1] - free[start] == count - 1), 0)",
+        "if free[start + count - 1] - free[start] >= count - 1), 0)",
+        ("tests/engine/test_pages.py",),
+        "after an hour of serving the pages of a sequence lie anywhere, and a CPU reads them a sixth slower",
+    ),
+    Fault(
         "engine/a-damaged-page-of-the-disk-is-used",
         "jaxinfer/engine/page_files.py",
         "if len(content) != num_bytes or data[: len(MAGIC) + DIGEST_BYTES] != _head(name, content):",
