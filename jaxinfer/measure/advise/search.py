@@ -158,7 +158,7 @@ class Search:
         """Why a trial cannot win, before it is measured."""
         base, row = self.found.base[0], TrialResult(arguments)
         fits = self.goal.ruled_out(base) is None
-        if self.goal.name == "quality" and fits and not row.is_exact:
+        if self.goal.name == "quality" and fits and not row.is_exact and not self.goal.is_planned:
             return "it cannot win: the model fits as it is, and its answers would change"
         limit = self.bound(arguments) or _batch_bound(arguments, base)
         if limit is None or not fits:
