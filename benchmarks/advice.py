@@ -31,9 +31,9 @@ from jaxinfer.measure.bench.workload import Lengths, Workload
 from jaxinfer.training.corpus import held_out_files
 
 FILE = Path(__file__).parent / "results/advice.json"
-MODEL, SIZES, DRAFTS = "demo", (4,), ("ngram", "demo-draft")
-PROMPT_TOKENS, ANSWER_TOKENS, REQUESTS, REPEATS, DEFAULT_SIZE = 32, 32, 8, 2, 16
-ROUNDS = 5
+MODEL, SIZES, DRAFTS = "demo", (16,), ("ngram", "demo-draft")
+PROMPT_TOKENS, ANSWER_TOKENS, REQUESTS, REPEATS, DEFAULT_SIZE = 32, 32, 8, 7, 16
+ROUNDS = 9
 WITHIN = 0.97
 LIMIT_SECONDS = 300
 FLAGS = (
@@ -69,10 +69,15 @@ def advise(goal: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file, start = Path(folder) / "advice.json", time.monotonic()
         command = [sys.executable, "-m", "jaxinfer.cli", "advise", MODEL, "--goal", goal, "--json", str(file)]
-        subprocess.run([*command, *FLAGS], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        done = subprocess.run([*command, *FLAGS], check=True, capture_output=True, text=True)
         seconds, found = time.monotonic() - start, json.loads(file.read_text())
     tried = [row for row in found["base"] + found["alone"] + found["together"] if row["reason"] is None]
-    return {"seconds": seconds, "recommended": found["advice"]["arguments"], "trials": len(tried)}
+    return {
+        "seconds": seconds,
+        "recommended": found["advice"]["arguments"],
+        "trials": len(tried),
+        "printed": done.stdout,
+    }
 
 
 def in_turn(runner: TrialRunner, goal: Goal, first: Arguments, second: Arguments) -> list[float]:
@@ -89,9 +94,9 @@ def in_turn(runner: TrialRunner, goal: Goal, first: Arguments, second: Arguments
 
 
 def make_runner() -> TrialRunner:
-    lengths = (Lengths("fixed", count, count) for count in (PROMPT_TOKENS, ANSWER_TOKENS))
+    prompts, answers = (Lengths("fixed", count, count) for count in (PROMPT_TOKENS, ANSWER_TOKENS))
     texts = tuple(text for _, text in held_out_files(8))
-    return TrialRunner(TrialSettings(MODEL, {}, Workload(*lengths), texts, (), REQUESTS, REPEATS))
+    return TrialRunner(TrialSettings(MODEL, {}, Workload(prompts, answers), texts, (), REQUESTS, REPEATS))
 
 
 def main() -> None:
@@ -105,10 +110,12 @@ def main() -> None:
         result: dict[str, Any] = {"machine": machine(), "flags": list(FLAGS), "rows": [], "goals": {}}
         if options.file.exists():
             result = json.loads(options.file.read_text())
+        if rows := [TrialResult.from_dict(row) for row in result["rows"]]:
+            runner.refer_to(rows[0])
         about = runner.facts(SIZES, DEFAULT_SIZE, DRAFTS)
         goals = [Goal(name) for name in GOALS]
         wanted = {str(one): one for goal in goals for one in combinations(candidates(goal, about)[0])}
-        rows = {str(row["arguments"]): TrialResult.from_dict(row) for row in result["rows"]}
+        rows = {str(row.arguments): row for row in rows}
         for number, (name, arguments) in enumerate(wanted.items(), 1):
             if name not in rows and time.monotonic() < end:
                 rows[name] = runner(arguments)

@@ -23,7 +23,7 @@ Stop = Callable[[TrialResult], str | None]
 Measure = Callable[[Arguments, Stop], TrialResult]
 # Trials between two measurements of the baseline, whose differences are the noise of the machine.
 EVERY = 4
-NUM_FINALISTS, NUM_ROUNDS = 2, 3  # measured in turn with the baseline, at the end
+NUM_FINALISTS, NUM_ROUNDS = 2, 5  # measured in turn with the baseline, at the end
 SEARCH_SHARE = 0.75  # of the time; the rest is for the finalists
 # Noise of a single repeat that is assumed at least: a trial goes on if it may still be as good as the baseline.
 REPEAT_NOISE = 0.15
