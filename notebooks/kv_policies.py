@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from jaxinfer.cache.policies import parse_policy
-from jaxinfer.cache.scores import expected_attention_scores, kept_positions, keydiff_scores, snapkv_scores
+from jaxinfer.cache.scores import QueryMoments, expected_attention_scores, kept_positions, keydiff_scores, snapkv_scores
 from jaxinfer.loading import load_model
 from jaxinfer.models import bind
 from jaxinfer.models.rope import Positions, rotate
@@ -122,7 +122,7 @@ plt.show()
 # - **Expected Attention** (Devoto et al. 2025) keeps four sinks and the keys that later queries are expected to attend to, if they are
 #   distributed as those of the prompt.
 #
-# The last three are scores of `jaxinfer.cache.scores`, for each key head on its own. For comparison, **best afterwards** takes the
+# The last three are scores of `jaxinfer.cache.scores`, for each key head on its own, and policies of `LLM` too. For comparison, **best afterwards** takes the
 # keys that the next 64 tokens did attend to most. No policy knows them.
 
 # %%
@@ -141,13 +141,16 @@ def highest(scores, first=0, last=0):
     return kept
 
 
+def moments_of(q):
+    """Mean and covariance of the prompt's queries before their rotation, without those of the sinks."""
+    return QueryMoments.none(*q.shape[1:]).add(rotate(q, turned[0], -turned[1])[NUM_SINKS:])
+
+
 POLICIES = {
     str(policy): lambda q, k, v: highest(jnp.zeros((num_kv_heads, 1)), policy.sinks, policy.window),
     "SnapKV": lambda q, k, v: highest(snapkv_scores(q[-LAST:], k), last=LAST),
     "KeyDiff": lambda q, k, v: highest(keydiff_scores(k)),
-    "Expected Attention": lambda q, k, v: highest(
-        expected_attention_scores(rotate(q, turned[0], -turned[1]), k, v, later, num_sinks=NUM_SINKS), first=NUM_SINKS
-    ),
+    "Expected Attention": lambda q, k, v: highest(expected_attention_scores(moments_of(q), k, v, later, num_sinks=NUM_SINKS)),
 }
 kept = {
     name: np.array([[keeps(*(part[:NUM_PROMPT] for part in layer)) for layer in seen] for _, seen in full])

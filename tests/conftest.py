@@ -1,5 +1,6 @@
 """Shared by all tests: a CPU with several devices, one compilation cache, and what runs only when asked for."""
 
+import ctypes
 import gc
 import importlib.metadata
 import itertools
@@ -18,6 +19,7 @@ os.environ.setdefault(
     # A flag that XLA does not know ends the process; newer ones have no other way than fusion emitters.
     + (" --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else ""),
 )
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # programs need not say where their operations come from
 os.environ.setdefault("JAXINFER_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"jaxinfer-tests-{os.getuid()}"))
 
 import pytest
@@ -58,6 +60,7 @@ def pytest_runtest_setup(item):
 
 
 MAX_MAPPINGS = 45_000  # Linux gives a process 65,530 memory mappings and kills it, without a word, at the next
+MAX_RESIDENT_BYTES = 3 * 2**30
 TESTS = itertools.count(1)
 
 
@@ -65,8 +68,13 @@ TESTS = itertools.count(1)
 def pytest_runtest_teardown(item):
     """Drops compiled programs before there are too many: on a CPU each of their functions takes three mappings."""
     maps = Path("/proc/self/maps")
-    if next(TESTS) % 2 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPPINGS:
+    if next(TESTS) % 5 or not maps.exists():
+        return
+    resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if resident > MAX_RESIDENT_BYTES or maps.read_bytes().count(b"\n") > MAX_MAPPINGS:
         import jax
 
         jax.clear_caches()
         gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps what is freed: two thirds of the memory
+            libc.malloc_trim(0)

@@ -6,7 +6,9 @@ any other pass; then the tokens are scored, and the stored keys and values of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,11 +17,12 @@ import jax.numpy as jnp
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, scales_of_layer
 from jaxinfer.cache.paged import PagedCache, PageTables
 from jaxinfer.cache.policies import LayerBudget
+from jaxinfer.cache.prompt_queries import LayerQueries, PromptQueries, stored_prompt
 from jaxinfer.cache.ragged import AttentionByLayer, LayerAttention, PagedAttention
-from jaxinfer.cache.scores import kept_positions, keydiff_scores, snapkv_scores
+from jaxinfer.cache.scores import expected_attention_scores, kept_positions, keydiff_scores, snapkv_scores
 from pallas_kernels.paged_attention import Pages
 from pallas_kernels.paged_attention.compaction import compact
-from pallas_kernels.paged_attention.layout import from_stored, gather, page_shape, queries_for
+from pallas_kernels.paged_attention.layout import PageShape, from_stored, gather, page_shape, queries_for
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -45,7 +48,7 @@ class CompactingAttention(AttentionByLayer):
     """`attend` for the last tokens of one prompt, which compacts it. After the pass, `cache` is the updated cache.
 
     `attend` stores and attends to the tokens, in full. `budgets` and `prompts` are of the layers' groups; None for
-    groups that keep everything.
+    groups that keep everything. `queries` are those of the tokens, for a policy that chooses by all of the prompt's.
     """
 
     def __init__(
@@ -54,15 +57,18 @@ class CompactingAttention(AttentionByLayer):
         cache: PagedCache,
         budgets: tuple[LayerBudget | None, ...],
         prompts: tuple[PromptPages, ...],
+        queries: PromptQueries | None = None,
     ):
         self._attend, self._before, self._budgets, self._prompts = attend, cache, budgets, prompts
+        self._queries = queries
 
     def of_layer(self, layer: int) -> CompactingLayer:
         """The attention of one layer."""
         group, scales = self._before.group_of(layer), scales_of_layer(self._before.scales, layer)
         budget, inner = self._budgets[group], self._attend.of_layer(layer)
         method = None if budget is None else budget.policy.method
-        return CompactingLayer(inner, scales, self._prompts[group], method)
+        queries = None if self._queries is None else self._queries.of_layer(layer)
+        return CompactingLayer(inner, scales, self._prompts[group], queries, method)
 
     def update(self, layer: int, state: Pages) -> None:
         """Takes over what a layer has stored."""
@@ -77,15 +83,23 @@ class CompactingAttention(AttentionByLayer):
 class CompactingLayer:
     """One layer of `CompactingAttention`: a pytree. `state` are its pages, and after a call what they hold then."""
 
-    def __init__(self, attend: LayerAttention, scales: KVScales | None, prompt: PromptPages, method: str | None):
-        self._attend, self._scales, self._prompt, self._method = attend, scales, prompt, method
+    def __init__(
+        self,
+        attend: LayerAttention,
+        scales: KVScales | None,
+        prompt: PromptPages,
+        queries: LayerQueries | None,
+        method: str | None,
+    ):
+        self._attend, self._scales, self._prompt = attend, scales, prompt
+        self._queries, self._method = queries, method
 
     @property
     def state(self) -> Any:
         return self._attend.state
 
     def tree_flatten(self):
-        return (self._attend, self._scales, self._prompt), (self._method,)
+        return (self._attend, self._scales, self._prompt, self._queries), (self._method,)
 
     @classmethod
     def tree_unflatten(cls, static, children) -> CompactingLayer:
@@ -104,9 +118,14 @@ class CompactingLayer:
         out = self._attend(q, k, v, window, scale=scale, soft_cap=soft_cap)
         if self._method is not None:
             with jax.named_scope("compact"):
-                q = divide_by_scales(self._scales, q, k, v)[0]
-                options = {"scale": scale, "soft_cap": soft_cap}
-                self._attend.state = compacted(self._method, self._attend.state, self._prompt, q, k.shape[1:], options)
+                pages, heads = self._attend.state, k.shape[1:]
+                if self._queries is not None:
+                    pages = compacted_by_moments(pages, self._prompt, q, heads, self._scales, self._queries, scale)
+                else:
+                    q = divide_by_scales(self._scales, q, k, v)[0]
+                    options = {"scale": scale, "soft_cap": soft_cap}
+                    pages = compacted(self._method, pages, self._prompt, q, heads, options)
+                self._attend.state = pages
         return out
 
 
@@ -124,12 +143,28 @@ def compacted(
     stored = gather(pages, prompt.page_table, shape)
     scales = None if stored.k_scales is None else stored.k_scales.swapaxes(1, 2).reshape(-1, shape.num_kv_heads)
     keys = from_stored(stored.k.reshape(-1, *stored.k.shape[2:]), scales)
-    num_kept = prompt.num_tokens - prompt.num_dropped * shape.page_size
-    count = min(prompt.targets.shape[0] * shape.page_size, keys.shape[0])
-    positions = chosen_positions(
-        method, queries_for(q.astype(jnp.float32), shape.dtype), keys, prompt.num_tokens, num_kept, count, options
+    q, length = queries_for(q.astype(jnp.float32), shape.dtype), prompt.num_tokens
+    choose = partial(chosen_positions, method, q, keys, length, options=options)
+    return _keep(pages, shape, prompt, choose)
+
+
+def compacted_by_moments(
+    pages: Pages,
+    prompt: PromptPages,
+    q: Float[Array, "W Hq K"],
+    heads: tuple[int, ...],
+    scales: KVScales | None,
+    queries: LayerQueries,
+    scale: float | None,
+) -> Pages:
+    """As `compacted`, by what is expected of the queries after the prompt, from the moments of its own: `queries` has
+    those of the tokens before the last W."""
+    keys, values = stored_prompt(pages, prompt.page_table, heads, scales, jnp.float32)
+    length = prompt.num_tokens
+    scores = expected_attention_scores(queries.add(q), keys, values, queries.future, length, scale=scale)
+    return _keep(
+        pages, page_shape(pages, *heads), prompt, lambda num_kept, count: kept_positions(scores, count, num_kept)
     )
-    return compact(pages, shape, prompt.page_table, positions, num_kept, prompt.targets)
 
 
 def chosen_positions(
@@ -151,6 +186,13 @@ def chosen_positions(
     number = jnp.arange(count, dtype=jnp.int32)
     best = jnp.pad(best, ((0, 0), (0, window)))
     return jnp.where(number < num_scored, best, num_tokens - num_kept + number)
+
+
+def _keep(pages: Pages, shape: PageShape, prompt: PromptPages, choose: Callable[[jax.Array, int], jax.Array]) -> Pages:
+    """The pages with the positions [Hkv, count] that `choose` gives for (num_kept, count) copied to the targets."""
+    num_kept = prompt.num_tokens - prompt.num_dropped * shape.page_size
+    count = min(prompt.targets.shape[0], prompt.page_table.shape[0]) * shape.page_size
+    return compact(pages, shape, prompt.page_table, choose(num_kept, count), num_kept, prompt.targets)
 
 
 def compacted_view(

@@ -122,7 +122,7 @@ class KeptPages:
         return self.num_sinks * max(num_parts(self.page_size, num_tokens, num_slots), num_slots)
 
 
-PROMPT_METHODS = ("snapkv", "pyramidkv", "keydiff")
+PROMPT_METHODS = ("snapkv", "pyramidkv", "keydiff", "expected_attention")
 OBSERVED = 32  # last tokens of a prompt, whose queries score the others (SnapKV, section 4: 16 to 64)
 PYRAMID_SLOPE = 20  # the last layer of PyramidKV has this share of the mean budget
 
@@ -134,7 +134,8 @@ class PromptBudget:
     Attributes:
       method: how tokens are scored (`jaxinfer.cache.scores`), each key head for itself: "snapkv", by what the prompt's
         last `OBSERVED` tokens attend to, and these are kept; "pyramidkv", the same, with more tokens in lower layers;
-        "keydiff", by how far a key is from the mean key.
+        "keydiff", by how far a key is from the mean key; "expected_attention", by what is expected of the queries after
+        it, which are taken for a normal distribution with the moments of the prompt's own.
       budget: tokens kept, at least: whole pages are dropped. Shorter prompts are kept whole.
 
     Raises ValueError for a budget of no more than `OBSERVED` tokens.
@@ -155,13 +156,20 @@ class PromptBudget:
     def __str__(self) -> str:
         return f"{self.method}({self.budget})"
 
+    @property
+    def observes_prompt(self) -> bool:
+        """Whether it chooses by the queries of all of a prompt's tokens: all are computed once more."""
+        return self.method == "expected_attention"
+
     def describe(self, page_size: int) -> str:
         """What people read of it."""
         kept = f"{self.budget:,} to {self.budget + page_size - 1:,} tokens of a longer prompt"
         if self.method == "pyramidkv":
             kept = f"{self.budget:,} tokens of a longer prompt on average over the layers"
-        last = "" if self.method == "keydiff" else f", the last {OBSERVED} among them"
-        return f"{self}: each key head keeps {kept}{last}, chosen at its end; pages of {page_size} tokens"
+        last, twice = f", the last {OBSERVED} among them" if self.method in ("snapkv", "pyramidkv") else "", ""
+        if self.observes_prompt:
+            last, twice = ", the first 4 among them", "; prompts that lose some are computed twice"
+        return f"{self}: each key head keeps {kept}{last}, chosen at its end; pages of {page_size} tokens{twice}"
 
     def of_layer(self, page_size: int, layer: int, num_layers: int) -> "LayerBudget":
         """What one of the layers keeps of a prompt; the same for all but with pyramidkv."""

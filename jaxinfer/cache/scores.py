@@ -6,16 +6,17 @@ queries are rotated unless said otherwise. A higher score is kept before a lower
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxinfer.models.rope import rotate
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
 POOL = 5  # scores of SnapKV are means over so many neighbours
 FUTURE_POSITIONS, NUM_SINKS = 512, 4  # of Expected Attention
@@ -64,34 +65,76 @@ def keydiff_scores(k: Float[Array, "n Hkv K"], length: jax.Array | None = None) 
     return jnp.where(is_key, scores, -jnp.inf)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QueryMoments:
+    """Mean and spread of queries before their rotation, by head: a pytree. They are added in blocks (Chan et al. 1979).
+
+    Attributes:
+      count: float32 scalar, queries added so far.
+      mean: float32 [Hq, K]. spread: float32 [Hq, K, K], the covariance times `count`.
+    """
+
+    count: jax.Array
+    mean: jax.Array
+    spread: jax.Array
+
+    @classmethod
+    def none(cls, num_heads: int, width: int) -> QueryMoments:
+        """Those of no query."""
+        return cls(jnp.zeros(()), jnp.zeros((num_heads, width)), jnp.zeros((num_heads, width, width)))
+
+    def add(self, q: Float[Array, "n Hq K"], is_counted: Bool[Array, " n"] | None = None) -> QueryMoments:
+        """With those of n more queries that are counted, all by default."""
+        is_counted = jnp.ones(q.shape[0], bool) if is_counted is None else is_counted
+        is_row, number = is_counted[:, None, None], is_counted.sum().astype(jnp.float32)
+        queries = q.astype(jnp.float32)
+        mean = jnp.where(is_row, queries, 0).sum(axis=0) / jnp.maximum(number, 1)
+        centred = jnp.where(is_row, queries - mean, 0)
+        spread = jnp.einsum("nhi,nhj->hij", centred, centred, precision="highest")
+        count = self.count + number
+        share, difference = number / jnp.maximum(count, 1), mean - self.mean
+        between = self.count * share * difference[:, :, None] * difference[:, None]
+        return QueryMoments(count, self.mean + share * difference, self.spread + spread + between)
+
+
 def expected_attention_scores(
-    q: Float[Array, "n Hq K"],
+    moments: QueryMoments,
     k: Float[Array, "n Hkv K"],
     v: Float[Array, "n Hkv W"],
-    rotations: tuple[Float[Array, "F half"], Float[Array, "F half"]],
+    rotations: tuple[Float[Array, "F half"], Float[Array, "F half"]] | None,
+    length: jax.Array | None = None,
     *,
+    scale: float | None = None,
     num_sinks: int = NUM_SINKS,
-) -> Float[Array, "Hkv m"]:
-    """What queries at the next F positions are expected to attend to among the m = n - num_sinks tokens after the first
-    ones, times the norms of values (Expected Attention, Devoto et al. 2025, section 3).
+) -> Float[Array, "Hkv n"]:
+    """What queries at the next F positions are expected to attend to among the tokens after the first `num_sinks`,
+    which score inf, times the norms of values (Expected Attention, Devoto et al. 2025, section 3).
 
-    `q` are queries before their rotation, taken for Gaussian; `rotations` are cos and sin of the positions from n on.
-    """
-    queries = q[num_sinks:].astype(jnp.float32)
-    mean = queries.mean(axis=0)
-    centred = queries - mean
-    covariance = jnp.einsum("nhi,nhj->hij", centred, centred, precision="highest") / queries.shape[0]
-    cos, sin = (part.mean(axis=0) for part in rotations)
-    mean = rotate(mean, cos, sin)
-    for _ in range(2):  # the rotation applies to both sides of the matrix
-        covariance = rotate(covariance.swapaxes(1, 2), *_of_each(cos, sin, covariance.shape[0]))
-    keys, width = k[num_sinks:].astype(jnp.float32), k.shape[-1]
-    mean, covariance = (part.reshape(k.shape[1], -1, *part.shape[1:]) for part in (mean, covariance))
-    linear = jnp.einsum("hgk,nhk->hgn", mean, keys, precision="highest") / math.sqrt(width)
-    moved = jnp.einsum("hgij,nhj->nhgi", covariance, keys, precision="highest")
-    square = jnp.einsum("nhi,nhgi->hgn", keys, moved, precision="highest") / (2 * width)
-    weights = jax.nn.softmax(linear + square, axis=-1).mean(axis=1)
-    return weights * jnp.linalg.norm(v[num_sinks:].astype(jnp.float32), axis=-1).T
+    `moments` are those of the prompt's queries after the sinks', taken for Gaussian; `rotations` are cos and sin of the
+    next F positions, None for a layer without rotations. `length` as in `snapkv_scores`: -inf from there on."""
+    mean, covariance = moments.mean, moments.spread / moments.count
+    if rotations is not None:
+        cos, sin = (part.mean(axis=0) for part in rotations)
+        mean = rotate(mean, cos, sin)
+        for _ in range(2):  # the rotation applies to both sides of the matrix
+            covariance = rotate(covariance.swapaxes(1, 2), *_of_each(cos, sin, covariance.shape[0]))
+    position, keys, scale = jnp.arange(k.shape[0]), k.astype(jnp.float32), _scale(k, scale)
+    is_key = position < (k.shape[0] if length is None else length)
+    is_scored = is_key & (position >= num_sinks)
+
+    def of_heads(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Of one query head of each key head: what is expected of all is as large as the keys for each."""
+        mean, covariance = part
+        linear = jnp.einsum("hk,nhk->hn", mean, keys, precision="highest") * scale
+        moved = jnp.einsum("hij,nhj->nhi", covariance, keys, precision="highest")
+        square = jnp.einsum("nhi,nhi->hn", keys, moved, precision="highest") * (scale * scale / 2)
+        return jax.nn.softmax(jnp.where(is_scored, linear + square, -jnp.inf), axis=-1)
+
+    parts = (part.reshape(k.shape[1], -1, *part.shape[1:]).swapaxes(0, 1) for part in (mean, covariance))
+    weights = lax.map(of_heads, tuple(parts)).mean(axis=0)
+    scores = weights * jnp.linalg.norm(v.astype(jnp.float32), axis=-1).T
+    return jnp.where(is_scored, scores, jnp.where(is_key, jnp.inf, -jnp.inf))
 
 
 def kept_positions(

@@ -152,10 +152,10 @@ class EngineOptions(SpeculationOptions):
     kv_policy: str | None = _engine(
         None,
         "Which keys and values stay as a sequence grows: sinks(4)+window(1024) keeps the first and the last pages that "
-        "hold so many tokens; snapkv(1024), pyramidkv(1024) and keydiff(1024) keep so many tokens of a prompt, chosen "
-        "at its end, and all of the answer; h2o(1024) keeps so many tokens of both, half of them the last ones, the "
-        "others those that were attended to most. Or which are read: with quest(1024) all stay, and a token of an "
-        "answer attends to the best pages of so many tokens. By default all.",
+        "hold so many tokens; snapkv(N), pyramidkv(N), keydiff(N) and expected_attention(N) keep N tokens of a prompt, "
+        "chosen at its end, and all of the answer; h2o(N) keeps N tokens of both, half of them the last ones, the "
+        "others those that were attended to most. Or which are read: with quest(N) all stay, and a token of an answer "
+        "attends to the best pages of N tokens. By default all.",
         "POLICY",
     )
     cache: str = _engine(

@@ -69,6 +69,10 @@ def check_prompt_budget(
         (config.has_sinks, "has attention sinks, which scores do not count"),
         (not all(map(config.caches_keys, config.attention_layers)), "has layers that read the keys of others"),
         (len(config.attention_layers) < config.num_layers, "has layers without attention"),
+        (
+            options.policy.observes_prompt and config.attention_softcap is not None,
+            "caps its scores, of which no expectation is known",
+        ),
     ):
         if is_refused:
             raise ValueError(f"{name}: {config.architecture} {reason}")

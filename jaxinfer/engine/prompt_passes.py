@@ -38,9 +38,9 @@ class PromptPasses(Operated, Protocol):
         """Runs the pass of a prompt's last tokens; where they are in the hidden states."""
         spec, sequence = self.spec, chunk.sequence
         rows, pieces = step_rows([(slot, chunk)], [], chunk.length, spec.max_seqs)
-        tokens = rows.pop("tokens").tolist()
-        del rows["token_slots"]
-        work = compaction_work(tokens, sequence.num_prompt, chunk.compaction, spec.groups, spec.pages_per_sequence)
+        del rows["tokens"], rows["token_slots"]
+        prompt = sequence.tokens[: sequence.num_prompt]
+        work = compaction_work(prompt, chunk.length, chunk.compaction, spec.groups, spec.pages_per_sequence)
         return self._run_compaction(rows, work, pieces[0].is_read), pieces
 
     @operation

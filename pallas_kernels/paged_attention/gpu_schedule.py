@@ -1,8 +1,8 @@
 """Work items of the GPU kernel, computed once for each step: rows, ranges of keys, and where results are written.
 
 The query heads of a key head are rows of a tile: row r of a sequence is query token r // G, head r % G of the group. A
-tile is 64 rows of one sequence. Its keys are split at absolute multiples of a length that depends on static shapes
-only, so sums depend neither on other sequences nor on how a prompt is cut into chunks.
+tile is at most 64 rows of one sequence. Its keys are split at absolute multiples of a length that depends on static
+shapes only, so sums depend neither on other sequences nor on how a prompt is cut into chunks.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,15 @@ from pallas_kernels.tuning import tuned
 # Rows of a warpgroup's matrix product, and keys of a block.
 TILE_ROWS = 64
 BLOCK_KEYS = 64
-# Thread blocks resident on the 132 multiprocessors of an H100 or H200, two each.
-RESIDENT = 264
+# Of an H100 or H200, and the thread blocks that are resident there, two on each.
+MULTIPROCESSORS = 132
+RESIDENT = 2 * MULTIPROCESSORS
 # Keys of a split if there is enough work, at least, and the largest size of partial results in bytes.
 LONGEST_SPLIT = 4096
 SHORTEST_SPLIT = 256
 MAX_PARTIAL_BYTES = 128 * 2**20
+# Partial results over the keys and values that they are of, in bytes: more only where multiprocessors would be idle.
+MAX_PARTIAL_SHARE = 0.1
 
 # Names of the two programs in tables, and the largest number of blocks of keys and values in flight.
 SHORT_NAME, LONG_NAME = "paged_attention pallas_gpu short", "paged_attention pallas_gpu long"
@@ -54,7 +57,8 @@ class SplitSizes:
 
 @dataclass(frozen=True)
 class SplitPlanShape:
-    """Static sizes of one program, for sequences of `min_queries` to `max_queries` new tokens."""
+    """Static sizes of one program, for sequences of `min_queries` to `max_queries` new tokens, of which a tile has
+    `out_rows` rows."""
 
     min_queries: int
     max_queries: int
@@ -110,18 +114,22 @@ def candidates(spec: PagedSpec) -> dict[str, list[SplitSizes]]:
 
 
 def _split_plan_shape(spec: PagedSpec, min_queries: int, max_queries: int) -> SplitPlanShape:
-    groups = spec.num_groups
+    num_rows = max_queries * spec.num_groups
+    out_rows = min(TILE_ROWS, -(-num_rows // 8) * 8)
+    if max_queries <= SHORT_QUERIES:  # in equal tiles: partial results have no rows that are none
+        out_rows = -(-num_rows // (8 * -(-num_rows // TILE_ROWS))) * 8
     num_sequences = min(spec.num_sequences, max(spec.num_tokens // min_queries, 1))
     num_tiles = min(
-        num_sequences * -(-max_queries * groups // TILE_ROWS),
-        spec.num_tokens * groups // TILE_ROWS + num_sequences,
+        num_sequences * -(-num_rows // out_rows),
+        spec.num_tokens * spec.num_groups // out_rows + num_sequences,
     )
-    out_rows = min(TILE_ROWS, -(-max_queries * groups // 8) * 8)
     split = SHORTEST_SPLIT
     if min_queries > SHORT_QUERIES and num_tiles * spec.num_kv_heads >= RESIDENT:
         split = -(-spec.max_kv_length // BLOCK_KEYS) * BLOCK_KEYS
     while split < LONGEST_SPLIT and split * RESIDENT * 2 < LONGEST_SPLIT * num_tiles * spec.num_kv_heads:
         split *= 2
+    if max_queries <= SHORT_QUERIES:
+        split = _worthwhile_split(spec, num_sequences, num_tiles, out_rows, split)
     size = tuned(SplitSizes(split, MAX_STAGES), SHORT_NAME if min_queries == 1 else LONG_NAME, spec.facts)
     split = -(-size.split_keys // BLOCK_KEYS) * BLOCK_KEYS
     slot_bytes = 4 * num_tiles * spec.num_kv_heads * out_rows * spec.head_dim
@@ -131,20 +139,44 @@ def _split_plan_shape(spec: PagedSpec, min_queries: int, max_queries: int) -> Sp
     return SplitPlanShape(min_queries, max_queries, num_tiles, num_splits, split, size.stages, out_rows)
 
 
+def _worthwhile_split(spec: PagedSpec, num_sequences: int, num_tiles: int, out_rows: int, split: int) -> int:
+    """Keys of a split: `split`, doubled while partial results exceed `MAX_PARTIAL_SHARE` and fewer take less time.
+
+    Time in bytes: keys and values, over the share of multiprocessors that are at work, and partial results, which are
+    written and read; of sequences of `LONGEST_SPLIT` keys, or the longest.
+    """
+    length = min(spec.max_kv_length, LONGEST_SPLIT)
+    pages = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(spec.page.abstract("separate")))
+    cache_bytes = num_sequences * length * pages / (spec.page.num_pages * spec.page_size)
+
+    def partial_bytes(split: int) -> int:
+        num_splits = -(-length // split)
+        return 4 * num_tiles * spec.num_kv_heads * num_splits * out_rows * (spec.head_dim + 1) if num_splits > 1 else 0
+
+    def time(split: int) -> float:
+        num_items = num_tiles * spec.num_kv_heads * -(-length // split)
+        at_work = num_items / (-(-num_items // MULTIPROCESSORS) * MULTIPROCESSORS)
+        return cache_bytes / at_work + 2 * partial_bytes(split)
+
+    while partial_bytes(split) > MAX_PARTIAL_SHARE * cache_bytes and time(2 * split) <= time(split):
+        split *= 2
+    return split
+
+
 def make_split_plan(spec: PagedSpec, shape: SplitPlanShape, query_starts, query_lengths, kv_lengths) -> SplitPlan:
     """The work items of one program; arrays are int32 [S]."""
     groups = spec.num_groups
     is_selected = (query_lengths >= shape.min_queries) & (query_lengths <= shape.max_queries)
-    tiles = jnp.where(is_selected, -(-query_lengths * groups // TILE_ROWS), 0)
+    tiles = jnp.where(is_selected, -(-query_lengths * groups // shape.out_rows), 0)
     ends = jnp.cumsum(tiles)
     first_tile = ends - tiles
 
     tile = jnp.arange(shape.num_tiles, dtype=jnp.int32)
     sequence = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
     sequence = jnp.minimum(sequence, spec.num_sequences - 1)
-    first_row = (tile - first_tile[sequence]) * TILE_ROWS
+    first_row = (tile - first_tile[sequence]) * shape.out_rows
     first_token = first_row // groups
-    last_token = jnp.minimum((first_row + TILE_ROWS - 1) // groups, query_lengths[sequence] - 1)
+    last_token = jnp.minimum((first_row + shape.out_rows - 1) // groups, query_lengths[sequence] - 1)
     first_new = (kv_lengths - query_lengths)[sequence]
     begin, end = jnp.zeros_like(first_new), first_new + last_token + 1
     lowest = first_new + first_token
@@ -192,5 +224,5 @@ def _places(spec: PagedSpec, shape: SplitPlanShape, first_tile, is_selected, que
     inside = (tokens >= query_starts) & (tokens < query_starts + query_lengths) & is_selected
     sequence = jnp.argmax(inside, axis=1)
     row = (tokens - query_starts[sequence][:, None]) * spec.num_groups + jnp.arange(spec.num_groups, dtype=jnp.int32)
-    place = (first_tile[sequence][:, None] + row // TILE_ROWS) * shape.out_rows + row % TILE_ROWS
+    place = first_tile[sequence][:, None] * shape.out_rows + row
     return jnp.where(inside.any(axis=1)[:, None], place, shape.num_tiles * shape.out_rows).astype(jnp.int32)

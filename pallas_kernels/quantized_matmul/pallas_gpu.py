@@ -88,10 +88,10 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
     """float32 [rows, N] of x [rows, K]."""
     size, splits, group = tile_rows(spec.rows), num_splits(spec), spec.block[0]
     x = jnp.pad(x, ((0, -spec.rows % size), (0, 0)))
-    inputs = [x, values.T, scales.astype(jnp.float32)]
+    inputs = [x, values.T, scales]
     if zeros is not None:
         sums = x.reshape(len(x), -1, group).sum(-1, dtype=jnp.float32).T
-        inputs += [zeros.astype(jnp.float32), sums]
+        inputs += [zeros, sums]
     weight_bits = 4 if spec.values_dtype == "int4" else 8
     cost = pl.CostEstimate(
         flops=2 * len(x) * spec.inputs * spec.outputs,
@@ -144,13 +144,17 @@ def _tile(x_ref, w_ref, scales_ref, zero_refs, out_ref, smem, group: int, size: 
         plgpu.copy_gmem_to_smem(w_ref.at[outputs, inputs], smem["w"].at[slot], smem["full"].at[slot])
         plgpu.copy_gmem_to_smem(x_ref.at[rows, inputs], smem["x"].at[slot], smem["full"].at[slot])
 
+    def of_outputs(ref, of_group):
+        """Scales or zeros of a group, converted here: an array of them in float32 would be written in every step."""
+        return compat.load(ref, (of_group, outputs), _ROW).astype(jnp.float32)
+
     def step(index, total):
         slot, of_group = lax.rem(index, jnp.int32(stages)), first + index
         # Loaded from GMEM before the wait, in parallel with the copies.
-        scale = lax.broadcast_in_dim(compat.load(scales_ref, (of_group, outputs), _ROW), shape, (0,))
+        scale = lax.broadcast_in_dim(of_outputs(scales_ref, of_group), shape, (0,))
         excess = None
         if zero_refs:
-            zero = lax.broadcast_in_dim(compat.load(zero_refs[0], (of_group, outputs), _ROW), shape, (0,))
+            zero = lax.broadcast_in_dim(of_outputs(zero_refs[0], of_group), shape, (0,))
             sums = lax.broadcast_in_dim(compat.load(zero_refs[1], (of_group, rows), _COLUMN), shape, (1,))
             excess = zero * sums
         plgpu.barrier_wait(smem["full"].at[slot])

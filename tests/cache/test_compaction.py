@@ -6,10 +6,26 @@ import numpy as np
 import pytest
 
 from jaxinfer.cache import init_paged_cache
-from jaxinfer.cache.compaction import PromptPages, chosen_positions, compacted, compacted_view
-from jaxinfer.cache.scores import kept_positions, keydiff_scores, snapkv_scores
+from jaxinfer.cache.compaction import (
+    PromptPages,
+    chosen_positions,
+    compacted,
+    compacted_by_moments,
+    compacted_view,
+)
+from jaxinfer.cache.prompt_queries import LayerQueries
+from jaxinfer.cache.scores import (
+    QueryMoments,
+    expected_attention_scores,
+    kept_positions,
+    keydiff_scores,
+    snapkv_scores,
+)
+from jaxinfer.models import RopeConfig
+from jaxinfer.models.rope import rotation as rope_rotation
 from pallas_kernels.paged_attention import empty_pages, rotation, unpack
 from pallas_kernels.paged_attention.layout import PageShape, append, from_stored
+from tests.pallas_kernels.quick import quick
 from tests.tiny import TINY
 
 PAGE, HEADS, WIDTH, WINDOW = 8, 2, 64, 4
@@ -23,7 +39,7 @@ CASES = [
 ]
 
 
-def stored_prompt(dtype: str, layout: str):
+def stored_prompt_pages(dtype: str, layout: str):
     """Pages with a prompt and, where nothing may be read, numbers that are none."""
     shape = PageShape(16, PAGE, HEADS, WIDTH, dtype)
     count = len(TABLE) * PAGE
@@ -50,7 +66,7 @@ def logical(pages, shape: PageShape):
 @pytest.mark.parametrize(("dtype", "layout"), CASES)
 @pytest.mark.parametrize("method", ["snapkv", "keydiff"])
 def test_what_stays_is_chosen_from_stored_keys(method, dtype, layout):
-    shape, pages, q = stored_prompt(dtype, layout)
+    shape, pages, q = stored_prompt_pages(dtype, layout)
     prompt = PromptPages(jnp.array(TABLE), jnp.int32(LENGTH), jnp.int32(4), jnp.array(TARGETS))
     found = jax.jit(compacted, static_argnums=(0, 4))(method, pages, prompt, q, (HEADS, WIDTH), {})
     before, after = list(logical(pages, shape)), list(logical(found, shape))
@@ -66,6 +82,28 @@ def test_what_stays_is_chosen_from_stored_keys(method, dtype, layout):
         for head in range(HEADS):
             np.testing.assert_array_equal(new[:KEPT, head], old[np.asarray(wanted[head]), head])
     np.testing.assert_array_equal(after[0][TABLE], before[0][TABLE])  # the prompt stays where it is
+
+
+@pytest.mark.parametrize(("dtype", "layout"), quick(CASES, ("int4", "interleaved")))
+def test_what_stays_is_what_later_queries_are_expected_to_read(dtype, layout):
+    """The moments are those of tokens before, and of the last ones, whose queries are given."""
+    shape, pages, q = stored_prompt_pages(dtype, layout)
+    rope, positions = RopeConfig(rotary_dim=WIDTH), jnp.arange(LENGTH - WINDOW, LENGTH)
+    before = QueryMoments.none(2 * HEADS, WIDTH).add(jax.random.normal(jax.random.key(5), (50, 2 * HEADS, WIDTH)) + 1)
+    future = rope_rotation(rope, LENGTH + jnp.arange(16))
+    queries = LayerQueries(before, rope_rotation(rope, positions), future, jnp.ones(WINDOW, bool))
+    prompt = PromptPages(jnp.array(TABLE), jnp.int32(LENGTH), jnp.int32(4), jnp.array(TARGETS))
+    compact = jax.jit(compacted_by_moments, static_argnums=3)
+    found = list(logical(compact(pages, prompt, q, (HEADS, WIDTH), None, queries, 0.2), shape))
+    keys, values = (one[TABLE].reshape(-1, HEADS, WIDTH)[:LENGTH] for one in logical(pages, shape))
+    scores = expected_attention_scores(queries.add(q), jnp.asarray(keys), jnp.asarray(values), future, scale=0.2)
+    wanted = np.asarray(kept_positions(scores, KEPT))
+    assert (wanted[:, :4] == np.arange(4)).all()
+    assert (wanted[0] != wanted[1]).any()
+    for old, new in zip((keys, values), found, strict=True):
+        new = new[TARGETS].reshape(-1, HEADS, WIDTH)
+        for head in range(HEADS):
+            np.testing.assert_array_equal(new[:KEPT, head], old[wanted[head], head])
 
 
 def test_a_prompt_of_any_length_keeps_what_it_should():

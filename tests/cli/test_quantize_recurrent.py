@@ -35,6 +35,7 @@ def convert_and_back(jaxinfer, source, folder) -> None:
         assert result.exit_code == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_there_and_back_again_gives_the_same_answers(jaxinfer, source, tmp_path):
     convert_and_back(jaxinfer, source, tmp_path)
     expected = answers(source)

@@ -59,6 +59,7 @@ def test_a_folder_that_cannot_be_written(reference):
     reference.check_repeated(place, "after it could not be written")
 
 
+@pytest.mark.slow
 def test_inputs_that_cannot_be_written(reference):
     place = reference.place()
     inputs = [place / "text.txt", place / "source", *(place / "source").iterdir()]
@@ -118,6 +119,7 @@ def check_removed(reference: Reference, name: str, share: float, restore: Callab
     return "refused" if result.code else "complete"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "share", [0.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.2, 0.35, 0.7, 0.9))]
 )

@@ -6,8 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.cache.policies import PromptBudget
-from jaxinfer.cache.scores import kept_positions, keydiff_scores, snapkv_scores
+from jaxinfer.cache.scores import (
+    FUTURE_POSITIONS,
+    NUM_SINKS,
+    QueryMoments,
+    expected_attention_scores,
+    kept_positions,
+    keydiff_scores,
+    snapkv_scores,
+)
 from jaxinfer.models import ModelConfig, Params, bind
+from jaxinfer.models.rope import rotate, rotation
 
 WINDOW = 32
 
@@ -34,6 +43,13 @@ def dense_logits(
             found = jnp.broadcast_to(positions[prompt], (num_heads, num_prompt))
         elif policy.method == "keydiff":
             found = kept_positions(keydiff_scores(k[prompt]), count)
+        elif policy.method == "expected_attention":
+            rope, queries = config.rope, q[prompt]
+            cos, sin = rotation(rope, positions[prompt])
+            moments = QueryMoments.none(*q.shape[1:]).add(rotate(queries, cos, -sin)[NUM_SINKS:])
+            future = rotation(rope, num_prompt + jnp.arange(FUTURE_POSITIONS))
+            scores = expected_attention_scores(moments, k[prompt], v[prompt], future, scale=scale)
+            found = kept_positions(scores, count)
         else:
             best = kept_positions(snapkv_scores(q[prompt][-WINDOW:], k[prompt], scale=scale), count - WINDOW)
             last = jnp.broadcast_to(jnp.arange(num_prompt - WINDOW, num_prompt), (num_heads, WINDOW))

@@ -22,6 +22,7 @@ from jaxinfer.engine.abstract_work import (
     abstract_step_work,
     abstract_tables,
 )
+from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, program_model
 from jaxinfer.engine.programs import paged as paged_programs
 from jaxinfer.engine.programs.speculative import Drafter, speculate, verify
@@ -329,3 +330,17 @@ def abstract_model(config: ModelConfig, num_pages: int, mesh=None):
 def abstract_slots(config: ModelConfig, num_slots: int, mesh=None, draft_length: int | None = None):
     """Slots and sampling parameters."""
     return abstract.abstract_slots(num_slots, config.vocab_size, mesh, draft_length)
+
+
+def test_the_weights_of_a_loop_keep_their_tiles():
+    """Otherwise each dispatch copies every bfloat16 weight."""
+    if (reason := ahead_of_time.missing_compiler("tpu7x")) is not None:
+        pytest.skip(reason)
+
+    def steps(rows, weight, num_steps):
+        return jax.lax.fori_loop(0, num_steps, lambda _, rows: jnp.tanh(rows @ weight), rows)
+
+    weight = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    arguments = jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16), weight, jax.ShapeDtypeStruct((), jnp.int32)
+    found = ahead_of_time.compile_for("tpu7x", LargeProgram(steps), *arguments)
+    assert found.temporary_bytes < 2**20

@@ -24,7 +24,7 @@ SLOTS, CONTEXT, LAYERS = 32, 8192, 2
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("policy", ["snapkv(1024)", "keydiff(1024)"])
+@pytest.mark.parametrize("policy", ["snapkv(1024)", "keydiff(1024)", "expected_attention(1024)"])
 @pytest.mark.parametrize(
     ("chip", "platform", "kv_dtype"),
     [("v6e", "tpu", "bfloat16"), ("v6e", "tpu", "int8"), ("h100", "gpu", "bfloat16"), ("h100", "gpu", "int4")],

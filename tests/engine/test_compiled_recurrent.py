@@ -15,7 +15,7 @@ import pytest
 from jaxinfer.cache import abstract_paged_cache
 from jaxinfer.cache.state import abstract_state_cache
 from jaxinfer.engine.abstract_work import abstract_array, abstract_decode_work, abstract_slots, abstract_tables
-from jaxinfer.engine.compiling import COMPILER_OPTIONS
+from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import paged, program_model
 from jaxinfer.engine.programs.speculative import Drafter, verify
 from jaxinfer.engine.spec import placed_params
@@ -134,7 +134,7 @@ def test_verifying_reads_states_twice_and_writes_them_once(chip, name):
     assert not [one for one in made_in_hbm(program, at_least=num_bytes(matrices[0])) if shape in one.text]
 
 
-@partial(jax.jit, static_argnums=(0, 2), donate_argnums=3, compiler_options=COMPILER_OPTIONS)
+@partial(LargeProgram, static_argnums=(0, 2), donate_argnums=3)
 def verify_and_commit(model, weights, drafter, cache, slots, batch, tokens, num_nodes, positions, tables, num_accepted):
     rows = DraftRows(positions, num_nodes > 0, num_nodes, tables, batch, slots.history)
     attend, hidden = verify(model.bind(weights), model, cache, Proposal(tokens, num_nodes), rows, drafter)

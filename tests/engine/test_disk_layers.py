@@ -86,6 +86,7 @@ def test_a_folder_of_safetensors_stays_on_the_disk_too():
     np.testing.assert_array_equal(found[0][2], found[1][2])
 
 
+@pytest.mark.slow
 def test_of_a_mixture_only_experts_stay_on_the_disk(tmp_path):
     moe = MoEConfig(num_experts=4, num_experts_per_token=2, expert_size=24, layers=(0, 1))
     config = replace(TINY, architecture="Qwen3MoeForCausalLM", qk_norm=True, moe=moe)

@@ -143,6 +143,7 @@ def test_the_cache_of_a_draft_model_moves_too(tiny, acceptance):
         assert stats.accepted == stats.proposed > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(WINDOWS, "two windows and full"))
 def test_one_answer_with_windows(name):
     model = model_of(WINDOWS[name])
@@ -153,6 +154,7 @@ def test_one_answer_with_windows(name):
         assert min(moved(llm)[:2]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_saved_states", quick([1, 2], 2))
 def test_saved_states_move_too(num_saved_states):
     config = replace(MIXED, max_position_embeddings=1024)

@@ -96,7 +96,7 @@ def test_the_rounding_is_seen(expected, kv_dtype):
 
 
 @pytest.mark.parametrize(
-    "kv_dtype", ["int8", "int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8_e4m3", "int8_int4"))]
+    "kv_dtype", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8_e4m3", "int8_int4"))]
 )
 def test_neighbours_prefix_hits_and_preemption_change_no_token(tiny, expected, kv_dtype):
     with open_llm(tiny, kv_dtype) as llm:

@@ -61,6 +61,7 @@ def test_the_tokens_are_those_without(model, expected, count):
     assert spec.buffer_bytes == min(count, 2) * of_layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", quick(["ngram", "layers:2", "model"], "layers:2"))
 def test_drafts_change_no_token(model, expected, draft):
     draft = model if draft == "model" else draft

@@ -43,7 +43,7 @@ def check_slides(num_tokens: int, length: int) -> None:
         check_idle(llm)
 
 
-@pytest.mark.parametrize("length", [1024, 48])
+@pytest.mark.parametrize("length", [pytest.param(1024, marks=pytest.mark.slow), 48])
 def test_a_sequence_slides_in_bounded_memory(length):
     check_slides(400, length)
 
@@ -70,7 +70,9 @@ def test_prompts_slide_in_a_pool_smaller_than_they_are():
 # Caches of few bits: the same answer however it is cut.
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize(
+    "kv_dtype", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8_e4m3", "bfloat16"))]
+)
 def test_rounded_keys_change_no_answer(kv_dtype):
     model, prompt = model_of((None, None), 48), [*range(80)]
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)

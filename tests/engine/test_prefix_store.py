@@ -57,6 +57,7 @@ def test_prompts_are_there_after_a_restart(tiny, tmp_path, name):
     assert run(tiny, tmp_path / "pages", longer, **STORES[name])[1] == 3 * 60
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_system_prompt_of_10_000_tokens_is_there_after_a_restart(tiny, tmp_path):
     config = replace(tiny[0], max_position_embeddings=11_000)

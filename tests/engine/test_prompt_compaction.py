@@ -21,8 +21,13 @@ from tests.engine.test_policies import model_of
 from tests.pallas_kernels.quick import quick
 
 PAGE, LENGTH = 8, 160
-POLICIES = {"snapkv": "snapkv(40)", "keydiff": "keydiff(40)", "pyramidkv": "pyramidkv(56)"}
-LAYERS = {"snapkv": (None, None), "keydiff": (None, None), "pyramidkv": (None, None, None)}
+POLICIES = {
+    "snapkv": "snapkv(40)",
+    "keydiff": "keydiff(40)",
+    "pyramidkv": "pyramidkv(56)",
+    "expected_attention": "expected_attention(40)",
+}
+LAYERS = {name: (None,) * (3 if name == "pyramidkv" else 2) for name in POLICIES}
 NUM_PROMPTS = 12
 LONGEST = 110
 PROMPTS = random_prompts(NUM_PROMPTS - 3, LONGEST, seed=7)

@@ -23,9 +23,11 @@ from tests.engine.test_policies import model_of
 from tests.engine.test_prompt_compaction import LAYERS, OPTIONS, PAGE, POLICIES
 from tests.engine.test_windows import check_idle
 from tests.models.test_recurrent import DELTA
+from tests.pallas_kernels.quick import quick
 from tests.tiny import TINY
 
 PROMPT = [*range(90)]
+NO_SECOND_PASS = [name for name in POLICIES if name != "expected_attention"]
 GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
 
 
@@ -36,7 +38,7 @@ def open_llm(policy="snapkv(40)", layers=(None, None), **options) -> LLM:
 # Pages.
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", quick(POLICIES, *NO_SECOND_PASS))
 def test_an_answer_owns_what_stays(name):
     """While it decodes: the pages that the policy keeps and those of its own tokens. Others found the prompt's."""
     prompt = [*PROMPT, *range(20)]
@@ -192,6 +194,7 @@ REFUSED = [
     ({}, {"max_position_embeddings": 100}, None, "max_model_len=160 may be at most the 100 tokens"),
     ({}, {"has_sinks": True}, None, "has attention sinks"),
     ({}, {"kv_sources": (0, 0)}, None, "has layers that read the keys of others"),
+    ({"kv_policy": "expected_attention(40)"}, {"attention_softcap": 30.0}, None, "caps its scores"),
 ]
 
 
@@ -220,7 +223,7 @@ def test_other_models_and_several_devices_are_refused():
 # Bytes and programs.
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", quick(POLICIES, *NO_SECOND_PASS))
 def test_explain_counts_what_is_allocated(name):
     with open_llm(POLICIES[name], LAYERS[name]) as llm:
         facts, spec = llm.explain().to_dict()["cache"], llm.engine.spec

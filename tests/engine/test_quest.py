@@ -118,7 +118,7 @@ def test_however_it_is_cut_and_stored(model, expected, variant):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", quick(DRAFTS, "a model", "ngram"))
+@pytest.mark.parametrize("name", quick(DRAFTS, "ngram"))
 def test_drafts_change_no_answer(model, expected, name):
     with open_quest(model, **DRAFTS[name]) as llm:
         check_everything(llm, expected)

@@ -95,6 +95,7 @@ def test_drafts_change_no_answer(model, drafts, expected, name, setting):
         assert 0.2 < stats.acceptance_rate < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", quick(DRAFTS, "near"))
 def test_drafts_go_on_from_saved_states(model, drafts, name):
@@ -161,6 +162,7 @@ def test_a_draft_with_states_for_a_model_without(drafts, model):
 # Acceptance, grammars, and what a draft starts from.
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", quick(DRAFTS, "itself"))
 def test_maximal_acceptance_reads_the_same_states(model, drafts, name):
@@ -192,6 +194,7 @@ UNDER_GRAMMARS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("target", "draft", "acceptance"),

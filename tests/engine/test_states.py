@@ -104,6 +104,7 @@ def test_answers_do_not_depend_on_neighbours(model, expected, options):
             assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
+@pytest.mark.slow
 def test_several_answers_to_a_prompt(model):
     """They share pages up to a saved state at most, as a state cannot be cut."""
     config, params = model

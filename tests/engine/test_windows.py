@@ -176,6 +176,7 @@ def test_drafts_and_cuts_change_no_answer(model, expected, variant, name):
         check_everything(llm, expected)
 
 
+@pytest.mark.slow
 def test_layers_that_share_keys_change_no_answer():
     """With windows, prefix hits and the first layers as the draft, against a contiguous cache."""
     model, numbers = model_of(WINDOWS["shared keys"]), [0, 1, 20, 21]

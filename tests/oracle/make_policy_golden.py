@@ -166,6 +166,7 @@ def answered(model, ids) -> dict[str, np.ndarray]:
         "snapkv": lambda budget: SnapKVPress(1 - (budget + 0.5) / NUM_TOKENS, window_size=OBSERVED),
         "keydiff": lambda budget: KeyDiffPress(1 - (budget + 0.5) / NUM_TOKENS),
         "pyramidkv": lambda budget: PyramidKVPress(1 - budget / NUM_TOKENS, window_size=OBSERVED),
+        "expected_attention": lambda budget: ExpectedAttentionPress(1 - (budget + 0.5) / NUM_TOKENS),
     }
     found = {}
     model.set_attn_implementation("sdpa")  # makes no mask for a single query, so that layers may differ in length

@@ -14,7 +14,12 @@ SCORED = (24, 48, 90)  # tokens that are kept of a prompt
 COMPACTED = GOLDEN.with_name("prompt_policies.safetensors")
 # Methods that compact prompts: tokens of a page, and budgets of a prompt of NUM_TOKENS tokens. With pages of one token
 # every budget of PyramidKV's layers can be met; of these, the first is too small for a pyramid.
-PROMPTS = {"snapkv": (8, (40, 56, 88)), "keydiff": (8, (40, 56, 88)), "pyramidkv": (1, (40, 60, 70))}
+PROMPTS = {
+    "snapkv": (8, (40, 56, 88)),
+    "keydiff": (8, (40, 56, 88)),
+    "pyramidkv": (1, (40, 60, 70)),
+    "expected_attention": (8, (40, 56, 88)),
+}
 OBSERVED = 32  # queries that score
 ANSWER, EVERY = 24, 4  # tokens, and of how many one's logits are kept
 METHODS = ("snapkv", "pyramidkv", "keydiff", "expected_attention")

@@ -13,6 +13,7 @@ from jaxinfer.cache.policies import pyramid_budgets
 from jaxinfer.cache.scores import (
     FUTURE_POSITIONS,
     NUM_SINKS,
+    QueryMoments,
     expected_attention_scores,
     kept_positions,
     keydiff_scores,
@@ -55,9 +56,8 @@ def kept(method: str, budget: int, layer: int, rope, q, k, v) -> list[list[int]]
     if method == "expected_attention":
         cos, sin = rotation(rope, jnp.arange(NUM_TOKENS))
         future = rotation(rope, NUM_TOKENS + jnp.arange(FUTURE_POSITIONS))
-        scores = expected_attention_scores(rotate(q, cos, -sin), k, v, future)
-        found = kept_positions(scores, budget - NUM_SINKS) + NUM_SINKS
-        return [[*range(NUM_SINKS), *row] for row in found.tolist()]
+        moments = QueryMoments.none(*q.shape[1:]).add(rotate(q, cos, -sin)[NUM_SINKS:])
+        return kept_positions(expected_attention_scores(moments, k, v, future), budget).tolist()
     if method == "pyramidkv":
         budget = pyramid_budgets(budget, NUM_TOKENS, CONFIG["num_hidden_layers"], window=WINDOW)[layer]
     found = kept_positions(snapkv_scores(q[-WINDOW:], k), budget - WINDOW)

@@ -15,7 +15,7 @@ from tests.oracle.policy_cases import ANSWER, COMPACTED, CONFIG, EVERY, NUM_TOKE
 
 TOLERANCE = 1e-4
 CASES = [(seed, method, budget) for seed in SEEDS for method, (_, budgets) in PROMPTS.items() for budget in budgets]
-QUICK = [(1, "snapkv", 56), (2, "keydiff", 40), (3, "pyramidkv", 60)]
+QUICK = [(1, "snapkv", 56), (2, "keydiff", 40), (3, "pyramidkv", 60), (2, "expected_attention", 56)]
 
 
 @cache
@@ -73,9 +73,10 @@ def test_the_same_positions_are_kept_and_answers_agree(tmp_path, seed, method, b
 def test_the_golden_files_tell_a_mistake():
     """Methods, budgets and heads keep other positions."""
     kept = {
-        name: golden()[f"1.{name}.kept"].tobytes() for name in ("snapkv.56", "keydiff.56", "snapkv.40", "keydiff.40")
+        name: golden()[f"1.{name}.kept"].tobytes()
+        for name in (f"{method}.{budget}" for method in PROMPTS if method != "pyramidkv" for budget in (40, 56))
     }
-    assert len(set(kept.values())) == 4
+    assert len(set(kept.values())) == 6
     assert (golden()["1.snapkv.56.kept"][0, 0] != golden()["1.snapkv.56.kept"][0, 1]).any()
     layers = positions(golden()["1.pyramidkv.60.kept"])
     assert [len(layer[0]) for layer in layers] == [88, 32]

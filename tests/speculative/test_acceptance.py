@@ -106,6 +106,7 @@ def chi_square(tokens: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
 TREES = (pytest.param(TokenTree((1, 1)), marks=pytest.mark.slow), TokenTree((3, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: str(tree.widths))
 def test_maximal_tokens_have_the_target_s_distribution_beside_greedy_rows(tree):
     kind, batch, history = rows_of([SAMPLED, SAMPLED, SamplingParams(temperature=0)], np.arange(NUM_DRAWS * 3 // 2))

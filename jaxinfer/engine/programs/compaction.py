@@ -7,28 +7,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxinfer.cache import PagedCache, attend_ragged
 from jaxinfer.cache.compaction import CompactingAttention, PromptPages
+from jaxinfer.cache.prompt_queries import BLOCK, PromptQueries, prompt_moments
 from jaxinfer.engine.cache_groups import CacheGroup
-from jaxinfer.engine.compiling import COMPILER_OPTIONS
+from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.plans import GroupMove
-from jaxinfer.engine.programs import ProgramModel, Weights
+from jaxinfer.engine.programs import ProgramModel, Weights, padded
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CompactionWork:
-    """The end of one prompt: its last tokens int32 [W], and by group where it lies and goes."""
+    """The end of one prompt: its last tokens int32 [W], and by group where it lies and goes. `before` are the tokens
+    before those, int32 [n] with padding, where the policy chooses by the queries of all; else None."""
 
     tokens: jax.Array
     prompts: tuple[PromptPages, ...]
+    before: jax.Array | None
 
 
 def compaction_work(
-    tokens: list[int], num_prompt: int, moves: tuple[GroupMove, ...], groups: tuple[CacheGroup, ...], num_columns: int
+    prompt: list[int],
+    window: int,
+    moves: tuple[GroupMove, ...],
+    groups: tuple[CacheGroup, ...],
+    num_columns: int,
 ) -> CompactionWork:
-    """The work as NumPy arrays, with page tables of `num_columns`."""
+    """The work as NumPy arrays, of the last `window` tokens of a prompt, with page tables of `num_columns`."""
 
     def ids(values: tuple[int, ...], size: int, filler: int) -> Any:
         return np.array([*values, *[filler] * (size - len(values))], np.int32)
@@ -36,13 +44,17 @@ def compaction_work(
     prompts = []
     for group, (sources, targets, num_dropped) in zip(groups, moves, strict=True):
         most = 0 if group.budget is None else min(group.budget.most_pages, num_columns)
-        pages: Any = ids(sources, num_columns, 0), np.int32(num_prompt), np.int32(num_dropped)
+        pages: Any = ids(sources, num_columns, 0), np.int32(len(prompt)), np.int32(num_dropped)
         pages = *pages, ids(targets, most, group.num_allocated)
         prompts.append(PromptPages(*pages))
-    return CompactionWork(np.array(tokens, np.int32), tuple(prompts))  # pyright: ignore[reportArgumentType]
+    last, before = np.array(prompt[-window:], np.int32), None
+    for budget in (group.budget for group in groups if group.budget is not None):
+        if budget.policy.observes_prompt:
+            before = padded(prompt[:-window], -(-num_columns * budget.page_size // BLOCK) * BLOCK)
+    return CompactionWork(last, tuple(prompts), before)  # pyright: ignore[reportArgumentType]
 
 
-@partial(jax.jit, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=COMPILER_OPTIONS)
+@partial(LargeProgram, static_argnums=(0, 4, 5, 6), donate_argnums=2)
 def compact_prompt(
     model: ProgramModel,
     weights: Weights,
@@ -53,7 +65,8 @@ def compact_prompt(
     num_hidden: int | None = None,
 ) -> tuple[PagedCache, jax.Array, jax.Array]:
     """Stores the last tokens of a prompt and attends to all of it, as `step` does, and in each layer copies what stays
-    of the prompt to other pages. Donates the cache.
+    of the prompt to other pages. Donates the cache. A policy that chooses by the queries of all tokens has those before
+    the last computed once more, first.
 
     Returns it, the logits float32 [num_slots, V] of the last token in every row, for `sample_step`, and the final
     hidden states as `step` does.
@@ -61,12 +74,18 @@ def compact_prompt(
     if model.budgets is None:
         raise ValueError("a model without a policy that compacts prompts")
     window, nothing = work.tokens.shape[0], jnp.zeros(1, jnp.int32)
-    end = work.prompts[0].num_tokens
+    end, decoder, moments = work.prompts[0].num_tokens, model.bind(weights), None
+    if work.before is not None:
+        page_tables = tuple(prompt.page_table for prompt in work.prompts)
+        moments = prompt_moments(decoder, cache, page_tables, work.before, end - window)
+        # Else a compiler may store the last tokens before the others are read, in a copy of the cache.
+        moments, cache = lax.optimization_barrier((moments, cache))
     tables = tuple(prompt.page_table[None] for prompt in work.prompts)
     attend: Any = attend_ragged(cache, tables, nothing, nothing + window, end[None], is_uniform=is_uniform)
-    attend = CompactingAttention(attend, cache, model.budgets, work.prompts)
-    decoder = model.bind(weights)
-    hidden = decoder(work.tokens, end - window + jnp.arange(window), attend)
+    positions = end - window + jnp.arange(window)
+    queries = None if moments is None else PromptQueries(model.config, moments, positions, end)
+    attend = CompactingAttention(attend, cache, model.budgets, work.prompts, queries)
+    hidden = decoder(work.tokens, positions, attend)
     logits = decoder.logits(jnp.broadcast_to(hidden[-1], (num_slots, hidden.shape[-1])))
     if num_hidden is not None and num_hidden > window:
         hidden = jnp.pad(hidden, ((0, num_hidden - window), (0, 0)))

@@ -20,7 +20,7 @@ from jaxinfer.cache import PagedCache, PageTables, StateCache, attend_ragged
 from jaxinfer.cache.best_pages import parts_of_step
 from jaxinfer.cache.heavy_hitters import attend_decoding, attend_step
 from jaxinfer.cache.kept_pages import attend_to_pieces, pieces
-from jaxinfer.engine.compiling import COMPILER_OPTIONS
+from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.grammar.device import GrammarTables
 from jaxinfer.sampling import (
@@ -190,7 +190,7 @@ def axes_of(rows):
     return replace(jax.tree.map(lambda leaf: (None,) * leaf.ndim, rows), **wide)
 
 
-@partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=2, compiler_options=COMPILER_OPTIONS)
+@partial(LargeProgram, static_argnums=(0, 5, 6), donate_argnums=2)
 def step(
     model: ProgramModel,
     weights: Weights,
@@ -251,7 +251,7 @@ def logits_sharding(mesh: Mesh, logits: Any) -> NamedSharding:
 _sample = jax.jit(sample, inline=True)  # traced once for `sample_step` and `decode` of as many slots
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
+@partial(LargeProgram, static_argnums=0, donate_argnums=1)
 def sample_step(
     mesh: Mesh | None,
     slots: Slots,
@@ -307,7 +307,7 @@ def _attend_newest(
     return attend_ragged(cache, view.page_tables, rows, lengths, view.kv_lengths, **options)
 
 
-@partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3), compiler_options=COMPILER_OPTIONS)
+@partial(LargeProgram, static_argnums=(0, 6), donate_argnums=(2, 3))
 def decode(
     model: ProgramModel,
     weights: Weights,

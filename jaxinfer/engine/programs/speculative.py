@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxinfer.cache import PagedCache, PageTables, attend_ragged
 from jaxinfer.cache.kept_pages import room_in_page
-from jaxinfer.engine.compiling import COMPILER_OPTIONS
+from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.paged import (
     INVALID_LOGITS,
@@ -97,7 +97,7 @@ def empty_rounds(num_slots: int) -> dict[str, Any]:
     return {**work, "num_drafts": np.zeros(num_slots, np.int32)}
 
 
-@partial(jax.jit, static_argnums=(0, 2, 9), donate_argnums=(4, 5, 6), compiler_options=COMPILER_OPTIONS)
+@partial(LargeProgram, static_argnums=(0, 2, 9), donate_argnums=(4, 5, 6))
 def speculate(
     model: ProgramModel,
     weights: Weights,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.cache import kv_dtype_name, stored_dtype
-from jaxinfer.cache.policies import HeavyHitters, PromptBudget, parse_policy
+from jaxinfer.cache.policies import SinksWindow, parse_policy
 from jaxinfer.engine.cache_quality import CHUNK, compared, hidden_states, log_probs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.spec import EngineSpec
@@ -61,8 +61,8 @@ class CacheReporter:
 
     Quality is teacher-forced: each text is a prompt of the engine, in chunks of 64 tokens, whose keys and values are
     read back from the cache's pages. A policy is applied to prompts page by page, as it is to answers, so a token of
-    the text attends to the same keys as if it had been generated. Where a policy compacts prompts, the first half of
-    each text is the prompt, and all caches are measured on the second half.
+    the text attends to the same keys as if it had been generated. Where a policy compacts prompts, or chooses what
+    answers read, the first half of each text is the prompt, and all caches are measured on the second half.
 
     Raises ValueError for texts of fewer than two tokens, and where no text of two tokens fits the model beside an
     answer.
@@ -99,9 +99,9 @@ class CacheReporter:
 
     @property
     def _has_prompts(self) -> bool:
-        """Whether a policy compacts prompts."""
-        policies = [one.kv_policy for one in self.choices if one.kv_policy != ALL]
-        return any(isinstance(parse_policy(policy), PromptBudget | HeavyHitters) for policy in policies)
+        """Whether a policy treats answers in another way than prompts."""
+        policies = [parse_policy(one.kv_policy) for one in self.choices if one.kv_policy != ALL]
+        return not all(isinstance(policy, SinksWindow) for policy in policies)
 
     @property
     def starts(self) -> list[int]:
@@ -243,6 +243,8 @@ class CacheReporter:
 
 def _lost_bytes(spec: EngineSpec, num_prompt: int) -> int:
     """Of a prompt, at its end."""
+    if (heavy := spec.heavy_pages) is not None:
+        return round(heavy.num_dropped(num_prompt) * spec.pool_sizes.token_bytes)
     budgets = ((group.budget, group.page_bytes) for group in spec.groups)
     return sum(budget.num_dropped(num_prompt) * size for budget, size in budgets if budget is not None)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jaxinfer.cache.policies import Quest, SinksWindow, parse_policy
+from jaxinfer.cache.policies import SinksWindow, parse_policy
 
 SCHEMA, VERSION = "jaxinfer.kv_report", 1
 ALL = "all"  # the policy that drops nothing
@@ -22,17 +22,10 @@ NEEDLE_HEAD = (
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """A cache to measure: `kv_dtype` as of `LLM`, and `kv_policy` in the form of `str(policy)`, or "all".
-
-    Raises ValueError for quest(N), under which prompts attend to everything: texts are measured as prompts.
-    """
+    """A cache to measure: `kv_dtype` as of `LLM`, and `kv_policy` in the form of `str(policy)`, or "all"."""
 
     kv_dtype: str
     kv_policy: str = ALL
-
-    def __post_init__(self) -> None:
-        if self.kv_policy != ALL and isinstance(parse_policy(self.kv_policy), Quest):
-            raise ValueError(f"{self.kv_policy} is not measured: texts are prompts, and those attend to everything")
 
     @property
     def is_full(self) -> bool:
@@ -129,9 +122,9 @@ class CacheFigures:
 
 
 def read_policies(text: str) -> list[str]:
-    """Policies separated by commas, "all" among them. Raises ValueError for what is none, or is not measured."""
+    """Policies separated by commas, "all" among them. Raises ValueError for what is none."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    found = [CacheChoice("auto", ALL if name == ALL else str(parse_policy(name))).kv_policy for name in names]
+    found = [ALL if name == ALL else str(parse_policy(name)) for name in names]
     if not found:
         raise ValueError(f"{text!r} names no policy: give some, such as sinks(4)+window(256) or snapkv(256), or all")
     return list(dict.fromkeys(found))

@@ -168,6 +168,25 @@ FAULTS = (
         "on a GPU long contexts attend evenly to all their parts",
     ),
     Fault(
+        "kernels/gpu-partial-results-of-any-size",
+        "pallas_kernels/paged_attention",
+        "MAX_PARTIAL_SHARE = 0.1",
+        "MAX_PARTIAL_SHARE = 2.0",
+        (
+            "tests/pallas_kernels/paged_attention/test_pallas_gpu.py"
+            "::test_partial_results_are_small_where_no_multiprocessor_idles",
+        ),
+        "on a GPU verification writes partial results of as many bytes as it reads keys",
+    ),
+    Fault(
+        "kernels/gpu-tiles-of-a-sequence-overlap",
+        "pallas_kernels/paged_attention",
+        "place = first_tile[sequence][:, None] * shape.out_rows + row",
+        "place = first_tile[sequence][:, None] * shape.out_rows + row % shape.out_rows",
+        ("tests/pallas_kernels/paged_attention/test_pallas_gpu.py::test_items_cover_every_visible_key_once",),
+        "on a GPU, rows of a long verification are those of its first tile",
+    ),
+    Fault(
         "kernels/gpu-window-is-a-key-too-short",
         "pallas_kernels/paged_attention",
         "visible &= key > position - spec.window",
@@ -178,8 +197,8 @@ FAULTS = (
     Fault(
         "kernels/gpu-matmul-takes-the-scales-of-the-first-group",
         "pallas_kernels/quantized_matmul",
-        "compat.load(scales_ref, (of_group, outputs), _ROW)",
-        "compat.load(scales_ref, (of_group * 0, outputs), _ROW)",
+        "of_outputs(scales_ref, of_group)",
+        "of_outputs(scales_ref, of_group * 0)",
         ("tests/pallas_kernels/quantized_matmul/test_pallas_gpu.py::test_products",),
         "group-wise int4 is wrong on a GPU",
     ),

@@ -6,6 +6,7 @@ POLICY_TESTS = ("tests/cache/test_policies.py",)
 GOLDEN_TESTS = ("tests/oracle/test_policy_golden.py",)
 QUEST_TESTS = ("tests/cache/test_best_pages.py",)
 COMPACTION_TESTS = ("tests/engine/test_prompt_compaction_scheduling.py", "tests/engine/test_prompt_compaction.py")
+MOMENT_TESTS = ("tests/cache/test_prompt_queries.py",)
 SCORE_TESTS = ("tests/oracle/test_policy_scores_golden.py",)
 
 FAULTS = (
@@ -100,10 +101,74 @@ FAULTS = (
     Fault(
         "policies/expected-attention-leaves-out-the-spread",
         "jaxinfer/cache/scores.py",
-        "jax.nn.softmax(linear + square, axis=-1)",
-        "jax.nn.softmax(linear, axis=-1)",
+        "jnp.where(is_scored, linear + square, -jnp.inf)",
+        "jnp.where(is_scored, linear + 0 * square, -jnp.inf)",
         SCORE_TESTS,
         "what only some questions ask for is dropped",
+    ),
+    Fault(
+        "policies/a-block-of-queries-counts-twice",
+        "jaxinfer/cache/prompt_queries.py",
+        "        start = number * block_size\n",
+        "        start = jnp.maximum(number - 1, 0) * block_size\n",
+        MOMENT_TESTS,
+        "the first half of a prompt decides what of it stays",
+    ),
+    Fault(
+        "policies/queries-of-sinks-are-counted",
+        "jaxinfer/cache/prompt_queries.py",
+        "(positions >= NUM_SINKS) & (positions < end)",
+        "positions < end",
+        MOMENT_TESTS,
+        "what the first tokens ask for, unlike all others, stays",
+    ),
+    Fault(
+        "policies/queries-of-padding-are-counted",
+        "jaxinfer/cache/prompt_queries.py",
+        "(positions >= NUM_SINKS) & (positions < end)",
+        "positions >= NUM_SINKS",
+        MOMENT_TESTS,
+        "the last tokens, and what is none, decide what of a prompt stays",
+    ),
+    Fault(
+        "policies/queries-are-taken-as-they-are-rotated",
+        "jaxinfer/cache/prompt_queries.py",
+        "q = rotate(q, cos / size, -sin / size)",
+        "q = rotate(q, cos / size, sin / size)",
+        MOMENT_TESTS,
+        "what stays of a prompt depends on where the questions stood, and not on what they asked for",
+    ),
+    Fault(
+        "policies/blocks-of-queries-are-apart",
+        "jaxinfer/cache/scores.py",
+        "self.spread + spread + between)",
+        "self.spread + spread)",
+        MOMENT_TESTS,
+        "a long prompt whose beginning is unlike its end is cut as if all of it were alike",
+    ),
+    Fault(
+        "policies/a-prompt-is-observed-a-token-late",
+        "jaxinfer/engine/programs/compaction.py",
+        "            before = padded(prompt[:-window],",
+        "            before = padded([7, *prompt[: -window - 1]],",
+        ("tests/oracle/test_prompt_policy_golden.py", "tests/engine/test_expected_attention.py"),
+        "the queries that choose what stays are those of another text",
+    ),
+    Fault(
+        "policies/the-queries-of-a-prompt-end-a-token-early",
+        "jaxinfer/engine/programs/compaction.py",
+        "PromptQueries(model.config, moments, positions, end)",
+        "PromptQueries(model.config, moments, positions, end - 1)",
+        ("tests/oracle/test_prompt_policy_golden.py", "tests/engine/test_expected_attention.py"),
+        "the last token of a prompt, which asks the question, does not count",
+    ),
+    Fault(
+        "policies/values-do-not-count",
+        "jaxinfer/cache/scores.py",
+        "    scores = weights * jnp.linalg.norm(v.astype(jnp.float32), axis=-1).T\n",
+        "    scores = weights\n",
+        SCORE_TESTS,
+        "tokens stay that later ones look at without taking anything",
     ),
     Fault(
         "policies/keydiff-means-lengths-too",

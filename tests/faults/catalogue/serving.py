@@ -425,6 +425,14 @@ ENGINE = (
         "warm-up uses one core",
     ),
     Fault(
+        "engine/weights-are-tiled-again-on-tpu7x",
+        "jaxinfer/engine/compiling.py",
+        '"xla_tpu_control_large_2nd_minor_layout_for_x16": False',
+        "",
+        ("tests/engine/test_compiled.py::test_the_weights_of_a_loop_keep_their_tiles",),
+        "on tpu7x each dispatch copies all bfloat16 weights",
+    ),
+    Fault(
         "engine/scores-are-one-position-late",
         "jaxinfer/engine",
         "[piece.start + 1 : piece.start + 1 + piece.num_targets]",

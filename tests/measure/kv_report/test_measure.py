@@ -16,6 +16,7 @@ from jaxinfer.measure.kv_report.measure import CacheReporter, ReportSettings, eq
 from jaxinfer.measure.kv_report.needle import DEPTHS
 from jaxinfer.measure.kv_report.report import ALL, FULL, CacheChoice
 from jaxinfer.models import init_params
+from tests.engine import dense_heavy, dense_quest
 from tests.engine.dense_prompt_policy import dense_logits
 from tests.tiny import TINY
 
@@ -97,6 +98,31 @@ def test_where_prompts_are_compacted_the_second_half_is_measured(params):
     found = log_probs(engine, states)
     engine.close()
     dense = dense_logits(config, params, parse_policy(policy), 8, np.array(one.texts[0]), 90)[0]
+    np.testing.assert_allclose(found, jax.nn.log_softmax(dense), atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["h2o(40)", "quest(24)"])
+def test_what_answers_lose_or_read_is_measured_on_the_second_half(policy):
+    """Its states are those of dense attention to what the policy keeps, or chooses, token by token."""
+    config = replace(CONFIG, num_layers=3, max_position_embeddings=256)
+    params = jax.tree.map(lambda leaf: leaf * 6 if leaf.ndim > 1 else leaf, init_params(config, jax.random.key(1)))
+    one = reporter(params, text_tokens=160, num_texts=1, num_answers=0)
+    one.model, one.settings = replace(one.model, config=config), replace(one.settings, policies=[ALL, policy])
+    assert one.starts == [80]
+    full, kept = one(FULL), one(CacheChoice("auto", policy))
+    assert kept.kl > 1e-3
+    has_bounds = policy.startswith("quest")
+    assert (kept.sequence_bytes > full.sequence_bytes) if has_bounds else (kept.sequence_bytes < full.sequence_bytes)
+
+    engine = Engine(config, params, EngineOptions(max_model_len=200, max_seqs=1, page_size=8, kv_policy=policy))
+    found = log_probs(engine, hidden_states(engine, one.texts, [80])[0])
+    engine.close()
+    if has_bounds:
+        best = parse_policy(policy).pages(8)
+        dense = dense_quest.dense_logits(config, params, best, np.array(one.texts[0]), np.int32(80))
+    else:
+        dense = dense_heavy.dense_logits(config, params, one.texts[0], dense_heavy.DenseHeavy(80, 8, 40))
     np.testing.assert_allclose(found, jax.nn.log_softmax(dense), atol=1e-4)
 
 

@@ -7,6 +7,7 @@ tens of keys has several splits. It has no registers, layouts or asynchronous co
 import itertools
 import re
 from dataclasses import asdict, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -165,13 +166,16 @@ def test_items_cover_every_visible_key_once(tree, window):
             assert (
                 item["block_begin"] * 64 <= item["key_begin"] < item["key_end"] <= item["block_end"] * 64 <= total + 63
             )
-            rows = slice(item["first_row"], min(item["first_row"] + 64, new * groups))
+            rows = slice(item["first_row"], min(item["first_row"] + program.out_rows, new * groups))
             found[item["sequence"], rows, item["key_begin"] : item["key_end"]] += 1
             tokens = np.asarray(plan.row_token)[item["tile"]]
             kept = min(program.out_rows, new * groups - item["first_row"])
             row = item["first_row"] + np.arange(kept)
             np.testing.assert_array_equal(tokens[:kept], starts[item["sequence"]] + row // groups)
-        placed += np.asarray(plan.place) < program.num_tiles * program.out_rows
+        place = np.asarray(plan.place)
+        is_placed = place < program.num_tiles * program.out_rows
+        placed += is_placed
+        assert len(np.unique(place[is_placed])) == is_placed.sum()
     for index, (new, total) in enumerate(lengths):
         for row in range(new * groups):
             position = total - new + row // groups
@@ -197,6 +201,46 @@ def test_splits_follow_from_shapes_alone():
     assert (few.split_keys, many.split_keys) == (256, 4096)
     assert few.out_rows == 8
     assert 4 * many.num_tiles * many.num_splits * 8 * many.out_rows * 128 <= gpu_schedule.MAX_PARTIAL_BYTES
+
+
+def partial_bytes(spec, program: gpu_schedule.SplitPlanShape) -> int:
+    """Bytes of the partial results of every slot: float32 rows, and a sum for each."""
+    if program.num_splits == 1:
+        return 0
+    return 4 * program.num_tiles * program.num_splits * spec.num_kv_heads * program.out_rows * (spec.head_dim + 1)
+
+
+def served(batch, context, heads, queries, cache_dtype) -> PagedShape:
+    lengths = ((queries, context),) * batch
+    options: Any = {"max_query_length": queries, "pages_per_sequence": context // 64}
+    return PagedShape(lengths, 64, heads, 128, "bfloat16", cache_dtype, **options)
+
+
+def test_partial_results_are_small_where_no_multiprocessor_idles():
+    """At most a tenth of the keys and values, or else half as many splits would not fill the 132 multiprocessors."""
+    num_small = num_filling = 0
+    heads = ((32, 8), (32, 4), (16, 1), (8, 1))
+    for case in itertools.product((1, 8, 16, 64), (1536, 4096, 8192), heads, (1, 6), ("bfloat16", "int8", "int4")):
+        spec = spec_of(served(*case))
+        (program,) = gpu_schedule.split_plan_shapes(spec)
+        batch, context, (_, num_kv_heads), *_ = case
+        page = spec.page.abstract("separate")
+        cached = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(page)) / page.k.shape[0]
+        share = partial_bytes(spec, program) / (batch * context / 64 * cached)
+        fewer = program.num_tiles * num_kv_heads * -(-min(context, 4096) // (2 * program.split_keys))
+        assert share <= 0.1 or fewer < 132, (case, program, share)
+        num_small, num_filling = num_small + (share <= 0.1), num_filling + (share > 0.1)
+    print(f"{num_small} shapes have small partial results, {num_filling} would leave multiprocessors idle")
+    assert num_small > num_filling
+
+
+def test_verification_with_one_key_head():
+    """6 x 16 rows of 16 sequences are 32 tiles of 48, and 4 splits are 128 blocks: 3.2 MB of partial results beside
+    17 MB of keys and values."""
+    spec = spec_of(served(16, 4096, (16, 1), 6, "int8"))
+    (program,) = gpu_schedule.split_plan_shapes(spec)
+    assert (program.num_tiles, program.out_rows, program.num_splits) == (32, 48, 4)
+    assert partial_bytes(spec, program) / 1e6 == pytest.approx(3.2, abs=0.05)
 
 
 def test_empty_steps_have_no_items():
@@ -296,6 +340,33 @@ def test_compiled_in_place(name):
     assert 'custom_call_target="mosaic_gpu' in text
     cache_shape = ",".join(map(str, pages.k.shape))
     assert not re.search(rf"\[{cache_shape}\]\S* copy\(", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "share"),
+    [
+        ((8, 1536, (32, 8), 1, "bfloat16"), 0.1),
+        ((8, 4096, (32, 8), 6, "int8"), 0.1),
+        ((16, 4096, (16, 1), 6, "bfloat16"), 0.1),
+        ((16, 4096, (16, 1), 6, "int8"), 0.2),  # 0.09 with 64 blocks, on half of the multiprocessors
+    ],
+    ids=str,
+)
+def test_temporaries_beside_what_is_read(case, share):
+    if (why := ahead_of_time.missing_compiler("h100")) is not None:
+        pytest.skip(why)
+    shape = served(*case)
+    arguments = shape.abstract("separate", num_pages=case[0] * shape.table_width)
+    pages = arguments.pop("pages")
+
+    def call(pages, arrays):
+        return paged_attention(pages=pages, **arrays, **shape.options, implementation="pallas_gpu")
+
+    compiled = ahead_of_time.compile_for("h100", call, pages, arguments, donate_argnums=(0,))
+    read = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(pages))
+    print(f"{case}: {compiled.temporary_bytes / 1e6:.2f} MB beside {read / 1e6:.1f}")
+    assert compiled.temporary_bytes <= share * read
 
 
 def test_block_sizes_change_no_answer(check, gpu_interpreter, with_dtypes):

@@ -100,7 +100,7 @@ def test_the_error_does_not_depend_on_the_vector():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("width", [64, 96])
+@pytest.mark.parametrize("width", [pytest.param(64, marks=pytest.mark.slow), 96])
 def test_bits_are_of_the_vector_alone(width):
     """Whatever the number of rows, their axes, and what the program computes besides."""
     x = jnp.asarray(normal(37, width, seed=3))

@@ -19,7 +19,7 @@ def batch_of(starts, lengths, query_starts=None) -> RaggedBatch:
 
 
 @pytest.mark.parametrize("bias", [None, BIAS])
-@pytest.mark.parametrize("sizes", [[20], [1] * 20, [2, 7, 1, 10], [3, 17]])
+@pytest.mark.parametrize("sizes", [pytest.param([20], marks=pytest.mark.slow), [1] * 20, [2, 7, 1, 10]])
 def test_chunks_equal_full_sequences(bias, sizes):
     """Three sequences, one of which rests in each step; slots begin with garbage."""
     state, seen, outputs = jnp.full((3, WIDTH - 1, CHANNELS), jnp.nan), [0, 0, 0], [[], [], []]

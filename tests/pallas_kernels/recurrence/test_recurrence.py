@@ -107,7 +107,7 @@ def test_a_token_that_forgets_all_leaves_the_digits_of_the_others(kind, g):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("short_tokens", [1, 4])
+@pytest.mark.parametrize("short_tokens", quick([1, 4], 4))
 def test_cuts_at_block_borders_change_no_bit(kind, short_tokens):
     tokens = tokens_of(1, 193, kind)
     out, state = in_chunks(tokens, [193], short_tokens=short_tokens)
