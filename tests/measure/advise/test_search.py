@@ -67,7 +67,7 @@ def test_gains_are_added_from_the_largest_and_one_of_a_kind():
     # The best two and the baseline in turn, forwards and backwards.
     best = [together[0], together[1]]
     turns = [["", *best] if number % 2 == 0 else [*reversed(best), ""] for number in range(NUM_ROUNDS)]
-    assert machine.asked[-3 * NUM_ROUNDS :] == sum(turns, [])
+    assert machine.asked[-3 * NUM_ROUNDS :] == [name for turn in turns for name in turn]
     row, its = recommended(Goal("cost"), found)
     assert (row.name, its.ratio) == ("--quantize int8 --max-seqs 64", pytest.approx(3.0))
 
