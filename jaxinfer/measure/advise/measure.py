@@ -14,7 +14,6 @@ from jaxinfer.cache.policies import HeavyHitters, PromptBudget
 from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model
 from jaxinfer.calibration.inputs import split_rows
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
-from jaxinfer.engine.offload import spread
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel, Weights, load_model
@@ -32,7 +31,7 @@ from jaxinfer.sampling import SamplingParams
 # Arguments of `LLM` that concern loading.
 LOADING = ("tokenizer", "dtype", "revision", "requantize", "quantize", "verify")
 # Arguments of a trial that change what is loaded; trials that share all of them share the weights.
-OF_WEIGHTS = ("quantize", "method", "offload", "mesh")
+OF_WEIGHTS = ("quantize", "method", "mesh")
 # A repeat in which a program was compiled is discarded and made again, at most this many times.
 MAX_AGAIN = 8
 BESIDE_SHARE = 0.1  # of the free memory, for the weights and the cache of a baseline that stays open
@@ -357,8 +356,6 @@ class TrialRunner:
         values = {name: self.settings.arguments[name] for name in LOADING if name in self.settings.arguments}
         if "quantize" in arguments:
             values["quantize"] = arguments["quantize"]
-        if (count := arguments.get("offload")) is not None:
-            values["offload"] = lambda config, params: spread(count, config.num_layers)
         self._model = load_model(self.settings.model, mesh=self._mesh(arguments), **values)
         if (method := arguments.get("method")) is not None:
             self._model = self._calibrated(self._model, method)
@@ -381,11 +378,14 @@ class TrialRunner:
         return replace(model, weights=Weights(found.params))
 
     def _opened(self, arguments: Arguments) -> LLM:
+        if "offload" in arguments:  # its weights are read to where they stay
+            self._close_model()
+            return LLM(self.settings.model, **{**self.settings.arguments, **arguments})
         return self._opened_over(self._loaded(arguments), arguments)
 
     def _opened_over(self, model: LoadedModel, arguments: Arguments) -> LLM:
         values = {**self.settings.arguments, **arguments}
-        values = {name: value for name, value in values.items() if name not in (*LOADING, "method", "offload")}
+        values = {name: value for name, value in values.items() if name not in (*LOADING, "method")}
         values |= {name: self.settings.arguments[name] for name in ("dtype",) if name in self.settings.arguments}
         if str(values.get("kv_dtype", "")).startswith("fp8") and model.kv_scales is not None:
             values["kv_scales"] = model.kv_scales

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.llm import LLM
-from jaxinfer.loading import LoadedModel, Weights, load_model
+from jaxinfer.loading import LoadedModel, Weights
 from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
 from jaxinfer.measure.advise.search import after_one
 from jaxinfer.measure.bench.runs import RunOptions
@@ -35,8 +35,7 @@ def runner(params, monkeypatch):
     """Of live parameters, where a user has a checkpoint; nothing is freed."""
 
     def load(model, **values):
-        found = load_model((CONFIG, params), offload=values.get("offload"), mesh=values.get("mesh"))
-        return LoadedModel("tiny", found.config, Weights(found.params), None)
+        return LoadedModel("tiny", CONFIG, Weights(params), None)
 
     monkeypatch.setattr("jaxinfer.measure.advise.measure.load_model", load)
     workload = Workload(Lengths("fixed", 8, 8), Lengths("fixed", 6, 6))
@@ -112,8 +111,9 @@ def test_calibrated_weights_lose_less_than_rounded_ones():
 
 
 @pytest.mark.slow
-def test_layers_in_the_hosts_memory_are_not_on_the_device(runner):
+def test_layers_in_the_hosts_memory_are_not_on_the_device(runner, params):
     base = runner({}, after_one)
+    runner.settings = replace(runner.settings, model=(CONFIG, params))
     row = runner({"offload": 2}, after_one)
     assert row.reason is None
     assert row.weight_bytes < base.weight_bytes
