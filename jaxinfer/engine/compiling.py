@@ -33,7 +33,7 @@ class LargeProgram:
 
     def __init__(self, function: Callable, **arguments: Any):
         update_wrapper(self, function)
-        self._jitted = {
+        self._jitted: dict[str, Any] = {
             platform: jax.jit(function, compiler_options=options, **arguments)
             for platform, options in COMPILER_OPTIONS.items()
         }
@@ -43,6 +43,10 @@ class LargeProgram:
 
     def lower(self, *arguments: Any, **named: Any) -> Lowered:
         return self._jitted[current_platform()].lower(*arguments, **named)
+
+    def _cache_size(self) -> int:
+        """Programs that exist for the platform, as `jax.jit` counts them."""
+        return self._jitted[current_platform()]._cache_size()
 
 
 @dataclass(frozen=True)
