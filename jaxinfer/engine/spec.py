@@ -94,13 +94,13 @@ class EngineSpec(PolicyPages):
         check_sequence_axis(self.mesh, self.page_size, options)
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
-        if self.determinism is None:
-            object.__setattr__(self, "determinism", decide(self))
-        options.check_buckets(self.prefill_chunk, self.max_seqs)
         combined = self.config, self.draft, self.num_devices, options
         check_policy(*combined, self.kept_pages or self.best_pages, self.kv_dtype)
         check_prompt_budget(*combined, self.max_model_len)
         check_heavy(*combined, self.heavy_pages, self.max_model_len)
+        if self.determinism is None:
+            object.__setattr__(self, "determinism", decide(self))
+        options.check_buckets(self.prefill_chunk, self.max_seqs)
 
     @classmethod
     def of(
