@@ -72,6 +72,22 @@ def test_a_prompt_may_have_a_flag(jaxinfer, seen):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (["--deterministic", "hi"], True),
+        (["hi", "--deterministic"], True),
+        (["--deterministic", "off", "hi"], False),
+        (["--deterministic=auto", "hi"], "auto"),
+        (["--deterministic", "--seed", "3", "hi"], True),
+    ],
+    ids=str,
+)
+def test_a_flag_that_may_stand_alone(jaxinfer, seen, arguments, value):
+    jaxinfer("generate", "-m", "m", "--json", *arguments)
+    assert seen[:2] == [{"deterministic": value}, ["hi"]]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--enforce-eager"], "--enforce-eager (vLLM): every step is a compiled program"),
