@@ -95,10 +95,3 @@ def test_a_token_decoded_has_the_bits_of_one_in_a_prompt():
 def test_so_it_has_with_other_weights(weights):
     decoded, given = halves(weights)
     assert decoded == given
-
-
-@pytest.mark.slow
-@pytest.mark.optimized
-@pytest.mark.all_buckets
-def test_the_bits_would_tell_a_difference():
-    assert together(*PLAIN[:2], deterministic=False) != alone(*PLAIN[:2])
