@@ -44,6 +44,15 @@ class LargeProgram:
     def lower(self, *arguments: Any, **named: Any) -> Lowered:
         return self._jitted[current_platform()].lower(*arguments, **named)
 
+    # As of a jitted function.
+
+    def _cache_size(self) -> int:
+        return sum(program._cache_size() for program in self._jitted.values())
+
+    def clear_cache(self) -> None:
+        for program in self._jitted.values():
+            program.clear_cache()
+
 
 @dataclass(frozen=True)
 class Program:
