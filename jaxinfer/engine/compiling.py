@@ -33,7 +33,7 @@ class LargeProgram:
 
     def __init__(self, function: Callable, **arguments: Any):
         update_wrapper(self, function)
-        self._jitted = {
+        self._jitted: dict[str, Any] = {
             platform: jax.jit(function, compiler_options=options, **arguments)
             for platform, options in COMPILER_OPTIONS.items()
         }
