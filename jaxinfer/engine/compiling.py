@@ -33,7 +33,7 @@ class LargeProgram:
 
     def __init__(self, function: Callable, **arguments: Any):
         update_wrapper(self, function)
-        self._jitted: dict[str, Any] = {
+        self._jitted = {
             platform: jax.jit(function, compiler_options=options, **arguments)
             for platform, options in COMPILER_OPTIONS.items()
         }
@@ -44,14 +44,9 @@ class LargeProgram:
     def lower(self, *arguments: Any, **named: Any) -> Lowered:
         return self._jitted[current_platform()].lower(*arguments, **named)
 
-    # As of a jitted function.
-
     def _cache_size(self) -> int:
-        return sum(program._cache_size() for program in self._jitted.values())
-
-    def clear_cache(self) -> None:
-        for program in self._jitted.values():
-            program.clear_cache()
+        """How many programs were compiled, as what `jax.jit` returns has it (`explanation.num_compiled`)."""
+        return sum(jitted._cache_size() for jitted in self._jitted.values())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)

@@ -340,7 +340,7 @@ def _roofline_text(plan: MemoryPlan) -> str:
     rows = [
         (
             point.batch,
-            f"{1000 * point.seconds:.2f}",
+            f"{1000 * point.tpot:.2f}",
             f"{point.tokens_per_second:,.0f}",
             format_bytes(point.hbm_bytes),
             f"{point.flops / 1e12:.3f}",
@@ -349,7 +349,7 @@ def _roofline_text(plan: MemoryPlan) -> str:
         for point in plan.roofline
     ]
     title = f"decoding at the roofline, all sequences {plan.roofline[0].context:,} tokens long\n"
-    titles = ("batch", "ms/token", "tokens/s", "HBM bytes", "TFLOP", "bound by")
+    titles = ("batch", "TPOT ms", "tokens/s", "HBM bytes", "TFLOP", "bound by")
     return title + table_text(titles, rows, num_left=0, indent="  ")
 
 

@@ -634,6 +634,46 @@ PLANNING = (
 
 MEASURE = (
     Fault(
+        "measure/advise-never-exchanges-a-change",
+        "jaxinfer/measure/advise/search.py",
+        "for change in [*changes, *({name: None} for name in best.arguments)]:",
+        "for change in [one for one in changes if not set(one) & set(best.arguments)]:",
+        ("tests/measure/advise/test_tables.py",),
+        "a change that is best alone keeps the best combination out",
+    ),
+    Fault(
+        "measure/advise-stops-what-is-only-a-little-slower",
+        "jaxinfer/measure/advise/search.py",
+        "max(values) * (1 + noise) < median(others)",
+        "max(values) < median(others)",
+        ("tests/measure/advise/test_search.py::test_what_cannot_win_is_stopped_and_what_may_is_not",),
+        "one slow repeat on a busy machine rules a change out",
+    ),
+    Fault(
+        "measure/advise-forgets-what-fits-only-beside-others",
+        "jaxinfer/measure/advise/search.py",
+        "goal.doubt(row) is None and (row.kl or 0.0) <= goal.max_kl]",
+        "goal.doubt(row) is None and goal.ruled_out(row) is None]",
+        ("tests/measure/advise/test_tables.py",),
+        "with --memory, a large batch over quantized weights is never tried",
+    ),
+    Fault(
+        "measure/turns-are-compared-with-another-turn",
+        "jaxinfer/measure/advise/goals.py",
+        "pairs = zip(rounds, others, strict=True)",
+        "pairs = zip(rounds, others[::-1], strict=True)",
+        ("tests/measure/advise/test_goals.py::test_turns_are_compared_one_by_one",),
+        "the drift of the machine is taken for a gain",
+    ),
+    Fault(
+        "measure/a-compacted-prompt-is-its-own-text",
+        "jaxinfer/measure/advise/measure.py",
+        "return [len(text) // 2 if compacts else 0 for text in self._texts]",
+        "return [0 for text in self._texts]",
+        ("tests/measure/advise/test_measure.py::test_a_policy_of_prompts_is_measured_on_what_follows",),
+        "snapkv and h2o lose nothing by advise's figures",
+    ),
+    Fault(
         "measure/percentiles-from-the-other-end",
         "jaxinfer/measure",
         "np.percentile(values, PERCENTS)",
