@@ -70,7 +70,7 @@ def test_text_says_the_verdict_first(planned, ask):
     lines = to_text(planned).splitlines()
     assert lines[0] == "model fits on v6e:1x1 (1 x TPU v6e (Trillium), model=1)"
     assert str(planned) == to_text(planned)
-    for words in ("weights", "cache for ", "decode", "tokens/s", "accepted", "from programs of 2, 4 layers"):
+    for words in ("weights", "cache for ", "decode", "TPOT ms", "tokens/s", "accepted", "from programs of 2, 4 layers"):
         assert words in to_text(planned)
     tight = make_plan(ask(LLAMA_3_8B, "v6e:1x1", max_model_len=4096, max_seqs=64), compiles=False)
     text = to_text(tight, changes(tight, compiles=False))

@@ -173,7 +173,7 @@ def _row(arguments: Arguments, plan: MemoryPlan, planner: Planner) -> TrialResul
     # A prompt reads the weights at least once.
     read = plan.counted.read_weight_bytes(planner.prompt_tokens) / rates.hbm
     ttft = max(prefill_seconds(rates, plan.counted, [planner.prompt_tokens]), read)
-    tpot = first.seconds
+    tpot = first.tpot
     row = TrialResult(
         arguments,
         ttft=(ttft,),

@@ -9,6 +9,7 @@ from typing import Any
 from jaxinfer.checks import format_bytes
 from jaxinfer.measure.advise.goals import Arguments, Goal, Judgement, TrialResult, flags, judge, median
 from jaxinfer.measure.advise.search import Findings, pooled, recommended
+from jaxinfer.measure.bench.metrics import cost_per_million
 from jaxinfer.measure.bench.model import public_name
 from jaxinfer.measure.bench.results import ResultError, check_same, read_schema
 
@@ -196,7 +197,8 @@ def _figures(row: TrialResult, price_per_hour: float | None) -> str:
     if row.rate:
         parts.append(f"{median(row.rate):,.0f} tokens/s in total")
         if price_per_hour is not None:
-            parts.append(f"cost per million output tokens {price_per_hour / 3600 / median(row.rate) * 1e6:,.2f}")
+            cost = cost_per_million(price_per_hour, median(row.rate))
+            parts.append(f"cost per million output tokens {cost:,.2f}")
     if row.goodput:
         parts.append(f"{median(row.goodput):,.2f} requests/s within the limits")
     if row.needed_bytes is not None:

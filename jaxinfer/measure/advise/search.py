@@ -23,7 +23,7 @@ Stop = Callable[[TrialResult], str | None]
 Measure = Callable[[Arguments, Stop], TrialResult]
 # Trials between two measurements of the baseline, whose differences are the noise of the machine.
 EVERY = 4
-NUM_FINALISTS, NUM_ROUNDS = 2, 3  # measured in turn with the baseline, at the end
+NUM_FINALISTS, NUM_ROUNDS = 2, 5  # measured in turn with the baseline, at the end
 SEARCH_SHARE = 0.75  # of the time; the rest is for the finalists
 # Noise of a single repeat that is assumed at least: a trial goes on if it may still be as good as the baseline.
 REPEAT_NOISE = 0.15
@@ -158,7 +158,7 @@ class Search:
         """Why a trial cannot win, before it is measured."""
         base, row = self.found.base[0], TrialResult(arguments)
         fits = self.goal.ruled_out(base) is None
-        if self.goal.name == "quality" and fits and not row.is_exact:
+        if self.goal.name == "quality" and fits and not row.is_exact and not self.goal.is_planned:
             return "it cannot win: the model fits as it is, and its answers would change"
         limit = self.bound(arguments) or _batch_bound(arguments, base)
         if limit is None or not fits:

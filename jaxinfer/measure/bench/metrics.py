@@ -1,5 +1,7 @@
 """Metrics of requests, by the definitions of `vllm bench serve`.
 
+Tokens/s: tokens of the prompts, of the answers or of both, of all requests, over the time of the run.
+
 TTFT: from sending a request to its first tokens. E2EL: from sending it to its last tokens. TPOT = (E2EL - TTFT) /
 (tokens - 1), of each request with more than one token. ITL: gaps between deliveries of all requests; a delivery may
 have several tokens. Goodput: requests per second that are within all limits.
@@ -82,6 +84,11 @@ def is_within(trace: Trace, limits: dict[str, float]) -> bool:
     return all(found[name] <= limit for name, limit in limits.items())
 
 
+def cost_per_million(price_per_hour: float, tokens_per_second: float) -> float:
+    """The cost of a million tokens at a price per hour of the machine, in its currency."""
+    return price_per_hour / 3600 / tokens_per_second * 1e6
+
+
 def figures(
     traces: Sequence[Trace],
     seconds: float,
@@ -112,6 +119,7 @@ def figures(
             "share": good / max(len(traces), 1),
         }
     if price_per_hour is not None:
-        per_second = price_per_hour / 3600
-        found["cost_per_million_tokens"] = {name: per_second / rate * 1e6 for name, rate in rates.items() if rate}
+        found["cost_per_million_tokens"] = {
+            name: cost_per_million(price_per_hour, rate) for name, rate in rates.items() if rate
+        }
     return found

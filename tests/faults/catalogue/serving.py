@@ -4,6 +4,14 @@ from tests.faults.fault import Fault
 
 ENGINE = (
     Fault(
+        "engine/pages-are-scattered",
+        "jaxinfer/engine/pages.py",
+        "if free[start + count - 1] - free[start] == count - 1), 0)",
+        "if free[start + count - 1] - free[start] >= count - 1), 0)",
+        ("tests/engine/test_pages.py",),
+        "after an hour of serving the pages of a sequence lie anywhere, and a CPU reads them a sixth slower",
+    ),
+    Fault(
         "engine/a-damaged-page-of-the-disk-is-used",
         "jaxinfer/engine/page_files.py",
         "if len(content) != num_bytes or data[: len(MAGIC) + DIGEST_BYTES] != _head(name, content):",
@@ -258,8 +266,8 @@ ENGINE = (
     Fault(
         "engine/a-place-of-a-state-is-given-away-while-it-is-found",
         "jaxinfer/engine/pages.py",
-        "            self._free.append(page)\n            self._forget.pop(page)()\n",
-        "            self._free.append(page)\n            self._forget.pop(page)\n",
+        "            insort(self._free, page)\n            self._forget.pop(page)()\n",
+        "            insort(self._free, page)\n            self._forget.pop(page)\n",
         ("tests/engine/test_scheduler.py::test_random_work_gives_one_answer_with_states",),
         "the state of one prompt is overwritten with that of another, and still found",
     ),
@@ -293,7 +301,7 @@ ENGINE = (
     Fault(
         "engine/a-page-is-freed-twice",
         "jaxinfer/engine",
-        "else:\n                    self._free.append(page)",
+        "else:\n                    insort(self._free, page)",
         "else:\n                    self._free += [page, page]",
         ("tests/engine/test_pages.py",),
         "two requests write the same page and read each other's text",
@@ -301,8 +309,8 @@ ENGINE = (
     Fault(
         "engine/the-null-page-is-given-away",
         "jaxinfer/engine",
-        "range(num_pages - 1, NULL_PAGE, -1)",
-        "range(num_pages - 1, NULL_PAGE - 1, -1)",
+        "range(NULL_PAGE + 1, num_pages)",
+        "range(NULL_PAGE, num_pages)",
         ("tests/engine/test_pages.py",),
         "a request's keys are those of every empty place of a table",
     ),
@@ -625,6 +633,46 @@ PLANNING = (
 )
 
 MEASURE = (
+    Fault(
+        "measure/advise-never-exchanges-a-change",
+        "jaxinfer/measure/advise/search.py",
+        "for change in [*changes, *({name: None} for name in best.arguments)]:",
+        "for change in [one for one in changes if not set(one) & set(best.arguments)]:",
+        ("tests/measure/advise/test_tables.py",),
+        "a change that is best alone keeps the best combination out",
+    ),
+    Fault(
+        "measure/advise-stops-what-is-only-a-little-slower",
+        "jaxinfer/measure/advise/search.py",
+        "max(values) * (1 + noise) < median(others)",
+        "max(values) < median(others)",
+        ("tests/measure/advise/test_search.py::test_what_cannot_win_is_stopped_and_what_may_is_not",),
+        "one slow repeat on a busy machine rules a change out",
+    ),
+    Fault(
+        "measure/advise-forgets-what-fits-only-beside-others",
+        "jaxinfer/measure/advise/search.py",
+        "goal.doubt(row) is None and (row.kl or 0.0) <= goal.max_kl]",
+        "goal.doubt(row) is None and goal.ruled_out(row) is None]",
+        ("tests/measure/advise/test_tables.py",),
+        "with --memory, a large batch over quantized weights is never tried",
+    ),
+    Fault(
+        "measure/turns-are-compared-with-another-turn",
+        "jaxinfer/measure/advise/goals.py",
+        "pairs = zip(rounds, others, strict=True)",
+        "pairs = zip(rounds, others[::-1], strict=True)",
+        ("tests/measure/advise/test_goals.py::test_turns_are_compared_one_by_one",),
+        "the drift of the machine is taken for a gain",
+    ),
+    Fault(
+        "measure/a-compacted-prompt-is-its-own-text",
+        "jaxinfer/measure/advise/measure.py",
+        "return [len(text) // 2 if compacts else 0 for text in self._texts]",
+        "return [0 for text in self._texts]",
+        ("tests/measure/advise/test_measure.py::test_a_policy_of_prompts_is_measured_on_what_follows",),
+        "snapkv and h2o lose nothing by advise's figures",
+    ),
     Fault(
         "measure/percentiles-from-the-other-end",
         "jaxinfer/measure",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.measure.advise.goals import Goal, TrialResult, judge, spread
+from jaxinfer.measure.advise.goals import Goal, TrialResult, compare, judge, spread
 
 BASE = TrialResult(one=(1.0, 1.0, 1.0), rate=(100.0, 100.0, 100.0), needed_bytes=1000, cache_tokens=50, kl=0.0)
 
@@ -72,3 +72,14 @@ def test_four_bits_whose_kl_nobody_measured_are_in_doubt():
     assert judge(Goal("cost", is_planned=True), four, [BASE]).verdict == "in doubt"
     eight = row(arguments={"quantize": "int8"}, rate=(300.0,))
     assert judge(Goal("cost", is_planned=True), eight, [BASE]).verdict == "better"
+
+
+def test_turns_are_compared_one_by_one():
+    """Each with the other of its turn: a machine that slows down by half changes no ratio."""
+    speeds = (1.0, 0.7, 0.5)
+    base = [TrialResult(rate=(100 * speed,)) for speed in speeds]
+    its = compare(Goal("cost"), [TrialResult(rate=(110 * speed,)) for speed in speeds], base)
+    assert (its.verdict, its.ratio) == ("better", pytest.approx(1.1))
+    mixed = [TrialResult(rate=(rate,)) for rate in (120.0, 69.0, 55.0)]
+    assert compare(Goal("cost"), mixed, base).verdict == "same"
+    assert compare(Goal("cost"), base, mixed[:1] * 3).verdict == "worse"

@@ -10,13 +10,18 @@ from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel, Weights
 from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
+from jaxinfer.measure.advise.search import after_one
 from jaxinfer.measure.bench.runs import RunOptions
 from jaxinfer.measure.bench.workload import Lengths, Workload
 from jaxinfer.models import init_params
+from jaxinfer.training.corpus import held_out_files
 from tests.tiny import TINY
 
-CONFIG = replace(TINY, vocab_size=96, max_position_embeddings=64, dtype="float32")
+CONFIG = replace(TINY, vocab_size=96, max_position_embeddings=256, dtype="float32")
 ARGUMENTS = {"max_model_len": 48, "max_seqs": 2, "prefill_chunk": 32}
+
+
+NAMES = (("quantize", "int4-g128"), ("method", "gptq"), ("method", "awq"))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,9 @@ def runner(params, monkeypatch):
 
     monkeypatch.setattr("jaxinfer.measure.advise.measure.load_model", load)
     workload = Workload(Lengths("fixed", 8, 8), Lengths("fixed", 6, 6))
-    return TrialRunner(TrialSettings("tiny", dict(ARGUMENTS), workload, (), 3, 2, 4, RunOptions(limits={"e2el": 60.0})))
+    return TrialRunner(
+        TrialSettings("tiny", dict(ARGUMENTS), workload, (), (), 3, 2, 4, RunOptions(limits={"e2el": 60.0}))
+    )
 
 
 @pytest.mark.slow
@@ -69,6 +76,48 @@ def test_policies_and_caches_of_4_bits(runner):
     assert row.reason == "failed: no KL can be measured: the longest text has 47 tokens, and the policy keeps 52"
     refused = runner({"kv_policy": "sinks(4)+window(8)", "mesh": "model=2"})
     assert "kv_policy='sinks(4)+window(8)' runs on one device, not 2" in refused.reason
+
+
+@pytest.mark.parametrize("policy", ["snapkv(40)", pytest.param("h2o(40)", marks=pytest.mark.slow)])
+def test_a_policy_of_prompts_is_measured_on_what_follows(runner, policy):
+    """After a prompt of the first half of each text, and before anything is timed."""
+    runner.settings.arguments.update(max_model_len=160, page_size=4)
+    text = np.random.default_rng(1).integers(0, 96, 400).tolist()
+    runner.prepare([text])
+    asked = []
+    row = runner({"kv_policy": policy}, lambda row: asked.append(row.kl) or "enough")
+    assert row.stopped == "stopped after 0 of 2 repeats: enough"
+    assert (row.rate, row.one) == ((), ())
+    [kl] = asked
+    assert kl == row.kl > 0.001
+    refused = runner({"kv_policy": policy.replace("40", "80")})
+    assert refused.reason == "failed: no KL can be measured: the longest prompt has 79 tokens, and the policy keeps 80"
+
+
+@pytest.mark.slow
+def test_calibrated_weights_lose_less_than_rounded_ones():
+    documents = [text for _, text in held_out_files(6)]
+    lengths = Lengths("fixed", 8, 8)
+    settings = TrialSettings(
+        "demo", {"max_seqs": 2}, Workload(lengths, lengths), tuple(documents[:2]), (*documents[2:],)
+    )
+    runner = TrialRunner(settings)
+    runner.prepare()
+    assert runner.facts((1,), 2, ("ngram",)).has_calibration
+    rows = {name: runner({key: name}, lambda row: "enough") for key, name in NAMES}
+    assert all(row.reason is None for row in rows.values()), rows
+    assert 0 < rows["gptq"].kl < rows["int4-g128"].kl
+    assert 0 < rows["awq"].kl < 1.1 * rows["int4-g128"].kl
+
+
+@pytest.mark.slow
+def test_layers_in_the_hosts_memory_are_not_on_the_device(runner, params):
+    base = runner({}, after_one)
+    runner.settings = replace(runner.settings, model=(CONFIG, params))
+    row = runner({"offload": 2}, after_one)
+    assert row.reason is None
+    assert row.weight_bytes < base.weight_bytes
+    assert len(row.rate) == 1
 
 
 @pytest.mark.slow

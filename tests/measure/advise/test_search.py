@@ -63,10 +63,11 @@ def test_gains_are_added_from_the_largest_and_one_of_a_kind():
     ]
     assert [row.name for row in found.together] == together
     alone = [flags(one) for one in TRIALS]
-    assert machine.asked[:-9] == ["", *alone[:4], "", *alone[4:], "", *together]
+    assert machine.asked[: -3 * NUM_ROUNDS] == ["", *alone[:4], "", *alone[4:], "", *together]
     # The best two and the baseline in turn, forwards and backwards.
     best = [together[0], together[1]]
-    assert machine.asked[-9:] == ["", *best, *reversed(best), "", "", *best]
+    turns = [["", *best] if number % 2 == 0 else [*reversed(best), ""] for number in range(NUM_ROUNDS)]
+    assert machine.asked[-3 * NUM_ROUNDS :] == [name for turn in turns for name in turn]
     row, its = recommended(Goal("cost"), found)
     assert (row.name, its.ratio) == ("--quantize int8 --max-seqs 64", pytest.approx(3.0))
 

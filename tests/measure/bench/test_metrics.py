@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from jaxinfer.measure.bench.metrics import Trace, distribution, figures, is_within, parse_goodput
+from jaxinfer.measure.bench.metrics import (
+    Trace,
+    cost_per_million,
+    distribution,
+    figures,
+    is_within,
+    parse_goodput,
+)
+from jaxinfer.planning.roofline import RooflinePoint
 
 
 def trace(sent, times, tokens):
@@ -59,3 +67,25 @@ def test_goodput_is_read_in_milliseconds():
 def test_goodput_that_cannot_be_read_is_named(text):
     with pytest.raises(ValueError, match="--goodput"):
         parse_goodput(text)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_plan_has_the_same_names_for_the_same_figures(batch):
+    """Steps of a batch that take what a plan's take give the plan's TPOT and tokens/s."""
+    point = RooflinePoint(
+        batch=batch,
+        context=64,
+        flops=1e9,
+        hbm_bytes=1e9,
+        sent_bytes=0.0,
+        memory_seconds=0.004,
+        compute_seconds=0.001,
+        link_seconds=0.0,
+        tokens_per_second=batch / 0.004,
+    )
+    times = [point.seconds * (number + 1) for number in range(50)]
+    found = figures([trace(0.0, times, [1] * 50) for _ in range(batch)], times[-1], price_per_hour=7.2)
+    assert found["tpot"]["p50"] == pytest.approx(point.to_dict()["tpot"])
+    assert found["tokens_per_second"]["out"] == pytest.approx(point.tokens_per_second)
+    assert found["cost_per_million_tokens"]["out"] == pytest.approx(cost_per_million(7.2, point.tokens_per_second))
+    assert cost_per_million(3.6, 100.0) == pytest.approx(10.0)
