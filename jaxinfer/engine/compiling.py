@@ -33,7 +33,7 @@ class LargeProgram:
 
     def __init__(self, function: Callable, **arguments: Any):
         update_wrapper(self, function)
-        self._jitted: dict[str, Any] = {
+        self._jitted = {
             platform: jax.jit(function, compiler_options=options, **arguments)
             for platform, options in COMPILER_OPTIONS.items()
         }
@@ -45,3 +45,62 @@ class LargeProgram:
         return self._jitted[current_platform()].lower(*arguments, **named)
 
     def _cache_size(self) -> int:
+        """How many programs were compiled, as what `jax.jit` returns has it (`explanation.num_compiled`)."""
+        return sum(jitted._cache_size() for jitted in self._jitted.values())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program by name: `lower` traces it, and `run` calls it with nothing to do (or another program's does)."""
+
+    name: str
+    lower: Callable[[], Lowered]
+    run: Callable[[], object] = lambda: None
+
+
+def default_jobs() -> int:
+    """As many as there are cores for this process, at most `MAX_JOBS`."""
+    return min(num_cores(), MAX_JOBS)
+
+
+def compile_programs(
+    programs: Sequence[Program], num_jobs: int, report: Report = lambda name: None, *, runs: bool = False
+) -> None:
+    """Traces the programs in turn while `num_jobs` others are compiled: XLA does not hold the interpreter.
+
+    JAX's call of a program then finds the result. `report` gets the name of each when it is compiled. With `runs` each
+    is run once it and those before it are compiled: a first run takes long, and the next programs are traced meanwhile.
+    An error of one ends all.
+    """
+    if num_jobs == 1:
+        for program in programs:
+            program.lower().compile()
+            report(program.name)
+            if runs:
+                program.run()
+        return
+    futures: list[Future[object]] = []
+    reported: set[Future[object]] = set()
+    num_run = 0
+
+    def advance() -> None:
+        nonlocal num_run
+        for program, future in zip(programs, futures, strict=False):
+            if future.done() and future not in reported:
+                future.result()
+                reported.add(future)
+                report(program.name)
+        while runs and num_run < len(futures) and futures[num_run] in reported:
+            programs[num_run].run()
+            num_run += 1
+
+    with ThreadPoolExecutor(num_jobs, "jaxinfer-compile") as pool:
+        try:
+            for program in programs:
+                futures.append(pool.submit(program.lower().compile))
+                advance()
+            for _ in as_completed(list(futures)):
+                advance()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
