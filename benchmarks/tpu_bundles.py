@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 CHIPS = ("v5e", "v6e", "tpu7x")
 DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
-PROGRAMS = {"decode": (64, 1), "verify": (64, 8)}  # sequences, new tokens of each
+PROGRAMS = {"decode": (64, 1), "verify": (64, 8), "uniform": (64, 1)}  # sequences, new tokens of each
 CONTEXT, PAGE_SIZE, MODEL = 8192, 64, "llama-3-8b"
 GOAL = 1.2
 # Cycles a second: the public bf16 rate over the operations of the matrix units in a cycle.
@@ -102,12 +102,16 @@ def _compile(chip: str, program: str, dtype: str) -> None:
     shape = decode_shape(MODEL, batch, CONTEXT, cache_dtype=dtype, page_size=PAGE_SIZE, num_new=num_new)
     arguments = shape.abstract("interleaved", 4096)
     spec = shape.spec("interleaved")
+    options = dict(shape.options)
+    if program == "uniform":  # any number of new tokens may come
+        options |= {"is_uniform": True, "max_query_length": None}
+        spec = replace(spec, is_uniform=True, max_query_length=batch)
     with ahead_of_time.as_if_on(chip):
-        sizes = program_sizes(spec, is_long=False)
+        sizes = program_sizes(spec, is_long=spec.has_long)
     pages = arguments.pop("pages")
 
     def step(pages, arrays):
-        return paged_attention(pages=pages, **arrays, **shape.options, implementation="pallas_tpu")
+        return paged_attention(pages=pages, **arrays, **options, implementation="pallas_tpu")
 
     ahead_of_time.compile_for(chip, step, pages, arguments, donate_argnums=(0,))
     token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in (pages.kv,)) // (4096 * PAGE_SIZE)

@@ -22,6 +22,7 @@ class Description:
         reads a list of texts.
       is_repeated: whether the flag may be repeated.
       is_argument: whether the command line takes it by position.
+      bare: the values of an option whose flag may also stand alone, which then means the first.
     """
 
     help: str
@@ -33,6 +34,7 @@ class Description:
     parse: Callable[[Any], Any] | None = None
     is_repeated: bool = False
     is_argument: bool = False
+    bare: tuple[str, ...] = ()
 
 
 def option(

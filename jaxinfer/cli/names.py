@@ -11,7 +11,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from jaxinfer.cli.command import USAGE, say
+from jaxinfer.llm_options import LLMOptions
 from jaxinfer.option_names import OptionNameError, OtherName, Scope, check_do_sample, find, translated
+from jaxinfer.options import describe
 
 # A command takes the names of a scope if it has this option.
 _SCOPES: tuple[tuple[Scope, str], ...] = (
@@ -20,6 +22,8 @@ _SCOPES: tuple[tuple[Scope, str], ...] = (
     ("SamplingParams", "temperature"),
     ("call", "prompts"),
 )
+# Flags that may stand alone, and the values that they may have.
+_BARE = {"--" + name.replace("_", "-"): one.bare for name, one in describe(LLMOptions).items() if one.bare}
 # llama.cpp's flags of one dash.
 _SHORT = {"-p": "--prompt", "-c": "--ctx-size", "-t": "--threads", "-ngl": "--n-gpu-layers", "-hf": "--hf-repo"}
 # What a name means on the command line, where that is not what it means in Python.
@@ -144,7 +148,9 @@ def _scan(params: Sequence[Any], args: Sequence[str]) -> _Scan:
             found.rest.append(arg)
             if flag in flags:
                 _note(found, flags[flag], flag)
-                if left and not equals and _takes_value(flags[flag]):
+                if not equals and flag in _BARE and (not left or left[0] not in _BARE[flag]):
+                    found.rest[-1] = f"{flag}={_BARE[flag][0]}"
+                elif left and not equals and _takes_value(flags[flag]):
                     found.rest.append(left.pop(0))
             continue
         entry, is_negative = _entry(flag, scopes)

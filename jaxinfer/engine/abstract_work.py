@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache import PageTables
-from jaxinfer.engine.programs.paged import DecodeWork, Slots, StepSlots, StepWork, init_slots, slot_axes
+from jaxinfer.engine.programs.paged import init_slots, slot_axes
 from jaxinfer.engine.programs.speculative import SpeculativeWork
+from jaxinfer.engine.programs.work import DecodeWork, Slots, StepSlots, StepWork
 from jaxinfer.models import ModelConfig, Params, host_layers, parameter_shardings
 from jaxinfer.models.host_layers import is_on_host
 from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out

@@ -22,7 +22,7 @@ from jaxinfer.engine.model_runner import ModelRunner
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.plans import DispatchPlan
 from jaxinfer.engine.prefix_store import PrefixStore
-from jaxinfer.engine.programs.paged import INVALID_LOGITS
+from jaxinfer.engine.programs.work import INVALID_LOGITS
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
 from jaxinfer.engine.spec import EngineSpec
@@ -292,7 +292,6 @@ class Engine:
     def _dispatch_event(self, flight: Flight) -> Dispatch:
         chunks = (SlotWork(one.sequence, slot, one.start, one.length) for slot, one in flight.chunks)
         decodes = (SlotWork(one, slot, len(one.tokens), 0) for slot, one in flight.decodes)
-        # A deterministic engine decodes with the program for prompts; that is still decoding.
         kind = "rounds" if flight.counts is not None else "step" if flight.chunks else "decode"
         return Dispatch(
             kind=kind,

@@ -171,7 +171,7 @@ def _describe_programs(spec: EngineSpec) -> dict[str, Any]:
         "slots of decode": ", ".join(str(size) for size in spec.decode_slots),
         "prompt tokens of a step": spec.prefill_chunk,
         "steps per dispatch": spec.steps_per_dispatch,
-        "deterministic": spec.options.deterministic,
+        "deterministic": str(spec.determinism),
         **_compiled(paged, ("step", "sample_step", "decode")),
     }
 
@@ -181,7 +181,7 @@ def _describe_kernels(spec: EngineSpec) -> dict[str, str]:
     if spec.config.mla is not None and spec.config.mla.has_indexer:
         return {f"{name} attention": "attend_to_chosen, xla" for name in ("decode", "prompt")}
     for name, num_tokens, longest in (("decode", spec.max_seqs, 1), ("prompt", tokens, tokens)):
-        is_uniform = name == "prompt" and spec.options.deterministic
+        is_uniform = name == "prompt" and spec.is_deterministic
         kernels |= _chosen(name, "paged_attention", choose(_paged_spec(spec, num_tokens, longest, is_uniform)))
     return kernels
 

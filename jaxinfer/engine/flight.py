@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxinfer.engine.plans import Chunk, DispatchPlan
-from jaxinfer.engine.programs.paged import StepOutput
 from jaxinfer.engine.programs.speculative import RoundCounts
+from jaxinfer.engine.programs.work import StepOutput
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scoring import PendingScores
 from jaxinfer.sampling import SampleOutput

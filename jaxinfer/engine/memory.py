@@ -103,8 +103,8 @@ def activation_bytes(spec: EngineSpec) -> int:
     hidden = LIVE_HIDDEN * max(config.hidden_size, heads) + LIVE_INNER * config.intermediate_size
     logits = LIVE_LOGITS * spec.max_seqs * config.vocab_size * 4
     # A speculative round keeps the inputs of its states until it is known which rows are confirmed.
-    rows = 0 if spec.draft is None else spec.round_slots[-1] * spec.trees[-1].num_nodes
-    if rows and spec.options.deterministic:  # a pass of one shape, filled up
+    rows = 0 if spec.draft is None else spec.decode_slots[-1] * spec.trees[-1].num_nodes
+    if rows and spec.is_deterministic:  # a pass of one shape, filled up
         rows = max(rows, spec.token_buckets[-1])
     deferred = rows * deferred_bytes(config, spec.params)
     # What is drafted goes into a copy of the draft's states, as it may be rejected.

@@ -31,8 +31,9 @@ from jaxinfer.engine.plans import Chunk, DispatchPlan
 from jaxinfer.engine.programs import grammar as grammars
 from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
-from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepSlots, StepWork
+from jaxinfer.engine.programs.paged import WIDE_ROWS
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
+from jaxinfer.engine.programs.work import DecodeWork, StepOutput, StepSlots, StepWork
 from jaxinfer.engine.prompt_passes import PromptPasses
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
@@ -149,11 +150,11 @@ class ModelRunner(CacheCopies, PromptPasses):
             sent = partial(sent, num_rows=chunks[0][1].length)
             return self._sent_pieces(sent, *self._compact(*chunks[0]))
         decodes = [(slot_of(sequence), sequence) for sequence in plan.decodes]
-        is_step = bool(chunks) or (self.spec.options.deterministic and plan.draft is None)
+        is_step = bool(chunks)
         highest = max(slot for slot, _ in (*chunks, *decodes))
         num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
         num_tokens = next(bucket for bucket in self.spec.token_buckets if bucket >= num_rows)
-        sizes = self.spec.step_slots_of(num_tokens) if is_step else self.spec.round_slots
+        sizes = self.spec.step_slots_of(num_tokens) if is_step else self.spec.decode_slots
         num_slots = next(size for size in sizes if size > highest)
         self._update_tables(plan, num_slots)
         sent = partial(Flight, plan, chunks, decodes, num_slots=num_slots, sent_at=time.perf_counter())
@@ -311,7 +312,7 @@ class ModelRunner(CacheCopies, PromptPasses):
 
     def _step_arguments(self, work: StepWork) -> tuple[Any, ...]:
         arrays = (self.model, self.weights, self._cache, self._slots, work)
-        return *arrays, self.spec.options.deterministic, self.spec.token_buckets[-1]
+        return *arrays, self.spec.is_deterministic, self.spec.token_buckets[-1]
 
     @operation
     def _run_step(self, work: dict[str, np.ndarray], is_scored: bool) -> StepOutput:
@@ -335,7 +336,8 @@ class ModelRunner(CacheCopies, PromptPasses):
     def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_tables: PageTables) -> tuple[Any, ...]:
         scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
         arrays = (self.model, self.weights, self._cache, self._slots, self._batch)
-        return *arrays, DecodeWork(scheduled, page_tables, steps), self.spec.steps_per_dispatch, self._tables
+        static = self.spec.steps_per_dispatch, self._tables, *self.spec.determinism.rows
+        return *arrays, DecodeWork(scheduled, page_tables, steps), *static
 
     @operation
     def _run_decode(self, is_scheduled: np.ndarray, num_steps: int) -> StepOutput:
@@ -390,11 +392,11 @@ class ModelRunner(CacheCopies, PromptPasses):
         for sizes in [(size, num_slots) for size in spec.token_buckets for num_slots in spec.step_slots_of(size)]:
             name = "step of {} tokens, {} slots".format(*sizes)
             found.append(Program(name, partial(self._lower_step, *sizes), partial(self._warm_up_step, *sizes)))
-        for num_slots in () if spec.options.deterministic else spec.decode_slots:
+        for num_slots in spec.decode_slots:
             calls = partial(self._lower_decode, num_slots), partial(self._warm_up_decode, num_slots)
             found.append(Program(f"decode of {num_slots} slots", *calls))
         for number, tree in enumerate(self.drafters):
-            for num_slots in spec.round_slots:
+            for num_slots in spec.decode_slots:
                 name = f"speculation of {tree.num_nodes} tokens, {num_slots} slots"
                 calls = partial(self._lower_rounds, num_slots, number), partial(self._warm_up_rounds, num_slots, number)
                 found.append(Program(name, *calls))

@@ -10,10 +10,12 @@ A page is in one of four states:
 """
 
 import random
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 NULL_PAGE = 0
+MAX_STARTS = 1024  # free pages at which `allocate` looks for a run of consecutive ones
 
 
 class OutOfPagesError(RuntimeError):
@@ -23,7 +25,8 @@ class OutOfPagesError(RuntimeError):
 class PagePool:
     """Hands out the pages 1 .. num_pages - 1 and counts their owners.
 
-    `shuffle_seed` orders the free pages at random, for tests: no answer depends on the order.
+    Pages that are allocated together are consecutive where such are free: memory reads them faster one after the other
+    than scattered. `shuffle_seed` takes free pages at random, for tests: no answer depends on the order.
     """
 
     def __init__(self, num_pages: int, shuffle_seed: int | None = None):
@@ -31,9 +34,8 @@ class PagePool:
             raise ValueError(f"num_pages={num_pages}: a pool needs the null page and at least one more")
         self.num_pages = num_pages
         self.num_evictions = 0
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
-        if shuffle_seed is not None:
-            random.Random(shuffle_seed).shuffle(self._free)
+        self._free = list(range(NULL_PAGE + 1, num_pages))  # ascending
+        self._random = None if shuffle_seed is None else random.Random(shuffle_seed)
         self._owners = [0] * num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
         self._forget: dict[int, Callable[[], None]] = {}
@@ -64,14 +66,18 @@ class PagePool:
         return page in self._unlikely
 
     def allocate(self, count: int) -> list[int]:
-        """Pages with one owner, the caller. Raises OutOfPagesError and takes none where there are too few."""
+        """Pages with one owner, the caller, ascending: the first free ones that are consecutive, or else the first.
+
+        Raises OutOfPagesError and takes none where there are too few.
+        """
         if count > self.num_available:
             raise OutOfPagesError(f"{count} pages needed, {self.num_available} of {self.num_pages - 1} available")
-        pages = []
-        for _ in range(count):
-            page = self._free.pop() if self._free else self._evict()
+        pages = self._take_free(min(count, len(self._free)))
+        pages += [self._evict() for _ in range(count - len(pages))]
+        if self._random is None:
+            pages.sort()
+        for page in pages:
             self._owners[page] = 1
-            pages.append(page)
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -101,7 +107,7 @@ class PagePool:
                         self._idle.move_to_end(page, last=False)
                         self._unlikely.add(page)
                 else:
-                    self._free.append(page)
+                    insort(self._free, page)
 
     def keep(self, page: int, forget: Callable[[], None]) -> None:
         """Once nobody owns `page`, its contents stay for as long as pages last; `forget()` is called when they go."""
@@ -119,7 +125,7 @@ class PagePool:
         if page in self._idle:
             del self._idle[page]
             self._unlikely.add(page)
-            self._free.append(page)
+            insort(self._free, page)
             self._forget.pop(page)()
             self._unlikely.remove(page)
 
@@ -127,7 +133,7 @@ class PagePool:
         """Gives up everything idle; returns how many pages became free."""
         count = len(self._idle)
         self._unlikely.update(self._idle)
-        self._free += [self._evict() for _ in range(count)]
+        self._free = sorted([*self._free, *(self._evict() for _ in range(count))])
         return count
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
@@ -149,6 +155,19 @@ class PagePool:
             raise RuntimeError(f"{self.num_pages - 1} pages, but {len(unowned)} unowned and {self.num_owned} owned")
         if any(page not in self._forget for page in self._idle) or any(page in self._forget for page in self._free):
             raise RuntimeError("an idle page is kept by nobody, or a free one is kept")
+
+    def _take_free(self, count: int) -> list[int]:
+        """Takes so many free pages: the first that are consecutive, or else the first."""
+        if self._random is not None:
+            pages = self._random.sample(self._free, count)
+            self._free = sorted(set(self._free).difference(pages))
+            return pages
+        free = self._free
+        starts = range(min(len(free) - count + 1, MAX_STARTS)) if count > 1 else ()
+        start = next((start for start in starts if free[start + count - 1] - free[start] == count - 1), 0)
+        pages = free[start : start + count]
+        del free[start : start + count]
+        return pages
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)

@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
-from jaxinfer.engine.programs.paged import Slots, slot_axes
+from jaxinfer.engine.programs.paged import slot_axes
+from jaxinfer.engine.programs.work import Slots
 from jaxinfer.sampling import SamplingBatch
 
 

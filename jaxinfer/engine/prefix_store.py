@@ -117,7 +117,7 @@ def fingerprint(runner: ModelRunner) -> bytes:
         "config": spec.config,
         "stored": (spec.kv_dtype, spec.page_size, spec.layout_of(spec.config, spec.kv_dtype)),
         "levels": (rotation.LEVELS, rotation.LEVEL_STEP),
-        "deterministic": spec.options.deterministic,
+        "deterministic": spec.determinism.rows,
         "weights": str(runner.model.structure),
         "rows": [(row.shape, row.dtype.name) for row in runner.host_pages.rows_of(0)],
     }

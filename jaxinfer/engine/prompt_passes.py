@@ -14,7 +14,7 @@ from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.plans import Chunk, GroupMove
 from jaxinfer.engine.programs import ProgramModel, Weights, paged
 from jaxinfer.engine.programs.compaction import CompactionWork, compact_prompt, compaction_work
-from jaxinfer.engine.programs.paged import Slots, StepOutput, StepSlots
+from jaxinfer.engine.programs.work import Slots, StepOutput, StepSlots
 from jaxinfer.engine.scoring import ScoredChunk
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.step_rows import step_rows
@@ -54,7 +54,7 @@ class PromptPasses(Operated, Protocol):
 
     def _compaction_arguments(self, work: CompactionWork) -> tuple[Any, ...]:
         spec = self.spec
-        static = spec.max_seqs, spec.options.deterministic, spec.token_buckets[-1]
+        static = spec.max_seqs, spec.is_deterministic, spec.token_buckets[-1]
         return self.model, self.weights, self._cache, self.placement.put(work), *static
 
     @property

@@ -152,7 +152,7 @@ class Scheduler:
             if steps * width > 1 or self._allocate_pages(decodes, 1):
                 admitted: list[SequenceState] = []
                 copies: list[PageCopy] = []
-                chunks = self._plan_prompts(admitted, copies)
+                chunks = self._plan_prompts(admitted, copies, len(decodes))
                 self.saved.release_restored()
                 if chunks or decodes or admitted or all(one.is_decoding for one in self.running):
                     break
@@ -301,9 +301,11 @@ class Scheduler:
                 self.pools.extend(sequence, count)
         return True
 
-    def _plan_prompts(self, admitted: list[SequenceState], copies: list[PageCopy]) -> list[Chunk]:
+    def _plan_prompts(self, admitted: list[SequenceState], copies: list[PageCopy], num_decoding: int) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = self.options.prefill_chunk
+        if self.options.max_step_tokens is not None:
+            budget = min(budget, self.options.max_step_tokens - num_decoding)
         for sequence in sorted((one for one in self.running if not one.is_decoding), key=_rank):
             budget -= self._plan_chunk(sequence, budget, chunks)
         num_looked_at = 0

@@ -26,7 +26,8 @@ class SchedulerOptions:
       pages of each group of layers, and of saved states; () for none. budget: what stays of a prompt in the first
       group, if it is compacted. heavy: what stays of a sequence that loses tokens within its own pages; None for all.
       num_replayed: tokens that a step takes of answers that are computed again, where these are not as tokens of a
-      prompt (`AnswerReplays`); None where they are.
+      prompt (`AnswerReplays`); None where they are. max_step_tokens: tokens of a step in all; None for prefill_chunk
+      beside decoding sequences.
     """
 
     num_pages: int
@@ -47,6 +48,7 @@ class SchedulerOptions:
     budget: "LayerBudget | None" = None
     heavy: "HeavyPages | None" = None
     num_replayed: int | None = None
+    max_step_tokens: int | None = None
 
     @classmethod
     def of(cls, spec: "EngineSpec", host_pools: tuple[HostPoolSize, ...] = ()) -> "SchedulerOptions":
@@ -70,6 +72,7 @@ class SchedulerOptions:
             host_pools=host_pools,
             num_replayed=spec.best_pages and spec.best_pages.num_replayed,
             heavy=spec.heavy_pages,
+            max_step_tokens=spec.token_buckets[-1],
         )
 
     @property

@@ -24,6 +24,7 @@ from jaxinfer.cache import (
 from jaxinfer.cache.best_pages import BoundedPages
 from jaxinfer.cache.heavy_hitters import with_sums
 from jaxinfer.cache.policies import BestPages, LayerBudget
+from jaxinfer.chips import chip_of_kind
 from jaxinfer.engine.abstract_work import (
     abstract_slots,
     buckets,
@@ -34,12 +35,13 @@ from jaxinfer.engine.abstract_work import (
     take_layers,
 )
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
+from jaxinfer.engine.determinism import Determinism, decide
 from jaxinfer.engine.layer_caches import PolicyPages, group_kinds
 from jaxinfer.engine.options import EngineOptions, most_tokens
 from jaxinfer.engine.policy_checks import check_heavy, check_policy, check_prompt_budget
 from jaxinfer.engine.programs import ProgramModel
-from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
+from jaxinfer.engine.programs.work import Slots
 from jaxinfer.engine.state_checks import check_sequence_axis, check_states
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
@@ -52,7 +54,6 @@ from pallas_kernels.recurrence import BLOCK_TOKENS
 DEFAULT_MAX_MODEL_LEN = 4096
 CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64  # on a CPU more answers at once would wait for its few cores
 MIN_STEP_TOKENS = 32
-UNIFORM_STEP_TOKENS = 256  # of every step of a deterministic engine: bits may depend on the shape, so there is one
 DEFAULT_CHUNK = 512
 DRAFT_LENGTHS, NGRAM_LENGTHS = (2, 4, 8), (3, 7, 15)  # n-gram drafts are free, and accepted in long runs
 
@@ -69,6 +70,8 @@ class EngineSpec(PolicyPages):
       draft: what drafts, a `ModelDraft` with abstract parameters.
       pool_pages: pages that fit in the memory; None before that is known.
       num_dense_layers: the first layers, whose answers read all pages under `kv_policy="quest(N)"`.
+      chip: the name of the chip, where its figures are known.
+      determinism: whether every pass has one shape, and its rows; decided where it is None.
 
     Raises ValueError for options that the draft cannot fulfil, and for those that need a draft where there is none.
     """
@@ -81,6 +84,8 @@ class EngineSpec(PolicyPages):
     draft: Draft | None = None
     pool_pages: int | None = None
     num_dense_layers: int = BestPages.num_dense_layers
+    chip: str | None = None
+    determinism: Determinism = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         options = self.options
@@ -89,22 +94,30 @@ class EngineSpec(PolicyPages):
         check_sequence_axis(self.mesh, self.page_size, options)
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
-        options.check_buckets(self.prefill_chunk, self.max_seqs)
         combined = self.config, self.draft, self.num_devices, options
         check_policy(*combined, self.kept_pages or self.best_pages, self.kv_dtype)
         check_prompt_budget(*combined, self.max_model_len)
         check_heavy(*combined, self.heavy_pages, self.max_model_len)
+        if self.determinism is None:
+            object.__setattr__(self, "determinism", decide(self))
+        options.check_buckets(self.prefill_chunk, self.max_seqs)
 
     @classmethod
     def of(
         cls, config: ModelConfig, params: Params, options: EngineOptions, draft: Draft | None, mesh: Mesh | None
     ) -> "EngineSpec":
         """The spec of an engine over concrete parameters, on the devices where they lie."""
-        platform = jax.tree.leaves(params)[0].addressable_shards[0].device.platform
+        device = jax.tree.leaves(params)[0].addressable_shards[0].device
         if isinstance(draft, ModelDraft):
             draft = replace(draft, params=shapes_of(draft.params), kv_scales=None)
-        is_gpu = platform in ("cuda", "rocm")
-        return cls(config, shapes_of(params), options, "gpu" if is_gpu else platform, mesh, draft)
+        platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+        chip = chip_of_kind(device.device_kind)
+        return cls(config, shapes_of(params), options, platform, mesh, draft, chip=chip and chip.name)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether every pass has one shape."""
+        return self.determinism.is_on
 
     # Sizes.
 
@@ -269,42 +282,32 @@ class EngineSpec(PolicyPages):
 
     @cached_property
     def prefill_chunk(self) -> int:
-        """Prompt tokens of a step."""
-        left = UNIFORM_STEP_TOKENS - self.max_seqs % UNIFORM_STEP_TOKENS  # of a step by decoding sequences
-        default = left if self.options.deterministic else DEFAULT_CHUNK
+        """Prompt tokens of a step, at most; with one shape the rows that decoding sequences leave."""
+        default = self.determinism.num_rows if self.is_deterministic else DEFAULT_CHUNK
         return min(self.options.prefill_chunk or default, self.max_model_len)
 
     @cached_property
     def decode_slots(self) -> tuple[int, ...]:
-        """Numbers of slots of decode programs: unless set, 1, 4, 8, 16, ... and max_seqs."""
-        if self.options.decode_slots is not None:
-            return tuple(self.options.decode_slots)
-        return buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
+        """Numbers of slots of decode programs and speculative rounds: unless set, 1, 4, 8, 16, ... and max_seqs."""
+        default = buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
+        return self.step_slots if self.is_deterministic else tuple(self.options.decode_slots or default)
 
     @cached_property
     def step_slots(self) -> tuple[int, ...]:
         """Numbers of slots of steps, where only the sampler's work depends on it."""
-        return (self.max_seqs,) if self.options.deterministic else buckets((1,), self.max_seqs)
+        return (self.max_seqs,) if self.is_deterministic else buckets((1,), self.max_seqs)
 
     def step_slots_of(self, num_tokens: int) -> tuple[int, ...]:
         """Those of steps of one of the `token_buckets`. Beside more than the fewest tokens, rows of logits that nobody
         reads cost little, and one program less is compiled."""
         return self.step_slots if num_tokens == self.token_buckets[0] else self.step_slots[-1:]
 
-    @property
-    def round_slots(self) -> tuple[int, ...]:
-        """Numbers of slots of speculative rounds."""
-        return self.step_slots if self.options.deterministic else self.decode_slots
-
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
         """Numbers of tokens of steps: unless set, 32, 128, 256, ... and a whole chunk beside max_seqs slots. One that
         the largest exceeds by less than 5 % is left out."""
-        if self.options.deterministic:
-            most = self.prefill_chunk + self.max_seqs
-            if self.draft is not None:
-                most = max(most, self.max_seqs * self.trees[-1].num_nodes)
-            return (-(-most // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
+        if self.is_deterministic:
+            return (self.determinism.num_rows,)
         if self.options.token_buckets is not None:
             return tuple(self.options.token_buckets)
         largest = most_tokens(self.prefill_chunk, self.max_seqs)
@@ -314,7 +317,7 @@ class EngineSpec(PolicyPages):
     @property
     def steps_per_dispatch(self) -> int:
         """Decode steps of one dispatch."""
-        return 1 if self.options.deterministic else self.options.steps_per_dispatch
+        return self.options.steps_per_dispatch
 
     # Drafting.
 
@@ -332,7 +335,7 @@ class EngineSpec(PolicyPages):
     @property
     def max_rounds(self) -> int:
         """Speculative rounds of one dispatch."""
-        return 1 if self.options.deterministic else max(1, self.options.steps_per_dispatch // 2)
+        return max(1, self.options.steps_per_dispatch // 2)
 
     @property
     def draft_length(self) -> int | None:
@@ -357,8 +360,8 @@ class EngineSpec(PolicyPages):
                 tree,
                 is_maximal=self.options.acceptance == "maximal",
                 shares_cache=isinstance(self.draft, LayersDraft),
-                min_rows=self.token_buckets[-1] if self.options.deterministic else 0,
-                is_uniform=self.options.deterministic,
+                min_rows=self.token_buckets[-1] if self.is_deterministic else 0,
+                is_uniform=self.is_deterministic,
             )
             for tree in self.trees
         }

@@ -65,7 +65,7 @@ class Speculation:
             tree = self.spec.trees[-1]
             counts = {one: 0 if self._must_follow(one) else tree.num_nodes - 1 for one in sequences}
             return DraftPlan(tree, counts, self.spec.max_rounds)
-        num_slots = next(size for size in self.spec.round_slots if size >= len(sequences))
+        num_slots = next(size for size in self.spec.decode_slots if size >= len(sequences))
         limits = [0 if self._must_follow(one) else max(one.num_left - 1, 0) for one in sequences]
         choice = self._controller.choose(num_slots, self._estimates_of(sequences, self._controller), limits)
         if choice.num_draft_tokens == 0:

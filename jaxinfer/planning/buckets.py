@@ -107,9 +107,10 @@ def choose_buckets(spec: EngineSpec, trace: Sequence[TraceRequest], max_programs
 
     Raises ValueError for a deterministic engine, which has one shape, and for a limit that is too small for any.
     """
-    if spec.options.deterministic:
+    if spec.options.deterministic is True:
         raise ValueError("sizes cannot be chosen for deterministic=True, which has one shape")
-    spec = replace(spec, options=replace(spec.options, token_buckets=None, decode_slots=None))
+    options = replace(spec.options, token_buckets=None, decode_slots=None, deterministic=False)
+    spec = replace(spec, options=options, determinism=None)
     requests = [trace[place] for place in np.linspace(0, len(trace) - 1, min(len(trace), MAX_SIMULATED)).astype(int)]
     loads = {name: run(spec, requests) for name, run in LOADS.items()}
     default = _measured(spec, spec.token_buckets, spec.decode_slots, loads)

@@ -1,63 +1,22 @@
-"""Chips by name, with the figures of chips.json; places of one or several chips; how a place shards a model."""
+"""Places of one or several chips; how a place shards a model."""
 
-import json
 import math
-import os
 import re
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxinfer import parallel
 from jaxinfer.checks import did_you_mean
+from jaxinfer.chips import Chip, chip_of_kind, chips
 from jaxinfer.models import ModelConfig, check_divides, fit_to_mesh
 from jaxinfer.parallel import DATA
 from pallas_kernels import ahead_of_time
 
-# JAX allocates this share of a GPU's memory at its start, unless the environment variable sets another.
-GPU_SHARE, GPU_SHARE_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
+__all__ = ["Chip", "Layout", "Place", "chip_of_kind", "chips", "larger_places", "layout_of", "parse_place"]
+
 MAX_GPUS = 8
-
-
-class Source(NamedTuple):
-    """Where figures of a chip are taken from; `figures` are names of fields of `Chip`."""
-
-    title: str
-    url: str | None
-    date: str
-    figures: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Chip:
-    """The figures of one chip: bytes, bytes/s and FLOP/s; those of one device are a `devices_per_chip`-th.
-
-    Attributes:
-      name: the name in options. title: the vendor's name. platform: "tpu" or "gpu".
-      hbm_bytes: of a GPU as its driver reports it. usable_bytes: the part of them that programs may use.
-      flops: FLOP/s by the type of the operands: "bf16", "int8", "fp8"; None if the chip has no such rate.
-      link_bandwidth: of all links to other chips, both directions added.
-      host_bandwidth: from the host's memory to the chip.
-      can_compile: whether programs can be compiled for it ahead of time.
-    """
-
-    name: str
-    title: str
-    platform: str
-    devices_per_chip: int
-    hbm_bytes: int
-    usable_bytes: int
-    hbm_bandwidth: float
-    flops: dict[str, float | None]
-    link_bandwidth: float
-    host_bandwidth: float
-    chips_per_host: int
-    can_compile: bool
-    device_kinds: tuple[str, ...]
-    sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True)
@@ -81,28 +40,6 @@ class Place:
     def with_gpu_share(self, share: float) -> "Place":
         """The place where JAX allocates another share of a GPU's memory."""
         return replace(self, chip=replace(self.chip, usable_bytes=int(share * self.chip.hbm_bytes)))
-
-
-@cache
-def chips() -> dict[str, Chip]:
-    """All of chips.json, by name."""
-    data = json.loads(files("jaxinfer.planning").joinpath("chips.json").read_text(encoding="utf-8"))
-    return {name: _chip(name, fields) for name, fields in data["chips"].items()}
-
-
-def _chip(name: str, fields: dict[str, Any]) -> Chip:
-    values = {key: value for key, value in fields.items() if key != "notes"}
-    if values["usable_bytes"] is None:
-        share = float(os.environ.get(GPU_SHARE_VARIABLE) or GPU_SHARE)
-        values["usable_bytes"] = int(share * values["hbm_bytes"])
-    values["device_kinds"] = tuple(values["device_kinds"])
-    values["sources"] = tuple(Source(**{**one, "figures": tuple(one["figures"])}) for one in values["sources"])
-    return Chip(name=name, **values)
-
-
-def chip_of_kind(device_kind: str) -> Chip | None:
-    """The chip with this name in JAX (`device.device_kind`); None if it is not listed."""
-    return next((chip for chip in chips().values() if device_kind in chip.device_kinds), None)
 
 
 def parse_place(text: str) -> Place:

@@ -379,7 +379,7 @@ def _count(layers: Sequence[int], of_kind: list[int]) -> int:
 def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     """By name: "prefill", a step of the most tokens; "decode" of all slots; "speculate" with the longest draft.
 
-    A deterministic engine decodes with the step's program. Raises ValueError for a mesh that does not divide the model.
+    Raises ValueError for a mesh that does not divide the model.
     """
     model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, *spec.program_policies)
     common = (model, weights, spec.cache, *spec.slots)
@@ -389,11 +389,10 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
         resident = num_bytes(spec.placed_draft) + num_bytes(spec.draft_cache)
     lengths = {"has_prompt_lengths": spec.has_prompt_lengths}
     work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, **lengths)
-    step = (model, weights, spec.cache, spec.slots[0], work, spec.options.deterministic)
-    found = [Planned(PREFILL, paged.step, step, resident)]
-    if not spec.options.deterministic:
-        decoding = abstract_decode_work(spec.decode_slots[-1], *tables)
-        found.append(Planned(DECODE, paged.decode, (*common, decoding, spec.steps_per_dispatch, spec.tables), resident))
+    step = (model, weights, spec.cache, spec.slots[0], work, spec.is_deterministic)
+    decoding = abstract_decode_work(spec.decode_slots[-1], *tables)
+    decode = (*common, decoding, spec.steps_per_dispatch, spec.tables, *spec.determinism.rows)
+    found = [Planned(PREFILL, paged.step, step, resident), Planned(DECODE, paged.decode, decode, resident)]
     if spec.draft is not None:
         is_shared = isinstance(spec.draft, LayersDraft)
         twice = -num_bytes(spec.placed_draft) if is_shared else 0
@@ -407,6 +406,6 @@ def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:
         kind, draft_weights = program_model(spec.draft_model[0], spec.placed_draft or {}, spec.program_mesh)
     drafter = spec.drafters(kind)[spec.trees[-1]]  # pyright: ignore[reportArgumentType]
     tables = spec.pages_per_sequence, len(spec.windows), spec.budgets is not None
-    work = abstract_rounds(spec.round_slots[-1], *tables)
+    work = abstract_rounds(spec.decode_slots[-1], *tables)
     arrays = spec.cache, spec.draft_cache, *spec.slots
     return model, weights, drafter, draft_weights, *arrays, work, spec.max_rounds, spec.tables

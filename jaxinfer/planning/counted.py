@@ -1,6 +1,5 @@
 """FLOPs and bytes counted from shapes: the least that a step needs, whatever the compiler does."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +7,9 @@ import jax
 
 from jaxinfer.cache.best_pages import BoundedPages
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.weight_work import weight_work
 from jaxinfer.models import ModelConfig, Params
-from jaxinfer.models.host_layers import all_layers
-from jaxinfer.quantization.tree import is_quantized, num_bytes
+from jaxinfer.quantization.tree import num_bytes
 
 
 @dataclass(frozen=True)
@@ -72,27 +71,8 @@ class Counted:
 
 def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> Counted:
     """Counts a model that runs on the spec's devices, the spec's own or its draft; `params` are placed."""
-    num_devices = spec.num_devices
-    flops: dict[str, float] = {}
-    dense = experts = 0
-    moe = config.moe
-    head = ("bf16", 0.0)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(params), is_leaf=is_quantized):
-        names = [key.key for key in path]
-        is_head = names == ["embed"] and config.tie_word_embeddings
-        size = num_bytes(leaf)
-        if names[0] in ("embed", "position_embed", "layer_embed") and not is_head:
-            continue  # only single rows are read
-        is_stack = leaf.ndim > 2 and "experts" in names
-        experts, dense = (experts + size, dense) if is_stack else (experts, dense + size)
-        if leaf.ndim < 2:
-            continue
-        activations = leaf.scheme.activations if is_quantized(leaf) else None
-        share = moe.num_experts_per_token / moe.num_experts if is_stack and moe is not None else 1.0
-        kind = activations or "bf16"
-        flops[kind] = flops.get(kind, 0.0) + 2 * math.prod(leaf.shape) * share / num_devices
-        if is_head or names == ["lm_head"]:
-            head = (kind, 2 * math.prod(leaf.shape) / num_devices)
+    num_devices, moe = spec.num_devices, config.moe
+    work = weight_work(config, params)
     keys: dict[int | None, float] = {}
     stored: dict[int | None, int] = {}
     mla = config.mla
@@ -116,14 +96,14 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
         of_token = num_bytes(pages) // (jax.tree.leaves(pages)[0].shape[0] * spec.page_size)
         stored[window] = stored.get(window, 0) + of_token
     return Counted(
-        token_flops=flops,
+        token_flops={kind: flops / num_devices for kind, flops in work.token_flops.items()},
         key_flops=keys.get(None, 0.0),
         window_keys=tuple((window, flops) for window, flops in keys.items() if window),
-        dense_bytes=dense,
-        expert_bytes=experts,
+        dense_bytes=work.dense_bytes,
+        expert_bytes=work.expert_bytes,
         num_experts=0 if moe is None else moe.num_experts,
         num_chosen=0 if moe is None else moe.num_experts_per_token,
         token_cache_bytes=sum(stored.values()),
-        head=head,
+        head=(work.head[0], work.head[1] / num_devices),
         window_bytes=tuple((window, size) for window, size in stored.items() if window),
     )

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 
 from jaxinfer.checks import format_bytes
+from jaxinfer.chips import Chip
 from jaxinfer.engine.offload import Offload, layers_for_host, with_host_layers
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig, Params, fit_to_mesh
 from jaxinfer.planning.buckets import BucketChoice
-from jaxinfer.planning.chips import Chip, Layout, Place, layout_of
+from jaxinfer.planning.chips import Layout, Place, layout_of
 from jaxinfer.planning.compiled import CompiledProgram
 from jaxinfer.planning.counted import Counted
 from jaxinfer.planning.roofline import RooflinePoint, RoundPoint
@@ -64,7 +65,8 @@ class PlanRequest:
         if isinstance(draft, ModelDraft):
             draft_config, draft_params = _fitted(mesh, draft.config, draft.params)
             draft = replace(draft, config=draft_config, params=draft_params)
-        spec = EngineSpec(config, params, self.options, self.place.chip.platform, mesh, draft)
+        chip = self.place.chip
+        spec = EngineSpec(config, params, self.options, chip.platform, mesh, draft, chip=chip.name)
         return with_host_layers(spec, layers_for_host(spec, self.offload, self.place.device_bytes))
 
     def with_options(self, **changes: Any) -> "PlanRequest":

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxinfer.checks import format_bytes
+from jaxinfer.chips import Chip, Rates, chip_of_kind
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.explanation import describe_policy
 from jaxinfer.engine.memory import activation_bytes, available_bytes
@@ -17,7 +18,7 @@ from jaxinfer.loading import DEFAULT_MAX_MODEL_LEN
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.models.host_layers import disk_layers, row_bytes
 from jaxinfer.planning.buckets import choose_buckets
-from jaxinfer.planning.chips import Chip, Place, chip_of_kind
+from jaxinfer.planning.chips import Place
 from jaxinfer.planning.compiled import (
     DECODE,
     PREFILL,
@@ -30,7 +31,7 @@ from jaxinfer.planning.compiled import (
 )
 from jaxinfer.planning.counted import Counted, count
 from jaxinfer.planning.plan import Memory, MemoryPlan, PlanRequest
-from jaxinfer.planning.roofline import Rates, RooflinePoint, RoundPoint, decode_point, round_point
+from jaxinfer.planning.roofline import RooflinePoint, RoundPoint, decode_point, round_point
 from jaxinfer.speculative import NgramDraft
 from pallas_kernels.ahead_of_time import Compilation
 

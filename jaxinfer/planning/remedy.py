@@ -13,7 +13,8 @@ from itertools import islice
 
 import jax
 
-from jaxinfer.planning.chips import GPU_SHARE_VARIABLE, larger_places
+from jaxinfer.chips import GPU_SHARE_VARIABLE
+from jaxinfer.planning.chips import larger_places
 from jaxinfer.planning.compiled import (
     OutOfChipMemory,
     ProgressCallback,

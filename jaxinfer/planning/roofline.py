@@ -1,12 +1,11 @@
 """The roofline (Williams et al. 2009): the least time of a step, from its bytes at the memory's bandwidth, its FLOPs at
 the chip's rate and its exchanges at the links' bandwidth. Nothing is measured."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxinfer.planning.chips import Chip
+from jaxinfer.chips import Rates
 from jaxinfer.planning.compiled import ProgramFigures
 from jaxinfer.planning.counted import Counted
 
@@ -54,27 +53,6 @@ class RooflinePoint:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "seconds": self.seconds, "tpot": self.tpot, "bound": self.bound}
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes/s and FLOP/s of a device; FLOP/s by the type of the operands."""
-
-    hbm: float
-    links: float
-    flops: dict[str, float]
-    host: float = math.inf
-
-    @classmethod
-    def of(cls, chip: Chip) -> "Rates":
-        share = chip.devices_per_chip
-        known = {name: rate / share for name, rate in chip.flops.items() if rate is not None}
-        # A chip without a rate of its own for a type multiplies it as bf16.
-        flops = {name: known.get(name, known["bf16"]) for name in chip.flops}
-        return cls(chip.hbm_bandwidth / share, chip.link_bandwidth / share / 2, flops, chip.host_bandwidth / share)
-
-    def compute_seconds(self, flops: Mapping[str, float]) -> float:
-        return sum(number / self.flops[kind] for kind, number in flops.items())
 
 
 def pass_flops(

@@ -118,7 +118,7 @@ def answer_headers(model: ServedModel, position: StreamPosition) -> dict[str, st
     """Headers of every answer: the seed that repeats it, and whether its stream can be resumed: `checked` means that it
     may turn out to differ, which the server then tells."""
     spec = model.llm.engine.spec
-    is_exact = spec.options.deterministic or spec.dtype.name == "float32"
+    is_exact = spec.is_deterministic or spec.dtype.name == "float32"
     resumable = "no" if not model.is_resumable else "yes" if is_exact else "checked"
     return {"x-jaxinfer-seed": str(position.seed), "x-jaxinfer-resumable": resumable}
 

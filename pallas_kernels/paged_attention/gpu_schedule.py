@@ -1,8 +1,9 @@
 """Work items of the GPU kernel, computed once for each step: rows, ranges of keys, and where results are written.
 
 The query heads of a key head are rows of a tile: row r of a sequence is query token r // G, head r % G of the group. A
-tile is at most 64 rows of one sequence. Its keys are split at absolute multiples of a length that depends on static
-shapes only, so sums depend neither on other sequences nor on how a prompt is cut into chunks.
+tile is at most 64 rows of one sequence. Its keys are split at absolute places, by a length that depends on static
+shapes only, and doubles after every few splits (long sequences have many already), so sums depend neither on other
+sequences nor on how a prompt is cut into chunks.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ RESIDENT = 2 * MULTIPROCESSORS
 # Keys of a split if there is enough work, at least, and the largest size of partial results in bytes.
 LONGEST_SPLIT = 4096
 SHORTEST_SPLIT = 256
+# Splits of a length before those of twice the length: without a window, whose splits may be the last ones.
+SPLITS_OF_A_LENGTH = 16
 MAX_PARTIAL_BYTES = 128 * 2**20
 # Partial results over the keys and values that they are of, in bytes: more only where multiprocessors would be idle.
 MAX_PARTIAL_SHARE = 0.1
@@ -58,15 +61,19 @@ class SplitSizes:
 @dataclass(frozen=True)
 class SplitPlanShape:
     """Static sizes of one program, for sequences of `min_queries` to `max_queries` new tokens, of which a tile has
-    `out_rows` rows."""
+    `out_rows` rows. The first split has `split_keys` keys."""
 
     min_queries: int
     max_queries: int
     num_tiles: int
-    num_splits: int
+    split_starts: tuple[int, ...]
     split_keys: int
     max_stages: int
     out_rows: int
+
+    @property
+    def num_splits(self) -> int:
+        return len(self.split_starts)
 
 
 class SplitPlan(NamedTuple):
@@ -133,10 +140,20 @@ def _split_plan_shape(spec: PagedSpec, min_queries: int, max_queries: int) -> Sp
     size = tuned(SplitSizes(split, MAX_STAGES), SHORT_NAME if min_queries == 1 else LONG_NAME, spec.facts)
     split = -(-size.split_keys // BLOCK_KEYS) * BLOCK_KEYS
     slot_bytes = 4 * num_tiles * spec.num_kv_heads * out_rows * spec.head_dim
-    while split < spec.max_kv_length and -(-spec.max_kv_length // split) * slot_bytes > MAX_PARTIAL_BYTES:
+    while split < spec.max_kv_length and len(_split_starts(spec, split)) * slot_bytes > MAX_PARTIAL_BYTES:
         split *= 2
-    num_splits = -(-spec.max_kv_length // split)
-    return SplitPlanShape(min_queries, max_queries, num_tiles, num_splits, split, size.stages, out_rows)
+    starts = _split_starts(spec, split)
+    return SplitPlanShape(min_queries, max_queries, num_tiles, starts, split, size.stages, out_rows)
+
+
+def _split_starts(spec: PagedSpec, split: int) -> tuple[int, ...]:
+    """The first key of each split, for the longest sequence. The first one has `split` keys."""
+    starts = [0]
+    while starts[-1] + split < spec.max_kv_length:
+        starts.append(starts[-1] + split)
+        if spec.window is None and (len(starts) - 1) % SPLITS_OF_A_LENGTH == 0:
+            split *= 2
+    return tuple(starts)
 
 
 def _worthwhile_split(spec: PagedSpec, num_sequences: int, num_tiles: int, out_rows: int, split: int) -> int:
@@ -186,9 +203,9 @@ def make_split_plan(spec: PagedSpec, shape: SplitPlanShape, query_starts, query_
     if spec.window is not None:
         begin = jnp.maximum(lowest + 1 - spec.window, 0)
 
-    split = jnp.arange(shape.num_splits, dtype=jnp.int32) * shape.split_keys
-    key_begin = jnp.maximum(begin[:, None], split)
-    key_end = jnp.minimum(end[:, None], split + shape.split_keys)
+    borders = jnp.array([*shape.split_starts, spec.max_kv_length], jnp.int32)
+    key_begin = jnp.maximum(begin[:, None], borders[:-1])
+    key_end = jnp.minimum(end[:, None], borders[1:])
     is_split = (tile < ends[-1])[:, None] & (key_begin < key_end)
     (slot,) = jnp.nonzero(is_split.reshape(-1), size=is_split.size, fill_value=0)
     slot = slot.astype(jnp.int32)

@@ -141,11 +141,12 @@ def _combine(
     parts: jax.Array, lse: jax.Array, plan: SplitPlan, sinks, spec: PagedSpec, shape: SplitPlanShape
 ) -> jax.Array:
     """Combines the splits of each row and gathers tokens: [T, Hq, K] in q's dtype, zero for tokens of no tile."""
-    leading = (shape.num_tiles, shape.num_splits)
-    # Slots without an item are uninitialized.
+    # Slots without an item are uninitialized: a tile's first one is read in their place, from the cache.
+    slots = jnp.arange(shape.num_tiles * shape.num_splits, dtype=jnp.int32).reshape(plan.is_split.shape)
+    slots = jnp.where(plan.is_split, slots, slots[:, :1])
+    parts, lse = (array.at[slots].get(mode="promise_in_bounds") for array in (parts, lse))
     is_split = plan.is_split[:, :, None, None]
-    parts = jnp.where(is_split[..., None], parts.reshape(*leading, *parts.shape[1:]), 0)
-    lse = jnp.where(is_split, lse.reshape(*leading, *lse.shape[1:]), MASKED)
+    parts, lse = jnp.where(is_split[..., None], parts, 0), jnp.where(is_split, lse, MASKED)
     if shape.num_splits == 1:
         rows, lse = parts[:, 0], lse[:, 0]
     else:

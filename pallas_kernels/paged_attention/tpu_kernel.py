@@ -8,6 +8,10 @@ the keys that the item may see.
 A DMA semaphore counts bytes: one wait for the sum of bytes waits for all copies on a semaphore.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -88,21 +92,57 @@ def run(program: KernelProgram, refs: Refs) -> None:
         wait_for_writes(program, refs, count - 1)
 
 
+class Part(NamedTuple):
+    """Rows of an item that are computed at once: the `rows` of buffers by row, and the `queries` of those by query;
+    `first` is the number of its first row."""
+
+    rows: Any
+    queries: Any
+    first: Any
+
+
+def _for_each_part(
+    program: KernelProgram, item: WorkItem, call: Callable[[Part], None], first_block: Any = None
+) -> None:
+    """Calls with the parts of an item that have queries, or that see keys of a block or of later ones. All of it may be
+    one."""
+    size = program.part_rows
+    if size == program.num_rows:
+        return call(Part(slice(None), slice(None), 0))
+    queries = size // program.group_rows
+
+    def one(index, _):
+        call(Part(pl.ds(pl.multiple_of(index * size, size), size), pl.ds(index * queries, queries), index * size))
+
+    first = 0
+    if first_block is not None:
+        first = jnp.maximum(first_block * program.sizes.num_keys - item.position, 0) // queries
+    lax.fori_loop(first, pl.cdiv(item.count, queries), one, None)
+
+
 def _begin(program: KernelProgram, refs: Refs, item: WorkItem) -> None:
     """Groups an item's queries by key head and resets its running sums."""
-    slot = lax.rem(item.index, 2)
-    for head in range(program.spec.num_kv_heads):
-        queries = refs.q_buffers[slot, :, head]
-        refs.queries[head] = queries.reshape(program.num_rows, program.num_lanes)
-        if program.spec.has_sinks:
-            sinks = refs.sinks[head]
-            refs.highest[head] = jnp.concatenate([sinks] * (program.num_rows // sinks.shape[0]), axis=0)
-    if not program.spec.has_sinks:
-        refs.highest[...] = jnp.full(refs.highest.shape, MASKED, jnp.float32)
-    refs.total[...] = jnp.full(refs.total.shape, float(program.spec.has_sinks), jnp.float32)
-    refs.weighted[...] = jnp.zeros(refs.weighted.shape, jnp.float32)
+    _for_each_part(program, item, partial(_begin_part, program, refs, item))
     if program.spec.has_ancestors:
         _spread_ancestors(program, refs, item)
+
+
+def _begin_part(program: KernelProgram, refs: Refs, item: WorkItem, part: Part) -> None:
+    slot, num_rows = lax.rem(item.index, 2), program.part_rows
+    for head in range(program.spec.num_kv_heads):
+        queries = refs.q_buffers[slot, part.queries, head]
+        refs.queries[head, part.rows] = queries.reshape(num_rows, program.num_lanes)
+        if program.spec.has_sinks:
+            sinks = refs.sinks[head]
+            refs.highest[head, part.rows] = jnp.concatenate([sinks] * (num_rows // sinks.shape[0]), axis=0)
+
+    def fill(ref, value: float) -> None:
+        ref[:, part.rows] = jnp.full((ref.shape[0], num_rows, ref.shape[2]), value, jnp.float32)
+
+    if not program.spec.has_sinks:
+        fill(refs.highest, MASKED)
+    fill(refs.total, float(program.spec.has_sinks))
+    fill(refs.weighted, 0.0)
 
 
 def _spread_ancestors(program: KernelProgram, refs: Refs, item: WorkItem) -> None:
@@ -122,11 +162,13 @@ def _spread_ancestors(program: KernelProgram, refs: Refs, item: WorkItem) -> Non
     refs.ancestor_rows[1] = depths
 
 
-def _visible(program: KernelProgram, refs: Refs, item: WorkItem, block):
-    """Whether each query row sees each key of the block: bool [rows, keys]."""
-    shape, window = (program.num_rows, program.sizes.num_keys), program.spec.window
+def _visible(program: KernelProgram, refs: Refs, item: WorkItem, block, part: Part):
+    """Whether each query row of a part sees each key of the block: bool [rows, keys]."""
+    shape, window = (program.part_rows, program.sizes.num_keys), program.spec.window
     keys = block * program.sizes.num_keys + lax.broadcasted_iota(jnp.int32, shape, 1)
     positions = item.position + lax.broadcasted_iota(jnp.int32, shape, 0) // program.group_rows
+    if program.part_rows < program.num_rows:
+        positions += part.first // program.group_rows
     visible = keys <= positions
     if window is not None:
         visible &= keys > positions - window
@@ -168,15 +210,19 @@ def _attend(program: KernelProgram, refs: Refs, item: WorkItem, block, slot) -> 
             _clear_unread(program, refs, slot, live, is_interpreted)
 
     buffers = [refs.kv_buffers.at[slot, tile] for tile in range(program.num_lane_tiles)]
-    visible = _visible(program, refs, item, block)
 
-    def one_unit(unit, _):
-        tiles = [rows.load(buffer, unit, is_interpreted) for buffer in buffers]
-        for index in range(rows.heads_per_unit):
-            keys, values = (_join_lanes([tile[index][part] for tile in tiles]) for part in range(2))
-            _attend_head(program, refs, unit * rows.heads_per_unit + index, keys, values, visible)
+    def one_part(part: Part) -> None:
+        visible = _visible(program, refs, item, block, part)
 
-    lax.fori_loop(0, rows.num_units, one_unit, None, unroll=min(program.sizes.unroll, rows.num_units))
+        def one_unit(unit, _):
+            tiles = [rows.load(buffer, unit, is_interpreted) for buffer in buffers]
+            for index in range(rows.heads_per_unit):
+                keys, values = (_join_lanes([tile[index][which] for tile in tiles]) for which in range(2))
+                _attend_head(program, refs, unit * rows.heads_per_unit + index, keys, values, visible, part)
+
+        lax.fori_loop(0, rows.num_units, one_unit, None, unroll=min(program.sizes.unroll, rows.num_units))
+
+    _for_each_part(program, item, one_part, block)
 
 
 def _clear_unread(program: KernelProgram, refs: Refs, slot, live, is_interpreted: bool) -> None:
@@ -199,41 +245,45 @@ def _join_lanes(tiles: list):
     return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=1)
 
 
-def _attend_head(program: KernelProgram, refs: Refs, head, keys, values, visible) -> None:
+def _attend_head(program: KernelProgram, refs: Refs, head, keys, values, visible, part: Part) -> None:
     """One block of the online softmax of one head; keys and values are [keys, lanes]."""
-    spec = program.spec
+    spec, rows = program.spec, part.rows
     precision = lax.Precision.HIGHEST if spec.q_dtype == "float32" else None
 
     def product(a, b, b_axis):
         dimensions = (((1,), (b_axis,)), ((), ()))
         return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
-    scores = product(refs.queries[head], keys, 1) * (spec.scale * program.rows.factor)
+    scores = product(refs.queries[head, rows], keys, 1) * (spec.scale * program.rows.factor)
     if spec.page.has_scales:
         scores *= refs.scales[pl.ds(2 * head, 1)]
     if spec.soft_cap is not None:
         scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
     scores = jnp.where(visible, scores, MASKED)
-    highest = refs.highest[head][:, :1]
+    highest = refs.highest[head, rows][:, :1]
     new_highest = jnp.maximum(highest, jnp.max(scores, axis=1, keepdims=True))
     weights = jnp.exp(scores - new_highest)
     decay = jnp.exp(highest - new_highest)
-    refs.highest[head] = jnp.broadcast_to(new_highest, (program.num_rows, LANES))
-    refs.total[head] = refs.total[head] * decay + jnp.sum(weights, axis=1, keepdims=True)
+    refs.highest[head, rows] = jnp.broadcast_to(new_highest, (program.part_rows, LANES))
+    refs.total[head, rows] = refs.total[head, rows] * decay + jnp.sum(weights, axis=1, keepdims=True)
     if spec.page.has_scales:
         weights *= refs.scales[pl.ds(2 * head + 1, 1)]
     update = product(weights.astype(spec.q_dtype), values, 0)
     if program.rows.factor != 1:
         update *= program.rows.factor
-    refs.weighted[head] = refs.weighted[head] * decay + update
+    refs.weighted[head, rows] = refs.weighted[head, rows] * decay + update
 
 
 def _finish(program: KernelProgram, refs: Refs, item: WorkItem) -> None:
     """Writes an item's normalised output to its buffer."""
-    shape = (program.sizes.num_queries, program.group_rows, program.num_lanes)
-    for head in range(program.spec.num_kv_heads):
-        out = refs.weighted[head] / refs.total[head][:, :1]
-        refs.out_buffer[:, head] = out.astype(refs.out_buffer.dtype).reshape(shape)
+    shape = (program.part_rows // program.group_rows, program.group_rows, program.num_lanes)
+
+    def one_part(part: Part) -> None:
+        for head in range(program.spec.num_kv_heads):
+            out = refs.weighted[head, part.rows] / refs.total[head, part.rows][:, :1]
+            refs.out_buffer[part.queries, head] = out.astype(refs.out_buffer.dtype).reshape(shape)
+
+    _for_each_part(program, item, one_part)
 
 
 def query_copy(refs: Refs, item: WorkItem):

@@ -19,7 +19,13 @@ from pallas_kernels import tuning
 from pallas_kernels.paged_attention.layout import LANES, SUBLANES, PageShape
 from pallas_kernels.paged_attention.rotation import LEVEL_STEP
 from pallas_kernels.paged_attention.specs import PagedSpec
-from pallas_kernels.paged_attention.tpu_schedule import ITEM_FIELDS, TpuProgramSizes, rows_of_group
+from pallas_kernels.paged_attention.tpu_schedule import (
+    ITEM_FIELDS,
+    PART_ROWS,
+    TpuProgramSizes,
+    is_in_parts,
+    rows_of_group,
+)
 
 # Chips whose matrix unit takes float8_e4m3b11fnuz and no float8_e4m3fn.
 _CHIPS_OF_BIAS_11 = ("tpu_v5_lite", "tpu_v5", "tpu_v5p", "tpu_v6_lite")
@@ -139,6 +145,11 @@ class KernelProgram:
         return self.sizes.num_queries * self.group_rows
 
     @property
+    def part_rows(self) -> int:
+        """Rows that are computed at once: all, or in uniform calls `PART_ROWS` (or a whole token)."""
+        return min(max(PART_ROWS, self.group_rows), self.num_rows) if is_in_parts(self.spec) else self.num_rows
+
+    @property
     def num_lanes(self) -> int:
         return self.spec.page.num_lanes
 
@@ -184,7 +195,7 @@ class KernelProgram:
 
     def vmem_bytes(self) -> int:
         """Upper bound of the kernel's VMEM in bytes: buffers, and intermediate values of one head."""
-        total = 3 * 4 * self.num_rows * max(self.sizes.num_keys, LANES)
+        total = 3 * 4 * self.part_rows * max(self.sizes.num_keys, LANES)
         for shape, dtype in self.buffers().values():
             total += math.prod(shape) * jnp.dtype(dtype).itemsize
         if self.spec.has_sinks:

@@ -15,10 +15,13 @@ from pallas_kernels.paged_attention.layout import LANES, SUBLANES
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, SHORT_QUERIES, PagedSpec
 from pallas_kernels.tuning import tuned
 
-# Names in tables of the programs of few and of many queries.
-NAMES = ("paged_attention pallas_tpu short", "paged_attention pallas_tpu long")
+# Names in tables of the programs of few and of many queries, and of that of uniform calls.
+NAMES = tuple(f"paged_attention pallas_tpu {kind}" for kind in ("short", "long", "uniform"))
 # Rows (queries times heads of a group) of a prefill item: enough for full use of the matrix unit.
 LONG_ROWS = 512
+# Rows that an item of a uniform call computes at once: it has as many such parts as its queries fill, and a row's
+# result does not depend on the others. With 32 a decode item takes less time than its copies (bfloat16, v5e and v6e).
+PART_ROWS = 32
 # Bytes of keys and values of one block of a decode item; two more blocks are in flight during its computation. A block
 # of half the size takes more than half the time, because heads overlap less (compiled programs, v5e to tpu7x).
 SHORT_BLOCK_BYTES = 2 << 20
@@ -78,7 +81,7 @@ def rows_of_group(spec: PagedSpec) -> int:
 
 def tunable(spec: PagedSpec) -> dict[str, TpuProgramSizes]:
     """The sizes of each program of a call, by its name in tables."""
-    return {NAMES[is_long]: program_sizes(spec, is_long) for is_long in kinds(spec)}
+    return {_name(spec, is_long): program_sizes(spec, is_long) for is_long in kinds(spec)}
 
 
 def candidates(spec: PagedSpec) -> dict[str, list[TpuProgramSizes]]:
@@ -98,10 +101,10 @@ def candidates(spec: PagedSpec) -> dict[str, list[TpuProgramSizes]]:
 
 def program_sizes(spec: PagedSpec, is_long: bool) -> TpuProgramSizes:
     """Sizes of the program of many (`is_long`) or few queries, from the chip's table or the heuristic, made to fit."""
-    sizes = tuned(_default_sizes(spec, is_long), NAMES[is_long], spec.facts)
+    sizes = tuned(_default_sizes(spec, is_long), _name(spec, is_long), spec.facts)
     most = spec.max_query_length if is_long else min(spec.max_query_length, SHORT_QUERIES)
-    # Rows of an item are a multiple of 8, for whole registers.
-    multiple = max(1, SUBLANES // rows_of_group(spec))
+    # Rows of an item are a multiple of 8, for whole registers, or of whole parts.
+    multiple = max(1, (PART_ROWS if is_in_parts(spec) else SUBLANES) // rows_of_group(spec))
     num_queries = min(sizes.num_queries, most) if is_long else most
     # At most the keys of the whole table, rounded up to whole lanes.
     num_keys = min(sizes.num_keys, -(-spec.max_kv_length // LANES) * LANES)
@@ -112,12 +115,22 @@ def program_sizes(spec: PagedSpec, is_long: bool) -> TpuProgramSizes:
     )
 
 
+def is_in_parts(spec: PagedSpec) -> bool:
+    """Whether items compute their rows in parts: where one program has single tokens and long prompts."""
+    return spec.is_uniform and not spec.has_ancestors
+
+
+def _name(spec: PagedSpec, is_long: bool) -> str:
+    return NAMES[2 if is_in_parts(spec) else is_long]
+
+
 def _default_sizes(spec: PagedSpec, is_long: bool) -> TpuProgramSizes:
-    if is_long:
-        return TpuProgramSizes(max(SUBLANES, LONG_ROWS // rows_of_group(spec)), 512, 2, 1)
+    num_queries = max(SUBLANES, LONG_ROWS // rows_of_group(spec))
+    if is_long and not is_in_parts(spec):
+        return TpuProgramSizes(num_queries, 512, 2, 1)
     token_bytes = spec.page.num_rows * spec.page.num_lanes * jnp.dtype(spec.page.element_dtype).itemsize
     num_keys = 1 << (max(SHORT_BLOCK_BYTES // token_bytes, 1).bit_length() - 1)
-    return TpuProgramSizes(SHORT_QUERIES, min(max(num_keys, LANES), 512), 3, 8)
+    return TpuProgramSizes(num_queries if is_long else SHORT_QUERIES, min(max(num_keys, LANES), 512), 3, 8)
 
 
 def kinds(spec: PagedSpec) -> tuple[bool, ...]:

@@ -50,4 +50,6 @@ def test_it_moves_a_prompt_and_no_cache(chip, platform, kv_dtype, policy):
     )
     assert memory.aliased_bytes >= num_bytes(spec.cache)
     assert memory.temporary_bytes < min(activation_bytes(spec), pool / 2)
-    assert largest < pool / 4
+    # Scores by moments read the prompt's keys in float32, and products as large, for each query head of a key head.
+    keys = CONTEXT * config.num_kv_heads * config.head_dim * 4
+    assert largest < (max(pool / 4, 5 * keys) if policy.startswith("expected") else pool / 4)

@@ -58,6 +58,16 @@ def test_prompts_are_stored_in_chunks_beside_decodes():
     assert plan_and_report(scheduler).decodes == [first, second]
 
 
+def test_prompts_take_the_rows_that_decoding_sequences_leave():
+    scheduler = Scheduler(options(prefill_chunk=16, max_step_tokens=16))
+    add(scheduler, range(5))
+    add(scheduler, range(50, 80))
+    assert [length for _, _, length, _ in chunks_of(plan_and_report(scheduler))] == [5, 11]
+    plan = plan_and_report(scheduler)
+    assert chunks_of(plan) == [(1, 11, 15, False)]
+    assert len(plan.decodes) == 1
+
+
 def test_several_steps_when_there_is_nothing_else_to_do():
     scheduler = Scheduler(options(steps_per_dispatch=8, max_seqs=2))
     first, second = add(scheduler, range(5), 4), add(scheduler, range(20, 25), 20)

@@ -11,8 +11,8 @@ from tests.faults.fault import ROOT, DoesNotApplyError, Fault
 from tests.faults.runner import BROKEN, MISSED, NOTICED, Run, environments, is_part_of
 
 AREAS = {
-    *("batch", "cache", "calibration", "checkpoints", "cli", "engine", "grammar", "kernels", "measure", "models"),
-    *("parallel", "planning", "policies", "quantization", "sampling", "schemas", "server", "speculative"),
+    *("batch", "cache", "calibration", "checkpoints", "cli", "determinism", "engine", "grammar", "kernels", "measure"),
+    *("models", "parallel", "planning", "policies", "quantization", "sampling", "schemas", "server", "speculative"),
     *("store", "text", "tool-calls", "training"),
 }
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinfer.engine.programs.paged import Slots, constrain_sharding, replicate
+from jaxinfer.engine.programs.paged import constrain_sharding, replicate
+from jaxinfer.engine.programs.work import Slots
 from jaxinfer.grammar.device import GrammarTables, TableSizes, interleave
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.sampling.state import NUM_RECENT

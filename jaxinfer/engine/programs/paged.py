@@ -5,7 +5,7 @@ retraces when values change. Slots are used from the first up, so a program of B
 arrays of all. What is donated is named in each docstring.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,18 @@ from jaxinfer.cache.heavy_hitters import attend_decoding, attend_step
 from jaxinfer.cache.kept_pages import attend_to_pieces, pieces
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights
+from jaxinfer.engine.programs.work import (
+    INVALID_LOGITS,
+    NO_TOKEN,
+    DecodeWork,
+    Slots,
+    StepOutput,
+    StepSlots,
+    StepWork,
+    decoding_work,
+)
 from jaxinfer.grammar.device import GrammarTables
+from jaxinfer.models import Decoder
 from jaxinfer.sampling import (
     SampleOutput,
     SamplingBatch,
@@ -38,118 +49,9 @@ from jaxinfer.sampling import (
 from jaxinfer.speculative import DraftSlots, init_draft_slots, record
 from pallas_kernels import copy_pages as _copy_pages
 
-NO_TOKEN, INVALID_LOGITS = -1, -2
 # A slot's rows over the vocabulary, which only requests with a bias or penalties need.
 WIDE_ROWS = ("bias", "output_counts", "prompt_mask")
 Tree = TypeVar("Tree")
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Slots:
-    """What S slots carry from step to step beside their pages, all on the device.
-
-    Attributes:
-      tokens: int32[S], each slot's newest token, not yet stored; its position is `positions` int32[S].
-      remaining: int32[S], tokens the slot may still generate.
-      is_active: bool[S], whether the slot decodes: its prompt is stored and its answer has not ended.
-      history: tokens so far, for penalties. The sampling parameters, a `SamplingBatch`, travel beside: decoding only
-        reads them.
-      draft: what drafting needs to know of each slot; None in an engine that never speculates.
-    """
-
-    tokens: jax.Array
-    positions: jax.Array
-    remaining: jax.Array
-    is_active: jax.Array
-    history: SamplingState
-    draft: DraftSlots | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepSlots:
-    """What one step does with each of B slots, made on the host.
-
-    Attributes:
-      query_starts, query_lengths: int32[B], each slot's rows; length 0 takes no part.
-      starts: int32[B], tokens of the slot that are stored already (of a prompt; a decoding slot knows).
-      is_prompt: bool[B], whether the rows are a prompt's. is_last: bool[B], whether the prompt ends with them.
-      remaining: int32[B], tokens to generate after a prompt.
-      prompt_lengths: int32[B], tokens of the prompts, where the policy of the cache asks; after a preemption, rows of a
-        prompt may be an answer's.
-    """
-
-    query_starts: jax.Array
-    query_lengths: jax.Array
-    starts: jax.Array
-    is_prompt: jax.Array
-    is_last: jax.Array
-    remaining: jax.Array
-    prompt_lengths: jax.Array | None = None
-
-    @property
-    def known_prompts(self) -> jax.Array:
-        """`prompt_lengths`, for a policy that asks. Raises ValueError where there are none."""
-        if self.prompt_lengths is None:
-            raise ValueError("a step under this policy of the cache needs the lengths of prompts")
-        return self.prompt_lengths
-
-    def is_decoding(self, slots: Slots) -> jax.Array:
-        """bool[B]: the slots whose newest token is computed."""
-        return slots.is_active & ~self.is_prompt & (self.query_lengths > 0)
-
-    def lengths(self, slots: Slots) -> jax.Array:
-        """int32[B]: rows of each slot."""
-        return jnp.where(self.is_prompt, self.query_lengths, self.is_decoding(slots))
-
-    def ends(self, slots: Slots) -> jax.Array:
-        """int32[B]: tokens of each slot that are stored after the step."""
-        return jnp.where(self.is_prompt, self.starts, slots.positions) + self.lengths(slots)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepWork:
-    """One step of B slots over T tokens, made on the host.
-
-    Attributes:
-      tokens: int32[T], the prompts' tokens; what stands in a decoding slot's row is replaced by its newest token.
-      token_slots: int32[T], the slot of each row, B for padding. The rows of a slot are adjacent.
-      page_tables: int32[B, P] of each group of layers.
-    """
-
-    tokens: jax.Array
-    token_slots: jax.Array
-    slots: StepSlots
-    page_tables: PageTables
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DecodeWork:
-    """Decode steps of B slots: is_scheduled bool[B], the slots that take part if active, page_tables
-    int32[B, P] of each group of layers, and
-    num_steps, an int32 scalar."""
-
-    is_scheduled: jax.Array
-    page_tables: PageTables
-    num_steps: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepOutput:
-    """What N steps of B slots gave; leaves are [N, B, ...].
-
-    Attributes:
-      tokens: int32, the token; or NO_TOKEN where the slot took no part or its prompt goes on; or INVALID_LOGITS where
-        its logits hold a NaN or infinity, or leave no token. All that most requests need, in one array.
-      samples: the rest, for requests that ask for log-probabilities.
-    """
-
-    tokens: jax.Array
-    samples: SampleOutput
 
 
 def init_slots(num_slots: int, vocab_size: int, draft_length: int | None = None) -> tuple[Slots, SamplingBatch]:
@@ -206,8 +108,19 @@ def step(
     [T, D], or [num_hidden, D] with zeros at the end, so that one program scores those of every step. `is_uniform` gives
     every token the same arithmetic, whether it comes with its prompt's other tokens or alone.
     """
+    slots = take_rows(slots, work.page_tables[0].shape[0])
+    cache, logits, hidden = _one_pass(model, model.bind(weights), cache, slots, work, is_uniform)
+    num_tokens = work.tokens.shape[0]
+    if num_hidden is not None and num_hidden > num_tokens:
+        hidden = jnp.pad(hidden, ((0, num_hidden - num_tokens), (0, 0)))
+    return cache, logits, replicate(model.mesh, hidden)
+
+
+def _one_pass(
+    model: ProgramModel, decoder: Decoder, cache: PagedCache, slots: Slots, work: StepWork, is_uniform: bool
+) -> tuple[PagedCache, jax.Array, jax.Array]:
+    """The cache, logits and hidden states of `step`, for the slots of its rows."""
     num_tokens, num_slots, rows = work.tokens.shape[0], work.page_tables[0].shape[0], work.slots
-    slots = take_rows(slots, num_slots)
     lengths, ends = rows.lengths(slots), rows.ends(slots)
     newest = jnp.where(rows.is_decoding(slots), rows.query_starts, num_tokens)
     tokens = work.tokens.at[newest].set(slots.tokens, mode="drop")
@@ -215,7 +128,6 @@ def step(
     positions = (ends - lengths)[slot] + jnp.arange(num_tokens) - rows.query_starts[slot]
     positions = jnp.where(work.token_slots < num_slots, positions, 0)
 
-    decoder = model.bind(weights)
     if model.heavy is not None:
         ragged = (work.token_slots, rows.query_starts, lengths, ends, rows.is_decoding(slots), rows.known_prompts)
         attend = attend_step(model.heavy, model.config, cache, work.page_tables, *ragged, is_uniform=is_uniform)
@@ -238,9 +150,7 @@ def step(
     logits = decoder.logits(hidden[last])
     if model.mesh is not None:
         logits = lax.with_sharding_constraint(logits, logits_sharding(model.mesh, logits))
-    if num_hidden is not None and num_hidden > num_tokens:
-        hidden = jnp.pad(hidden, ((0, num_hidden - num_tokens), (0, 0)))
-    return attend.cache, logits, replicate(model.mesh, hidden)
+    return attend.cache, logits, hidden
 
 
 def logits_sharding(mesh: Mesh, logits: Any) -> NamedSharding:
@@ -266,6 +176,15 @@ def sample_step(
     """
     num_slots = logits.shape[0]
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
+    new_slots, output = _sample_rows(slots, batch, rows, logits, tables)
+    output = jax.tree.map(lambda leaf: leaf[None], output)
+    return constrain_sharding(mesh, write_rows(all_slots, new_slots)), replicate(mesh, output)
+
+
+def _sample_rows(
+    slots: Slots, batch: SamplingBatch, rows: StepSlots, logits: jax.Array, tables: GrammarTables | None
+) -> tuple[Slots, StepOutput]:
+    """The slots after a pass, and its output, of one step without an axis for it."""
     is_decoding, ends = rows.is_decoding(slots), rows.ends(slots)
     takes_part = is_decoding | rows.is_prompt
     samples = _sample(logits, ends, mask_inactive_rows(batch, takes_part), slots.history, tables)
@@ -284,9 +203,7 @@ def sample_step(
         history=advance(slots.history, samples.tokens, took_part, tables),
         draft=record(slots.draft, ends, samples.tokens, took_part),
     )
-    tokens = encode_tokens(samples, is_produced, takes_part)
-    output = jax.tree.map(lambda leaf: leaf[None], StepOutput(tokens, samples))
-    return constrain_sharding(mesh, write_rows(all_slots, new_slots)), replicate(mesh, output)
+    return new_slots, StepOutput(encode_tokens(samples, is_produced, takes_part), samples)
 
 
 def _attend_newest(
@@ -307,7 +224,23 @@ def _attend_newest(
     return attend_ragged(cache, view.page_tables, rows, lengths, view.kv_lengths, **options)
 
 
-@partial(LargeProgram, static_argnums=(0, 6), donate_argnums=(2, 3))
+def _uniform_step(
+    model: ProgramModel,
+    decoder: Decoder,
+    cache: PagedCache,
+    slots: Slots,
+    batch: SamplingBatch,
+    work: DecodeWork,
+    num_rows: int,
+    tables: GrammarTables | None,
+) -> tuple[PagedCache, Slots, StepOutput]:
+    """What `step` and `sample_step` do where all slots that are scheduled decode."""
+    rows = decoding_work(work, num_rows, model.heavy is not None or model.best is not None)
+    cache, logits, _ = _one_pass(model, decoder, cache, slots, rows, True)
+    return cache, *_sample_rows(slots, batch, rows.slots, logits, tables)
+
+
+@partial(LargeProgram, static_argnums=(0, 6, 8), donate_argnums=(2, 3))
 def decode(
     model: ProgramModel,
     weights: Weights,
@@ -317,9 +250,11 @@ def decode(
     work: DecodeWork,
     max_steps: int,
     tables: GrammarTables | None = None,
+    num_rows: int | None = None,
 ) -> tuple[PagedCache, Slots, StepOutput]:
     """Up to `work.num_steps` (at most the static `max_steps`) tokens for every held, active slot, in one loop on the
-    device that ends early when none is left. Donates the cache and the slots; nothing passes through the host."""
+    device that ends early when none is left. Donates the cache and the slots; nothing passes through the host. With the
+    static `num_rows` each step is a uniform one of so many rows, with the same arithmetic as in `step`."""
     decoder = model.bind(weights)
     num_slots = work.is_scheduled.shape[0]
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
@@ -327,6 +262,8 @@ def decode(
 
     @partial(jax.jit, inline=True)  # traced once for the shapes of its output and the loop
     def one_step(cache: PagedCache, slots: Slots) -> tuple[PagedCache, Slots, StepOutput]:
+        if num_rows is not None:
+            return _uniform_step(model, decoder, cache, slots, batch, work, num_rows, tables)
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
         attend = _attend_newest(model, cache, work.page_tables, rows, slots.positions, lengths)
@@ -345,8 +282,7 @@ def decode(
             history=advance(slots.history, samples.tokens, took_part, tables),
             draft=record(slots.draft, slots.positions + 1, samples.tokens, took_part),
         )
-        output = StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples)
-        return attend.cache, new_slots, output
+        return attend.cache, new_slots, StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples)
 
     def body(carry):
         count, cache, slots, outputs = carry

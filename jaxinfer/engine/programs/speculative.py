@@ -19,16 +19,8 @@ from jaxinfer.cache import PagedCache, PageTables, attend_ragged
 from jaxinfer.cache.kept_pages import room_in_page
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights
-from jaxinfer.engine.programs.paged import (
-    INVALID_LOGITS,
-    NO_TOKEN,
-    Slots,
-    StepOutput,
-    constrain_sharding,
-    replicate,
-    take_rows,
-    write_rows,
-)
+from jaxinfer.engine.programs.paged import constrain_sharding, replicate, take_rows, write_rows
+from jaxinfer.engine.programs.work import INVALID_LOGITS, NO_TOKEN, Slots, StepOutput
 from jaxinfer.grammar.device import GrammarTables
 from jaxinfer.models import Decoder
 from jaxinfer.sampling import SampleOutput, SamplingBatch

@@ -96,6 +96,8 @@ def flags(arguments: Mapping[str, Any]) -> str:
         flag = FLAGS.get(name, "--" + name.replace("_", "-"))
         if value is False and name == "prefix_cache":
             parts.append("--no-prefix-cache")
+        elif value is False and name == "deterministic":
+            parts.append(f"{flag} off")
         elif value is True:
             parts.append(flag)
         elif value is not None and value is not False:

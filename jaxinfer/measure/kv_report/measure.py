@@ -243,8 +243,6 @@ class CacheReporter:
 
 def _lost_bytes(spec: EngineSpec, num_prompt: int) -> int:
     """Of a prompt, at its end."""
-    if (heavy := spec.heavy_pages) is not None:
-        return round(heavy.num_dropped(num_prompt) * spec.pool_sizes.token_bytes)
     budgets = ((group.budget, group.page_bytes) for group in spec.groups)
     return sum(budget.num_dropped(num_prompt) * size for budget, size in budgets if budget is not None)
 

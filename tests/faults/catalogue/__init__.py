@@ -2,6 +2,7 @@
 
 from tests.faults.catalogue import (
     decoding,
+    determinism,
     embedding,
     families,
     heavy_hitters,
@@ -18,6 +19,7 @@ from tests.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *decoding.FAULTS,
+    *determinism.FAULTS,
     *embedding.FAULTS,
     *families.FAULTS,
     *serving.FAULTS,

@@ -6,6 +6,7 @@ tens of keys has several splits. It has no registers, layouts or asynchronous co
 
 import itertools
 import re
+from bisect import bisect
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -45,6 +46,7 @@ def gpu_interpreter(monkeypatch):
     monkeypatch.setattr(gpu_kernel, "NUM_BLOCKS", 3)
     monkeypatch.setattr(gpu_schedule, "SHORTEST_SPLIT", 64)
     monkeypatch.setattr(gpu_schedule, "LONGEST_SPLIT", 64)
+    monkeypatch.setattr(gpu_schedule, "SPLITS_OF_A_LENGTH", 2)
     with interpreted_gpu():
         yield
 
@@ -77,7 +79,7 @@ def test_float16_and_one_split(dtype, check, gpu_interpreter, monkeypatch):
 
 @pytest.mark.parametrize("heads", quick([((4, 1),), ((7, 1),)], ((4, 1),)))
 def test_many_splits_and_tiles(heads, check, gpu_interpreter):
-    """16 new keys lie in two splits, old ones in three more; of 4 heads they are one tile, of 7 two."""
+    """16 new keys lie in two splits, old ones in two more; of 4 heads they are one tile, of 7 two."""
     lengths = ((16, 265), (2, 130), (0, 70), (16, 16))
     check(PagedShape(lengths, 16, heads, 64, "bfloat16", "bfloat16", 16, sinks=True), "pallas_gpu", "separate")
 
@@ -145,8 +147,11 @@ def test_bits_do_not_depend_on_the_chunks(gpu_interpreter):
 # The schedule
 
 
-@pytest.mark.parametrize(("tree", "window"), quick(itertools.product([False, True], [None, 70]), (True, 70)))
-def test_items_cover_every_visible_key_once(tree, window):
+@pytest.mark.parametrize(
+    ("tree", "window"), quick(itertools.product([False, True], [None, 70]), (True, 70), (False, None))
+)
+def test_items_cover_every_visible_key_once(tree, window, monkeypatch):
+    monkeypatch.setattr(gpu_schedule, "SPLITS_OF_A_LENGTH", 2)
     rng = np.random.default_rng(0)
     lengths = tuple((int(n), int(n + rng.integers(0, 900))) for n in (1, 0, 16, 3, 17, 200, 0, 64, 1))
     shape = PagedShape(lengths, 16, (6, 2), 64, "bfloat16", "bfloat16", gap=1, tree=tree, window=window)
@@ -162,7 +167,8 @@ def test_items_cover_every_visible_key_once(tree, window):
         for item in (dict(zip(gpu_schedule.COLUMNS, row, strict=True)) for row in items):
             new, total = lengths[item["sequence"]]
             assert program.min_queries <= new <= program.max_queries
-            assert item["key_begin"] // program.split_keys == (item["key_end"] - 1) // program.split_keys
+            first, last = (bisect(program.split_starts, key) for key in (item["key_begin"], item["key_end"] - 1))
+            assert first == last
             assert (
                 item["block_begin"] * 64 <= item["key_begin"] < item["key_end"] <= item["block_end"] * 64 <= total + 63
             )
@@ -199,6 +205,8 @@ def test_splits_follow_from_shapes_alone():
         for n in (1, 256)
     )
     assert (few.split_keys, many.split_keys) == (256, 4096)
+    assert few.split_starts[15:18] == (15 * 256, 16 * 256, 18 * 256)
+    assert many.split_starts == tuple(range(0, 32768 + 128, 4096))
     assert few.out_rows == 8
     assert 4 * many.num_tiles * many.num_splits * 8 * many.out_rows * 128 <= gpu_schedule.MAX_PARTIAL_BYTES
 
@@ -232,6 +240,14 @@ def test_partial_results_are_small_where_no_multiprocessor_idles():
         num_small, num_filling = num_small + (share <= 0.1), num_filling + (share > 0.1)
     print(f"{num_small} shapes have small partial results, {num_filling} would leave multiprocessors idle")
     assert num_small > num_filling
+
+
+def test_few_partial_results_of_long_programs():
+    """Room for those of 8 sequences of 128k tokens takes 17 MB: splits become longer. Of equal ones it would be 68."""
+    spec = spec_of(served(8, 131072, (32, 8), 1, "bfloat16"))
+    (program,) = gpu_schedule.split_plan_shapes(spec)
+    assert (program.split_keys, program.num_splits) == (512, 65)
+    assert partial_bytes(spec, program) / 1e6 == pytest.approx(17.2, abs=0.1)
 
 
 def test_verification_with_one_key_head():

@@ -207,6 +207,35 @@ def test_bits_do_not_depend_on_neighbours(name, tpu_interpreter, small_blocks):
         np.testing.assert_array_equal(np.asarray(call(alone)[0])[rows], together[rows])
 
 
+@pytest.mark.parametrize("dtype", quick(("bfloat16", "int8", "float32"), "bfloat16"))
+def test_uniform_bits_do_not_depend_on_where_a_prompt_is_cut(dtype, tpu_interpreter):
+    """A token alone is one part of an item, a prompt's fill several: every row is computed in the same way."""
+    num_new, num_keys, q_dtype = 28, 45, "float32" if dtype == "float32" else "bfloat16"
+    shape = PagedShape(((num_new, num_keys),), 16, (8, 2), 128, q_dtype, dtype)
+    arguments = shape.arguments("interleaved")
+    rows, names = {name: arguments[name] for name in ("q", "k_new", "v_new")}, ("query_lengths", "kv_lengths")
+    uniform = jax.jit(lambda arrays: paged_attention(**arrays, is_uniform=True, implementation="pallas_tpu"))
+    with use_blocks(*[TpuProgramSizes(16, 32, 2, 1)] * 3):
+
+        def pieces(sizes):
+            pages, end, found = arguments["pages"], 0, []
+            for size in sizes:
+                own = {name: jnp.roll(array, -end, axis=0) for name, array in rows.items()}
+                lengths = jnp.array([size], jnp.int32), jnp.array([num_keys - num_new + end + size], jnp.int32)
+                out, pages = uniform(arguments | own | dict(zip(names, lengths, strict=True)) | {"pages": pages})
+                found.append(np.asarray(out[:size]))
+                end += size
+            return np.concatenate(found), pages
+
+        whole, pages = pieces([num_new])
+        cut, pages_of_cut = pieces([1, 27])
+    exact = paged_attention(**arguments, implementation="reference")[0] if dtype != "int8" else None
+    assert exact is None or np.allclose(np.asarray(exact, np.float32), np.asarray(whole, np.float32), atol=0.02)
+    assert (whole == cut).all()
+    for one, other in zip(jax.tree.leaves(pages), jax.tree.leaves(pages_of_cut), strict=True):
+        assert np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True)
+
+
 @pytest.mark.parametrize(("name", "index"), quick([("mixed", 4), ("decode_int8", 1)], ("decode_int8", 1)))
 def test_a_nan_stays_in_its_sequence(name, index, tpu_interpreter, small_blocks):
     shape = SMALL[name]

@@ -1,0 +1,191 @@
+"""What deterministic=True costs on chips that are not here, by the real compilers and the roofline.
+
+    PYTHONPATH=.venv/compilers python -m benchmarks.deterministic_cost [--chip v6e ...] [--weights int8 ...]
+        [--resume FILE]
+
+The model has the shape of Llama 3 8B, on one device, and an engine 64 slots of 1,536 tokens. Programs of 2 and of 4
+layers are compiled; bytes of 32 follow. Time of a step: for each layer the products (bytes of weights at the memory's
+bandwidth or FLOPs at the chip's rate, whichever takes longer), then all other bytes that the program moves, then the
+pages of the sequences; and the same of the output layer and the sampler. A deterministic engine decodes 1, 8 or 64
+sequences with one program, of all slots; without, each number has a program. Prefill is a step full of tokens of one
+prompt.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.compiled_roofline import FEW, LLAMA_3_8B, MIN_POOL_BYTES, MORE
+from jaxinfer.chips import Rates
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.weight_work import weight_work
+from jaxinfer.models import abstract_params
+from jaxinfer.planning.chips import parse_place
+from jaxinfer.planning.compiled import DECODE, PREFILL, is_attention, planned_programs
+from jaxinfer.planning.counted import count
+from jaxinfer.planning.plan import PlanRequest
+from jaxinfer.quantization import quantize_params
+from pallas_kernels import ahead_of_time
+from pallas_kernels.hbm_traffic import Program
+
+CHIPS, WEIGHTS = ("v6e", "h100", "v5e", "tpu7x"), ("bfloat16", "int8", "int4-g128")
+BATCHES, SLOTS, CONTEXT = (1, 8, 64), 64, 1536
+CHUNK = 512  # of prefill without
+# Most of the time without.
+BOUNDS = {"v6e": 1.05, "h100": 1.05, "v5e": 1.10, "tpu7x": 1.10}
+INT8_BOUND, PREFILL_BOUND = 1.3, 1.2
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bytes that a program moves beside attention in each layer and elsewhere, and its rows."""
+
+    layer_bytes: float
+    other_bytes: float
+    num_rows: int
+    num_head_rows: int
+
+
+def engine(chip: str, weights: str, slots: int, deterministic: Any) -> EngineSpec:
+    """The engine, as shapes."""
+    params = abstract_params(LLAMA_3_8B, jnp.bfloat16)
+    if weights != "bfloat16":
+        params = jax.eval_shape(partial(quantize_params, how=weights), params)
+    options = EngineOptions(max_seqs=slots, max_model_len=CONTEXT, deterministic=deterministic)
+    place = parse_place(chip)
+    replicas = f"data={place.num_devices}" if place.num_devices > 1 else None
+    spec = PlanRequest("8b", LLAMA_3_8B, params, place, options, mesh=replicas).spec(compiles=True)
+    return spec.with_pages(max(1 + slots * spec.pages_per_sequence, MIN_POOL_BYTES // spec.page_bytes))
+
+
+def compiled(spec: EngineSpec, chip: str, program: str) -> Figures:
+    """Compiles a program with few and with more layers."""
+    found = []
+    for layers in (FEW, MORE):
+        planned = planned_programs(spec.with_layers(range(layers)))[program]
+        one = ahead_of_time.compile_for(chip, planned.function, *planned.arguments, chip_mesh=spec.mesh)
+        moves = Program(one.program.as_text()).moves()
+        found.append(sum(move.num_bytes for move in moves if not is_attention(move.instruction)))
+    layer = (found[1] - found[0]) / (MORE - FEW)
+    return Figures(layer, found[0] - FEW * layer, rows_of(spec, program), spec.step_slots[-1])
+
+
+def rows_of(spec: EngineSpec, program: str) -> int:
+    """Rows of a pass."""
+    is_small = program == DECODE and not spec.is_deterministic
+    return spec.decode_slots[-1] if is_small else spec.token_buckets[-1]
+
+
+def seconds(spec: EngineSpec, figures: Figures, page_bytes: float, attention_flops: float = 0.0) -> float:
+    """Time of a step by the roofline."""
+    rates, layers = Rates.of(parse_place(spec.chip or "").chip), spec.config.num_layers
+    work = weight_work(spec.config, spec.params)
+    kind, head_flops, head_bytes = work.head
+    flops = {name: total * figures.num_rows for name, total in work.token_flops.items()}
+    flops[kind] -= head_flops * figures.num_rows
+    weights = work.dense_bytes - head_bytes
+    products = max(weights / rates.hbm, rates.compute_seconds(flops))
+    beside = max(layers * figures.layer_bytes - weights, 0.0) / rates.hbm
+    attention = max(page_bytes / rates.hbm, attention_flops / rates.flops["bf16"])
+    head = max(head_bytes / rates.hbm, rates.compute_seconds({kind: head_flops * figures.num_head_rows}))
+    return products + beside + attention + head + max(figures.other_bytes - head_bytes, 0.0) / rates.hbm
+
+
+def programs(chip: str, weights: str) -> dict[str, tuple[EngineSpec, str]]:
+    """What is compiled, by name: the most telling first."""
+    fast = {f"decode {batch}": (engine(chip, weights, batch, False), DECODE) for batch in BATCHES}
+    uniform = engine(chip, weights, SLOTS, True)
+    fast["prefill"] = (fast[f"decode {SLOTS}"][0], PREFILL)
+    return {"uniform decode": (uniform, DECODE), "uniform prefill": (uniform, PREFILL), **fast}
+
+
+def ideal(spec: EngineSpec, program: str) -> Figures:
+    """Of a program that moves nothing but weights."""
+    work = weight_work(spec.config, spec.params)
+    other = work.head[2]
+    return Figures((work.dense_bytes - other) / spec.config.num_layers, other, rows_of(spec, program), SLOTS)
+
+
+def report(chip: str, weights: str, found: dict[str, Figures]) -> list[dict[str, Any]]:
+    """Milliseconds with and without, and their ratio. What was not compiled without is ideal, which makes the ratio
+    larger."""
+    planned, lines = programs(chip, weights), []
+
+    def figures(name: str) -> Figures:
+        return found[name] if name in found else ideal(*planned[name])
+
+    if "uniform decode" in found:
+        bound = BOUNDS[chip] if weights == "bfloat16" else INT8_BOUND if weights == "int8" else None
+        for batch in BATCHES:
+            spec, uniform = planned[name := f"decode {batch}"][0], planned["uniform decode"][0]
+            counted = count(spec, spec.config, spec.placed_params, spec.cache)
+            pages = batch * counted.read_cache_bytes(CONTEXT)
+            times = seconds(spec, figures(name), pages), seconds(uniform, found["uniform decode"], pages)
+            lines.append(
+                {"what": f"decode, batch {batch}", "times": times, "bound": bound, "is_ideal": name not in found}
+            )
+    if "uniform prefill" in found:
+        times = []
+        for name, tokens in (("prefill", CHUNK), ("uniform prefill", found["uniform prefill"].num_rows)):
+            spec = planned[name][0]
+            counted = count(spec, spec.config, spec.placed_params, spec.cache)
+            read, middle = counted.read_cache_bytes(CONTEXT // 2), (CONTEXT - tokens) // 2  # of a prompt
+            times.append(seconds(spec, figures(name), read, counted.span_flops(middle, tokens)) / tokens)
+        is_ideal = "prefill" not in found
+        lines.append({"what": "prefill, a token", "times": times, "bound": PREFILL_BOUND, "is_ideal": is_ideal})
+    rows = planned["uniform decode"][0].determinism.num_rows
+    return [{"chip": chip, "weights": weights, "rows": rows, **line} for line in lines]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.deterministic_cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--chip", action="append", choices=CHIPS, help="default: all")
+    parser.add_argument("--weights", action="append", choices=WEIGHTS, help="default: all")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON of the figures; what it has is not compiled")
+    parser.add_argument("--program", action="append", help="compile these only, such as 'uniform decode'; default: all")
+    parser.add_argument("--only-report", action="store_true", help="compile nothing")
+    options = parser.parse_args(argv)
+    file, found = options.resume, {}
+    if file is not None and file.exists():
+        found = json.loads(file.read_text(encoding="utf-8"))
+    if LLAMA_3_8B.num_layers <= MORE:
+        raise ValueError("a model of more layers is extrapolated to")
+    print(f"{'chip':7}{'weights':11}{'rows':>5}  {'':18}{'without':>9}{'with':>9}{'ratio':>8}; ms")
+    for weights in options.weights or WEIGHTS:
+        for chip in options.chip or CHIPS:
+            own = found.setdefault(f"{chip} {weights}", {})
+            for name, (spec, program) in ({} if options.only_report else programs(chip, weights)).items():
+                if name in own or name not in (options.program or [name]):
+                    continue
+                try:
+                    own[name] = asdict(compiled(spec, chip, program))
+                except Exception as error:  # the compiler's message is the result
+                    own[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+                if file is not None:
+                    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            for name, line in own.items():
+                if "error" in line:
+                    print(f"{chip:7}{weights:11}{name}: {line['error'][:120]}")
+            figures = {name: Figures(**line) for name, line in own.items() if "error" not in line}
+            for line in report(chip, weights, figures):
+                without, uniform = (1e3 * one for one in line["times"])
+                ratio = uniform / without
+                verdict = "" if line["bound"] is None else "ok" if ratio <= line["bound"] else f"over {line['bound']}"
+                head = f"{chip:7}{weights:11}{line['rows']:5}  {line['what']:18}"
+                note = " (without: ideal)" if line["is_ideal"] else ""
+                print(f"{head}{without:9.3f}{uniform:9.3f}{ratio:8.3f}  {verdict}{note}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

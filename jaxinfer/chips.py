@@ -1,0 +1,94 @@
+"""Chips by name, with the figures of planning/chips.json, and the rates of a device."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+# JAX allocates this share of a GPU's memory at its start, unless the environment variable sets another.
+GPU_SHARE, GPU_SHARE_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+class Source(NamedTuple):
+    """Where figures of a chip are taken from; `figures` are names of fields of `Chip`."""
+
+    title: str
+    url: str | None
+    date: str
+    figures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The figures of one chip: bytes, bytes/s and FLOP/s; those of one device are a `devices_per_chip`-th.
+
+    Attributes:
+      name: the name in options. title: the vendor's name. platform: "tpu" or "gpu".
+      hbm_bytes: of a GPU as its driver reports it. usable_bytes: the part of them that programs may use.
+      flops: FLOP/s by the type of the operands: "bf16", "int8", "fp8"; None if the chip has no such rate.
+      link_bandwidth: of all links to other chips, both directions added.
+      host_bandwidth: from the host's memory to the chip.
+      can_compile: whether programs can be compiled for it ahead of time.
+    """
+
+    name: str
+    title: str
+    platform: str
+    devices_per_chip: int
+    hbm_bytes: int
+    usable_bytes: int
+    hbm_bandwidth: float
+    flops: dict[str, float | None]
+    link_bandwidth: float
+    host_bandwidth: float
+    chips_per_host: int
+    can_compile: bool
+    device_kinds: tuple[str, ...]
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes/s and FLOP/s of a device; FLOP/s by the type of the operands."""
+
+    hbm: float
+    links: float
+    flops: dict[str, float]
+    host: float = math.inf
+
+    @classmethod
+    def of(cls, chip: Chip) -> "Rates":
+        share = chip.devices_per_chip
+        known = {name: rate / share for name, rate in chip.flops.items() if rate is not None}
+        # A chip without a rate of its own for a type multiplies it as bf16.
+        flops = {name: known.get(name, known["bf16"]) for name in chip.flops}
+        return cls(chip.hbm_bandwidth / share, chip.link_bandwidth / share / 2, flops, chip.host_bandwidth / share)
+
+    def compute_seconds(self, flops: Mapping[str, float]) -> float:
+        return sum(number / self.flops[kind] for kind, number in flops.items())
+
+
+@cache
+def chips() -> dict[str, Chip]:
+    """All of planning/chips.json, by name."""
+    data = json.loads(files("jaxinfer").joinpath("planning", "chips.json").read_text(encoding="utf-8"))
+    return {name: _chip(name, fields) for name, fields in data["chips"].items()}
+
+
+def _chip(name: str, fields: dict[str, Any]) -> Chip:
+    values = {key: value for key, value in fields.items() if key != "notes"}
+    if values["usable_bytes"] is None:
+        share = float(os.environ.get(GPU_SHARE_VARIABLE) or GPU_SHARE)
+        values["usable_bytes"] = int(share * values["hbm_bytes"])
+    values["device_kinds"] = tuple(values["device_kinds"])
+    values["sources"] = tuple(Source(**{**one, "figures": tuple(one["figures"])}) for one in values["sources"])
+    return Chip(name=name, **values)
+
+
+def chip_of_kind(device_kind: str) -> Chip | None:
+    """The chip with this name in JAX (`device.device_kind`); None if it is not listed."""
+    return next((chip for chip in chips().values() if device_kind in chip.device_kinds), None)

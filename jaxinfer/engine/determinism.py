@@ -1,0 +1,133 @@
+"""Whether an engine is deterministic, and the rows of the one shape that all of its passes then have.
+
+A pass reads all weights whatever its rows are, so up to the chip's ridge (FLOP/s over bytes/s) more rows take no more
+time, and one shape for a token alone and for a chunk of a prompt costs nothing. Neither depends on the load.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxinfer.chips import Rates, chips
+from jaxinfer.engine.weight_work import WeightWork, weight_work
+from jaxinfer.models import host_layers
+
+# Rows without a chip's figures, and steps of the number of rows there and on a chip: tiles of the matrix units.
+DEFAULT_ROWS, ROWS_STEP = 256, 64
+# More are not needed to be at the ridge, except by experts, of which one token reads few.
+MAX_ROWS = 1024
+# Prompt tokens beside all slots, at least.
+MIN_CHUNK = 64
+# deterministic="auto" accepts so much more time of a decode step.
+MAX_COST = 1.05
+# Bytes between memory and chip for each row of a layer beside its weights and pages, in numbers of the model's type for
+# each of 4 hidden_size + 3 intermediate_size: of compiled programs (benchmarks/deterministic_cost.py). A v6e keeps all
+# in vector memory. Of a GPU what its cache of 50 MB holds is counted as well.
+MOVED_PER_ROW = {"v6e": 0.0, "tpu": 1.3, "gpu": 6.7}
+
+
+@dataclass(frozen=True)
+class Determinism:
+    """What was decided.
+
+    Attributes:
+      is_on: whether every pass has one shape. num_rows: its rows.
+      cost: predicted time of a decode step over that without, the most of any number of sequences; None if unknown.
+      reason: why it is on or off, in words.
+    """
+
+    is_on: bool
+    num_rows: int
+    cost: float | None
+    reason: str
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """What `programs.paged.decode` takes last: rows of each step where all have one shape."""
+        return (self.num_rows,) if self.is_on else ()
+
+    def __str__(self) -> str:
+        return f"{'on' if self.is_on else 'off'}: {self.reason}"
+
+
+def decide(spec: Any) -> Determinism:
+    """Resolves the option `deterministic` of an `EngineSpec`; "auto" is on where decoding is predicted to take at most
+    `MAX_COST` of the time."""
+    asked = spec.options.deterministic
+    work = weight_work(spec.config, spec.params)
+    rates = None if spec.chip is None else Rates.of(chips()[spec.chip])
+    num_rows = _num_rows(spec, rates, work)
+    cost = None if rates is None else _cost(spec, rates, work, num_rows)
+    found = Determinism(asked is True, num_rows, cost, f"deterministic={asked}")
+    if asked != "auto":
+        return found
+    if (refusal := _refusal(spec)) is not None:
+        return replace(found, reason=f"auto, {refusal}")
+    if cost is None:
+        return replace(found, reason="auto, the figures of this chip are not known")
+    is_on = cost <= MAX_COST
+    limit = f"{'at most' if is_on else 'more than'} {MAX_COST:.2f}"
+    return replace(found, is_on=is_on, reason=f"auto, decoding is predicted to take {cost:.3f} of the time, {limit}")
+
+
+def _refusal(spec: Any) -> str | None:
+    """Why "auto" is off whatever the rows would take."""
+    options = spec.options
+    sizes = options.token_buckets or options.decode_slots
+    refusals = {
+        f"the sizes {sizes} are for programs of several shapes": sizes,
+        f"draft_tree={options.draft_tree} has keys that are summed in another order": options.draft_tree,
+        "recurrent layers would read tokens one by one": spec.has_states,
+        f"the cost with kv_policy={options.kv_policy!r} is not known": options.kv_policy,
+        "latent attention would compute 16 queries for each": spec.config.mla,
+        "layers that arrive from the host take longer": host_layers.host_rows(spec.params),
+        "on a CPU a step takes longer the more rows it has, and in float32 tokens do not depend on them": (
+            spec.platform == "cpu"
+        ),
+    }
+    return next((text for text, is_so in refusals.items() if is_so), None)
+
+
+def _num_rows(spec: Any, rates: Rates | None, work: WeightWork) -> int:
+    """The rows at the ridge of the products with the layers' weights, or more where slots and chunks need them."""
+    nodes = 0 if spec.draft is None else spec.trees[-1].num_nodes
+    chunk = min(spec.options.prefill_chunk or MIN_CHUNK, spec.max_model_len)
+    least = max(chunk + spec.max_seqs, spec.max_seqs * nodes)
+    if rates is None:
+        return -(-least // DEFAULT_ROWS) * DEFAULT_ROWS
+    seconds = rates.compute_seconds(_layer_flops(work))
+    ridge = (work.dense_bytes + work.expert_bytes - work.head[2]) / rates.hbm / seconds if seconds else 0.0
+    return max(min(int(ridge), MAX_ROWS) // ROWS_STEP, -(-least // ROWS_STEP)) * ROWS_STEP
+
+
+def _layer_flops(work: WeightWork) -> dict[str, float]:
+    """FLOPs of a token without the output layer, which has one row for each slot."""
+    kind, count, _ = work.head
+    return {**work.token_flops, kind: work.token_flops.get(kind, 0.0) - count}
+
+
+def _cost(spec: Any, rates: Rates, work: WeightWork, num_rows: int) -> float:
+    """Time of a decode step of one shape over that of as many rows as sequences, the most for 1 to all slots: the
+    products of the layers, what is moved beside them, the products of the output layer, and what devices exchange.
+    Attention takes the same."""
+    config = spec.config
+    vectors = 4 * config.hidden_size + 3 * config.intermediate_size
+    moved = MOVED_PER_ROW.get(spec.chip, MOVED_PER_ROW["gpu" if spec.platform == "gpu" else "tpu"])
+    row_bytes = moved * vectors * spec.dtype.itemsize
+
+    def seconds(num_layer_rows: int, num_read: int, num_head_rows: int) -> float:
+        moe, missed = config.moe, 0.0
+        if moe is not None:
+            missed = (1 - moe.num_experts_per_token / moe.num_experts) ** num_read
+        kind, head_flops, head_bytes = work.head
+        reading = work.dense_bytes - head_bytes + (1 - missed) * work.expert_bytes
+        computing = {one: count * num_layer_rows for one, count in _layer_flops(work).items()}
+        layers = max(reading / rates.hbm, rates.compute_seconds(computing))
+        layers += config.num_layers * num_layer_rows * row_bytes / rates.hbm
+        head = max(head_bytes / rates.hbm, rates.compute_seconds({kind: head_flops * num_head_rows}))
+        count = spec.num_devices
+        sent = 2 * (count - 1) / count * 2 * config.num_layers * config.hidden_size * 2 * num_layer_rows
+        return (layers + head) / count + (sent / rates.links if count > 1 else 0.0)
+
+    slots = spec.max_seqs
+    # Rows of padding are all the same token, which goes to experts of its own.
+    return max(seconds(num_rows, one + 1, slots) / seconds(one, one, one) for one in (1, slots))

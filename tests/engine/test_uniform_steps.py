@@ -1,0 +1,103 @@
+"""Steps of a deterministic engine that run in one dispatch: every bit of one step a dispatch, of one sequence alone.
+
+In bfloat16, where programs of other shapes round otherwise, with weights and caches of fewer bits and with drafts.
+"""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import pytest
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.cache.kv_dtype import KV_DTYPES
+from jaxinfer.models import init_params
+from jaxinfer.quantization import quantize_params
+from tests.engine.mixed_requests import random_prompts
+from tests.tiny import TINY
+
+PROMPTS = random_prompts(6, 60, seed=11)
+PARAMS = [
+    SamplingParams(temperature=number % 2, seed=number, max_tokens=9 + 3 * number, logprobs=2) for number in range(6)
+]
+OPTIONS = {"max_seqs": 4, "max_model_len": 128, "num_pages": 60, "deterministic": True}
+# (weights, kv_dtype, draft)
+PLAIN = ("bfloat16", "auto", None)
+DRAFTS = (None, "ngram", "layers:1")
+CASES = [
+    *((weights, "auto", draft) for weights in ("bfloat16", "int8", "int4-g128") for draft in DRAFTS),
+    *(("bfloat16", kv_dtype, draft) for kv_dtype in KV_DTYPES for draft in DRAFTS[:2]),
+    *(("int8", kv_dtype, "ngram") for kv_dtype in ("int8", "int4")),
+]
+
+
+@cache
+def model(weights: str):
+    dtype = "float32" if weights == "float32" else "bfloat16"
+    config = replace(TINY, hidden_size=128, intermediate_size=256, head_dim=32, dtype=dtype)
+    params = init_params(config, jax.random.key(3))
+    params = jax.tree.map(lambda leaf: (leaf * 6 if leaf.ndim == 2 else leaf).astype(dtype), params)
+    return config, params if weights == dtype else jax.jit(partial(quantize_params, how=weights))(params)
+
+
+def bits(outputs) -> list:
+    return [(one.token_ids, one.logprobs) for one in (output.outputs[0] for output in outputs)]
+
+
+def together(weights: str, kv_dtype: str, **options) -> list:
+    with LLM(model(weights), kv_dtype=kv_dtype, **{**OPTIONS, **options}) as llm:
+        return bits(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+@cache
+def alone(weights: str, kv_dtype: str) -> list:
+    """One sequence after another, one step a dispatch: with the program of prompts, if decoding had none."""
+    with LLM(model(weights), kv_dtype=kv_dtype, **{**OPTIONS, "steps_per_dispatch": 1}) as llm:
+        return [bits(llm.generate(one, how))[0] for one, how in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("weights", "kv_dtype", "draft"),
+    CASES,
+    ids=str,
+)
+def test_every_bit_is_that_of_one_step_alone(weights, kv_dtype, draft):
+    drafting = {} if draft is None else {"draft": draft, "num_draft_tokens": 3}
+    assert together(weights, kv_dtype, **drafting) == alone(weights, kv_dtype)
+
+
+def halves(weights: str, **options) -> tuple[list, list]:
+    """The second halves of answers, and the same where the first halves were given as parts of the prompts."""
+    options = {**OPTIONS, "max_seqs": 1, "prefix_cache": False, **options}
+    with LLM(model(weights), **options) as llm:
+        whole = bits(llm.generate(PROMPTS[:3], PARAMS[:3], use_tqdm=False))
+        middles = [len(tokens) // 2 for tokens, _ in whole]
+        prompts = [prompt + tokens[:n] for prompt, (tokens, _), n in zip(PROMPTS, whole, middles, strict=False)]
+        params = [replace(one, max_tokens=one.max_tokens - n) for one, n in zip(PARAMS, middles, strict=False)]
+        found = bits(llm.generate(prompts, params, use_tqdm=False))
+    return [(tokens[n:], logprobs[n:]) for (tokens, logprobs), n in zip(whole, middles, strict=True)], found
+
+
+def test_a_token_decoded_has_the_bits_of_one_in_a_prompt():
+    """In float32 and alone, where XLA:CPU rounds a product of one row otherwise than one of many."""
+    decoded, given = halves("float32")
+    assert decoded == given
+    decoded, given = halves("float32", deterministic=False)
+    assert decoded != given
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("weights", ["bfloat16", "float32", "int8"])
+def test_so_it_has_with_other_weights(weights):
+    decoded, given = halves(weights)
+    assert decoded == given
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.all_buckets
+def test_the_bits_would_tell_a_difference():
+    assert together(*PLAIN[:2], deterministic=False) != alone(*PLAIN[:2])
