@@ -196,16 +196,17 @@ def draw(found: dict[str, Any], file: Path) -> None:
 
     lines = [line for line in found.values() if "error" not in line]
     chips = [chip for chip in CHIPS if any(line["chip"] == chip for line in lines)]
+    cases = sorted({(line["context"], line["batch"]) for line in lines})
     figure, panels = pyplot.subplots(1, len(chips), figsize=(3.2 * len(chips), 3.4), sharey=True, squeeze=False)
     for panel, chip in zip(panels[0], chips, strict=True):
         for weights in WEIGHTS:
             points = [line for line in lines if line["chip"] == chip and line["weights"] == weights]
             points.sort(key=lambda line: (line["context"], line["batch"]))
-            labels = [f"{line['batch']} x {line['context']}" for line in points]
-            panel.plot(labels, [line["moved"] / line["ideal"] for line in points], marker="o", label=weights)
+            places = [cases.index((line["context"], line["batch"])) for line in points]
+            panel.plot(places, [line["moved"] / line["ideal"] for line in points], marker="o", label=weights)
         panel.axhline(BOUND, color="grey", linestyle=":", linewidth=1)
         panel.set_title(chip)
-        panel.tick_params(axis="x", rotation=70)
+        panel.set_xticks(range(len(cases)), [f"{batch} x {context}" for context, batch in cases], rotation=70)
     panels[0][0].set_ylabel("bytes moved / ideal")
     panels[0][-1].legend(frameon=False, fontsize=8)
     figure.tight_layout()

@@ -151,7 +151,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--chip", action="append", choices=CHIPS, help="default: all")
     parser.add_argument("--weights", action="append", choices=WEIGHTS, help="default: all")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON of the figures; what it has is not compiled")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="JSON of the figures, such as benchmarks/results/deterministic_cost.json; what it has is not compiled",
+    )
     parser.add_argument("--program", action="append", help="compile these only, such as 'uniform decode'; default: all")
     parser.add_argument("--only-report", action="store_true", help="compile nothing")
     options = parser.parse_args(argv)

@@ -205,7 +205,6 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
     with Stage("starting"):
         import jax
 
-        from jaxinfer.cli.distill import read_documents
         from jaxinfer.engine.spec import CPU_MAX_SEQS, DEFAULT_MAX_SEQS
         from jaxinfer.measure.advise.candidates import candidates
         from jaxinfer.measure.advise.goals import flags
@@ -219,7 +218,6 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
         is_cpu = jax.default_backend() == "cpu"
         sizes = read_sizes(options, CPU_SIZES if is_cpu else SIZES)
         documents, source = _documents(options)
-        calibration = tuple(read_documents(options.calibration, "--calibration")) if options.calibration else ()
         report = _Report(options, goal, workload, arguments, machine(), source)
     found = Findings([], [], [])
     if options.resume and options.json is not None:
@@ -229,7 +227,7 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
         arguments,
         workload,
         documents,
-        calibration,
+        _calibration(options),
         num_requests=options.requests or max(*sizes, options.max_seqs or 1),
         repeats=options.repeats,
         num_shared=options.shared_prefix,
@@ -282,6 +280,12 @@ def _roofline_bound(
     return Planner.open(
         *(options.model, place, arguments), prompt_tokens=workload.prompt_tokens.low, answer_tokens=1, max_seqs=max_seqs
     ).most_tokens_per_second
+
+
+def _calibration(options: AdviseOptions) -> tuple[str, ...]:
+    from jaxinfer.cli.distill import read_documents
+
+    return tuple(read_documents(options.calibration, "--calibration")) if options.calibration else ()
 
 
 def _documents(options: AdviseOptions) -> tuple[tuple[str, ...], str]:

@@ -44,6 +44,9 @@ class LargeProgram:
     def lower(self, *arguments: Any, **named: Any) -> Lowered:
         return self._jitted[current_platform()].lower(*arguments, **named)
 
+    def eval_shape(self, *arguments: Any, **named: Any) -> Any:
+        return self._jitted[current_platform()].eval_shape(*arguments, **named)
+
     def _cache_size(self) -> int:
         """How many programs were compiled, as what `jax.jit` returns has it (`explanation.num_compiled`)."""
         return sum(jitted._cache_size() for jitted in self._jitted.values())  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,6 +13,7 @@ import random
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from operator import neg
 
 NULL_PAGE = 0
 MAX_STARTS = 1024  # free pages at which `allocate` looks for a run of consecutive ones
@@ -34,7 +35,7 @@ class PagePool:
             raise ValueError(f"num_pages={num_pages}: a pool needs the null page and at least one more")
         self.num_pages = num_pages
         self.num_evictions = 0
-        self._free = list(range(NULL_PAGE + 1, num_pages))  # ascending
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # the lowest last, where a list is cheap to change
         self._random = None if shuffle_seed is None else random.Random(shuffle_seed)
         self._owners = [0] * num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
@@ -107,7 +108,7 @@ class PagePool:
                         self._idle.move_to_end(page, last=False)
                         self._unlikely.add(page)
                 else:
-                    insort(self._free, page)
+                    insort(self._free, page, key=neg)
 
     def keep(self, page: int, forget: Callable[[], None]) -> None:
         """Once nobody owns `page`, its contents stay for as long as pages last; `forget()` is called when they go."""
@@ -125,7 +126,7 @@ class PagePool:
         if page in self._idle:
             del self._idle[page]
             self._unlikely.add(page)
-            insort(self._free, page)
+            insort(self._free, page, key=neg)
             self._forget.pop(page)()
             self._unlikely.remove(page)
 
@@ -133,7 +134,7 @@ class PagePool:
         """Gives up everything idle; returns how many pages became free."""
         count = len(self._idle)
         self._unlikely.update(self._idle)
-        self._free = sorted([*self._free, *(self._evict() for _ in range(count))])
+        self._free = sorted([*self._free, *(self._evict() for _ in range(count))], reverse=True)
         return count
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
@@ -160,13 +161,14 @@ class PagePool:
         """Takes so many free pages: the first that are consecutive, or else the first."""
         if self._random is not None:
             pages = self._random.sample(self._free, count)
-            self._free = sorted(set(self._free).difference(pages))
+            self._free = sorted(set(self._free).difference(pages), reverse=True)
             return pages
         free = self._free
-        starts = range(min(len(free) - count + 1, MAX_STARTS)) if count > 1 else ()
-        start = next((start for start in starts if free[start + count - 1] - free[start] == count - 1), 0)
-        pages = free[start : start + count]
-        del free[start : start + count]
+        first = len(free) - count
+        starts = range(first, max(first - MAX_STARTS, -1), -1) if count > 1 else ()
+        first = next((start for start in starts if free[start] - free[start + count - 1] == count - 1), first)
+        pages = free[first : first + count]
+        del free[first : first + count]
         return pages
 
     def _evict(self) -> int:

@@ -24,9 +24,9 @@ RESIDENT = 2 * MULTIPROCESSORS
 # Keys of a split if there is enough work, at least, and the largest size of partial results in bytes.
 LONGEST_SPLIT = 4096
 SHORTEST_SPLIT = 256
-# Splits of a length before those of twice the length: without a window, whose splits may be the last ones.
-SPLITS_OF_A_LENGTH = 16
 MAX_PARTIAL_BYTES = 128 * 2**20
+# Splits of a length before those of twice the length. With a window all are equal: only the last ones have work.
+SPLITS_OF_A_LENGTH = 16
 # Partial results over the keys and values that they are of, in bytes: more only where multiprocessors would be idle.
 MAX_PARTIAL_SHARE = 0.1
 

@@ -26,7 +26,7 @@ TILE_OUTPUTS = 64
 MAX_TILE_ROWS = 128
 GROUPS = (64, 128)
 STAGES = 4
-# Thread blocks that fill the chip: two for each of its 132 multiprocessors.
+# Thread blocks that fit on the chip: two for each of its 132 multiprocessors.
 ENOUGH_BLOCKS = 264
 # Steps that a thread block needs to overlap its copies with products.
 FEWEST_STEPS = 8
@@ -74,8 +74,9 @@ def num_splits(spec: MatmulSpec) -> int:
     steps, splits = spec.inputs // spec.block[0], 1
     blocks = spec.outputs // TILE_OUTPUTS * pl.cdiv(spec.rows, tile_rows(spec.rows))
     most = spec.inputs * (4 if spec.values_dtype == "int4" else 8) // (64 * spec.rows)
+    # From more than half of the blocks that fit on, twice as many in two rounds leave as much of the chip idle.
     while (
-        blocks * splits < ENOUGH_BLOCKS
+        2 * blocks * splits <= ENOUGH_BLOCKS
         and steps % (2 * splits) == 0
         and steps // (2 * splits) >= FEWEST_STEPS
         and 2 * splits <= most

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,11 @@ def params_of(weights: str):
     return params if weights == "bfloat16" else jax.eval_shape(partial(quantize_params, how=weights), params)
 
 
-def spec_of(chip: str | None, weights: str = "bfloat16", platform: str = "tpu", draft=None, **options) -> EngineSpec:
-    how = EngineOptions(**{"max_seqs": 64, "max_model_len": 1536, **options})
+def spec_of(
+    chip: str | None, weights: str = "bfloat16", platform: str = "tpu", draft=None, **options: Any
+) -> EngineSpec:
+    values: dict[str, Any] = {"max_seqs": 64, "max_model_len": 1536, **options}
+    how = EngineOptions(**values)
     return EngineSpec(LLAMA_3_8B, params_of(weights), how, platform, draft=draft, chip=chip)
 
 
@@ -98,7 +102,8 @@ def test_auto_is_off_with_a_reason(changes, reason):
 
 def test_auto_is_the_default_and_explained():
     assert EngineOptions().deterministic == "auto"
-    with LLM((TINY, init_params(TINY, jax.random.key(0))), **OPTIONS) as llm:
+    options: dict[str, Any] = {**OPTIONS}
+    with LLM((TINY, init_params(TINY, jax.random.key(0))), **options) as llm:
         said = llm.explain().groups["programs"]["deterministic"]
     assert said.startswith("off: auto, on a CPU")
 

@@ -5,6 +5,7 @@ In bfloat16, where programs of other shapes round otherwise, with weights and ca
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 import pytest
@@ -20,7 +21,7 @@ PROMPTS = random_prompts(6, 60, seed=11)
 PARAMS = [
     SamplingParams(temperature=number % 2, seed=number, max_tokens=9 + 3 * number, logprobs=2) for number in range(6)
 ]
-OPTIONS = {"max_seqs": 4, "max_model_len": 128, "num_pages": 60, "deterministic": True}
+OPTIONS: dict[str, Any] = {"max_seqs": 4, "max_model_len": 128, "num_pages": 60, "deterministic": True}
 # (weights, kv_dtype, draft)
 PLAIN = ("bfloat16", "auto", None)
 DRAFTS = (None, "ngram", "layers:1")
@@ -75,7 +76,7 @@ def halves(weights: str, **options) -> tuple[list, list]:
         whole = bits(llm.generate(PROMPTS[:3], PARAMS[:3], use_tqdm=False))
         middles = [len(tokens) // 2 for tokens, _ in whole]
         prompts = [prompt + tokens[:n] for prompt, (tokens, _), n in zip(PROMPTS, whole, middles, strict=False)]
-        params = [replace(one, max_tokens=one.max_tokens - n) for one, n in zip(PARAMS, middles, strict=False)]
+        params = [replace(one, max_tokens=(one.max_tokens or 0) - n) for one, n in zip(PARAMS, middles, strict=False)]
         found = bits(llm.generate(prompts, params, use_tqdm=False))
     return [(tokens[n:], logprobs[n:]) for (tokens, logprobs), n in zip(whole, middles, strict=True)], found
 

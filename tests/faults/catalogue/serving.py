@@ -6,8 +6,8 @@ ENGINE = (
     Fault(
         "engine/pages-are-scattered",
         "jaxinfer/engine/pages.py",
-        "if free[start + count - 1] - free[start] == count - 1), 0)",
-        "if free[start + count - 1] - free[start] >= count - 1), 0)",
+        "if free[start] - free[start + count - 1] == count - 1), first)",
+        "if free[start] - free[start + count - 1] >= count - 1), first)",
         ("tests/engine/test_pages.py",),
         "after an hour of serving the pages of a sequence lie anywhere, and a CPU reads them a sixth slower",
     ),
@@ -266,8 +266,8 @@ ENGINE = (
     Fault(
         "engine/a-place-of-a-state-is-given-away-while-it-is-found",
         "jaxinfer/engine/pages.py",
-        "            insort(self._free, page)\n            self._forget.pop(page)()\n",
-        "            insort(self._free, page)\n            self._forget.pop(page)\n",
+        "            insort(self._free, page, key=neg)\n            self._forget.pop(page)()\n",
+        "            insort(self._free, page, key=neg)\n            self._forget.pop(page)\n",
         ("tests/engine/test_scheduler.py::test_random_work_gives_one_answer_with_states",),
         "the state of one prompt is overwritten with that of another, and still found",
     ),
@@ -301,7 +301,7 @@ ENGINE = (
     Fault(
         "engine/a-page-is-freed-twice",
         "jaxinfer/engine",
-        "else:\n                    insort(self._free, page)",
+        "else:\n                    insort(self._free, page, key=neg)",
         "else:\n                    self._free += [page, page]",
         ("tests/engine/test_pages.py",),
         "two requests write the same page and read each other's text",
@@ -309,8 +309,8 @@ ENGINE = (
     Fault(
         "engine/the-null-page-is-given-away",
         "jaxinfer/engine",
-        "range(NULL_PAGE + 1, num_pages)",
-        "range(NULL_PAGE, num_pages)",
+        "range(num_pages - 1, NULL_PAGE, -1)",
+        "range(num_pages - 1, NULL_PAGE - 1, -1)",
         ("tests/engine/test_pages.py",),
         "a request's keys are those of every empty place of a table",
     ),

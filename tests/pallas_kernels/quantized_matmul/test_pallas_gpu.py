@@ -100,6 +100,13 @@ def test_compiled_for_hopper_no_weight_is_written(name, rows):
             assert found.temporary_bytes < w.values.size // 2
 
 
+def test_as_many_blocks_as_fit_on_the_chip():
+    """Of Llama-3-8B's matrices: 256 and 224 blocks of 264. Twice as many take two rounds, and twice the sums."""
+    for inputs, outputs, splits in ((14336, 4096, 4), (4096, 14336, 1)):
+        x, values = jnp.zeros((64, inputs), jnp.bfloat16), jax.ShapeDtypeStruct((inputs, outputs), jnp.int4)
+        assert pallas_gpu.num_splits(make_spec(x, values, None, None, block=(128, 1), activations=None)) == splits
+
+
 def test_values_are_laid_out_for_the_kernel():
     params = {"layers": {"0": {"up": {"weight": jax.random.normal(jax.random.key(0), (128, 64))}}}}
     for name, order in (("int4-g64", (1, 0)), ("int8", (0, 1)), ("nf4", (0, 1))):
