@@ -125,7 +125,7 @@ def sections(
         lines += [title, *part, ""] if part else []
     lines += _in_turn(goal, found)
     lines += _recommended(goal, found, advice, price_per_hour)
-    if len(found.base) < 2 and not goal.is_planned:
+    if len(found.base) < 2 and not found.finals and not goal.is_planned:
         lines += ["", "The baseline was measured only once, so the drift of the machine is unknown."]
     return lines
 

@@ -200,7 +200,7 @@ class Search:
             return
         order: list[Arguments] = [{}, *finalists]
         for number in range(NUM_ROUNDS):
-            if self.used() >= 1 and number:
+            if self.used() >= 1:
                 break
             done = []
             for arguments in order if number % 2 == 0 else reversed(order):
