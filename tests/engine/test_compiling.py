@@ -102,8 +102,8 @@ def test_programs_are_compiled_in_another_thread_while_requests_run(tiny):
     while thread.is_alive():
         assert answer(engine) == expected
     with compilation_cache.counting() as counts:
-        engine.warm_up(1)
-    assert counts.compiled + counts.hits <= 4  # the small ones
+        num_programs = engine.warm_up(1)
+    assert counts.compiled + counts.hits <= num_programs - len(engine.program_names)  # the small ones
     stopped = iter([False, True])
     engine.compile_ahead(lambda: next(stopped))
     engine.close()
