@@ -8,13 +8,12 @@ WITH_COMPILERS := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu
 PYTEST := $(BIN)/python -m pytest
 # Test modules are compiled once for all processes and runs.
 unexport PYTHONDONTWRITEBYTECODE
-# As many test processes as cores; each keeps its own JAX, and all share one compilation cache. The compilers are native
-# code, and one of them has crashed a test process where it starts: a test that crashes the process runs once more.
+# As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 # What to run, and with which further options: make test-all TESTS=tests/engine PYTEST_OPTIONS=-x
 TESTS ?= tests
 PYTEST_OPTIONS ?=
-PARALLEL := -n $(WORKERS) --dist worksteal --reruns 1 --only-rerun 'crashed while running'
+PARALLEL := -n $(WORKERS) --dist worksteal
 # Run after the others in one process with eight virtual devices: these measure time, or their devices wait for one another.
 ALONE_TESTS := tests/engine tests/parallel tests/scale_out tests/speculative
 # Cheap tests of every package.

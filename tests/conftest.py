@@ -59,6 +59,21 @@ def pytest_runtest_setup(item):
     spec.buckets = BUCKETS if item.get_closest_marker("all_buckets") else lambda _, largest: (largest,)
 
 
+CRASHED = set()
+
+
+@pytest.hookimpl(optionalhook=True, trylast=True)
+def pytest_handlecrashitem(crashitem, report, sched):
+    """A test that crashes its process runs once more: compilers are native code, and one has crashed where it starts.
+
+    The option --reruns does the same, and takes longer than most tests: each asks the main process how often it ran.
+    """
+    if crashitem not in CRASHED and report.outcome == "failed":
+        CRASHED.add(crashitem)
+        sched.mark_test_pending(crashitem)
+        report.outcome = "rerun"
+
+
 MAX_MAPPINGS = 45_000  # Linux gives a process 65,530 memory mappings and kills it, without a word, at the next
 MAX_RESIDENT_BYTES = 3 * 2**30
 TESTS = itertools.count(1)

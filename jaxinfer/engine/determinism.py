@@ -54,7 +54,8 @@ def decide(spec: Any) -> Determinism:
     `MAX_COST` of the time."""
     asked = spec.options.deterministic
     work = weight_work(spec.config, spec.params)
-    rates = None if spec.chip is None else Rates.of(chips()[spec.chip])
+    chip = chips().get(spec.chip)
+    rates = None if chip is None else Rates.of(chip)
     num_rows = _num_rows(spec, rates, work)
     cost = None if rates is None else _cost(spec, rates, work, num_rows)
     found = Determinism(asked is True, num_rows, cost, f"deterministic={asked}")
