@@ -85,7 +85,7 @@ def test_alone_is_what_dense_attention_to_the_chosen_pages_gives(model, expected
 
 
 @pytest.mark.parametrize("budget", quick((1, 16, 25, 64), 16))
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", quick((1, 2, 3), 1))
 def test_log_probabilities_are_those_of_the_dense_form(seed, budget):
     model, prompt = model_of(MODELS["full"], seed=seed), PROMPTS[seed][:40]
     params = SamplingParams(max_tokens=80, temperature=0, logprobs=3, ignore_eos=True)
@@ -158,7 +158,7 @@ def test_pages_come_back_from_host_memory_with_their_bounds(model, expected, mon
     assert from_host_memory(model) != expected
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", quick(("int8", "fp8_e4m3", "bfloat16"), "int8"))
 def test_rounded_keys_change_no_answer(kv_dtype):
     model, prompt = model_of(MODELS["full"]), [*range(60)]
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)

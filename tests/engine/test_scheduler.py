@@ -68,7 +68,14 @@ def test_random_work_gives_one_answer_with_states(has_windows):
     run_random_work(range(40), 20_000, has_windows, has_states=True)
 
 
-@pytest.mark.parametrize(("has_windows", "has_states"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("has_windows", "has_states"),
+    [
+        (False, False),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((True, False), (False, True))),
+        (True, True),
+    ],
+)
 def test_random_work_gives_one_answer_with_host_pages(has_windows, has_states):
     run_random_work(range(40), 20_000, has_windows, has_states, has_host=True)
 

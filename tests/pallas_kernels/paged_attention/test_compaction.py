@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels.paged_attention import empty_pages, unpack
 from pallas_kernels.paged_attention.compaction import compact
 from pallas_kernels.paged_attention.layout import PageShape, append
+from tests.pallas_kernels.quick import quick
 
 TABLE, TARGETS = [7, 2, 5, 9, 4], [3, 8, 1]
 CASES = [
@@ -35,7 +36,7 @@ def bits(pages, shape: PageShape):
 
 
 @pytest.mark.parametrize(("dtype", "layout"), CASES)
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 64), (3, 128)])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), quick([(2, 64), (3, 128)], (3, 128)))
 def test_bits_are_gathered_by_head(dtype, layout, num_kv_heads, head_dim):
     shape = PageShape(10, 4, num_kv_heads, head_dim, dtype)
     pages, numbers = filled(shape, layout), np.random.default_rng(num_kv_heads)
