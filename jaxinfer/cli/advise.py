@@ -68,35 +68,13 @@ class AdviseOptions(WorkloadOptions, ServingOptions):
 
 # Options of the command that are no arguments of `LLM`.
 OWN = ("goal", "on", "max_kl", "memory", "goodput", "price_per_hour", "prompt_tokens", "answer_tokens", "dataset")
-OWN += (
-    "texts",
-    "calibration",
-    "shared_prefix",
-    "requests",
-    "temperature",
-    "seed",
-    "draft",
-    "acceptance",
-    "sizes",
-    "repeats",
-)
-OWN += ("minutes", "json", "resume")
+OWN += ("texts", "shared_prefix", "requests", "temperature", "seed", "draft", "acceptance", "sizes", "repeats")
+OWN += ("calibration", "minutes", "json", "resume")
 # Options that change no trial's figures: with others, a file can still be resumed.
 LATER = ("json", "resume", "minutes", "goal", "max_kl", "price_per_hour")
 # Options of running a trial, which a plan does not use. Its sequences are as long as prompt and answer.
-RUNS = (
-    "max_kl",
-    "dataset",
-    "texts",
-    "calibration",
-    "shared_prefix",
-    "requests",
-    "temperature",
-    "seed",
-    "goodput",
-    "minutes",
-)
-RUNS += ("repeats", "resume", "tokenizer", "memory", "prefix_cache", "max_model_len")
+RUNS = ("max_kl", "dataset", "texts", "shared_prefix", "requests", "temperature", "seed", "goodput", "minutes")
+RUNS += ("calibration", "repeats", "resume", "tokenizer", "memory", "prefix_cache", "max_model_len")
 CPU_MINUTES, DEFAULT_MINUTES = 4.0, 30.0
 PLANNED_MAX_SEQS = 64
 # Options that `jaxinfer plan` has under the same names.

@@ -11,24 +11,11 @@ import pytest
 from jaxinfer import LLM
 from jaxinfer.engine.options import EngineOptions, parse_deterministic
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.models import ModelConfig, RopeConfig, abstract_params, init_params
+from jaxinfer.models import abstract_params, init_params
 from jaxinfer.quantization import quantize_params
 from jaxinfer.speculative import LayersDraft
+from tests.planning.plan_models import LLAMA_3_8B
 from tests.tiny import OPTIONS, TINY
-
-LLAMA_3_8B = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rope=RopeConfig("default", 500_000.0, 128),
-    max_position_embeddings=8192,
-    dtype="bfloat16",
-)
 
 
 @cache
