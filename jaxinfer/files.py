@@ -1,7 +1,8 @@
-"""Closing at the end of a block; durable files: replaced atomically, and on the disk before a call returns."""
+"""Closing at the end of a block; lines of JSON; durable files: replaced atomically, on the disk before a call returns."""
 
 import ctypes
 import errno
+import json
 import os
 import shutil
 import stat
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 
 class Closable:
@@ -23,6 +24,20 @@ class Closable:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """What each line that is not blank holds, with words for where it is. Raises ValueError, with these, for a line
+    that is not JSON; FileNotFoundError."""
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{file.name}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON: {error}") from None
+        yield where, row
 
 
 def cache_folder(name: str) -> Path | None:

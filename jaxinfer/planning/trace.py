@@ -1,6 +1,5 @@
 """A trace of requests: their lengths, and the steps that the engine's scheduler makes of them. Nothing is computed."""
 
-import json
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.scheduler_options import SchedulerOptions
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.files import json_lines
 from jaxinfer.sampling import SamplingParams
 
 # Names of the answer's tokens: jaxinfer's datasets, and the usage of OpenAI's and others' answers.
@@ -35,14 +35,7 @@ def read_trace(file: Path, longest: int) -> tuple[TraceRequest, ...]:
     FileNotFoundError.
     """
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{file.name}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON: {error}") from None
+    for where, row in json_lines(file):
         if not isinstance(row, dict):
             raise ValueError(f"{where}: not an object")
         if row.get("error") is not None and not isinstance(row.get("usage"), dict):

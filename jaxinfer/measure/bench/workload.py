@@ -1,6 +1,5 @@
 """Requests to measure with: lengths, prompts, arrivals. The same seed gives the same ones. Plain Python and NumPy."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.engine.request import Prompt
+from jaxinfer.files import json_lines
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,7 @@ def read_dataset(file: Path) -> tuple[DatasetRow, ...]:
     Raises ValueError, with file and line, for other content; FileNotFoundError.
     """
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{file.name}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON: {error}") from None
+    for where, row in json_lines(file):
         rows.append(DatasetRow(*_checked(row, where)))
     if not rows:
         raise ValueError(f"{file.name} has no rows")
