@@ -1,4 +1,4 @@
-"""Closing at the end of a block; lines of JSON; durable files: replaced atomically, on the disk before a call returns."""
+"""Closing at a block's end; lines of JSON; durable files: replaced atomically, on the disk before a call returns."""
 
 import ctypes
 import errno
