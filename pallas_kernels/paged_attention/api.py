@@ -28,8 +28,8 @@ from pallas_kernels.platform import current_platform
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla", "reference")
-_BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("xla",)}
+IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "numba_cpu", "xla", "reference")
+_BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("numba_cpu", "xla")}
 _MODULES = Implementations("pallas_kernels.paged_attention", IMPLEMENTATIONS, _BY_PLATFORM)
 
 
