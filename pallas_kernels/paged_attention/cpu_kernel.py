@@ -22,7 +22,7 @@ BLOCK = 64  # keys
 # Operands, in order.
 Q, K, V, K_SCALES, V_SCALES, TABLE, STARTS, LENGTHS, KV_LENGTHS, SINKS, ANCESTORS, BOUNDS, SIZES, NUMBERS = range(14)
 # Elements of the operands `SIZES`, int32, and `NUMBERS`, float32.
-PART, QUERIES, GROUPS, WINDOW, HAS_SCALES, HAS_SINKS, HAS_ANCESTORS, KEY_KIND, VALUE_KIND, KEY_SIZE, VALUE_SIZE = range(11)
+PART, QUERIES, GROUPS, WINDOW, HAS_SCALES, HAS_SINKS, HAS_ANCESTORS, KEY_KIND, VALUE_KIND, KEY_SIZE, VALUE_SIZE, VALUE_WIDTH = range(12)
 SOFT_CAP, KEY_FACTOR, VALUE_FACTOR = range(3)
 
 
@@ -112,26 +112,30 @@ def _bytes(address, size):
 
 
 @njit(error_model="numpy")
-def _convert_row(out, stored, kind, size, width, vecs, padded):
-    """One row as float32, padded with zeros."""
+def _convert_rows(out, stored, stride, num_rows, kind, size, width, vecs, padded):
+    """Rows as float32 vectors, padded with zeros."""
     if kind == NIBBLES:
-        cpu_vectors.convert(out, stored, vecs // 2, kind)
+        cpu_vectors.convert(out, vecs * VECTOR, stored, stride, num_rows, vecs // 2, kind)
         return
     whole = width // LANES
-    cpu_vectors.convert(out, stored, whole, kind)
+    cpu_vectors.convert(out, vecs * VECTOR, stored, stride, num_rows, whole, kind)
     if whole < vecs:
         num_bytes = (width - whole * LANES) * size
-        source, row = _bytes(stored + whole * LANES * size, num_bytes), _bytes(padded, VECTOR)
-        row[:] = 0
-        row[:num_bytes] = source
-        cpu_vectors.convert(out + whole * VECTOR, padded, 1, kind)
+        tail = _bytes(padded, VECTOR)
+        for index in range(VECTOR):
+            tail[index] = 0
+        for row in range(num_rows):
+            source = _bytes(stored + row * stride + whole * LANES * size, num_bytes)
+            for index in range(num_bytes):
+                tail[index] = source[index]
+            cpu_vectors.convert(out + (row * vecs + whole) * VECTOR, 0, padded, 0, 1, 1, kind)
 
 
 @njit(error_model="numpy")
-def _row(rows, pages, position):
-    """The address of a row."""
-    page = integers(pages.table, position // pages.page_size + 1)[position // pages.page_size]
-    return rows.start + (page * pages.page_size + position % pages.page_size) * rows.stride
+def _page(pages, position):
+    """The id of the page of a position."""
+    index = position // pages.page_size
+    return np.int64(integers(pages.table, index + 1)[index])
 
 
 @njit(error_model="numpy")
@@ -139,29 +143,41 @@ def _rows(rows, pages, first, begin, end, scratch):
     """Rows `begin` to `end` of the 16 from position `first` on as float32 vectors: the address of the 16, and the bytes
     from one to the next. Others are undefined. Rows that are float32 vectors are not copied."""
     if rows.kind == FLOAT32 and rows.width % LANES == 0 and pages.page_size % LANES == 0:
-        return _row(rows, pages, first), rows.stride
-    for index in range(begin, end):
-        _convert_row(
-            scratch.converted + index * rows.vecs * VECTOR,
-            _row(rows, pages, first + index),
-            rows.kind,
-            rows.size,
-            rows.width,
-            rows.vecs,
-            scratch.padded,
-        )
+        slot = first % pages.page_size
+        return rows.start + (_page(pages, first) * pages.page_size + slot) * rows.stride, rows.stride
+    while begin < end:
+        slot = (first + begin) % pages.page_size
+        run = min(end - begin, pages.page_size - slot)
+        stored = rows.start + (_page(pages, first + begin) * pages.page_size + slot) * rows.stride
+        out = scratch.converted + begin * rows.vecs * VECTOR
+        _convert_rows(out, stored, rows.stride, run, rows.kind, rows.size, rows.width, rows.vecs, scratch.padded)
+        begin += run
     return scratch.converted, rows.vecs * VECTOR
+
+
+@njit(error_model="numpy")
+def _prefetch_rows(rows, pages, first, end):
+    """Asks for the 16 rows from position `first` on, of which those before `end` exist."""
+    if first >= end:
+        return
+    slot = first % pages.page_size
+    start = rows.start + (_page(pages, first) * pages.page_size + slot) * rows.stride
+    size = rows.width // 2 if rows.kind == NIBBLES else rows.width * rows.size
+    cpu_vectors.prefetch(start, rows.stride, min(LANES, pages.page_size - slot), size)
 
 
 @njit(error_model="numpy")
 def _fill_factors(out, rows, pages, first, begin, end):
     """The factors of rows `begin` to `end` of the 16 from position `first` on."""
-    factors = floats(out, LANES)
-    for index in range(begin, end):
-        position = first + index
-        page = integers(pages.table, position // pages.page_size + 1)[position // pages.page_size]
-        at = rows.scales + (page * pages.num_heads * pages.page_size + position % pages.page_size) * 4
-        factors[index] = floats(at, 1)[0] * np.float32(rows.factor)
+    factors, factor = floats(out, LANES), np.float32(rows.factor)
+    while begin < end:
+        slot = (first + begin) % pages.page_size
+        run = min(end - begin, pages.page_size - slot)
+        at = rows.scales + (_page(pages, first + begin) * pages.num_heads * pages.page_size + slot) * 4
+        scales = floats(at, run)
+        for index in range(run):
+            factors[begin + index] = scales[index] * factor
+        begin += run
 
 
 @njit(error_model="numpy")
@@ -180,16 +196,18 @@ def _start_rows(item, q, num_heads, sinks, keys, values, scratch):
         for group in range(item.groups):
             row = query * item.groups + group
             source = q + ((item.token + query) * num_heads + item.head + group) * keys.width * 4
-            _convert_row(
-                scratch.q + row * keys.vecs * VECTOR, source, FLOAT32, 4, keys.width, keys.vecs, scratch.padded
-            )
+            to = scratch.q + row * keys.vecs * VECTOR
+            _convert_rows(to, source, 0, 1, FLOAT32, 4, keys.width, keys.vecs, scratch.padded)
             highest, total = floats(scratch.highest + row * VECTOR, LANES), floats(scratch.total + row * VECTOR, LANES)
-            highest[:] = np.float32(MASKED)
-            total[:] = np.float32(0)
+            sink = floats(sinks + (item.head + group) * 4, 1)[0] if sinks != 0 else np.float32(MASKED)
+            for lane in range(LANES):
+                highest[lane] = sink
+                total[lane] = 0
             if sinks != 0:
-                highest[:] = floats(sinks + (item.head + group) * 4, 1)[0]
-                total[0] = np.float32(1)
-    floats(scratch.sums, item.count * item.groups * values.vecs * LANES)[:] = np.float32(0)
+                total[0] = 1
+            sums = floats(scratch.sums + row * values.vecs * VECTOR, values.vecs * LANES)
+            for index in range(sums.size):
+                sums[index] = 0
 
 
 @njit(error_model="numpy")
@@ -238,6 +256,7 @@ def _attend(item, pages, keys, values, ancestors, soft_cap, scratch):
                 _fill_factors(scratch.key_factors + vec * VECTOR, keys, pages, first, begin, end)
                 _fill_factors(scratch.value_factors + vec * VECTOR, values, pages, first, begin, end)
             address, stride = _rows(keys, pages, first, begin, end, scratch)
+            _prefetch_rows(values, pages, first + begin, item.end_key)
             cpu_vectors.score(
                 scratch.scores + vec * VECTOR,
                 BLOCK * 4,
@@ -254,6 +273,7 @@ def _attend(item, pages, keys, values, ancestors, soft_cap, scratch):
             first = base + vec * LANES
             begin, end = max(item.first_key - first, 0), min(item.end_key - first, LANES)
             address, stride = _rows(values, pages, first, begin, end, scratch)
+            _prefetch_rows(keys, pages, first + BLOCK, item.end_key)
             cpu_vectors.add_weighted(
                 scratch.sums,
                 values.vecs * VECTOR,
@@ -279,13 +299,15 @@ def _finish_rows(item, out, num_heads, values, scratch):
                 cpu_vectors.divide(at, sums, values.vecs, total)
             else:
                 cpu_vectors.divide(sums, sums, values.vecs, total)
-                floats(at, values.width)[:] = floats(sums, values.width)
+                quotients, results = floats(sums, values.width), floats(at, values.width)
+                for index in range(values.width):
+                    results[index] = quotients[index]
 
 
 @njit(error_model="numpy")
 def _run_item(item, frame, pages, head, keys, values, num_heads, scratch):
     """One unit: its rows of `keys` and `values` are those of key head `head`."""
-    sizes = integers(frames.operand(frame, SIZES), VALUE_SIZE + 1)
+    sizes = integers(frames.operand(frame, SIZES), VALUE_WIDTH + 1)
     numbers = floats(frames.operand(frame, NUMBERS), VALUE_FACTOR + 1)
     sinks = frames.operand(frame, SINKS) if sizes[HAS_SINKS] else 0
     _start_rows(item, frames.operand(frame, Q), num_heads, sinks, keys, values, scratch)
@@ -304,12 +326,12 @@ def _rows_of_head(frame, operand, scales, head, kind, size, factor, width, has_s
 
 @njit(error_model="numpy")
 def _run(frame):
-    sizes = integers(frames.operand(frame, SIZES), VALUE_SIZE + 1)
+    sizes = integers(frames.operand(frame, SIZES), VALUE_WIDTH + 1)
     numbers = floats(frames.operand(frame, NUMBERS), VALUE_FACTOR + 1)
     num_sequences, table_width = frames.operand_size(frame, TABLE, 0), frames.operand_size(frame, TABLE, 1)
     num_heads, width = frames.operand_size(frame, Q, 1), frames.operand_size(frame, Q, 2)
     page_size, num_kv_heads = frames.operand_size(frame, K, 1), frames.operand_size(frame, K, 2)
-    value_width = frames.result_size(frame, 0, 2)
+    value_width = np.int64(sizes[VALUE_WIDTH])
     starts = integers(frames.operand(frame, STARTS), num_sequences)
     lengths = integers(frames.operand(frame, LENGTHS), num_sequences)
     kv_lengths = integers(frames.operand(frame, KV_LENGTHS), num_sequences)
@@ -319,9 +341,11 @@ def _run(frame):
     all_groups = num_heads // num_kv_heads
     tiles = (all_groups + groups - 1) // groups
     vecs, value_vecs = (width + LANES - 1) // LANES, (value_width + LANES - 1) // LANES
-    scratch = _scratch(frames.result(frame, 1), queries * groups, vecs, value_vecs)
-    floats(scratch.key_factors, BLOCK)[:] = numbers[KEY_FACTOR]
-    floats(scratch.value_factors, BLOCK)[:] = numbers[VALUE_FACTOR]
+    working = frames.result(frame, 0) + frames.operand_size(frame, Q, 0) * num_heads * value_width * 4
+    scratch = _scratch(working, queries * groups, vecs, value_vecs)
+    key_factors, value_factors = floats(scratch.key_factors, BLOCK), floats(scratch.value_factors, BLOCK)
+    for index in range(BLOCK):
+        key_factors[index], value_factors[index] = numbers[KEY_FACTOR], numbers[VALUE_FACTOR]
     unit = 0
     for sequence in range(num_sequences):
         length = np.int64(lengths[sequence])

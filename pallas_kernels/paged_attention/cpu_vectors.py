@@ -17,6 +17,7 @@ from pallas_kernels.paged_attention.specs import MASKED
 
 BYTES, HALVES = ir.VectorType(BYTE, LANES), ir.VectorType(HALF, LANES)
 VECTOR = 4 * LANES  # bytes
+CACHE_LINE = 64
 # How numbers are stored; two of `NIBBLES` share a byte.
 FLOAT32, BFLOAT16, FLOAT16, E4M3, E5M2, INT8, NIBBLES = range(7)
 # Rows and vectors of a row that `add_weighted` keeps in registers.
@@ -61,11 +62,17 @@ def divide(context, out, sums, vecs, total):
 
 
 @intrinsic
-def convert(context, out, stored, vecs, kind):
-    """float32 of `vecs` vectors of stored numbers. Those of 4 bits are levels in steps, `vecs` of each half byte, and
+def convert(context, out, out_stride, stored, stride, rows, vecs, kind):
+    """float32 of `vecs` vectors of each of `rows` rows of stored numbers. Those of 4 bits are levels in steps, `vecs` of each half byte, and
     E4M3 is 1/256 of the number: factors of keys and values have the rest. Conversions of float16 keep subnormal
     numbers, where arithmetic, in XLA's threads, does not."""
-    return types.void(*[ADDRESS] * 4), _convert
+    return types.void(*[ADDRESS] * 7), _convert
+
+
+@intrinsic
+def prefetch(context, start, stride, rows, size):
+    """Asks for `size` bytes of each row."""
+    return types.void(*[ADDRESS] * 4), _prefetch
 
 
 def _address(builder: Any, start: Any, index: Any, stride: Any) -> Any:
@@ -183,6 +190,21 @@ def _score(context, builder, signature, arguments):
                 builder.store(product, place)
         scores = builder.fmul(_lane_sums(builder, [builder.load(place) for place in sums]), scale)
         vectors.store(builder, scores, _address(builder, out, row.index, out_stride))
+    return context.get_dummy_value()
+
+
+def _prefetch(context, builder, signature, arguments):
+    start, stride, rows, size = arguments
+    pointer = ir.PointerType(BYTE)
+    kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    options = [ir.Constant(INT, option) for option in (0, 3, 1)]  # to read, into all caches, data
+    lines = builder.sdiv(builder.add(size, constant(CACHE_LINE - 1)), constant(CACHE_LINE))
+    with cgutils.for_range(builder, rows, intp=LONG) as row:
+        at = _address(builder, start, row.index, stride)
+        with cgutils.for_range(builder, lines, intp=LONG) as line:
+            place = _address(builder, at, line.index, constant(CACHE_LINE))
+            builder.call(function, [builder.inttoptr(place, pointer), *options])
     return context.get_dummy_value()
 
 
@@ -314,7 +336,7 @@ def _divide(context, builder, signature, arguments):
 
 
 def _convert(context, builder, signature, arguments):
-    out, stored, vecs, kind = arguments
+    out, out_stride, stored, stride, rows, vecs, kind = arguments
     end = builder.append_basic_block("converted")
     switch = builder.switch(kind, end)
     for number, (source, write) in _CONVERSIONS.items():
@@ -322,12 +344,15 @@ def _convert(context, builder, signature, arguments):
         switch.add_case(constant(number), block)
         builder.position_at_end(block)
         size = {FLOATS: 4, HALVES: 2, BYTES: 1}[source] * LANES
-        with cgutils.for_range(builder, vecs, intp=LONG) as vec:
-            numbers = load(builder, _address(builder, stored, vec.index, constant(size)), source)
-            for half, result in enumerate(write(builder, numbers)):
-                # The second halves of bytes are the second half of the row.
-                vec_of_row = builder.add(vec.index, builder.mul(vecs, constant(half)))
-                vectors.store(builder, result, _address(builder, out, vec_of_row, constant(VECTOR)))
+        with cgutils.for_range(builder, rows, intp=LONG) as row:
+            out_row = _address(builder, out, row.index, out_stride)
+            stored_row = _address(builder, stored, row.index, stride)
+            with cgutils.for_range(builder, vecs, intp=LONG) as vec:
+                numbers = load(builder, _address(builder, stored_row, vec.index, constant(size)), source)
+                for half, result in enumerate(write(builder, numbers)):
+                    # The second halves of bytes are the second half of the row.
+                    vec_of_row = builder.add(vec.index, builder.mul(vecs, constant(half)))
+                    vectors.store(builder, result, _address(builder, out_row, vec_of_row, constant(VECTOR)))
         builder.branch(end)
     builder.position_at_end(end)
     return context.get_dummy_value()

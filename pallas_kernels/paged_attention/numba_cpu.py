@@ -125,14 +125,13 @@ def _call(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, pages: 
     key_kind, value_kind = spec.page.key_dtype, spec.page.value_dtype
     size = [1 if kind == "int4" else jnp.dtype(kind).itemsize for kind in (key_kind, value_kind)]
     sizes = [part, queries, groups, spec.window or 0, has_scales, spec.has_sinks, spec.has_ancestors]
-    sizes += [KINDS.index(key_kind), KINDS.index(value_kind), *size]
+    sizes += [KINDS.index(key_kind), KINDS.index(value_kind), *size, spec.value_dim]
     factor = {"float8_e4m3fn": 256.0, "int4": LEVEL_STEP}
     numbers = [spec.soft_cap or 0.0, spec.scale * factor.get(key_kind, 1.0), factor.get(value_kind, 1.0)]
     vecs = -(-spec.head_dim // 16)
-    shapes = (
-        jax.ShapeDtypeStruct((spec.num_tokens, spec.num_q_heads, spec.value_dim), jnp.float32),
-        jax.ShapeDtypeStruct((cpu_kernel.scratch_floats(queries * groups, vecs, -(-spec.value_dim // 16)),), jnp.float32),
-    )
+    # In one array, since XLA would give all calls the same memory for a result of which nothing is read.
+    num_results = spec.num_tokens * spec.num_q_heads * spec.value_dim
+    num_floats = num_results + cpu_kernel.scratch_floats(queries * groups, vecs, -(-spec.value_dim // 16))
     arrays = (
         operands.q.astype(jnp.float32),
         pages.k,
@@ -146,4 +145,5 @@ def _call(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, pages: 
         jnp.array(sizes, jnp.int32),
         jnp.array(numbers, jnp.float32),
     )
-    return calls.call(cpu_kernel.target, shapes, arrays)[0]
+    found = calls.call(cpu_kernel.target, jax.ShapeDtypeStruct((num_floats,), jnp.float32), arrays)
+    return found[:num_results].reshape(spec.num_tokens, spec.num_q_heads, spec.value_dim)
