@@ -22,20 +22,21 @@ BLOCK = 64  # keys
 # Operands, in order.
 Q, K, V, K_SCALES, V_SCALES, TABLE, STARTS, LENGTHS, KV_LENGTHS, SINKS, ANCESTORS, BOUNDS, SIZES, NUMBERS = range(14)
 # Elements of the operands `SIZES`, int32, and `NUMBERS`, float32.
-PART, QUERIES, GROUPS, WINDOW, HAS_SCALES, HAS_SINKS, HAS_ANCESTORS, KEY_KIND, VALUE_KIND, KEY_SIZE, VALUE_SIZE, VALUE_WIDTH = range(12)
+PART, QUERIES, GROUPS, WINDOW, HAS_SCALES, HAS_SINKS, HAS_ANCESTORS, KEY_KIND, VALUE_KIND, KEY_SIZE, VALUE_SIZE, VALUE_WIDTH, MAX_ROWS = range(13)
 SOFT_CAP, KEY_FACTOR, VALUE_FACTOR = range(3)
 
 
 class Rows(NamedTuple):
     """Stored keys or values.
 
-    start: the address of the head's first row. stride: bytes from one row to the next.
-    scales: the address of the head's scales, or 0. factor: of all numbers.
+    start: the address of the first row. stride: bytes from a token to the next. head_stride: from a head to the next.
+    scales: the address of the scales, or 0. factor: of all numbers.
     kind, size: how numbers are stored, and bytes of one. width, vecs: numbers of a row, and vectors.
     """
 
     start: int
     stride: int
+    head_stride: int
     scales: int
     factor: float
     kind: int
@@ -44,31 +45,43 @@ class Rows(NamedTuple):
     vecs: int
 
 
-class Pages(NamedTuple):
-    """The pages of a sequence: the address of its ids, tokens of a page, and key heads."""
+class Call(NamedTuple):
+    """What is the same for all units: addresses of q, sinks (or 0), ancestors, and the result; tokens of a page, heads
+    of queries and of keys, and query heads of a key head."""
 
-    table: int
+    q: int
+    sinks: int
+    ancestors: int
+    out: int
     page_size: int
     num_heads: int
+    num_kv_heads: int
+    window: int
+    soft_cap: float
 
 
 class Item(NamedTuple):
-    """Queries of a unit.
+    """Units of the same queries.
 
-    token, count: the first one's row of q, and how many. head, groups: the first query head, and how many.
+    table: the address of the sequence's page ids.
+    token, count: the first query's row of q, and how many.
+    kv_head, num_kv_heads: the first key head, and how many. head, groups: the first query head, and how many of each
+    key head.
     position, first_new: of the first query, and of the sequence's first new token.
-    tree: bits of ancestors that count, 0 for causal attention. window: keys, 0 for all.
+    tree: bits of ancestors that count, 0 for causal attention.
     first_key, end_key: the keys that any of the queries sees.
     """
 
+    table: int
     token: int
     count: int
+    kv_head: int
+    num_kv_heads: int
     head: int
     groups: int
     position: int
     first_new: int
     tree: int
-    window: int
     first_key: int
     end_key: int
 
@@ -132,23 +145,28 @@ def _convert_rows(out, stored, stride, num_rows, kind, size, width, vecs, padded
 
 
 @njit(error_model="numpy")
-def _page(pages, position):
+def _page(call, item, position):
     """The id of the page of a position."""
-    index = position // pages.page_size
-    return np.int64(integers(pages.table, index + 1)[index])
+    index = position // call.page_size
+    return np.int64(integers(item.table, index + 1)[index])
 
 
 @njit(error_model="numpy")
-def _rows(rows, pages, first, begin, end, scratch):
+def _row(call, item, rows, head, position):
+    """The address of a row."""
+    token = _page(call, item, position) * call.page_size + position % call.page_size
+    return rows.start + token * rows.stride + head * rows.head_stride
+
+
+@njit(error_model="numpy")
+def _rows(call, item, rows, head, first, begin, end, scratch):
     """Rows `begin` to `end` of the 16 from position `first` on as float32 vectors: the address of the 16, and the bytes
     from one to the next. Others are undefined. Rows that are float32 vectors are not copied."""
-    if rows.kind == FLOAT32 and rows.width % LANES == 0 and pages.page_size % LANES == 0:
-        slot = first % pages.page_size
-        return rows.start + (_page(pages, first) * pages.page_size + slot) * rows.stride, rows.stride
+    if rows.kind == FLOAT32 and rows.width % LANES == 0 and call.page_size % LANES == 0:
+        return _row(call, item, rows, head, first), rows.stride
     while begin < end:
-        slot = (first + begin) % pages.page_size
-        run = min(end - begin, pages.page_size - slot)
-        stored = rows.start + (_page(pages, first + begin) * pages.page_size + slot) * rows.stride
+        run = min(end - begin, call.page_size - (first + begin) % call.page_size)
+        stored = _row(call, item, rows, head, first + begin)
         out = scratch.converted + begin * rows.vecs * VECTOR
         _convert_rows(out, stored, rows.stride, run, rows.kind, rows.size, rows.width, rows.vecs, scratch.padded)
         begin += run
@@ -156,25 +174,23 @@ def _rows(rows, pages, first, begin, end, scratch):
 
 
 @njit(error_model="numpy")
-def _prefetch_rows(rows, pages, first, end):
-    """Asks for the 16 rows from position `first` on, of which those before `end` exist."""
-    if first >= end:
-        return
-    slot = first % pages.page_size
-    start = rows.start + (_page(pages, first) * pages.page_size + slot) * rows.stride
-    size = rows.width // 2 if rows.kind == NIBBLES else rows.width * rows.size
-    cpu_vectors.prefetch(start, rows.stride, min(LANES, pages.page_size - slot), size)
+def _prefetch(call, item, rows, head, first):
+    """Asks for the 16 rows from position `first` on."""
+    if first < item.end_key:
+        size = rows.width // 2 if rows.kind == NIBBLES else rows.width * rows.size
+        run = min(LANES, call.page_size - first % call.page_size)
+        cpu_vectors.prefetch(_row(call, item, rows, head, first), rows.stride, run, size)
 
 
 @njit(error_model="numpy")
-def _fill_factors(out, rows, pages, first, begin, end):
+def _fill_factors(call, item, rows, head, out, first, begin, end):
     """The factors of rows `begin` to `end` of the 16 from position `first` on."""
     factors, factor = floats(out, LANES), np.float32(rows.factor)
     while begin < end:
-        slot = (first + begin) % pages.page_size
-        run = min(end - begin, pages.page_size - slot)
-        at = rows.scales + (_page(pages, first + begin) * pages.num_heads * pages.page_size + slot) * 4
-        scales = floats(at, run)
+        slot = (first + begin) % call.page_size
+        run = min(end - begin, call.page_size - slot)
+        page = _page(call, item, first + begin)
+        scales = floats(rows.scales + ((page * call.num_kv_heads + head) * call.page_size + slot) * 4, run)
         for index in range(run):
             factors[begin + index] = scales[index] * factor
         begin += run
@@ -190,41 +206,65 @@ def _count_bits(bits):
 
 
 @njit(error_model="numpy")
-def _start_rows(item, q, num_heads, sinks, keys, values, scratch):
-    """Copies the queries of a unit, and clears what is summed."""
-    for query in range(item.count):
-        for group in range(item.groups):
-            row = query * item.groups + group
-            source = q + ((item.token + query) * num_heads + item.head + group) * keys.width * 4
-            to = scratch.q + row * keys.vecs * VECTOR
-            _convert_rows(to, source, 0, 1, FLOAT32, 4, keys.width, keys.vecs, scratch.padded)
-            highest, total = floats(scratch.highest + row * VECTOR, LANES), floats(scratch.total + row * VECTOR, LANES)
-            sink = floats(sinks + (item.head + group) * 4, 1)[0] if sinks != 0 else np.float32(MASKED)
-            for lane in range(LANES):
-                highest[lane] = sink
-                total[lane] = 0
-            if sinks != 0:
-                total[0] = 1
-            sums = floats(scratch.sums + row * values.vecs * VECTOR, values.vecs * LANES)
-            for index in range(sums.size):
-                sums[index] = 0
+def _start_rows(call, item, keys, values, scratch):
+    """Copies the queries, and clears what is summed. Rows are in the order of heads, queries and groups."""
+    row = 0
+    for head in range(item.num_kv_heads):
+        for query in range(item.count):
+            for group in range(item.groups):
+                q_head = item.head + head * item.groups + group
+                source = call.q + ((item.token + query) * call.num_heads + q_head) * keys.width * 4
+                to = scratch.q + row * keys.vecs * VECTOR
+                _convert_rows(to, source, 0, 1, FLOAT32, 4, keys.width, keys.vecs, scratch.padded)
+                sink = floats(call.sinks + q_head * 4, 1)[0] if call.sinks != 0 else np.float32(MASKED)
+                highest = floats(scratch.highest + row * VECTOR, LANES)
+                total = floats(scratch.total + row * VECTOR, LANES)
+                for lane in range(LANES):
+                    highest[lane], total[lane] = sink, 0
+                if call.sinks != 0:
+                    total[0] = 1
+                sums = floats(scratch.sums + row * values.vecs * VECTOR, values.vecs * LANES)
+                for index in range(sums.size):
+                    sums[index] = 0
+                row += 1
 
 
 @njit(error_model="numpy")
-def _weigh(item, ancestors, base, first_vec, end_vec, soft_cap, values, scratch):
-    """Replaces scores of a block by weights."""
+def _finish_rows(call, item, values, scratch):
+    """Writes the results."""
+    row = 0
+    for head in range(item.num_kv_heads):
+        for query in range(item.count):
+            for group in range(item.groups):
+                q_head = item.head + head * item.groups + group
+                at = call.out + ((item.token + query) * call.num_heads + q_head) * values.width * 4
+                sums, total = scratch.sums + row * values.vecs * VECTOR, scratch.total + row * VECTOR
+                row += 1
+                if values.width % LANES == 0:
+                    cpu_vectors.divide(at, sums, values.vecs, total)
+                    continue
+                cpu_vectors.divide(sums, sums, values.vecs, total)
+                quotients, results = floats(sums, values.width), floats(at, values.width)
+                for index in range(values.width):
+                    results[index] = quotients[index]
+
+
+@njit(error_model="numpy")
+def _weigh(call, item, base, first_vec, end_vec, first_row, values, scratch):
+    """Replaces the scores of a block by weights, of the rows of one key head."""
     for query in range(item.count):
         position = item.position + query
         high, bits, newest = position + 1, np.int64(0), position
         if item.tree != 0:
-            bits = np.int64(integers(ancestors, item.token + query + 1)[item.token + query]) & item.tree
+            token = item.token + query
+            bits = np.int64(integers(call.ancestors, token + 1)[token]) & item.tree
             high, newest = item.first_new, item.first_new + _count_bits(bits) - 1
-        low = newest + 1 - item.window if item.window > 0 else 0
+        low = newest + 1 - call.window if call.window > 0 else 0
         for group in range(item.groups):
-            row = query * item.groups + group
-            scores = scratch.scores + row * BLOCK * 4 + first_vec * VECTOR
-            if soft_cap > 0:
-                cpu_vectors.cap(scores, end_vec - first_vec, soft_cap)
+            row = first_row + query * item.groups + group
+            scores = scratch.scores + (row - first_row) * BLOCK * 4 + first_vec * VECTOR
+            if call.soft_cap > 0:
+                cpu_vectors.cap(scores, end_vec - first_vec, call.soft_cap)
             cpu_vectors.soften(
                 scores,
                 end_vec - first_vec,
@@ -242,169 +282,154 @@ def _weigh(item, ancestors, base, first_vec, end_vec, soft_cap, values, scratch)
 
 
 @njit(error_model="numpy")
-def _attend(item, pages, keys, values, ancestors, soft_cap, scratch):
-    """The weighted sums of a unit, block by block of keys."""
+def _attend_block(call, item, head, base, keys, values, scratch):
+    """Adds a block of keys to the sums of the item's queries of one key head, `head` of the item."""
     num_rows = item.count * item.groups
+    first_row, head = head * num_rows, item.kv_head + head
+    first_vec = max(item.first_key - base, 0) // LANES
+    end_vec = (min(item.end_key - base, BLOCK) + LANES - 1) // LANES
+    for vec in range(first_vec, end_vec):
+        first = base + vec * LANES
+        begin, end = max(item.first_key - first, 0), min(item.end_key - first, LANES)
+        if keys.scales != 0:
+            _fill_factors(call, item, keys, head, scratch.key_factors + vec * VECTOR, first, begin, end)
+            _fill_factors(call, item, values, head, scratch.value_factors + vec * VECTOR, first, begin, end)
+        address, stride = _rows(call, item, keys, head, first, begin, end, scratch)
+        _prefetch(call, item, values, head, first + begin)
+        cpu_vectors.score(
+            scratch.scores + vec * VECTOR,
+            BLOCK * 4,
+            scratch.q + first_row * keys.vecs * VECTOR,
+            keys.vecs * VECTOR,
+            num_rows,
+            address,
+            stride,
+            keys.vecs,
+            scratch.key_factors + vec * VECTOR,
+        )
+    _weigh(call, item, base, first_vec, end_vec, first_row, values, scratch)
+    for vec in range(first_vec, end_vec):
+        first = base + vec * LANES
+        begin, end = max(item.first_key - first, 0), min(item.end_key - first, LANES)
+        address, stride = _rows(call, item, values, head, first, begin, end, scratch)
+        _prefetch(call, item, keys, head, first + BLOCK)
+        cpu_vectors.add_weighted(
+            scratch.sums + first_row * values.vecs * VECTOR,
+            values.vecs * VECTOR,
+            scratch.scores + vec * VECTOR + begin * 4,
+            BLOCK * 4,
+            num_rows,
+            address + begin * stride,
+            stride,
+            end - begin,
+            values.vecs,
+        )
+
+
+@njit(error_model="numpy")
+def _attend(call, item, keys, values, scratch):
+    """The results of some units of an item, whose key heads share each block."""
+    _start_rows(call, item, keys, values, scratch)
     for block in range(item.first_key // BLOCK, (item.end_key + BLOCK - 1) // BLOCK):
-        base = block * BLOCK
-        first_vec = max(item.first_key - base, 0) // LANES
-        end_vec = (min(item.end_key - base, BLOCK) + LANES - 1) // LANES
-        for vec in range(first_vec, end_vec):
-            first = base + vec * LANES
-            begin, end = max(item.first_key - first, 0), min(item.end_key - first, LANES)
-            if keys.scales != 0:
-                _fill_factors(scratch.key_factors + vec * VECTOR, keys, pages, first, begin, end)
-                _fill_factors(scratch.value_factors + vec * VECTOR, values, pages, first, begin, end)
-            address, stride = _rows(keys, pages, first, begin, end, scratch)
-            _prefetch_rows(values, pages, first + begin, item.end_key)
-            cpu_vectors.score(
-                scratch.scores + vec * VECTOR,
-                BLOCK * 4,
-                scratch.q,
-                keys.vecs * VECTOR,
-                num_rows,
-                address,
-                stride,
-                keys.vecs,
-                scratch.key_factors + vec * VECTOR,
-            )
-        _weigh(item, ancestors, base, first_vec, end_vec, soft_cap, values, scratch)
-        for vec in range(first_vec, end_vec):
-            first = base + vec * LANES
-            begin, end = max(item.first_key - first, 0), min(item.end_key - first, LANES)
-            address, stride = _rows(values, pages, first, begin, end, scratch)
-            _prefetch_rows(keys, pages, first + BLOCK, item.end_key)
-            cpu_vectors.add_weighted(
-                scratch.sums,
-                values.vecs * VECTOR,
-                scratch.scores + vec * VECTOR + begin * 4,
-                BLOCK * 4,
-                num_rows,
-                address + begin * stride,
-                stride,
-                end - begin,
-                values.vecs,
-            )
+        for head in range(item.num_kv_heads):
+            _attend_block(call, item, head, block * BLOCK, keys, values, scratch)
+    _finish_rows(call, item, values, scratch)
 
 
 @njit(error_model="numpy")
-def _finish_rows(item, out, num_heads, values, scratch):
-    """Writes the results of a unit."""
-    for query in range(item.count):
-        for group in range(item.groups):
-            row = query * item.groups + group
-            at = out + ((item.token + query) * num_heads + item.head + group) * values.width * 4
-            sums, total = scratch.sums + row * values.vecs * VECTOR, scratch.total + row * VECTOR
-            if values.width % LANES == 0:
-                cpu_vectors.divide(at, sums, values.vecs, total)
-            else:
-                cpu_vectors.divide(sums, sums, values.vecs, total)
-                quotients, results = floats(sums, values.width), floats(at, values.width)
-                for index in range(values.width):
-                    results[index] = quotients[index]
+def _stored(frame, sizes, operand, scales, kind, size, factor, width):
+    head_stride = frames.operand_size(frame, operand, 3) * sizes[size]
+    return Rows(
+        frames.operand(frame, operand),
+        head_stride * frames.operand_size(frame, operand, 2),
+        head_stride,
+        frames.operand(frame, scales) if sizes[HAS_SCALES] else 0,
+        factor,
+        np.int64(sizes[kind]),
+        np.int64(sizes[size]),
+        width,
+        (width + LANES - 1) // LANES,
+    )
 
 
 @njit(error_model="numpy")
-def _run_item(item, frame, pages, head, keys, values, num_heads, scratch):
-    """One unit: its rows of `keys` and `values` are those of key head `head`."""
-    sizes = integers(frames.operand(frame, SIZES), VALUE_WIDTH + 1)
-    numbers = floats(frames.operand(frame, NUMBERS), VALUE_FACTOR + 1)
-    sinks = frames.operand(frame, SINKS) if sizes[HAS_SINKS] else 0
-    _start_rows(item, frames.operand(frame, Q), num_heads, sinks, keys, values, scratch)
-    _attend(item, pages, keys, values, frames.operand(frame, ANCESTORS), numbers[SOFT_CAP], scratch)
-    _finish_rows(item, frames.result(frame, 0), num_heads, values, scratch)
-
-
-@njit(error_model="numpy")
-def _rows_of_head(frame, operand, scales, head, kind, size, factor, width, has_scales, page_size):
-    stride = frames.operand_size(frame, operand, 3) * size
-    start = frames.operand(frame, operand) + head * stride
-    at = frames.operand(frame, scales) + head * page_size * 4 if has_scales else 0
-    vecs = (width + LANES - 1) // LANES
-    return Rows(start, stride * frames.operand_size(frame, operand, 2), at, factor, kind, size, width, vecs)
+def _run_sequence(call, keys, values, scratch, sizes, table, start, length, kv_length, first_unit, end_unit):
+    """Those of a sequence's units, counted from its first, that are in a range."""
+    queries, groups = np.int64(sizes[QUERIES]), np.int64(sizes[GROUPS])
+    all_groups = call.num_heads // call.num_kv_heads
+    tiles = (all_groups + groups - 1) // groups
+    units = call.num_kv_heads * tiles
+    first_new = kv_length - length
+    is_tree = sizes[HAS_ANCESTORS] != 0 and length <= MAX_TREE_TOKENS
+    tree = (np.int64(1) << length) - 1 if is_tree else np.int64(0)
+    unit = max(first_unit, 0)
+    while unit < end_unit:
+        offset, unit_of_item = unit // units * queries, unit % units
+        position, count = first_new + offset, min(queries, length - offset)
+        lowest = first_new if is_tree else position
+        first_key = max(lowest + 1 - call.window, 0) if call.window > 0 else 0
+        kv_head, tile = unit_of_item // tiles, unit_of_item % tiles
+        num_kv_heads = 1
+        if tiles == 1:
+            num_kv_heads = min(end_unit - unit, units - unit_of_item, max(np.int64(sizes[MAX_ROWS]) // (count * groups), 1))
+        item = Item(
+            table,
+            start + offset,
+            count,
+            kv_head,
+            num_kv_heads,
+            kv_head * all_groups + tile * groups,
+            min(groups, all_groups - tile * groups),
+            position,
+            first_new,
+            tree,
+            first_key,
+            position + count,
+        )
+        _attend(call, item, keys, values, scratch)
+        unit += num_kv_heads
 
 
 @njit(error_model="numpy")
 def _run(frame):
-    sizes = integers(frames.operand(frame, SIZES), VALUE_WIDTH + 1)
+    sizes = integers(frames.operand(frame, SIZES), MAX_ROWS + 1)
     numbers = floats(frames.operand(frame, NUMBERS), VALUE_FACTOR + 1)
     num_sequences, table_width = frames.operand_size(frame, TABLE, 0), frames.operand_size(frame, TABLE, 1)
-    num_heads, width = frames.operand_size(frame, Q, 1), frames.operand_size(frame, Q, 2)
-    page_size, num_kv_heads = frames.operand_size(frame, K, 1), frames.operand_size(frame, K, 2)
-    value_width = np.int64(sizes[VALUE_WIDTH])
+    call = Call(
+        frames.operand(frame, Q),
+        frames.operand(frame, SINKS) if sizes[HAS_SINKS] else 0,
+        frames.operand(frame, ANCESTORS),
+        frames.result(frame, 0),
+        frames.operand_size(frame, K, 1),
+        frames.operand_size(frame, Q, 1),
+        frames.operand_size(frame, K, 2),
+        np.int64(sizes[WINDOW]),
+        numbers[SOFT_CAP],
+    )
+    width, value_width = frames.operand_size(frame, Q, 2), np.int64(sizes[VALUE_WIDTH])
+    keys = _stored(frame, sizes, K, K_SCALES, KEY_KIND, KEY_SIZE, numbers[KEY_FACTOR], width)
+    values = _stored(frame, sizes, V, V_SCALES, VALUE_KIND, VALUE_SIZE, numbers[VALUE_FACTOR], value_width)
+    working = call.out + frames.operand_size(frame, Q, 0) * call.num_heads * value_width * 4
+    scratch = _scratch(working, np.int64(sizes[MAX_ROWS]), keys.vecs, values.vecs)
+    key_factors, value_factors = floats(scratch.key_factors, BLOCK), floats(scratch.value_factors, BLOCK)
+    for index in range(BLOCK):
+        key_factors[index], value_factors[index] = keys.factor, values.factor
     starts = integers(frames.operand(frame, STARTS), num_sequences)
     lengths = integers(frames.operand(frame, LENGTHS), num_sequences)
     kv_lengths = integers(frames.operand(frame, KV_LENGTHS), num_sequences)
     bounds = integers(frames.operand(frame, BOUNDS), sizes[PART] + 2)
     first_unit, end_unit = np.int64(bounds[sizes[PART]]), np.int64(bounds[sizes[PART] + 1])
-    queries, groups, window = np.int64(sizes[QUERIES]), np.int64(sizes[GROUPS]), np.int64(sizes[WINDOW])
-    all_groups = num_heads // num_kv_heads
-    tiles = (all_groups + groups - 1) // groups
-    vecs, value_vecs = (width + LANES - 1) // LANES, (value_width + LANES - 1) // LANES
-    working = frames.result(frame, 0) + frames.operand_size(frame, Q, 0) * num_heads * value_width * 4
-    scratch = _scratch(working, queries * groups, vecs, value_vecs)
-    key_factors, value_factors = floats(scratch.key_factors, BLOCK), floats(scratch.value_factors, BLOCK)
-    for index in range(BLOCK):
-        key_factors[index], value_factors[index] = numbers[KEY_FACTOR], numbers[VALUE_FACTOR]
-    unit = 0
+    units_of_item = call.num_kv_heads * ((call.num_heads // call.num_kv_heads + sizes[GROUPS] - 1) // sizes[GROUPS])
     for sequence in range(num_sequences):
         length = np.int64(lengths[sequence])
-        num_items = (length + queries - 1) // queries
-        if unit + num_items * num_kv_heads * tiles <= first_unit:
-            unit += num_items * num_kv_heads * tiles
-            continue
-        first_new = np.int64(kv_lengths[sequence]) - length
-        pages = Pages(frames.operand(frame, TABLE) + sequence * table_width * 4, page_size, num_kv_heads)
-        is_tree = sizes[HAS_ANCESTORS] != 0 and length <= MAX_TREE_TOKENS
-        tree = (np.int64(1) << length) - 1 if is_tree else np.int64(0)
-        for offset in range(0, length, queries):
-            position, count = first_new + offset, min(queries, length - offset)
-            lowest = first_new if is_tree else position
-            first_key = max(lowest + 1 - window, 0) if window > 0 else 0
-            for head in range(num_kv_heads):
-                for tile in range(tiles):
-                    if unit >= end_unit:
-                        return
-                    unit += 1
-                    if unit <= first_unit:
-                        continue
-                    item = Item(
-                        starts[sequence] + offset,
-                        count,
-                        head * all_groups + tile * groups,
-                        min(groups, all_groups - tile * groups),
-                        position,
-                        first_new,
-                        tree,
-                        window,
-                        first_key,
-                        position + count,
-                    )
-                    keys = _rows_of_head(
-                        frame,
-                        K,
-                        K_SCALES,
-                        head,
-                        sizes[KEY_KIND],
-                        sizes[KEY_SIZE],
-                        numbers[KEY_FACTOR],
-                        width,
-                        sizes[HAS_SCALES],
-                        page_size,
-                    )
-                    values = _rows_of_head(
-                        frame,
-                        V,
-                        V_SCALES,
-                        head,
-                        sizes[VALUE_KIND],
-                        sizes[VALUE_SIZE],
-                        numbers[VALUE_FACTOR],
-                        value_width,
-                        sizes[HAS_SCALES],
-                        page_size,
-                    )
-                    _run_item(item, frame, pages, head, keys, values, num_heads, scratch)
+        units = (length + sizes[QUERIES] - 1) // sizes[QUERIES] * units_of_item
+        if first_unit < units and end_unit > 0:
+            table = frames.operand(frame, TABLE) + sequence * table_width * 4
+            start, kv_length = np.int64(starts[sequence]), np.int64(kv_lengths[sequence])
+            end = min(end_unit, units)
+            _run_sequence(call, keys, values, scratch, sizes, table, start, length, kv_length, first_unit, end)
+        first_unit -= units
+        end_unit -= units
 
 
 @cfunc(frames.HANDLER, cache=True, error_model="numpy")

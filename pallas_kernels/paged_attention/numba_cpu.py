@@ -119,19 +119,20 @@ def _call(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, pages: 
     from pallas_kernels.paged_attention import cpu_kernel
 
     queries, groups = _tiles(spec)
+    max_rows = max(queries * groups, min(MAX_ROWS, queries * spec.num_q_heads))
     nothing = jnp.zeros(0, jnp.float32)
     has_scales = spec.page.has_scales
     scales = (pages.k_scales, pages.v_scales if spec.page.has_values else pages.k_scales) if has_scales else (nothing,) * 2
     key_kind, value_kind = spec.page.key_dtype, spec.page.value_dtype
     size = [1 if kind == "int4" else jnp.dtype(kind).itemsize for kind in (key_kind, value_kind)]
     sizes = [part, queries, groups, spec.window or 0, has_scales, spec.has_sinks, spec.has_ancestors]
-    sizes += [KINDS.index(key_kind), KINDS.index(value_kind), *size, spec.value_dim]
+    sizes += [KINDS.index(key_kind), KINDS.index(value_kind), *size, spec.value_dim, max_rows]
     factor = {"float8_e4m3fn": 256.0, "int4": LEVEL_STEP}
     numbers = [spec.soft_cap or 0.0, spec.scale * factor.get(key_kind, 1.0), factor.get(value_kind, 1.0)]
     vecs = -(-spec.head_dim // 16)
     # In one array, since XLA would give all calls the same memory for a result of which nothing is read.
     num_results = spec.num_tokens * spec.num_q_heads * spec.value_dim
-    num_floats = num_results + cpu_kernel.scratch_floats(queries * groups, vecs, -(-spec.value_dim // 16))
+    num_floats = num_results + cpu_kernel.scratch_floats(max_rows, vecs, -(-spec.value_dim // 16))
     arrays = (
         operands.q.astype(jnp.float32),
         pages.k,
