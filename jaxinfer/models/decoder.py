@@ -21,7 +21,7 @@ from jaxinfer.models.host_layers import HostLayers, merged_names
 from jaxinfer.models.layers import Attend, AttendByLayer, DecoderLayer, LayerAttend, SharedKeys, Tap
 from jaxinfer.models.recurrent import LayerView
 from jaxinfer.models.rope import Positions
-from jaxinfer.quantization.matmul import matmul, rows, transposed
+from jaxinfer.quantization.matmul import matmul, rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -80,8 +80,8 @@ class Head(nnx.Module):
     def __call__(self, hidden: jax.Array, embed: Any) -> jax.Array:
         """float32 logits [..., V] of hidden states [..., D]; `embed` [V, D] is used if the embeddings are tied."""
         config = self.config
-        weight = transposed(embed) if config.tie_word_embeddings else self.lm_head.get_value()
-        logits = matmul(hidden, weight, jnp.float32)
+        is_tied = config.tie_word_embeddings
+        logits = matmul(hidden, embed if is_tied else self.lm_head.get_value(), jnp.float32, is_transposed=is_tied)
         if self.lm_head_bias is not None:
             logits = logits + self.lm_head_bias[...].astype(jnp.float32)
         logits = logits[..., : config.vocab_size]  # on a mesh the vocabulary may be padded

@@ -13,21 +13,22 @@ from pallas_kernels.quantized_matmul.specs import MatmulSpec, make_spec
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int8, Num
 
-IMPLEMENTATIONS = ("xla", "pallas_gpu")
-_BY_PLATFORM = {"tpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "cpu": ("xla",)}
+IMPLEMENTATIONS = ("xla", "pallas_gpu", "numba_cpu")
+_BY_PLATFORM = {"tpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "cpu": ("numba_cpu", "xla")}
 _MODULES = Implementations("pallas_kernels.quantized_matmul", IMPLEMENTATIONS, _BY_PLATFORM)
 
 
 def quantized_matmul(
     x: Float[Array, "*rows K"],
-    values: Num[Array, "K N"],
-    scales: Float[Array, "Kb Nb"],
-    zeros: Int8[Array, "Kb Nb"] | None = None,
+    values: Num[Array, "_ _"],
+    scales: Float[Array, "A B"],
+    zeros: Int8[Array, "A B"] | None = None,
     codebook: Float32[Array, " 16"] | None = None,
-    minima: Float[Array, "Kb Nb"] | None = None,
+    minima: Float[Array, "A B"] | None = None,
     *,
     block: tuple[int, int],
     activations: str | None = None,
+    is_transposed: bool = False,
     out_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows N"]:
@@ -37,19 +38,26 @@ def quantized_matmul(
       values: the weight's, as in `dequantize`, and so are `scales`, `zeros`, `codebook` and `minima`.
       block: numbers of inputs and outputs that share a scale; block[0] >= K means one scale per output.
       activations: "int8" or "fp8" quantizes each token of x first (W8A8); None does not.
+      is_transposed: the weight's arrays are [N, K], as an embedding's that computes logits; `block` is of [K, N].
       out_dtype: dtype of the result, x's when None.
-      implementation: "xla" or "pallas_gpu" (Hopper: groups of integers, dequantized in registers); None selects by
-        platform and shape.
+      implementation: "xla", "pallas_gpu" (Hopper: groups of integers, dequantized in registers) or "numba_cpu" (few
+        rows and integers, dequantized in registers; needs Numba); None selects by platform and shape.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, an unknown implementation.
       NotImplementedError: the named implementation cannot run the call; the message has the reason.
     """
-    spec = make_spec(x, values, zeros, codebook, minima, block=block, activations=activations)
+    spec = make_spec(
+        x, values, zeros, codebook, minima, block=block, activations=activations, is_transposed=is_transposed
+    )
     platform = current_platform()
-    module = _MODULES[_MODULES.take(spec, platform, implementation)]
-    product = module.matmul(x.reshape(spec.rows, -1), values, scales, zeros, codebook, minima, spec, platform)
-    return product.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], spec.outputs)
+    name = _MODULES.take(spec, platform, implementation)
+    if spec.is_transposed and name != "numba_cpu":
+        values, scales = values.T, scales.T
+        zeros, minima = (None if each is None else each.T for each in (zeros, minima))
+    leading, x = x.shape[:-1], x.reshape(spec.rows, -1)
+    product = _MODULES[name].matmul(x, values, scales, zeros, codebook, minima, spec, platform)
+    return product.astype(out_dtype or x.dtype).reshape(*leading, spec.outputs)
 
 
 def choose(spec: MatmulSpec, implementation: str | None = None, *, platform: str | None = None) -> KernelChoice:

@@ -15,6 +15,7 @@ class MatmulSpec:
     rows, inputs, outputs: x is [rows, inputs], the result [rows, outputs].
     block: numbers of inputs and outputs that share a scale.
     activations: "int8" or "fp8", the type that x is quantized to, or None.
+    is_transposed: the weight is stored as [outputs, inputs], with blocks of (outputs, inputs) in its arrays.
     """
 
     rows: int
@@ -27,6 +28,7 @@ class MatmulSpec:
     has_codebook: bool
     has_minima: bool
     activations: str | None
+    is_transposed: bool = False
 
     @property
     def is_grouped(self) -> bool:
@@ -35,11 +37,20 @@ class MatmulSpec:
 
 
 def make_spec(
-    x: Shaped, values: Shaped, zeros, codebook, minima=None, *, block: tuple[int, int], activations: str | None
+    x: Shaped,
+    values: Shaped,
+    zeros,
+    codebook,
+    minima=None,
+    *,
+    block: tuple[int, int],
+    activations: str | None,
+    is_transposed: bool = False,
 ) -> MatmulSpec:
     """Checks arrays or `jax.ShapeDtypeStruct`s; raises ValueError for shapes or dtypes that do not fit."""
-    if x.ndim < 1 or values.ndim != 2 or x.shape[-1] != values.shape[0]:
-        raise ValueError(f"x {x.shape} @ values {values.shape}: x is [..., K] and values [K, N]")
+    if x.ndim < 1 or values.ndim != 2 or x.shape[-1] != values.shape[is_transposed]:
+        form = "[N, K]" if is_transposed else "[K, N]"
+        raise ValueError(f"x {x.shape} @ values {values.shape}: x is [..., K] and values {form}")
     if activations not in (None, "int8", "fp8"):
         raise ValueError(f"activations={activations!r} is neither None, 'int8' nor 'fp8'")
     wanted = {"int8": ("int4", "int8"), "fp8": ("float8_e4m3fn",)}
@@ -47,7 +58,7 @@ def make_spec(
     if activations is not None and not (is_plain and values.dtype.name in wanted[activations]):
         kind = values.dtype.name if is_plain else "codebook" if minima is None else "affine"
         raise ValueError(f"activations={activations!r} cannot multiply {kind} values")
-    rows, (inputs, outputs) = math.prod(x.shape[:-1]), values.shape
+    rows, (inputs, outputs) = math.prod(x.shape[:-1]), values.shape[::-1] if is_transposed else values.shape
     return MatmulSpec(
         rows,
         inputs,
@@ -59,4 +70,5 @@ def make_spec(
         codebook is not None,
         minima is not None,
         activations,
+        is_transposed,
     )

@@ -1,0 +1,60 @@
+"""Calls of kernels that Numba compiled, inside XLA programs."""
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.platform import missing_platform
+
+# XLA:CPU runs independent calls on several threads. Beyond 16 a call's own cost shows.
+MAX_PARTS = 16
+
+
+def unsupported(platform: str) -> str | None:
+    """The reason why no such kernel runs on `platform`, or None."""
+    if (reason := missing_platform("cpu", platform)) is not None:
+        return reason
+    if importlib.util.find_spec("numba") is None:
+        return "it needs Numba: pip install 'jaxinfer[cpu]'"
+    if is_divided():
+        return "XLA would gather the operands of a custom call from all devices"
+    return None
+
+
+def is_divided() -> bool:
+    """Whether arrays of the current trace may be divided over devices, outside of `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return any(size > 1 and kind != jax.sharding.AxisType.Manual for size, kind in kinds)
+
+
+def num_parts(num_units: int, units_of_a_part: int = 1) -> int:
+    """Into how many calls to divide `num_units` of work of equal size, at least `units_of_a_part` each: as many as this
+    process has cores."""
+    return max(1, min(num_cores(), MAX_PARTS, num_units // units_of_a_part))
+
+
+def num_cores() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ranges(num_units: int, parts: int) -> list[tuple[int, int]]:
+    """The first and the end unit of each part; parts differ by at most one unit."""
+    bounds = [part * num_units // parts for part in range(parts + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def call(name: str, results: Any, operands: Sequence[jax.Array], **attributes: int) -> Any:
+    """Calls the kernel that `frames.register` registered under `name`.
+
+    Args:
+      results: `jax.ShapeDtypeStruct` of the result, or a tuple of them.
+      attributes: integers, which the kernel reads in alphabetical order of their names.
+    """
+    return jax.ffi.ffi_call(name, results)(*operands, **{key: np.int64(value) for key, value in attributes.items()})

@@ -1,0 +1,128 @@
+"""How a kernel reads the call frame of XLA's FFI (xla/ffi/api/c_api.h), and its registration.
+
+A kernel takes the frame's address, and returns 0:
+
+    @compiled
+    def handler(frame):
+        if answers_metadata(frame):
+            return 0
+        ...
+        return 0
+"""
+
+import ctypes
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types  # pyright: ignore[reportPrivateImportUsage]
+from numba.extending import intrinsic
+
+HANDLER = types.int64(types.int64)
+# Byte offsets of XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Scalar and XLA_FFI_Metadata.
+EXTENSION, API, OPERANDS, RESULTS, ATTRIBUTES = 8, 16, 72, 112, 160
+BUFFER_DATA, BUFFER_DIMS, SCALAR_VALUE = 24, 40, 8
+EXTENSION_TYPE, EXTENSION_METADATA = 8, 24
+METADATA_TYPE = 1
+METADATA_VERSION, METADATA_TRAITS, API_VERSION = 24, 32, 32
+_SOURCES = zlib.crc32(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))))
+_registered: dict[str, Any] = {}
+
+
+def _as_pointer(context, address):
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+as_pointer: Any = intrinsic(_as_pointer)
+
+
+@njit(inline="always")
+def load_word(address):
+    """The int64 at an address."""
+    return carray(as_pointer(address), (1,), np.int64)[0]
+
+
+@njit
+def answers_metadata(frame):
+    """Whether this is the call in which XLA asks for a handler's version; answers it with XLA's own."""
+    extension = load_word(frame + EXTENSION)
+    if extension == 0 or load_word(extension + EXTENSION_TYPE) & 0xFFFFFFFF != METADATA_TYPE:
+        return False
+    metadata = load_word(extension + EXTENSION_METADATA)
+    versions = carray(as_pointer(load_word(frame + API) + API_VERSION), (2,), np.int32)
+    answer = carray(as_pointer(metadata + METADATA_VERSION), (2,), np.int32)
+    answer[0], answer[1] = versions[0], versions[1]
+    carray(as_pointer(metadata + METADATA_TRAITS), (1,), np.uint32)[0] = 0
+    return True
+
+
+@njit
+def operand(frame, index):
+    """The address of an operand's data."""
+    return load_word(load_word(load_word(frame + OPERANDS) + 8 * index) + BUFFER_DATA)
+
+
+@njit
+def operand_size(frame, index, axis):
+    """The length of an axis of an operand."""
+    dims = load_word(load_word(load_word(frame + OPERANDS) + 8 * index) + BUFFER_DIMS)
+    return load_word(dims + 8 * axis)
+
+
+@njit
+def result(frame, index):
+    """The address of a result's data."""
+    return load_word(load_word(load_word(frame + RESULTS) + 8 * index) + BUFFER_DATA)
+
+
+@njit
+def result_size(frame, index, axis):
+    """The length of an axis of a result."""
+    dims = load_word(load_word(load_word(frame + RESULTS) + 8 * index) + BUFFER_DIMS)
+    return load_word(dims + 8 * axis)
+
+
+@njit
+def attribute(frame, index):
+    """An int64 attribute, by the alphabetical order of names."""
+    return load_word(load_word(load_word(load_word(frame + ATTRIBUTES) + 8 * index) + SCALAR_VALUE))
+
+
+@njit
+def floats(address, size):
+    """float32 numbers at an address, as an array."""
+    return carray(as_pointer(address), (size,), np.float32)
+
+
+@njit
+def integers(address, size):
+    """int32 numbers at an address, as an array."""
+    return carray(as_pointer(address), (size,), np.int32)
+
+
+def compiled(function: Any) -> Any:
+    """Compiles a kernel, or reads it from Numba's cache.
+
+    Numba compares the kernel's own file with what is cached; the hash of this package's files, in the kernel's name,
+    covers what it imports from here.
+    """
+    function.__qualname__ += f"_{_SOURCES:08x}"
+    try:
+        return cfunc(HANDLER, cache=True)(function)
+    except RuntimeError:  # no folder that Numba may write
+        return cfunc(HANDLER)(function)
+
+
+def register(name: str, handler: Any) -> str:
+    """Registers a `numba.cfunc` under a name, once a process; returns the name."""
+    if name not in _registered:
+        function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(handler.address)
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu", api_version=1)
+        _registered[name] = handler, function
+    return name

@@ -1,0 +1,66 @@
+"""Products of few rows with integer weights on a CPU, as stored: XLA:CPU writes a float32 copy of the weight first."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.numba_cpu import calls
+from pallas_kernels.quantized_matmul.dequantize import code_zero
+from pallas_kernels.quantized_matmul.specs import MatmulSpec
+
+# More rows than this are faster as XLA's product of a float32 copy.
+MAX_ROWS = 128
+UNIT, STEP = 32, 8  # outputs and inputs that the kernel takes at once
+MIN_PART = 2**16  # weights of a part
+
+
+def unsupported(spec: MatmulSpec, platform: str) -> str | None:
+    if (reason := calls.unsupported(platform)) is not None:
+        return reason
+    if spec.values_dtype not in ("int8", "int4") or spec.has_codebook:
+        return f"it reads int8 and int4, not {'codebooks' if spec.has_codebook else spec.values_dtype}"
+    if spec.activations is not None:
+        return f"tokens quantized to {spec.activations} are multiplied by XLA"
+    if spec.rows > MAX_ROWS:
+        return f"{spec.rows} rows; from {MAX_ROWS + 1} on XLA's product is faster"
+    if spec.block[1] != 1:
+        return f"{spec.block[1]} outputs share a scale"
+    if spec.is_transposed and (spec.is_grouped or spec.inputs % UNIT):
+        return f"a transposed weight has one scale for each output and a multiple of {UNIT} inputs, not {spec.inputs}"
+    if spec.is_transposed:
+        return None
+    if spec.outputs % UNIT or spec.inputs % STEP or (spec.is_grouped and spec.block[0] % STEP):
+        return f"it takes whole blocks of {STEP} inputs and {UNIT} outputs, not {spec.inputs} and {spec.outputs}"
+    return None
+
+
+def form(spec: MatmulSpec, platform: str) -> str:
+    """A description of how the product is computed, for people."""
+    per = "a product per group, then scale and sum" if spec.is_grouped else "product, then scale"
+    return f"weights converted in registers, {per}"
+
+
+def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platform: str) -> jax.Array:
+    """float32 [rows, N] of x [rows, K]."""
+    # The last, where there is one: what a weight is where the stored value is 0.
+    operands = [x.astype(jnp.float32), values, scales.astype(jnp.float32)]
+    if minima is not None:
+        operands.append(minima.astype(jnp.float32) - code_zero(values) * operands[2])
+    elif zeros is not None:
+        operands.append(-zeros.astype(jnp.float32) * operands[2])
+    unit = 1 if spec.is_transposed else UNIT
+    units = spec.outputs // unit
+    found = []
+    for first, end in calls.ranges(units, calls.num_parts(units, -(-MIN_PART // (unit * spec.inputs)))):
+        attributes = {"bits": 4 if spec.values_dtype == "int4" else 8, "first": unit * first}
+        attributes |= {"group": min(spec.block[0], spec.inputs), "has_offsets": len(operands) == 4}
+        attributes |= {"is_transposed": spec.is_transposed, "outputs": spec.outputs}
+        shape = jax.ShapeDtypeStruct((spec.rows, unit * (end - first)), jnp.float32)
+        found.append(calls.call(_register(), shape, operands, **attributes))
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
+
+
+def _register() -> str:
+    from pallas_kernels.numba_cpu.frames import register
+    from pallas_kernels.quantized_matmul.numba_kernel import matmul_handler
+
+    return register("jaxinfer_quantized_matmul", matmul_handler)

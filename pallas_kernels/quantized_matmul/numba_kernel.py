@@ -1,0 +1,172 @@
+"""The kernel of `numba_cpu`: 8 inputs of 32 outputs at a time, converted once for all rows."""
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pallas_kernels.numba_cpu import vectors as vec
+from pallas_kernels.numba_cpu.frames import (
+    answers_metadata,
+    attribute,
+    compiled,
+    floats,
+    operand,
+    operand_size,
+    result,
+    result_size,
+)
+
+# Sums of all rows that stay in the first cache while a panel of outputs passes.
+PANEL_BYTES = 2**15
+STEP, UNIT = 8, 32
+
+
+def _adder(bits: int) -> Any:
+    """Adds the products of 8 inputs: an intrinsic for weights of 4 or 8 bits."""
+
+    @intrinsic
+    def add_products(context, totals, width, weights, stride, x, x_stride, rows, units):
+        """totals[row, n] += sum of x[row, k] * weights[k, n] over 8 inputs k, for 32 * units outputs n.
+
+        All are int64. totals: address of float32 [rows, width]. weights: address of the first weight, with `stride`
+        bytes from an input to the next. x: address of float32 [rows, x_stride], of the first input.
+        """
+
+        def generate(context, builder, signature, arguments):
+            totals, width, weights, stride, x, x_stride, rows, units = arguments
+            inputs = [builder.add(weights, builder.mul(stride, vec.constant(k))) for k in range(STEP)]
+            with cgutils.for_range(builder, units, intp=vec.LONG) as unit:
+                place = builder.mul(unit.index, vec.constant(UNIT * bits // 8))
+                loaded = [_load(builder, builder.add(address, place), bits) for address in inputs]
+                outputs = builder.add(totals, builder.mul(unit.index, vec.constant(4 * UNIT)))
+                with cgutils.for_range(builder, rows, intp=vec.LONG) as row:
+                    own = builder.add(outputs, builder.mul(row.index, builder.mul(width, vec.constant(4))))
+                    at = builder.add(x, builder.mul(row.index, builder.mul(x_stride, vec.constant(4))))
+                    numbers = [
+                        vec.broadcast(builder, vec.load(builder, builder.add(at, vec.constant(4 * k)), vec.FLOAT))
+                        for k in range(STEP)
+                    ]
+                    for half in range(2):
+                        address = builder.add(own, vec.constant(4 * vec.LANES * half))
+                        total = vec.load(builder, address)
+                        for k in range(STEP):
+                            total = vec.multiply_add(builder, numbers[k], loaded[k][half], total)
+                        vec.store(builder, total, address)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), generate
+
+    return add_products
+
+
+def _load(builder: Any, address: Any, bits: int) -> list[Any]:
+    """32 weights as two vectors of float32."""
+    if bits == 4:
+        return vec.from_int4(builder, vec.load(builder, address, vec.ir.VectorType(vec.BYTE, 16)))
+    addresses = [address, builder.add(address, vec.constant(vec.LANES * bits // 8))]
+    kind = vec.ir.VectorType(vec.BYTE, vec.LANES)
+    return [vec.from_int8(builder, vec.load(builder, each, kind)) for each in addresses]
+
+
+def _dotter(bits: int) -> Any:
+    """A product of two vectors: an intrinsic for weights of 4 or 8 bits."""
+
+    @intrinsic
+    def dot(context, weights, x, units):
+        """The sum of weights[k] * x[k] over 32 * units inputs k: float32. All are int64, the first two addresses."""
+
+        def generate(context, builder, signature, arguments):
+            weights, x, units = arguments
+            sums = [cgutils.alloca_once_value(builder, vec.splat(vec.FLOATS, 0.0)) for _ in range(2)]
+            with cgutils.for_range(builder, units, intp=vec.LONG) as unit:
+                place = builder.mul(unit.index, vec.constant(UNIT * bits // 8))
+                loaded = _load(builder, builder.add(weights, place), bits)
+                for half in range(2):
+                    place = builder.mul(unit.index, vec.constant(4 * UNIT))
+                    at = builder.add(builder.add(x, place), vec.constant(4 * vec.LANES * half))
+                    numbers, total = vec.load(builder, at), builder.load(sums[half])
+                    builder.store(vec.multiply_add(builder, numbers, loaded[half], total), sums[half])
+            return vec.total(builder, builder.fadd(builder.load(sums[0]), builder.load(sums[1])))
+
+        return types.float32(*[types.int64] * 3), generate
+
+    return dot
+
+
+_add_int4, _add_int8, _dot_int4, _dot_int8 = _adder(4), _adder(8), _dotter(4), _dotter(8)
+
+
+@njit(error_model="numpy")
+def _multiply(x, weights, scales, offsets, out, rows, inputs, first, width, outputs, group, bits):
+    stride, num_groups = outputs * bits // 8, -(-inputs // group)
+    sums_of_x = _sums(floats(x, rows * inputs), rows, inputs, group)
+    totals = floats(out, rows * width)
+    totals[:] = 0
+    panel = min(width, max(UNIT, PANEL_BYTES // (4 * rows) // UNIT * UNIT))
+    scratch = np.empty(rows * panel, np.float32)
+    sums = scratch.ctypes.data
+    for start in range(0, width, panel):
+        size = min(panel, width - start)
+        for index in range(num_groups):
+            scratch[:] = 0
+            for k in range(index * group, min(index * group + group, inputs), STEP):
+                address = weights + k * stride + (first + start) * bits // 8
+                if bits == 8:
+                    _add_int8(sums, panel, address, stride, x + 4 * k, inputs, rows, size // UNIT)
+                else:
+                    _add_int4(sums, panel, address, stride, x + 4 * k, inputs, rows, size // UNIT)
+            scale = floats(scales + 4 * (index * outputs + first + start), size)
+            for row in range(rows):
+                total, own = totals[row * width + start :], scratch[row * panel :]
+                for n in range(size):
+                    total[n] += own[n] * scale[n]
+                if offsets != 0:
+                    offset = floats(offsets + 4 * (index * outputs + first + start), size)
+                    factor = sums_of_x[row, index]
+                    for n in range(size):
+                        total[n] += factor * offset[n]
+
+
+@njit(error_model="numpy")
+def _multiply_transposed(x, weights, scales, offsets, out, rows, inputs, first, width, bits):
+    totals, scale = floats(out, rows * width), floats(scales + 4 * first, width)
+    sums_of_x, offset = _sums(floats(x, rows * inputs), rows, inputs, inputs), np.float32(0)
+    for n in range(width):
+        address = weights + (first + n) * inputs * bits // 8
+        for row in range(rows):
+            if bits == 8:
+                total = _dot_int8(address, x + 4 * row * inputs, inputs // UNIT)
+            else:
+                total = _dot_int4(address, x + 4 * row * inputs, inputs // UNIT)
+            if offsets != 0:
+                offset = floats(offsets + 4 * first, width)[n]
+            totals[row * width + n] = total * scale[n] + sums_of_x[row, 0] * offset
+
+
+@njit(error_model="numpy")
+def _sums(x, rows, inputs, group):
+    """The sum of the inputs of each group: float32 [rows, groups]."""
+    sums = np.zeros((rows, -(-inputs // group)), np.float32)
+    for row in range(rows):
+        for k in range(inputs):
+            sums[row, k // group] += x[row * inputs + k]
+    return sums
+
+
+@compiled
+def matmul_handler(frame):
+    if answers_metadata(frame):
+        return 0
+    bits, first, group = attribute(frame, 0), attribute(frame, 1), attribute(frame, 2)
+    has_offsets, is_transposed, outputs = attribute(frame, 3), attribute(frame, 4), attribute(frame, 5)
+    offsets = operand(frame, 3) if has_offsets else 0
+    x, weights, scales, out = operand(frame, 0), operand(frame, 1), operand(frame, 2), result(frame, 0)
+    rows, inputs, width = operand_size(frame, 0, 0), operand_size(frame, 0, 1), result_size(frame, 0, 1)
+    if is_transposed:
+        _multiply_transposed(x, weights, scales, offsets, out, rows, inputs, first, width, bits)
+    else:
+        _multiply(x, weights, scales, offsets, out, rows, inputs, first, width, outputs, group, bits)
+    return 0

@@ -1,0 +1,36 @@
+"""How work is divided into calls."""
+
+import jax
+import pytest
+
+from pallas_kernels.numba_cpu import calls
+
+
+@pytest.mark.parametrize(("units", "parts"), [(1, 1), (7, 2), (16, 16), (100, 3)])
+def test_parts_have_all_units_once(units, parts):
+    ranges = calls.ranges(units, parts)
+    assert [unit for first, end in ranges for unit in range(first, end)] == list(range(units))
+    sizes = [end - first for first, end in ranges]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_no_more_parts_than_cores_and_work(monkeypatch):
+    monkeypatch.setattr(calls, "num_cores", lambda: 8)
+    assert [calls.num_parts(units, 4) for units in (1, 4, 12, 1000)] == [1, 1, 3, 8]
+    monkeypatch.setattr(calls, "num_cores", lambda: 64)
+    assert calls.num_parts(1000) == calls.MAX_PARTS
+
+
+def test_reasons(monkeypatch):
+    assert calls.unsupported("gpu") == "it needs a CPU, and this is a gpu"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert calls.unsupported("cpu") == "it needs Numba: pip install 'jaxinfer[cpu]'"
+
+
+def test_arrays_of_a_mesh_are_divided_outside_of_shard_map():
+    kinds = jax.sharding.AxisType
+    found = []
+    for kind, size in ((kinds.Auto, 2), (kinds.Explicit, 2), (kinds.Manual, 2), (kinds.Auto, 1)):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((size,), ("model",), axis_types=(kind,))):
+            found.append(calls.is_divided())
+    assert found == [True, True, False, False]

@@ -1,0 +1,129 @@
+"""Products that Numba compiled, against float64 over the dequantized weight, and their bits."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.quantization import QuantizedArray, Scheme, quantize
+from jaxinfer.quantization.matmul import matmul, transposed
+from pallas_kernels.quantized_matmul import choose, form, make_spec, quantized_matmul
+from tests.pallas_kernels.quick import quick
+
+pytest.importorskip("numba", reason="kernels for CPUs need Numba")
+
+K, N = 320, 96
+FORMATS = ["int8", "int8-g32-asym", "int4", "int4-asym", "int4-g32", "int4-g32-asym"]
+
+
+def weight(name: str, inputs: int = K, outputs: int = N) -> QuantizedArray:
+    if name.startswith("affine"):
+        return affine(int(name[-1]), inputs, outputs)
+    return quantize(jax.random.normal(jax.random.key(1), (inputs, outputs)) * 0.02, name)
+
+
+def affine(bits: int, inputs: int, outputs: int) -> QuantizedArray:
+    codes, scales, minima = jax.random.split(jax.random.key(bits), 3)
+    values = jax.random.randint(codes, (inputs, outputs), 0, 2**bits)
+    return QuantizedArray(
+        (values - 8).astype(jnp.int4) if bits == 4 else values.astype(jnp.int8),
+        jax.random.uniform(scales, (inputs // 32, outputs)) * 0.01,
+        scheme=Scheme("affine", bits, (32, 1)),
+        minima=-jax.random.uniform(minima, (inputs // 32, outputs)) * 0.1,
+    )
+
+
+@partial(jax.jit, static_argnames="implementation")
+def product(x, w: QuantizedArray, implementation: str = "numba_cpu"):
+    arrays = w.values, w.scales, w.zeros, w.codebook, w.minima
+    return quantized_matmul(x, *arrays, block=w.scheme.block, out_dtype=jnp.float32, implementation=implementation)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "affine4", "affine5"])
+def test_products_equal_float64(name):
+    w = weight(name)
+    for rows in (1, 5):
+        x = jax.random.normal(jax.random.key(rows), (rows, K))
+        expected = np.asarray(x, np.float64) @ np.asarray(w.dequantize(), np.float64)
+        np.testing.assert_allclose(product(x, w), expected, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("rows", "outputs"), quick([(1, 32), (128, 4096), (16, 1024), (3, 65_536)], (16, 1024)))
+def test_panels_and_parts(rows, outputs):
+    """Of one panel of outputs, and of several panels in several calls."""
+    w = weight("int8", 64, outputs)
+    x = jax.random.normal(jax.random.key(2), (rows, 64))
+    np.testing.assert_allclose(product(x, w), x @ w.dequantize(), atol=3e-6)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-g32-asym", "int4-g32"])
+def test_a_row_does_not_depend_on_the_others(name):
+    """To the bit: a row of 7, and by itself."""
+    w = weight(name)
+    x = jax.random.normal(jax.random.key(3), (7, K))
+    together = product(x, w)
+    for row in range(7):
+        np.testing.assert_array_equal(product(x[row : row + 1], w)[0], together[row])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_result_does_not_depend_on_the_number_of_cores(name, monkeypatch):
+    w = weight(name, 1024, 256)
+    x = jax.random.normal(jax.random.key(4), (3, 1024))
+    found = []
+    for cores in (1, 2, 3):
+        monkeypatch.setattr("pallas_kernels.numba_cpu.calls.num_cores", lambda cores=cores: cores)
+        jitted = jax.jit(lambda x, w: product.__wrapped__(x, w))
+        found.append(jitted(x, w))
+        assert jitted.lower(x, w).as_text().count("stablehlo.custom_call @jaxinfer_quantized_matmul") == cores
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0], other)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_tied_embedding_is_read_as_it_is_stored(name):
+    """`is_transposed`: logits of an embedding [V, D], 50 outputs that are no whole block."""
+    table = transposed(quantize(jax.random.normal(jax.random.key(5), (K, 50)), name))
+    x = jax.random.normal(jax.random.key(6), (3, K))
+    found = jax.jit(lambda x, table: matmul(x, table, jnp.float32, is_transposed=True))
+    np.testing.assert_allclose(found(x, table), x @ table.dequantize().T, atol=3e-5)
+    text = found.lower(x, table).as_text()
+    assert "@jaxinfer_quantized_matmul" in text
+    assert "stablehlo.transpose" not in text
+
+
+def test_not_numbers_are_seen():
+    w = weight("int8")
+    x = jnp.ones((2, K)).at[1, 5].set(jnp.nan)
+    found = product(x, w)
+    assert np.isfinite(found[0]).all()
+    assert np.isnan(found[1]).all()
+
+
+def test_few_rows_of_integers_are_chosen():
+    def spec(rows: int, name: str, **options):
+        w = jax.eval_shape(lambda: weight(name))
+        x = jax.ShapeDtypeStruct((rows, K), jnp.float32)
+        return make_spec(x, w.values, w.zeros, w.codebook, block=w.scheme.block, activations=None, **options)
+
+    assert choose(spec(1, "int8"), platform="cpu").implementation == "numba_cpu"
+    assert "converted in registers" in form(spec(1, "int4-g32"), "cpu")
+    assert choose(spec(1, "int8"), platform="tpu").reasons["numba_cpu"] == "it needs a CPU, and this is a tpu"
+    reasons = [
+        choose(spec(rows, name), platform="cpu").reasons["numba_cpu"] for rows, name in ((129, "int8"), (1, "nf4"))
+    ]
+    assert reasons == [
+        "129 rows; from 129 on XLA's product is faster",
+        "it reads int8 and int4, not codebooks",
+    ]
+
+
+def test_weights_divided_over_devices_are_left_to_xla():
+    w = jax.eval_shape(lambda: weight("int8"))
+    x = jax.ShapeDtypeStruct((1, K), jnp.float32)
+    spec = make_spec(x, w.values, None, None, block=w.scheme.block, activations=None)
+    mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert choose(spec, platform="cpu").implementation == "xla"
