@@ -1,4 +1,4 @@
-"""Paged attention on CPUs: a kernel that reads pages where they lie, compiled by Numba (`cpu_kernel`).
+"""Paged attention on CPUs: a kernel that reads pages where they lie, compiled by Numba (`numba_kernel`).
 
 XLA appends the new tokens and calls the kernel once for each core, with equal shares of the work.
 """
@@ -116,7 +116,7 @@ def _attention(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, nu
 
 
 def _call(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, pages: Any, part: int) -> jax.Array:
-    from pallas_kernels.paged_attention import cpu_kernel
+    from pallas_kernels.paged_attention import numba_kernel
 
     queries, groups = _tiles(spec)
     max_rows = max(queries * groups, min(MAX_ROWS, queries * spec.num_q_heads))
@@ -132,7 +132,7 @@ def _call(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, pages: 
     vecs = -(-spec.head_dim // 16)
     # In one array, since XLA would give all calls the same memory for a result of which nothing is read.
     num_results = spec.num_tokens * spec.num_q_heads * spec.value_dim
-    num_floats = num_results + cpu_kernel.scratch_floats(max_rows, vecs, -(-spec.value_dim // 16))
+    num_floats = num_results + numba_kernel.scratch_floats(max_rows, vecs, -(-spec.value_dim // 16))
     arrays = (
         operands.q.astype(jnp.float32),
         pages.k,
@@ -146,5 +146,12 @@ def _call(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, pages: 
         jnp.array(sizes, jnp.int32),
         jnp.array(numbers, jnp.float32),
     )
-    found = calls.call(cpu_kernel.target, jax.ShapeDtypeStruct((num_floats,), jnp.float32), arrays)
+    found = calls.call(_register(), jax.ShapeDtypeStruct((num_floats,), jnp.float32), arrays)
     return found[:num_results].reshape(spec.num_tokens, spec.num_q_heads, spec.value_dim)
+
+
+def _register() -> str:
+    from pallas_kernels.numba_cpu.frames import register
+    from pallas_kernels.paged_attention.numba_kernel import attention_handler
+
+    return register("jaxinfer_paged_attention", attention_handler)

@@ -8,16 +8,15 @@ in which order, depends on its own keys alone.
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, cfunc, njit
+from numba import carray, njit  # pyright: ignore[reportPrivateImportUsage]
 
 from pallas_kernels.numba_cpu import frames
 from pallas_kernels.numba_cpu.frames import as_pointer, floats, integers
 from pallas_kernels.numba_cpu.vectors import LANES
-from pallas_kernels.paged_attention import cpu_vectors
-from pallas_kernels.paged_attention.cpu_vectors import FLOAT32, NIBBLES, VECTOR
+from pallas_kernels.paged_attention import numba_vectors
+from pallas_kernels.paged_attention.numba_vectors import FLOAT32, NIBBLES, VECTOR
 from pallas_kernels.paged_attention.specs import MASKED, MAX_TREE_TOKENS
 
-TARGET = "pallas_kernels.paged_attention"
 BLOCK = 64  # keys
 # Operands, in order.
 Q, K, V, K_SCALES, V_SCALES, TABLE, STARTS, LENGTHS, KV_LENGTHS, SINKS, ANCESTORS, BOUNDS, SIZES, NUMBERS = range(14)
@@ -128,10 +127,10 @@ def _bytes(address, size):
 def _convert_rows(out, stored, stride, num_rows, kind, size, width, vecs, padded):
     """Rows as float32 vectors, padded with zeros."""
     if kind == NIBBLES:
-        cpu_vectors.convert(out, vecs * VECTOR, stored, stride, num_rows, vecs // 2, kind)
+        numba_vectors.convert(out, vecs * VECTOR, stored, stride, num_rows, vecs // 2, kind)
         return
     whole = width // LANES
-    cpu_vectors.convert(out, vecs * VECTOR, stored, stride, num_rows, whole, kind)
+    numba_vectors.convert(out, vecs * VECTOR, stored, stride, num_rows, whole, kind)
     if whole < vecs:
         num_bytes = (width - whole * LANES) * size
         tail = _bytes(padded, VECTOR)
@@ -141,7 +140,7 @@ def _convert_rows(out, stored, stride, num_rows, kind, size, width, vecs, padded
             source = _bytes(stored + row * stride + whole * LANES * size, num_bytes)
             for index in range(num_bytes):
                 tail[index] = source[index]
-            cpu_vectors.convert(out + (row * vecs + whole) * VECTOR, 0, padded, 0, 1, 1, kind)
+            numba_vectors.convert(out + (row * vecs + whole) * VECTOR, 0, padded, 0, 1, 1, kind)
 
 
 @njit(error_model="numpy")
@@ -179,7 +178,7 @@ def _prefetch(call, item, rows, head, first):
     if first < item.end_key:
         size = rows.width // 2 if rows.kind == NIBBLES else rows.width * rows.size
         run = min(LANES, call.page_size - first % call.page_size)
-        cpu_vectors.prefetch(_row(call, item, rows, head, first), rows.stride, run, size)
+        numba_vectors.prefetch(_row(call, item, rows, head, first), rows.stride, run, size)
 
 
 @njit(error_model="numpy")
@@ -241,9 +240,9 @@ def _finish_rows(call, item, values, scratch):
                 sums, total = scratch.sums + row * values.vecs * VECTOR, scratch.total + row * VECTOR
                 row += 1
                 if values.width % LANES == 0:
-                    cpu_vectors.divide(at, sums, values.vecs, total)
+                    numba_vectors.divide(at, sums, values.vecs, total)
                     continue
-                cpu_vectors.divide(sums, sums, values.vecs, total)
+                numba_vectors.divide(sums, sums, values.vecs, total)
                 quotients, results = floats(sums, values.width), floats(at, values.width)
                 for index in range(values.width):
                     results[index] = quotients[index]
@@ -264,8 +263,8 @@ def _weigh(call, item, base, first_vec, end_vec, first_row, values, scratch):
             row = first_row + query * item.groups + group
             scores = scratch.scores + (row - first_row) * BLOCK * 4 + first_vec * VECTOR
             if call.soft_cap > 0:
-                cpu_vectors.cap(scores, end_vec - first_vec, call.soft_cap)
-            cpu_vectors.soften(
+                numba_vectors.cap(scores, end_vec - first_vec, call.soft_cap)
+            numba_vectors.soften(
                 scores,
                 end_vec - first_vec,
                 base + first_vec * LANES,
@@ -296,7 +295,7 @@ def _attend_block(call, item, head, base, keys, values, scratch):
             _fill_factors(call, item, values, head, scratch.value_factors + vec * VECTOR, first, begin, end)
         address, stride = _rows(call, item, keys, head, first, begin, end, scratch)
         _prefetch(call, item, values, head, first + begin)
-        cpu_vectors.score(
+        numba_vectors.score(
             scratch.scores + vec * VECTOR,
             BLOCK * 4,
             scratch.q + first_row * keys.vecs * VECTOR,
@@ -313,7 +312,7 @@ def _attend_block(call, item, head, base, keys, values, scratch):
         begin, end = max(item.first_key - first, 0), min(item.end_key - first, LANES)
         address, stride = _rows(call, item, values, head, first, begin, end, scratch)
         _prefetch(call, item, keys, head, first + BLOCK)
-        cpu_vectors.add_weighted(
+        numba_vectors.add_weighted(
             scratch.sums + first_row * values.vecs * VECTOR,
             values.vecs * VECTOR,
             scratch.scores + vec * VECTOR + begin * 4,
@@ -432,14 +431,9 @@ def _run(frame):
         end_unit -= units
 
 
-@cfunc(frames.HANDLER, cache=True, error_model="numpy")
-def handler(frame):
+@frames.compiled
+def attention_handler(frame):
     if frames.answers_metadata(frame):
         return 0
     _run(frame)
     return 0
-
-
-def target() -> str:
-    """Registers the kernel; returns its name."""
-    return frames.register(TARGET, handler)

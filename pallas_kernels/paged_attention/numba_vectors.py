@@ -198,7 +198,7 @@ def _prefetch(context, builder, signature, arguments):
     pointer = ir.PointerType(BYTE)
     kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    options = [ir.Constant(INT, option) for option in (0, 1, 1)]  # to read, into all caches, data
+    options = [ir.Constant(INT, option) for option in (0, 3, 1)]  # to read, into all caches, data
     lines = builder.sdiv(builder.add(size, constant(CACHE_LINE - 1)), constant(CACHE_LINE))
     with cgutils.for_range(builder, rows, intp=LONG) as row:
         at = _address(builder, start, row.index, stride)
