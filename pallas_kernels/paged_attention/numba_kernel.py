@@ -5,7 +5,7 @@ head. A unit reads each of its keys once, where it lies, in blocks of 64 from po
 in which order, depends on its own keys alone.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit  # pyright: ignore[reportPrivateImportUsage]
@@ -21,7 +21,8 @@ BLOCK = 64  # keys
 # Operands, in order.
 Q, K, V, K_SCALES, V_SCALES, TABLE, STARTS, LENGTHS, KV_LENGTHS, SINKS, ANCESTORS, BOUNDS, SIZES, NUMBERS = range(14)
 # Elements of the operands `SIZES`, int32, and `NUMBERS`, float32.
-PART, QUERIES, GROUPS, WINDOW, HAS_SCALES, HAS_SINKS, HAS_ANCESTORS, KEY_KIND, VALUE_KIND, KEY_SIZE, VALUE_SIZE, VALUE_WIDTH, MAX_ROWS = range(13)
+PART, QUERIES, GROUPS, WINDOW, HAS_SCALES, HAS_SINKS, HAS_ANCESTORS = range(7)
+KEY_KIND, VALUE_KIND, KEY_SIZE, VALUE_SIZE, VALUE_WIDTH, MAX_ROWS = range(7, 13)
 SOFT_CAP, KEY_FACTOR, VALUE_FACTOR = range(3)
 
 
@@ -86,9 +87,9 @@ class Item(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Addresses of working memory: rows of queries, of scores and weights of a block, and of sums of values; the highest
-    score and the sum of weights of each row; converted keys or values; a padded vector; factors of a block's keys and
-    values."""
+    """Addresses of working memory: rows of queries, of scores and weights of a block, and of sums of values; the
+    highest score and the sum of weights of each row; converted keys or values; a padded vector; factors of a block's
+    keys and values."""
 
     q: int
     scores: int
@@ -174,7 +175,7 @@ def _rows(call, item, rows, head, first, begin, end, scratch):
 
 @njit(error_model="numpy")
 def _prefetch(call, item, rows, head, first):
-    """Asks for the 16 rows from position `first` on."""
+    """Prefetches rows of the 16 from position `first` on: those in its page."""
     if first < item.end_key:
         size = rows.width // 2 if rows.kind == NIBBLES else rows.width * rows.size
         run = min(LANES, call.page_size - first % call.page_size)
@@ -335,6 +336,11 @@ def _attend(call, item, keys, values, scratch):
     _finish_rows(call, item, values, scratch)
 
 
+@njit
+def _size(sizes, index) -> Any:
+    return np.int64(sizes[index])
+
+
 @njit(error_model="numpy")
 def _stored(frame, sizes, operand, scales, kind, size, factor, width):
     head_stride = frames.operand_size(frame, operand, 3) * sizes[size]
@@ -344,8 +350,8 @@ def _stored(frame, sizes, operand, scales, kind, size, factor, width):
         head_stride,
         frames.operand(frame, scales) if sizes[HAS_SCALES] else 0,
         factor,
-        np.int64(sizes[kind]),
-        np.int64(sizes[size]),
+        _size(sizes, kind),
+        _size(sizes, size),
         width,
         (width + LANES - 1) // LANES,
     )
@@ -354,13 +360,13 @@ def _stored(frame, sizes, operand, scales, kind, size, factor, width):
 @njit(error_model="numpy")
 def _run_sequence(call, keys, values, scratch, sizes, table, start, length, kv_length, first_unit, end_unit):
     """Those of a sequence's units, counted from its first, that are in a range."""
-    queries, groups = np.int64(sizes[QUERIES]), np.int64(sizes[GROUPS])
+    queries, groups = _size(sizes, QUERIES), _size(sizes, GROUPS)
     all_groups = call.num_heads // call.num_kv_heads
     tiles = (all_groups + groups - 1) // groups
     units = call.num_kv_heads * tiles
     first_new = kv_length - length
     is_tree = sizes[HAS_ANCESTORS] != 0 and length <= MAX_TREE_TOKENS
-    tree = (np.int64(1) << length) - 1 if is_tree else np.int64(0)
+    tree: Any = (np.int64(1) << length) - 1 if is_tree else np.int64(0)
     unit = max(first_unit, 0)
     while unit < end_unit:
         offset, unit_of_item = unit // units * queries, unit % units
@@ -370,7 +376,8 @@ def _run_sequence(call, keys, values, scratch, sizes, table, start, length, kv_l
         kv_head, tile = unit_of_item // tiles, unit_of_item % tiles
         num_kv_heads = 1
         if tiles == 1:
-            num_kv_heads = min(end_unit - unit, units - unit_of_item, max(np.int64(sizes[MAX_ROWS]) // (count * groups), 1))
+            most = max(_size(sizes, MAX_ROWS) // (count * groups), 1)
+            num_kv_heads = min(end_unit - unit, units - unit_of_item, most)
         item = Item(
             table,
             start + offset,
@@ -402,14 +409,14 @@ def _run(frame):
         frames.operand_size(frame, K, 1),
         frames.operand_size(frame, Q, 1),
         frames.operand_size(frame, K, 2),
-        np.int64(sizes[WINDOW]),
+        _size(sizes, WINDOW),
         numbers[SOFT_CAP],
     )
-    width, value_width = frames.operand_size(frame, Q, 2), np.int64(sizes[VALUE_WIDTH])
+    width, value_width = frames.operand_size(frame, Q, 2), _size(sizes, VALUE_WIDTH)
     keys = _stored(frame, sizes, K, K_SCALES, KEY_KIND, KEY_SIZE, numbers[KEY_FACTOR], width)
     values = _stored(frame, sizes, V, V_SCALES, VALUE_KIND, VALUE_SIZE, numbers[VALUE_FACTOR], value_width)
     working = call.out + frames.operand_size(frame, Q, 0) * call.num_heads * value_width * 4
-    scratch = _scratch(working, np.int64(sizes[MAX_ROWS]), keys.vecs, values.vecs)
+    scratch = _scratch(working, _size(sizes, MAX_ROWS), keys.vecs, values.vecs)
     key_factors, value_factors = floats(scratch.key_factors, BLOCK), floats(scratch.value_factors, BLOCK)
     for index in range(BLOCK):
         key_factors[index], value_factors[index] = keys.factor, values.factor

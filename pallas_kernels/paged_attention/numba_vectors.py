@@ -25,13 +25,18 @@ MAX_ROWS, MAX_VECTORS = 4, 4
 ADDRESS, COUNT, NUMBER = types.int64, types.int64, types.float32
 
 
-@intrinsic
+def _intrinsic(function: Any) -> Any:
+    """`intrinsic`, whose functions take one argument less than pyright sees."""
+    return intrinsic(function)
+
+
+@_intrinsic
 def score(context, out, out_stride, q, q_stride, rows, k, k_stride, vecs, factors):
     """Products of `rows` queries and 16 keys of `vecs` vectors, times the keys' `factors`, to 16 floats of each row."""
     return types.void(*[ADDRESS] * 9), _score
 
 
-@intrinsic
+@_intrinsic
 def soften(context, scores, vecs, base, low, high, first_new, bits, v_factors, highest, total, sums, sum_vecs):
     """A block of keys in the online softmax of one query (Milakov & Gimelshein 2018).
 
@@ -43,35 +48,38 @@ def soften(context, scores, vecs, base, low, high, first_new, bits, v_factors, h
     return types.void(*[ADDRESS] * 12), _soften
 
 
-@intrinsic
+@_intrinsic
 def add_weighted(context, sums, sum_stride, weights, weight_stride, rows, v, v_stride, count, vecs):
     """Adds `count` values of `vecs` vectors, times their weights, to the sums of `rows` queries, in order."""
     return types.void(*[ADDRESS] * 9), _add_weighted
 
 
-@intrinsic
+@_intrinsic
 def cap(context, scores, vecs, soft_cap):
     """soft_cap * tanh(score / soft_cap)."""
     return types.void(ADDRESS, COUNT, NUMBER), _cap
 
 
-@intrinsic
+@_intrinsic
 def divide(context, out, sums, vecs, total):
     """The sums over the sum of all lanes of `total`."""
     return types.void(*[ADDRESS] * 4), _divide
 
 
-@intrinsic
+@_intrinsic
 def convert(context, out, out_stride, stored, stride, rows, vecs, kind):
-    """float32 of `vecs` vectors of each of `rows` rows of stored numbers. Those of 4 bits are levels in steps, `vecs` of each half byte, and
-    E4M3 is 1/256 of the number: factors of keys and values have the rest. Conversions of float16 keep subnormal
-    numbers, where arithmetic, in XLA's threads, does not."""
+    """float32 of `vecs` vectors of each of `rows` rows of stored numbers.
+
+    Those of 4 bits are levels in steps, `vecs` vectors of each half byte, and `E4M3` is 1/256 of the number: factors of
+    keys and values have the rest. Conversions of float16 keep subnormal numbers, which arithmetic does not: XLA sets
+    its threads to flush them to zero.
+    """
     return types.void(*[ADDRESS] * 7), _convert
 
 
-@intrinsic
+@_intrinsic
 def prefetch(context, start, stride, rows, size):
-    """Asks for `size` bytes of each row."""
+    """Prefetches `size` bytes of each row."""
     return types.void(*[ADDRESS] * 4), _prefetch
 
 
@@ -226,9 +234,7 @@ def _soften(context, builder, signature, arguments):
     def is_visible(index: Any) -> Any:
         first = builder.add(base, builder.mul(index, constant(LANES)))
         position = builder.add(_integers(builder, first), lanes)
-        is_between = builder.and_(
-            builder.icmp_signed(">=", position, low), builder.icmp_signed("<", position, high)
-        )
+        is_between = builder.and_(builder.icmp_signed(">=", position, low), builder.icmp_signed("<", position, high))
         new = builder.sub(position, first_new)
         shifted = builder.lshr(bits, builder.and_(new, splat(INTS, 31)))
         is_ancestor = builder.icmp_signed("!=", builder.and_(shifted, splat(INTS, 1)), splat(INTS, 0))
@@ -396,9 +402,7 @@ _CONVERSIONS: dict[int, Any] = {
     E4M3: (BYTES, lambda builder, numbers: [_from_e4m3(builder, numbers)]),
     E5M2: (
         BYTES,
-        lambda builder, numbers: [
-            _from_half(builder, builder.shl(builder.zext(numbers, HALVES), splat(HALVES, 8)))
-        ],
+        lambda builder, numbers: [_from_half(builder, builder.shl(builder.zext(numbers, HALVES), splat(HALVES, 8)))],
     ),
     INT8: (BYTES, lambda builder, numbers: [vectors.from_int8(builder, numbers)]),
     NIBBLES: (BYTES, _from_nibbles),

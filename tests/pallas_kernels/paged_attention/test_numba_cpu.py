@@ -38,13 +38,10 @@ def traced_anew():
     numba_cpu._attention.clear_cache()
 
 
-@pytest.mark.parametrize(
-    "name",
-    quick(
-        SMALL,
-        *("decode_around_a_page", "decode_soft_cap_sinks", "decode_int8", "verify_tree_window", "decode_window", "mixed"),
-    ),
-)
+QUICK = ("decode_around_a_page", "decode_soft_cap_sinks", "decode_int8", "verify_tree_window", "decode_window", "mixed")
+
+
+@pytest.mark.parametrize("name", quick(SMALL, *QUICK))
 def test_suite(name, check):
     check(SMALL[name], "numba_cpu", "separate")
 
@@ -115,7 +112,7 @@ def test_bits_do_not_depend_on_the_chunks_of_a_prompt(name):
         for chunk in (100, 1, 16, 33):
             count = chunk if has_own_program else 150
             rows = {name: jnp.roll(arguments[name], -done, axis=0)[:count] for name in ("q", "k_new", "v_new")}
-            lengths = {"query_lengths": jnp.array([chunk], jnp.int32), "kv_lengths": jnp.array([done + chunk], jnp.int32)}
+            lengths = {"query_lengths": jnp.array([chunk]), "kv_lengths": jnp.array([done + chunk])}
             given = shape.options | {"implementation": "numba_cpu"}
             call = jax.jit(lambda arrays, given=given: paged_attention(**arrays, **given))
             out, pages = call(arguments | rows | lengths | {"pages": pages})
