@@ -25,6 +25,10 @@ PART, QUERIES, GROUPS, WINDOW, HAS_SCALES, HAS_SINKS, HAS_ANCESTORS = range(7)
 KEY_KIND, VALUE_KIND, KEY_SIZE, VALUE_SIZE, VALUE_WIDTH, MAX_ROWS = range(7, 13)
 SOFT_CAP, KEY_FACTOR, VALUE_FACTOR = range(3)
 
+_compiled = njit(error_model="numpy")
+# Into its caller: a call with the tuples below as arguments takes longer than what it does.
+_inlined = njit(error_model="numpy", forceinline=True)
+
 
 class Rows(NamedTuple):
     """Stored keys or values.
@@ -107,7 +111,7 @@ def scratch_floats(rows: int, vecs: int, value_vecs: int) -> int:
     return rows * (vecs * LANES + BLOCK + value_vecs * LANES + 2 * LANES) + LANES * vecs * LANES + LANES + 2 * BLOCK
 
 
-@njit(error_model="numpy")
+@_compiled
 def _scratch(start, rows, vecs, value_vecs):
     scores = start + rows * vecs * VECTOR
     sums = scores + rows * BLOCK * 4
@@ -119,12 +123,12 @@ def _scratch(start, rows, vecs, value_vecs):
     return Scratch(start, scores, sums, highest, total, converted, padded, key_factors, key_factors + BLOCK * 4)
 
 
-@njit(error_model="numpy")
+@_inlined
 def _bytes(address, size):
     return carray(as_pointer(address), (size,), np.uint8)
 
 
-@njit(error_model="numpy")
+@_compiled
 def _convert_rows(out, stored, stride, num_rows, kind, size, width, vecs, padded):
     """Rows as float32 vectors, padded with zeros."""
     if kind == NIBBLES:
@@ -144,21 +148,28 @@ def _convert_rows(out, stored, stride, num_rows, kind, size, width, vecs, padded
             numba_vectors.convert(out + (row * vecs + whole) * VECTOR, 0, padded, 0, 1, 1, kind)
 
 
-@njit(error_model="numpy")
+@_inlined
 def _page(call, item, position):
     """The id of the page of a position."""
     index = position // call.page_size
     return np.int64(integers(item.table, index + 1)[index])
 
 
-@njit(error_model="numpy")
+@_inlined
 def _row(call, item, rows, head, position):
     """The address of a row."""
     token = _page(call, item, position) * call.page_size + position % call.page_size
     return rows.start + token * rows.stride + head * rows.head_stride
 
 
-@njit(error_model="numpy")
+@_inlined
+def _scales(call, item, rows, head, position):
+    """The address of a row's scale; those of its page follow."""
+    of_head = _page(call, item, position) * call.num_kv_heads + head
+    return rows.scales + (of_head * call.page_size + position % call.page_size) * 4
+
+
+@_inlined
 def _rows(call, item, rows, head, first, begin, end, scratch):
     """Rows `begin` to `end` of the 16 from position `first` on as float32 vectors: the address of the 16, and the bytes
     from one to the next. Others are undefined. Rows that are float32 vectors are not copied."""
@@ -173,30 +184,30 @@ def _rows(call, item, rows, head, first, begin, end, scratch):
     return scratch.converted, rows.vecs * VECTOR
 
 
-@njit(error_model="numpy")
+@_inlined
 def _prefetch(call, item, rows, head, first):
     """Prefetches rows of the 16 from position `first` on: those in its page."""
     if first < item.end_key:
         size = rows.width // 2 if rows.kind == NIBBLES else rows.width * rows.size
         run = min(LANES, call.page_size - first % call.page_size)
         numba_vectors.prefetch(_row(call, item, rows, head, first), rows.stride, run, size)
+        if rows.scales != 0:
+            numba_vectors.prefetch(_scales(call, item, rows, head, first), 0, 1, run * 4)
 
 
-@njit(error_model="numpy")
+@_inlined
 def _fill_factors(call, item, rows, head, out, first, begin, end):
     """The factors of rows `begin` to `end` of the 16 from position `first` on."""
     factors, factor = floats(out, LANES), np.float32(rows.factor)
     while begin < end:
-        slot = (first + begin) % call.page_size
-        run = min(end - begin, call.page_size - slot)
-        page = _page(call, item, first + begin)
-        scales = floats(rows.scales + ((page * call.num_kv_heads + head) * call.page_size + slot) * 4, run)
+        run = min(end - begin, call.page_size - (first + begin) % call.page_size)
+        scales = floats(_scales(call, item, rows, head, first + begin), run)
         for index in range(run):
             factors[begin + index] = scales[index] * factor
         begin += run
 
 
-@njit(error_model="numpy")
+@_inlined
 def _count_bits(bits):
     count = 0
     while bits != 0:
@@ -205,7 +216,7 @@ def _count_bits(bits):
     return count
 
 
-@njit(error_model="numpy")
+@_inlined
 def _start_rows(call, item, keys, values, scratch):
     """Copies the queries, and clears what is summed. Rows are in the order of heads, queries and groups."""
     row = 0
@@ -229,7 +240,7 @@ def _start_rows(call, item, keys, values, scratch):
                 row += 1
 
 
-@njit(error_model="numpy")
+@_inlined
 def _finish_rows(call, item, values, scratch):
     """Writes the results."""
     row = 0
@@ -249,7 +260,7 @@ def _finish_rows(call, item, values, scratch):
                     results[index] = quotients[index]
 
 
-@njit(error_model="numpy")
+@_inlined
 def _weigh(call, item, base, first_vec, end_vec, first_row, values, scratch):
     """Replaces the scores of a block by weights, of the rows of one key head."""
     for query in range(item.count):
@@ -281,7 +292,7 @@ def _weigh(call, item, base, first_vec, end_vec, first_row, values, scratch):
             )
 
 
-@njit(error_model="numpy")
+@_inlined
 def _attend_block(call, item, head, base, keys, values, scratch):
     """Adds a block of keys to the sums of the item's queries of one key head, `head` of the item."""
     num_rows = item.count * item.groups
@@ -295,7 +306,9 @@ def _attend_block(call, item, head, base, keys, values, scratch):
             _fill_factors(call, item, keys, head, scratch.key_factors + vec * VECTOR, first, begin, end)
             _fill_factors(call, item, values, head, scratch.value_factors + vec * VECTOR, first, begin, end)
         address, stride = _rows(call, item, keys, head, first, begin, end, scratch)
-        _prefetch(call, item, values, head, first + begin)
+        if base <= item.first_key:
+            _prefetch(call, item, values, head, first + begin)
+        _prefetch(call, item, values, head, first + BLOCK)
         numba_vectors.score(
             scratch.scores + vec * VECTOR,
             BLOCK * 4,
@@ -326,7 +339,7 @@ def _attend_block(call, item, head, base, keys, values, scratch):
         )
 
 
-@njit(error_model="numpy")
+@_inlined
 def _attend(call, item, keys, values, scratch):
     """The results of some units of an item, whose key heads share each block."""
     _start_rows(call, item, keys, values, scratch)
@@ -341,7 +354,7 @@ def _size(sizes, index) -> Any:
     return np.int64(sizes[index])
 
 
-@njit(error_model="numpy")
+@_compiled
 def _stored(frame, sizes, operand, scales, kind, size, factor, width):
     head_stride = frames.operand_size(frame, operand, 3) * sizes[size]
     return Rows(
@@ -357,7 +370,7 @@ def _stored(frame, sizes, operand, scales, kind, size, factor, width):
     )
 
 
-@njit(error_model="numpy")
+@_compiled
 def _run_sequence(call, keys, values, scratch, sizes, table, start, length, kv_length, first_unit, end_unit):
     """Those of a sequence's units, counted from its first, that are in a range."""
     queries, groups = _size(sizes, QUERIES), _size(sizes, GROUPS)
@@ -396,7 +409,7 @@ def _run_sequence(call, keys, values, scratch, sizes, table, start, length, kv_l
         unit += num_kv_heads
 
 
-@njit(error_model="numpy")
+@_compiled
 def _run(frame):
     sizes = integers(frames.operand(frame, SIZES), MAX_ROWS + 1)
     numbers = floats(frames.operand(frame, NUMBERS), VALUE_FACTOR + 1)
