@@ -219,14 +219,14 @@ def _count_bits(bits):
 @_inlined
 def _start_rows(call, item, keys, values, scratch):
     """Copies the queries, and clears what is summed. Rows are in the order of heads, queries and groups."""
-    row = 0
+    row, zero = 0, np.int64(0)
     for head in range(item.num_kv_heads):
         for query in range(item.count):
             for group in range(item.groups):
                 q_head = item.head + head * item.groups + group
                 source = call.q + ((item.token + query) * call.num_heads + q_head) * keys.width * 4
                 to = scratch.q + row * keys.vecs * VECTOR
-                _convert_rows(to, source, 0, 1, FLOAT32, 4, keys.width, keys.vecs, scratch.padded)
+                _convert_rows(to, source, zero, zero + 1, zero + FLOAT32, zero + 4, keys.width, keys.vecs, scratch.padded)
                 sink = floats(call.sinks + q_head * 4, 1)[0] if call.sinks != 0 else np.float32(MASKED)
                 highest = floats(scratch.highest + row * VECTOR, LANES)
                 total = floats(scratch.total + row * VECTOR, LANES)
