@@ -226,7 +226,9 @@ def _start_rows(call, item, keys, values, scratch):
                 q_head = item.head + head * item.groups + group
                 source = call.q + ((item.token + query) * call.num_heads + q_head) * keys.width * 4
                 to = scratch.q + row * keys.vecs * VECTOR
-                _convert_rows(to, source, zero, zero + 1, zero + FLOAT32, zero + 4, keys.width, keys.vecs, scratch.padded)
+                _convert_rows(
+                    to, source, zero, zero + 1, zero + FLOAT32, zero + 4, keys.width, keys.vecs, scratch.padded
+                )
                 sink = floats(call.sinks + q_head * 4, 1)[0] if call.sinks != 0 else np.float32(MASKED)
                 highest = floats(scratch.highest + row * VECTOR, LANES)
                 total = floats(scratch.total + row * VECTOR, LANES)

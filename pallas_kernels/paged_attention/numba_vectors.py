@@ -20,7 +20,7 @@ VECTOR = 4 * LANES  # bytes
 CACHE_LINE = 64
 # How numbers are stored; two of `NIBBLES` share a byte.
 FLOAT32, BFLOAT16, FLOAT16, E4M3, E5M2, INT8, NIBBLES = range(7)
-# Rows and vectors of a row that `add_weighted` keeps in registers.
+# Rows, and vectors of a row, that are computed at once, with their sums in registers.
 MAX_ROWS, MAX_VECTORS = 4, 4
 ADDRESS, COUNT, NUMBER = types.int64, types.int64, types.float32
 
@@ -85,6 +85,14 @@ def prefetch(context, start, stride, rows, size):
 
 def _address(builder: Any, start: Any, index: Any, stride: Any) -> Any:
     return builder.add(start, builder.mul(index, stride))
+
+
+def _tiles(builder: Any, total: Any, size: int) -> Any:
+    return builder.sdiv(builder.add(total, constant(size - 1)), constant(size))
+
+
+def _least(builder: Any, a: Any, limit: int) -> Any:
+    return builder.select(builder.icmp_signed("<", a, constant(limit)), a, constant(limit))
 
 
 def _scalar(builder: Any, address: Any) -> Any:
@@ -179,26 +187,60 @@ def _tanh(builder: Any, x: Any) -> Any:
 
 def _score(context, builder, signature, arguments):
     out, out_stride, q, q_stride, rows, k, k_stride, vecs, factors = arguments
-    keys = [k]
-    for _ in range(LANES - 1):
-        keys.append(builder.add(keys[-1], k_stride))
-    scale = load(builder, factors)
-    sums = [_variable(builder, splat(FLOATS, 0.0)) for _ in keys]
-    with cgutils.for_range(builder, rows, intp=LONG) as row:
-        for place in sums:
-            builder.store(splat(FLOATS, 0.0), place)
-        query = _address(builder, q, row.index, q_stride)
-        with cgutils.for_range(builder, vecs, intp=LONG) as vec:
-            at = builder.mul(vec.index, constant(VECTOR))
-            numbers = load(builder, builder.add(query, at))
-            for key, place in zip(keys, sums, strict=True):
-                product = vectors.multiply_add(
-                    builder, load(builder, builder.add(key, at)), numbers, builder.load(place)
+    with cgutils.for_range(builder, _tiles(builder, rows, MAX_ROWS), intp=LONG) as group:
+        first_row = builder.mul(group.index, constant(MAX_ROWS))
+        num_rows = _least(builder, builder.sub(rows, first_row), MAX_ROWS)
+        tile_out = _address(builder, out, first_row, out_stride)
+        tile_q = _address(builder, q, first_row, q_stride)
+        end = builder.append_basic_block("scored")
+        switch = builder.switch(num_rows, end)
+        for rows_of_case, num_keys in enumerate((16, 8, 4, 4), start=1):
+            block = builder.append_basic_block()
+            switch.add_case(constant(rows_of_case), block)
+            builder.position_at_end(block)
+            with cgutils.for_range(builder, constant(LANES // num_keys), intp=LONG) as tile:
+                first_key = builder.mul(tile.index, constant(num_keys))
+                _score_tile(
+                    builder,
+                    [builder.add(tile_q, builder.mul(q_stride, constant(row))) for row in range(rows_of_case)],
+                    [_address(builder, k, builder.add(first_key, constant(key)), k_stride) for key in range(num_keys)],
+                    [
+                        builder.add(
+                            builder.add(tile_out, builder.mul(out_stride, constant(row))),
+                            builder.mul(first_key, constant(4)),
+                        )
+                        for row in range(rows_of_case)
+                    ],
+                    builder.add(factors, builder.mul(first_key, constant(4))),
+                    vecs,
                 )
-                builder.store(product, place)
-        scores = builder.fmul(_lane_sums(builder, [builder.load(place) for place in sums]), scale)
-        vectors.store(builder, scores, _address(builder, out, row.index, out_stride))
+            builder.branch(end)
+        builder.position_at_end(end)
     return context.get_dummy_value()
+
+
+def _score_tile(builder: Any, queries: list, keys: list, outs: list, factors: Any, vecs: Any) -> None:
+    """`_score` of up to 16 pairs of queries and keys, whose sums are in registers."""
+    zero = splat(FLOATS, 0.0)
+    sums = [[_variable(builder, zero) for _ in keys] for _ in queries]
+    for place in sum(sums, []):
+        builder.store(zero, place)
+    with cgutils.for_range(builder, vecs, intp=LONG) as vec:
+        at = builder.mul(vec.index, constant(VECTOR))
+        query_numbers = [load(builder, builder.add(query, at)) for query in queries]
+        key_numbers = [load(builder, builder.add(key, at)) for key in keys]
+        for numbers, places in zip(query_numbers, sums, strict=True):
+            for others, place in zip(key_numbers, places, strict=True):
+                builder.store(vectors.multiply_add(builder, others, numbers, builder.load(place)), place)
+    pairs = [builder.load(place) for place in sum(sums, [])]
+    found = _lane_sums(builder, pairs + [zero] * (LANES - len(pairs)))
+    some = load(builder, factors, ir.VectorType(FLOAT, len(keys)))
+    repeated = ir.Constant(INTS, [lane % len(keys) for lane in range(LANES)])
+    found = builder.fmul(found, builder.shuffle_vector(some, some, repeated))
+    for row, out in enumerate(outs):
+        lanes = ir.VectorType(INT, len(keys))
+        of_row = ir.Constant(lanes, [row * len(keys) + key for key in range(len(keys))])
+        vectors.store(builder, builder.shuffle_vector(found, found, of_row), out)
 
 
 def _prefetch(context, builder, signature, arguments):
@@ -273,21 +315,14 @@ def _soften(context, builder, signature, arguments):
 
 def _add_weighted(context, builder, signature, arguments):
     sums, sum_stride, weights, weight_stride, rows, v, v_stride, count, vecs = arguments
-
-    def tiles(total: Any, size: int):
-        return builder.sdiv(builder.add(total, constant(size - 1)), constant(size))
-
-    def least(a: Any, limit: int) -> Any:
-        return builder.select(builder.icmp_signed("<", a, constant(limit)), a, constant(limit))
-
-    with cgutils.for_range(builder, tiles(vecs, MAX_VECTORS), intp=LONG) as tile:
+    with cgutils.for_range(builder, _tiles(builder, vecs, MAX_VECTORS), intp=LONG) as tile:
         first_vec = builder.mul(tile.index, constant(MAX_VECTORS))
-        num_vecs = least(builder.sub(vecs, first_vec), MAX_VECTORS)
+        num_vecs = _least(builder, builder.sub(vecs, first_vec), MAX_VECTORS)
         offset = builder.mul(first_vec, constant(VECTOR))
         values, sums_of_tile = builder.add(v, offset), builder.add(sums, offset)
-        with cgutils.for_range(builder, tiles(rows, MAX_ROWS), intp=LONG) as group:
+        with cgutils.for_range(builder, _tiles(builder, rows, MAX_ROWS), intp=LONG) as group:
             first_row = builder.mul(group.index, constant(MAX_ROWS))
-            num_rows = least(builder.sub(rows, first_row), MAX_ROWS)
+            num_rows = _least(builder, builder.sub(rows, first_row), MAX_ROWS)
             case = builder.add(builder.mul(num_rows, constant(MAX_VECTORS)), num_vecs)
             place = (
                 _address(builder, sums_of_tile, first_row, sum_stride),
