@@ -4,6 +4,7 @@ Addresses are int64. Rows of queries, keys, values and sums are float32, in whol
 the same whatever the other rows of a call are.
 """
 
+import itertools
 from typing import Any
 
 from llvmlite import ir
@@ -22,6 +23,7 @@ CACHE_LINE = 64
 FLOAT32, BFLOAT16, FLOAT16, E4M3, E5M2, INT8, NIBBLES = range(7)
 # Rows, and vectors of a row, that are computed at once, with their sums in registers.
 MAX_ROWS, MAX_VECTORS = 4, 4
+KEYS_OF_ROWS = (16, 8, 4, 4)  # whose products with 1, 2, 3 and 4 rows are computed at once
 ADDRESS, COUNT, NUMBER = types.int64, types.int64, types.float32
 
 
@@ -187,33 +189,26 @@ def _tanh(builder: Any, x: Any) -> Any:
 
 def _score(context, builder, signature, arguments):
     out, out_stride, q, q_stride, rows, k, k_stride, vecs, factors = arguments
+
+    def offset(place: Any, index: Any) -> Any:
+        return builder.add(place, builder.mul(index, constant(4)))
+
     with cgutils.for_range(builder, _tiles(builder, rows, MAX_ROWS), intp=LONG) as group:
         first_row = builder.mul(group.index, constant(MAX_ROWS))
         num_rows = _least(builder, builder.sub(rows, first_row), MAX_ROWS)
-        tile_out = _address(builder, out, first_row, out_stride)
-        tile_q = _address(builder, q, first_row, q_stride)
+        outs = [_address(builder, out, builder.add(first_row, constant(row)), out_stride) for row in range(MAX_ROWS)]
+        queries = [_address(builder, q, builder.add(first_row, constant(row)), q_stride) for row in range(MAX_ROWS)]
         end = builder.append_basic_block("scored")
         switch = builder.switch(num_rows, end)
-        for rows_of_case, num_keys in enumerate((16, 8, 4, 4), start=1):
+        for count, num_keys in enumerate(KEYS_OF_ROWS, start=1):
             block = builder.append_basic_block()
-            switch.add_case(constant(rows_of_case), block)
+            switch.add_case(constant(count), block)
             builder.position_at_end(block)
             with cgutils.for_range(builder, constant(LANES // num_keys), intp=LONG) as tile:
-                first_key = builder.mul(tile.index, constant(num_keys))
-                _score_tile(
-                    builder,
-                    [builder.add(tile_q, builder.mul(q_stride, constant(row))) for row in range(rows_of_case)],
-                    [_address(builder, k, builder.add(first_key, constant(key)), k_stride) for key in range(num_keys)],
-                    [
-                        builder.add(
-                            builder.add(tile_out, builder.mul(out_stride, constant(row))),
-                            builder.mul(first_key, constant(4)),
-                        )
-                        for row in range(rows_of_case)
-                    ],
-                    builder.add(factors, builder.mul(first_key, constant(4))),
-                    vecs,
-                )
+                first = builder.mul(tile.index, constant(num_keys))
+                keys = [_address(builder, k, builder.add(first, constant(key)), k_stride) for key in range(num_keys)]
+                places = [offset(place, first) for place in outs[:count]]
+                _score_tile(builder, queries[:count], keys, places, offset(factors, first), vecs)
             builder.branch(end)
         builder.position_at_end(end)
     return context.get_dummy_value()
@@ -223,7 +218,7 @@ def _score_tile(builder: Any, queries: list, keys: list, outs: list, factors: An
     """`_score` of up to 16 pairs of queries and keys, whose sums are in registers."""
     zero = splat(FLOATS, 0.0)
     sums = [[_variable(builder, zero) for _ in keys] for _ in queries]
-    for place in sum(sums, []):
+    for place in itertools.chain(*sums):
         builder.store(zero, place)
     with cgutils.for_range(builder, vecs, intp=LONG) as vec:
         at = builder.mul(vec.index, constant(VECTOR))
@@ -232,7 +227,7 @@ def _score_tile(builder: Any, queries: list, keys: list, outs: list, factors: An
         for numbers, places in zip(query_numbers, sums, strict=True):
             for others, place in zip(key_numbers, places, strict=True):
                 builder.store(vectors.multiply_add(builder, others, numbers, builder.load(place)), place)
-    pairs = [builder.load(place) for place in sum(sums, [])]
+    pairs = [builder.load(place) for place in itertools.chain(*sums)]
     found = _lane_sums(builder, pairs + [zero] * (LANES - len(pairs)))
     some = load(builder, factors, ir.VectorType(FLOAT, len(keys)))
     repeated = ir.Constant(INTS, [lane % len(keys) for lane in range(LANES)])
