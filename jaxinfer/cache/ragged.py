@@ -336,7 +336,7 @@ def _attend(
 ):
     moved = inputs.moved
     # Kernels may write a page while they read it (then with the bytes that it has), and sinks may be new.
-    if appends_first and (schedule.implementation != "xla" or moved is not None):
+    if appends_first and (schedule.implementation not in ("xla", "numba_cpu") or moved is not None):
         pages = _appended(schedule.spec, pages, k, v, inputs)
     if moved is not None:
         pages = move_sinks(pages, moved, k.shape[-2], k.shape[-1])

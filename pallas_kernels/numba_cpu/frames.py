@@ -28,7 +28,6 @@ BUFFER_DATA, BUFFER_DIMS, SCALAR_VALUE = 24, 40, 8
 EXTENSION_TYPE, EXTENSION_METADATA = 8, 24
 METADATA_TYPE = 1
 METADATA_VERSION, METADATA_TRAITS, API_VERSION = 24, 32, 32
-_SOURCES = zlib.crc32(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))))
 _registered: dict[str, Any] = {}
 
 
@@ -109,14 +108,19 @@ def integers(address, size):
 def compiled(function: Any) -> Any:
     """Compiles a kernel, or reads it from Numba's cache.
 
-    Numba compares the kernel's own file with what is cached; the hash of this package's files, in the kernel's name,
-    covers what it imports from here.
+    Numba compares the kernel's own file with what is cached; the hash of this package's files and of the `numba_*`
+    files beside the kernel, in the kernel's name, covers what it imports.
     """
-    function.__qualname__ += f"_{_SOURCES:08x}"
+    function.__qualname__ += f"_{_hash_of_sources(Path(function.__code__.co_filename).parent):08x}"
     try:
         return cfunc(HANDLER, cache=True)(function)
     except RuntimeError:  # no folder that Numba may write
         return cfunc(HANDLER)(function)
+
+
+def _hash_of_sources(folder: Path) -> int:
+    files = [*sorted(Path(__file__).parent.glob("*.py")), *sorted(folder.glob("numba_*.py"))]
+    return zlib.crc32(b"".join(file.read_bytes() for file in files))
 
 
 def register(name: str, handler: Any) -> str:

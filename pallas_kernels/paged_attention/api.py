@@ -28,8 +28,8 @@ from pallas_kernels.platform import current_platform
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla", "reference")
-_BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("xla",)}
+IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "numba_cpu", "xla", "reference")
+_BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("numba_cpu", "xla")}
 _MODULES = Implementations("pallas_kernels.paged_attention", IMPLEMENTATIONS, _BY_PLATFORM)
 
 
@@ -143,7 +143,8 @@ def paged_attention(
       part: of the device, where devices divide the tokens of each page and `pages` has this one's. The output is then
         that of its keys, float32, with its log-sum-exp float32 [T, Hq] (-inf: no key is seen), for `merge_parts`.
       schedule: of `make_schedule` for these operands; computed when None.
-      implementation: "xla", "pallas_tpu", "pallas_gpu", "reference" (dense float32, for tests); None: see `choose`.
+      implementation: "pallas_tpu", "pallas_gpu", "numba_cpu" (needs jaxinfer[cpu]), "xla", "reference" (dense float32,
+        for tests); None: see `choose`.
 
     Returns the output in q's dtype and the pages with the new tokens. Raises ValueError for operands, options
     or a schedule that do not fit, NotImplementedError with the reason if the named implementation cannot run the call.

@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 TPU_SUITE = "tests/pallas_kernels/paged_attention/test_pallas_tpu.py::test_suite"
 ROTATION = "tests/pallas_kernels/paged_attention/test_rotation.py::"
+CPU_TESTS = "tests/pallas_kernels/paged_attention/test_numba_cpu.py::"
 FLASH = "tests/pallas_kernels/flash_attention/test_flash_attention.py::test_equals_dense_attention"
 
 FAULTS = (
@@ -257,6 +258,62 @@ FAULTS = (
         "return False",
         ("tests/pallas_kernels/quantized_matmul/test_numba_cpu.py::test_weights_divided_over_devices_are_left_to_xla",),
         "each device of a CPU mesh gathers all weights in each step",
+    ),
+    Fault(
+        "kernels/cpu-window-is-a-key-too-short",
+        "pallas_kernels/paged_attention/numba_kernel.py",
+        "low = newest + 1 - call.window",
+        "low = newest + 2 - call.window",
+        (CPU_TESTS + "test_suite[decode_window]",),
+        "on a CPU windowed models see one token less",
+    ),
+    Fault(
+        "kernels/cpu-sums-of-weights-are-not-rescaled",
+        "pallas_kernels/paged_attention/numba_vectors.py",
+        "vectors.store(builder, builder.fmul(load(builder, total), decay), total)",
+        "vectors.store(builder, load(builder, total), total)",
+        (CPU_TESTS + "test_values_that_are_the_first_part_of_keys",),
+        "on a CPU outputs are too small where a later key has the highest score",
+    ),
+    Fault(
+        "kernels/cpu-scales-of-stale-slots-are-seen",
+        "pallas_kernels/paged_attention/numba_vectors.py",
+        "vectors.store(builder, builder.select(visible, weights, splat(FLOATS, 0.0)), at)",
+        "vectors.store(builder, weights, at)",
+        (CPU_TESTS + "test_bits_do_not_depend_on_the_rows_of_a_unit", CPU_TESTS + "test_suite"),
+        "on a CPU what another request left in a page makes an answer NaN",
+    ),
+    Fault(
+        "kernels/cpu-pages-of-other-sequences-are-read",
+        "pallas_kernels/paged_attention/numba_kernel.py",
+        "frames.operand(frame, TABLE) + sequence * table_width * 4",
+        "frames.operand(frame, TABLE) + max(sequence - 1, 0) * table_width * 4",
+        (CPU_TESTS + "test_suite[decode_around_a_page]",),
+        "on a CPU a request attends to another one's text",
+    ),
+    Fault(
+        "kernels/cpu-units-at-a-border-are-taken-from-the-wrong-core",
+        "pallas_kernels/paged_attention/numba_cpu.py",
+        "schedule.unit >= schedule.bounds[part]",
+        "schedule.unit > schedule.bounds[part]",
+        (CPU_TESTS + "test_bits_do_not_depend_on_the_number_of_cores",),
+        "on a CPU the answer of one sequence of a batch is what lay in memory before",
+    ),
+    Fault(
+        "kernels/cpu-sums-depend-on-the-cut-of-a-prompt",
+        "pallas_kernels/paged_attention/numba_kernel.py",
+        "high, bits, newest = position + 1, np.int64(0), position",
+        "high, bits, newest = item.end_key, np.int64(0), position",
+        (CPU_TESTS + "test_bits_do_not_depend_on_the_chunks_of_a_prompt",),
+        "on a CPU tokens see those after them that are computed together",
+    ),
+    Fault(
+        "kernels/cpu-a-not-a-number-of-fp8-is-480",
+        "pallas_kernels/paged_attention/numba_vectors.py",
+        "builder.select(is_nan, splat(HALVES, 0x7E00), builder.shl(magnitude, splat(HALVES, 7)))",
+        "builder.select(is_nan, splat(HALVES, 0x3F80), builder.shl(magnitude, splat(HALVES, 7)))",
+        (CPU_TESTS + "test_a_stored_nan_is_seen",),
+        "on a CPU a broken layer gives fluent text instead of an error",
     ),
     Fault(
         "kernels/page-copy-forgets-the-last-page",

@@ -27,7 +27,7 @@ def spec_of(shape: PagedShape, page_layout: str = "separate"):
 
 def test_choice_by_platform():
     spec = spec_of(SMALL["decode_bf16"])
-    assert choose(spec, platform="cpu").implementation == "xla"
+    assert choose(spec, platform="cpu").implementation in ("numba_cpu", "xla")
     with pytest.raises(NotImplementedError, match="pallas_tpu cannot run this"):
         choose(spec, "pallas_tpu", platform="gpu")
     with pytest.raises(ValueError, match="fastest"):
@@ -124,7 +124,7 @@ def test_a_schedule_of_another_call_is_refused():
     spec = spec_of(SMALL["decode_one_sequence"])
     other = SMALL["decode_one_sequence"].arguments("separate")
     schedule = make_schedule(spec, other["page_table"], other["query_lengths"], other["kv_lengths"])
-    with pytest.raises(ValueError, match="the schedule was made for xla"):
+    with pytest.raises(ValueError, match="the schedule was made for .* and PagedSpec"):
         paged_attention(**arguments, **shape.options, schedule=schedule)
 
 

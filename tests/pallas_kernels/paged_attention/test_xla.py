@@ -135,7 +135,7 @@ def test_empty_slots_run_no_tile(monkeypatch, traced_anew):
 
     original = xla._tile
     monkeypatch.setattr(xla, "_tile", count)
-    call = jax.jit(lambda arrays: paged_attention(**arrays, max_query_length=1)[0])
+    call = jax.jit(lambda arrays: paged_attention(**arrays, max_query_length=1, implementation="xla")[0])
     for live in (0, 1, 9):
         shape = PagedShape(((1, 16),) * live + ((0, 7),) * (64 - live), max_query_length=1, num_padding=64 - live)
         call(shape.arguments("separate")).block_until_ready()
