@@ -76,6 +76,7 @@ def test_a_model_computes_what_the_dequantized_one_does(params, recipe):
 @pytest.mark.slow
 def test_answers_are_those_of_the_dequantized_model(params, monkeypatch):
     monkeypatch.setattr("jaxinfer.quantization.on_device.float32_copies.__defaults__", (0,))
+    monkeypatch.setattr("pallas_kernels.numba_cpu.calls.unsupported", lambda platform: "left out in this test")
     quantized = quantize_params(params, "int4-g32-asym")
     found, explanation = answers(quantized)
     assert found == answers(dequantized(quantized))[0]
@@ -83,7 +84,19 @@ def test_answers_are_those_of_the_dequantized_model(params, monkeypatch):
     assert "by int4, 32 inputs a scale, with zeros: xla, weights to float32, then product" in explanation
 
 
-def test_copies_on_a_cpu(params):
+def test_integers_run_as_they_are_stored(params):
+    pytest.importorskip("numba", reason="kernels for CPUs need Numba")
+    quantized = quantize_params(params, "int8")
+    with LLM((CONFIG, quantized), max_seqs=1, max_model_len=32) as llm:
+        explanation = str(llm.explain())
+        assert sum(leaf.dtype == jnp.int8 for leaf in llm.engine.runner.weights) == 21
+    assert "float32 copies" not in explanation
+    assert "numba_cpu, weights converted in registers, product, then scale" in explanation
+
+
+def test_copies_on_a_cpu(params, monkeypatch):
+    """Of what no kernel multiplies as it is stored; without Numba, of integers too."""
+    monkeypatch.setattr("pallas_kernels.numba_cpu.calls.unsupported", lambda platform: "left out in this test")
     quantized = quantize_params(params, "int8")
     with LLM((CONFIG, quantized), max_seqs=1, max_model_len=32) as llm:
         explanation = str(llm.explain())

@@ -124,7 +124,7 @@ def test_a_schedule_of_another_call_is_refused():
     spec = spec_of(SMALL["decode_one_sequence"])
     other = SMALL["decode_one_sequence"].arguments("separate")
     schedule = make_schedule(spec, other["page_table"], other["query_lengths"], other["kv_lengths"])
-    with pytest.raises(ValueError, match=r"the schedule was made for (numba_cpu|xla) and PagedSpec"):
+    with pytest.raises(ValueError, match=r"the schedule was made for \w+ and PagedSpec"):
         paged_attention(**arguments, **shape.options, schedule=schedule)
 
 
