@@ -56,7 +56,7 @@ def test_suite_of_bits(name, check):
     check(SMALL[name], "numba_cpu", "bits")
 
 
-@pytest.mark.parametrize("name", quick(ODD, "head_dim_20_page_4_int8", "groups_70"))
+@pytest.mark.parametrize("name", quick(ODD, "head_dim_20_page_4_int8", "groups_70", "blocks_of_keys"))
 def test_odd_sizes(name, check):
     check(ODD[name], "numba_cpu", "separate")
 
