@@ -1,6 +1,6 @@
 """Paged attention on CPUs: a kernel that reads pages where they lie, compiled by Numba (`numba_kernel`).
 
-XLA appends the new tokens and calls the kernel once for each core, with equal shares of the work.
+XLA appends the new tokens and calls the kernel as often as there are cores, with equal shares of the work.
 """
 
 import platform as machine
@@ -102,11 +102,13 @@ def _bounds(spec: PagedSpec, queries: int, units_of_item: int, ends, first, quer
     num_keys = (kv_lengths - query_lengths)[sequence] + offset + count
     if spec.window is not None:
         num_keys = jnp.minimum(num_keys, spec.window + count)
+    # Calls for prompts take long enough that a core may be late: there are twice as many as cores.
+    calls_of_core = 2 if spec.max_query_length > SHORT_QUERIES else 1
     # Reading a key takes about as long as 4 queries of it.
     cost = jnp.where(count > 0, (num_keys * (count + 4)).astype(jnp.float32), 0.0)
     after = _running_sum(cost)
     middle = (after - cost)[:, None] + cost[:, None] * ((np.arange(units_of_item) + 0.5) / units_of_item)
-    num_parts = calls.num_parts(capacity * units_of_item)
+    num_parts = calls_of_core * calls.num_parts(capacity * units_of_item, calls_of_core)
     shares = np.arange(1, num_parts) / num_parts * after[-1]
     inner = jnp.sum((middle[..., None] < shares) & (count > 0)[:, None, None], axis=(0, 1), dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), inner, (ends[-1] * units_of_item)[None]])
