@@ -31,6 +31,11 @@ METADATA_VERSION, METADATA_TRAITS, API_VERSION = 24, 32, 32
 _registered: dict[str, Any] = {}
 
 
+def _compiled(signature: str) -> Any:
+    """`njit` for one signature, since each constant would be a type of its own, and without a way in from Python."""
+    return njit(signature, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
 def _as_pointer(context, address):
     def generate(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -41,13 +46,13 @@ def _as_pointer(context, address):
 as_pointer: Any = intrinsic(_as_pointer)
 
 
-@njit(inline="always")
+@_compiled("int64(int64)")
 def load_word(address):
     """The int64 at an address."""
     return carray(as_pointer(address), (1,), np.int64)[0]
 
 
-@njit
+@_compiled("boolean(int64)")
 def answers_metadata(frame):
     """Whether this is the call in which XLA asks for a handler's version; answers it with XLA's own."""
     extension = load_word(frame + EXTENSION)
@@ -61,45 +66,45 @@ def answers_metadata(frame):
     return True
 
 
-@njit
+@_compiled("int64(int64, int64)")
 def operand(frame, index):
     """The address of an operand's data."""
     return load_word(load_word(load_word(frame + OPERANDS) + 8 * index) + BUFFER_DATA)
 
 
-@njit
+@_compiled("int64(int64, int64, int64)")
 def operand_size(frame, index, axis):
     """The length of an axis of an operand."""
     dims = load_word(load_word(load_word(frame + OPERANDS) + 8 * index) + BUFFER_DIMS)
     return load_word(dims + 8 * axis)
 
 
-@njit
+@_compiled("int64(int64, int64)")
 def result(frame, index):
     """The address of a result's data."""
     return load_word(load_word(load_word(frame + RESULTS) + 8 * index) + BUFFER_DATA)
 
 
-@njit
+@_compiled("int64(int64, int64, int64)")
 def result_size(frame, index, axis):
     """The length of an axis of a result."""
     dims = load_word(load_word(load_word(frame + RESULTS) + 8 * index) + BUFFER_DIMS)
     return load_word(dims + 8 * axis)
 
 
-@njit
+@_compiled("int64(int64, int64)")
 def attribute(frame, index):
     """An int64 attribute, by the alphabetical order of names."""
     return load_word(load_word(load_word(load_word(frame + ATTRIBUTES) + 8 * index) + SCALAR_VALUE))
 
 
-@njit
+@_compiled("float32[::1](int64, int64)")
 def floats(address, size):
     """float32 numbers at an address, as an array."""
     return carray(as_pointer(address), (size,), np.float32)
 
 
-@njit
+@_compiled("int32[::1](int64, int64)")
 def integers(address, size):
     """int32 numbers at an address, as an array."""
     return carray(as_pointer(address), (size,), np.int32)

@@ -25,9 +25,9 @@ PART, QUERIES, GROUPS, WINDOW, HAS_SCALES, HAS_SINKS, HAS_ANCESTORS = range(7)
 KEY_KIND, VALUE_KIND, KEY_SIZE, VALUE_SIZE, VALUE_WIDTH, MAX_ROWS = range(7, 13)
 SOFT_CAP, KEY_FACTOR, VALUE_FACTOR = range(3)
 
-_compiled = njit(error_model="numpy")
+_compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 # Into its caller: a call with the tuples below as arguments takes longer than what it does.
-_inlined = njit(error_model="numpy", forceinline=True)
+_inlined = njit(error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 class Rows(NamedTuple):
@@ -351,7 +351,7 @@ def _attend(call, item, keys, values, scratch):
     _finish_rows(call, item, values, scratch)
 
 
-@njit
+@njit("int64(int32[::1], int64)", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _size(sizes, index) -> Any:
     return np.int64(sizes[index])
 

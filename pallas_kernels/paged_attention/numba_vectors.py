@@ -32,10 +32,29 @@ def _intrinsic(function: Any) -> Any:
     return intrinsic(function)
 
 
+def _outlined(generate: Any) -> Any:
+    """Code as a function of its own, compiled once: inlined at each call, all of it would be optimized again in every
+    caller."""
+
+    def call(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"jaxinfer_paged_attention{generate.__name__}")
+        if function.is_declaration:
+            function.linkage = "linkonce_odr"
+            function.attributes.add("noinline")
+            inner = ir.IRBuilder(function.append_basic_block())
+            generate(context, inner, signature, function.args)
+            inner.ret_void()
+        builder.call(function, arguments)
+        return context.get_dummy_value()
+
+    return call
+
+
 @_intrinsic
 def score(context, out, out_stride, q, q_stride, rows, k, k_stride, vecs, factors):
     """Products of `rows` queries and 16 keys of `vecs` vectors, times the keys' `factors`, to 16 floats of each row."""
-    return types.void(*[ADDRESS] * 9), _score
+    return types.void(*[ADDRESS] * 9), _outlined(_score)
 
 
 @_intrinsic
@@ -47,25 +66,25 @@ def soften(context, scores, vecs, base, low, high, first_new, bits, v_factors, h
     the weight 0. `highest` has the highest score in all lanes, `total` sums of weights by lane; these and `sums`, of
     `sum_vecs` vectors, are rescaled.
     """
-    return types.void(*[ADDRESS] * 12), _soften
+    return types.void(*[ADDRESS] * 12), _outlined(_soften)
 
 
 @_intrinsic
 def add_weighted(context, sums, sum_stride, weights, weight_stride, rows, v, v_stride, count, vecs):
     """Adds `count` values of `vecs` vectors, times their weights, to the sums of `rows` queries, in order."""
-    return types.void(*[ADDRESS] * 9), _add_weighted
+    return types.void(*[ADDRESS] * 9), _outlined(_add_weighted)
 
 
 @_intrinsic
 def cap(context, scores, vecs, soft_cap):
     """soft_cap * tanh(score / soft_cap)."""
-    return types.void(ADDRESS, COUNT, NUMBER), _cap
+    return types.void(ADDRESS, COUNT, NUMBER), _outlined(_cap)
 
 
 @_intrinsic
 def divide(context, out, sums, vecs, total):
     """The sums over the sum of all lanes of `total`."""
-    return types.void(*[ADDRESS] * 4), _divide
+    return types.void(*[ADDRESS] * 4), _outlined(_divide)
 
 
 @_intrinsic
@@ -76,13 +95,13 @@ def convert(context, out, out_stride, stored, stride, rows, vecs, kind):
     keys and values have the rest. Conversions of float16 keep subnormal numbers, which arithmetic does not: XLA sets
     its threads to flush them to zero.
     """
-    return types.void(*[ADDRESS] * 7), _convert
+    return types.void(*[ADDRESS] * 7), _outlined(_convert)
 
 
 @_intrinsic
 def prefetch(context, start, stride, rows, size):
     """Prefetches `size` bytes of each row."""
-    return types.void(*[ADDRESS] * 4), _prefetch
+    return types.void(*[ADDRESS] * 4), _outlined(_prefetch)
 
 
 def _address(builder: Any, start: Any, index: Any, stride: Any) -> Any:
