@@ -54,7 +54,12 @@ def compaction_work(
     return CompactionWork(last, tuple(prompts), before)  # pyright: ignore[reportArgumentType]
 
 
-@partial(LargeProgram, static_argnums=(0, 4, 5, 6), donate_argnums=2)
+@partial(
+    LargeProgram,
+    is_uniform=lambda model, weights, cache, work, num_slots, is_uniform=False, num_hidden=None: is_uniform,
+    static_argnums=(0, 4, 5, 6),
+    donate_argnums=2,
+)
 def compact_prompt(
     model: ProgramModel,
     weights: Weights,

@@ -92,7 +92,12 @@ def axes_of(rows):
     return replace(jax.tree.map(lambda leaf: (None,) * leaf.ndim, rows), **wide)
 
 
-@partial(LargeProgram, static_argnums=(0, 5, 6), donate_argnums=2)
+@partial(
+    LargeProgram,
+    is_uniform=lambda model, weights, cache, slots, work, is_uniform=False, num_hidden=None: is_uniform,
+    static_argnums=(0, 5, 6),
+    donate_argnums=2,
+)
 def step(
     model: ProgramModel,
     weights: Weights,
@@ -240,7 +245,12 @@ def _uniform_step(
     return cache, *_sample_rows(slots, batch, rows.slots, logits, tables)
 
 
-@partial(LargeProgram, static_argnums=(0, 6, 8), donate_argnums=(2, 3))
+@partial(
+    LargeProgram,
+    is_uniform=lambda model, weights, cache, slots, batch, work, max_steps, tables=None, num_rows=None: bool(num_rows),
+    static_argnums=(0, 6, 8),
+    donate_argnums=(2, 3),
+)
 def decode(
     model: ProgramModel,
     weights: Weights,

@@ -89,7 +89,12 @@ def empty_rounds(num_slots: int) -> dict[str, Any]:
     return {**work, "num_drafts": np.zeros(num_slots, np.int32)}
 
 
-@partial(LargeProgram, static_argnums=(0, 2, 9), donate_argnums=(4, 5, 6))
+@partial(
+    LargeProgram,
+    is_uniform=lambda model, weights, drafter, *_, **__: drafter.is_uniform,
+    static_argnums=(0, 2, 9),
+    donate_argnums=(4, 5, 6),
+)
 def speculate(
     model: ProgramModel,
     weights: Weights,
