@@ -1,9 +1,9 @@
 """What a GPU's L2 cache saves of the bytes that `hbm_traffic` counts: reads of what is still there.
 
-The model: an array stays in the cache until as many bytes as the cache holds have been touched since. Kernels touch
-their arrays evenly while they run, so of what else a kernel moves, half lies between an array that it makes and its end,
-and half between its start and an array that it reads. What a kernel writes counts always: the cache writes it back when
-it needs the room, since nothing says that an array of temporaries is no longer needed.
+The model: an array stays in the cache until as many bytes as the cache holds have been touched since. A kernel touches
+its arrays evenly while it runs, so of what else it moves, half lies between an array that it makes and its end, half
+between its start and an array that it reads. What a kernel writes counts always: the cache writes it back when it needs
+the room, since nothing says that an array of temporaries is no longer needed.
 
 The L2 cache of an H100 is two halves, and what multiprocessors of both read is in both: `SHARE` of it counts. The
 replacement is taken to be that of the least recently used, which is not documented.

@@ -12,10 +12,10 @@ from jaxinfer import compilation_cache
 from jaxinfer.engine.compiling import LargeProgram, Program, compile_programs, default_jobs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
-from tests.engine.sequences import make_sequence
 from jaxinfer.engine.programs import compaction, paged, speculative
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program as Compiled
+from tests.engine.sequences import make_sequence
 from tests.tiny import OPTIONS
 
 
@@ -132,12 +132,13 @@ def test_a_uniform_pass_sums_each_product_at_once():
 def test_programs_know_which_calls_are_uniform():
     """By their arguments, given by place or by name."""
     some = object()
-    passes = {
-        paged.step: ((some,) * 5, "is_uniform", True),
-        compaction.compact_prompt: ((some,) * 5, "is_uniform", True),
-    }
-    passes[paged.decode] = ((some,) * 7 + (None,), "num_rows", 256)
-    for program, (arguments, name, value) in passes.items():
+    passes: list[tuple[LargeProgram, int, str, Any]] = [
+        (paged.step, 5, "is_uniform", True),
+        (compaction.compact_prompt, 5, "is_uniform", True),
+        (paged.decode, 8, "num_rows", 256),
+    ]
+    for program, count, name, value in passes:
+        arguments = (some,) * count
         assert not program._is_uniform(*arguments)
         assert program._is_uniform(*arguments, value)
         assert program._is_uniform(*arguments, **{name: value})

@@ -41,10 +41,8 @@ def move(name: str, reads: dict[str, int], writes: dict[str, int], times: int = 
 
 
 def saved(moves: list[Move], l2_bytes: float, **options) -> list[int]:
-    return [
-        one.num_bytes - left.num_bytes
-        for one, left in zip(moves, through_cache(moves, l2_bytes, **options), strict=True)
-    ]
+    found = through_cache(moves, l2_bytes, **options)
+    return [one.num_bytes - left.num_bytes for one, left in zip(moves, found, strict=True)]
 
 
 def test_accesses_name_what_made_an_array():
@@ -84,13 +82,9 @@ def test_a_part_of_an_array_is_not_all_of_it():
     assert saved([whole, part], 50 * MB) == [0, MB]
 
 
+SIZES = st.integers(1, 30)
 KERNELS = st.lists(
-    st.tuples(
-        st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 30), max_size=3),
-        st.integers(1, 30),
-        st.integers(1, 3),
-    ),
-    max_size=12,
+    st.tuples(st.dictionaries(st.sampled_from("abcdef"), SIZES, max_size=3), SIZES, st.integers(1, 3)), max_size=12
 )
 
 
@@ -112,12 +106,12 @@ def test_a_compiled_chain_reads_its_small_results_from_the_cache():
     def normalised(x):
         return x / jnp.sum(x, axis=1, keepdims=True)
 
-    def read(rows: int) -> tuple[int, int]:
+    def read(rows: int) -> list[int]:
         x = jax.ShapeDtypeStruct((rows, 4096), jnp.float32)
         text = ahead_of_time.compile_for("h100", lambda x: jnp.flip(normalised(x), 0) @ normalised(x).T, x)
         moves = Program(text.program.as_text()).moves(gpu_kernels="__cublas")
         left = through_cache(moves, chips()["h100"].l2_bytes or 0)
-        return tuple(sum(one.num_bytes for one in each) for each in (moves, left))
+        return [sum(one.num_bytes for one in each) for each in (moves, left)]
 
     all_bytes, left = read(256)  # 4 MB
     assert left < 0.75 * all_bytes
