@@ -225,7 +225,7 @@ class EngineSpec(PolicyPages):
     @property
     def program_policy(self) -> ProgramPolicy | None:
         """What programs know of the policy, as `programs.program_model` takes it."""
-        budgets = self.budgets and LayerBudgets(self.budgets)
+        budgets = None if self.budgets is None else LayerBudgets(self.budgets)
         return self.kept_pages or budgets or self.heavy_pages or self.best_pages
 
     @cached_property
