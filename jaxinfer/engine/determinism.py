@@ -22,8 +22,8 @@ MIN_CHUNK = 64
 # deterministic="auto" accepts so much more time of a decode step.
 MAX_COST = 1.05
 # Bytes between memory and chip for each row of a layer beside its weights and pages, in numbers of the model's type for
-# each of 4 hidden_size + 3 intermediate_size: of compiled programs (benchmarks/deterministic_cost.py). A v6e and a tpu7x
-# keep all in vector memory. Of a GPU beside what its cache serves; an H100 has 2.9 in bfloat16, and more in int8.
+# each of 4 hidden_size + 3 intermediate_size: of compiled programs (benchmarks/deterministic_cost.py). Two TPUs keep
+# all in vector memory. Of a GPU beside what its cache serves; an H100 has 2.9 in bfloat16, and more in int8.
 MOVED_PER_ROW = {"v6e": 0.0, "tpu7x": 0.0, "tpu": 1.3, "gpu": 2.9}
 
 
