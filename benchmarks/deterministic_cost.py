@@ -172,6 +172,30 @@ def prefill_seconds(spec: EngineSpec, figures: Figures) -> float:
     return seconds(spec, figures, read, counted.span_flops(middle, tokens)) / tokens
 
 
+def read(line: dict[str, dict[str, Any]]) -> dict[str, Figures]:
+    """The figures of the programs that were compiled."""
+    return {name: Figures(**values) for name, values in line.items() if "error" not in values}
+
+
+def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The ratios as docs/engine.md has them: with * where nothing was compiled without, in parentheses those without a
+    cache where they differ."""
+    lines = ["| chip | weights | rows | batch 1 | batch 8 | batch 64 | prefill |", "| --- | --- |" + " ---: |" * 5]
+    for chip in CHIPS:
+        for weights in WEIGHTS:
+            ratios = {}
+            for one in report(chip, weights, read(found.get(f"{chip} {weights}", {}))):
+                text = f"{one['times'][1] / one['times'][0]:.3f}" + "*" * one["is_ideal"]
+                differs = abs(one["uncached"] - one["times"][1] / one["times"][0]) >= 0.0005
+                ratios[one["what"]] = f"{text} ({one['uncached']:.3f})" if differs else text
+                rows = one["rows"]
+            if ratios:
+                names = (*(f"decode, batch {batch}" for batch in BATCHES), "prefill, a token")
+                cells = (chip, weights, str(rows), *(ratios.get(name, "") for name in names))
+                lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.deterministic_cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -186,12 +210,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--program", action="append", help="compile these only, such as 'uniform decode'; default: all")
     parser.add_argument("--only-report", action="store_true", help="compile nothing")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/engine.md, and compile nothing")
     options = parser.parse_args(argv)
     file, found = options.resume, {}
     if file is not None and file.exists():
         found = json.loads(file.read_text(encoding="utf-8"))
     if LLAMA_3_8B.num_layers <= MORE:
         raise ValueError("a model of more layers is extrapolated to")
+    if options.table:
+        print(table(found), end="")
+        return 0
     print(f"{'chip':7}{'weights':11}{'rows':>5}  {'':18}{'without':>9}{'with':>9}{'ratio':>8}; ms  no cache")
     for weights in options.weights or WEIGHTS:
         for chip in options.chip or CHIPS:
@@ -200,7 +228,8 @@ def main(argv: list[str] | None = None) -> int:
                 if name in own or name not in (options.program or [name]):
                     continue
                 try:
-                    own[name] = asdict(compiled(spec, chip, program))
+                    figures = asdict(compiled(spec, chip, program))
+                    own[name] = {key: value for key, value in figures.items() if value is not None}
                 except Exception as error:  # the compiler's message is the result
                     own[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
                 if file is not None:
@@ -208,8 +237,7 @@ def main(argv: list[str] | None = None) -> int:
             for name, line in own.items():
                 if "error" in line:
                     print(f"{chip:7}{weights:11}{name}: {line['error'][:120]}")
-            figures = {name: Figures(**line) for name, line in own.items() if "error" not in line}
-            for line in report(chip, weights, figures):
+            for line in report(chip, weights, read(own)):
                 without, uniform = (1e3 * one for one in line["times"])
                 ratio = uniform / without
                 verdict = "" if line["bound"] is None else "ok" if ratio <= line["bound"] else f"over {line['bound']}"
