@@ -29,6 +29,7 @@ class Chip:
     Attributes:
       name: the name in options. title: the vendor's name. platform: "tpu" or "gpu".
       hbm_bytes: of a GPU as its driver reports it. usable_bytes: the part of them that programs may use.
+      l2_bytes: the cache before a GPU's memory; 0 for TPUs, which have none, and None where it is not known.
       flops: FLOP/s by the type of the operands: "bf16", "int8", "fp8"; None if the chip has no such rate.
       link_bandwidth: of all links to other chips, both directions added.
       host_bandwidth: from the host's memory to the chip.
@@ -41,6 +42,7 @@ class Chip:
     devices_per_chip: int
     hbm_bytes: int
     usable_bytes: int
+    l2_bytes: int | None
     hbm_bandwidth: float
     flops: dict[str, float | None]
     link_bandwidth: float

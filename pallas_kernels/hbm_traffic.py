@@ -1,14 +1,14 @@
-"""Bytes that a program compiled for a TPU moves between HBM and the chip, from its scheduled HLO.
+"""Bytes that a compiled program moves between HBM and the chip, from its scheduled HLO.
 
 XLA's own "bytes accessed" counts every branch of every conditional, an embedding table for a gather of a few of its
 rows, and an array twice when it is copied into vector memory (VMEM) before use. Here an instruction counts the bytes
-that it reads from and writes to HBM; arrays in VMEM are free.
+that it reads from and writes to HBM; arrays in VMEM are free. A GPU's cache is a matter of `through_cache`.
 """
 
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
@@ -19,6 +19,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.\-]+
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COST = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_INDEX = re.compile(r"\bindex=(\d+)")
 HOST_SPACE = "S(5)"  # in layouts: the host's memory
 # The compiler's kernels for `jax.lax.ragged_dot`, which have no cost estimate: each expert is read once.
 _RAGGED = "ragged-dot"
@@ -76,11 +77,34 @@ class Instruction:
 
 
 @dataclass(frozen=True)
+class Access:
+    """Bytes that one execution of an instruction reads or writes of an array of `array_bytes`. `array` is the name of
+    the instruction that makes it, with "#" and a number for one of several results; "" where it is not known."""
+
+    array: str
+    num_bytes: int
+    array_bytes: int
+
+
+@dataclass(frozen=True)
 class Move:
-    """Bytes that an instruction moves in one run of the program, all its executions together."""
+    """Bytes that an instruction moves in one run of the program, all its executions together: `times` times what it
+    `reads` and writes."""
 
     instruction: Instruction
     num_bytes: int
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Of `Program.moves`."""
+
+    takes_branches: bool
+    loop_trips: int
+    gpu_kernels: str | None
 
 
 class Program:
@@ -105,14 +129,15 @@ class Program:
         """All instructions, fused ones included."""
         return (instruction for computation in self.computations.values() for instruction in computation.values())
 
-    def moves(self, *, takes_branches: bool = False, loop_trips: int = 1) -> list[Move]:
-        """The instructions that move bytes in one run of the program.
+    def moves(self, *, takes_branches: bool = False, loop_trips: int = 1, gpu_kernels: str | None = None) -> list[Move]:
+        """The instructions that move bytes in one run of the program, in the order in which they start.
 
         Loops without a known trip count run `loop_trips` times. A conditional runs its first branch (the false one of
         `lax.cond`) or, with `takes_branches`, the branch that moves the most bytes. Raises ValueError for a Pallas call
-        without a cost estimate.
+        for a TPU without a cost estimate. Of Pallas calls for a GPU those count in whose text the regular expression
+        `gpu_kernels` is found: all of each operand is read, and all of each result written.
         """
-        return list(self._moves(self.entry, takes_branches, loop_trips))
+        return list(self._moves(self.entry, _Options(takes_branches, loop_trips, gpu_kernels)))
 
     def host_bytes(self, loop_trips: int = 1) -> int:
         """Bytes that one run of the program copies from the host's memory to the device. Loops as in `moves`."""
@@ -137,20 +162,22 @@ class Program:
                 if instruction.opcode in (*_CALLS, "fusion"):
                     yield from self._executed(instruction.called or "", times, loop_trips)
 
-    def _moves(self, name: str, takes_branches: bool, loop_trips: int) -> Iterator[Move]:
+    def _moves(self, name: str, options: _Options) -> Iterator[Move]:
         computation = self.computations[name]
         for instruction in computation.values():
             opcode = instruction.opcode
             if opcode == "while":
-                trips = int(found.group(1)) if (found := _TRIPS.search(instruction.text)) else loop_trips
-                for move in self._moves(instruction.called or "", takes_branches, loop_trips):
-                    yield Move(move.instruction, move.num_bytes * trips)
+                trips = int(found.group(1)) if (found := _TRIPS.search(instruction.text)) else options.loop_trips
+                for move in self._moves(instruction.called or "", options):
+                    yield replace(move, num_bytes=move.num_bytes * trips, times=move.times * trips)
             elif opcode == "conditional":
-                yield from self._branch(instruction, takes_branches, loop_trips)
+                yield from self._branch(instruction, options)
             elif opcode in _CALLS and instruction.called is not None:
-                yield from self._moves(instruction.called or "", takes_branches, loop_trips)
-            elif num_bytes := self._num_bytes(instruction, computation):
-                yield Move(instruction, num_bytes)
+                yield from self._moves(instruction.called or "", options)
+            else:
+                reads, writes = self._accesses(instruction, computation, options.gpu_kernels)
+                if num_bytes := sum(access.num_bytes for access in (*reads, *writes)):
+                    yield Move(instruction, num_bytes, reads, writes)
 
     def _branches(self, instruction: Instruction) -> list[str]:
         """Names of a conditional's computations, the false branch first."""
@@ -159,44 +186,58 @@ class Program:
         # A boolean conditional names its true branch first.
         return re.findall(r"(?:false|true)_computation=%([\w.\-]+)", instruction.text)[::-1]
 
-    def _branch(self, instruction: Instruction, takes_branches: bool, loop_trips: int) -> list[Move]:
-        branches = [list(self._moves(name, takes_branches, loop_trips)) for name in self._branches(instruction)]
-        return max(branches, key=lambda moves: sum(m.num_bytes for m in moves)) if takes_branches else branches[0]
+    def _branch(self, instruction: Instruction, options: _Options) -> list[Move]:
+        branches = [list(self._moves(name, options)) for name in self._branches(instruction)]
+        if not options.takes_branches:
+            return branches[0]
+        return max(branches, key=lambda moves: sum(m.num_bytes for m in moves))
 
-    def _num_bytes(self, instruction: Instruction, computation: dict[str, Instruction]) -> int:
+    def _accesses(
+        self, instruction: Instruction, computation: dict[str, Instruction], gpu_kernels: str | None
+    ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+        """What one execution reads from HBM and what it writes there."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(_LATER):
-            return 0
-        if opcode == "copy-start":  # (destination, source, context)
-            return sum(array.hbm_bytes for array in instruction.results[:2])
-        if opcode == "slice-start":  # ((source), destination, context)
-            source, destination = instruction.results[:2]
-            return destination.num_bytes * (source.in_hbm + destination.in_hbm)
+            return (), ()
         sources = [_of(computation, name) for name in instruction.operands]
-        if opcode == "custom-call":
-            return _custom_call_bytes(instruction, sources)
-        if opcode == "fusion":
-            return self._fusion_bytes(instruction, sources)
-        if opcode in _SLICES:
-            read = instruction.results[0].num_bytes if any(a.in_hbm for a in sources[0]) else 0
-            return read + instruction.hbm_bytes
-        if opcode in _UPDATES:
-            update = sum(a.num_bytes for a in sources[_UPDATES[opcode]])
-            return 2 * update if instruction.hbm_bytes else 0
-        read = sum(array.hbm_bytes for arrays in sources for array in arrays)
-        return read + instruction.hbm_bytes
+        reads = [sum(array.hbm_bytes for array in arrays) for arrays in sources]
+        written = _written(instruction)
+        if opcode == "copy-start":  # (destination, source, context)
+            reads, written = [instruction.results[1].hbm_bytes], written[:1]
+        elif opcode == "slice-start":  # ((source), destination, context)
+            source, destination = instruction.results[:2]
+            reads = [destination.num_bytes * source.in_hbm]
+            written = [Access(instruction.name, destination.hbm_bytes, destination.num_bytes)]
+        elif opcode == "custom-call" and not (gpu_kernels and re.search(gpu_kernels, instruction.text)):
+            moved = _custom_call_bytes(instruction, sources)
+            return (Access("", moved, moved),) * (moved > 0), ()
+        elif opcode == "fusion":
+            reads, update = self._fusion_reads(instruction, sources)
+            written = written if update is None else [Access(instruction.name, update, instruction.hbm_bytes)]
+        elif opcode in _SLICES:
+            reads = [instruction.results[0].num_bytes * any(a.in_hbm for a in sources[0])]
+        elif opcode in _UPDATES:
+            update = sum(a.num_bytes for a in sources[_UPDATES[opcode]]) * (instruction.hbm_bytes > 0)
+            return (Access("", update, update),), (Access(instruction.name, update, instruction.hbm_bytes),)
+        named = zip(instruction.operands, reads, sources, strict=False)
+        whole = [
+            Access(_maker(computation, name), read, sum(array.num_bytes for array in arrays))
+            for name, read, arrays in named
+            if read
+        ]
+        return tuple(whole), tuple(access for access in written if access.num_bytes)
 
-    def _fusion_bytes(self, instruction: Instruction, sources: list[tuple[HloArray, ...]]) -> int:
+    def _fusion_reads(
+        self, instruction: Instruction, sources: list[tuple[HloArray, ...]]
+    ) -> tuple[list[int], int | None]:
+        """Bytes that a fusion reads of each operand, and those that it writes where it updates one in place."""
         body = self.computations[instruction.called or ""]
-        written = instruction.hbm_bytes
         updated = self._updated(body)
-        if updated is not None and written:
-            written = updated[1]
-        read = 0
+        reads = [0] * len(sources)
         for index, arrays in enumerate(sources):
             if any(array.in_hbm for array in arrays) and not (updated and updated[0] == index):
-                read += self._read(body, index, sum(array.num_bytes for array in arrays))
-        return read + written
+                reads[index] = self._read(body, index, sum(array.num_bytes for array in arrays))
+        return reads, updated[1] if updated is not None and instruction.hbm_bytes else None
 
     def _updated(self, body: dict[str, Instruction]) -> tuple[int, int] | None:
         """The index of the parameter that a fusion updates in place and the bytes of the update, or None."""
@@ -282,6 +323,29 @@ def _closing(text: str, start: int) -> int:
 
 def _of(computation: dict[str, Instruction], name: str) -> tuple[HloArray, ...]:
     return computation[name].results
+
+
+def _written(instruction: Instruction) -> list[Access]:
+    """The results, all of which are written."""
+    many = len(instruction.results) > 1
+    names = (f"{instruction.name}#{index}" if many else instruction.name for index in range(len(instruction.results)))
+    return [Access(name, one.hbm_bytes, one.num_bytes) for name, one in zip(names, instruction.results, strict=True)]
+
+
+def _maker(computation: dict[str, Instruction], name: str) -> str:
+    """The name in `Access` of an operand's array: views and tuples are followed to what makes it."""
+    one = computation[name]
+    while one.opcode in (*_VIEWS, "optimization-barrier", "get-tuple-element"):
+        source = computation[one.operands[0]]
+        if one.opcode == "get-tuple-element":
+            index = int(_INDEX.search(one.text).group(1))  # pyright: ignore[reportOptionalMemberAccess]
+            while source.opcode == "optimization-barrier":
+                source = computation[source.operands[0]]
+            if source.opcode != "tuple":
+                return f"{source.name}#{index}"
+            source = computation[source.operands[index]]
+        one = source
+    return one.name
 
 
 def _parameter(instruction: Instruction) -> int:

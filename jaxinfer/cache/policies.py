@@ -268,6 +268,13 @@ class HeavyHitters:
 
 
 @dataclass(frozen=True)
+class LayerBudgets:
+    """What stays of a prompt at its end in each group of layers, None where all does."""
+
+    groups: tuple[LayerBudget | None, ...]
+
+
+@dataclass(frozen=True)
 class HeavyPages:
     """How many tokens of a sequence stay, as a function of its length: when page `num_pages` + 1 is full, a page of
     tokens is dropped, and at a prompt's end as many whole pages as leave less than that.
@@ -310,6 +317,8 @@ def num_parts(page_size: int, num_tokens: int, num_slots: int) -> int:
 
 
 Policy = SinksWindow | PromptBudget | HeavyHitters | Quest
+# What programs know of each.
+ProgramPolicy = KeptPages | LayerBudgets | HeavyPages | BestPages
 
 
 def _of_prompts(method: str) -> Callable[..., PromptBudget]:

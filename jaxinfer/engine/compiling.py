@@ -26,26 +26,41 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
     "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False},
 }
+# For uniform passes as well. XLA:GPU cuts the sums of a product with few columns, to give all multiprocessors work, and
+# writes a float32 array of all rows for each part: on an H100 a sixth of a layer's bytes in a pass of 256 rows, which
+# fill the multiprocessors anyway. Without parts the order of a sum does not follow from the shape either.
+UNIFORM_OPTIONS: dict[str, dict[str, Any]] = {
+    # An experimental option of this release's compiler: a later one may refuse it.
+    "gpu": {"xla_gpu_experimental_force_split_k": 1} if jax.__version_info__ < (0, 11) else {}
+}
 
 
 class LargeProgram:
-    """`jax.jit(function, **arguments)` with `COMPILER_OPTIONS` of the platform that it is traced for."""
+    """`jax.jit(function, **arguments)` with `COMPILER_OPTIONS` of the platform that it is traced for, and with
+    `UNIFORM_OPTIONS` where `is_uniform` of a call's arguments is true."""
 
-    def __init__(self, function: Callable, **arguments: Any):
+    def __init__(self, function: Callable, is_uniform: Callable[..., bool] = lambda *_, **__: False, **arguments: Any):
         update_wrapper(self, function)
+        self._is_uniform = is_uniform
+        plain = {platform: {**options} for platform, options in COMPILER_OPTIONS.items()}
+        kinds = {False: plain, True: {one: {**plain[one], **UNIFORM_OPTIONS.get(one, {})} for one in plain}}
         self._jitted = {
-            platform: jax.jit(function, compiler_options=options, **arguments)
-            for platform, options in COMPILER_OPTIONS.items()
+            (platform, kind): jax.jit(function, compiler_options=options, **arguments)
+            for kind, by_platform in kinds.items()
+            for platform, options in by_platform.items()
         }
 
+    def _of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return self._jitted[current_platform(), bool(self._is_uniform(*arguments, **named))]
+
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._jitted[current_platform()](*arguments, **named)
+        return self._of(arguments, named)(*arguments, **named)
 
     def lower(self, *arguments: Any, **named: Any) -> Lowered:
-        return self._jitted[current_platform()].lower(*arguments, **named)
+        return self._of(arguments, named).lower(*arguments, **named)
 
     def eval_shape(self, *arguments: Any, **named: Any) -> Any:
-        return self._jitted[current_platform()].eval_shape(*arguments, **named)
+        return self._of(arguments, named).eval_shape(*arguments, **named)
 
     def _cache_size(self) -> int:
         """How many programs were compiled, as what `jax.jit` returns has it (`explanation.num_compiled`)."""

@@ -11,8 +11,10 @@ from jaxinfer.chips import Rates, chips
 from jaxinfer.engine.weight_work import WeightWork, weight_work
 from jaxinfer.models import host_layers
 
-# Rows without a chip's figures, and steps of the number of rows there and on a chip: tiles of the matrix units.
-DEFAULT_ROWS, ROWS_STEP = 256, 64
+# Rows without a chip's figures, and steps of them there.
+DEFAULT_ROWS = 256
+# Steps of the number of rows on a chip: a GPU multiplies tiles of 64 rows, and attention on a TPU has parts of 32.
+ROWS_STEP = {"gpu": 64, "tpu": 32}
 # More are not needed to be at the ridge, except by experts, of which one token reads few.
 MAX_ROWS = 1024
 # Prompt tokens beside all slots, at least.
@@ -20,9 +22,9 @@ MIN_CHUNK = 64
 # deterministic="auto" accepts so much more time of a decode step.
 MAX_COST = 1.05
 # Bytes between memory and chip for each row of a layer beside its weights and pages, in numbers of the model's type for
-# each of 4 hidden_size + 3 intermediate_size: of compiled programs (benchmarks/deterministic_cost.py). A v6e keeps all
-# in vector memory. Of a GPU what its cache of 50 MB holds is counted as well.
-MOVED_PER_ROW = {"v6e": 0.0, "tpu": 1.3, "gpu": 6.7}
+# each of 4 hidden_size + 3 intermediate_size: of compiled programs (benchmarks/deterministic_cost.py). Two TPUs keep
+# all in vector memory. Of a GPU beside what its cache serves; an H100 has 2.9 in bfloat16, and more in int8.
+MOVED_PER_ROW = {"v6e": 0.0, "tpu7x": 0.0, "tpu": 1.3, "gpu": 2.9}
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def _num_rows(spec: Any, rates: Rates | None, work: WeightWork) -> int:
         return -(-least // DEFAULT_ROWS) * DEFAULT_ROWS
     seconds = rates.compute_seconds(_layer_flops(work))
     ridge = (work.dense_bytes + work.expert_bytes - work.head[2]) / rates.hbm / seconds if seconds else 0.0
-    return max(min(int(ridge), MAX_ROWS) // ROWS_STEP, -(-least // ROWS_STEP)) * ROWS_STEP
+    step = ROWS_STEP.get(spec.platform, DEFAULT_ROWS)
+    return max(min(int(ridge), MAX_ROWS) // step, -(-least // step)) * step
 
 
 def _layer_flops(work: WeightWork) -> dict[str, float]:

@@ -73,7 +73,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh = spec.mesh
         self.placement = DevicePlacement(mesh)
-        self.model, self.weights = program_model(spec.config, params, mesh, *spec.program_policies)
+        self.model, self.weights = program_model(spec.config, params, mesh, spec.program_policy)
         self.device = self.weights[0].addressable_shards[0].device
         kind: Any = draft if isinstance(draft, NgramDraft) else None
         self.draft_weights: tuple[jax.Array, ...] = ()

@@ -23,7 +23,7 @@ from jaxinfer.cache import (
 )
 from jaxinfer.cache.best_pages import BoundedPages
 from jaxinfer.cache.heavy_hitters import with_sums
-from jaxinfer.cache.policies import BestPages, LayerBudget
+from jaxinfer.cache.policies import BestPages, LayerBudget, LayerBudgets, ProgramPolicy
 from jaxinfer.chips import chip_of_kind
 from jaxinfer.engine.abstract_work import (
     abstract_slots,
@@ -223,9 +223,10 @@ class EngineSpec(PolicyPages):
         return budgets if any(budgets) else None
 
     @property
-    def program_policies(self) -> tuple[Any, ...]:
+    def program_policy(self) -> ProgramPolicy | None:
         """What programs know of the policy, as `programs.program_model` takes it."""
-        return self.kept_pages, self.budgets, self.heavy_pages, self.best_pages
+        budgets = None if self.budgets is None else LayerBudgets(self.budgets)
+        return self.kept_pages or budgets or self.heavy_pages or self.best_pages
 
     @cached_property
     def layer_groups(self) -> tuple[int, ...]:

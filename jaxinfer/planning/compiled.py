@@ -381,7 +381,7 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
 
     Raises ValueError for a mesh that does not divide the model.
     """
-    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, *spec.program_policies)
+    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, spec.program_policy)
     common = (model, weights, spec.cache, *spec.slots)
     tables = spec.pages_per_sequence, len(spec.windows), spec.budgets is not None
     resident = 0

@@ -244,6 +244,7 @@ def to_dict(plan: MemoryPlan, changes: Sequence[Change] = ()) -> dict[str, Any]:
                 chip,
                 "title",
                 "hbm_bytes",
+                "l2_bytes",
                 "hbm_bandwidth",
                 "flops",
                 "link_bandwidth",

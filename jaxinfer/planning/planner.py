@@ -259,6 +259,7 @@ def _unknown(device: Any, platform: str) -> Chip:
         devices_per_chip=1,
         hbm_bytes=0,
         usable_bytes=0,
+        l2_bytes=None,
         hbm_bandwidth=0.0,
         flops={},
         link_bandwidth=0.0,

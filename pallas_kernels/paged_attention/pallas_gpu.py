@@ -141,25 +141,14 @@ def _combine(
     parts: jax.Array, lse: jax.Array, plan: SplitPlan, sinks, spec: PagedSpec, shape: SplitPlanShape
 ) -> jax.Array:
     """Combines the splits of each row and gathers tokens: [T, Hq, K] in q's dtype, zero for tokens of no tile."""
-    # Slots without an item are uninitialized: a tile's first one is read in their place, from the cache.
-    slots = jnp.arange(shape.num_tiles * shape.num_splits, dtype=jnp.int32).reshape(plan.is_split.shape)
-    slots = jnp.where(plan.is_split, slots, slots[:, :1])
-    parts, lse = (array.at[slots].get(mode="promise_in_bounds") for array in (parts, lse))
-    is_split = plan.is_split[:, :, None, None]
-    parts, lse = jnp.where(is_split[..., None], parts, 0), jnp.where(is_split, lse, MASKED)
-    if shape.num_splits == 1:
-        rows, lse = parts[:, 0], lse[:, 0]
+    if shape.num_splits == 1:  # a tile of any token has its item, and no other is read
+        rows = parts
     else:
-        best = lse.max(axis=1)
-        weights = jnp.exp2(lse - best[:, None])
-        total = weights.sum(axis=1)
-        rows = (parts * weights[..., None]).sum(axis=1) / total[..., None]
-        lse = jnp.where((best == MASKED) & (total == total), MASKED, best + jnp.log2(total))
-    heads = jnp.arange(spec.num_kv_heads)[:, None]
+        rows, lse = _sum_of_splits(parts, lse, plan, shape)
+    heads, place = jnp.arange(spec.num_kv_heads)[:, None], plan.place[:, None, :]
 
     def of_tokens(array):
-        array = array.swapaxes(0, 1).reshape(spec.num_kv_heads, -1, *array.shape[3:])
-        return array.at[heads, plan.place[:, None, :]].get(mode="fill", fill_value=0)
+        return array.at[place // shape.out_rows, heads, place % shape.out_rows].get(mode="fill", fill_value=0)
 
     out = of_tokens(rows)
     if sinks is not None:
@@ -167,3 +156,20 @@ def _combine(
         sink = sinks.reshape(spec.num_kv_heads, spec.num_groups) * LOG2_E
         out = out.astype(jnp.float32) / (1.0 + jnp.exp2(sink - of_tokens(lse)))[..., None]
     return out.astype(spec.q_dtype).reshape(spec.num_tokens, spec.num_q_heads, spec.head_dim)
+
+
+def _sum_of_splits(
+    parts: jax.Array, lse: jax.Array, plan: SplitPlan, shape: SplitPlanShape
+) -> tuple[jax.Array, jax.Array]:
+    """The result of each tile, float32 [num_tiles, Hkv, out_rows, K], and its log-sum-exp."""
+    # Slots without an item are uninitialized: a tile's first one is read in their place, from the cache.
+    slots = jnp.arange(shape.num_tiles * shape.num_splits, dtype=jnp.int32).reshape(plan.is_split.shape)
+    slots = jnp.where(plan.is_split, slots, slots[:, :1])
+    parts, lse = (array.at[slots].get(mode="promise_in_bounds") for array in (parts, lse))
+    is_split = plan.is_split[:, :, None, None]
+    parts, lse = jnp.where(is_split[..., None], parts, 0), jnp.where(is_split, lse, MASKED)
+    best = lse.max(axis=1)
+    weights = jnp.exp2(lse - best[:, None])
+    total = weights.sum(axis=1)
+    rows = (parts * weights[..., None]).sum(axis=1) / total[..., None]
+    return rows, jnp.where((best == MASKED) & (total == total), MASKED, best + jnp.log2(total))

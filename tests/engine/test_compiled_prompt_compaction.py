@@ -36,7 +36,7 @@ def test_it_moves_a_prompt_and_no_cache(chip, platform, kv_dtype, policy):
     config = replace(LLAMA_3_8B, num_layers=LAYERS)
     options = EngineOptions(kv_policy=policy, kv_dtype=kv_dtype, max_model_len=CONTEXT, max_seqs=SLOTS)
     spec = EngineSpec(config, abstract_params(config, jnp.bfloat16), options, platform)
-    model, weights = program_model(config, spec.placed_params, None, None, spec.budgets)
+    model, weights = program_model(config, spec.placed_params, None, spec.program_policy)
     moves = tuple(GroupMove((), (), 0) for _ in spec.groups)
     work = compaction_work([0] * 32, 32, moves, spec.groups, spec.pages_per_sequence)
     work = jax.tree.map(lambda array: jax.ShapeDtypeStruct(np.shape(array), array.dtype), work)

@@ -38,7 +38,7 @@ def test_a_decode_step_reads_the_bounds_and_the_best_pages(chip, layout, page_si
     cache = abstract_paged_cache(config, num_pages, page_size, "bfloat16", layout, bounded=bounded)
     full, bounds = num_bytes(cache.layers[0]), num_bytes(cache.layers[-1].bounds)
     params = abstract.placed_params(config, abstract_params(config, jnp.bfloat16), None)
-    model, weights = program_model(config, params, best=best)
+    model, weights = program_model(config, params, policy=best)
     slots, batch = abstract_slots(config, SLOTS)
     operands = (model, weights, cache, slots, batch, abstract_decode_work(SLOTS, CONTEXT // page_size), MAX_STEPS)
     memory = ahead_of_time.compile_for(chip, paged_programs.decode, *operands)

@@ -5,12 +5,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxinfer import compilation_cache
-from jaxinfer.engine.compiling import Program, compile_programs, default_jobs
+from jaxinfer.engine.compiling import UNIFORM_OPTIONS, LargeProgram, Program, compile_programs, default_jobs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.programs import compaction, paged, speculative
+from pallas_kernels import ahead_of_time
+from pallas_kernels.hbm_traffic import Program as Compiled
 from tests.engine.sequences import make_sequence
 from tests.tiny import OPTIONS
 
@@ -107,3 +111,39 @@ def test_programs_are_compiled_in_another_thread_while_requests_run(tiny):
     stopped = iter([False, True])
     engine.compile_ahead(lambda: next(stopped))
     engine.close()
+
+
+def test_a_uniform_pass_sums_each_product_at_once():
+    """XLA:GPU cuts the sums of a product with few columns into parts, each of them an array as large as the result."""
+    if (reason := ahead_of_time.missing_compiler("h100")) is not None:
+        pytest.skip(reason)
+    if not UNIFORM_OPTIONS["gpu"]:
+        pytest.skip("this release's compiler may not have the option")
+    program = LargeProgram(lambda x, w, is_uniform: x @ w, lambda x, w, is_uniform: is_uniform, static_argnums=2)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 4096), (4096, 1024))]
+
+    def moved(is_uniform: bool) -> int:
+        found = ahead_of_time.compile_for("h100", program, *shapes, is_uniform)
+        return sum(move.num_bytes for move in Compiled(found.program.as_text()).moves())
+
+    read_and_written = 2 * (256 * 4096 + 4096 * 1024 + 256 * 1024)
+    assert moved(True) == read_and_written
+    assert moved(False) > 1.5 * read_and_written
+
+
+def test_programs_know_which_calls_are_uniform():
+    """By their arguments, given by place or by name."""
+    some = object()
+    passes: list[tuple[LargeProgram, int, str, Any]] = [
+        (paged.step, 5, "is_uniform", True),
+        (compaction.compact_prompt, 5, "is_uniform", True),
+        (paged.decode, 8, "num_rows", 256),
+    ]
+    for program, count, name, value in passes:
+        arguments = (some,) * count
+        assert not program._is_uniform(*arguments)
+        assert program._is_uniform(*arguments, value)
+        assert program._is_uniform(*arguments, **{name: value})
+    for is_uniform in (False, True):
+        drafter = speculative.Drafter(None, None, is_uniform=is_uniform)  # type: ignore[arg-type]
+        assert speculative.speculate._is_uniform(some, some, drafter, *(some,) * 7, tables=None) is is_uniform

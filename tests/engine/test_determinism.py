@@ -33,16 +33,19 @@ def spec_of(
 
 
 # FLOP/s over bytes/s of the chip is the rows at which products take as long as reading weights of two bytes: 240, 560,
-# 295; half of that for one byte. Below, in steps of 64; 128 is what 64 slots and a chunk of a prompt need.
+# 313 and 295; half of that for one byte. Below, in steps of 32 on a TPU and of 64 on a GPU; 128 is what 64 slots and a
+# chunk of a prompt need.
 @pytest.mark.parametrize(
     ("chip", "weights", "num_rows", "is_on"),
     [
-        ("v5e", "bfloat16", 192, False),
-        ("v6e", "bfloat16", 512, True),
+        ("v5e", "bfloat16", 224, False),
+        ("v6e", "bfloat16", 544, True),
+        ("tpu7x", "bfloat16", 288, True),
         ("h100", "bfloat16", 256, False),
         ("v6e", "int8", 256, True),
         ("h100", "int8", 128, False),
         ("v5e", "int8", 128, False),
+        ("tpu7x", "int8", 128, True),
         ("h100", "int4-g128", 128, False),
     ],
 )

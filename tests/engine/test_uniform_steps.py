@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxinfer import LLM, SamplingParams
@@ -24,11 +25,11 @@ PARAMS = [
 OPTIONS: dict[str, Any] = {"max_seqs": 4, "max_model_len": 128, "num_pages": 60, "deterministic": True}
 # (weights, kv_dtype, draft)
 PLAIN = ("bfloat16", "auto", None)
-DRAFTS = (None, "ngram", "layers:1")
+DRAFTS = (None, "ngram", "layers:1", "own")
 CASES = [
     *((weights, "auto", draft) for weights in ("bfloat16", "int8", "int4-g128") for draft in DRAFTS),
     *(("bfloat16", kv_dtype, draft) for kv_dtype in KV_DTYPES for draft in DRAFTS[:2]),
-    *(("int8", kv_dtype, "ngram") for kv_dtype in ("int8", "int4")),
+    *(("int8", kv_dtype, draft) for kv_dtype in ("int8", "int4") for draft in ("ngram", "own")),
 ]
 
 
@@ -39,6 +40,24 @@ def model(weights: str):
     params = init_params(config, jax.random.key(3))
     params = jax.tree.map(lambda leaf: (leaf * 6 if leaf.ndim == 2 else leaf).astype(dtype), params)
     return config, params if weights == dtype else jax.jit(partial(quantize_params, how=weights))(params)
+
+
+@cache
+def own_draft():
+    """A model with weights of its own, as from a draft checkpoint, that often agrees with the target."""
+    config, params = model("bfloat16")
+    keys = iter(jax.random.split(jax.random.key(9), 100))
+
+    def noisy(leaf):
+        noise = 0.1 * jnp.std(leaf) * jax.random.normal(next(keys), leaf.shape)
+        return (leaf + noise).astype(leaf.dtype) if leaf.ndim == 2 else leaf
+
+    return config, jax.tree.map(noisy, params)
+
+
+def drafting(draft: str | None) -> dict[str, Any]:
+    """The options of a draft."""
+    return {} if draft is None else {"draft": own_draft() if draft == "own" else draft, "num_draft_tokens": 3}
 
 
 def bits(outputs) -> list:
@@ -65,8 +84,20 @@ def alone(weights: str, kv_dtype: str) -> list:
     ids=str,
 )
 def test_every_bit_is_that_of_one_step_alone(weights, kv_dtype, draft):
-    drafting = {} if draft is None else {"draft": draft, "num_draft_tokens": 3}
-    assert together(weights, kv_dtype, **drafting) == alone(weights, kv_dtype)
+    assert together(weights, kv_dtype, **drafting(draft)) == alone(weights, kv_dtype)
+
+
+def test_a_draft_with_weights_of_its_own_keeps_every_bit():
+    """Tokens and log-probabilities in bfloat16, of which some are from accepted drafts and some from rejected ones."""
+    options = {**OPTIONS, "max_seqs": 2}
+    found = {}
+    for draft in (None, "own"):
+        with LLM(model("bfloat16"), **options, **drafting(draft)) as llm:
+            found[draft] = bits(llm.generate(PROMPTS[:2], PARAMS[2:4], use_tqdm=False))
+            stats = llm.speculation_stats()
+    assert stats is not None
+    assert 0 < stats.acceptance_rate < 1
+    assert found["own"] == found[None]
 
 
 def halves(weights: str, **options) -> tuple[list, list]:

@@ -28,6 +28,14 @@ def test_every_chip_has_figures_and_sources():
         assert 50 < chip.flops["bf16"] / chip.hbm_bandwidth < 1000, chip
 
 
+def test_caches_are_those_of_gpus_and_have_a_source():
+    for chip in chips().values():
+        sourced = any("l2_bytes" in source.figures for source in chip.sources)
+        assert sourced == (chip.platform == "gpu" and chip.l2_bytes is not None), chip
+        assert (chip.l2_bytes == 0) == (chip.platform == "tpu")
+    assert chips()["h100"].l2_bytes == 50 * 2**20
+
+
 def test_rates_to_the_host_are_on_the_page_and_those_of_tpus_are_estimates():
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     for name, chip in chips().items():

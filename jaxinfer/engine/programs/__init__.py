@@ -19,7 +19,7 @@ from jaxinfer.cache import KVScales, PagedCache, PageTables, attend_as_stored
 from jaxinfer.cache.best_pages import parts_of_slots
 from jaxinfer.cache.compaction import compacted_view
 from jaxinfer.cache.kept_pages import KeptView, kept_view
-from jaxinfer.cache.policies import BestPages, HeavyPages, KeptPages, LayerBudget
+from jaxinfer.cache.policies import BestPages, KeptPages, LayerBudgets, ProgramPolicy
 from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
 from jaxinfer.sampling import (
     SamplingBatch,
@@ -39,9 +39,7 @@ Weights = tuple[jax.Array, ...]
 @dataclass(frozen=True, eq=False)
 class ProgramModel:
     """What programs are compiled for: a configuration, the structure of its parameters, the mesh that they are
-    cut over, None for a single device, the pages that a policy keeps, None for all, by group of layers what stays of
-    prompts at their end, None where all does, how many of the tokens that are attended to most stay, None for all, and
-    the pages that answers read, None for all.
+    cut over, None for a single device, and which tokens stay or are read, None for all.
 
     A call passes it as a static argument beside the parameters' leaves. Both save the host time on every dispatch: it
     is hashed by identity (get one from `program_model`, which returns the same object for equal arguments), and a
@@ -51,10 +49,7 @@ class ProgramModel:
     config: ModelConfig
     structure: Any
     mesh: Mesh | None = None
-    kept: KeptPages | None = None
-    budgets: tuple[LayerBudget | None, ...] | None = None
-    heavy: HeavyPages | None = None
-    best: BestPages | None = None
+    policy: ProgramPolicy | None = None
 
     def bind(self, weights: Weights) -> Decoder:
         """The decoder over the leaves; called while tracing."""
@@ -67,49 +62,39 @@ class ProgramModel:
     ) -> tuple[PageTables, Any]:
         """Page tables and kv_lengths of sequences that have `ends` int32 [S] tokens after the pass, of which `lengths`
         are new, where the policy drops nothing while they grow; called while tracing."""
-        if self.budgets is None:
+        if not isinstance(self.policy, LayerBudgets):
             return page_tables, ends
         return compacted_view(cache, page_tables, ends, lengths)
 
     def view(self, cache: PagedCache, page_tables: PageTables, positions: jax.Array, lengths: jax.Array) -> KeptView:
         """What `lengths` int32 [S] new tokens at `positions` int32 [S] on attend to, each sequence's in one page where
         the policy drops pages; called while tracing."""
-        if self.kept is None:
+        if not isinstance(self.policy, KeptPages):
             return KeptView(*self.seen(cache, page_tables, positions + lengths, lengths), {})
-        return kept_view(self.kept, self.config, cache, page_tables, positions, lengths)
+        return kept_view(self.policy, self.config, cache, page_tables, positions, lengths)
 
     def parts(self, page_tables: PageTables, positions: jax.Array, lengths: jax.Array, **options: Any) -> Any:
         """`parts_of_slots` of tokens of answers, where the policy chooses pages; called while tracing."""
+        if not isinstance(self.policy, BestPages):
+            return None
         # The layers that choose are in the first group, of those without a window.
-        return self.best and parts_of_slots(self.best, page_tables[0], positions, lengths, **options)
+        return parts_of_slots(self.policy, page_tables[0], positions, lengths, **options)
 
 
 @lru_cache(maxsize=64)
 def _program_model(
-    config: ModelConfig,
-    structure: Any,
-    mesh: Mesh | None,
-    kept: KeptPages | None,
-    budgets: tuple[LayerBudget | None, ...] | None,
-    heavy: HeavyPages | None,
-    best: BestPages | None,
+    config: ModelConfig, structure: Any, mesh: Mesh | None, policy: ProgramPolicy | None
 ) -> ProgramModel:
-    return ProgramModel(config, structure, mesh, kept, budgets, heavy, best)
+    return ProgramModel(config, structure, mesh, policy)
 
 
 def program_model(
-    config: ModelConfig,
-    params: Params,
-    mesh: Mesh | None = None,
-    kept: KeptPages | None = None,
-    budgets: tuple[LayerBudget | None, ...] | None = None,
-    heavy: HeavyPages | None = None,
-    best: BestPages | None = None,
+    config: ModelConfig, params: Params, mesh: Mesh | None = None, policy: ProgramPolicy | None = None
 ) -> tuple[ProgramModel, Weights]:
     """The static and the array half of a model, as every program takes them. With a mesh, the parameters are where
     `parallel.parameter_shardings` says."""
     leaves, structure = jax.tree.flatten(params)
-    return _program_model(config, structure, mesh, kept, budgets, heavy, best), tuple(leaves)
+    return _program_model(config, structure, mesh, policy), tuple(leaves)
 
 
 @partial(jax.jit, static_argnums=(0, 5))

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxinfer.cache import PagedCache, attend_ragged
 from jaxinfer.cache.compaction import CompactingAttention, PromptPages
+from jaxinfer.cache.policies import LayerBudgets
 from jaxinfer.cache.prompt_queries import BLOCK, PromptQueries, prompt_moments
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.compiling import LargeProgram
@@ -54,7 +55,12 @@ def compaction_work(
     return CompactionWork(last, tuple(prompts), before)  # pyright: ignore[reportArgumentType]
 
 
-@partial(LargeProgram, static_argnums=(0, 4, 5, 6), donate_argnums=2)
+@partial(
+    LargeProgram,
+    is_uniform=lambda model, weights, cache, work, num_slots, is_uniform=False, num_hidden=None: is_uniform,
+    static_argnums=(0, 4, 5, 6),
+    donate_argnums=2,
+)
 def compact_prompt(
     model: ProgramModel,
     weights: Weights,
@@ -71,7 +77,7 @@ def compact_prompt(
     Returns it, the logits float32 [num_slots, V] of the last token in every row, for `sample_step`, and the final
     hidden states as `step` does.
     """
-    if model.budgets is None:
+    if not isinstance(model.policy, LayerBudgets):
         raise ValueError("a model without a policy that compacts prompts")
     window, nothing = work.tokens.shape[0], jnp.zeros(1, jnp.int32)
     end, decoder, moments = work.prompts[0].num_tokens, model.bind(weights), None
@@ -84,7 +90,7 @@ def compact_prompt(
     attend: Any = attend_ragged(cache, tables, nothing, nothing + window, end[None], is_uniform=is_uniform)
     positions = end - window + jnp.arange(window)
     queries = None if moments is None else PromptQueries(model.config, moments, positions, end)
-    attend = CompactingAttention(attend, cache, model.budgets, work.prompts, queries)
+    attend = CompactingAttention(attend, cache, model.policy.groups, work.prompts, queries)
     hidden = decoder(work.tokens, positions, attend)
     logits = decoder.logits(jnp.broadcast_to(hidden[-1], (num_slots, hidden.shape[-1])))
     if num_hidden is not None and num_hidden > window:

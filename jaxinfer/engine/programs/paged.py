@@ -20,6 +20,7 @@ from jaxinfer.cache import PagedCache, PageTables, StateCache, attend_ragged
 from jaxinfer.cache.best_pages import parts_of_step
 from jaxinfer.cache.heavy_hitters import attend_decoding, attend_step
 from jaxinfer.cache.kept_pages import attend_to_pieces, pieces
+from jaxinfer.cache.policies import BestPages, HeavyPages, KeptPages
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.work import (
@@ -92,7 +93,12 @@ def axes_of(rows):
     return replace(jax.tree.map(lambda leaf: (None,) * leaf.ndim, rows), **wide)
 
 
-@partial(LargeProgram, static_argnums=(0, 5, 6), donate_argnums=2)
+@partial(
+    LargeProgram,
+    is_uniform=lambda model, weights, cache, slots, work, is_uniform=False, num_hidden=None: is_uniform,
+    static_argnums=(0, 5, 6),
+    donate_argnums=2,
+)
 def step(
     model: ProgramModel,
     weights: Weights,
@@ -128,20 +134,22 @@ def _one_pass(
     positions = (ends - lengths)[slot] + jnp.arange(num_tokens) - rows.query_starts[slot]
     positions = jnp.where(work.token_slots < num_slots, positions, 0)
 
-    if model.heavy is not None:
+    if isinstance(policy := model.policy, HeavyPages):
         ragged = (work.token_slots, rows.query_starts, lengths, ends, rows.is_decoding(slots), rows.known_prompts)
-        attend = attend_step(model.heavy, model.config, cache, work.page_tables, *ragged, is_uniform=is_uniform)
-    elif (kept := model.kept) is None:
+        attend = attend_step(policy, model.config, cache, work.page_tables, *ragged, is_uniform=is_uniform)
+    elif isinstance(policy, KeptPages):
+        ragged = pieces(
+            policy, model.config, cache, work.page_tables, work.token_slots, rows.query_starts, lengths, ends
+        )
+        attend = attend_to_pieces(cache, policy, ragged, num_tokens, is_uniform=is_uniform, mesh=model.mesh)
+    else:
         tables, kv_lengths = model.seen(cache, work.page_tables, ends, lengths)
         best = None
-        if model.best is not None:
+        if isinstance(policy, BestPages):
             ragged = rows.known_prompts, work.token_slots, rows.query_starts, lengths, ends
-            best = parts_of_step(model.best, tables[0], *ragged)
+            best = parts_of_step(policy, tables[0], *ragged)
         ragged = rows.query_starts, lengths, kv_lengths
         attend = attend_ragged(cache, tables, *ragged, is_uniform=is_uniform, best=best, mesh=model.mesh)
-    else:
-        ragged = pieces(kept, model.config, cache, work.page_tables, work.token_slots, rows.query_starts, lengths, ends)
-        attend = attend_to_pieces(cache, kept, ragged, num_tokens, is_uniform=is_uniform, mesh=model.mesh)
     if model.mesh is not None and parallel.axis_of(model.mesh, "tokens") is not None:  # each device has its rows
         cut = parallel.array_shardings(model.mesh, (tokens, positions), (("tokens",), ("tokens",)))
         tokens, positions = lax.with_sharding_constraint((tokens, positions), cut)
@@ -216,8 +224,8 @@ def _attend_newest(
 ) -> Any:
     """`attend` for one token, at row `rows` and position `positions`, int32 [B], of each slot whose length, int32 [B],
     is not 0."""
-    if model.heavy is not None:
-        return attend_decoding(model.heavy, model.config, cache, page_tables, positions, lengths)
+    if isinstance(model.policy, HeavyPages):
+        return attend_decoding(model.policy, model.config, cache, page_tables, positions, lengths)
     view = model.view(cache, page_tables, positions, lengths)
     best = model.parts(page_tables, positions, lengths, num_rows=1, is_uniform=False)
     options: Any = {"max_query_length": 1, "moved": view.moved, "best": best, "mesh": model.mesh}
@@ -235,12 +243,17 @@ def _uniform_step(
     tables: GrammarTables | None,
 ) -> tuple[PagedCache, Slots, StepOutput]:
     """What `step` and `sample_step` do where all slots that are scheduled decode."""
-    rows = decoding_work(work, num_rows, model.heavy is not None or model.best is not None)
+    rows = decoding_work(work, num_rows, isinstance(model.policy, HeavyPages | BestPages))
     cache, logits, _ = _one_pass(model, decoder, cache, slots, rows, True)
     return cache, *_sample_rows(slots, batch, rows.slots, logits, tables)
 
 
-@partial(LargeProgram, static_argnums=(0, 6, 8), donate_argnums=(2, 3))
+@partial(
+    LargeProgram,
+    is_uniform=lambda model, weights, cache, slots, batch, work, max_steps, tables=None, num_rows=None: bool(num_rows),
+    static_argnums=(0, 6, 8),
+    donate_argnums=(2, 3),
+)
 def decode(
     model: ProgramModel,
     weights: Weights,

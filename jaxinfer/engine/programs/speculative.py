@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxinfer.cache import PagedCache, PageTables, attend_ragged
 from jaxinfer.cache.kept_pages import room_in_page
+from jaxinfer.cache.policies import KeptPages
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.paged import constrain_sharding, replicate, take_rows, write_rows
@@ -89,7 +90,12 @@ def empty_rounds(num_slots: int) -> dict[str, Any]:
     return {**work, "num_drafts": np.zeros(num_slots, np.int32)}
 
 
-@partial(LargeProgram, static_argnums=(0, 2, 9), donate_argnums=(4, 5, 6))
+@partial(
+    LargeProgram,
+    is_uniform=lambda model, weights, drafter, *_, **__: drafter.is_uniform,
+    static_argnums=(0, 2, 9),
+    donate_argnums=(4, 5, 6),
+)
 def speculate(
     model: ProgramModel,
     weights: Weights,
@@ -149,8 +155,8 @@ class _Round:
         is_active = slots.is_active & work.is_scheduled
         # A node is stored where it may stay, so there is never one more than tokens are left.
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, tree.num_nodes) - 1)
-        if self.model.kept is not None:  # all nodes of a round attend to the same pages
-            num_nodes = jnp.minimum(num_nodes, room_in_page(self.model.kept, slots.positions))
+        if isinstance(kept := self.model.policy, KeptPages):  # all nodes of a round attend to the same pages
+            num_nodes = jnp.minimum(num_nodes, room_in_page(kept, slots.positions))
         num_nodes = jnp.where(is_active, num_nodes, 0)
         rows = DraftRows(slots.positions, is_active, num_nodes, work.page_tables, batch, slots.history, self.tables)
         cache, draft_cache, draft_slots, proposal = _propose(

@@ -77,7 +77,7 @@ FAULTS = (
     Fault(
         "policies/drafts-cross-the-end-of-a-page",
         "jaxinfer/engine/programs/speculative.py",
-        "jnp.minimum(num_nodes, room_in_page(self.model.kept, slots.positions))",
+        "jnp.minimum(num_nodes, room_in_page(kept, slots.positions))",
         "num_nodes",
         ("tests/engine/test_policies.py::test_drafts_change_no_answer",),
         "answers with a draft differ from those without, as drafts after a page's end see a page too many",
