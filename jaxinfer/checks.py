@@ -2,7 +2,6 @@
 
 import difflib
 import importlib.util
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,8 +29,3 @@ def format_bytes(num_bytes: float) -> str:
         if abs(num_bytes) >= size / 10:
             return f"{num_bytes / size:,.{digits}f} {unit}"
     return f"{num_bytes:,.0f} bytes"
-
-
-def num_cores() -> int:
-    """The processor's cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,6 @@
-"""The platform that a program is traced for."""
+"""The platform that a program is traced for, and its processor."""
+
+import os
 
 import jax
 from jax._src import config
@@ -19,3 +21,8 @@ def missing_platform(needed: str, platform: str) -> str | None:
 def is_tpu_interpreted() -> bool:
     """Whether Pallas TPU kernels run in the interpreter (`pltpu.force_tpu_interpret_mode`)."""
     return config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def num_cores() -> int:
+    """The processor's cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -77,8 +77,8 @@ def run(
     systems: list[str], wanted: list[str], rounds: int, easydel_python: str | None, model: str = "llama"
 ) -> dict[str, Any]:
     """Measures what can be, and says of the rest why not."""
-    from jaxinfer.checks import num_cores
     from jaxinfer.data import embedded_path
+    from pallas_kernels.platform import num_cores
 
     skipped = {name: why for name in systems if (why := why_not(name, easydel_python)) is not None}
     present = [name for name in systems if name not in skipped]

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.checks import format_bytes, num_cores
+from jaxinfer.checks import format_bytes
 from jaxinfer.cli.command import ERROR, OK, sentence
 from jaxinfer.cli.options import as_json
 from jaxinfer.cli.output import console, plain_cell, write_json
 from jaxinfer.progress import Stage
 from jaxinfer.tables import facts_text
+from pallas_kernels.platform import num_cores
 
 REQUIRED = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "safetensors", "tokenizers"),
@@ -35,6 +36,7 @@ EXTRAS = {
     "peers": ("llama-cpp-python", "gguf"),
     "docs": ("mkdocs-material", "mkdocstrings"),
     "object-store": ("fsspec",),
+    "cpu": ("numba",),
     "serve": ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus-client"),
     "structured": ("llguidance",),
     "tracing": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 from jax.stages import Lowered
 
-from jaxinfer.checks import num_cores
-from pallas_kernels.platform import current_platform
+from pallas_kernels.platform import current_platform, num_cores
 
 Report = Callable[[str], None]
 MAX_JOBS = 8  # compilers of large models take gigabytes

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from jaxinfer.checks import num_cores
 from jaxinfer.engine.abstract_work import abstract_decode_work, abstract_rounds, abstract_step_work, layer_kinds
 from jaxinfer.engine.programs import paged, program_model
 from jaxinfer.engine.programs.speculative import speculate
@@ -22,6 +21,7 @@ from jaxinfer.speculative import LayersDraft
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import Compilation
 from pallas_kernels.hbm_traffic import Instruction, Program
+from pallas_kernels.platform import num_cores
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 import importlib.util
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from pallas_kernels.platform import missing_platform
+from pallas_kernels.platform import missing_platform, num_cores
 
 # XLA:CPU runs independent calls on several threads. Beyond 16 a call's own cost shows.
 MAX_PARTS = 16
@@ -37,11 +36,6 @@ def num_parts(num_units: int, units_of_a_part: int = 1) -> int:
     """Into how many calls to divide `num_units` of work of equal size, at least `units_of_a_part` each: as many as this
     process has cores."""
     return max(1, min(num_cores(), MAX_PARTS, num_units // units_of_a_part))
-
-
-def num_cores() -> int:
-    """CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ranges(num_units: int, parts: int) -> list[tuple[int, int]]:

@@ -31,9 +31,14 @@ METADATA_VERSION, METADATA_TRAITS, API_VERSION = 24, 32, 32
 _registered: dict[str, Any] = {}
 
 
-def _compiled(signature: str) -> Any:
-    """`njit` for one signature, since each constant would be a type of its own, and without a way in from Python."""
-    return njit(signature, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def internal(signature: str | None = None, *, is_inlined: bool = False) -> Any:
+    """`njit` of a function that kernels call: without a way in from Python, which takes as long to compile.
+
+    With a signature it is compiled once, where otherwise each constant would be a type of its own.
+    """
+    options: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options |= {"forceinline": True} if is_inlined else {}
+    return njit(**options) if signature is None else njit(signature, **options)
 
 
 def _as_pointer(context, address):
@@ -46,13 +51,13 @@ def _as_pointer(context, address):
 as_pointer: Any = intrinsic(_as_pointer)
 
 
-@_compiled("int64(int64)")
+@internal("int64(int64)")
 def load_word(address):
     """The int64 at an address."""
     return carray(as_pointer(address), (1,), np.int64)[0]
 
 
-@_compiled("boolean(int64)")
+@internal("boolean(int64)")
 def answers_metadata(frame):
     """Whether this is the call in which XLA asks for a handler's version; answers it with XLA's own."""
     extension = load_word(frame + EXTENSION)
@@ -66,45 +71,45 @@ def answers_metadata(frame):
     return True
 
 
-@_compiled("int64(int64, int64)")
+@internal("int64(int64, int64)")
 def operand(frame, index):
     """The address of an operand's data."""
     return load_word(load_word(load_word(frame + OPERANDS) + 8 * index) + BUFFER_DATA)
 
 
-@_compiled("int64(int64, int64, int64)")
+@internal("int64(int64, int64, int64)")
 def operand_size(frame, index, axis):
     """The length of an axis of an operand."""
     dims = load_word(load_word(load_word(frame + OPERANDS) + 8 * index) + BUFFER_DIMS)
     return load_word(dims + 8 * axis)
 
 
-@_compiled("int64(int64, int64)")
+@internal("int64(int64, int64)")
 def result(frame, index):
     """The address of a result's data."""
     return load_word(load_word(load_word(frame + RESULTS) + 8 * index) + BUFFER_DATA)
 
 
-@_compiled("int64(int64, int64, int64)")
+@internal("int64(int64, int64, int64)")
 def result_size(frame, index, axis):
     """The length of an axis of a result."""
     dims = load_word(load_word(load_word(frame + RESULTS) + 8 * index) + BUFFER_DIMS)
     return load_word(dims + 8 * axis)
 
 
-@_compiled("int64(int64, int64)")
+@internal("int64(int64, int64)")
 def attribute(frame, index):
     """An int64 attribute, by the alphabetical order of names."""
     return load_word(load_word(load_word(load_word(frame + ATTRIBUTES) + 8 * index) + SCALAR_VALUE))
 
 
-@_compiled("float32[::1](int64, int64)")
+@internal("float32[::1](int64, int64)")
 def floats(address, size):
     """float32 numbers at an address, as an array."""
     return carray(as_pointer(address), (size,), np.float32)
 
 
-@_compiled("int32[::1](int64, int64)")
+@internal("int32[::1](int64, int64)")
 def integers(address, size):
     """int32 numbers at an address, as an array."""
     return carray(as_pointer(address), (size,), np.int32)

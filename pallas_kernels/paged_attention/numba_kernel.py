@@ -8,10 +8,10 @@ in which order, depends on its own keys alone.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, njit  # pyright: ignore[reportPrivateImportUsage]
+from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
 from pallas_kernels.numba_cpu import frames
-from pallas_kernels.numba_cpu.frames import as_pointer, floats, integers
+from pallas_kernels.numba_cpu.frames import as_pointer, floats, integers, internal
 from pallas_kernels.numba_cpu.vectors import LANES
 from pallas_kernels.paged_attention import numba_vectors
 from pallas_kernels.paged_attention.numba_vectors import FLOAT32, NIBBLES, VECTOR
@@ -25,9 +25,9 @@ PART, QUERIES, GROUPS, WINDOW, HAS_SCALES, HAS_SINKS, HAS_ANCESTORS = range(7)
 KEY_KIND, VALUE_KIND, KEY_SIZE, VALUE_SIZE, VALUE_WIDTH, MAX_ROWS = range(7, 13)
 SOFT_CAP, KEY_FACTOR, VALUE_FACTOR = range(3)
 
-_compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_compiled = internal()
 # Into its caller: a call with the tuples below as arguments takes longer than what it does.
-_inlined = njit(error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_inlined = internal(is_inlined=True)
 
 
 class Rows(NamedTuple):
@@ -351,7 +351,7 @@ def _attend(call, item, keys, values, scratch):
     _finish_rows(call, item, values, scratch)
 
 
-@njit("int64(int32[::1], int64)", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@internal("int64(int32[::1], int64)")
 def _size(sizes, index) -> Any:
     return np.int64(sizes[index])
 

@@ -9,7 +9,7 @@ depend, to the bit, on how many there are.
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -19,6 +19,7 @@ from pallas_kernels.numba_cpu.frames import (
     attribute,
     compiled,
     floats,
+    internal,
     operand,
     operand_size,
     result,
@@ -174,7 +175,7 @@ _convert_int4, _convert_int8 = _converter(4), _converter(8)
 _add_tile, _add_row = _tiler(TILE), _tiler(1)
 
 
-@njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@internal()
 def _multiply(x, weights, scales, offsets, out, rows, inputs, first, width, outputs, group, bits):
     stride = outputs * bits // 8
     panel = UNIT if rows >= MANY else min(width, PANEL_BYTES // (4 * rows) // UNIT * UNIT)
@@ -216,7 +217,7 @@ def _multiply(x, weights, scales, offsets, out, rows, inputs, first, width, outp
                         total[n] += factor * offset[n]
 
 
-@njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@internal()
 def _add_block(sums, weights, stride, x, x_stride, rows, inputs, converted, bits):
     """Adds the products of up to `BLOCK` inputs of 32 outputs to float32 sums [rows, 32]."""
     if bits == 8:
@@ -229,7 +230,7 @@ def _add_block(sums, weights, stride, x, x_stride, rows, inputs, converted, bits
         _add_row(sums + 4 * UNIT * row, UNIT, converted, x + 4 * row * x_stride, x_stride, inputs)
 
 
-@njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@internal()
 def _multiply_transposed(x, weights, scales, offsets, out, rows, inputs, first, width, bits):
     totals = floats(out, rows * width)
     sums_of_x = _sums(floats(x, rows * inputs), rows if offsets != 0 else 0, inputs, inputs)
@@ -249,7 +250,7 @@ def _multiply_transposed(x, weights, scales, offsets, out, rows, inputs, first, 
                 totals[row * width + n] += sums_of_x[row, 0] * floats(offsets + 4 * first, width)[n]
 
 
-@njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+@internal()
 def _sums(x, rows, inputs, group):
     """The sum of the inputs of each group: float32 [rows, groups]."""
     sums = np.zeros((rows, -(-inputs // group)), np.float32)

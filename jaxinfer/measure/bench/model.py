@@ -11,12 +11,12 @@ import jax
 
 from jaxinfer import compilation_cache
 from jaxinfer.async_engine import AsyncEngine
-from jaxinfer.checks import num_cores
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LiveModel, load_shapes
 from jaxinfer.measure.bench.probe import engines_of, peak_resident_bytes
 from jaxinfer.measure.bench.rates import Ideal
 from jaxinfer.models import init_params
+from pallas_kernels.platform import num_cores
 
 
 @dataclass(frozen=True)
