@@ -54,7 +54,7 @@ $(VENV)/stamp-compilers: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/stamp-base: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu]'
 	@touch $@
 
 demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embedded model
