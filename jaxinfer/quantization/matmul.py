@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.quantization.array import NestedScales, QuantizedArray
-from pallas_kernels.quantized_matmul import numba_cpu, quantized_matmul
+from pallas_kernels.quantized_matmul import quantized_matmul
 
 Weight = jax.Array | QuantizedArray
 
@@ -21,8 +21,6 @@ def matmul(x: jax.Array, weight: Weight, out_dtype=None, *, is_transposed: bool 
     """
     if isinstance(weight, QuantizedArray):
         return _quantized(x, weight, out_dtype or x.dtype, is_transposed=is_transposed)
-    if out_dtype in (None, jnp.float32) and numba_cpu.can_multiply_floats(x, weight, is_transposed=is_transposed):
-        return numba_cpu.float_matmul(x, weight, is_transposed=is_transposed)
     weight = weight.T if is_transposed else weight
     if x.size != x.shape[-1] or x.shape[-1] % 2 or out_dtype is not None:
         return _plain(x, weight, out_dtype)

@@ -4,11 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.numba_cpu import calls
-from pallas_kernels.platform import current_platform
 from pallas_kernels.quantized_matmul.dequantize import code_zero
 from pallas_kernels.quantized_matmul.specs import MatmulSpec
 
-FEW_ROWS = range(2, 12)  # of float32, that are faster than as XLA's product
 UNIT, STEP = 32, 8  # outputs and inputs that the kernel takes at once
 MIN_PART = 2**16  # weights of a part
 
@@ -39,41 +37,19 @@ def form(spec: MatmulSpec, platform: str) -> str:
 
 def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platform: str) -> jax.Array:
     """float32 [rows, N] of x [rows, K]."""
-    scales = scales.astype(jnp.float32)
-    offsets = ()  # what a weight is where the stored value is 0
+    operands = [x.astype(jnp.float32), values, scales.astype(jnp.float32)]
+    # The last, where there is one: what a weight is where the stored value is 0.
     if minima is not None:
-        offsets = (minima.astype(jnp.float32) - code_zero(values) * scales,)
+        operands.append(minima.astype(jnp.float32) - code_zero(values) * operands[2])
     elif zeros is not None:
-        offsets = (-zeros.astype(jnp.float32) * scales,)
-    return _product(x, values, (scales, *offsets), min(spec.block[0], spec.inputs), spec.is_transposed)
-
-
-def can_multiply_floats(x: jax.Array, weight: jax.Array, *, is_transposed: bool) -> bool:
-    """Whether `float_matmul` takes x [..., K] and a weight [K, N], or [N, K] if transposed: few float32 rows, but more
-    than one."""
-    rows, inputs = x.size // x.shape[-1], x.shape[-1]
-    is_float32 = x.dtype == weight.dtype == jnp.float32 and weight.ndim == 2
-    is_whole = inputs % UNIT == 0 if is_transposed else inputs % STEP == 0 and weight.shape[1] % UNIT == 0
-    return is_float32 and rows in FEW_ROWS and is_whole and calls.unsupported(current_platform()) is None
-
-
-def float_matmul(x: jax.Array, weight: jax.Array, *, is_transposed: bool) -> jax.Array:
-    """x [..., K] @ weight, both float32. XLA:CPU copies the weight in blocks for each call: for 5 rows, 1.3 times the
-    time of reading it."""
-    product = _product(x.reshape(-1, x.shape[-1]), weight, (), x.shape[-1], is_transposed)
-    return product.reshape(*x.shape[:-1], product.shape[-1])
-
-
-def _product(x, values, of_blocks: tuple[jax.Array, ...], group: int, is_transposed: bool) -> jax.Array:
-    """float32 [rows, N] of x [rows, K]; `of_blocks` are no arrays, scales, or scales and offsets."""
-    inputs, outputs = values.shape[::-1] if is_transposed else values.shape
-    unit = 1 if is_transposed else UNIT
-    attributes = {"bits": jax.dtypes.itemsize_bits(values.dtype), "group": group, "outputs": outputs}
-    attributes |= {"has_scales": len(of_blocks) > 0, "has_offsets": len(of_blocks) > 1, "is_transposed": is_transposed}
-    operands = x.astype(jnp.float32), values, *of_blocks
-    found, parts = [], calls.num_parts(outputs // unit, -(-MIN_PART // (unit * inputs)))
-    for first, end in calls.ranges(outputs // unit, parts):
-        shape = jax.ShapeDtypeStruct((x.shape[0], unit * (end - first)), jnp.float32)
+        operands.append(-zeros.astype(jnp.float32) * operands[2])
+    unit = 1 if spec.is_transposed else UNIT
+    units = spec.outputs // unit
+    attributes = {"bits": jax.dtypes.itemsize_bits(values.dtype), "group": min(spec.block[0], spec.inputs)}
+    attributes |= {"has_offsets": len(operands) == 4, "is_transposed": spec.is_transposed, "outputs": spec.outputs}
+    found, parts = [], calls.num_parts(units, -(-MIN_PART // (unit * spec.inputs)))
+    for first, end in calls.ranges(units, parts):
+        shape = jax.ShapeDtypeStruct((spec.rows, unit * (end - first)), jnp.float32)
         found.append(calls.call(_register(), shape, operands, first=unit * first, **attributes))
     return found[0] if parts == 1 else jnp.concatenate(found, axis=1)
 

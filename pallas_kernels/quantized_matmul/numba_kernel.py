@@ -34,7 +34,7 @@ STEP, UNIT = 8, 32
 
 
 def _adder(bits: int) -> Any:
-    """Adds the products of 8 inputs: an intrinsic for weights of 4 or 8 bits, or float32."""
+    """Adds the products of 8 inputs: an intrinsic for weights of 4 or 8 bits."""
 
     @intrinsic
     def add_products(context, totals, width, weights, stride, x, x_stride, rows, units):
@@ -75,15 +75,13 @@ def _load(builder: Any, address: Any, bits: int) -> list[Any]:
     """32 weights as two vectors of float32."""
     if bits == 4:
         return vec.from_int4(builder, vec.load(builder, address, vec.ir.VectorType(vec.BYTE, 16)))
-    addresses = [address, builder.add(address, vec.constant(vec.LANES * bits // 8))]
-    if bits == 32:
-        return [vec.load(builder, each) for each in addresses]
+    addresses = [address, builder.add(address, vec.constant(vec.LANES))]
     kind = vec.ir.VectorType(vec.BYTE, vec.LANES)
     return [vec.from_int8(builder, vec.load(builder, each, kind)) for each in addresses]
 
 
 def _dotter(bits: int) -> Any:
-    """A product of two vectors: an intrinsic for weights of 4 or 8 bits, or float32."""
+    """A product of two vectors: an intrinsic for weights of 4 or 8 bits."""
 
     @intrinsic
     def dot(context, weights, x, units):
@@ -107,8 +105,7 @@ def _dotter(bits: int) -> Any:
     return dot
 
 
-_add_int4, _add_int8, _add_float32 = _adder(4), _adder(8), _adder(32)
-_dot_int4, _dot_int8, _dot_float32 = _dotter(4), _dotter(8), _dotter(32)
+_add_int4, _add_int8, _dot_int4, _dot_int8 = _adder(4), _adder(8), _dotter(4), _dotter(8)
 
 
 def _converter(bits: int) -> Any:
@@ -197,19 +194,13 @@ def _multiply(x, weights, scales, offsets, out, rows, inputs, first, width, outp
                     )
                 elif bits == 8:
                     _add_int8(sums, panel, address, stride, numbers, inputs, rows, size // UNIT)
-                elif bits == 4:
-                    _add_int4(sums, panel, address, stride, numbers, inputs, rows, size // UNIT)
                 else:
-                    _add_float32(sums, panel, address, stride, numbers, inputs, rows, size // UNIT)
+                    _add_int4(sums, panel, address, stride, numbers, inputs, rows, size // UNIT)
             for row in range(rows):
                 total, own = totals[row * width + start :], scratch[row * panel :]
-                if scales != 0:
-                    scale = floats(scales + 4 * (index * outputs + first + start), size)
-                    for n in range(size):
-                        total[n] += own[n] * scale[n]
-                else:
-                    for n in range(size):
-                        total[n] += own[n]
+                scale = floats(scales + 4 * (index * outputs + first + start), size)
+                for n in range(size):
+                    total[n] += own[n] * scale[n]
                 if offsets != 0:
                     offset = floats(offsets + 4 * (index * outputs + first + start), size)
                     factor = sums_of_x[row, index]
@@ -239,13 +230,9 @@ def _multiply_transposed(x, weights, scales, offsets, out, rows, inputs, first, 
         for row in range(rows):
             if bits == 8:
                 total = _dot_int8(address, x + 4 * row * inputs, inputs // UNIT)
-            elif bits == 4:
-                total = _dot_int4(address, x + 4 * row * inputs, inputs // UNIT)
             else:
-                total = _dot_float32(address, x + 4 * row * inputs, inputs // UNIT)
-            if scales != 0:
-                total *= floats(scales + 4 * first, width)[n]
-            totals[row * width + n] = total
+                total = _dot_int4(address, x + 4 * row * inputs, inputs // UNIT)
+            totals[row * width + n] = total * floats(scales + 4 * first, width)[n]
             if offsets != 0:
                 totals[row * width + n] += sums_of_x[row, 0] * floats(offsets + 4 * first, width)[n]
 
@@ -265,9 +252,8 @@ def matmul_handler(frame):
     if answers_metadata(frame):
         return 0
     bits, first, group = attribute(frame, 0), attribute(frame, 1), attribute(frame, 2)
-    has_offsets, has_scales, is_transposed = attribute(frame, 3), attribute(frame, 4), attribute(frame, 5)
-    outputs, x, weights, out = attribute(frame, 6), operand(frame, 0), operand(frame, 1), result(frame, 0)
-    scales = operand(frame, 2) if has_scales else 0
+    has_offsets, is_transposed, outputs = attribute(frame, 3), attribute(frame, 4), attribute(frame, 5)
+    x, weights, scales, out = operand(frame, 0), operand(frame, 1), operand(frame, 2), result(frame, 0)
     offsets = operand(frame, 3) if has_offsets else 0
     rows, inputs, width = operand_size(frame, 0, 0), operand_size(frame, 0, 1), result_size(frame, 0, 1)
     if is_transposed:
