@@ -2,8 +2,9 @@
 
     python -m benchmarks.ratios [--only static-continuous,plain-speculative,prefix,int8] [--rounds N] [--json FILE]
 
-Static against continuous batching, plain against speculative decoding, no reuse against prefix reuse, float32 against
-int8 weights: the embedded model, both sides of a ratio in turn in one run, medians over the rounds.
+Static against continuous batching, plain against speculative decoding, no reuse against prefix reuse (the embedded
+model), float32 against int8 weights (a random Llama of 135 million parameters): both sides of a ratio in turn in one
+run, medians over the rounds.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +21,13 @@ from typing import Any
 import jax
 
 from benchmarks import continuous_batching, speculative
+from benchmarks.peers.workload import make_checkpoint
 from jaxinfer import LLM, SamplingParams, compilation_cache
 from jaxinfer.loading import load_model
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.training.corpus import held_out_files
 
-NUM_FILES, PROMPT_TOKENS, ANSWER_TOKENS, BATCH = 8, 128, 128, 8
+NUM_FILES, ANSWER_TOKENS, INT8_PROMPT_TOKENS = 8, 128, 16
 
 
 def static_continuous(rounds: int) -> dict[str, Any]:
@@ -63,23 +66,26 @@ def prefix(rounds: int) -> dict[str, Any]:
 
 
 def int8(rounds: int) -> dict[str, Any]:
-    """Tokens/s and weight bytes. On a CPU int8 weights are copied to float32 to run: they save no time there."""
-    params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    prompts = [[(7 * i + j) % 4096 for i in range(PROMPT_TOKENS)] for j in range(BATCH)]
+    """Tokens/s of one sequence at a time, of the random Llama of `benchmarks.peers`, and bytes of its weights."""
+    plain = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     speeds: dict[str, list[float]] = {"float32": [], "int8": []}
-    sizes: dict[str, int] = {}
-    with LLM("demo", max_seqs=BATCH) as full, LLM("demo", max_seqs=BATCH, quantize="int8") as small:
-        models = {"float32": full, "int8": small}
-        for number in range(rounds + 1):
-            turn = list(models.items())
-            for name, llm in turn if number % 2 else turn[::-1]:  # neither is always the first
-                start = time.perf_counter()
-                # Others in each round: none is found in the prefix cache.
-                shifted = [[(token + number) % 4096 for token in prompt] for prompt in prompts]
-                llm.generate(shifted, params, use_tqdm=False)
-                if number:
-                    speeds[name].append(BATCH * ANSWER_TOKENS / (time.perf_counter() - start))
-                sizes[name] = num_bytes(llm.params)
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder) / "model")
+        options: Any = {"max_seqs": 1, "max_model_len": 512}
+        full = LLM(str(Path(folder) / "model"), **options)
+        small = LLM(str(Path(folder) / "model"), quantize="int8", **options)
+        with full, small:
+            models = {"float32": full, "int8": small}
+            for number in range(rounds + 1):
+                turn = list(models.items())
+                for name, llm in turn if number % 2 else turn[::-1]:  # neither is always the first
+                    # Others in each round: none is found in the prefix cache.
+                    prompt = [(7 * token + number) % 4096 for token in range(INT8_PROMPT_TOKENS)]
+                    start = time.perf_counter()
+                    llm.generate([prompt], plain, use_tqdm=False)
+                    if number:
+                        speeds[name].append(ANSWER_TOKENS / (time.perf_counter() - start))
+            sizes = {name: num_bytes(llm.params) for name, llm in models.items()}
     return {
         "before": statistics.median(speeds["float32"]),
         "after": statistics.median(speeds["int8"]),
@@ -92,7 +98,7 @@ PARTS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "static-continuous": ("continuous over static batching", static_continuous),
     "plain-speculative": ("speculative over plain decoding", plain_speculative),
     "prefix": ("prefix reuse over none", prefix),
-    "int8": ("int8 over float32 weights", int8),
+    "int8": ("int8 over float32 weights, one sequence", int8),
 }
 
 

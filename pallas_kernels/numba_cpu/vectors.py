@@ -36,6 +36,15 @@ def store(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, at(builder, address, value.type), align=1)
 
 
+def prefetch(builder: Any, address: Any) -> None:
+    """Loads a cache line to be read soon; any address is allowed."""
+    pointer = ir.PointerType(BYTE)
+    kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
+    options = [ir.Constant(INT, option) for option in (0, 3, 1)]  # to read, into all caches, data
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.inttoptr(address, pointer), *options])
+
+
 def broadcast(builder: Any, number: Any) -> Any:
     """A float32 in all lanes."""
     undefined = ir.Constant(FLOATS, ir.Undefined)

@@ -259,16 +259,11 @@ def _score_tile(builder: Any, queries: list, keys: list, outs: list, factors: An
 
 def _prefetch(context, builder, signature, arguments):
     start, stride, rows, size = arguments
-    pointer = ir.PointerType(BYTE)
-    kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    options = [ir.Constant(INT, option) for option in (0, 3, 1)]  # to read, into all caches, data
     lines = builder.sdiv(builder.add(size, constant(CACHE_LINE - 1)), constant(CACHE_LINE))
     with cgutils.for_range(builder, rows, intp=LONG) as row:
         at = _address(builder, start, row.index, stride)
         with cgutils.for_range(builder, lines, intp=LONG) as line:
-            place = _address(builder, at, line.index, constant(CACHE_LINE))
-            builder.call(function, [builder.inttoptr(place, pointer), *options])
+            vectors.prefetch(builder, _address(builder, at, line.index, constant(CACHE_LINE)))
     return context.get_dummy_value()
 
 

@@ -1,7 +1,7 @@
 """The kernel of `numba_cpu`.
 
 Few rows: 8 inputs of 32 outputs are converted in registers, and their products added to sums in the first cache. Many
-rows: blocks of 256 inputs of 32 outputs are written as float32 to the first cache, and the sums of 8 rows stay in
+rows: blocks of 128 inputs of 32 outputs are written as float32 to the first cache, and the sums of 8 rows stay in
 registers (Goto and van de Geijn 2008, the inner kernel). The order of sums is the same, so a row's result does not
 depend, to the bit, on how many there are.
 """
@@ -28,7 +28,8 @@ from pallas_kernels.numba_cpu.frames import (
 
 # Sums of all rows that stay in the first cache while a panel of outputs passes.
 PANEL_BYTES = 2**15
-BLOCK, TILE = 256, 8  # inputs that are converted for all rows, and rows whose sums stay in registers
+BLOCK, TILE = 128, 8  # inputs that are converted for all rows, and rows whose sums stay in registers
+AHEAD = 24  # inputs from one that is read to one that is prefetched
 MANY = 12  # rows from which on weights are written as float32 first
 STEP, UNIT = 8, 32
 
@@ -47,9 +48,12 @@ def _adder(bits: int) -> Any:
         def generate(context, builder, signature, arguments):
             totals, width, weights, stride, x, x_stride, rows, units = arguments
             inputs = [builder.add(weights, builder.mul(stride, vec.constant(k))) for k in range(STEP)]
+            ahead = builder.mul(stride, vec.constant(AHEAD))
             with cgutils.for_range(builder, units, intp=vec.LONG) as unit:
                 place = builder.mul(unit.index, vec.constant(UNIT * bits // 8))
                 loaded = [_load(builder, builder.add(address, place), bits) for address in inputs]
+                for address in inputs:
+                    vec.prefetch(builder, builder.add(address, builder.add(place, ahead)))
                 outputs = builder.add(totals, builder.mul(unit.index, vec.constant(4 * UNIT)))
                 with cgutils.for_range(builder, rows, intp=vec.LONG) as row:
                     own = builder.add(outputs, builder.mul(row.index, builder.mul(width, vec.constant(4))))
