@@ -20,7 +20,6 @@ from jaxinfer.cli.options import as_json
 from jaxinfer.cli.output import console, plain_cell, write_json
 from jaxinfer.progress import Stage
 from jaxinfer.tables import facts_text
-from pallas_kernels.platform import num_cores
 
 REQUIRED = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "safetensors", "tokenizers"),
@@ -101,6 +100,8 @@ def _version(distribution: str) -> str | None:
 
 
 def _system() -> dict[str, Any]:
+    from pallas_kernels.platform import num_cores
+
     facts: dict[str, Any] = {
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "executable": sys.executable,
