@@ -27,7 +27,9 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/planning/test_chips.py tests/speculative/test_ngram.py tests/speculative/test_tree.py tests/cache/test_paged.py \
     tests/quantization/test_rtn.py tests/checkpoints_convert/test_load.py tests/checkpoints_convert/test_manifest.py \
     tests/checkpoints_convert/formats/test_bits.py tests/checkpoints_convert/gguf/test_metadata.py \
-    tests/checkpoints_convert/huggingface/test_config.py tests/pallas_kernels/test_choice.py tests/pallas_kernels/test_tuning.py
+    tests/checkpoints_convert/huggingface/test_config.py tests/pallas_kernels/test_choice.py tests/pallas_kernels/test_tuning.py \
+    tests/pallas_kernels/numba_cpu tests/pallas_kernels/quantized_matmul/test_numba_cpu.py \
+    tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
 .PHONY: help demo test test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden on-chip on-chip-packages docs notebooks readme clean
 
