@@ -107,6 +107,9 @@ class TrialRunner:
                 raise
             return TrialResult(arguments, f"failed: {str(error).strip().partition(chr(10))[0] or type(error).__name__}")
         finally:
+            # Programs in JAX's caches keep memory mappings, of which a process may have 65,530: on a CPU, the compiler
+            # failed after 18 engines.
+            jax.clear_caches()
             gc.collect()
 
     @property
