@@ -67,7 +67,7 @@ def prefix(rounds: int) -> dict[str, Any]:
 
 def int8(rounds: int) -> dict[str, Any]:
     """Tokens/s of one sequence at a time, of the random Llama of `benchmarks.peers`, and bytes of its weights."""
-    plain = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     speeds: dict[str, list[float]] = {"float32": [], "int8": []}
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder) / "model")
@@ -82,7 +82,7 @@ def int8(rounds: int) -> dict[str, Any]:
                     # Others in each round: none is found in the prefix cache.
                     prompt = [(7 * token + number) % 4096 for token in range(INT8_PROMPT_TOKENS)]
                     start = time.perf_counter()
-                    llm.generate([prompt], plain, use_tqdm=False)
+                    llm.generate([prompt], params, use_tqdm=False)
                     if number:
                         speeds[name].append(ANSWER_TOKENS / (time.perf_counter() - start))
             sizes = {name: num_bytes(llm.params) for name, llm in models.items()}

@@ -38,12 +38,18 @@ def transposed(weight: Weight) -> Weight:
     """The transposed weight [N, K], of an embedding [K, N] for example, to compute logits."""
     if not isinstance(weight, QuantizedArray):
         return weight.T
-    if weight.permutation is not None or isinstance(weight.scales, NestedScales):
-        raise ValueError("a weight with permuted inputs or nested scales cannot be transposed")
+    scales = _transposable_scales(weight).T
     scheme = replace(weight.scheme, block=weight.scheme.block[::-1])
     zeros = None if weight.zeros is None else weight.zeros.T
     minima = None if weight.minima is None else weight.minima.T
-    return replace(weight, values=weight.values.T, scales=weight.scales.T, zeros=zeros, minima=minima, scheme=scheme)
+    return replace(weight, values=weight.values.T, scales=scales, zeros=zeros, minima=minima, scheme=scheme)
+
+
+def _transposable_scales(weight: QuantizedArray) -> jax.Array:
+    """The scales. Raises ValueError for a weight that cannot be transposed."""
+    if weight.ndim != 2 or weight.permutation is not None or isinstance(weight.scales, NestedScales):
+        raise ValueError("a stack, or a weight with permuted inputs or nested scales cannot be transposed")
+    return weight.scales
 
 
 def rows(table: Weight, indices: jax.Array, dtype=None) -> jax.Array:
@@ -75,9 +81,9 @@ def _quantized(
 ) -> jax.Array:
     """x [..., T, K] for a stack of experts [..., K, N]."""
     scales, (size, across) = weight.scales, weight.scheme.block
-    if is_transposed and (weight.permutation is not None or isinstance(scales, NestedScales)):
-        raise ValueError("a weight with permuted inputs or nested scales cannot be transposed")
-    if isinstance(scales, NestedScales):
+    if is_transposed:
+        scales = _transposable_scales(weight)
+    elif isinstance(scales, NestedScales):
         scales = scales.dequantize()
     if weight.ndim > 2:
         codebook = None if weight.codebook is None else jnp.broadcast_to(weight.codebook, (weight.shape[0], 16))

@@ -38,12 +38,11 @@ class Copies:
 def float32_copies(params: Any, budget: int = COPY_BYTES) -> tuple[Any, Copies]:
     """The parameters with quantized weights replaced by float32 ones, in order, up to `budget` bytes.
 
-    Weights that a kernel multiplies as they are stored stay so (`pallas_kernels.quantized_matmul.numba_cpu`).
-
     XLA:CPU does not fuse the conversion into a product: it converts the full weight on every call, which makes a decode
-    step 3 times slower than float32 with int8, and 7 times with int4. Not copied are weights with quantized
-    activations, whose products would change, an embedding, of which a step reads few rows, layers on the host, and
-    models that do not compute in float32.
+    step 3 times slower than float32 with int8, and 7 times with int4. Not copied are weights that a kernel multiplies
+    as they are stored (`pallas_kernels.quantized_matmul.numba_cpu`), those with quantized activations, whose products
+    would change, an embedding, of which a step reads few rows, layers on the host, and models that do not compute in
+    float32.
     """
     spent, num_copied, num_copyable = 0, 0, 0
 

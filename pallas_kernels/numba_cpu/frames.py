@@ -72,35 +72,39 @@ def answers_metadata(frame):
 
 
 @internal("int64(int64, int64)")
+def _entry(start, index):
+    """The pointer at an index of the array that the word at `start` points to."""
+    return load_word(load_word(start) + 8 * index)
+
+
+@internal("int64(int64, int64)")
 def operand(frame, index):
     """The address of an operand's data."""
-    return load_word(load_word(load_word(frame + OPERANDS) + 8 * index) + BUFFER_DATA)
+    return load_word(_entry(frame + OPERANDS, index) + BUFFER_DATA)
 
 
 @internal("int64(int64, int64, int64)")
 def operand_size(frame, index, axis):
     """The length of an axis of an operand."""
-    dims = load_word(load_word(load_word(frame + OPERANDS) + 8 * index) + BUFFER_DIMS)
-    return load_word(dims + 8 * axis)
+    return _entry(_entry(frame + OPERANDS, index) + BUFFER_DIMS, axis)
 
 
 @internal("int64(int64, int64)")
 def result(frame, index):
     """The address of a result's data."""
-    return load_word(load_word(load_word(frame + RESULTS) + 8 * index) + BUFFER_DATA)
+    return load_word(_entry(frame + RESULTS, index) + BUFFER_DATA)
 
 
 @internal("int64(int64, int64, int64)")
 def result_size(frame, index, axis):
     """The length of an axis of a result."""
-    dims = load_word(load_word(load_word(frame + RESULTS) + 8 * index) + BUFFER_DIMS)
-    return load_word(dims + 8 * axis)
+    return _entry(_entry(frame + RESULTS, index) + BUFFER_DIMS, axis)
 
 
 @internal("int64(int64, int64)")
 def attribute(frame, index):
     """An int64 attribute, by the alphabetical order of names."""
-    return load_word(load_word(load_word(load_word(frame + ATTRIBUTES) + 8 * index) + SCALAR_VALUE))
+    return load_word(load_word(_entry(frame + ATTRIBUTES, index) + SCALAR_VALUE))
 
 
 @internal("float32[::1](int64, int64)")

@@ -40,8 +40,8 @@ def quantized_matmul(
       activations: "int8" or "fp8" quantizes each token of x first (W8A8); None does not.
       is_transposed: the weight's arrays are [N, K], as an embedding's that computes logits; `block` is of [K, N].
       out_dtype: dtype of the result, x's when None.
-      implementation: "xla", "pallas_gpu" (Hopper: groups of integers, dequantized in registers) or "numba_cpu" (few
-        rows and integers, dequantized in registers; needs Numba); None selects by platform and shape.
+      implementation: "xla", "pallas_gpu" (Hopper: groups of integers, dequantized in registers) or "numba_cpu"
+        (integers on a CPU, read as stored; needs Numba); None selects by platform and shape.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, an unknown implementation.

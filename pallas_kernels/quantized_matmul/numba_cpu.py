@@ -18,6 +18,8 @@ def unsupported(spec: MatmulSpec, platform: str) -> str | None:
         return f"it reads int8 and int4, not {'codebooks' if spec.has_codebook else spec.values_dtype}"
     if spec.activations is not None:
         return f"tokens quantized to {spec.activations} are multiplied by XLA"
+    if 0 in (spec.rows, spec.inputs, spec.outputs):
+        return "the product is empty"
     if spec.block[1] != 1:
         return f"{spec.block[1]} outputs share a scale"
     if spec.is_transposed and (spec.is_grouped or spec.inputs % UNIT):

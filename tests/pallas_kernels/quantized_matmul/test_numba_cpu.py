@@ -112,6 +112,7 @@ def test_integers_are_chosen():
     assert choose(spec(1, "int8"), platform="cpu").implementation == "numba_cpu"
     assert "converted in registers" in form(spec(1, "int4-g32"), "cpu")
     assert choose(spec(1, "int8"), platform="tpu").reasons["numba_cpu"] == "it needs a CPU, and this is a tpu"
+    assert choose(spec(0, "int8"), platform="cpu").implementation == "xla"
     assert choose(spec(1, "nf4"), platform="cpu").reasons["numba_cpu"] == "it reads int8 and int4, not codebooks"
 
 
