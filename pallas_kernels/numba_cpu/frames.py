@@ -12,6 +12,7 @@ A kernel takes the frame's address, and returns 0:
 
 import ctypes
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from numba.extending import intrinsic
 
 HANDLER = types.int64(types.int64)
 # Byte offsets of XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Scalar and XLA_FFI_Metadata.
-EXTENSION, API, OPERANDS, RESULTS, ATTRIBUTES = 8, 16, 72, 112, 160
+EXTENSION, API, NUM_OPERANDS, OPERANDS, RESULTS, ATTRIBUTES = 8, 16, 56, 72, 112, 160
 BUFFER_DATA, BUFFER_DIMS, SCALAR_VALUE = 24, 40, 8
 EXTENSION_TYPE, EXTENSION_METADATA = 8, 24
 METADATA_TYPE = 1
@@ -77,6 +78,11 @@ def _entry(start, index):
     return load_word(load_word(start) + 8 * index)
 
 
+@internal("int64(int64)")
+def num_operands(frame):
+    return load_word(frame + NUM_OPERANDS)
+
+
 @internal("int64(int64, int64)")
 def operand(frame, index):
     """The address of an operand's data."""
@@ -119,17 +125,21 @@ def integers(address, size):
     return carray(as_pointer(address), (size,), np.int32)
 
 
-def compiled(function: Any) -> Any:
-    """Compiles a kernel, or reads it from Numba's cache.
+def compiled(function: Any) -> Callable[[], Any]:
+    """A kernel: when the result is called, it is compiled or read from Numba's cache.
 
     Numba compares the kernel's own file with what is cached; the hash of this package's files and of the `numba_*`
     files beside the kernel, in the kernel's name, covers what it imports.
     """
     function.__qualname__ += f"_{_hash_of_sources(Path(function.__code__.co_filename).parent):08x}"
-    try:
-        return cfunc(HANDLER, cache=True)(function)
-    except RuntimeError:  # no folder that Numba may write
-        return cfunc(HANDLER)(function)
+
+    def get() -> Any:
+        try:
+            return cfunc(HANDLER, cache=True)(function)
+        except RuntimeError:  # no folder that Numba may write
+            return cfunc(HANDLER)(function)
+
+    return get
 
 
 def _hash_of_sources(folder: Path) -> int:
@@ -137,9 +147,10 @@ def _hash_of_sources(folder: Path) -> int:
     return zlib.crc32(b"".join(file.read_bytes() for file in files))
 
 
-def register(name: str, handler: Any) -> str:
-    """Registers a `numba.cfunc` under a name, once a process; returns the name."""
+def register(name: str, kernel: Callable[[], Any]) -> str:
+    """Registers a kernel, from `compiled`, under a name, once a process; returns the name."""
     if name not in _registered:
+        handler = kernel()
         function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(handler.address)
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu", api_version=1)
         _registered[name] = handler, function

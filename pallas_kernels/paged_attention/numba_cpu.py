@@ -1,6 +1,6 @@
 """Paged attention on CPUs: a kernel that reads pages where they lie, compiled by Numba (`numba_kernel`).
 
-XLA appends the new tokens and calls the kernel as often as there are cores, with equal shares of the work.
+XLA appends the new tokens, and divides the work into equal parts for the kernel's threads.
 """
 
 import platform as machine
@@ -22,20 +22,19 @@ KINDS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8
 # Of numbers as the kernel converts them.
 FACTORS = {"float8_e4m3fn": 256.0, "int4": LEVEL_STEP}
 MAX_ROWS = 64  # queries times heads of a unit
-LANES = 16  # of a vector
 
 
 class StepUnits(NamedTuple):
     """Everything of a step that is the same in all layers.
 
     Attributes:
-      unit: int32 [T, Hq], the unit that computes each row; -1 for padding.
-      bounds: int32 [parts + 1], the first unit of each call, and the end.
+      is_real: bool [T], False for padding.
+      bounds: int32 [parts + 1], the first unit of each part, and the end.
       lengths: int32 [S] each: first rows, new tokens, and keys of the sequences.
       page, slot: int32 [T], where each token's key and value go; padding has a page beyond the last.
     """
 
-    unit: jax.Array
+    is_real: jax.Array
     bounds: jax.Array
     page_table: jax.Array
     lengths: tuple[jax.Array, jax.Array, jax.Array]
@@ -82,15 +81,11 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
     num_items = -(-query_lengths // queries)
     ends = _running_sum(num_items)
     bounds = _bounds(spec, queries, units_of_item, ends, ends - num_items, query_lengths, kv_lengths)
-    head = np.arange(spec.num_q_heads)
-    unit_of_head = head // spec.num_groups * tiles + head % spec.num_groups // groups
-    item = (ends - num_items)[places.sequence] + places.index // queries
-    unit = jnp.where(places.is_real[:, None], item[:, None] * units_of_item + unit_of_head, -1).astype(jnp.int32)
-    return StepUnits(unit, bounds, page_table, (query_starts, query_lengths, kv_lengths), page, slot)
+    return StepUnits(places.is_real, bounds, page_table, (query_starts, query_lengths, kv_lengths), page, slot)
 
 
 def _bounds(spec: PagedSpec, queries: int, units_of_item: int, ends, first, query_lengths, kv_lengths) -> jax.Array:
-    """The first unit of each call, and the end: `first` and `ends` are the items of each sequence."""
+    """The first unit of each part, and the end: `first` and `ends` are the items of each sequence."""
     capacity = min(
         -(-spec.num_tokens // queries) + spec.num_sequences,
         spec.num_sequences * -(-spec.max_query_length // queries),
@@ -102,13 +97,13 @@ def _bounds(spec: PagedSpec, queries: int, units_of_item: int, ends, first, quer
     num_keys = (kv_lengths - query_lengths)[sequence] + offset + count
     if spec.window is not None:
         num_keys = jnp.minimum(num_keys, spec.window + count)
-    # Calls for prompts take long enough that a core may be late: there are twice as many as cores.
-    calls_of_core = 2 if spec.max_query_length > SHORT_QUERIES else 1
+    # Parts of prompts take long enough that a core may be late: there are four for each.
+    parts_of_core = 4 if spec.max_query_length > SHORT_QUERIES else 1
     # Reading a key takes about as long as 4 queries of it.
     cost = jnp.where(count > 0, (num_keys * (count + 4)).astype(jnp.float32), 0.0)
     after = _running_sum(cost)
     middle = (after - cost)[:, None] + cost[:, None] * ((np.arange(units_of_item) + 0.5) / units_of_item)
-    num_parts = calls_of_core * calls.num_parts(capacity * units_of_item, calls_of_core)
+    num_parts = parts_of_core * calls.num_parts(capacity * units_of_item, parts_of_core)
     shares = np.arange(1, num_parts) / num_parts * after[-1]
     inner = jnp.sum((middle[..., None] < shares) & (count > 0)[:, None, None], axis=(0, 1), dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), inner, (ends[-1] * units_of_item)[None]])
@@ -121,36 +116,26 @@ def _running_sum(numbers: jax.Array) -> jax.Array:
 
 
 def attention(operands: PagedOperands, spec: PagedSpec, schedule: StepUnits) -> tuple[jax.Array, layout.Pages]:
-    return _attention(operands, schedule, spec, schedule.bounds.shape[0] - 1)
+    return _attention(operands, schedule, spec)
 
 
 # jit: traced once for all layers of a model.
-@partial(jax.jit, static_argnums=(2, 3))
-def _attention(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, num_parts: int):
+@partial(jax.jit, static_argnums=2)
+def _attention(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec):
     pages = layout.append(operands.pages, operands.k_new, operands.v_new, schedule.page, schedule.slot)
-    out: Any = None
-    for part in range(num_parts):
-        found = _call(operands, schedule, spec, pages, part)
-        out = found if out is None else jnp.where((schedule.unit >= schedule.bounds[part])[..., None], found, out)
-    out = jnp.where((schedule.unit >= 0)[..., None], out, 0)
+    out = jnp.where(schedule.is_real[:, None, None], _call(operands, schedule, spec, pages), 0)
     return out.astype(operands.q.dtype), pages
 
 
-def _call(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, pages: Any, part: int) -> jax.Array:
-    from pallas_kernels.paged_attention import numba_kernel
-
+def _call(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, pages: Any) -> jax.Array:
     queries, groups = _tiles(spec)
     max_rows = max(queries * groups, min(MAX_ROWS, queries * spec.num_q_heads))
     kinds = spec.page.key_dtype, spec.page.value_dtype
-    sizes = [part, queries, groups, spec.window or 0, spec.page.has_scales, spec.has_sinks, spec.has_ancestors]
+    sizes = [queries, groups, spec.window or 0, spec.page.has_scales, spec.has_sinks, spec.has_ancestors]
     sizes += [KINDS.index(kind) for kind in kinds]
     sizes += [1 if kind == "int4" else jnp.dtype(kind).itemsize for kind in kinds]
     sizes += [spec.value_dim, max_rows]
     factors = [FACTORS.get(kind, 1.0) for kind in kinds]
-    # In one array, since XLA would give all calls the same memory for a result of which nothing is read.
-    num_results = spec.num_tokens * spec.num_q_heads * spec.value_dim
-    vecs = [-(-width // LANES) for width in (spec.head_dim, spec.value_dim)]
-    num_floats = num_results + numba_kernel.scratch_floats(max_rows, *vecs)
     nothing = jnp.zeros(0, jnp.float32)
     arrays = (
         operands.q.astype(jnp.float32),
@@ -163,8 +148,8 @@ def _call(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, pages: 
         jnp.array(sizes, jnp.int32),
         jnp.array([spec.soft_cap or 0.0, spec.scale * factors[0], factors[1]], jnp.float32),
     )
-    found = calls.call(_register(), jax.ShapeDtypeStruct((num_floats,), jnp.float32), arrays)
-    return found[:num_results].reshape(spec.num_tokens, spec.num_q_heads, spec.value_dim)
+    shape = jax.ShapeDtypeStruct((spec.num_tokens, spec.num_q_heads, spec.value_dim), jnp.float32)
+    return calls.call(_register(), shape, arrays)
 
 
 def _stored(pages: Any, spec: PagedSpec, nothing: jax.Array) -> tuple[jax.Array, ...]:

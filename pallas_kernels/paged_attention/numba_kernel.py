@@ -12,6 +12,7 @@ from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
 from pallas_kernels.numba_cpu import frames
 from pallas_kernels.numba_cpu.frames import as_pointer, floats, integers, internal
+from pallas_kernels.numba_cpu.threads import allocate, free, in_parts
 from pallas_kernels.numba_cpu.vectors import LANES
 from pallas_kernels.paged_attention import numba_vectors
 from pallas_kernels.paged_attention.numba_vectors import FLOAT32, NIBBLES, VECTOR
@@ -21,8 +22,8 @@ BLOCK = 64  # keys
 # Operands, in order.
 Q, K, V, K_SCALES, V_SCALES, TABLE, STARTS, LENGTHS, KV_LENGTHS, SINKS, ANCESTORS, BOUNDS, SIZES, NUMBERS = range(14)
 # Elements of the operands `SIZES`, int32, and `NUMBERS`, float32.
-PART, QUERIES, GROUPS, WINDOW, HAS_SCALES, HAS_SINKS, HAS_ANCESTORS = range(7)
-KEY_KIND, VALUE_KIND, KEY_SIZE, VALUE_SIZE, VALUE_WIDTH, MAX_ROWS = range(7, 13)
+QUERIES, GROUPS, WINDOW, HAS_SCALES, HAS_SINKS, HAS_ANCESTORS = range(6)
+KEY_KIND, VALUE_KIND, KEY_SIZE, VALUE_SIZE, VALUE_WIDTH, MAX_ROWS = range(6, 12)
 SOFT_CAP, KEY_FACTOR, VALUE_FACTOR = range(3)
 
 _compiled = internal()
@@ -106,8 +107,9 @@ class Scratch(NamedTuple):
     value_factors: int
 
 
-def scratch_floats(rows: int, vecs: int, value_vecs: int) -> int:
-    """Working memory of a call with units of up to `rows` rows, in float32 numbers."""
+@_compiled
+def _scratch_floats(rows, vecs, value_vecs):
+    """Numbers of working memory with units of up to `rows` rows."""
     return rows * (vecs * LANES + BLOCK + value_vecs * LANES + 2 * LANES) + LANES * vecs * LANES + LANES + 2 * BLOCK
 
 
@@ -412,7 +414,7 @@ def _run_sequence(call, keys, values, scratch, sizes, table, start, length, kv_l
 
 
 @_compiled
-def _run(frame):
+def _run_part(frame, part):
     sizes = integers(frames.operand(frame, SIZES), MAX_ROWS + 1)
     numbers = floats(frames.operand(frame, NUMBERS), VALUE_FACTOR + 1)
     num_sequences, table_width = frames.operand_size(frame, TABLE, 0), frames.operand_size(frame, TABLE, 1)
@@ -430,16 +432,17 @@ def _run(frame):
     width, value_width = frames.operand_size(frame, Q, 2), _size(sizes, VALUE_WIDTH)
     keys = _stored(frame, sizes, K, K_SCALES, KEY_KIND, KEY_SIZE, numbers[KEY_FACTOR], width)
     values = _stored(frame, sizes, V, V_SCALES, VALUE_KIND, VALUE_SIZE, numbers[VALUE_FACTOR], value_width)
-    working = call.out + frames.operand_size(frame, Q, 0) * call.num_heads * value_width * 4
-    scratch = _scratch(working, _size(sizes, MAX_ROWS), keys.vecs, values.vecs)
+    max_rows = _size(sizes, MAX_ROWS)
+    working = allocate(4 * _scratch_floats(max_rows, keys.vecs, values.vecs))
+    scratch = _scratch(working, max_rows, keys.vecs, values.vecs)
     key_factors, value_factors = floats(scratch.key_factors, BLOCK), floats(scratch.value_factors, BLOCK)
     for index in range(BLOCK):
         key_factors[index], value_factors[index] = keys.factor, values.factor
     starts = integers(frames.operand(frame, STARTS), num_sequences)
     lengths = integers(frames.operand(frame, LENGTHS), num_sequences)
     kv_lengths = integers(frames.operand(frame, KV_LENGTHS), num_sequences)
-    bounds = integers(frames.operand(frame, BOUNDS), sizes[PART] + 2)
-    first_unit, end_unit = np.int64(bounds[sizes[PART]]), np.int64(bounds[sizes[PART] + 1])
+    bounds = integers(frames.operand(frame, BOUNDS), part + 2)
+    first_unit, end_unit = np.int64(bounds[part]), np.int64(bounds[part + 1])
     units_of_item = call.num_kv_heads * ((call.num_heads // call.num_kv_heads + sizes[GROUPS] - 1) // sizes[GROUPS])
     for sequence in range(num_sequences):
         length = np.int64(lengths[sequence])
@@ -451,11 +454,14 @@ def _run(frame):
             _run_sequence(call, keys, values, scratch, sizes, table, start, length, kv_length, first_unit, end)
         first_unit -= units
         end_unit -= units
+    free(working)
+
+
+_run_parts = in_parts(_run_part)
 
 
 @frames.compiled
 def attention_handler(frame):
-    if frames.answers_metadata(frame):
-        return 0
-    _run(frame)
+    if not frames.answers_metadata(frame):
+        _run_parts(frame, frames.operand_size(frame, BOUNDS, 0) - 1)
     return 0

@@ -8,7 +8,6 @@ from pallas_kernels.quantized_matmul.dequantize import code_zero
 from pallas_kernels.quantized_matmul.specs import MatmulSpec
 
 UNIT, STEP = 32, 8  # outputs and inputs that the kernel takes at once
-MIN_PART = 2**16  # weights of a part
 
 
 def unsupported(spec: MatmulSpec, platform: str) -> str | None:
@@ -45,19 +44,13 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
         operands.append(minima.astype(jnp.float32) - code_zero(values) * operands[2])
     elif zeros is not None:
         operands.append(-zeros.astype(jnp.float32) * operands[2])
-    unit = 1 if spec.is_transposed else UNIT
-    units = spec.outputs // unit
-    attributes = {"bits": jax.dtypes.itemsize_bits(values.dtype), "group": min(spec.block[0], spec.inputs)}
-    attributes |= {"has_offsets": len(operands) == 4, "is_transposed": spec.is_transposed, "outputs": spec.outputs}
-    found, parts = [], calls.num_parts(units, -(-MIN_PART // (unit * spec.inputs)))
-    for first, end in calls.ranges(units, parts):
-        shape = jax.ShapeDtypeStruct((spec.rows, unit * (end - first)), jnp.float32)
-        found.append(calls.call(_register(), shape, operands, first=unit * first, **attributes))
-    return found[0] if parts == 1 else jnp.concatenate(found, axis=1)
+    shape = jax.ShapeDtypeStruct((spec.rows, spec.outputs), jnp.float32)
+    return calls.call(_register(spec), shape, operands, group=min(spec.block[0], spec.inputs))
 
 
-def _register() -> str:
+def _register(spec: MatmulSpec) -> str:
     from pallas_kernels.numba_cpu.frames import register
-    from pallas_kernels.quantized_matmul.numba_kernel import matmul_handler
+    from pallas_kernels.quantized_matmul import numba_kernel
 
-    return register("jaxinfer_quantized_matmul", matmul_handler)
+    kernel = f"{'transposed_' if spec.is_transposed else ''}{spec.values_dtype}"
+    return register(f"jaxinfer_matmul_{kernel}", getattr(numba_kernel, kernel))

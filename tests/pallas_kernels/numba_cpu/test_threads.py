@@ -1,0 +1,64 @@
+"""Parts of a kernel on XLA's threads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", reason="kernels for CPUs need Numba")
+
+from pallas_kernels.numba_cpu import calls, frames, threads
+
+
+@frames.internal()
+def _count(frame, part):
+    """Adds 1 to the part's place, and 1 to the sum of all parts' numbers, after some work."""
+    number = np.float32(1.0)
+    for _ in range(2000 * (part % 3)):
+        number = np.sqrt(number)
+    frames.floats(frames.result(frame, 0), part + 1)[part] += number
+
+
+_count_parts = threads.in_parts(_count)
+
+
+@frames.compiled
+def counting_handler(frame):
+    if not frames.answers_metadata(frame):
+        counts = frames.floats(frames.result(frame, 0), frames.result_size(frame, 0, 0))
+        counts[:] = 0
+        _count_parts(frame, counts.size)
+    return 0
+
+
+@frames.compiled
+def thread_handler(frame):
+    if not frames.answers_metadata(frame):
+        frames.floats(frames.result(frame, 0), 1)[0] = threads.num_threads(frame)
+    return 0
+
+
+def call(handler, size: int, *operands):
+    name = frames.register(f"jaxinfer_test_{handler.__qualname__}_{id(handler)}", handler)
+    return calls.call(name, jax.ShapeDtypeStruct((size,), jnp.float32), operands)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 50])
+def test_every_part_runs_once(num_parts):
+    found = jax.jit(lambda: jnp.stack([call(counting_handler, num_parts) for _ in range(20)]))()
+    np.testing.assert_array_equal(found, np.ones((20, num_parts)))
+
+
+def test_calls_in_the_same_program_and_in_several_threads():
+    """Tasks of a call may begin when another one runs."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    function = jax.jit(lambda x: [call(counting_handler, 7, x + number) for number in range(30)])
+    x = jnp.zeros(3)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(function, [x] * 24):
+            np.testing.assert_array_equal(jnp.stack(found), np.ones((30, 7)))
+
+
+def test_threads_are_counted():
+    assert jax.jit(lambda: call(thread_handler, 1))()[0] >= 1
