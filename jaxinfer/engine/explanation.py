@@ -22,6 +22,8 @@ from jaxinfer.models.host_layers import all_layers, disk_layers, host_rows
 from jaxinfer.models.layers import attention_options
 from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.speculative import ModelDraft, draft_name
+from pallas_kernels.dense_matmul import choose as choose_dense
+from pallas_kernels.dense_matmul import make_spec as make_dense_spec
 from pallas_kernels.paged_attention import BitPages, KernelChoice, PagedSpec, choose, make_spec
 from pallas_kernels.paged_attention.layout import key_dtype
 from pallas_kernels.quantized_matmul import form
@@ -397,9 +399,16 @@ def _compiled(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _products(spec: EngineSpec) -> dict[str, str]:
-    precision = ", highest precision" if spec.dtype == "float32" else ""
-    return {"matrix products": f"XLA, {spec.dtype}{precision}", **_quantized_products(spec)}
+def _products(engine: EngineSpec) -> dict[str, str]:
+    precision = ", highest precision" if engine.dtype == "float32" else ""
+    names = {"xla": 0}
+    for leaf in weights(all_layers(engine.params)) if engine.mesh is None else ():
+        if not is_quantized(leaf) and leaf.ndim == 2:
+            x = jax.ShapeDtypeStruct((1, leaf.shape[0]), engine.dtype)
+            name = choose_dense(make_dense_spec(x, leaf)).implementation
+            names[name] = names.get(name, 0) + 1
+    names = [name for name in names if names[name]] or ["xla"]
+    return {"matrix products": f"{' and '.join(names)}, {engine.dtype}{precision}", **_quantized_products(engine)}
 
 
 def _quantized_products(engine: EngineSpec) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ def unsupported(platform: str) -> str | None:
         return reason
     if importlib.util.find_spec("numba") is None:
         return "it needs Numba: pip install 'jaxinfer[cpu]'"
+    if os.name != "posix":
+        return "its threads wait with POSIX's sched_yield"
     if is_divided():
         return "XLA would gather the operands of a custom call from all devices"
     return None
@@ -51,4 +54,5 @@ def call(name: str, results: Any, operands: Sequence[jax.Array], **attributes: i
       results: `jax.ShapeDtypeStruct` of the result, or a tuple of them.
       attributes: integers, which the kernel reads in alphabetical order of their names.
     """
-    return jax.ffi.ffi_call(name, results)(*operands, **{key: np.int64(value) for key, value in attributes.items()})
+    function = jax.ffi.ffi_call(name, results, vmap_method="sequential")
+    return function(*operands, **{key: np.int64(value) for key, value in attributes.items()})

@@ -13,6 +13,7 @@ A kernel takes the frame's address, and returns 0:
 import ctypes
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,33 @@ METADATA_VERSION, METADATA_TRAITS, API_VERSION = 24, 32, 32
 _registered: dict[str, Any] = {}
 
 
-def internal(signature: str | None = None, *, is_inlined: bool = False) -> Any:
+def internal(signature: str | None = None, *, is_inlined: bool = False, suffix: str = "") -> Any:
     """`njit` of a function that kernels call: without a way in from Python, which takes as long to compile.
 
     With a signature it is compiled once, where otherwise each constant would be a type of its own.
+
+    suffix: of the function's name, where several kernels have a function of the same name each. Kernels that different
+    processes wrote to Numba's cache would otherwise call each other's.
     """
     options: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     options |= {"forceinline": True} if is_inlined else {}
-    return njit(**options) if signature is None else njit(signature, **options)
+
+    def named(function: Any) -> Any:
+        function.__qualname__ += suffix
+        dispatcher: Any = njit(**options)(function)
+        if signature is not None:
+            dispatcher.get_call_template = partial(_compiled_once, dispatcher, dispatcher.get_call_template, signature)
+        return dispatcher
+
+    return named
+
+
+def _compiled_once(dispatcher: Any, get_call_template: Any, signature: str, arguments: Any, keywords: Any) -> Any:
+    """`get_call_template` of a dispatcher that compiles one signature, on the first call from a kernel."""
+    if not dispatcher.overloads:
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
+    return get_call_template(arguments, keywords)
 
 
 def _as_pointer(context, address):

@@ -12,11 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pallas_kernels.numba_cpu.frames import API, internal, load_word
-from pallas_kernels.numba_cpu.vectors import BYTE, LONG, at
+from pallas_kernels.numba_cpu.memory import allocate, external, free, intrinsic, store_word
+from pallas_kernels.numba_cpu.vectors import LONG, at
 
 # Byte offset of XLA_FFI_CallFrame.ctx, and of functions of XLA_FFI_Api.
 CONTEXT = 24
@@ -25,50 +24,15 @@ DESTROY_ERROR, SCHEDULE, NUM_THREADS = 64, 136, 144
 FRAME, NUM_PARTS, NEXT, DONE, USERS, ARGUMENTS = range(0, 48, 8)
 BLOCK_BYTES = ARGUMENTS + 5 * 8
 SPINS = 2000  # reads of a counter before the thread lets another one run
-POINTER = ir.PointerType(BYTE)
-
-
-def _external(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
-
-
-@intrinsic
-def allocate(context, size):
-    """The address of `size` bytes of memory, until `free`."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.ptrtoint(builder.call(_external(builder, "malloc", POINTER, LONG), arguments), LONG)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-def free(context, address):
-    """Frees memory of `allocate`."""
-
-    def generate(context, builder, signature, arguments):
-        builder.call(_external(builder, "free", ir.VoidType(), POINTER), [builder.inttoptr(arguments[0], POINTER)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
 
 
 @intrinsic
 def _yield_thread(context):
     def generate(context, builder, signature, arguments):
-        builder.call(_external(builder, "sched_yield", ir.IntType(32)), [])
+        builder.call(external(builder, "sched_yield", ir.IntType(32)), [])
         return context.get_dummy_value()
 
     return types.void(), generate
-
-
-@intrinsic
-def _store(context, address, word):
-    def generate(context, builder, signature, arguments):
-        builder.store(arguments[1], at(builder, arguments[0], LONG))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -121,9 +85,9 @@ def _ignore(api, error):
     """Frees an XLA_FFI_Error, unless it is 0."""
     if error != 0:
         arguments = allocate(24)
-        _store(arguments, 24)
-        _store(arguments + 8, 0)
-        _store(arguments + 16, error)
+        store_word(arguments, 24)
+        store_word(arguments + 8, 0)
+        store_word(arguments + 16, error)
         _call(load_word(api + DESTROY_ERROR), arguments)
         free(arguments)
 
@@ -132,11 +96,11 @@ def _ignore(api, error):
 def num_threads(frame):
     """The number of threads of XLA's pool."""
     arguments = allocate(40)
-    _store(arguments, 32)
-    _store(arguments + 8, 0)
-    _store(arguments + 16, load_word(frame + CONTEXT))
-    _store(arguments + 24, arguments + 32)
-    _store(arguments + 32, 1)
+    store_word(arguments, 32)
+    store_word(arguments + 8, 0)
+    store_word(arguments + 16, load_word(frame + CONTEXT))
+    store_word(arguments + 24, arguments + 32)
+    store_word(arguments + 32, 1)
     api = load_word(frame + API)
     _ignore(api, _call(load_word(api + NUM_THREADS), arguments))
     found = load_word(arguments + 32)
@@ -153,39 +117,36 @@ def _release(block):
 def in_parts(run: Any) -> Any:
     """A function (frame, num_parts), for a kernel, that calls `run(frame, part)` for each part, on several threads.
 
-    run: a function of two int64, compiled by `internal`.
+    run: a function of two int64, compiled by `internal`, of a name that no other kernel has.
     """
+    suffix = f"_{run.py_func.__qualname__}"
 
-    @internal()
+    @internal(suffix=suffix)
     def take_parts(block):
         part = _add(block + NEXT, 1)
         while part < load_word(block + NUM_PARTS):
             run(load_word(block + FRAME), part)
             _add(block + DONE, 1)
             part = _add(block + NEXT, 1)
-
-    @internal()
-    def work(block):
-        take_parts(block)
         _release(block)
 
-    address_of_task = _address_of_task(work)
+    address_of_task = _address_of_task(take_parts)
 
-    @internal()
+    @internal(suffix=suffix)
     def run_parts(frame, num_parts):
         num_tasks = min(num_threads(frame), num_parts) - 1
         block = allocate(BLOCK_BYTES)
-        _store(block + FRAME, frame)
-        _store(block + NUM_PARTS, num_parts)
-        _store(block + NEXT, 0)
-        _store(block + DONE, 0)
-        _store(block + USERS, 1 + num_tasks)
+        store_word(block + FRAME, frame)
+        store_word(block + NUM_PARTS, num_parts)
+        store_word(block + NEXT, 0)
+        store_word(block + DONE, 0)
+        store_word(block + USERS, 2 + num_tasks)
         api, arguments = load_word(frame + API), block + ARGUMENTS
-        _store(arguments, 40)
-        _store(arguments + 8, 0)
-        _store(arguments + 16, load_word(frame + CONTEXT))
-        _store(arguments + 24, address_of_task())
-        _store(arguments + 32, block)
+        store_word(arguments, 40)
+        store_word(arguments + 8, 0)
+        store_word(arguments + 16, load_word(frame + CONTEXT))
+        store_word(arguments + 24, address_of_task())
+        store_word(arguments + 32, block)
         for _ in range(num_tasks):
             error = _call(load_word(api + SCHEDULE), arguments)
             if error != 0:

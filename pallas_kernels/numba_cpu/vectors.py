@@ -40,7 +40,7 @@ def prefetch(builder: Any, address: Any) -> None:
     """Loads a cache line to be read soon; any address is allowed."""
     pointer = ir.PointerType(BYTE)
     kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
-    options = [ir.Constant(INT, option) for option in (0, 3, 1)]  # to read, into all caches, data
+    options = [ir.Constant(INT, option) for option in (0, 2, 1)]  # to read, into all caches, data
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     builder.call(function, [builder.inttoptr(address, pointer), *options])
 

@@ -12,7 +12,8 @@ from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
 from pallas_kernels.numba_cpu import frames
 from pallas_kernels.numba_cpu.frames import as_pointer, floats, integers, internal
-from pallas_kernels.numba_cpu.threads import allocate, free, in_parts
+from pallas_kernels.numba_cpu.memory import allocate, free
+from pallas_kernels.numba_cpu.threads import in_parts
 from pallas_kernels.numba_cpu.vectors import LANES
 from pallas_kernels.paged_attention import numba_vectors
 from pallas_kernels.paged_attention.numba_vectors import FLOAT32, NIBBLES, VECTOR

@@ -45,12 +45,18 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
     elif zeros is not None:
         operands.append(-zeros.astype(jnp.float32) * operands[2])
     shape = jax.ShapeDtypeStruct((spec.rows, spec.outputs), jnp.float32)
-    return calls.call(_register(spec), shape, operands, group=min(spec.block[0], spec.inputs))
+    return calls.call(
+        register(spec.values_dtype, is_transposed=spec.is_transposed),
+        shape,
+        operands,
+        group=min(spec.block[0], spec.inputs),
+    )
 
 
-def _register(spec: MatmulSpec) -> str:
+def register(dtype: str, *, is_transposed: bool) -> str:
+    """The registered name of the kernel for weights of a dtype."""
     from pallas_kernels.numba_cpu.frames import register
     from pallas_kernels.quantized_matmul import numba_kernel
 
-    kernel = f"{'transposed_' if spec.is_transposed else ''}{spec.values_dtype}"
+    kernel = f"{'transposed_' if is_transposed else ''}{dtype}"
     return register(f"jaxinfer_matmul_{kernel}", getattr(numba_kernel, kernel))

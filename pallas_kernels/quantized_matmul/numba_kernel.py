@@ -18,7 +18,6 @@ from pallas_kernels.numba_cpu.frames import (
     answers_metadata,
     attribute,
     compiled,
-    floats,
     internal,
     num_operands,
     operand,
@@ -26,13 +25,15 @@ from pallas_kernels.numba_cpu.frames import (
     result,
     result_size,
 )
+from pallas_kernels.numba_cpu.memory import allocate, free, get, put
 from pallas_kernels.numba_cpu.threads import in_parts, num_threads
 
 # Sums of all rows that stay in the first cache while a panel of outputs passes.
 PANEL_BYTES = 2**15
 BLOCK, TILE = 128, 8  # inputs that are converted for all rows, and rows whose sums stay in registers
-AHEAD = 24  # inputs from one that is read to one that is prefetched
-MANY = 24  # rows from which on weights are written as float32 first
+AHEAD = {4: 40, 8: 40, 32: 12}  # inputs from one that is read to one that is prefetched, by bits of a weight
+AHEAD_BYTES = 2**14  # of a transposed weight
+MANY = 72  # rows from which on weights are written as float32 first
 STEP, UNIT = 8, 32
 DOTS = 4  # outputs, and rows, whose products stay in registers where the weight is transposed
 MIN_PART, PARTS = 2**16, 1
@@ -63,7 +64,7 @@ def _adder(bits: int) -> Any:
         def generate(context, builder, signature, arguments):
             totals, width, weights, stride, x, x_stride, rows, units = arguments
             inputs = [builder.add(weights, builder.mul(stride, vec.constant(k))) for k in range(STEP)]
-            ahead = builder.mul(stride, vec.constant(AHEAD))
+            ahead = builder.mul(stride, vec.constant(AHEAD[bits]))
             with cgutils.for_range(builder, units, intp=vec.LONG) as unit:
                 place = builder.mul(unit.index, vec.constant(UNIT * bits // 8))
                 loaded = [_load(builder, builder.add(address, place), bits) for address in inputs]
@@ -102,7 +103,11 @@ def _converter(bits: int) -> Any:
         def generate(context, builder, signature, arguments):
             target, weights, stride, inputs = arguments
             with cgutils.for_range(builder, inputs, intp=vec.LONG) as k:
-                loaded = _load(builder, builder.add(weights, builder.mul(k.index, stride)), bits)
+                source = builder.add(weights, builder.mul(k.index, stride))
+                loaded = _load(builder, source, bits)
+                for line in range(0, UNIT * bits // 8, 64):
+                    ahead = builder.add(builder.mul(stride, vec.constant(AHEAD[bits])), vec.constant(line))
+                    vec.prefetch(builder, builder.add(source, ahead))
                 own = builder.add(target, builder.mul(k.index, vec.constant(4 * UNIT)))
                 for half in range(2):
                     vec.store(builder, loaded[half], builder.add(own, vec.constant(4 * vec.LANES * half)))
@@ -171,6 +176,10 @@ def _dotter(bits: int, outputs: int, rows: int) -> Any:
                 place = builder.mul(unit.index, vec.constant(UNIT * bits // 8))
                 starts = [builder.add(weights, builder.mul(stride, vec.constant(n))) for n in range(outputs)]
                 loaded = [_load(builder, builder.add(start, place), bits) for start in starts]
+                for start in starts:
+                    for line in range(0, UNIT * bits // 8, 64):
+                        ahead = builder.add(place, vec.constant(AHEAD_BYTES + line))
+                        vec.prefetch(builder, builder.add(start, ahead))
                 for row in range(rows):
                     own = builder.add(x, builder.mul(inputs, vec.constant(4 * row)))
                     at = builder.add(own, builder.mul(unit.index, vec.constant(4 * UNIT)))
@@ -193,128 +202,40 @@ def _dotter(bits: int, outputs: int, rows: int) -> Any:
 _add_tile, _add_row = _tiler(TILE), _tiler(1)
 
 
-@internal()
+@internal("int64(int64, int64, int64, int64)")
 def _sums(x, rows, inputs, group):
-    """The sum of the inputs of each group: float32 [rows, groups]."""
-    sums = np.zeros((rows, -(-inputs // group)), np.float32)
+    """The sum of the inputs of each group: the address of float32 [rows, groups], to be freed."""
+    groups = (inputs + group - 1) // group
+    sums = allocate(4 * rows * groups)
     for row in range(rows):
-        for k in range(inputs):
-            sums[row, k // group] += x[row * inputs + k]
+        for index in range(groups):
+            total = np.float32(0)
+            for k in range(index * group, min(index * group + group, inputs)):
+                total += get(x, row * inputs + k)
+            put(sums, row * groups + index, total)
     return sums
 
 
-def _kernel(bits: int) -> Any:
-    """The kernel for weights [K, N] of 4, 8 or 32 bits, the last without scales: a function of the frame."""
-    add_products, convert = _adder(bits), _converter(bits)
+@internal("void(int64, int64, int64, int64, int64, int64, boolean)")
+def _add_scaled(totals, sums, scales, offsets, factors, size, is_first):
+    """totals[n] += sums[n] * scales[n] + factor * offsets[n] for `size` outputs; `is_first`: totals are set.
 
-    @internal()
-    def add_block(sums, weights, stride, x, x_stride, rows, inputs, converted):
-        """Adds the products of up to `BLOCK` inputs of 32 outputs to float32 sums [rows, 32]."""
-        convert(converted, weights, stride, inputs)
-        for row in range(0, rows - TILE + 1, TILE):
-            _add_tile(sums + 4 * UNIT * row, UNIT, converted, x + 4 * row * x_stride, x_stride, inputs)
-        for row in range(rows // TILE * TILE, rows):
-            _add_row(sums + 4 * UNIT * row, UNIT, converted, x + 4 * row * x_stride, x_stride, inputs)
-
-    @internal()
-    def multiply(x, weights, scales, offsets, out, rows, inputs, outputs, group, first, end):
-        stride = outputs * bits // 8
-        panel = UNIT if rows >= MANY else min(end - first, max(PANEL_BYTES // (4 * rows) // UNIT, 1) * UNIT)
-        step = BLOCK if rows >= MANY else STEP
-        sums_of_x = _sums(floats(x, rows * inputs), rows if offsets != 0 else 0, inputs, group)
-        scratch, converted = np.empty(rows * panel, np.float32), np.empty(BLOCK * UNIT, np.float32)
-        totals, sums = floats(out, rows * outputs), scratch.ctypes.data
-        for start in range(first, end, panel):
-            size = min(panel, end - start)
-            for index in range(-(-inputs // group)):
-                scratch[:] = 0
-                after = min(index * group + group, inputs)
-                for k in range(index * group, after, step):
-                    address, numbers = weights + k * stride + start * bits // 8, x + 4 * k
-                    if rows >= MANY:
-                        num_inputs = min(step, after - k)
-                        add_block(sums, address, stride, numbers, inputs, rows, num_inputs, converted.ctypes.data)
-                    else:
-                        add_products(sums, panel, address, stride, numbers, inputs, rows, size // UNIT)
-                for row in range(rows):
-                    total, own = totals[row * outputs + start :], scratch[row * panel :]
-                    if index == 0:
-                        total[:size] = 0
-                    if scales == 0:
-                        total[:size] = own[:size]
-                        continue
-                    scale = floats(scales + 4 * (index * outputs + start), size)
-                    for n in range(size):
-                        total[n] += own[n] * scale[n]
-                    if offsets != 0:
-                        offset = floats(offsets + 4 * (index * outputs + start), size)
-                        factor = sums_of_x[row, index]
-                        for n in range(size):
-                            total[n] += factor * offset[n]
-
-    @internal()
-    def run(frame, part):
-        group, num_parts = attribute(frame, 0), _num_parts(frame, UNIT)
-        x, weights, out = operand(frame, 0), operand(frame, 1), result(frame, 0)
-        rows, inputs, outputs = operand_size(frame, 0, 0), operand_size(frame, 0, 1), result_size(frame, 0, 1)
-        units = outputs // UNIT
-        first, end = UNIT * (part * units // num_parts), UNIT * ((part + 1) * units // num_parts)
-        multiply(x, weights, _scales(frame), _offsets(frame), out, rows, inputs, outputs, group, first, end)
-
-    run_parts = in_parts(run)
-
-    @internal()
-    def start(frame):
-        run_parts(frame, _num_parts(frame, UNIT))
-
-    return start
+    All are addresses of float32, or 0: scales of 1, offsets of 0. The factor is the first at `factors`.
+    """
+    for n in range(size):
+        own = get(sums, n)
+        if scales != 0:
+            own *= get(scales, n)
+        total = own if is_first else get(totals, n) + own
+        if offsets != 0:
+            total += get(factors, 0) * get(offsets, n)
+        put(totals, n, total)
 
 
-def _transposed_kernel(bits: int) -> Any:
-    """The kernel for weights [N, K] with one scale for each output, or none: a function of the frame."""
-    dots, dots_of_row, dot = _dotter(bits, DOTS, DOTS), _dotter(bits, DOTS, 1), _dotter(bits, 1, 1)
-
-    @internal()
-    def multiply(x, weights, scales, offsets, out, rows, inputs, outputs, first, end):
-        stride, whole = inputs * bits // 8, rows // DOTS * DOTS
-        for n in range(first, end, DOTS):
-            address, to = weights + n * stride, out + 4 * n
-            if n + DOTS > end:
-                for left in range(end - n):
-                    for row in range(rows):
-                        place = to + 4 * (row * outputs + left)
-                        dot(place, outputs, address + left * stride, stride, x + 4 * row * inputs, inputs)
-                continue
-            for row in range(0, whole, DOTS):
-                dots(to + 4 * row * outputs, outputs, address, stride, x + 4 * row * inputs, inputs)
-            for row in range(whole, rows):
-                dots_of_row(to + 4 * row * outputs, outputs, address, stride, x + 4 * row * inputs, inputs)
-        if scales == 0:
-            return
-        totals, scale = floats(out, rows * outputs), floats(scales, outputs)
-        sums_of_x = _sums(floats(x, rows * inputs), rows if offsets != 0 else 0, inputs, inputs)
-        for row in range(rows):
-            for n in range(first, end):
-                totals[row * outputs + n] *= scale[n]
-                if offsets != 0:
-                    totals[row * outputs + n] += sums_of_x[row, 0] * floats(offsets, outputs)[n]
-
-    @internal()
-    def run(frame, part):
-        num_parts = _num_parts(frame, DOTS)
-        x, weights, out = operand(frame, 0), operand(frame, 1), result(frame, 0)
-        rows, inputs, outputs = operand_size(frame, 0, 0), operand_size(frame, 0, 1), result_size(frame, 0, 1)
-        units = -(-outputs // DOTS)
-        first, end = DOTS * (part * units // num_parts), min(DOTS * ((part + 1) * units // num_parts), outputs)
-        multiply(x, weights, _scales(frame), _offsets(frame), out, rows, inputs, outputs, first, end)
-
-    run_parts = in_parts(run)
-
-    @internal()
-    def start(frame):
-        run_parts(frame, _num_parts(frame, DOTS))
-
-    return start
+@internal("void(int64, int64)")
+def _clear(address, size):
+    for index in range(size):
+        put(address, index, np.float32(0))
 
 
 @internal("int64(int64, int64)")
@@ -336,6 +257,98 @@ def _offsets(frame):
     return operand(frame, 3) if num_operands(frame) > 3 else 0
 
 
+@internal("UniTuple(int64, 2)(int64, int64, int64)")
+def _outputs(frame, part, unit):
+    """The first output of a part, and the end."""
+    outputs, num_parts = result_size(frame, 0, 1), _num_parts(frame, unit)
+    units = (outputs + unit - 1) // unit
+    return unit * (part * units // num_parts), min(unit * ((part + 1) * units // num_parts), outputs)
+
+
+def _kernel(bits: int) -> Any:
+    """The kernel for weights [K, N] of 4, 8 or 32 bits, the last without scales, as `in_parts` returns it."""
+    add_products, convert = _adder(bits), _converter(bits)
+
+    @internal(suffix=f"_{bits}")
+    def add_block(sums, weights, stride, x, x_stride, rows, inputs, converted):
+        """Adds the products of up to `BLOCK` inputs of 32 outputs to float32 sums [rows, 32]."""
+        convert(converted, weights, stride, inputs)
+        for row in range(0, rows - TILE + 1, TILE):
+            _add_tile(sums + 4 * UNIT * row, UNIT, converted, x + 4 * row * x_stride, x_stride, inputs)
+        for row in range(rows // TILE * TILE, rows):
+            _add_row(sums + 4 * UNIT * row, UNIT, converted, x + 4 * row * x_stride, x_stride, inputs)
+
+    @internal(suffix=f"_{bits}")
+    def run(frame, part):
+        x, weights, out = operand(frame, 0), operand(frame, 1), result(frame, 0)
+        scales, offsets = _scales(frame), _offsets(frame)
+        rows, inputs, outputs = operand_size(frame, 0, 0), operand_size(frame, 0, 1), result_size(frame, 0, 1)
+        group, (first, end) = attribute(frame, 0), _outputs(frame, part, UNIT)
+        stride, groups = outputs * bits // 8, (inputs + group - 1) // group
+        panel = UNIT if rows >= MANY else min(end - first, max(PANEL_BYTES // (4 * rows) // UNIT, 1) * UNIT)
+        step = BLOCK if rows >= MANY else STEP
+        sums, converted = allocate(4 * rows * panel), allocate(4 * BLOCK * UNIT)
+        factors = _sums(x, rows, inputs, group) if offsets != 0 else 0
+        for start in range(first, end, panel):
+            size = min(panel, end - start)
+            for index in range(groups):
+                _clear(sums, rows * panel)
+                after = min(index * group + group, inputs)
+                for k in range(index * group, after, step):
+                    address, numbers = weights + k * stride + start * bits // 8, x + 4 * k
+                    if rows >= MANY:
+                        add_block(sums, address, stride, numbers, inputs, rows, min(step, after - k), converted)
+                    else:
+                        add_products(sums, panel, address, stride, numbers, inputs, rows, size // UNIT)
+                place = 4 * (index * outputs + start)
+                scale, offset = scales + place if scales != 0 else 0, offsets + place if offsets != 0 else 0
+                for row in range(rows):
+                    own, factor = sums + 4 * row * panel, factors + 4 * (row * groups + index)
+                    _add_scaled(out + 4 * (row * outputs + start), own, scale, offset, factor, size, index == 0)
+        free(sums)
+        free(converted)
+        if offsets != 0:
+            free(factors)
+
+    return in_parts(run)
+
+
+def _transposed_kernel(bits: int) -> Any:
+    """The kernel for weights [N, K] with one scale for each output, or none, as `in_parts` returns it."""
+    dots, dots_of_row, dot = _dotter(bits, DOTS, DOTS), _dotter(bits, DOTS, 1), _dotter(bits, 1, 1)
+
+    @internal(suffix=f"_{bits}")
+    def run(frame, part):
+        x, weights, out = operand(frame, 0), operand(frame, 1), result(frame, 0)
+        scales, offsets = _scales(frame), _offsets(frame)
+        rows, inputs, outputs = operand_size(frame, 0, 0), operand_size(frame, 0, 1), result_size(frame, 0, 1)
+        first, end = _outputs(frame, part, DOTS)
+        stride, whole = inputs * bits // 8, rows // DOTS * DOTS
+        for n in range(first, end, DOTS):
+            address, to = weights + n * stride, out + 4 * n
+            if n + DOTS > end:
+                for left in range(end - n):
+                    for row in range(rows):
+                        place = to + 4 * (row * outputs + left)
+                        dot(place, outputs, address + left * stride, stride, x + 4 * row * inputs, inputs)
+                continue
+            for row in range(0, whole, DOTS):
+                dots(to + 4 * row * outputs, outputs, address, stride, x + 4 * row * inputs, inputs)
+            for row in range(whole, rows):
+                dots_of_row(to + 4 * row * outputs, outputs, address, stride, x + 4 * row * inputs, inputs)
+        if scales == 0:
+            return
+        factors = _sums(x, rows, inputs, inputs) if offsets != 0 else 0
+        offset = offsets + 4 * first if offsets != 0 else 0
+        for row in range(rows):
+            to = out + 4 * (row * outputs + first)
+            _add_scaled(to, to, scales + 4 * first, offset, factors + 4 * row, end - first, True)
+        if offsets != 0:
+            free(factors)
+
+    return in_parts(run)
+
+
 _int8, _int4, _float32 = _kernel(8), _kernel(4), _kernel(32)
 _transposed_int8, _transposed_int4, _transposed_float32 = (_transposed_kernel(bits) for bits in (8, 4, 32))
 
@@ -343,40 +356,40 @@ _transposed_int8, _transposed_int4, _transposed_float32 = (_transposed_kernel(bi
 @compiled
 def int8(frame):
     if not answers_metadata(frame):
-        _int8(frame)
+        _int8(frame, _num_parts(frame, UNIT))
     return 0
 
 
 @compiled
 def int4(frame):
     if not answers_metadata(frame):
-        _int4(frame)
+        _int4(frame, _num_parts(frame, UNIT))
     return 0
 
 
 @compiled
 def float32(frame):
     if not answers_metadata(frame):
-        _float32(frame)
+        _float32(frame, _num_parts(frame, UNIT))
     return 0
 
 
 @compiled
 def transposed_int8(frame):
     if not answers_metadata(frame):
-        _transposed_int8(frame)
+        _transposed_int8(frame, _num_parts(frame, DOTS))
     return 0
 
 
 @compiled
 def transposed_int4(frame):
     if not answers_metadata(frame):
-        _transposed_int4(frame)
+        _transposed_int4(frame, _num_parts(frame, DOTS))
     return 0
 
 
 @compiled
 def transposed_float32(frame):
     if not answers_metadata(frame):
-        _transposed_float32(frame)
+        _transposed_float32(frame, _num_parts(frame, DOTS))
     return 0
