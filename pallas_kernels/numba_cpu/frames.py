@@ -54,6 +54,13 @@ def internal(signature: str | None = None, *, is_inlined: bool = False, suffix: 
     return named
 
 
+def inlined(function: Any, *, suffix: str = "") -> Any:
+    """A function that becomes part of the functions that call it. One that is called is optimized again with each of
+    its callers, and theirs. `suffix` is `internal`'s."""
+    function.__qualname__ += suffix
+    return njit(inline="always", error_model="numpy")(function)
+
+
 def _compiled_once(dispatcher: Any, get_call_template: Any, signature: str, arguments: Any, keywords: Any) -> Any:
     """`get_call_template` of a dispatcher that compiles one signature, on the first call from a kernel."""
     if not dispatcher.overloads:

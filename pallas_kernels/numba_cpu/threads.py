@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from pallas_kernels.numba_cpu.frames import API, internal, load_word
+from pallas_kernels.numba_cpu.frames import API, inlined, internal, load_word
 from pallas_kernels.numba_cpu.memory import allocate, external, free, intrinsic, store_word
 from pallas_kernels.numba_cpu.vectors import LONG, at
 
@@ -117,7 +117,7 @@ def _release(block):
 def in_parts(run: Any) -> Any:
     """A function (frame, num_parts), for a kernel, that calls `run(frame, part)` for each part, on several threads.
 
-    run: a function of two int64, compiled by `internal`, of a name that no other kernel has.
+    run: an `inlined` function of two int64, of a name that no other kernel has.
     """
     suffix = f"_{run.py_func.__qualname__}"
 
@@ -132,7 +132,7 @@ def in_parts(run: Any) -> Any:
 
     address_of_task = _address_of_task(take_parts)
 
-    @internal(suffix=suffix)
+    @inlined
     def run_parts(frame, num_parts):
         num_tasks = min(num_threads(frame), num_parts) - 1
         block = allocate(BLOCK_BYTES)

@@ -297,7 +297,7 @@ def _weigh(call, item, base, first_vec, end_vec, first_row, values, scratch):
             )
 
 
-@_inlined
+@frames.inlined
 def _attend_block(call, item, head, base, keys, values, scratch):
     """Adds a block of keys to the sums of the item's queries of one key head, `head` of the item."""
     num_rows = item.count * item.groups
@@ -344,7 +344,7 @@ def _attend_block(call, item, head, base, keys, values, scratch):
         )
 
 
-@_inlined
+@frames.inlined
 def _attend(call, item, keys, values, scratch):
     """The results of some units of an item, whose key heads share each block."""
     _start_rows(call, item, keys, values, scratch)
@@ -375,7 +375,7 @@ def _stored(frame, sizes, operand, scales, kind, size, factor, width):
     )
 
 
-@_compiled
+@frames.inlined
 def _run_sequence(call, keys, values, scratch, sizes, table, start, length, kv_length, first_unit, end_unit):
     """Those of a sequence's units, counted from its first, that are in a range."""
     queries, groups = _size(sizes, QUERIES), _size(sizes, GROUPS)
@@ -414,7 +414,7 @@ def _run_sequence(call, keys, values, scratch, sizes, table, start, length, kv_l
         unit += num_kv_heads
 
 
-@_compiled
+@frames.inlined
 def _run_part(frame, part):
     sizes = integers(frames.operand(frame, SIZES), MAX_ROWS + 1)
     numbers = floats(frames.operand(frame, NUMBERS), VALUE_FACTOR + 1)

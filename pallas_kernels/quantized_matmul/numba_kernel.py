@@ -18,6 +18,7 @@ from pallas_kernels.numba_cpu.frames import (
     answers_metadata,
     attribute,
     compiled,
+    inlined,
     internal,
     num_operands,
     operand,
@@ -278,7 +279,6 @@ def _kernel(bits: int) -> Any:
         for row in range(rows // TILE * TILE, rows):
             _add_row(sums + 4 * UNIT * row, UNIT, converted, x + 4 * row * x_stride, x_stride, inputs)
 
-    @internal(suffix=f"_{bits}")
     def run(frame, part):
         x, weights, out = operand(frame, 0), operand(frame, 1), result(frame, 0)
         scales, offsets = _scales(frame), _offsets(frame)
@@ -310,14 +310,13 @@ def _kernel(bits: int) -> Any:
         if offsets != 0:
             free(factors)
 
-    return in_parts(run)
+    return in_parts(inlined(run, suffix=f"_{bits}"))
 
 
 def _transposed_kernel(bits: int) -> Any:
     """The kernel for weights [N, K] with one scale for each output, or none, as `in_parts` returns it."""
     dots, dots_of_row, dot = _dotter(bits, DOTS, DOTS), _dotter(bits, DOTS, 1), _dotter(bits, 1, 1)
 
-    @internal(suffix=f"_{bits}")
     def run(frame, part):
         x, weights, out = operand(frame, 0), operand(frame, 1), result(frame, 0)
         scales, offsets = _scales(frame), _offsets(frame)
@@ -346,7 +345,7 @@ def _transposed_kernel(bits: int) -> Any:
         if offsets != 0:
             free(factors)
 
-    return in_parts(run)
+    return in_parts(inlined(run, suffix=f"_{bits}"))
 
 
 _int8, _int4, _float32 = _kernel(8), _kernel(4), _kernel(32)
