@@ -32,6 +32,21 @@ def load(builder: Any, address: Any, kind: Any = FLOATS) -> Any:
     return builder.load(at(builder, address, kind), align=1)
 
 
+def load_first(builder: Any, address: Any, kind: Any, count: Any) -> Any:
+    """The first `count` numbers of a vector; the others are 0 and are not read."""
+    size = kind.count
+    longs = ir.VectorType(LONG, size)
+    undefined = ir.Constant(longs, ir.Undefined)
+    counts = builder.insert_element(undefined, count, ir.Constant(INT, 0))
+    counts = builder.shuffle_vector(counts, undefined, splat(ir.VectorType(INT, size), 0))
+    is_read = builder.icmp_signed("<", ir.Constant(longs, list(range(size))), counts)
+    pointer, name = ir.PointerType(BYTE), f"v{size}{'f32' if kind.element == FLOAT else 'i8'}"
+    signature = ir.FunctionType(kind, [pointer, INT, is_read.type, kind])
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.masked.load.{name}.p0")
+    zeros = ir.Constant(kind, [0] * size)
+    return builder.call(function, [builder.inttoptr(address, pointer), ir.Constant(INT, 1), is_read, zeros])
+
+
 def store(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, at(builder, address, value.type), align=1)
 

@@ -7,7 +7,7 @@ from pallas_kernels.numba_cpu import calls
 from pallas_kernels.quantized_matmul.dequantize import code_zero
 from pallas_kernels.quantized_matmul.specs import MatmulSpec
 
-UNIT, STEP = 32, 8  # outputs and inputs that the kernel takes at once
+STEP, UNIT = 8, 32  # inputs that the kernel takes at once, and where the weight is transposed
 
 
 def unsupported(spec: MatmulSpec, platform: str) -> str | None:
@@ -25,8 +25,12 @@ def unsupported(spec: MatmulSpec, platform: str) -> str | None:
         return f"a transposed weight has one scale for each output and a multiple of {UNIT} inputs, not {spec.inputs}"
     if spec.is_transposed:
         return None
-    if spec.outputs % UNIT or spec.inputs % STEP or (spec.is_grouped and spec.block[0] % STEP):
-        return f"it takes whole blocks of {STEP} inputs and {UNIT} outputs, not {spec.inputs} and {spec.outputs}"
+    if spec.inputs % STEP or (spec.is_grouped and spec.block[0] % STEP):
+        return (
+            f"it takes whole blocks of {STEP} inputs, not {spec.inputs} in groups of {min(spec.block[0], spec.inputs)}"
+        )
+    if spec.values_dtype == "int4" and spec.outputs % 2:
+        return f"two int4 of an input share a byte, so that outputs are even, not {spec.outputs}"
     return None
 
 

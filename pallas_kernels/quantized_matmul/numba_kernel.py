@@ -40,19 +40,29 @@ DOTS = 4  # outputs, and rows, whose products stay in registers where the weight
 MIN_PART, PARTS = 2**16, 1
 
 
-def _load(builder: Any, address: Any, bits: int) -> list[Any]:
-    """32 weights as two vectors of float32."""
+def _load(builder: Any, address: Any, bits: int, count: Any = None) -> list[Any]:
+    """32 weights as two vectors of float32; the first `count`, and zeros."""
+
+    def load(start: int, kind: Any) -> Any:
+        place = builder.add(address, vec.constant(start * bits // 8))
+        if count is None:
+            return vec.load(builder, place, kind)
+        left = builder.sub(count, vec.constant(start))
+        return vec.load_first(builder, place, kind, builder.udiv(left, vec.constant(2)) if bits == 4 else left)
+
+    numbers = vec.ir.VectorType(vec.BYTE, vec.LANES)
     if bits == 4:
-        return vec.from_int4(builder, vec.load(builder, address, vec.ir.VectorType(vec.BYTE, 16)))
-    addresses = [address, builder.add(address, vec.constant(vec.LANES * bits // 8))]
+        return vec.from_int4(builder, load(0, numbers))
     if bits == 32:
-        return [vec.load(builder, each) for each in addresses]
-    kind = vec.ir.VectorType(vec.BYTE, vec.LANES)
-    return [vec.from_int8(builder, vec.load(builder, each, kind)) for each in addresses]
+        return [load(start, vec.FLOATS) for start in (0, vec.LANES)]
+    return [vec.from_int8(builder, load(start, numbers)) for start in (0, vec.LANES)]
 
 
-def _adder(bits: int) -> Any:
-    """Adds the products of 8 inputs: an intrinsic for weights of 4, 8 or 32 bits."""
+def _adder(bits: int, *, is_part: bool = False) -> Any:
+    """Adds the products of 8 inputs: an intrinsic for weights of 4, 8 or 32 bits.
+
+    is_part: it takes one unit, of which `units` outputs are real.
+    """
 
     @intrinsic
     def add_products(context, totals, width, weights, stride, x, x_stride, rows, units):
@@ -66,9 +76,10 @@ def _adder(bits: int) -> Any:
             totals, width, weights, stride, x, x_stride, rows, units = arguments
             inputs = [builder.add(weights, builder.mul(stride, vec.constant(k))) for k in range(STEP)]
             ahead = builder.mul(stride, vec.constant(AHEAD[bits]))
-            with cgutils.for_range(builder, units, intp=vec.LONG) as unit:
+            count, times = (units, vec.constant(1)) if is_part else (None, units)
+            with cgutils.for_range(builder, times, intp=vec.LONG) as unit:
                 place = builder.mul(unit.index, vec.constant(UNIT * bits // 8))
-                loaded = [_load(builder, builder.add(address, place), bits) for address in inputs]
+                loaded = [_load(builder, builder.add(address, place), bits, count) for address in inputs]
                 for address in inputs:
                     for line in range(0, UNIT * bits // 8, 64):
                         to = builder.add(place, builder.add(ahead, vec.constant(line)))
@@ -94,18 +105,19 @@ def _adder(bits: int) -> Any:
     return add_products
 
 
-def _converter(bits: int) -> Any:
+def _converter(bits: int, *, is_part: bool = False) -> Any:
     """An intrinsic that writes weights of 4, 8 or 32 bits as float32."""
 
     @intrinsic
-    def convert(context, target, weights, stride, inputs):
-        """Writes 32 outputs of `inputs` inputs, `stride` bytes apart, as float32 [inputs, 32]."""
+    def convert(context, target, weights, stride, inputs, outputs):
+        """Writes 32 outputs of `inputs` inputs, `stride` bytes apart, as float32 [inputs, 32]; `is_part`: of which
+        `outputs` are real."""
 
         def generate(context, builder, signature, arguments):
-            target, weights, stride, inputs = arguments
+            target, weights, stride, inputs, outputs = arguments
             with cgutils.for_range(builder, inputs, intp=vec.LONG) as k:
                 source = builder.add(weights, builder.mul(k.index, stride))
-                loaded = _load(builder, source, bits)
+                loaded = _load(builder, source, bits, outputs if is_part else None)
                 for line in range(0, UNIT * bits // 8, 64):
                     ahead = builder.add(builder.mul(stride, vec.constant(AHEAD[bits])), vec.constant(line))
                     vec.prefetch(builder, builder.add(source, ahead))
@@ -114,7 +126,7 @@ def _converter(bits: int) -> Any:
                     vec.store(builder, loaded[half], builder.add(own, vec.constant(4 * vec.LANES * half)))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 4), generate
+        return types.void(*[types.int64] * 5), generate
 
     return convert
 
@@ -268,12 +280,16 @@ def _outputs(frame, part, unit):
 
 def _kernel(bits: int) -> Any:
     """The kernel for weights [K, N] of 4, 8 or 32 bits, the last without scales, as `in_parts` returns it."""
-    add_products, convert = _adder(bits), _converter(bits)
+    add_products, add_last = _adder(bits), _adder(bits, is_part=True)
+    convert, convert_last = _converter(bits), _converter(bits, is_part=True)
 
     @internal(suffix=f"_{bits}")
-    def add_block(sums, weights, stride, x, x_stride, rows, inputs, converted):
-        """Adds the products of up to `BLOCK` inputs of 32 outputs to float32 sums [rows, 32]."""
-        convert(converted, weights, stride, inputs)
+    def add_block(sums, weights, stride, x, x_stride, rows, inputs, outputs, converted):
+        """Adds the products of up to `BLOCK` inputs of up to 32 outputs to float32 sums [rows, 32]."""
+        if outputs == UNIT:
+            convert(converted, weights, stride, inputs, outputs)
+        else:
+            convert_last(converted, weights, stride, inputs, outputs)
         for row in range(0, rows - TILE + 1, TILE):
             _add_tile(sums + 4 * UNIT * row, UNIT, converted, x + 4 * row * x_stride, x_stride, inputs)
         for row in range(rows // TILE * TILE, rows):
@@ -285,19 +301,25 @@ def _kernel(bits: int) -> Any:
         rows, inputs, outputs = operand_size(frame, 0, 0), operand_size(frame, 0, 1), result_size(frame, 0, 1)
         group, (first, end) = attribute(frame, 0), _outputs(frame, part, UNIT)
         stride, groups = outputs * bits // 8, (inputs + group - 1) // group
-        panel = UNIT if rows >= MANY else min(end - first, max(PANEL_BYTES // (4 * rows) // UNIT, 1) * UNIT)
-        step = BLOCK if rows >= MANY else STEP
+        panel = UNIT if rows >= MANY else max(min(end - first, PANEL_BYTES // (4 * rows)) // UNIT, 1) * UNIT
         sums, converted = allocate(4 * rows * panel), allocate(4 * BLOCK * UNIT)
         factors = _sums(x, rows, inputs, group) if offsets != 0 else 0
-        for start in range(first, end, panel):
+        start = first
+        while start < end:
             size = min(panel, end - start)
+            if size > UNIT:
+                size -= size % UNIT
+            step = BLOCK if rows >= MANY else STEP
             for index in range(groups):
                 _clear(sums, rows * panel)
                 after = min(index * group + group, inputs)
                 for k in range(index * group, after, step):
                     address, numbers = weights + k * stride + start * bits // 8, x + 4 * k
                     if rows >= MANY:
-                        add_block(sums, address, stride, numbers, inputs, rows, min(step, after - k), converted)
+                        num_inputs = min(step, after - k)
+                        add_block(sums, address, stride, numbers, inputs, rows, num_inputs, size, converted)
+                    elif size < UNIT:
+                        add_last(sums, panel, address, stride, numbers, inputs, rows, size)
                     else:
                         add_products(sums, panel, address, stride, numbers, inputs, rows, size // UNIT)
                 place = 4 * (index * outputs + start)
@@ -305,6 +327,7 @@ def _kernel(bits: int) -> Any:
                 for row in range(rows):
                     own, factor = sums + 4 * row * panel, factors + 4 * (row * groups + index)
                     _add_scaled(out + 4 * (row * outputs + start), own, scale, offset, factor, size, index == 0)
+            start += size
         free(sums)
         free(converted)
         if offsets != 0:

@@ -91,6 +91,16 @@ def test_a_tied_embedding_is_read_as_it_is_stored(name):
     assert "stablehlo.transpose" not in text
 
 
+@pytest.mark.parametrize("name", ["int8-g32-asym", "int4"])
+def test_outputs_that_are_no_whole_block(name):
+    """Also those are the same to the bit as in a block."""
+    w = weight(name, K, 128)
+    part = jax.tree.map(lambda array: array[:, 32:114], w)
+    for rows in (2, 80):
+        x = jax.random.normal(jax.random.key(6), (rows, K))
+        np.testing.assert_array_equal(product(x, part), product(x, w)[:, 32:114])
+
+
 def test_not_numbers_are_seen():
     w = weight("int8")
     x = jnp.ones((2, K)).at[1, 5].set(jnp.nan)
