@@ -49,3 +49,14 @@ def test_xla_reads_the_weight_once_as_it_is_stored(chip, name, rows):
     assert found.temporary_bytes <= 2 * activations + (more if what == "scales" else 0)
     assert moved <= 1.03 * weight.num_bytes + 2 * activations + more
     assert more == 0 or moved > 1.2 * weight.num_bytes + 2 * activations  # else the table is out of date
+
+
+@pytest.mark.parametrize("name", quick(["int8", "fp8", "w8a8"], "int8"))
+def test_one_row_and_few_outputs_on_a_gpu(name):
+    """Of keys: XLA would write the weight in float32."""
+    if (reason := ahead_of_time.missing_compiler("h100")) is not None:
+        pytest.skip(reason)
+    x = jax.ShapeDtypeStruct((1, K), jnp.bfloat16)
+    weight = jax.eval_shape(partial(quantize, how=name), jax.ShapeDtypeStruct((K, 1024), jnp.bfloat16))
+    program = Program(ahead_of_time.compile_for("h100", matmul, x, weight).program.as_text())
+    assert sum(move.num_bytes for move in program.moves()) <= 1.1 * weight.num_bytes
