@@ -1,7 +1,6 @@
 """Calls of kernels that Numba compiled, inside XLA programs."""
 
 import importlib.util
-import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +10,7 @@ import numpy as np
 
 from pallas_kernels.platform import missing_platform, num_cores
 
-# XLA:CPU runs independent calls on several threads. Beyond 16 a call's own cost shows.
-MAX_PARTS = 16
+MAX_PARTS = 16  # beyond which the cost of a part itself shows
 
 
 def unsupported(platform: str) -> str | None:
@@ -36,15 +34,9 @@ def is_divided() -> bool:
 
 
 def num_parts(num_units: int, units_of_a_part: int = 1) -> int:
-    """Into how many calls to divide `num_units` of work of equal size, at least `units_of_a_part` each: as many as this
+    """Into how many parts to divide `num_units` of work of equal size, at least `units_of_a_part` each: as many as this
     process has cores."""
     return max(1, min(num_cores(), MAX_PARTS, num_units // units_of_a_part))
-
-
-def ranges(num_units: int, parts: int) -> list[tuple[int, int]]:
-    """The first and the end unit of each part; parts differ by at most one unit."""
-    bounds = [part * num_units // parts for part in range(parts + 1)]
-    return list(itertools.pairwise(bounds))
 
 
 def call(name: str, results: Any, operands: Sequence[jax.Array], **attributes: int) -> Any:

@@ -37,7 +37,9 @@ AHEAD_BYTES = 2**14  # of a transposed weight
 MANY = 72  # rows from which on weights are written as float32 first
 STEP, UNIT = 8, 32
 DOTS = 4  # outputs, and rows, whose products stay in registers where the weight is transposed
-MIN_PART, PARTS = 2**16, 1
+MIN_PART = 2**16  # weights of a part
+# Parts for each thread: one where reading weights takes the time, since wider rows are read faster.
+PARTS, PARTS_OF_MANY = 1, 4
 
 
 def _load(builder: Any, address: Any, bits: int, count: Any = None) -> list[Any]:
@@ -254,8 +256,9 @@ def _clear(address, size):
 @internal("int64(int64, int64)")
 def _num_parts(frame, unit):
     """Into how many parts the outputs are divided, whole units each."""
-    inputs, outputs = operand_size(frame, 0, 1), result_size(frame, 0, 1)
-    return max(min(PARTS * num_threads(frame), outputs // unit, inputs * outputs // MIN_PART), 1)
+    rows, inputs, outputs = operand_size(frame, 0, 0), operand_size(frame, 0, 1), result_size(frame, 0, 1)
+    wanted = (PARTS_OF_MANY if rows >= MANY else PARTS) * num_threads(frame)
+    return max(min(wanted, outputs // unit, inputs * outputs // MIN_PART), 1)
 
 
 @internal("int64(int64)")

@@ -1,17 +1,8 @@
 """How work is divided into calls."""
 
 import jax
-import pytest
 
 from pallas_kernels.numba_cpu import calls
-
-
-@pytest.mark.parametrize(("units", "parts"), [(1, 1), (7, 2), (16, 16), (100, 3)])
-def test_parts_have_all_units_once(units, parts):
-    ranges = calls.ranges(units, parts)
-    assert [unit for first, end in ranges for unit in range(first, end)] == list(range(units))
-    sizes = [end - first for first, end in ranges]
-    assert max(sizes) - min(sizes) <= 1
 
 
 def test_no_more_parts_than_cores_and_work(monkeypatch):
