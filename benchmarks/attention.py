@@ -39,10 +39,10 @@ class Measurement:
     note: str = ""
 
 
-def copy_rate(platform_name: str) -> float:
-    """Bytes per second of a large device copy, read and written counted."""
-    size = MIN_CACHE_BYTES[platform_name] * (1 if platform_name == "cpu" else 4)
-    x = jnp.zeros((size // 4,), jnp.float32)
+def copy_rate(platform_name: str, num_bytes: int | None = None) -> float:
+    """Bytes per second of a large device copy, or one of `num_bytes`, read and written counted."""
+    num_bytes = num_bytes or MIN_CACHE_BYTES[platform_name] * (1 if platform_name == "cpu" else 4)
+    x = jnp.zeros((num_bytes // 4,), jnp.float32)
 
     # A changing addend keeps the compiler from folding the steps into one.
     @jax.jit
@@ -52,9 +52,10 @@ def copy_rate(platform_name: str) -> float:
     return 2 * x.nbytes / seconds_per_step(loop, x, 10)
 
 
-def matrix_rate(platform_name: str) -> float:
-    """FLOP per second of a large matrix product, in bfloat16 (float32 on a CPU)."""
+def matrix_rate(platform_name: str, size: int | None = None) -> float:
+    """FLOP per second of a large matrix product, or one of `size` rows, in bfloat16 (float32 on a CPU)."""
     n, dtype = (1024, jnp.float32) if platform_name == "cpu" else (8192, jnp.bfloat16)
+    n = size or n
     x = jnp.eye(n, dtype=dtype)
 
     @jax.jit
@@ -64,8 +65,11 @@ def matrix_rate(platform_name: str) -> float:
     return 2 * n**3 / seconds_per_step(loop, x, 20)
 
 
-def measure_paged(case: str, shape: PagedShape, implementation: str, rate: float, platform_name: str) -> Measurement:
-    num_bytes, layers = ideal_bytes(shape), num_layers(shape, platform_name)
+def measure_paged(
+    case: str, shape: PagedShape, implementation: str, rate: float, platform_name: str, *, layers: int | None = None
+) -> Measurement:
+    """One call of a layer, over the caches of `layers` layers; without, of as many as exceed the chip's cache."""
+    num_bytes, layers = ideal_bytes(shape), layers or num_layers(shape, platform_name)
     try:
         loop, arguments = paged_loop(shape, implementation, layers)
         steps = 2 if platform_name == "cpu" else max(4, int(0.05 / (layers * num_bytes / rate)))

@@ -8,8 +8,8 @@ layers are compiled; bytes of 32 follow. Time of a step: for each layer the prod
 bandwidth or FLOPs at the chip's rate, whichever takes longer), then all other bytes that the program moves, then the
 pages of the sequences; and the same of the output layer and the sampler. A deterministic engine decodes 1, 8 or 64
 sequences with one program, of all slots; without, each number has a program. Prefill is a step full of tokens of one
-prompt. A GPU's bytes are those beside what its cache serves (`pallas_kernels.cache_traffic`); the last column is the
-ratio if it served nothing. Queries and results of attention's kernel are not counted on a GPU.
+prompt. A GPU's bytes are those beside what its cache serves (`pallas_kernels.hbm_traffic.through_cache`); the last
+column is the ratio if it served nothing. Queries and results of attention's kernel are not counted on a GPU.
 """
 
 import argparse
@@ -36,8 +36,7 @@ from jaxinfer.planning.counted import count
 from jaxinfer.planning.plan import PlanRequest
 from jaxinfer.quantization import quantize_params
 from pallas_kernels import ahead_of_time
-from pallas_kernels.cache_traffic import through_cache
-from pallas_kernels.hbm_traffic import Move, Program
+from pallas_kernels.hbm_traffic import Move, Program, through_cache
 
 CHIPS, WEIGHTS = ("v6e", "h100", "v5e", "tpu7x"), ("bfloat16", "int8", "int4-g128")
 BATCHES, SLOTS, CONTEXT = (1, 8, 64), 64, 1536

@@ -2,12 +2,20 @@
 
 XLA's own "bytes accessed" counts every branch of every conditional, an embedding table for a gather of a few of its
 rows, and an array twice when it is copied into vector memory (VMEM) before use. Here an instruction counts the bytes
-that it reads from and writes to HBM; arrays in VMEM are free. A GPU's cache is a matter of `through_cache`.
+that it reads from and writes to HBM; arrays in VMEM are free. `through_cache` leaves out reads that a GPU's L2 cache
+serves.
+
+Its model of the cache: an array stays there until as many bytes as the cache holds have been touched since. A kernel
+touches its arrays evenly while it runs, so of what else it moves, half lies between an array that it makes and its end,
+half between its start and an array that it reads. What a kernel writes counts always: the cache writes it back when it
+needs the room, since nothing says that an array of temporaries is no longer needed. The L2 cache of an H100 is two
+halves, and what multiprocessors of both read is in both: `CACHE_SHARE` of it counts. The replacement is taken to be
+that of the least recently used, which is not documented.
 """
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +28,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COST = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INDEX = re.compile(r"\bindex=(\d+)")
+CACHE_SHARE = 0.5
 HOST_SPACE = "S(5)"  # in layouts: the host's memory
 # The compiler's kernels for `jax.lax.ragged_dot`, which have no cost estimate: each expert is read once.
 _RAGGED = "ragged-dot"
@@ -283,6 +292,25 @@ class Program:
     def _is_view(self, fusion: Instruction) -> bool:
         """Whether a fusion is a bitcast or reshape of its only operand."""
         return all(i.opcode in ("parameter", *_VIEWS) for i in self.computations[fusion.called or ""].values())
+
+
+def through_cache(moves: Iterable[Move], l2_bytes: float, share: float = CACHE_SHARE) -> list[Move]:
+    """`moves`, of `Program.moves`, without the reads that a share of a cache of `l2_bytes` bytes serves; all of them
+    where that is 0. A loop's iterations count alike, and the first finds nothing in the cache that it leaves there."""
+    held, touched, found = share * l2_bytes, 0.0, []
+    last_use: dict[str, float] = {}
+    for move in moves:
+        own = move.num_bytes / move.times
+        saved = 0
+        for access in move.reads:
+            since = touched + (own - access.num_bytes) / 2 - last_use.get(access.array, -math.inf)
+            saved += access.num_bytes * (since + access.array_bytes <= held)
+        touched += own
+        for access in (*move.reads, *move.writes):
+            if access.array and access.num_bytes >= access.array_bytes:  # of a part it is not known which
+                last_use[access.array] = touched - (own - access.num_bytes) / 2
+        found.append(replace(move, num_bytes=move.num_bytes - saved * move.times))
+    return found
 
 
 def copied_from_host(instruction: Instruction) -> int:

@@ -61,9 +61,10 @@ def calls(implementation: str, platform: str, models: list[str], is_quick: bool)
             yield _flash_call(f"{implementation} {model} flash", implementation, MODELS[model], context, q_dtype)
 
 
-def paged_call(name: str, shape: PagedShape, implementation: str) -> TuningCall:
+def paged_call(name: str, shape: PagedShape, implementation: str, layers: int | None = None) -> TuningCall:
+    """A call for one layer, over the caches of `layers` layers; without, of as many as exceed the chip's cache."""
     module = _PAGED[implementation]
-    layers = measure.num_layers(shape, current_platform())
+    layers = layers or measure.num_layers(shape, current_platform())
     return TuningCall(
         name,
         module,

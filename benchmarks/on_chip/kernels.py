@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.attention import copy_rate, matrix_rate, measure_cudnn_decode, measure_paged, measure_prefill
+from benchmarks.attention import (
+    Measurement,
+    copy_rate,
+    matrix_rate,
+    measure_cudnn_decode,
+    measure_paged,
+    measure_prefill,
+)
 from benchmarks.on_chip.results import Results, Row
 from benchmarks.on_chip.sizes import Sizes
 from jaxinfer.quantization import QuantizedArray, quantize
@@ -39,8 +46,8 @@ def own_kernel() -> str | None:
 def rates(sizes: Sizes, results: Results) -> Iterator[Row]:
     """What shares are taken of: a large copy and a large matrix product."""
     platform = current_platform()
-    yield Row("copy", copy_rate(platform), "B/s")
-    yield Row("matrix product", matrix_rate(platform), "FLOP/s")
+    yield Row("copy", copy_rate(platform, sizes.rate_sizes.get("num_bytes")), "B/s")
+    yield Row("matrix product", matrix_rate(platform, sizes.rate_sizes.get("size")), "FLOP/s")
 
 
 # The same answers as XLA's.
@@ -203,24 +210,22 @@ def decode_speed(sizes: Sizes, results: Results) -> Iterator[Row]:
                     shape = make(batch, context, cache_dtype=dtype, num_new=num_new)
                     case = f"{'decode' if num_new == 1 else 'verify 8'} b{batch} c{context} {dtype}"
                     goal = GOALS.get(jnp.dtype(dtype).itemsize) if num_new == 1 and sizes.has_goals else None
-                    yield _paged_row(case, shape, own_kernel() or "xla", rate, platform, goal)
+                    measure = partial(measure_paged, rate=rate, platform_name=platform, layers=sizes.layers)
+                    yield _paged_row(case, partial(measure, case, shape, own_kernel() or "xla"), goal)
                     if own_kernel() is not None and context == sizes.contexts[0]:
-                        yield _paged_row(f"{case} xla", shape, "xla", rate, platform)
+                        yield _paged_row(f"{case} xla", partial(measure, f"{case} xla", shape, "xla"))
                     if platform == "gpu" and dtype == "bfloat16" and context in CUDNN_CONTEXTS:
                         yield _of(measure_cudnn_decode(f"{case} cudnn, contiguous", shape, rate), "copy")
 
 
-def _paged_row(
-    case: str, shape: PagedShape, implementation: str, rate: float, platform: str, goal: float | None = None
-) -> Row:
+def _paged_row(case: str, measure: Callable[[], Measurement], goal: float | None = None) -> Row:
     try:
-        return _of(measure_paged(case, shape, implementation, rate, platform), "copy", goal)
+        return _of(measure(), "copy", goal)
     except ArithmeticError as error:
         return Row(case, note=f"not measured: {error}")
 
 
-def _of(found: Any, of: str, goal: float | None = None) -> Row:
-    """The row of a `benchmarks.attention.Measurement`."""
+def _of(found: Measurement, of: str, goal: float | None = None) -> Row:
     if found.microseconds is None:
         return Row(found.case, note=f"not run: {found.note}")
     note = f"{found.rate:.1f} {found.unit}"

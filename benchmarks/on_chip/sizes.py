@@ -55,7 +55,7 @@ MIXTURE_7B = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
-_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+_TINY = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 _TINY |= {"vocab_size": 256, "max_position_embeddings": 256, "torch_dtype": "float32"}
 
 
@@ -71,6 +71,8 @@ class Sizes:
       prompt_tokens, answer_tokens: of whole models. prefill_tokens: of one long prompt.
       quantized: recipes of weights. kv_dtypes: of caches. products: rows of quantized products.
       repeats: measured batches of each size. has_goals: whether shares have a least value.
+      rate_sizes: of the arrays by which rates are measured, as in `jaxinfer.measure.bench.rates`; {}: large ones.
+      layers: whose caches a measured kernel reads in turn; None: as many as exceed the chip's cache.
     """
 
     configs: dict[str, dict[str, Any]]
@@ -94,6 +96,7 @@ class Sizes:
     has_goals: bool = True
     allowed_ids: tuple[int, ...] = (1, 2, 4)
     rate_sizes: dict[str, int] = field(default_factory=dict)
+    layers: int | None = None
 
 
 def sizes_for(platform: str, *, is_tiny: bool) -> Sizes:
@@ -102,7 +105,7 @@ def sizes_for(platform: str, *, is_tiny: bool) -> Sizes:
         mixture = MIXTURE_7B | _TINY | {"intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
         dense = LLAMA_3_8B | _TINY | {"intermediate_size": 128}
         return Sizes(
-            configs={"8b": dense, "1b": dense | {"num_hidden_layers": 1}, "mixture": mixture},
+            configs={"8b": dense, "1b": dense, "mixture": mixture},
             shapes=("qwen3-0.6b",),
             q_dtype="float32",
             cache_dtypes=("float32", "int8"),
@@ -123,6 +126,7 @@ def sizes_for(platform: str, *, is_tiny: bool) -> Sizes:
             has_goals=False,
             allowed_ids=(1,),
             rate_sizes={"num_bytes": 2**20, "size": 128},
+            layers=2,
         )
     if platform == "cpu":
         raise ValueError("no chip found: this machine has only a CPU; give --tiny to run the same pieces on tiny sizes")

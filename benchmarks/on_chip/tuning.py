@@ -18,7 +18,7 @@ def calls(sizes: Sizes) -> list[tune.TuningCall]:
         return list(tune.calls(kernel, current_platform(), list(sizes.shapes), is_quick=False))
     options = {"dtype": sizes.q_dtype, "cache_dtype": sizes.cache_dtypes[0], "page_size": sizes.page_size}
     shape = decode_shape(sizes.shapes[0], sizes.batches[-1], sizes.contexts[0], **options)
-    return [tune.paged_call("xla decode", shape, "xla")]
+    return [tune.paged_call("xla decode", shape, "xla", sizes.layers)]
 
 
 def tune_call(call: tune.TuningCall, folder: Path, sizes: Sizes, results: Results) -> Iterator[Row]:

@@ -19,6 +19,8 @@ def main(file: Path, settings: dict, until: float) -> int:
     from jaxinfer import compilation_cache
 
     compilation_cache.enable()
+    if settings["tiny"]:
+        compilation_cache.keep_all()  # each piece begins without programs, and few of these take long enough to be kept
     machine = this_machine()
     sizes = sizes_for(machine["platform"], is_tiny=settings["tiny"])
     results = Results.open(file, machine, settings)

@@ -127,41 +127,45 @@ def test_an_answer_adds_to_what_its_prompt_has(kind):
     step of one arithmetic, and computed again in pieces of a page. With sinks, shares add up to less."""
     sinks = jnp.linspace(-1.0, 2.0, CONFIG.num_heads)
     for options in ({}, {"sinks": sinks}):
-        run = jax.jit(partial(run_answer, kind), static_argnums=()) if kind == "decode" else partial(run_answer, kind)
-        cache = run(options)
+        cache = run_answer(kind, options)
         wanted = expected_sums(stored_keys(cache, 1), 31, sinks=options.get("sinks"))
         np.testing.assert_allclose(sums_of(cache, 1)[:, :31], wanted, atol=1e-5)
 
 
 def run_answer(kind: str, options):
     """A prompt of 20 tokens with an answer of 11."""
-    arrays = [jnp.asarray(x) for x in tensors()]
-
-    def rows(start: int, length: int):
-        return [x[start : start + length] for x in arrays]
-
-    def passed(cache, start: int, length: int, decodes: bool, is_uniform: bool = False):
-        counts = [jnp.array(one) for one in ([0, 0], [0, length], [0, start + length])]
-        slots = jnp.full(length, 1)
-        more = jnp.array([False, decodes]), jnp.array([20, 0 if decodes else 20])
-        attend = attend_step(HEAVY, CONFIG, cache, TABLES, slots, *counts, *more, is_uniform=is_uniform)
-        attend(0, *rows(start, length), None, **options)
-        return attend.cache
-
-    cache = passed(empty(), 0, 20, decodes=False)
+    cache = _pass(empty(), 0, options, 20)
     if kind == "replay":
         for start, end in pairwise([20, 22, 24, 31]):
-            cache = passed(cache, start, end - start, decodes=False)
+            cache = _pass(cache, start, options, end - start)
         return cache
     for position in range(20, 31):
         if kind == "decode":
-            counts = jnp.array([0, position]), jnp.array([0, 1])
-            attend = attend_decoding(HEAVY, CONFIG, cache, TABLES, *counts)
-            attend(0, *(jnp.tile(x, (2, 1, 1)) for x in rows(position, 1)), None, **options)
-            cache = attend.cache
+            cache = _decode(cache, position, options)
         else:
-            cache = passed(cache, position, 1, decodes=True, is_uniform=kind == "uniform step")
+            cache = _pass(cache, position, options, 1, decodes=True, is_uniform=kind == "uniform step")
     return cache
+
+
+def _rows(start, length: int):
+    return [jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, length) for x in tensors()]
+
+
+@partial(jax.jit, static_argnums=3, static_argnames=("decodes", "is_uniform"))
+def _pass(cache, start, options, length, *, decodes=False, is_uniform=False):
+    """A step of `length` rows of slot 1, from `start`."""
+    counts = [jnp.array(one) for one in ([0, 0], [0, length], [0, start + length])]
+    more = jnp.array([False, decodes]), jnp.array([20, 0 if decodes else 20])
+    attend = attend_step(HEAVY, CONFIG, cache, TABLES, jnp.full(length, 1), *counts, *more, is_uniform=is_uniform)
+    attend(0, *_rows(start, length), None, **options)
+    return attend.cache
+
+
+@jax.jit
+def _decode(cache, position, options):
+    attend = attend_decoding(HEAVY, CONFIG, cache, TABLES, jnp.array([0, position]), jnp.array([0, 1]))
+    attend(0, *(jnp.tile(x, (2, 1, 1)) for x in _rows(position, 1)), None, **options)
+    return attend.cache
 
 
 def filled(dtype: str, layout: str, sums: np.ndarray):

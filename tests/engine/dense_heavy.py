@@ -9,6 +9,8 @@ import numpy as np
 
 from jaxinfer.models import ModelConfig, Params, bind
 
+ROW_TOKENS = 80  # of which rows are padded to a multiple
+
 
 def softmax(scores: np.ndarray) -> np.ndarray:
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -70,7 +72,7 @@ class DenseHeavy:
 
 
 def dense_logits(config: ModelConfig, params: Params, tokens: Sequence[int], attend: DenseHeavy) -> np.ndarray:
-    """float32 [T, V]."""
-    row = jnp.asarray(np.asarray(tokens, np.int32))
+    """float32 [T, V]. Tokens that come later change nothing: with them, rows of many lengths share their programs."""
+    row = np.pad(np.asarray(tokens, np.int32), (0, -len(tokens) % ROW_TOKENS))
     decoder = bind(config, params)
-    return np.asarray(decoder.logits(decoder(row, jnp.arange(len(row)), attend)))
+    return np.asarray(decoder.logits(decoder(jnp.asarray(row), jnp.arange(len(row)), attend)))[: len(tokens)]

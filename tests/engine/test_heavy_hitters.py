@@ -63,13 +63,15 @@ def expected(model):
 def dense_choices(model, number: int, tokens: list[int], **fault) -> list[int]:
     """What the sampler chooses from dense attention, after each token of an answer."""
     config, params = model
-    prompt, count = PROMPTS[number], len(tokens)
+    prompt, count, rows = PROMPTS[number], len(tokens), PARAMS[-1].max_tokens
     attend = DenseHeavy(len(prompt), PAGE, BUDGET, **fault)
     logits = dense_logits(config, params, [*prompt, *tokens[:-1]], attend)[len(prompt) - 1 :]
-    batch = make_batch([SamplingRow(PARAMS[number], PARAMS[number].seed or 0)] * count, config.vocab_size)
-    state = make_state([prompt] * count, config.vocab_size, [tokens[:k] for k in range(count)])
-    positions = len(prompt) + np.arange(count, dtype=np.int32)
-    return jax.jit(sample)(logits, positions, batch, state).tokens.tolist()
+    # As many rows for each answer: one program.
+    logits = np.pad(logits, ((0, rows - count), (0, 0)))
+    batch = make_batch([SamplingRow(PARAMS[number], PARAMS[number].seed or 0)] * rows, config.vocab_size)
+    state = make_state([prompt] * rows, config.vocab_size, [tokens[:k] for k in range(rows)])
+    positions = len(prompt) + np.arange(rows, dtype=np.int32)
+    return jax.jit(sample)(logits, positions, batch, state).tokens[:count].tolist()
 
 
 def test_alone_is_what_dense_attention_gives(model, expected):

@@ -63,7 +63,7 @@ TOLERANCE = 2e-5
 PAGE = 16
 
 
-@pytest.fixture(params=list(MODELS))
+@pytest.fixture(params=list(MODELS), scope="module")
 def model(request):
     """A configuration, and parameters of which none is zero."""
     config = MODELS[request.param]

@@ -80,8 +80,23 @@ def test_minima(bits):
 def test_what_cannot_be_an_embedding():
     with pytest.raises(ValueError, match=r"a scale per row, blocks \(1, D\), not \(128, 1\)"):
         rows(quantize(W, "int8"), jnp.zeros(2, jnp.int32))
-    with pytest.raises(ValueError, match="nested scales cannot be transposed"):
-        transposed(quantize(W, "nf4-dq"))
+
+
+def permuted() -> QuantizedArray:
+    return replace(quantize(W, "int4-g32"), permutation=jnp.arange(128, dtype=jnp.int32))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: quantize(jnp.stack([W, -W]), "int8"), lambda: quantize(W, "nf4-dq"), permuted],
+    ids=["stack", "nested scales", "permuted inputs"],
+)
+def test_what_cannot_be_transposed(make):
+    weight, message = make(), "a stack, or a weight with permuted inputs or nested scales cannot be transposed"
+    with pytest.raises(ValueError, match=message):
+        transposed(weight)
+    with pytest.raises(ValueError, match=message):
+        matmul(X[..., :24], weight, is_transposed=True)
 
 
 def test_a_nan_stays_in_its_row():

@@ -389,22 +389,20 @@ FAULTS = (
     ),
     Fault(
         "kernels/a-cache-holds-more-than-its-size",
-        "pallas_kernels/cache_traffic.py",
+        "pallas_kernels/hbm_traffic.py",
         "(since + access.array_bytes <= held)",
         "(since <= held)",
         (
-            "tests/pallas_kernels/test_cache_traffic.py::test_a_read_is_served_while_the_cache_holds_what_was_touched_since",
+            "tests/pallas_kernels/test_hbm_traffic.py::test_a_read_is_served_while_the_cache_holds_what_was_touched_since",
         ),
         "an array larger than a GPU's cache is read from it",
     ),
     Fault(
         "kernels/a-large-weight-leaves-the-cache-as-it-is",
-        "pallas_kernels/cache_traffic.py",
+        "pallas_kernels/hbm_traffic.py",
         "since = touched + (own - access.num_bytes) / 2 -",
         "since = touched -",
-        (
-            "tests/pallas_kernels/test_cache_traffic.py::test_a_large_product_evicts_what_it_makes_and_what_it_reads_late",
-        ),
+        ("tests/pallas_kernels/test_hbm_traffic.py::test_a_large_product_evicts_what_it_makes_and_what_it_reads_late",),
         "the bytes of large products on a GPU are counted too low",
     ),
 )

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -50,9 +51,26 @@ def check_paged(shape: PagedShape, implementation: str, page_layout: str, *, see
             np.testing.assert_array_equal(np.asarray(array.astype(jnp.float32)), wanted, err_msg=name)
 
 
+def check_rows_alone(shape: PagedShape, call: Callable[[dict], jax.Array], page_layout: str = "separate") -> None:
+    """A sequence's rows of `call(arguments)`, a program of one shape, keep every bit when the others are emptied."""
+    arguments = shape.arguments(page_layout)
+    together = np.asarray(call(arguments))
+    for index, (length, _) in enumerate(shape.lengths):
+        only = np.arange(len(shape.lengths)) == index
+        alone = arguments | {key: jnp.where(only, arguments[key], 0) for key in ("query_lengths", "kv_lengths")}
+        start = int(arguments["query_starts"][index])
+        rows = slice(start, start + length)
+        np.testing.assert_array_equal(np.asarray(call(alone))[rows], together[rows])
+
+
 @pytest.fixture
 def check():
     return check_paged
+
+
+@pytest.fixture
+def check_alone():
+    return check_rows_alone
 
 
 @pytest.fixture

@@ -68,17 +68,8 @@ def compiled(shape: PagedShape, **options):
 
 
 @pytest.mark.parametrize("name", quick(["decode_window", "verify_tree", "mixed", "prefill_int8"], "mixed"))
-def test_bits_do_not_depend_on_neighbours(name):
-    """In a program of one shape, a sequence's rows keep every bit when the others are emptied."""
-    shape = SMALL[name]
-    arguments, call = shape.arguments("separate"), compiled(shape)
-    together = np.asarray(call(arguments))
-    for index, (length, _) in enumerate(shape.lengths):
-        only = np.arange(len(shape.lengths)) == index
-        alone = arguments | {key: jnp.where(only, arguments[key], 0) for key in ("query_lengths", "kv_lengths")}
-        start = int(arguments["query_starts"][index])
-        rows = slice(start, start + length)
-        np.testing.assert_array_equal(np.asarray(call(alone))[rows], together[rows])
+def test_bits_do_not_depend_on_neighbours(name, check_alone):
+    check_alone(SMALL[name], compiled(SMALL[name]))
 
 
 @pytest.mark.parametrize("name", quick(["decode_64_sequences", "decode_one_sequence", "mixed_tree"], "mixed_tree"))

@@ -193,18 +193,9 @@ def test_each_missing_wait_is_noticed(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("name", quick(["verify_tree", "mixed", "decode_int8"], "decode_int8"))
-def test_bits_do_not_depend_on_neighbours(name, tpu_interpreter, small_blocks):
-    """In a program of one shape, a sequence's rows keep every bit when the others are emptied."""
-    shape = SMALL[name]
-    arguments = shape.arguments("interleaved")
-    call = jitted(shape)
-    together = np.asarray(call(arguments)[0])
-    for index, (length, _) in enumerate(shape.lengths):
-        only = np.arange(len(shape.lengths)) == index
-        alone = arguments | {key: jnp.where(only, arguments[key], 0) for key in ("query_lengths", "kv_lengths")}
-        start = int(arguments["query_starts"][index])
-        rows = slice(start, start + length)
-        np.testing.assert_array_equal(np.asarray(call(alone)[0])[rows], together[rows])
+def test_bits_do_not_depend_on_neighbours(name, check_alone, tpu_interpreter, small_blocks):
+    call = jitted(SMALL[name])
+    check_alone(SMALL[name], lambda arguments: call(arguments)[0], "interleaved")
 
 
 @pytest.mark.parametrize("dtype", quick(("bfloat16", "int8", "float32"), "bfloat16"))

@@ -76,18 +76,10 @@ def test_the_suite_finds_a_wrong_key(check, monkeypatch, traced_anew):
 
 @pytest.mark.parametrize("name", quick(["decode_window", "verify_tree", "mixed", "prefill_int8"], "mixed"))
 @pytest.mark.optimized
-def test_bits_do_not_depend_on_neighbours(name):
-    """In a program of one shape, a sequence's rows keep every bit when the others are emptied."""
+def test_bits_do_not_depend_on_neighbours(name, check_alone):
     shape = SMALL[name]
-    arguments = shape.arguments("separate")
     call = jax.jit(lambda arrays: paged_attention(**arrays, **shape.options, implementation="xla")[0])
-    together = np.asarray(call(arguments))
-    for index, (length, _) in enumerate(shape.lengths):
-        only = np.arange(len(shape.lengths)) == index
-        alone = arguments | {key: jnp.where(only, arguments[key], 0) for key in ("query_lengths", "kv_lengths")}
-        start = int(arguments["query_starts"][index])
-        rows = slice(start, start + length)
-        np.testing.assert_array_equal(np.asarray(call(alone))[rows], together[rows])
+    check_alone(shape, call)
 
 
 @pytest.mark.optimized
