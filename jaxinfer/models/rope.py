@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.config import RopeConfig
+from pallas_kernels.numba_cpu.calls import materialized
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -65,8 +66,8 @@ class Positions:
     def rotation(self, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
         """cos and sin, float32 [..., rotary_dim / 2]."""
         if rope not in self._rotations:
-            # Without the barrier, XLA:CPU recomputes them in every layer.
-            self._rotations[rope] = jax.lax.optimization_barrier(rotation(rope, self.positions))
+            # Otherwise XLA:CPU recomputes them in every layer, for each head.
+            self._rotations[rope] = jax.tree.map(materialized, rotation(rope, self.positions))
         return self._rotations[rope]
 
     def scaled_queries(self, rope: RopeConfig, q: jax.Array) -> jax.Array:

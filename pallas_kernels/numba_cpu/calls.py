@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.platform import missing_platform, num_cores
+from pallas_kernels.platform import current_platform, missing_platform, num_cores
 
 MAX_PARTS = 16  # beyond which the cost of a part itself shows
 
@@ -48,3 +49,15 @@ def call(name: str, results: Any, operands: Sequence[jax.Array], **attributes: i
     """
     function = jax.ffi.ffi_call(name, results, vmap_method="sequential")
     return function(*operands, **{key: np.int64(value) for key, value in attributes.items()})
+
+
+def materialized(x: jax.Array) -> jax.Array:
+    """x, computed once: XLA:CPU fuses what is cheap in its view, such as a cosine, into every operation that uses it,
+    and ignores `jax.lax.optimization_barrier`. Where there are no kernels for CPUs, the barrier."""
+    if unsupported(current_platform()) is not None or x.dtype != jnp.float32 or x.size == 0:
+        return jax.lax.optimization_barrier(x)
+    from pallas_kernels.numba_cpu.copy_kernel import copy_handler
+    from pallas_kernels.numba_cpu.frames import register
+
+    flat = call(register("jaxinfer_copy", copy_handler), jax.ShapeDtypeStruct((x.size,), x.dtype), [x.reshape(-1)])
+    return flat.reshape(x.shape)

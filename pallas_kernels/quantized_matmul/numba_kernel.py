@@ -3,7 +3,8 @@
 Few rows: 8 inputs of 32 outputs are converted in registers, and their products added to sums in the first cache. Many
 rows: blocks of 128 inputs of 32 outputs are written as float32 to the first cache, and the sums of 8 rows stay in
 registers (Goto and van de Geijn 2008, the inner kernel). The order of sums is the same, so a row's result does not
-depend, to the bit, on how many there are. Outputs are divided among threads, which changes no sum.
+depend, to the bit, on how many there are. Few rows' outputs are divided among threads, and many rows: neither changes a
+sum.
 """
 
 from typing import Any
@@ -38,8 +39,6 @@ MANY = 72  # rows from which on weights are written as float32 first
 STEP, UNIT = 8, 32
 DOTS = 4  # outputs, and rows, whose products stay in registers where the weight is transposed
 MIN_PART = 2**16  # weights of a part
-# Parts for each thread: one where reading weights takes the time, since wider rows are read faster.
-PARTS, PARTS_OF_MANY = 1, 4
 
 
 def _load(builder: Any, address: Any, bits: int, count: Any = None) -> list[Any]:
@@ -255,10 +254,23 @@ def _clear(address, size):
 
 @internal("int64(int64, int64)")
 def _num_parts(frame, unit):
-    """Into how many parts the outputs are divided, whole units each."""
-    rows, inputs, outputs = operand_size(frame, 0, 0), operand_size(frame, 0, 1), result_size(frame, 0, 1)
-    wanted = (PARTS_OF_MANY if rows >= MANY else PARTS) * num_threads(frame)
-    return max(min(wanted, outputs // unit, inputs * outputs // MIN_PART), 1)
+    """Into how many parts the outputs are divided, whole units each: one for each thread, since wider rows of weights
+    are read faster."""
+    inputs, outputs = operand_size(frame, 0, 1), result_size(frame, 0, 1)
+    return max(min(num_threads(frame), outputs // unit, inputs * outputs // MIN_PART), 1)
+
+
+@internal("int64(int64)")
+def _rows_of_part(frame):
+    """An equal share of the rows for each thread, of whole tiles."""
+    return -(-operand_size(frame, 0, 0) // (TILE * num_threads(frame))) * TILE
+
+
+@internal("int64(int64)")
+def _num_row_parts(frame):
+    """Into how many parts the work is divided: rows where there are many, else outputs."""
+    rows = operand_size(frame, 0, 0)
+    return -(-rows // _rows_of_part(frame)) if rows >= MANY else _num_parts(frame, UNIT)
 
 
 @internal("int64(int64)")
@@ -302,9 +314,14 @@ def _kernel(bits: int) -> Any:
         x, weights, out = operand(frame, 0), operand(frame, 1), result(frame, 0)
         scales, offsets = _scales(frame), _offsets(frame)
         rows, inputs, outputs = operand_size(frame, 0, 0), operand_size(frame, 0, 1), result_size(frame, 0, 1)
-        group, (first, end) = attribute(frame, 0), _outputs(frame, part, UNIT)
+        group, has_many = attribute(frame, 0), rows >= MANY
+        first, end = (0, outputs) if has_many else _outputs(frame, part, UNIT)
+        if has_many:
+            most = _rows_of_part(frame)
+            x, out = x + 4 * part * most * inputs, out + 4 * part * most * outputs
+            rows = min(most, rows - part * most)
         stride, groups = outputs * bits // 8, (inputs + group - 1) // group
-        panel = UNIT if rows >= MANY else max(min(end - first, PANEL_BYTES // (4 * rows)) // UNIT, 1) * UNIT
+        panel = UNIT if has_many else max(min(end - first, PANEL_BYTES // (4 * rows)) // UNIT, 1) * UNIT
         sums, converted = allocate(4 * rows * panel), allocate(4 * BLOCK * UNIT)
         factors = _sums(x, rows, inputs, group) if offsets != 0 else 0
         start = first
@@ -312,15 +329,14 @@ def _kernel(bits: int) -> Any:
             size = min(panel, end - start)
             if size > UNIT:
                 size -= size % UNIT
-            step = BLOCK if rows >= MANY else STEP
+            step = BLOCK if has_many else STEP
             for index in range(groups):
                 _clear(sums, rows * panel)
                 after = min(index * group + group, inputs)
                 for k in range(index * group, after, step):
                     address, numbers = weights + k * stride + start * bits // 8, x + 4 * k
-                    if rows >= MANY:
-                        num_inputs = min(step, after - k)
-                        add_block(sums, address, stride, numbers, inputs, rows, num_inputs, size, converted)
+                    if has_many:
+                        add_block(sums, address, stride, numbers, inputs, rows, min(step, after - k), size, converted)
                     elif size < UNIT:
                         add_last(sums, panel, address, stride, numbers, inputs, rows, size)
                     else:
@@ -381,21 +397,21 @@ _transposed_int8, _transposed_int4, _transposed_float32 = (_transposed_kernel(bi
 @compiled
 def int8(frame):
     if not answers_metadata(frame):
-        _int8(frame, _num_parts(frame, UNIT))
+        _int8(frame, _num_row_parts(frame))
     return 0
 
 
 @compiled
 def int4(frame):
     if not answers_metadata(frame):
-        _int4(frame, _num_parts(frame, UNIT))
+        _int4(frame, _num_row_parts(frame))
     return 0
 
 
 @compiled
 def float32(frame):
     if not answers_metadata(frame):
-        _float32(frame, _num_parts(frame, UNIT))
+        _float32(frame, _num_row_parts(frame))
     return 0
 
 

@@ -1,6 +1,9 @@
 """How work is divided into calls."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
 
 from pallas_kernels.numba_cpu import calls
 
@@ -25,3 +28,15 @@ def test_arrays_of_a_mesh_are_divided_outside_of_shard_map():
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((size,), ("model",), axis_types=(kind,))):
             found.append(calls.is_divided())
     assert found == [True, True, False, False]
+
+
+def test_a_materialized_cosine_is_computed_once():
+    pytest.importorskip("numba", reason="kernels for CPUs need Numba")
+    x = jnp.arange(6.0).reshape(2, 3)
+
+    def scaled_twice(x):
+        cosine = calls.materialized(jnp.cos(x))
+        return cosine * 2, jnp.sum(cosine[:, :, None] * x[:, None], axis=1)
+
+    np.testing.assert_array_equal(jax.jit(scaled_twice)(x)[0], jax.jit(jnp.cos)(x) * 2)
+    assert jax.jit(scaled_twice).lower(x).compile().as_text().count(" cosine(") == 1

@@ -160,5 +160,5 @@ def test_what_it_says_of_itself():
 
     assert said("int8", "tpu") == "xla, product, then scale"
     assert said("int4-g32", "tpu") == "xla, a product per group, then scale and sum"
-    assert said("int4-g32", "cpu") == "xla, weights to float32, then product"
+    assert said("nf4", "cpu") == "xla, weights to float32, then product"
     assert said("w8a8", "gpu") == "xla, tokens to int8, product, then scale"
