@@ -12,11 +12,11 @@ from pallas_kernels.numba_cpu import calls, frames, threads
 
 @frames.internal()
 def _count(frame, part):
-    """Adds 1 to the part's place, and 1 to the sum of all parts' numbers, after some work."""
-    number = np.float32(1.0)
-    for _ in range(2000 * (part % 3)):
-        number = np.sqrt(number)
-    frames.floats(frames.result(frame, 0), part + 1)[part] += number
+    """Adds 1 to the part's place, parts with odd numbers after some work."""
+    number = np.float32(part)
+    for _ in range(100_000 * (part % 2)):
+        number = np.sqrt(number + np.float32(1))
+    frames.floats(frames.result(frame, 0), part + 1)[part] += np.float32(1 if number >= 0 else 2)
 
 
 _count_parts = threads.in_parts(_count)
