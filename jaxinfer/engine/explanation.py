@@ -401,14 +401,13 @@ def _compiled(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _products(engine: EngineSpec) -> dict[str, str]:
     precision = ", highest precision" if engine.dtype == "float32" else ""
-    names = {"xla": 0}
+    names = set()
     for leaf in weights(all_layers(engine.params)) if engine.mesh is None else ():
         if not is_quantized(leaf) and leaf.ndim == 2:
             x = jax.ShapeDtypeStruct((1, leaf.shape[0]), engine.dtype)
-            name = choose_dense(make_dense_spec(x, leaf)).implementation
-            names[name] = names.get(name, 0) + 1
-    names = [name for name in names if names[name]] or ["xla"]
-    return {"matrix products": f"{' and '.join(names)}, {engine.dtype}{precision}", **_quantized_products(engine)}
+            names.add(choose_dense(make_dense_spec(x, leaf)).implementation)
+    shown = " and ".join(sorted(names)) or "xla"
+    return {"matrix products": f"{shown}, {engine.dtype}{precision}", **_quantized_products(engine)}
 
 
 def _quantized_products(engine: EngineSpec) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """float32 products on a CPU by the kernel of `quantized_matmul`.
 
-XLA:CPU packs the weight in every call of 2 rows and more: 5 rows take 1.7 times as long as one, 32 rows run at half of
-the processor's rate.
+XLA:CPU packs the weight in every call of 2 rows and more: 60 products of 576 x 1,536 and back on two cores take 13.0 ms
+with 5 rows and 27.9 with 32; this kernel takes 7.6 and 20.0.
 """
 
 import jax

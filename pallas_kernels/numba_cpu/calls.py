@@ -56,8 +56,8 @@ def materialized(x: jax.Array) -> jax.Array:
     and ignores `jax.lax.optimization_barrier`. Where there are no kernels for CPUs, the barrier."""
     if unsupported(current_platform()) is not None or x.dtype != jnp.float32 or x.size == 0:
         return jax.lax.optimization_barrier(x)
-    from pallas_kernels.numba_cpu.copy_kernel import copy_handler
     from pallas_kernels.numba_cpu.frames import register
+    from pallas_kernels.numba_cpu.memory import copy_handler
 
     flat = call(register("jaxinfer_copy", copy_handler), jax.ShapeDtypeStruct((x.size,), x.dtype), [x.reshape(-1)])
     return flat.reshape(x.shape)

@@ -6,6 +6,7 @@ from llvmlite import ir
 from numba import extending, types
 from numba.core import cgutils
 
+from pallas_kernels.numba_cpu.frames import answers_metadata, compiled, operand, operand_size, result
 from pallas_kernels.numba_cpu.vectors import BYTE, FLOAT, LONG, at, constant
 
 POINTER = ir.PointerType(BYTE)
@@ -72,3 +73,13 @@ def put(context, address, index, number):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32), generate
+
+
+@compiled
+def copy_handler(frame):
+    """The kernel of `calls.materialized`."""
+    if not answers_metadata(frame):
+        source, target = operand(frame, 0), result(frame, 0)
+        for index in range(operand_size(frame, 0, 0)):
+            put(target, index, get(source, index))
+    return 0

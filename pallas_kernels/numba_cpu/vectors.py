@@ -52,10 +52,11 @@ def store(builder: Any, value: Any, address: Any) -> None:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Loads a cache line to be read soon; any address is allowed."""
+    """Loads a cache line that is read soon into the second cache; any address is allowed. The first has too few
+    outstanding misses: one row of a 1,536 x 576 int8 weight would take 63 us instead of 34."""
     pointer = ir.PointerType(BYTE)
     kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
-    options = [ir.Constant(INT, option) for option in (0, 2, 1)]  # to read, into all caches, data
+    options = [ir.Constant(INT, option) for option in (0, 2, 1)]  # to read, into the second cache, data
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     builder.call(function, [builder.inttoptr(address, pointer), *options])
 

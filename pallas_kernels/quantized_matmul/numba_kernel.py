@@ -3,8 +3,7 @@
 Few rows: 8 inputs of 32 outputs are converted in registers, and their products added to sums in the first cache. Many
 rows: blocks of 128 inputs of 32 outputs are written as float32 to the first cache, and the sums of 8 rows stay in
 registers (Goto and van de Geijn 2008, the inner kernel). The order of sums is the same, so a row's result does not
-depend, to the bit, on how many there are. Few rows' outputs are divided among threads, and many rows: neither changes a
-sum.
+depend, to the bit, on how many there are. Threads share the outputs of few rows, or many rows; that changes no sum.
 """
 
 from typing import Any
