@@ -4,7 +4,7 @@ XLA:CPU runs the calls of a program one after the other, on one thread. A kernel
 tasks on XLA's pool of threads (XLA_FFI_ThreadPool_Schedule, xla/ffi/api/c_api.h).
 
 The calling thread and the tasks take parts, one at a time, until none is left. A task may begin late, or after the call
-has ended: it reads a block of memory that whoever uses it last frees, and the frame only for a part that it took. A
+has ended: it reads a block of memory that whoever uses it last frees, and the job only for a part that it took. A
 call waits for parts that were taken, never for a task to begin, so that it ends on a pool of one thread, too.
 """
 
@@ -21,7 +21,7 @@ from pallas_kernels.numba_cpu.vectors import LONG, at
 CONTEXT = 24
 DESTROY_ERROR, SCHEDULE, NUM_THREADS = 64, 136, 144
 # Words of a block. The last five are XLA_FFI_ThreadPool_Schedule_Args.
-FRAME, NUM_PARTS, NEXT, DONE, USERS, ARGUMENTS = range(0, 48, 8)
+JOB, NUM_PARTS, NEXT, DONE, USERS, ARGUMENTS = range(0, 48, 8)
 BLOCK_BYTES = ARGUMENTS + 5 * 8
 SPINS = 2000  # reads of a counter before the thread lets another one run
 
@@ -115,9 +115,10 @@ def _release(block):
 
 
 def in_parts(run: Any) -> Any:
-    """A function (frame, num_parts), for a kernel, that calls `run(frame, part)` for each part, on several threads.
+    """A function (frame, job, num_parts), for a kernel, that calls `run(job, part)` for each part, on several threads.
 
-    run: an `inlined` function of two int64, of a name that no other kernel has.
+    run: an `inlined` function of two int64, of a name that no other kernel has. job: the frame, or the address of what
+    the parts share, which stays until the function returns.
     """
     suffix = f"_{run.py_func.__qualname__}"
 
@@ -125,7 +126,7 @@ def in_parts(run: Any) -> Any:
     def take_parts(block):
         part = _add(block + NEXT, 1)
         while part < load_word(block + NUM_PARTS):
-            run(load_word(block + FRAME), part)
+            run(load_word(block + JOB), part)
             _add(block + DONE, 1)
             part = _add(block + NEXT, 1)
         _release(block)
@@ -133,10 +134,10 @@ def in_parts(run: Any) -> Any:
     address_of_task = _address_of_task(take_parts)
 
     @inlined
-    def run_parts(frame, num_parts):
+    def run_parts(frame, job, num_parts):
         num_tasks = min(num_threads(frame), num_parts) - 1
         block = allocate(BLOCK_BYTES)
-        store_word(block + FRAME, frame)
+        store_word(block + JOB, job)
         store_word(block + NUM_PARTS, num_parts)
         store_word(block + NEXT, 0)
         store_word(block + DONE, 0)

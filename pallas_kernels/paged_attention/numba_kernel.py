@@ -464,5 +464,5 @@ _run_parts = in_parts(_run_part)
 @frames.compiled
 def attention_handler(frame):
     if not frames.answers_metadata(frame):
-        _run_parts(frame, frames.operand_size(frame, BOUNDS, 0) - 1)
+        _run_parts(frame, frame, frames.operand_size(frame, BOUNDS, 0) - 1)
     return 0

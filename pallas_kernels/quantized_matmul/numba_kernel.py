@@ -396,40 +396,40 @@ _transposed_int8, _transposed_int4, _transposed_float32 = (_transposed_kernel(bi
 @compiled
 def int8(frame):
     if not answers_metadata(frame):
-        _int8(frame, _num_row_parts(frame))
+        _int8(frame, frame, _num_row_parts(frame))
     return 0
 
 
 @compiled
 def int4(frame):
     if not answers_metadata(frame):
-        _int4(frame, _num_row_parts(frame))
+        _int4(frame, frame, _num_row_parts(frame))
     return 0
 
 
 @compiled
 def float32(frame):
     if not answers_metadata(frame):
-        _float32(frame, _num_row_parts(frame))
+        _float32(frame, frame, _num_row_parts(frame))
     return 0
 
 
 @compiled
 def transposed_int8(frame):
     if not answers_metadata(frame):
-        _transposed_int8(frame, _num_parts(frame, DOTS))
+        _transposed_int8(frame, frame, _num_parts(frame, DOTS))
     return 0
 
 
 @compiled
 def transposed_int4(frame):
     if not answers_metadata(frame):
-        _transposed_int4(frame, _num_parts(frame, DOTS))
+        _transposed_int4(frame, frame, _num_parts(frame, DOTS))
     return 0
 
 
 @compiled
 def transposed_float32(frame):
     if not answers_metadata(frame):
-        _transposed_float32(frame, _num_parts(frame, DOTS))
+        _transposed_float32(frame, frame, _num_parts(frame, DOTS))
     return 0

@@ -27,7 +27,7 @@ def counting_handler(frame):
     if not frames.answers_metadata(frame):
         counts = frames.floats(frames.result(frame, 0), frames.result_size(frame, 0, 0))
         counts[:] = 0
-        _count_parts(frame, counts.size)
+        _count_parts(frame, frame, counts.size)
     return 0
 
 

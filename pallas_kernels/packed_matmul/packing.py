@@ -1,0 +1,287 @@
+"""Packs weights for the kernels of CPUs, and unpacks them: both without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.packed_matmul.specs import CODES, LANES, OUTER, STEP, PackedArrays, PackedForm
+
+_FLOATS = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+_EMPTY = np.zeros(0, np.int8)
+_STRIP = 64  # panels that are packed at once: their pieces stay in the processor's cache
+_LARGEST = (63, 127, -128, 31, -32)  # inner numbers that quantizers give the largest of a block, most frequent first
+
+
+def why_not(values: Any, block: tuple[int, int]) -> str | None:
+    """The reason why a weight [K, N] (a transposed one's arrays transposed) cannot be packed, or None."""
+    inputs, outputs = values.shape
+    if 0 in (inputs, outputs):
+        return "the weight is empty"
+    if block[1] != 1 and not (block[1] >= outputs and block[0] >= inputs):
+        return f"{block[1]} outputs share a scale"
+    if block[0] < inputs and block[0] % STEP:
+        return f"groups of {block[0]} inputs are no multiple of {STEP}"
+    return None
+
+
+def pack(
+    values: np.ndarray,
+    scales: np.ndarray | None = None,
+    zeros: np.ndarray | None = None,
+    codebook: np.ndarray | None = None,
+    minima: np.ndarray | None = None,
+    *,
+    block: tuple[int, int],
+    activations: str | None = None,
+) -> tuple[PackedForm, PackedArrays]:
+    """Packs a weight.
+
+    Args:
+      values: [K, N]: int4, int8, float8, or 16- and 32-bit floats, which have no scales; a view of a transposed array
+        costs no copy. The others are as in `pallas_kernels.quantized_matmul.dequantize`.
+      block: (inputs, outputs) that share a scale.
+      activations: "int8" for products with activations rounded to 8 bits.
+
+    Raises ValueError with the reason where `why_not` has one.
+    """
+    if (reason := why_not(values, block)) is not None:
+        raise ValueError(f"cannot pack: {reason}")
+    inputs, outputs = values.shape
+    group = min(block[0], -(-inputs // STEP) * STEP)
+    is_nibble = values.dtype == ml_dtypes.int4
+    if is_nibble:
+        kind = "nibbles" if codebook is None else "codebook"
+    elif values.dtype == np.int8:
+        kind = "int8" if activations is None else "quads"
+    else:
+        kind, activations = values.dtype.name, None
+    if kind == "codebook":
+        activations = None
+    codes = _pack_codes(values, kind)
+    unit, offset_kind, offsets, outer_offsets = 0, "none", _EMPTY, _EMPTY
+    scale_kind, packed_scales, outer_scales = "none", _EMPTY, _EMPTY
+    if scales is not None:
+        numbers = _panels(np.broadcast_to(scales, (-(-inputs // group), outputs)))
+        scale_kind, packed_scales, outer_scales = _pack_numbers(numbers, group)
+    if minima is not None:
+        minima = _panels(np.broadcast_to(minima, (-(-inputs // group), outputs)))
+        offset_kind, offsets, outer_offsets = _pack_numbers(minima, group)
+    elif zeros is not None:
+        own = -zeros.astype(np.int16) - (8 if is_nibble else 0)
+        own = _panels(np.broadcast_to(own, (-(-inputs // group), outputs)))
+        if own.min() < -128 or own.max() > 127:
+            offset_kind, offsets = "float32", own.astype(np.float32) * _values_of(scale_kind, packed_scales, outer_scales, group)
+        else:
+            offset_kind, offsets = "units", own.astype(np.int8)
+    elif kind == "nibbles":
+        offset_kind, unit = "unit", -8
+    form = PackedForm(inputs, outputs, group, kind, scale_kind, offset_kind, unit, activations)
+    table = _EMPTY if codebook is None else np.ascontiguousarray(codebook, np.float32)
+    return form, PackedArrays(codes, packed_scales, outer_scales, offsets, outer_offsets, table)
+
+
+def _pack_codes(values: np.ndarray, kind: str) -> np.ndarray:
+    inputs, outputs = values.shape
+    panels, padded = -(-outputs // LANES), -(-inputs // STEP) * STEP
+    shape = {"nibbles": (padded // 8, LANES), "codebook": (padded // 8, LANES), "quads": (padded // 4, LANES, 4)}
+    packed = np.zeros((panels, *shape.get(kind, (padded, LANES))), CODES[kind])
+    raw = values.view(np.uint8) if values.dtype.itemsize == 1 else values.view(CODES[kind])
+
+    def place(first: int) -> None:
+        last = min(first + _STRIP, panels)
+        part = raw[:, first * LANES : last * LANES]
+        width = part.shape[1]
+        if width % LANES or inputs != padded:
+            whole = np.full((padded, (last - first) * LANES), 8 if shape.get(kind) == (padded // 8, LANES) else 0, raw.dtype)
+            whole[:inputs, :width] = part
+            part = whole
+        part = part.reshape(padded, last - first, LANES)
+        if kind in ("nibbles", "codebook"):
+            codes = (part & 15) ^ 8  # signed int4, less 8, to 0 .. 15
+            codes = codes.reshape(padded // 8, 8, last - first, LANES)
+            pairs = [codes[:, j] | codes[:, j + 1] << 4 for j in range(0, 8, 2)]
+            halves = [pairs[j].astype(np.uint16) | pairs[j + 1].astype(np.uint16) << 8 for j in (0, 2)]
+            words = halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << 16
+            packed[first:last] = words.transpose(1, 0, 2)
+        elif kind == "quads":
+            packed[first:last] = part.view(np.int8).reshape(padded // 4, 4, last - first, LANES).transpose(2, 0, 3, 1)
+        else:
+            packed[first:last] = part.view(CODES[kind]).transpose(1, 0, 2)
+
+    _in_threads(place, range(0, panels, _STRIP))
+    return packed
+
+
+def _in_threads(run: Callable[[int], None], starts: range) -> None:
+    if len(starts) == 1:
+        run(starts[0])
+        return
+    with ThreadPoolExecutor() as executor:
+        list(executor.map(run, starts))
+
+
+def _panels(numbers: np.ndarray) -> np.ndarray:
+    """[panels, groups, 16] of [groups, outputs]."""
+    groups, outputs = numbers.shape
+    panels = -(-outputs // LANES)
+    whole = np.zeros((groups, panels * LANES), numbers.dtype)
+    whole[:, :outputs] = numbers
+    return np.ascontiguousarray(whole.reshape(groups, panels, LANES).transpose(1, 0, 2))
+
+
+def _pack_numbers(numbers: np.ndarray, group: int) -> tuple[str, np.ndarray, np.ndarray]:
+    """The kind of scales or minima, and their arrays: of the smallest kinds, one that holds them all exactly."""
+    numbers = numbers.astype(np.float32)
+    if 4 * group <= OUTER and (found := _factored(numbers, OUTER // group)) is not None:
+        return "factored", *found
+    if (bits := _exponents(numbers)) is not None:
+        return "exponents", bits, _EMPTY
+    for name in ("float16", "bfloat16"):
+        with np.errstate(over="ignore"):
+            rounded = numbers.astype(_FLOATS[name])
+        if (rounded.astype(np.float32) == numbers).all():
+            return name, rounded.view(np.uint16), _EMPTY
+    return "float32", numbers, _EMPTY
+
+
+def _exponents(numbers: np.ndarray) -> np.ndarray | None:
+    """E8M0 of normal powers of two; None of other numbers."""
+    bits = numbers.view(np.uint32)
+    if (bits & 0x807FFFFF).any() or not bits.all():
+        return None
+    return (bits >> 23).astype(np.uint8)
+
+
+def _factored(numbers: np.ndarray, per_outer: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """int8 [panels, groups, 16] and the bits of float16 [panels, ceil(groups / per_outer), 16], whose products are the
+    numbers; None where there are none.
+
+    An outer number is the largest of its block divided by what a quantizer makes of the largest.
+    """
+    panels, groups, lanes = numbers.shape
+    outer = -(-groups // per_outer)
+    blocks = np.zeros((panels, outer * per_outer, lanes), np.float32)
+    blocks[:, :groups] = numbers
+    blocks = blocks.reshape(panels, outer, per_outer, lanes)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(2)[:, :, None], 2)[:, :, 0]
+    found = np.zeros((panels, outer, lanes), np.float16)
+    inner = np.zeros(blocks.shape, np.int8)
+    is_open = largest != 0
+    candidates = [*_LARGEST, *(n for n in range(1, 128) if n not in _LARGEST)]
+    for index, candidate in enumerate(candidates):
+        if not is_open.any():
+            break
+        if index == 8 and is_open.mean() > 0.5:
+            return None  # these are no products
+        where = np.nonzero(is_open)
+        own = blocks.transpose(0, 1, 3, 2)[where]
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            factor = (largest[where] / np.float32(candidate)).astype(np.float16)
+            quotient = np.rint(own / factor.astype(np.float32)[:, None])
+            is_exact = (np.abs(quotient) <= 127).all(1) & (factor != 0)
+            is_exact &= (quotient * factor.astype(np.float32)[:, None] == own).all(1)
+        chosen = tuple(axis[is_exact] for axis in where)
+        found[chosen] = factor[is_exact]
+        inner[chosen[0], chosen[1], :, chosen[2]] = quotient[is_exact].astype(np.int8)
+        is_open[chosen] = False
+    if is_open.any():
+        return None
+    inner = inner.reshape(panels, outer * per_outer, lanes)[:, :groups]
+    return np.ascontiguousarray(inner), found.view(np.uint16)
+
+
+def _values_of(kind: str, numbers: Any, outer: Any, group: int, scales: Any = None, unit: int = 0) -> Any:
+    """float32 [..., groups, 16] of packed numbers, by NumPy or JAX."""
+    xp = jnp if isinstance(numbers, jax.Array) else np
+    if kind == "factored":
+        per_outer = OUTER // group
+        spread = xp.repeat(_as_float(outer, "float16", xp), per_outer, axis=-2)[..., : numbers.shape[-2], :]
+        return numbers.astype(np.float32) * spread
+    if kind == "exponents":
+        bits = numbers.astype(np.uint32) << 23
+        return jax.lax.bitcast_convert_type(bits, jnp.float32) if xp is jnp else bits.view(np.float32)
+    if kind == "units":
+        return numbers.astype(np.float32) * scales
+    if kind == "unit":
+        return np.float32(unit) * scales
+    return _as_float(numbers, kind, xp)
+
+
+def _as_float(bits: Any, dtype: str, xp: Any) -> Any:
+    """float32 of the bits of a floating-point dtype."""
+    if xp is np:
+        return bits.view(_FLOATS[dtype]).astype(np.float32)
+    return jax.lax.bitcast_convert_type(bits, _FLOATS[dtype]).astype(jnp.float32)
+
+
+def codes_of(form: PackedForm, codes: Any, codebook: Any) -> Any:
+    """float32 codes [..., padded inputs, 16] of packed codes, by JAX; leading axes may be any."""
+    if form.codes in ("nibbles", "codebook"):
+        shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
+        numbers = (codes[..., None, :] >> shifts & np.uint32(15)).astype(jnp.int32)
+        numbers = numbers.reshape(*codes.shape[:-2], -1, codes.shape[-1])
+        return numbers.astype(jnp.float32) if form.codes == "nibbles" else codebook[numbers]
+    if form.codes == "quads":
+        return jnp.swapaxes(codes, -1, -2).reshape(*codes.shape[:-3], -1, codes.shape[-2]).astype(jnp.float32)
+    return codes.astype(jnp.float32) if form.codes == "int8" else _as_float(codes, form.codes, jnp)
+
+
+def numbers_of(form: PackedForm, arrays: PackedArrays) -> tuple[Any, Any]:
+    """float32 scales and offsets [..., groups, 16], or None where there are none."""
+    scales = offsets = None
+    if form.scales != "none":
+        scales = _values_of(form.scales, arrays.scales, arrays.outer_scales, form.group)
+    if form.offsets != "none":
+        offsets = _values_of(form.offsets, arrays.offsets, arrays.outer_offsets, form.group, scales, form.unit)
+    return scales, offsets
+
+
+def dequantize(form: PackedForm, arrays: PackedArrays) -> jax.Array:
+    """float32 [K, N], by JAX."""
+    arrays = PackedArrays(*map(jnp.asarray, arrays))
+    weight = _dequantized(form, arrays)
+    weight = jnp.moveaxis(weight, -3, -2)
+    return weight.reshape(*weight.shape[:-2], -1)[..., : form.inputs, : form.outputs]
+
+
+def _dequantized(form: PackedForm, arrays: PackedArrays) -> jax.Array:
+    """float32 [..., padded inputs, 16]."""
+    weight = codes_of(form, arrays.codes, arrays.codebook)
+    scales, offsets = numbers_of(form, arrays)
+    if scales is None:
+        return weight
+    weight = weight * _spread(scales, form, weight.shape[-2])
+    return weight if offsets is None else weight + _spread(offsets, form, weight.shape[-2])
+
+
+def _spread(numbers: jax.Array, form: PackedForm, length: int) -> jax.Array:
+    return jnp.repeat(numbers, form.group, axis=-2)[..., :length, :]
+
+
+def take_outputs(form: PackedForm, arrays: PackedArrays, outputs: jax.Array) -> jax.Array:
+    """float32 [..., K]: all inputs of the outputs at int32 indices [...], as rows of an embedding."""
+    flat = outputs.reshape(-1)
+    panel, lane = flat // LANES, flat % LANES
+
+    def take(numbers: jax.Array) -> jax.Array:
+        if numbers.size == 0:
+            return numbers
+        if numbers.ndim == 4:
+            return numbers[panel, :, lane][:, :, None]
+        return numbers[panel, :, lane][..., None]
+
+    own = PackedArrays(*map(take, arrays[:-1]), arrays.codebook)
+    return _dequantized(form, own)[:, : form.inputs, 0].reshape(*outputs.shape, form.inputs)
