@@ -1,0 +1,16 @@
+"""Products with weights that are packed for CPUs, read as they are stored: integers, codebooks and 16-bit floats."""
+
+from pallas_kernels.packed_matmul.api import packed_matmul, unsupported
+from pallas_kernels.packed_matmul.packing import dequantize, pack, take_outputs, why_not
+from pallas_kernels.packed_matmul.specs import PackedArrays, PackedForm
+
+__all__ = [
+    "PackedArrays",
+    "PackedForm",
+    "dequantize",
+    "pack",
+    "packed_matmul",
+    "take_outputs",
+    "unsupported",
+    "why_not",
+]
