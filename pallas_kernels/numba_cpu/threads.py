@@ -6,10 +6,17 @@ tasks on XLA's pool of threads (XLA_FFI_ThreadPool_Schedule, xla/ffi/api/c_api.h
 The calling thread and the tasks take parts, one at a time, until none is left. A task may begin late, or after the call
 has ended: it reads a block of memory that whoever uses it last frees, and the job only for a part that it took. A
 call waits for parts that were taken, never for a task to begin, so that it ends on a pool of one thread, too.
+
+To wake a thread takes as long as a small product (20 us for 576 x 960 weights). So a task that has no parts left waits
+for the next call, in one of a process's slots, for a moment before it ends; a call hands its block to tasks that wait
+and schedules others only where these are too few.
 """
 
+import ctypes
+import platform
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 
@@ -21,9 +28,15 @@ from pallas_kernels.numba_cpu.vectors import LONG, at
 CONTEXT = 24
 DESTROY_ERROR, SCHEDULE, NUM_THREADS = 64, 136, 144
 # Words of a block. The last five are XLA_FFI_ThreadPool_Schedule_Args.
-JOB, NUM_PARTS, NEXT, DONE, USERS, ARGUMENTS = range(0, 48, 8)
+JOB, NUM_PARTS, NEXT, DONE, USERS, TAKE_PARTS, ARGUMENTS = range(0, 56, 8)
 BLOCK_BYTES = ARGUMENTS + 5 * 8
 SPINS = 2000  # reads of a counter before the thread lets another one run
+# What a slot holds, unless it is the address of a block that was handed to the task that waits there.
+FREE, WAITING, BUSY = 0, 1, 2
+NUM_SLOTS, SLOT_BYTES = 16, 64
+WAIT_CYCLES = 200_000  # of the time stamp counter, 50 to 100 us
+_slots = ctypes.create_string_buffer(NUM_SLOTS * SLOT_BYTES)
+llvmlite.binding.add_symbol("jaxinfer_thread_slots", ctypes.addressof(_slots))
 
 
 @intrinsic
@@ -43,6 +56,65 @@ def _add(context, address, word):
         return builder.atomic_rmw("add", at(builder, arguments[0], LONG), arguments[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _read(context, address):
+    """The int64 at an address, as other threads have left it."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load_atomic(at(builder, arguments[0], LONG), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _replace(context, address, old, new):
+    """Stores an int64 where another one is, at once for all threads; returns whether it was there."""
+
+    def generate(context, builder, signature, arguments):
+        address, old, new = arguments
+        found = builder.cmpxchg(at(builder, address, LONG), old, new, "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _slot(context, index):
+    """The address of a slot."""
+
+    def generate(context, builder, signature, arguments):
+        slots = builder.module.globals.get("jaxinfer_thread_slots")
+        if slots is None:
+            slots = ir.GlobalVariable(builder.module, LONG, "jaxinfer_thread_slots")
+            slots.linkage = "external"
+        start = builder.ptrtoint(slots, LONG)
+        return builder.add(start, builder.mul(arguments[0], ir.Constant(LONG, SLOT_BYTES)))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _cycles(context):
+    """The processor's time stamp counter."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.call(external(builder, "llvm.readcyclecounter", LONG), [])
+
+    return types.int64(), generate
+
+
+@intrinsic
+def _pause(context):
+    """Tells the processor that this thread waits for another one's store."""
+
+    def generate(context, builder, signature, arguments):
+        if platform.machine() in ("x86_64", "AMD64"):
+            builder.call(external(builder, "llvm.x86.sse2.pause", ir.VoidType()), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic
@@ -114,6 +186,47 @@ def _release(block):
         free(block)
 
 
+@internal("int64()")
+def _take_slot():
+    """The address of a free slot, which is then busy; 0 if there is none."""
+    for index in range(NUM_SLOTS):
+        slot = _slot(index)
+        if _read(slot) == FREE and _replace(slot, FREE, BUSY):
+            return slot
+    return 0
+
+
+@internal("int64(int64)")
+def _next_block(slot):
+    """Waits in a slot for the block of a call; 0 after a moment without one, when the slot is free."""
+    if slot == 0:
+        return 0
+    end = _cycles() + WAIT_CYCLES
+    _replace(slot, BUSY, WAITING)
+    while _cycles() < end:
+        if _read(slot) != WAITING:
+            break
+        _pause()
+    if _replace(slot, WAITING, FREE):
+        return 0
+    block = _read(slot)
+    _replace(slot, block, BUSY)
+    return block
+
+
+@internal("int64(int64, int64)")
+def _hand_over(block, num_tasks):
+    """Hands a block to tasks that wait, `num_tasks` at most; returns their number."""
+    found = 0
+    for index in range(NUM_SLOTS):
+        if found == num_tasks:
+            break
+        slot = _slot(index)
+        if _read(slot) == WAITING and _replace(slot, WAITING, block):
+            found += 1
+    return found
+
+
 def in_parts(run: Any) -> Any:
     """A function (frame, job, num_parts), for a kernel, that calls `run(job, part)` for each part, on several threads.
 
@@ -131,7 +244,19 @@ def in_parts(run: Any) -> Any:
             part = _add(block + NEXT, 1)
         _release(block)
 
-    address_of_task = _address_of_task(take_parts)
+    address_of_parts = _address_of_task(take_parts)
+
+    @internal(suffix=suffix)
+    def run_task(block):
+        """Takes parts of a block, then of those that later calls, of any kernel, hand over."""
+        take_parts(block)
+        slot = _take_slot()
+        block = _next_block(slot)
+        while block != 0:
+            _call(load_word(block + TAKE_PARTS), block)
+            block = _next_block(slot)
+
+    address_of_task = _address_of_task(run_task)
 
     @inlined
     def run_parts(frame, job, num_parts):
@@ -142,21 +267,23 @@ def in_parts(run: Any) -> Any:
         store_word(block + NEXT, 0)
         store_word(block + DONE, 0)
         store_word(block + USERS, 2 + num_tasks)
+        store_word(block + TAKE_PARTS, address_of_parts())
         api, arguments = load_word(frame + API), block + ARGUMENTS
         store_word(arguments, 40)
         store_word(arguments + 8, 0)
         store_word(arguments + 16, load_word(frame + CONTEXT))
         store_word(arguments + 24, address_of_task())
         store_word(arguments + 32, block)
-        for _ in range(num_tasks):
+        for _ in range(num_tasks - _hand_over(block, num_tasks)):
             error = _call(load_word(api + SCHEDULE), arguments)
             if error != 0:
                 _ignore(api, error)
                 _add(block + USERS, -1)
         take_parts(block)
         spins = 0
-        while _add(block + DONE, 0) < num_parts:
+        while _read(block + DONE) < num_parts:
             spins += 1
+            _pause()
             if spins > SPINS:
                 _yield_thread()
         _release(block)

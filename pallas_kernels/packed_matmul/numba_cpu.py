@@ -11,7 +11,7 @@ import numpy as np
 from pallas_kernels.numba_cpu import calls
 from pallas_kernels.packed_matmul.specs import CODE_NAMES, NUMBERS, STEP, PackedArrays, PackedForm
 
-SEGMENT = 256  # inputs whose products are summed in one chain, at most
+SEGMENT = 128  # inputs whose products are summed in one chain, at most
 
 
 def segment_of(form: PackedForm) -> int:

@@ -1,6 +1,6 @@
 """The kernel of `numba_cpu`: products of rows with several packed weights in one call.
 
-Few rows: threads share units of panels, and the rows are prepared once for all. Many rows: each part takes some of
+Few rows: threads share panels, and the rows are prepared once for all. Many rows: each part takes some of
 them, and all panels. That changes no sum.
 """
 
@@ -19,7 +19,16 @@ from pallas_kernels.numba_cpu.frames import (
 from pallas_kernels.numba_cpu.memory import allocate, free, put, store_word
 from pallas_kernels.numba_cpu.threads import in_parts, num_threads
 from pallas_kernels.packed_matmul import numba_panels as panels
-from pallas_kernels.packed_matmul.numba_panels import PANELS, TILE_PANELS, WORD_BYTES, clear, copy_lanes, load_int32
+from pallas_kernels.packed_matmul.numba_panels import (
+    PANEL_BYTES,
+    TILE_VECTORS,
+    VECTOR_BYTES,
+    VECTORS,
+    WIDTH,
+    clear,
+    copy_lanes,
+    load_int32,
+)
 from pallas_kernels.packed_matmul.specs import CODE_NAMES, LANES, NUMBERS, OUTER, STEP
 
 # Columns of the plan, an int32 row for each weight.
@@ -28,12 +37,11 @@ KIND, INPUTS, STEPS, OUTPUTS, GROUP, SEGMENT, SCALES, OFFSETS, UNIT, FIELDS = ra
 CODES_OPERAND, SCALES_OPERAND, OUTER_SCALES_OPERAND, OFFSETS_OPERAND, OUTER_OFFSETS_OPERAND, TABLE_OPERAND = range(6)
 ARRAYS = 6
 # Words of a job, then two for each weight: its prepared rows and their sums.
-FRAME, ROWS_OF_PART, NUM_UNITS, NUM_PARTS, PREPARED = range(0, 40, 8)
+FRAME, ROWS_OF_PART, NUM_PANELS, NUM_PARTS, PREPARED = range(0, 40, 8)
 MANY = 48  # rows from which on parts are of rows
 CHUNK_ROWS = 96  # of a part of rows, at most
 BLOCK_INPUTS = 512  # whose scales are written as float32 at once
 PARTS_OF_THREAD = 4  # where there are few rows: a thread may begin late
-AHEAD_BYTES = 2**12
 NONE, FLOAT32, FLOAT16, BFLOAT16, FACTORED, UNITS, UNIT_KIND, EXPONENTS = range(len(NUMBERS))
 _TILE_A, _TILE_B, _TILE_C, _TILE_D = (rows for rows, _ in panels.TILES)
 
@@ -54,40 +62,28 @@ def _num_panels(frame, weight):
 
 
 @internal("int64(int64, int64)")
-def _width(frame, weight):
-    """Panels of a unit."""
-    return PANELS if _num_panels(frame, weight) >= PANELS else 1
-
-
-@internal("int64(int64, int64)")
-def _num_units(frame, weight):
-    width = _width(frame, weight)
-    return (_num_panels(frame, weight) + width - 1) // width
-
-
-@internal("int64(int64, int64)")
 def _num_segments(frame, weight):
     segment = _field(frame, weight, SEGMENT)
     return (_field(frame, weight, INPUTS) + segment - 1) // segment
 
 
-@internal("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
-def _fill(kind, target, stride, source, outer, scales, first, count, segment, group):
-    """Writes the scales or offsets of `count` segments from the first on as float32, `stride` bytes apart.
+@internal("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def _fill(kind, target, source, outer, scales, first, count, segment, group):
+    """Writes a panel's scales or offsets of `count` segments from the first on as float32 [count, 64].
 
-    source, outer: addresses of a panel's numbers. scales: address of the float32 scales, for those in their units.
+    source, outer: addresses of the panel's numbers. scales: address of the float32 scales, for those in their units.
     """
     for index in range(count):
         number = (first + index) * segment // group * LANES
-        to = target + index * stride
+        to, scale = target + index * PANEL_BYTES, scales + index * PANEL_BYTES
         if kind == FLOAT16:
             panels.put_float16(to, source + 2 * number, 0)
         elif kind == FACTORED:
             panels.put_factored(to, source + number, outer + (first + index) * segment // OUTER * LANES * 2)
         elif kind == UNIT_KIND:
-            panels.put_unit(to, source, scales + index * stride)
+            panels.put_unit(to, source, scale)
         elif kind == UNITS:
-            panels.put_units(to, source + number, scales + index * stride)
+            panels.put_units(to, source + number, scale)
         elif kind == FLOAT32:
             panels.put_float32(to, source + 4 * number, 0)
         elif kind == BFLOAT16:
@@ -105,28 +101,22 @@ def _number_bytes(kind):
     return 2 if kind == FLOAT16 or kind == BFLOAT16 else 1
 
 
-@internal("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def _fill_panels(frame, weight, panel, width, first, count, scales, offsets):
-    """Writes the scales, and the offsets unless their address is 0, of segments of `width` panels as float32
-    [count, width, 16]. Panels beyond the last are as the last."""
-    segment, group = _field(frame, weight, SEGMENT), _field(frame, weight, GROUP)
-    inputs = _field(frame, weight, INPUTS)
-    groups = (inputs + group - 1) // group
-    outers = (inputs + OUTER - 1) // OUTER
-    stride = width * WORD_BYTES
-    for p in range(width):
-        own = min(panel + p, _num_panels(frame, weight) - 1)
-        kind = _field(frame, weight, SCALES)
-        source = _array(frame, weight, SCALES_OPERAND) + own * groups * LANES * _number_bytes(kind)
-        outer = _array(frame, weight, OUTER_SCALES_OPERAND) + own * outers * LANES * 2
-        to = scales + p * WORD_BYTES
-        _fill(kind, to, stride, source, outer, 0, first, count, segment, group)
-        if offsets != 0:
-            kind = _field(frame, weight, OFFSETS)
-            source = _array(frame, weight, OFFSETS_OPERAND) + own * groups * LANES * _number_bytes(kind)
-            source = _field(frame, weight, UNIT) if kind == UNIT_KIND else source
-            outer = _array(frame, weight, OUTER_OFFSETS_OPERAND) + own * outers * LANES * 2
-            _fill(kind, offsets + p * WORD_BYTES, stride, source, outer, to, first, count, segment, group)
+@internal("void(int64, int64, int64, int64, int64, int64, int64)")
+def _fill_panel(frame, weight, panel, first, count, scales, offsets):
+    """Writes a panel's scales of `count` segments, and the offsets unless their address is 0."""
+    segment, group, inputs = _field(frame, weight, SEGMENT), _field(frame, weight, GROUP), _field(frame, weight, INPUTS)
+    numbers = panel * ((inputs + group - 1) // group) * LANES
+    outers = panel * ((inputs + OUTER - 1) // OUTER) * LANES * 2
+    kind = _field(frame, weight, SCALES)
+    source = _array(frame, weight, SCALES_OPERAND) + numbers * _number_bytes(kind)
+    outer = _array(frame, weight, OUTER_SCALES_OPERAND) + outers
+    _fill(kind, scales, source, outer, 0, first, count, segment, group)
+    if offsets != 0:
+        kind = _field(frame, weight, OFFSETS)
+        source = _array(frame, weight, OFFSETS_OPERAND) + numbers * _number_bytes(kind)
+        source = _field(frame, weight, UNIT) if kind == UNIT_KIND else source
+        outer = _array(frame, weight, OUTER_OFFSETS_OPERAND) + outers
+        _fill(kind, offsets, source, outer, scales, first, count, segment, group)
 
 
 @internal("int64(int64)")
@@ -174,160 +164,117 @@ def _prepared_as(frame, weight, other):
 _add_a, _add_b, _add_c, _add_d = (panels.tiler(*tile) for tile in panels.TILES)
 
 
-@internal("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
-def _add_tiles(totals, codes, x, steps, sums, scales, offsets, rows, all_steps, segments):
-    """Adds the products of a segment's codes, float32 [inputs, panels, 16], with all rows."""
-    row = 0
-    while row < rows:
-        size = _tile_rows(rows - row)
-        to, numbers = totals + row * TILE_PANELS * WORD_BYTES, x + 4 * (row * all_steps * STEP)
-        own = sums + 4 * row * segments
-        if size == _TILE_A:
-            _add_a(to, codes, numbers, steps, scales, offsets, own)
-        elif size == _TILE_B:
-            _add_b(to, codes, numbers, steps, scales, offsets, own)
-        elif size == _TILE_C:
-            _add_c(to, codes, numbers, steps, scales, offsets, own)
-        else:
-            _add_d(to, codes, numbers, steps, scales, offsets, own)
-        row += size
-
-
 def _weight_runner(name: str) -> Any:
-    """A function that multiplies rows by units of panels of one weight, whose codes are of the kind `name`."""
-    multiply, multiply_one = panels.multiplier(name, PANELS), panels.multiplier(name, 1)
-    convert, bytes_of_step = panels.converter(name), panels.bytes_of_step(name)
+    """A function that multiplies rows by panels of one weight, whose codes are of the kind `name`."""
+    multiply, convert, bytes_of_step = panels.multiplier(name), panels.converter(name), panels.bytes_of_step(name)
     suffix = f"_{name}"
 
     @internal("void(int64, int64, int64, int64, int64, int64, int64)", suffix=suffix)
     def run_row(frame, weight, first, last, x, sums, out):
-        """The outputs of one row of the units from the first to the last."""
-        steps, segment, segments = (
-            _field(frame, weight, STEPS),
-            _field(frame, weight, SEGMENT),
-            _num_segments(frame, weight),
-        )
-        width, num_panels = _width(frame, weight), _num_panels(frame, weight)
-        outputs = _field(frame, weight, OUTPUTS)
-        table, stride = _array(frame, weight, TABLE_OPERAND), steps * bytes_of_step
-        ahead = width * stride if width * stride <= 2**16 else AHEAD_BYTES
+        """The outputs of one row of the panels from the first to the last."""
+        steps, segment = _field(frame, weight, STEPS), _field(frame, weight, SEGMENT)
+        segments, outputs = _num_segments(frame, weight), _field(frame, weight, OUTPUTS)
+        table, of_segment = _array(frame, weight, TABLE_OPERAND), segment // STEP
         block = max(BLOCK_INPUTS // segment, 1)
-        totals = allocate((1 + 2 * block) * width * WORD_BYTES)
-        scales = totals + width * WORD_BYTES
-        offsets = scales + block * width * WORD_BYTES if _field(frame, weight, OFFSETS) != NONE else 0
-        for unit in range(first, last):
-            panel = min(unit * width, num_panels - width)
-            clear(totals, width)
+        totals = allocate((1 + 2 * block) * PANEL_BYTES)
+        scales = totals + PANEL_BYTES
+        offsets = scales + block * PANEL_BYTES if _field(frame, weight, OFFSETS) != NONE else 0
+        for panel in range(first, last):
+            clear(totals, VECTORS)
             for start in range(0, segments, block):
                 count = min(block, segments - start)
-                _fill_panels(frame, weight, panel, width, start, count, scales, offsets)
-                step = start * segment // STEP
-                codes = _array(frame, weight, CODES_OPERAND) + panel * stride + step * bytes_of_step
+                _fill_panel(frame, weight, panel, start, count, scales, offsets)
+                step = start * of_segment
+                codes = _array(frame, weight, CODES_OPERAND) + (panel * steps + step) * bytes_of_step
                 numbers, own, left = x + 4 * STEP * step, sums + 4 * start, steps - step
-                of_segment = segment // STEP
-                if width == PANELS:
-                    multiply(
-                        totals, codes, stride, scales, offsets, numbers, own, count, of_segment, left, ahead, table
-                    )
-                else:
-                    multiply_one(
-                        totals, codes, stride, scales, offsets, numbers, own, count, of_segment, left, ahead, table
-                    )
-            for p in range(width):
-                first_output = (panel + p) * LANES
-                copy_lanes(out + 4 * first_output, totals + p * WORD_BYTES, outputs - first_output)
+                multiply(totals, codes, scales, offsets, numbers, own, count, of_segment, left, table)
+            for v in range(VECTORS):
+                output = panel * LANES + v * WIDTH
+                copy_lanes(out + 4 * output, totals + v * VECTOR_BYTES, outputs - output)
         free(totals)
 
     @internal("void(int64, int64, int64, int64, int64, int64, int64, int64)", suffix=suffix)
     def run_rows(frame, weight, first, last, rows, x, sums, out):
-        """The outputs of several rows of the units from the first to the last."""
-        steps, segment, segments = (
-            _field(frame, weight, STEPS),
-            _field(frame, weight, SEGMENT),
-            _num_segments(frame, weight),
-        )
-        num_panels, outputs = _num_panels(frame, weight), _field(frame, weight, OUTPUTS)
-        table, stride = _array(frame, weight, TABLE_OPERAND), steps * bytes_of_step
-        block, of_segment = max(BLOCK_INPUTS // segment, 1), segment // STEP
-        width = TILE_PANELS * WORD_BYTES
-        totals = allocate(width * (rows + segment + 2 * block))
+        """The outputs of several rows of the panels from the first to the last."""
+        steps, segment = _field(frame, weight, STEPS), _field(frame, weight, SEGMENT)
+        segments, outputs = _num_segments(frame, weight), _field(frame, weight, OUTPUTS)
+        table, of_segment = _array(frame, weight, TABLE_OPERAND), segment // STEP
+        width = TILE_VECTORS * VECTOR_BYTES
+        totals = allocate(width * (rows + segment) + 2 * segments * PANEL_BYTES)
         codes = totals + rows * width
         scales = codes + segment * width
-        offsets = scales + block * width if _field(frame, weight, OFFSETS) != NONE else 0
-        end = min(last * _width(frame, weight), num_panels)
-        for panel in range(first * _width(frame, weight), end, TILE_PANELS):
-            clear(totals, rows * TILE_PANELS)
-            for index in range(segments):
-                inner = index % block
-                if inner == 0:
-                    count = min(block, segments - index)
-                    _fill_panels(frame, weight, panel, TILE_PANELS, index, count, scales, offsets)
-                step = index * of_segment
-                count = min(of_segment, steps - step)
-                for p in range(TILE_PANELS):
-                    place = min(panel + p, num_panels - 1) * stride + step * bytes_of_step
-                    source = _array(frame, weight, CODES_OPERAND) + place
-                    convert(codes + p * WORD_BYTES, width, source, count, AHEAD_BYTES, table)
-                own = offsets + inner * width if offsets != 0 else 0
-                # Numbers of a tile lie together: those of a segment begin after its own earlier ones.
-                row = 0
-                while row < rows:
-                    size = _tile_rows(rows - row)
-                    end_row = row + (rows - row) // size * size if size == _TILE_A else row + size
-                    while row < end_row:
+        offsets = scales + segments * PANEL_BYTES if _field(frame, weight, OFFSETS) != NONE else 0
+        for panel in range(first, last):
+            _fill_panel(frame, weight, panel, 0, segments, scales, offsets)
+            for vector in range(0, VECTORS, TILE_VECTORS):
+                output = panel * LANES + vector * WIDTH
+                if output >= outputs:
+                    break
+                clear(totals, rows * TILE_VECTORS)
+                for index in range(segments):
+                    step = index * of_segment
+                    count = min(of_segment, steps - step)
+                    source = _array(frame, weight, CODES_OPERAND) + (panel * steps + step) * bytes_of_step
+                    convert(codes, source, vector, count, table)
+                    scale = scales + index * PANEL_BYTES + vector * VECTOR_BYTES
+                    offset = offsets + index * PANEL_BYTES + vector * VECTOR_BYTES if offsets != 0 else 0
+                    row = 0
+                    while row < rows:
+                        size = _tile_rows(rows - row)
                         numbers = x + 4 * (row * steps + step * size) * STEP
                         total = sums + 4 * (row * segments + index * size)
                         to = totals + row * width
                         if size == _TILE_A:
-                            _add_a(to, codes, numbers, count, scales + inner * width, own, total)
+                            _add_a(to, codes, numbers, count, scale, offset, total)
                         elif size == _TILE_B:
-                            _add_b(to, codes, numbers, count, scales + inner * width, own, total)
+                            _add_b(to, codes, numbers, count, scale, offset, total)
                         elif size == _TILE_C:
-                            _add_c(to, codes, numbers, count, scales + inner * width, own, total)
+                            _add_c(to, codes, numbers, count, scale, offset, total)
                         else:
-                            _add_d(to, codes, numbers, count, scales + inner * width, own, total)
+                            _add_d(to, codes, numbers, count, scale, offset, total)
                         row += size
-            for p in range(min(TILE_PANELS, end - panel)):
-                first_output = (panel + p) * LANES
-                for row in range(rows):
-                    to = out + 4 * (row * outputs + first_output)
-                    copy_lanes(to, totals + row * width + p * WORD_BYTES, outputs - first_output)
+                for v in range(TILE_VECTORS):
+                    own = output + v * WIDTH
+                    for row in range(rows):
+                        to = out + 4 * (row * outputs + own)
+                        copy_lanes(to, totals + row * width + v * VECTOR_BYTES, outputs - own)
         free(totals)
 
     @internal("void(int64, int64, int64, int64, int64, int64, int64, int64)", suffix=suffix)
-    def run_units(frame, weight, first, last, rows, x, sums, out):
+    def run_panels(frame, weight, first, last, rows, x, sums, out):
         if rows == 1:
             run_row(frame, weight, first, last, x, sums, out)
         else:
             run_rows(frame, weight, first, last, rows, x, sums, out)
 
-    return run_units
+    return run_panels
 
 
 def _kernel(*names: str) -> Any:
     """A function (frame) that multiplies the rows by all weights, whose codes are of the kinds `names`."""
-    run_first, run_last = _weight_runner(names[0]), _weight_runner(names[-1])
+    run_first = _weight_runner(names[0])
+    run_last = _weight_runner(names[-1]) if len(names) > 1 else run_first
     first_kind, suffix = CODE_NAMES.index(names[0]), "_" + "_".join(names)
 
     @internal("void(int64, int64, int64, int64, int64, int64, int64, int64)", suffix=suffix)
-    def run_units(frame, weight, first, last, rows, x, sums, out):
+    def run_panels(frame, weight, first, last, rows, x, sums, out):
         if _field(frame, weight, KIND) == first_kind:
             run_first(frame, weight, first, last, rows, x, sums, out)
         else:
             run_last(frame, weight, first, last, rows, x, sums, out)
 
     @internal("void(int64, int64)", suffix=suffix)
-    def run_some_units(job, part):
+    def run_some_panels(job, part):
         """A part of few rows."""
         frame = load_word(job + FRAME)
         rows, num_weights = operand_size(frame, 0, 0), operand_size(frame, 1, 0)
-        num_units, num_parts = load_word(job + NUM_UNITS), load_word(job + NUM_PARTS)
-        first, last = part * num_units // num_parts, (part + 1) * num_units // num_parts
+        num_panels, num_parts = load_word(job + NUM_PANELS), load_word(job + NUM_PARTS)
+        first, last = part * num_panels // num_parts, (part + 1) * num_panels // num_parts
         for weight in range(num_weights):
-            units = _num_units(frame, weight)
+            units = _num_panels(frame, weight)
             if first < units and last > 0:
                 x, sums = load_word(job + PREPARED + 16 * weight), load_word(job + PREPARED + 16 * weight + 8)
-                run_units(frame, weight, max(first, 0), min(last, units), rows, x, sums, result(frame, weight))
+                run_panels(frame, weight, max(first, 0), min(last, units), rows, x, sums, result(frame, weight))
             first, last = first - units, last - units
 
     @internal("void(int64, int64)", suffix=suffix)
@@ -346,13 +293,13 @@ def _kernel(*names: str) -> Any:
                 sums = allocate(4 * rows * _num_segments(frame, weight))
                 _prepare(frame, weight, first, rows, x, sums)
             out = result(frame, weight) + 4 * first * _field(frame, weight, OUTPUTS)
-            run_units(frame, weight, 0, _num_units(frame, weight), rows, x, sums, out)
+            run_panels(frame, weight, 0, _num_panels(frame, weight), rows, x, sums, out)
         free(x)
         free(sums)
 
     def run(job, part):
         if load_word(job + ROWS_OF_PART) == 0:
-            run_some_units(job, part)
+            run_some_panels(job, part)
         else:
             run_some_rows(job, part)
 
@@ -369,9 +316,9 @@ def _kernel(*names: str) -> Any:
             run_parts(frame, job, -(-rows // most))
             free(job)
             return
-        num_units = 0
+        num_panels = 0
         for weight in range(num_weights):
-            num_units += _num_units(frame, weight)
+            num_panels += _num_panels(frame, weight)
             to = job + PREPARED + 16 * weight
             if weight > 0 and _prepared_as(frame, weight, weight - 1):
                 store_word(to, load_word(to - 16))
@@ -382,9 +329,9 @@ def _kernel(*names: str) -> Any:
                 _prepare(frame, weight, 0, rows, x, sums)
                 store_word(to, x)
                 store_word(to + 8, sums)
-        num_parts = min(num_units, threads * PARTS_OF_THREAD)
+        num_parts = min(num_panels, threads * PARTS_OF_THREAD)
         store_word(job + ROWS_OF_PART, 0)
-        store_word(job + NUM_UNITS, num_units)
+        store_word(job + NUM_PANELS, num_panels)
         store_word(job + NUM_PARTS, num_parts)
         run_parts(frame, job, num_parts)
         for weight in range(num_weights):

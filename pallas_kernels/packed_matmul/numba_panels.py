@@ -22,22 +22,25 @@ from pallas_kernels.packed_matmul.specs import CODES, LANES, STEP
 
 # A vector of 16 float32 takes one of 32 registers with AVX-512, else two of 16.
 HAS_AVX512 = "+avx512f" in cpu_target.target_context.codegen()._get_host_cpu_features()
-PANELS = 4  # panels of a unit, computed at once where there is one row: four chains of sums
-# Rows of a tile, whose sums stay in registers, and panels of a tile.
+WIDTH = vec.LANES  # outputs of a vector
+VECTORS = LANES // WIDTH  # of a panel, computed at once where there is one row: four chains of sums
+# Rows and vectors of a tile, whose sums stay in registers: the first, and for what is left.
 TILES = ((8, 2), (4, 2), (2, 2), (1, 2)) if HAS_AVX512 else ((6, 1), (4, 1), (2, 1), (1, 1))
-TILE_ROWS, TILE_PANELS = TILES[0]
-WORD_BYTES = 4 * LANES
+TILE_ROWS, TILE_VECTORS = TILES[0]
+VECTOR_BYTES, PANEL_BYTES = 4 * WIDTH, 4 * LANES
+AHEAD_BYTES = 2**12  # from codes that are read to codes that are prefetched
 
-WORDS = ir.VectorType(vec.INT, LANES)
-BYTES = ir.VectorType(vec.BYTE, LANES)
-SHORTS = ir.VectorType(vec.HALF, LANES)
-HALVES = ir.VectorType(ir.HalfType(), LANES)
+WORDS = ir.VectorType(vec.INT, WIDTH)
+BYTES = ir.VectorType(vec.BYTE, WIDTH)
+SHORTS = ir.VectorType(vec.HALF, WIDTH)
+HALVES = ir.VectorType(ir.HalfType(), WIDTH)
 STEP_FLOATS = ir.VectorType(vec.FLOAT, STEP)
+SIZES = {vec.FLOATS: 4, SHORTS: 2, BYTES: 1}  # bytes of a vector's numbers
 
 
 def bytes_of_step(kind: str) -> int:
     """Bytes of a panel's codes of 8 inputs."""
-    return WORD_BYTES if kind in ("nibbles", "codebook") else STEP * LANES * CODES[kind].itemsize
+    return PANEL_BYTES if kind in ("nibbles", "codebook") else STEP * LANES * CODES[kind].itemsize
 
 
 def _offset(builder: Any, address: Any, count: int) -> Any:
@@ -78,12 +81,16 @@ def _look_up(builder: Any, indices: Any, table: Any) -> Any:
         own = part(indices, first)
         is_high = builder.icmp_unsigned(">=", own, vec.splat(eights, 8))
         found.append(builder.select(is_high, builder.call(permute, [high, own]), builder.call(permute, [low, own])))
-    return builder.shuffle_vector(*found, ir.Constant(WORDS, list(range(LANES))))
+    return builder.shuffle_vector(*found, ir.Constant(WORDS, list(range(WIDTH))))
 
 
-def load_codes(builder: Any, kind: str, address: Any, table: Any) -> list[Any]:
-    """float32 vectors of the codes of 8 inputs of a panel; nibbles times 16^j."""
+def load_codes(builder: Any, kind: str, address: Any, vector: int, table: Any) -> list[Any]:
+    """float32 vectors of the codes of 8 inputs, of one of a panel's vectors; nibbles times 16^j.
+
+    address: of the panel's codes of the first of the inputs.
+    """
     if kind in ("nibbles", "codebook"):
+        address = _offset(builder, address, vector * VECTOR_BYTES)
         words, found = vec.load(builder, address, WORDS), []
         for j in range(STEP):
             shift = vec.splat(WORDS, 4 * j)
@@ -95,10 +102,10 @@ def load_codes(builder: Any, kind: str, address: Any, table: Any) -> list[Any]:
             else:
                 found.append(builder.sitofp(builder.and_(words, vec.splat(WORDS, 15 << 4 * j)), vec.FLOATS))
         return found
-    size = LANES * CODES[kind].itemsize
+    size = CODES[kind].itemsize
 
     def load(index: int, of: Any) -> Any:
-        return vec.load(builder, _offset(builder, address, index * size), of)
+        return vec.load(builder, _offset(builder, address, (index * LANES + vector * WIDTH) * size), of)
 
     if kind == "int8":
         return [vec.from_int8(builder, load(j, BYTES)) for j in range(STEP)]
@@ -111,8 +118,8 @@ def load_codes(builder: Any, kind: str, address: Any, table: Any) -> list[Any]:
     return [_from_float8(builder, load(j, BYTES), 3 if kind == "float8_e4m3fn" else 2) for j in range(STEP)]
 
 
-def _prefetch_step(builder: Any, kind: str, address: Any, ahead: Any) -> None:
-    to = builder.add(address, ahead)
+def _prefetch_step(builder: Any, kind: str, address: Any) -> None:
+    to = _offset(builder, address, AHEAD_BYTES)
     for line in range(0, bytes_of_step(kind), 64):
         vec.prefetch(builder, _offset(builder, to, line))
 
@@ -121,140 +128,138 @@ def _load_number(builder: Any, address: Any) -> Any:
     return vec.broadcast(builder, builder.load(vec.at(builder, address, vec.FLOAT), align=4))
 
 
-def multiplier(kind: str, panels: int) -> Any:
-    """An intrinsic that multiplies one row by `panels` panels, converted in registers."""
+def multiplier(kind: str) -> Any:
+    """An intrinsic that multiplies one row by a panel, converted in registers."""
 
     @intrinsic
-    def multiply(context, totals, codes, stride, scales, offsets, x, sums, groups, steps, left, ahead, table):
-        """totals[p, n] += the products of groups of inputs with panel p. All are int64.
+    def multiply(context, totals, codes, scales, offsets, x, sums, segments, steps, left, table):
+        """totals[n] += the products of segments of inputs with a panel. All are int64.
 
-        totals: address of float32 [panels, 16]. codes: address of the first panel's codes, with `stride` bytes from
-        panel to panel. scales, offsets: addresses of float32 [groups, panels, 16]; offsets may be 0. x: address of
-        float32 inputs, as `prepare` leaves them. sums: address of float32 [groups], their sums. groups: of `steps`
-        times 8 inputs, `left` times 8 in all. ahead: bytes from codes that are read to codes that are prefetched.
-        table: address of a codebook.
+        totals: address of float32 [64]. codes: address of the panel's codes. scales, offsets: addresses of float32
+        [segments, 64]; offsets may be 0. x: address of float32 inputs, as `prepare` leaves them. sums: address of
+        float32 [segments], their sums. segments: of `steps` times 8 inputs, `left` times 8 in all. table: address of a
+        codebook.
         """
 
         def generate(context, builder, signature, arguments):
-            totals, codes, stride, scales, offsets, x, sums, groups, steps, left, ahead, table = arguments
+            totals, codes, scales, offsets, x, sums, segments, steps, left, table = arguments
             entries = vec.load(builder, table) if kind == "codebook" else None
-            places = [_offset(builder, totals, WORD_BYTES * p) for p in range(panels)]
+            places = [_offset(builder, totals, VECTOR_BYTES * v) for v in range(VECTORS)]
             has_offsets = builder.icmp_signed("!=", offsets, vec.constant(0))
             # With 16 registers the totals stay in memory, so that no chain has to.
             own = [vec.at(builder, place, vec.FLOATS) for place in places]
             if HAS_AVX512:
                 own = [cgutils.alloca_once_value(builder, vec.load(builder, place)) for place in places]
-            starts = [codes]
-            for _ in range(1, panels):
-                starts.append(builder.add(starts[-1], stride))
-            with cgutils.for_range(builder, groups, intp=vec.LONG) as group:
-                first = builder.mul(group.index, steps)
+            with cgutils.for_range(builder, segments, intp=vec.LONG) as segment:
+                first = builder.mul(segment.index, steps)
                 rest = builder.sub(left, first)
                 count = builder.select(builder.icmp_signed("<", rest, steps), rest, steps)
-                chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(panels)]
+                chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
                 for chain in chains:
                     builder.store(vec.splat(vec.FLOATS, 0.0), chain)
                 with cgutils.for_range(builder, count, intp=vec.LONG) as step:
                     index = builder.add(first, step.index)
-                    place = builder.mul(index, vec.constant(bytes_of_step(kind)))
                     numbers = builder.add(x, builder.mul(index, vec.constant(4 * STEP)))
-                    addresses = [builder.add(start, place) for start in starts]
-                    loaded = [load_codes(builder, kind, address, entries) for address in addresses]
-                    for address in addresses:
-                        _prefetch_step(builder, kind, address, ahead)
+                    address = builder.add(codes, builder.mul(index, vec.constant(bytes_of_step(kind))))
+                    loaded = [load_codes(builder, kind, address, v, entries) for v in range(VECTORS)]
+                    _prefetch_step(builder, kind, address)
                     for j in range(STEP):
                         number = _load_number(builder, _offset(builder, numbers, 4 * j))
-                        for p in range(panels):
-                            total = vec.multiply_add(builder, number, loaded[p][j], builder.load(chains[p]))
-                            builder.store(total, chains[p])
-                at = builder.mul(group.index, vec.constant(WORD_BYTES * panels))
-                for p in range(panels):
-                    scale = vec.load(builder, builder.add(scales, _offset(builder, at, WORD_BYTES * p)))
-                    total = builder.load(own[p], align=4)
-                    builder.store(vec.multiply_add(builder, builder.load(chains[p]), scale, total), own[p], align=4)
+                        for v in range(VECTORS):
+                            total = vec.multiply_add(builder, number, loaded[v][j], builder.load(chains[v]))
+                            builder.store(total, chains[v])
+                at = builder.mul(segment.index, vec.constant(PANEL_BYTES))
+                for v in range(VECTORS):
+                    scale = vec.load(builder, builder.add(scales, _offset(builder, at, VECTOR_BYTES * v)))
+                    total = builder.load(own[v], align=4)
+                    builder.store(vec.multiply_add(builder, builder.load(chains[v]), scale, total), own[v], align=4)
                 with builder.if_then(has_offsets):
-                    total = _load_number(builder, builder.add(sums, builder.mul(group.index, vec.constant(4))))
-                    for p in range(panels):
-                        offset = vec.load(builder, builder.add(offsets, _offset(builder, at, WORD_BYTES * p)))
-                        found = vec.multiply_add(builder, total, offset, builder.load(own[p], align=4))
-                        builder.store(found, own[p], align=4)
+                    total = _load_number(builder, builder.add(sums, builder.mul(segment.index, vec.constant(4))))
+                    for v in range(VECTORS):
+                        offset = vec.load(builder, builder.add(offsets, _offset(builder, at, VECTOR_BYTES * v)))
+                        found = vec.multiply_add(builder, total, offset, builder.load(own[v], align=4))
+                        builder.store(found, own[v], align=4)
             if HAS_AVX512:
-                for p in range(panels):
-                    vec.store(builder, builder.load(own[p]), places[p])
+                for v in range(VECTORS):
+                    vec.store(builder, builder.load(own[v]), places[v])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 12), generate
+        return types.void(*[types.int64] * 10), generate
 
     return multiply
 
 
 def converter(kind: str) -> Any:
-    """An intrinsic that writes a panel's codes as float32."""
+    """An intrinsic that writes codes of a panel as float32."""
 
     @intrinsic
-    def convert(context, target, stride, codes, steps, ahead, table):
-        """Writes the codes of 8 * steps inputs as float32 vectors, `stride` bytes apart; nibbles times 16^j."""
+    def convert(context, target, codes, first, steps, table):
+        """Writes the codes of 8 * steps inputs of a tile's vectors, from the first on, as float32 [8 * steps, vectors,
+        16]; nibbles times 16^j."""
 
         def generate(context, builder, signature, arguments):
-            target, stride, codes, steps, ahead, table = arguments
+            target, codes, first, steps, table = arguments
             entries = vec.load(builder, table) if kind == "codebook" else None
+            size = 4 if kind in ("nibbles", "codebook") else CODES[kind].itemsize
+            codes = builder.add(codes, builder.mul(first, vec.constant(WIDTH * size)))
             with cgutils.for_range(builder, steps, intp=vec.LONG) as step:
                 address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind))))
-                to = builder.add(target, builder.mul(step.index, builder.mul(stride, vec.constant(STEP))))
-                for vector in load_codes(builder, kind, address, entries):
-                    vec.store(builder, vector, to)
-                    to = builder.add(to, stride)
-                _prefetch_step(builder, kind, address, ahead)
+                width = VECTOR_BYTES * TILE_VECTORS
+                to = builder.add(target, builder.mul(step.index, vec.constant(width * STEP)))
+                for v in range(TILE_VECTORS):
+                    for j, vector in enumerate(load_codes(builder, kind, address, v, entries)):
+                        vec.store(builder, vector, _offset(builder, to, j * width + v * VECTOR_BYTES))
+                _prefetch_step(builder, kind, address)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), generate
+        return types.void(*[types.int64] * 5), generate
 
     return convert
 
 
-def tiler(rows: int, panels: int) -> Any:
-    """An intrinsic for the products of `rows` rows with one group of `panels` panels, whose sums stay in registers."""
+def tiler(rows: int, vectors: int) -> Any:
+    """An intrinsic for the products of `rows` rows with a segment of `vectors` vectors, whose sums stay in registers."""
 
     @intrinsic
     def add_tile(context, totals, codes, x, steps, scales, offsets, sums):
-        """totals[r, p, n] += the products of a group. All are int64.
+        """totals[r, v, n] += the products of a segment. All are int64.
 
-        totals: address of float32 [rows, panels, 16]. codes: address of float32 [8 * steps, panels, 16]. x: address of
-        float32 [8 * steps, rows]. scales, offsets: addresses of float32 [panels, 16]; offsets may be 0. sums: address
-        of float32 [rows].
+        totals: address of float32 [rows, vectors, 16]. codes: address of float32 [8 * steps, vectors, 16]. x: address
+        of float32 [8 * steps, rows]. scales, offsets: addresses of float32 [vectors, 16]; offsets may be 0. sums:
+        address of float32 [rows].
         """
 
         def generate(context, builder, signature, arguments):
             totals, codes, x, steps, scales, offsets, sums = arguments
-            chains = {(r, p): cgutils.alloca_once(builder, vec.FLOATS) for r in range(rows) for p in range(panels)}
+            chains = {(r, v): cgutils.alloca_once(builder, vec.FLOATS) for r in range(rows) for v in range(vectors)}
             for chain in chains.values():
                 builder.store(vec.splat(vec.FLOATS, 0.0), chain)
             unroll = 2
             with cgutils.for_range(builder, builder.mul(steps, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
-                at_codes = builder.add(codes, builder.mul(step.index, vec.constant(unroll * panels * WORD_BYTES)))
+                at_codes = builder.add(codes, builder.mul(step.index, vec.constant(unroll * vectors * VECTOR_BYTES)))
                 at_x = builder.add(x, builder.mul(step.index, vec.constant(unroll * rows * 4)))
                 for k in range(unroll):
-                    vectors = [
-                        vec.load(builder, _offset(builder, at_codes, (k * panels + p) * WORD_BYTES))
-                        for p in range(panels)
+                    loaded = [
+                        vec.load(builder, _offset(builder, at_codes, (k * vectors + v) * VECTOR_BYTES))
+                        for v in range(vectors)
                     ]
                     for r in range(rows):
                         number = _load_number(builder, _offset(builder, at_x, 4 * (k * rows + r)))
-                        for p in range(panels):
-                            chain = chains[r, p]
-                            builder.store(vec.multiply_add(builder, number, vectors[p], builder.load(chain)), chain)
-            own = [vec.load(builder, _offset(builder, scales, p * WORD_BYTES)) for p in range(panels)]
-            place = {key: _offset(builder, totals, (key[0] * panels + key[1]) * WORD_BYTES) for key in chains}
-            for (r, p), chain in chains.items():
-                total = vec.multiply_add(builder, builder.load(chain), own[p], vec.load(builder, place[r, p]))
-                vec.store(builder, total, place[r, p])
+                        for v in range(vectors):
+                            chain = chains[r, v]
+                            builder.store(vec.multiply_add(builder, number, loaded[v], builder.load(chain)), chain)
+            own = [vec.load(builder, _offset(builder, scales, v * VECTOR_BYTES)) for v in range(vectors)]
+            place = {key: _offset(builder, totals, (key[0] * vectors + key[1]) * VECTOR_BYTES) for key in chains}
+            for (r, v), chain in chains.items():
+                total = vec.multiply_add(builder, builder.load(chain), own[v], vec.load(builder, place[r, v]))
+                vec.store(builder, total, place[r, v])
             with builder.if_then(builder.icmp_signed("!=", offsets, vec.constant(0))):
-                own = [vec.load(builder, _offset(builder, offsets, p * WORD_BYTES)) for p in range(panels)]
+                own = [vec.load(builder, _offset(builder, offsets, v * VECTOR_BYTES)) for v in range(vectors)]
                 for r in range(rows):
                     total = _load_number(builder, _offset(builder, sums, 4 * r))
-                    for p in range(panels):
-                        found = vec.multiply_add(builder, total, own[p], vec.load(builder, place[r, p]))
-                        vec.store(builder, found, place[r, p])
+                    for v in range(vectors):
+                        found = vec.multiply_add(builder, total, own[v], vec.load(builder, place[r, v]))
+                        vec.store(builder, found, place[r, v])
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), generate
@@ -314,36 +319,44 @@ def _preparer(is_scaled: bool) -> Any:
 prepare, prepare_scaled = _preparer(False), _preparer(True)
 
 
+def _number_vector(builder: Any, kind: str, source: Any, other: Any, first: int) -> Any:
+    """16 of the numbers of `_numbers`, from the first on."""
+
+    def load(address: Any, of: Any) -> Any:
+        return vec.load(builder, _offset(builder, address, first * SIZES[of]), of)
+
+    if kind == "none":
+        return vec.splat(vec.FLOATS, 1.0)
+    if kind == "float32":
+        return load(source, vec.FLOATS)
+    if kind == "float16":
+        return _from_half(builder, load(source, SHORTS))
+    if kind == "bfloat16":
+        return vec.from_bfloat16(builder, load(source, SHORTS))
+    if kind == "exponents":
+        wide = builder.zext(load(source, BYTES), WORDS)
+        return builder.bitcast(builder.shl(wide, vec.splat(WORDS, 23)), vec.FLOATS)
+    if kind == "unit":
+        number = vec.broadcast(builder, builder.sitofp(source, vec.FLOAT))
+        return builder.fmul(number, load(other, vec.FLOATS))
+    inner = vec.from_int8(builder, load(source, BYTES))
+    outer = load(other, vec.FLOATS) if kind == "units" else _from_half(builder, load(other, SHORTS))
+    return builder.fmul(inner, outer)
+
+
 def _numbers(kind: str) -> Any:
-    """An intrinsic that writes 16 packed scales or offsets as float32."""
+    """An intrinsic that writes a panel's packed scales or offsets as float32."""
 
     @intrinsic
     def put(context, target, source, other):
-        """target: address of float32 [16]. source: address of the numbers. other: address of the outer numbers of
+        """target: address of float32 [64]. source: address of the numbers. other: address of the outer numbers of
         "factored", or the float32 scales of "units" and "unit"; `source` is the number of the latter."""
 
         def generate(context, builder, signature, arguments):
             target, source, other = arguments
-            if kind == "float32":
-                found = vec.load(builder, source)
-            elif kind == "float16":
-                found = _from_half(builder, vec.load(builder, source, SHORTS))
-            elif kind == "bfloat16":
-                found = vec.from_bfloat16(builder, vec.load(builder, source, SHORTS))
-            elif kind == "exponents":
-                wide = builder.zext(vec.load(builder, source, BYTES), WORDS)
-                found = builder.bitcast(builder.shl(wide, vec.splat(WORDS, 23)), vec.FLOATS)
-            elif kind == "none":
-                found = vec.splat(vec.FLOATS, 1.0)
-            elif kind == "unit":
-                found = builder.fmul(vec.broadcast(builder, builder.sitofp(source, vec.FLOAT)), vec.load(builder, other))
-            else:
-                inner = vec.from_int8(builder, vec.load(builder, source, BYTES))
-                outer = vec.load(builder, other) if kind == "units" else _from_half(
-                    builder, vec.load(builder, other, SHORTS)
-                )
-                found = builder.fmul(inner, outer)
-            vec.store(builder, found, target)
+            for v in range(VECTORS):
+                own, to = v * WIDTH, _offset(builder, target, v * VECTOR_BYTES)
+                vec.store(builder, _number_vector(builder, kind, source, other, own), to)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 3), generate
@@ -373,7 +386,7 @@ def copy_lanes(context, target, source, count):
 
     def generate(context, builder, signature, arguments):
         target, source, count = arguments
-        with builder.if_else(builder.icmp_signed(">=", count, vec.constant(LANES))) as (is_whole, is_part):
+        with builder.if_else(builder.icmp_signed(">=", count, vec.constant(WIDTH))) as (is_whole, is_part):
             with is_whole:
                 vec.store(builder, vec.load(builder, source), target)
             with is_part, cgutils.for_range(builder, count, intp=vec.LONG) as lane:
@@ -394,7 +407,7 @@ def clear(context, address, count):
             vec.store(
                 builder,
                 vec.splat(vec.FLOATS, 0.0),
-                builder.add(arguments[0], builder.mul(index.index, vec.constant(WORD_BYTES))),
+                builder.add(arguments[0], builder.mul(index.index, vec.constant(VECTOR_BYTES))),
             )
         return context.get_dummy_value()
 

@@ -21,7 +21,7 @@ _FLOATS = {
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _EMPTY = np.zeros(0, np.int8)
-_STRIP = 64  # panels that are packed at once: their pieces stay in the processor's cache
+_STRIP = 16  # panels that are packed at once: their pieces stay in the processor's cache
 _LARGEST = (63, 127, -128, 31, -32)  # inner numbers that quantizers give the largest of a block, most frequent first
 
 
@@ -134,7 +134,7 @@ def _in_threads(run: Callable[[int], None], starts: range) -> None:
 
 
 def _panels(numbers: np.ndarray) -> np.ndarray:
-    """[panels, groups, 16] of [groups, outputs]."""
+    """[panels, groups, 64] of [groups, outputs]."""
     groups, outputs = numbers.shape
     panels = -(-outputs // LANES)
     whole = np.zeros((groups, panels * LANES), numbers.dtype)
@@ -166,7 +166,7 @@ def _exponents(numbers: np.ndarray) -> np.ndarray | None:
 
 
 def _factored(numbers: np.ndarray, per_outer: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """int8 [panels, groups, 16] and the bits of float16 [panels, ceil(groups / per_outer), 16], whose products are the
+    """int8 [panels, groups, 64] and the bits of float16 [panels, ceil(groups / per_outer), 64], whose products are the
     numbers; None where there are none.
 
     An outer number is the largest of its block divided by what a quantizer makes of the largest.
@@ -204,7 +204,7 @@ def _factored(numbers: np.ndarray, per_outer: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _values_of(kind: str, numbers: Any, outer: Any, group: int, scales: Any = None, unit: int = 0) -> Any:
-    """float32 [..., groups, 16] of packed numbers, by NumPy or JAX."""
+    """float32 [..., groups, 64] of packed numbers, by NumPy or JAX."""
     xp = jnp if isinstance(numbers, jax.Array) else np
     if kind == "factored":
         per_outer = OUTER // group
@@ -228,7 +228,7 @@ def _as_float(bits: Any, dtype: str, xp: Any) -> Any:
 
 
 def codes_of(form: PackedForm, codes: Any, codebook: Any) -> Any:
-    """float32 codes [..., padded inputs, 16] of packed codes, by JAX; leading axes may be any."""
+    """float32 codes [..., padded inputs, 64] of packed codes, by JAX; leading axes may be any."""
     if form.codes in ("nibbles", "codebook"):
         shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
         numbers = (codes[..., None, :] >> shifts & np.uint32(15)).astype(jnp.int32)
@@ -240,7 +240,7 @@ def codes_of(form: PackedForm, codes: Any, codebook: Any) -> Any:
 
 
 def numbers_of(form: PackedForm, arrays: PackedArrays) -> tuple[Any, Any]:
-    """float32 scales and offsets [..., groups, 16], or None where there are none."""
+    """float32 scales and offsets [..., groups, 64], or None where there are none."""
     scales = offsets = None
     if form.scales != "none":
         scales = _values_of(form.scales, arrays.scales, arrays.outer_scales, form.group)
@@ -284,7 +284,7 @@ def dequantize(form: PackedForm, arrays: PackedArrays) -> jax.Array:
 
 
 def _dequantized(form: PackedForm, arrays: PackedArrays) -> jax.Array:
-    """float32 [..., padded inputs, 16]."""
+    """float32 [..., padded inputs, 64]."""
     weight = codes_of(form, arrays.codes, arrays.codebook)
     scales, offsets = numbers_of(form, arrays)
     if scales is None:

@@ -1,6 +1,6 @@
 """The form of a weight that is packed for the kernels of CPUs, and its arrays.
 
-A weight of K inputs and N outputs is divided into panels of 16 outputs. A panel holds all its inputs in order, so that
+A weight of K inputs and N outputs is divided into panels of 64 outputs. A panel holds all its inputs in order, so that
 a kernel reads it as one stream and a vector's lanes are outputs: no shuffles and no sums across lanes.
 
     weight[k, n] = code[k, n] * scale[k // group, n] + offset[k // group, n]
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LANES = 16  # outputs of a panel
+LANES = 64  # outputs of a panel
 STEP = 8  # inputs are padded with zeros to a multiple
 OUTER = 256  # inputs that share an outer scale of factored numbers
 
@@ -36,10 +36,10 @@ class PackedArrays(NamedTuple):
     """The arrays of a packed weight; those that its form does not have are empty.
 
     Attributes:
-      codes: nibbles and codebook: uint32 [panels, inputs / 8, 16], input 8 i + j in bits 4 j to 4 j + 3 of word i;
-        quads: int8 [panels, inputs / 4, 16, 4]; others: [panels, inputs, 16], floating-point numbers as their bits.
-      scales, offsets: [panels, groups, 16], float32, the bits of 16-bit floats, or int8.
-      outer_scales, outer_offsets: the bits of float16 [panels, ceil(inputs / 256), 16], for factored numbers.
+      codes: nibbles and codebook: uint32 [panels, inputs / 8, 64], input 8 i + j in bits 4 j to 4 j + 3 of word i;
+        quads: int8 [panels, inputs / 4, 64, 4]; others: [panels, inputs, 64], floating-point numbers as their bits.
+      scales, offsets: [panels, groups, 64], float32, the bits of 16-bit floats, or int8.
+      outer_scales, outer_offsets: the bits of float16 [panels, ceil(inputs / 256), 64], for factored numbers.
       codebook: float32 [16].
     """
 
