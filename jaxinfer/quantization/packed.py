@@ -12,7 +12,9 @@ import numpy as np
 
 from jaxinfer.quantization.array import NestedScales, QuantizedArray, Scheme
 from pallas_kernels.packed_matmul import (
+    CODES,
     LANES,
+    STEP,
     PackedArrays,
     PackedForm,
     dequantize,
@@ -204,6 +206,57 @@ def pack_weight(leaf: Any, *, is_transposed: bool = False, activations: str | No
         (scales.dtype.name, minima_dtype),
         leaf.zeros is not None,
     )
+
+
+def can_round_activations(form: PackedForm) -> bool:
+    """Whether products with such a weight can round activations to 8 bits."""
+    return form.codes in ("nibbles", "int8", "quads")
+
+
+def packed_shapes(leaf: Any, *, is_transposed: bool = False, activations: str | None = None) -> PackedArray:
+    """`pack_weight` of a weight of shapes. Scales and minima have their own dtypes; those of arrays may be smaller."""
+    is_weight = isinstance(leaf, QuantizedArray)
+    values = leaf.values if is_weight else leaf
+    *leading, inputs, outputs = values.shape
+    if is_transposed:
+        inputs, outputs = outputs, inputs
+    kind, dtypes, scheme = values.dtype.name, ["", ""], None
+    group, scales, offsets = -(-inputs // STEP) * STEP, "none", "none"
+    if is_weight:
+        scheme, dtypes[0] = leaf.scheme, "float32" if isinstance(leaf.scales, NestedScales) else leaf.scales.dtype.name
+        block = scheme.block[::-1] if is_transposed else scheme.block
+        group, scales = min(block[0], group), dtypes[0]
+        if kind == "int4":
+            kind = "nibbles" if leaf.codebook is None else "codebook"
+        elif kind == "int8" and activations is not None:
+            kind = "quads"
+        if leaf.minima is not None:
+            offsets = dtypes[1] = leaf.minima.dtype.name
+        elif leaf.zeros is not None:
+            offsets = "units"
+        elif kind == "nibbles":
+            offsets = "unit"
+    form = PackedForm(inputs, outputs, group, kind, scales, offsets, -8 if offsets == "unit" else 0)
+    if can_round_activations(form):
+        form = replace(form, activations=activations)
+    padded = form.padded_inputs
+    codes = {"nibbles": (padded // 8, LANES), "codebook": (padded // 8, LANES), "quads": (padded // 4, LANES, 4)}
+
+    def shape(dtype: str, *own: int) -> jax.ShapeDtypeStruct:
+        bits = {"float16": "uint16", "bfloat16": "uint16"}.get(dtype, dtype)
+        return jax.ShapeDtypeStruct((*leading, form.panels, *own), jnp.dtype(bits))
+
+    arrays = PackedArrays(
+        shape(CODES[kind].name, *codes.get(kind, (padded, LANES))),
+        None if scales == "none" else shape(scales, form.groups, LANES),
+        None,
+        None if offsets in ("none", "unit") else shape({"units": "int8"}.get(offsets, offsets), form.groups, LANES),
+        None,
+        leaf.codebook if is_weight else None,
+    )
+    permutation = leaf.permutation if is_weight else None
+    has_zeros = is_weight and leaf.zeros is not None
+    return PackedArray(arrays, permutation, form, scheme, is_transposed, (dtypes[0], dtypes[1]), has_zeros)
 
 
 def _outputs_last(array: Any, is_transposed: bool) -> np.ndarray:

@@ -2,10 +2,12 @@
 
 from pallas_kernels.packed_matmul.api import packed_matmul, unsupported
 from pallas_kernels.packed_matmul.packing import dequantize, pack, take_outputs, unpack, why_not
-from pallas_kernels.packed_matmul.specs import LANES, PackedArrays, PackedForm
+from pallas_kernels.packed_matmul.specs import CODES, LANES, STEP, PackedArrays, PackedForm
 
 __all__ = [
+    "CODES",
     "LANES",
+    "STEP",
     "PackedArrays",
     "PackedForm",
     "dequantize",

@@ -83,7 +83,10 @@ def pack(
         own = -zeros.astype(np.int16) - (8 if is_nibble else 0)
         own = _panels(np.broadcast_to(own, (-(-inputs // group), outputs)))
         if own.min() < -128 or own.max() > 127:
-            offset_kind, offsets = "float32", own.astype(np.float32) * _values_of(scale_kind, packed_scales, outer_scales, group)
+            offset_kind, offsets = (
+                "float32",
+                own.astype(np.float32) * _values_of(scale_kind, packed_scales, outer_scales, group),
+            )
         else:
             offset_kind, offsets = "units", own.astype(np.int8)
     elif kind == "nibbles":
@@ -105,7 +108,9 @@ def _pack_codes(values: np.ndarray, kind: str) -> np.ndarray:
         part = raw[:, first * LANES : last * LANES]
         width = part.shape[1]
         if width % LANES or inputs != padded:
-            whole = np.full((padded, (last - first) * LANES), 8 if shape.get(kind) == (padded // 8, LANES) else 0, raw.dtype)
+            whole = np.full(
+                (padded, (last - first) * LANES), 8 if shape.get(kind) == (padded // 8, LANES) else 0, raw.dtype
+            )
             whole[:inputs, :width] = part
             part = whole
         part = part.reshape(padded, last - first, LANES)
