@@ -26,6 +26,7 @@ from jaxinfer.quantization.on_device import (
     Copies,
     Packing,
     float32_copies,
+    in_whole_bytes,
     outputs_together,
     rounds_activations,
     why_not_packing,
@@ -424,15 +425,25 @@ def load_shapes(
     revision: str | None = None,
     quantize: str | None = OF_ALIAS,
     requantize: str | None = None,
+    is_here: bool = False,
+    activations: str = "float32",
 ) -> tuple[ModelConfig, Params]:
     """What `load_model` would load for a TPU or GPU, as `jax.ShapeDtypeStruct`s: from configuration and headers alone.
+    `is_here`: for the default device of this process, on a CPU with packed weights, which take at most those bytes.
 
     Raises as `load_model`.
     """
     named = find_model(model, revision, fetch=False)
     source, revision = named.source
     chosen = _selection(quantize, {} if requantize else named.options)
-    return _shapes(source, chosen, dtype=dtype, revision=revision, requantize=requantize)
+    reading: dict[str, Any] = {"revision": revision, "requantize": requantize}
+    if not is_here or jax.default_backend() != "cpu":
+        return _shapes(source, chosen, dtype=dtype, **reading)
+    is_packed = why_not_packing(_resolved(dtype)) is None
+    if is_packed and dtype == "auto":
+        reading["keeps_16_bits"] = Packing(is_tied=True, select=chosen).keeps_16_bits
+    config, params = _shapes(source, chosen, dtype=_resolved(dtype), **reading)
+    return config, in_whole_bytes(_packing(config, activations).params(params) if is_packed else params)
 
 
 def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[ModelConfig, Params]:
@@ -444,7 +455,9 @@ def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[Mode
     return config, params
 
 
-def load_draft_shapes(draft: str | Path, target: ModelConfig, params: Params, max_model_len: int, dtype: str) -> Draft:
+def load_draft_shapes(
+    draft: str | Path, target: ModelConfig, params: Params, max_model_len: int, dtype: str, *, is_here: bool = False
+) -> Draft:
     """As `load_draft`, of shapes. Without tokenizers, vocabularies of different sizes are let pass: whether the tokens
     are the same only the tokenizers' files can tell.
 
@@ -452,7 +465,7 @@ def load_draft_shapes(draft: str | Path, target: ModelConfig, params: Params, ma
     """
     if (found := _draft_by_name(draft, target, params)) is not None:
         return found
-    config, draft_params = load_shapes(draft, dtype=dtype)
+    config, draft_params = load_shapes(draft, dtype=dtype, is_here=is_here)
     try:
         config, _ = for_length(config, max_model_len)
     except ValueError as error:

@@ -25,7 +25,8 @@ def matmul(x: jax.Array, weight: Weight, out_dtype=None, *, is_transposed: bool 
     if not isinstance(weight, PackedArray):
         return dense_matmul(x, weight, out_dtype=out_dtype, is_transposed=is_transposed)
     if weight.ndim > 2:
-        return jax.vmap(lambda x, expert: matmul(x, weight.of_expert(expert), out_dtype))(x, jnp.arange(len(x)))
+        experts = range(weight.shape[0])
+        return jnp.stack([matmul(x[expert], weight.of_expert(expert), out_dtype) for expert in experts])
     if weight.is_transposed != is_transposed:  # its rows are not what was packed for a product
         return dense_matmul(x, weight.dequantize(x.dtype), out_dtype=out_dtype, is_transposed=is_transposed)
     return _packed(x, [weight], out_dtype)[0]

@@ -28,9 +28,10 @@ _NOT_COPIED = ("embed", "host_layers")
 
 def why_not_packing(dtype: Any) -> str | None:
     """The reason why the weights of a model that computes in `dtype` are not packed on the default device, or None."""
-    if jnp.dtype(dtype) != jnp.float32:
-        return f"the model computes in {jnp.dtype(dtype).name}; packed weights are for float32"
-    return unsupported(jax.default_backend())
+    if (reason := unsupported(jax.default_backend())) is not None:
+        return reason
+    name = jnp.dtype(dtype).name
+    return None if name == "float32" else f"packed weights are for float32, and the model computes in {name}"
 
 
 class Packing:
@@ -38,7 +39,8 @@ class Packing:
     embedding becomes the head, from which rows are taken too; another one is packed unless it is float32.
 
     Args:
-      is_tied: whether the embedding is the head. activations: "int8" for products with activations rounded to 8 bits.
+      is_tied: whether the embedding is the head. activations: "int8" for products with activations rounded to 8 bits;
+        with None, weights that are packed already keep what they were packed for.
       select: applied before, as `Selection` is.
     """
 
@@ -60,7 +62,8 @@ class Packing:
         ):
             return leaf
         if isinstance(leaf, PackedArray):
-            if leaf.form.activations == self._activations or not can_round_activations(leaf.form):
+            is_wanted = self._activations in (None, leaf.form.activations)
+            if is_wanted or not can_round_activations(leaf.form):
                 return leaf
             leaf = leaf.unpacked()
         if why_not_packed(leaf, is_transposed=is_embedding) is not None:
@@ -86,6 +89,15 @@ class Packing:
         return jax.tree_util.tree_map_with_path(packed, params, is_leaf=is_weight)
 
 
+def in_whole_bytes(params: Any) -> Any:
+    """Abstract parameters as a CPU holds those that are not packed: 4-bit integers in a byte each."""
+
+    def whole(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.int8) if leaf.dtype == jnp.int4 else leaf
+
+    return jax.tree.map(whole, params)
+
+
 def rounds_activations(params: Any) -> bool:
     """Whether the activations of any product are rounded for packed weights."""
     return any(isinstance(leaf, PackedArray) and leaf.form.activations is not None for leaf in weights(params))
@@ -95,14 +107,15 @@ def unpack_params(params: Any) -> Any:
     """The parameters as they were before packing: `QuantizedArray`s and plain arrays, these in the dtype of the norms.
     What computes gradients or rounds weights needs them."""
     dtype = params["final_norm"]["weight"].dtype
+    return jax.tree.map(lambda leaf: unpacked(leaf, dtype), params, is_leaf=is_weight)
 
-    def unpacked(leaf: Any) -> Any:
-        found = leaf.unpacked() if isinstance(leaf, PackedArray) else leaf
-        if is_weight(found):
-            return jax.tree.map(jnp.asarray, found)
-        return jnp.asarray(found, dtype) if found is not leaf or leaf.dtype.name in ("bfloat16", "float16") else leaf
 
-    return jax.tree.map(unpacked, params, is_leaf=is_weight)
+def unpacked(leaf: Any, dtype: Any) -> Any:
+    """A weight as it was before packing, on the device; one that was not quantized in `dtype`."""
+    if not isinstance(leaf, PackedArray):
+        return leaf
+    found = leaf.unpacked()
+    return jax.tree.map(jnp.asarray, found) if is_weight(found) else jnp.asarray(found, dtype)
 
 
 @dataclass(frozen=True)

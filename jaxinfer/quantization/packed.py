@@ -86,16 +86,12 @@ class PackedArray:
         """What `pallas_kernels.packed_matmul` takes."""
         return self.form, PackedArrays(*(_EMPTY if array is None else array for array in self.arrays))
 
-    def of_expert(self, expert: jax.Array) -> "PackedArray":
-        """The matrix of an expert, int32 [], of a stack."""
-
-        def take(array: Any) -> Any:
-            return None if array is None else jax.lax.dynamic_index_in_dim(array, expert, keepdims=False)
-
-        permutation = self.permutation
+    def of_expert(self, expert: int) -> "PackedArray":
+        """The matrix of an expert of a stack."""
+        permutation, of_all = self.permutation, self.arrays
         if permutation is not None and permutation.ndim > 1:
-            permutation = take(permutation)
-        arrays = PackedArrays(*map(take, self.arrays[:-1]), self.arrays.codebook)
+            permutation = permutation[expert]
+        arrays = PackedArrays(*(None if one is None else one[expert] for one in of_all[:-1]), of_all.codebook)
         return replace(self, arrays=arrays, permutation=permutation)
 
     def rows(self, indices: jax.Array) -> jax.Array:
