@@ -13,7 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from checkpoints_convert.checkpoint import ParamPath, check_dtype, insert, numpy_dtype, param_dtype, param_shapes
+from checkpoints_convert.checkpoint import (
+    Keeps16Bits,
+    ParamPath,
+    check_dtype,
+    insert,
+    numpy_dtype,
+    param_dtype,
+    param_shapes,
+)
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG, read_json
 from checkpoints_convert.formats import FormatError, quantization_method, with_side_file
@@ -25,7 +33,7 @@ from checkpoints_convert.huggingface.config import declared_dtype, model_config
 from checkpoints_convert.huggingface.declared import declared_headers
 from checkpoints_convert.huggingface.families import family_of
 from checkpoints_convert.huggingface.quantized import abstract_quantized
-from checkpoints_convert.plan import TensorPlan, plan
+from checkpoints_convert.plan import TensorPlan, plan, stored_dtype
 from checkpoints_convert.safetensors_files import SafetensorsIndex, TensorHeader, weight_files
 from checkpoints_convert.store import parts_of, read_native_config, rebuild
 from jaxinfer.models import ModelConfig, Params
@@ -35,37 +43,47 @@ Headers = Mapping[str, TensorHeader]
 
 
 def abstract(
-    path_or_hub_id: str | Path, *, dtype: str = "auto", revision: str | None = None, requantize: str | None = None
+    path_or_hub_id: str | Path,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    requantize: str | None = None,
+    keeps_16_bits: Keeps16Bits | None = None,
 ) -> tuple[ModelConfig, Params]:
     """The result of `load` as `jax.ShapeDtypeStruct`s. No weights are read.
 
     A directory may have a config.json alone: which weights its quantization_config quantizes is then a rule of the
     format (`Method.stored`). Of a hub id only configuration files and the headers of safetensors are downloaded.
-    Arguments and errors as of `load`.
+    Arguments and errors as of `load`, and `keeps_16_bits` as of a `Checkpoint`.
     """
     check_dtype(dtype)
     check_requantize(requantize)
     if is_local(path_or_hub_id):
         path, headers = resolve(path_or_hub_id, revision=revision), None
         if (file := find_gguf(path)) is not None:
-            return _of_gguf(file, dtype, requantize)
+            return _of_gguf(file, dtype, requantize, keeps_16_bits)
     else:
         path, headers = describe(str(path_or_hub_id), revision)
     if requantize is not None:
         raise ValueError(f"requantize={requantize!r} is for GGUF files, and {path} is not one")
     if (path / NATIVE_CONFIG).exists():
-        return _of_native(path, dtype)
+        return _of_native(path, dtype, keeps_16_bits)
     if not (path / CONFIG).exists():
         raise CheckpointNotFoundError(path, f"holds neither {CONFIG} nor {NATIVE_CONFIG}: not a checkpoint")
     hf_config = with_side_file(path, read_json(path / CONFIG))
     if headers is None and (weight_files(path) or any(path.glob("*.safetensors"))):
         with SafetensorsIndex(path) as index:
             headers = index.headers
-    return abstract_of(hf_config, headers, dtype=dtype, where=path)
+    return abstract_of(hf_config, headers, dtype=dtype, where=path, keeps_16_bits=keeps_16_bits)
 
 
 def abstract_of(
-    hf_config: Mapping[str, Any], headers: Headers | None, *, dtype: str = "auto", where: str | Path = "checkpoint"
+    hf_config: Mapping[str, Any],
+    headers: Headers | None,
+    *,
+    dtype: str = "auto",
+    where: str | Path = "checkpoint",
+    keeps_16_bits: Keeps16Bits | None = None,
 ) -> tuple[ModelConfig, Params]:
     """The same of a config.json and the headers of its tensors; None for no headers."""
     if headers is None:
@@ -84,7 +102,9 @@ def abstract_of(
     known: dict[Any, Any] = {}  # layers are alike
     for one in plans:
         if isinstance(one, TensorPlan):
-            leaves[one.target] = jax.ShapeDtypeStruct(one.shape, numpy_dtype(one.dtype))
+            stored = stored_dtype(one, headers) if keeps_16_bits is not None and keeps_16_bits(one.target) else None
+            kept = stored if stored in ("bfloat16", "float16") else one.dtype
+            leaves[one.target] = jax.ShapeDtypeStruct(one.shape, numpy_dtype(kept))
             continue
         key = (one.reader.form, one.shape, one.transpose, one.view, one.outputs, len(one.experts))
         if key not in known:
@@ -105,12 +125,16 @@ def _filled(config: ModelConfig, leaves: Mapping[ParamPath, Any]) -> Params:
     return params
 
 
-def _of_gguf(file: Path, dtype: str, requantize: str | None) -> tuple[ModelConfig, Params]:
+def _of_gguf(
+    file: Path, dtype: str, requantize: str | None, keeps_16_bits: Keeps16Bits | None
+) -> tuple[ModelConfig, Params]:
     leaves: dict[ParamPath, Any] = {}
     source = GGUFCheckpoint(file, dtype=dtype, requantize=requantize)
+    source.keeps_16_bits = keeps_16_bits
     with source:
         for one in source.plans:
             if not one.stays_quantized or requantize == DENSE:
+                leaves[one.target] = jax.ShapeDtypeStruct(one.shape, numpy_dtype(source.dense_dtype(one.target)))
                 continue
             if source.is_requantized(one):
                 make = partial(quantize, how=recipe(requantize or ""), scale_dtype=source.config.dtype)
@@ -120,10 +144,13 @@ def _of_gguf(file: Path, dtype: str, requantize: str | None) -> tuple[ModelConfi
         return source.config, _filled(source.config, leaves)
 
 
-def _of_native(directory: Path, dtype: str) -> tuple[ModelConfig, Params]:
+def _of_native(directory: Path, dtype: str, keeps_16_bits: Keeps16Bits | None) -> tuple[ModelConfig, Params]:
     native = read_native_config(directory)
     config = native.model if dtype == "auto" else replace(native.model, dtype=dtype)
-    leaves = {}
+    leaves: dict[ParamPath, Any] = {}
+    if keeps_16_bits is not None and native.model.dtype in ("bfloat16", "float16"):
+        for path, shape in filter(lambda item: keeps_16_bits(item[0]), param_shapes(config).items()):
+            leaves[path] = jax.ShapeDtypeStruct(shape, numpy_dtype(native.model.dtype))
     for name, description in native.quantized.items():
         stored = parts_of(description).items()
         parts: Any = {part: jax.ShapeDtypeStruct(shape, numpy_dtype(kind)) for part, (shape, kind) in stored}

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -88,6 +88,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 NUM_THREADS = 8
 ParamPath = tuple[str, ...]  # the keys that lead to a parameter, such as ("layers", "0", "mlp_norm", "weight")
 HostParam = list[np.ndarray] | QuantizedArray  # parts of a dense parameter, or a quantized one
+# Whether a dense parameter keeps the 16-bit dtype in which it is stored, whatever the configuration's dtype is.
+Keeps16Bits = Callable[[ParamPath], bool]
 
 
 class Checkpoint(Closable, ABC):
@@ -96,14 +98,15 @@ class Checkpoint(Closable, ABC):
     A unit is what is read, written and resumed at once: one layer, or one parameter outside the layers.
 
     Attributes:
-      directory: of its files. config: its dtype is that of every dense array read; a `QuantizedArray` keeps the dtypes
-        of the file.
+      directory: of its files. config: its dtype is that of every dense array read, but for those of `keeps_16_bits`; a
+        `QuantizedArray` keeps the dtypes of the file.
       kv_scales: scales of an 8-bit key-value cache, by layer; () if the checkpoint has none.
       quantization: the quantized format that the files declare, such as awq; None for plain weights, and in jaxinfer's
         own format.
       is_headless: whether it is a model without a head, that makes vectors only.
       requantize: how weights of a GGUF file are rounded again, as of `load`; None elsewhere.
       requantize_errors: relative error (root of the mean square) of the weights that were rounded again so far.
+      keeps_16_bits: by default none does.
       cast_errors: the largest relative error of the casts so far, by parameter, when opened to measure them.
     """
 
@@ -113,6 +116,7 @@ class Checkpoint(Closable, ABC):
     quantization: str | None = None
     is_headless = False
     requantize: str | None = None
+    keeps_16_bits: Keeps16Bits | None = None
 
     def __init__(self, directory: Path, *, measure_casts: bool = False):
         self.directory = directory
@@ -169,13 +173,26 @@ class Checkpoint(Closable, ABC):
     def param_bytes(self, path: ParamPath) -> int:
         """Bytes of one parameter; of a quantized one, as stored in the checkpoint."""
         size = int(np.prod(param_shapes(self.config)[path], dtype=np.int64))
-        return size * numpy_dtype(param_dtype(self.config, path)).itemsize
+        return size * numpy_dtype(self.dense_dtype(path)).itemsize
+
+    def dense_dtype(self, path: ParamPath) -> str:
+        """The dtype in which a dense parameter is read."""
+        if self.keeps_16_bits is not None and self.keeps_16_bits(path):
+            stored = self.stored_dtype(path)
+            if stored in ("bfloat16", "float16"):
+                return stored
+        return param_dtype(self.config, path)
+
+    def stored_dtype(self, path: ParamPath) -> str | None:
+        """The dtype of the tensors of a dense parameter that is read as it is stored; None where they differ, or where
+        values change."""
+        return None
 
     def host_bytes(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> int:
         """Bytes of host memory that `read_param` takes, beside blocks in flight."""
         if not parts or path in self._quantized_paths:
             return self.param_bytes(path)
-        return sum(map(size_of, parts)) * numpy_dtype(param_dtype(self.config, path)).itemsize
+        return sum(map(size_of, parts)) * numpy_dtype(self.dense_dtype(path)).itemsize
 
     @cached_property
     def _quantized_paths(self) -> frozenset[ParamPath]:
@@ -201,7 +218,7 @@ class Checkpoint(Closable, ABC):
         dtype: str | None = None,
     ) -> np.ndarray:
         """Reads one parameter in `dtype`, by default its own; errors name the tensor `name` of the file `where`."""
-        wanted = numpy_dtype(dtype or param_dtype(self.config, tuple(param.split("."))))
+        wanted = numpy_dtype(dtype or self.dense_dtype(tuple(param.split("."))))
         array, stats = read_tensor(
             read, shape, stored, wanted, transpose=transpose, executor=self.executor, measure_cast=self._measure_casts
         )

@@ -118,14 +118,16 @@ def load_params(
     convert: Convert | None = None,
     host: HostStacks | None = None,
     skips: Callable[[ParamPath], bool] = lambda path: False,
+    limit: int | None = None,
 ) -> Params:
     """The parameters of an open checkpoint on the device or a mesh. Arguments, memory and errors as of `load`; what
-    belongs to `host` goes there, without a mesh. `skips`: whether a parameter is left out."""
+    belongs to `host` goes there, without a mesh. `skips`: whether a parameter is left out. `limit`: as of
+    `read_ahead`."""
     params: Params = {}
     place = OnDefaultDevice(convert, host) if mesh is None else OnMesh(mesh, checkpoint.config, convert)
     paths = [path for unit in checkpoint.units().values() for path in unit if not skips(path)]
     with Progress(progress, sum(map(checkpoint.param_bytes, paths)), "loading") as bar:
-        for path, leaf in read_ahead(checkpoint, place.parts, place, paths):
+        for path, leaf in read_ahead(checkpoint, place.parts, place, paths, limit=limit or IN_FLIGHT_BYTES):
             if host is not None and host.takes(path):
                 host.add(path, leaf)
             else:

@@ -410,6 +410,12 @@ def _hints(missing: list[str], extra: list[str]) -> dict[str, str]:
     return hints
 
 
+def stored_dtype(tensor: TensorPlan, headers: Mapping[str, TensorHeader]) -> str | None:
+    """The dtype of the tensors of a parameter; None where they differ, or where something is added to them."""
+    dtypes = {str(FLOAT_DTYPES[headers[name][0]]) for name in tensor.sources}
+    return dtypes.pop() if len(dtypes) == 1 and not tensor.add else None
+
+
 def _choose_dtype(stored: list[str], hf_config: Mapping[str, Any], dtype: str, where: str | Path) -> str:
     if dtype != "auto":
         return dtype

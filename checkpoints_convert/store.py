@@ -238,7 +238,7 @@ class NativeCheckpoint(Checkpoint):
 
     def _part(self, unit: ArrayStore, path: ParamPath, bounds: Bounds) -> np.ndarray:
         name = ".".join(path)
-        wanted = numpy_dtype(param_dtype(self.config, path))
+        wanted = numpy_dtype(self.dense_dtype(path))
         array, stats = unit.read(name, bounds, dtype=wanted, measure_cast=self._measure_casts)
         self.check_stats(stats, unit.specs[name].dtype, wanted, param=name, name=name, where=unit.directory)
         return array
@@ -279,6 +279,9 @@ class NativeCheckpoint(Checkpoint):
         except ValueError as error:
             raise CheckpointError(unit.directory, str(error)) from None
         return array
+
+    def stored_dtype(self, path: ParamPath) -> str | None:
+        return param_dtype(self._stored, path)
 
     def quantized(self) -> dict[ParamPath, str]:
         return {tuple(name.split(".")): name for name in self._quantized}

@@ -102,6 +102,7 @@ class LLM(ScoringMethods):
             model,
             tokenizer=chosen.tokenizer,
             dtype=chosen.dtype,
+            activations=chosen.activations,
             revision=chosen.revision,
             quantize=chosen.quantize,
             requantize=chosen.requantize,

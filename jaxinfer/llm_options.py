@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
 
 MODEL = "Model"
+ACTIVATIONS = ("float32", "int8")
 
 
 def parse_offload(text: str) -> int | Literal["auto", "disk"]:
@@ -46,6 +47,14 @@ class LLMOptions(EngineOptions):
         "auto keeps the checkpoint's dtype, but computes in float32 on CPUs, where bfloat16 is far slower; or a name "
         "such as bfloat16.",
         "DTYPE",
+        group=MODEL,
+    )
+    activations: str = option(
+        "float32",
+        "What a CPU multiplies with integer weights of 4 to 8 bits: float32, or int8: activations rounded to 8 bits in "
+        "groups of 32, as llama.cpp rounds them, which is faster and less exact. Of the model, not of its draft; on one "
+        "CPU only, not with offload.",
+        "KIND",
         group=MODEL,
     )
     quantize: str | None = option(
@@ -128,6 +137,12 @@ class LLMOptions(EngineOptions):
         if self.kv_scales is not None and not self.kv_dtype.startswith("fp8"):
             raise ValueError(f"kv_scales are for kv_dtype='fp8_e4m3' or 'fp8_e5m2', not {self.kv_dtype!r}")
         self.check_draft(self.draft is not None)
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(f"activations must be {' or '.join(ACTIVATIONS)}, got {self.activations!r}")
+        if self.offload and self.activations != "float32":
+            raise ValueError(
+                f"activations={self.activations!r} excludes offload={self.offload!r}: those are not packed"
+            )
         if self.offload and self.mesh is not None:
             raise ValueError(f"offload={self.offload!r} is for one device, and mesh={self.mesh!r} is given")
         if self.offload == "disk":

@@ -1,10 +1,12 @@
 """From what a user names as a model to what an engine runs: configuration, parameters, tokenizer, defaults."""
 
+import importlib.util
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,23 +17,35 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
 from jaxinfer.embedding_files import EmbeddingConfig, read_embedding_config
-from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_to_mesh, keeps_float32
+from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, compute_dtype, fit_to_mesh, keeps_float32
 from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
 from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, moved_layers
 from jaxinfer.option_names import check_format
 from jaxinfer.quantization import Selection, check, quantize_params
-from jaxinfer.quantization.on_device import Copies, float32_copies, outputs_together
-from jaxinfer.quantization.tree import describe, is_quantized
+from jaxinfer.quantization.on_device import (
+    Copies,
+    Packing,
+    float32_copies,
+    in_whole_bytes,
+    outputs_together,
+    rounds_activations,
+    why_not_packing,
+)
+from jaxinfer.quantization.tree import is_quantized, is_weight, weights
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, from_generation_config
 from jaxinfer.sampling.params import our_names
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
 from jaxinfer.store import FoundModel, StoreError, find_model
 from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens, tokenizer_files_of
+from pallas_kernels.packed_matmul import unsupported
 
 DEFAULT_MAX_MODEL_LEN = 4096
 OF_ALIAS = "as the alias says"
 # The numbers of the layers whose weights go to the host's memory, of a configuration and abstract parameters.
 ChooseLayers = Callable[[ModelConfig, Params], Sequence[int]]
+# Bytes of host buffers in flight while weights are packed: more than the packed weights would be of a small model.
+PACKING_BYTES = 32 * 2**20
+_LOG = logging.getLogger(__name__)
 LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
 
 
@@ -43,6 +57,7 @@ class LoadedModel:
     kv_scales: the checkpoint's scales for an fp8 cache, if it has some.
     has_head: False where its files have no head. embedding: how it embeds texts, where its files say so.
     system: the system prompt of an alias.
+    activations: "int8" where products with packed weights round activations to 8 bits.
     fit: how the `mesh` runs it, where there is one; then `config` is the fit's.
     """
 
@@ -59,6 +74,7 @@ class LoadedModel:
     fit: MeshFit | None = None
     mesh: Mesh | None = None
     system: str | None = None
+    activations: str = "float32"
 
     @property
     def params(self) -> Params:
@@ -71,12 +87,19 @@ class LoadedModel:
         return KVScales(self.fit.kv_scales(scales.keys), self.fit.kv_scales(scales.values))
 
     def runnable(self) -> tuple[Params, Copies | None]:
-        """What the engine takes: on a CPU, float32 copies of quantized weights, as far as their budget goes; none where
-        layers stay on the disk, since memory is short."""
+        """What the engine takes: on a CPU, packed weights; of quantized ones that cannot be packed float32 copies, as
+        far as their budget goes, and none where layers stay on the disk, since memory is short."""
         has_all = self.fit is None and disk_layers(self.params) is None
-        if not has_all or not describe(self.params) or jax.default_backend() != "cpu":
-            return self.params, None
-        return self.weights.with_copies()
+        if has_all and jax.default_backend() == "cpu":
+            params, copies = self.weights.for_cpu(self.config, self.activations)
+        else:
+            params, copies = self.params, None
+        if self.activations != "float32" and not rounds_activations(params):
+            raise ValueError(
+                f"activations={self.activations!r} is for integer weights of 4 to 8 bits in a model that computes in "
+                f"float32, and {self.name} has none"
+            )
+        return params, copies
 
     def for_length(self, max_model_len: int | None, *, has_policy: bool = False) -> tuple["LoadedModel", int]:
         """The model made for prompts and answers of that many tokens (None: what it allows, at most 4,096).
@@ -98,13 +121,18 @@ class Weights:
     def __init__(self, params: Params, key: Hashable = None):
         self.params, self.key = params, key
         self._num_users = 1
-        self._copied: tuple[Params, Copies] | None = None
+        self._for_cpu: dict[str, tuple[Params, Copies | None]] = {}
 
-    def with_copies(self) -> tuple[Params, Copies]:
-        """The parameters with the float32 copies that a CPU runs, which are shared too."""
-        if self._copied is None:
-            self._copied = float32_copies(self.params)
-        return self._copied
+    def for_cpu(self, config: ModelConfig, activations: str) -> tuple[Params, Copies | None]:
+        """The parameters that a CPU runs, which are shared too, and the float32 copies in them, if any weight needs
+        one."""
+        if activations not in self._for_cpu:
+            params = self.params
+            if why_not_packing(compute_dtype(params)) is None:
+                params = _packing(config, activations).params(params)
+            is_copied = any(is_quantized(leaf) for leaf in weights(params))
+            self._for_cpu[activations] = float32_copies(params) if is_copied else (params, None)
+        return self._for_cpu[activations]
 
     def release(self) -> None:
         """One user less. After the last one the device memory of what was loaded is free, also where somebody still
@@ -116,7 +144,7 @@ class Weights:
             _WEIGHTS.pop(self.key, None)
         if disk := disk_layers(self.params):
             disk.reader.close()
-        for leaf in jax.tree.leaves((self.params, self._copied)):
+        for leaf in jax.tree.leaves((self.params, [params for params, _ in self._for_cpu.values()])):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
 
@@ -147,22 +175,29 @@ def weights_key(
     dtype: str = "auto",
     verify: bool | None = None,
     mesh: Mesh | None = None,
+    activations: str = "float32",
 ) -> Hashable:
     """Equal for calls of `load_model` that give equal parameters: of the same files, unchanged, read alike."""
     named = find_model(model, revision, fetch=False)
     chosen = _selection(quantize, {} if requantize else named.options)
-    return _weights_key(named.path, dtype, chosen, mesh, {"requantize": requantize, "verify": verify})
+    opening = {"requantize": requantize, "verify": verify}
+    return _weights_key(named.path, dtype, chosen, mesh, opening, activations)
 
 
 def _weights_key(
-    path: Any, dtype: str, chosen: Selection | None, mesh: Mesh | None, opening: Mapping[str, Any]
+    path: Any, dtype: str, chosen: Selection | None, mesh: Mesh | None, opening: Mapping[str, Any], activations: str
 ) -> Hashable:
     if not isinstance(path, Path):  # in an object store: whether they have changed is not known
         return object()
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     states = [(str(one), state.st_size, state.st_mtime_ns, state.st_ino) for one in files for state in (one.stat(),)]
-    dtype = _resolved(dtype)
-    return (*states, dtype, None if chosen is None else chosen.recipe, mesh, *sorted(opening.items()))
+    kinds = dtype, _resolved(dtype), activations
+    return (*states, *kinds, None if chosen is None else chosen.recipe, mesh, *sorted(opening.items()))
+
+
+def _packing(config: ModelConfig, activations: str, chosen: Selection | None = None) -> Packing:
+    rounded = None if activations == "float32" else activations
+    return Packing(is_tied=config.tie_word_embeddings, activations=rounded, select=chosen)
 
 
 def _resolved(dtype: str) -> str:
@@ -195,6 +230,7 @@ def load_model(
     mesh: Mesh | None = None,
     offload: ChooseLayers | None = None,
     from_disk: bool = False,
+    activations: str = "float32",
 ) -> LoadedModel:
     """Loads what `find_model` finds, as its alias says, or checks live `(ModelConfig, params[, tokenizer])`.
     With a mesh the parameters lie there, and the configuration is as `fit_to_mesh` makes it.
@@ -204,10 +240,13 @@ def load_model(
     `checkpoints_convert.load`; `quantization` names the quantized format that its files have to be in.
     `offload` chooses the layers for the host's memory (`engine.offload`), from the shapes of all; `from_disk`: all of
     them stay in the files (`models.disk_layers`).
+    On a CPU weights are packed as they are read, with `activations="int8"` for products that round activations.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
     """
+    _check_activations(activations, mesh)
+    _tell_what_is_slower()
     if isinstance(model, tuple):
         if requantize is not None:
             raise ValueError("requantize is for GGUF files, not for live parameters")
@@ -215,11 +254,12 @@ def load_model(
             raise ValueError("verify is for the files of a checkpoint, not for live parameters")
         check_format(quantization, None, "a live model")
         found = _live(model, dtype, _selection(quantize, {}), mesh, offload)
+        found = replace(found, activations=activations)
     else:
         named = find_model(model, revision)
         chosen = _selection(quantize, {} if requantize else named.options)
         opening = {"requantize": requantize, "verify": verify}
-        needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization}
+        needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization, "activations": activations}
         found = _read(named, dtype, chosen, mesh, offload, opening=opening, from_disk=from_disk, **needed)
     if tokenizer is not None:
         chosen_tokenizer = Tokenizer.from_dir(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
@@ -242,6 +282,25 @@ def load_model(
         fit=fit,
         mesh=mesh,
     )
+
+
+def _check_activations(activations: str, mesh: Mesh | None) -> None:
+    """Raises ValueError where no products with packed weights could round activations."""
+    if activations == "float32":
+        return
+    reason = f"it is for one device, and the mesh is {mesh}" if mesh is not None else unsupported(jax.default_backend())
+    if reason is not None:
+        raise ValueError(f"activations={activations!r}: {reason}")
+
+
+@cache
+def _tell_what_is_slower() -> None:
+    """Logs, once, what a plain installation on a CPU lacks."""
+    if jax.default_backend() == "cpu" and importlib.util.find_spec("numba") is None:
+        _LOG.warning(
+            "Numba is not installed: on this CPU, products with quantized and 16-bit weights, attention and decoding "
+            "are several times slower, and weights take more memory. Install it with: pip install 'jaxinfer[cpu]'"
+        )
 
 
 def _live(
@@ -275,12 +334,14 @@ def _read(
     reads_tokenizer: bool,
     quantization: str | None,
     opening: Mapping[str, Any],
+    activations: str,
 ) -> LoadedModel:
     import checkpoints_convert
 
     name, path = named.name, named.path
     assert path is not None
-    dtype = _resolved(dtype)
+    key = _weights_key(path, dtype, chosen, mesh, opening, activations)
+    keeps_16_bits, dtype = dtype == "auto", _resolved(dtype)
     with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
         check_format(quantization, checkpoint.quantization, name)
         # What is small is read, and refused, before the weights.
@@ -297,15 +358,30 @@ def _read(
             _, shapes = _shapes(path, chosen, dtype=dtype, requantize=opening["requantize"])
             on_host = tuple(offload(checkpoint.config, shapes))
 
+        packs = mesh is None and why_not_packing(dtype) is None
+        packing = _packing(checkpoint.config, activations, chosen)
+
+        def read(elsewhere: Callable[[Sequence[str]], bool], **where: Any) -> Params:
+            """The parameters, packed but for those that are `elsewhere` than on the device."""
+
+            def convert(path: tuple[str, ...], leaf: Any) -> Any:
+                if not elsewhere(path):
+                    return packing(path, leaf)
+                return leaf if chosen is None else chosen(path, leaf)
+
+            if packs and keeps_16_bits:
+                checkpoint.keeps_16_bits = lambda path: packing.keeps_16_bits(path) and not elsewhere(path)
+            how = {"convert": convert, "limit": PACKING_BYTES} if packs else {"convert": chosen}
+            return checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, **how, **where)
+
         def load() -> Params:
             if from_disk:
                 again = opening["verify"] and None  # whole files have been compared
                 files = checkpoints_convert.open_checkpoint(path, dtype=dtype, verify=again)
                 reader = LayerReader.of(moved_layers(_shapes(path, None, dtype=dtype)[1]), files)
-                params = checkpoints_convert.load_params(checkpoint, progress=True, skips=reader.takes)
-                return {**params, DISK_LAYERS: DiskLayers.of(reader)}
+                return {**read(reader.takes, skips=reader.takes), DISK_LAYERS: DiskLayers.of(reader)}
             host = HostStacks(shapes, on_host, jax.devices()[0], jax.default_backend()) if on_host else None
-            params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, convert=chosen, host=host)
+            params = read((lambda path: False) if host is None else host.takes, host=host)
             return _laid_out(params, mesh, donate=True)
 
         kv_scales = None
@@ -314,7 +390,7 @@ def _read(
         return LoadedModel(
             name,
             checkpoint.config,
-            Weights.shared((_weights_key(path, dtype, chosen, mesh, opening), on_host, from_disk), load),
+            Weights.shared((key, on_host, from_disk), load),
             tokenizer,
             default_params=replace(defaults.params, **_alias_sampling(named)),
             ignored_defaults=defaults.ignored,
@@ -323,6 +399,7 @@ def _read(
             has_head=not checkpoint.is_headless,
             embedding=embedding,
             system=named.system,
+            activations=activations,
         )
 
 
@@ -348,15 +425,25 @@ def load_shapes(
     revision: str | None = None,
     quantize: str | None = OF_ALIAS,
     requantize: str | None = None,
+    is_here: bool = False,
+    activations: str = "float32",
 ) -> tuple[ModelConfig, Params]:
     """What `load_model` would load for a TPU or GPU, as `jax.ShapeDtypeStruct`s: from configuration and headers alone.
+    `is_here`: for the default device of this process, on a CPU with packed weights, which take at most those bytes.
 
     Raises as `load_model`.
     """
     named = find_model(model, revision, fetch=False)
     source, revision = named.source
     chosen = _selection(quantize, {} if requantize else named.options)
-    return _shapes(source, chosen, dtype=dtype, revision=revision, requantize=requantize)
+    reading: dict[str, Any] = {"revision": revision, "requantize": requantize}
+    if not is_here or jax.default_backend() != "cpu":
+        return _shapes(source, chosen, dtype=dtype, **reading)
+    is_packed = why_not_packing(_resolved(dtype)) is None
+    if is_packed and dtype == "auto":
+        reading["keeps_16_bits"] = Packing(is_tied=True, select=chosen).keeps_16_bits
+    config, params = _shapes(source, chosen, dtype=_resolved(dtype), **reading)
+    return config, in_whole_bytes(_packing(config, activations).params(params) if is_packed else params)
 
 
 def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[ModelConfig, Params]:
@@ -368,7 +455,9 @@ def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[Mode
     return config, params
 
 
-def load_draft_shapes(draft: str | Path, target: ModelConfig, params: Params, max_model_len: int, dtype: str) -> Draft:
+def load_draft_shapes(
+    draft: str | Path, target: ModelConfig, params: Params, max_model_len: int, dtype: str, *, is_here: bool = False
+) -> Draft:
     """As `load_draft`, of shapes. Without tokenizers, vocabularies of different sizes are let pass: whether the tokens
     are the same only the tokenizers' files can tell.
 
@@ -376,7 +465,7 @@ def load_draft_shapes(draft: str | Path, target: ModelConfig, params: Params, ma
     """
     if (found := _draft_by_name(draft, target, params)) is not None:
         return found
-    config, draft_params = load_shapes(draft, dtype=dtype)
+    config, draft_params = load_shapes(draft, dtype=dtype, is_here=is_here)
     try:
         config, _ = for_length(config, max_model_len)
     except ValueError as error:
@@ -470,7 +559,7 @@ def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenize
         raise TypeError("a live model is (ModelConfig, params) or (ModelConfig, params, tokenizer)")
     config, params = model[0], model[1]
     wanted = jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
-    given = jax.tree.map(jnp.shape, params, is_leaf=is_quantized)
+    given = jax.tree.map(jnp.shape, params, is_leaf=is_weight)
     if wanted != given:
         flat = dict(jax.tree_util.tree_leaves_with_path(wanted, is_leaf=lambda x: isinstance(x, tuple)))
         other = dict(jax.tree_util.tree_leaves_with_path(given, is_leaf=lambda x: isinstance(x, tuple)))
@@ -481,19 +570,19 @@ def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenize
         )
     leaves = [
         (tuple(key.key for key in path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
     ]
     for path, leaf in leaves:
         if is_quantized(leaf):
             check(leaf, ".".join(path))
-    dtypes = {leaf.dtype for path, leaf in leaves if not is_quantized(leaf) and not keeps_float32(path)}
+    dtypes = {leaf.dtype for path, leaf in leaves if not is_weight(leaf) and not keeps_float32(path)}
     if len(dtypes) != 1:
         raise ValueError(f"params mix dtypes {', '.join(sorted(str(dtype) for dtype in dtypes))}: cast them to one")
     if dtype not in ("auto", str(next(iter(dtypes)))):
 
         def cast(path: Any, leaf: Any) -> Any:
-            is_kept = is_quantized(leaf) or keeps_float32([key.key for key in path])
+            is_kept = is_weight(leaf) or keeps_float32([key.key for key in path])
             return leaf if is_kept else leaf.astype(dtype)
 
-        params = jax.tree_util.tree_map_with_path(cast, params, is_leaf=is_quantized)
+        params = jax.tree_util.tree_map_with_path(cast, params, is_leaf=is_weight)
     return config, params, model[2] if len(model) == 3 else None

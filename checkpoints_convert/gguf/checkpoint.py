@@ -109,8 +109,12 @@ class GGUFCheckpoint(Checkpoint):
         """Parameters are read whole before parts are cut, since blocks have values of several parts."""
         plan = self._plan_of[path]
         if path not in self._quantized:
-            return cut_parts(self._dense(plan, self.config.dtype), parts)
+            return cut_parts(self._dense(plan, self.dense_dtype(path)), parts)
         return self._requantized(plan) if self.is_requantized(plan) else self._leaf(plan)
+
+    def stored_dtype(self, path: ParamPath) -> str | None:
+        plan = self._plan_of[path]
+        return None if plan.placement.add else _DTYPES.get(plan.entry.kind.name)
 
     def quantized(self) -> dict[ParamPath, str]:
         return {plan.target: plan.sources[0] for plan in self.plans if plan.stays_quantized}
@@ -130,7 +134,7 @@ class GGUFCheckpoint(Checkpoint):
         size = int(np.prod(plan.shape, dtype=np.int64))
         is_copied = len(plan.shape) > 2 or (plan.placement.outputs is not None and not plan.placement.transpose)
         if path not in self._quantized:
-            itemsize = numpy_dtype(self.config.dtype).itemsize
+            itemsize = numpy_dtype(self.dense_dtype(path)).itemsize
             return itemsize * (size * (2 if is_copied else 1) + sum(map(size_of, parts)))
         if self.is_requantized(plan):  # the weight, the rounded weight and their difference, in float32
             return 3 * 4 * size + self.param_bytes(path)

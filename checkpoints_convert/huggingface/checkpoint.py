@@ -31,7 +31,7 @@ from checkpoints_convert.huggingface.config import family_for, is_headless
 from checkpoints_convert.huggingface.families import family_of, is_wrapper
 from checkpoints_convert.huggingface.family import embedding_name, head_names, renaming
 from checkpoints_convert.huggingface.quantized import read_quantized, read_whole
-from checkpoints_convert.plan import QuantizedPlan, TensorPlan, later_layer_tensors, plan
+from checkpoints_convert.plan import QuantizedPlan, TensorPlan, later_layer_tensors, plan, stored_dtype
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, SafetensorsIndex
 
 
@@ -200,7 +200,13 @@ class HuggingFaceCheckpoint(Checkpoint):
         tensor = self._plan_of[path]
         if not isinstance(tensor, TensorPlan):
             return [list(parts)]
-        return split_parts(tensor, parts, numpy_dtype(tensor.dtype).itemsize, limit)
+        return split_parts(tensor, parts, numpy_dtype(self.dense_dtype(path)).itemsize, limit)
+
+    def stored_dtype(self, path: ParamPath) -> str | None:
+        tensor = self._plan_of[path]
+        if not isinstance(tensor, TensorPlan):
+            return None
+        return stored_dtype(tensor, self._index.headers)
 
     def param_bytes(self, path: ParamPath) -> int:
         if path not in self._quantized:
@@ -227,7 +233,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             _LOG.warning("%s: %s", self._index.where, note)
 
     def _read(self, tensor: TensorPlan, parts: Sequence[Bounds]) -> list[np.ndarray]:
-        dtype = numpy_dtype(tensor.dtype)
+        dtype = numpy_dtype(self.dense_dtype(tensor.target))
         arrays = [empty_aligned(shape_of(bounds), dtype) for bounds in parts]
         stored = {name: FLOAT_DTYPES[self._index.entry(name).dtype] for name in tensor.sources}
         regions = []

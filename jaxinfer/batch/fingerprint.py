@@ -39,7 +39,9 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
 
     from jaxinfer.models.host_layers import all_layers, disk_layers
     from jaxinfer.parallel import hosts
-    from jaxinfer.quantization.tree import is_quantized
+    from jaxinfer.models import compute_dtype
+    from jaxinfer.quantization.on_device import unpacked
+    from jaxinfer.quantization.tree import is_packed, is_quantized, is_weight
 
     digest = hashlib.sha256()
     engine, fit = llm.engine, llm.fit
@@ -55,10 +57,12 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
         digest.update(f"kv_policy={pages}".encode())
     samples: list[_Sample] = []
     reader = None if (disk := disk_layers(llm.params)) is None else disk.reader
-    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(llm.params), is_leaf=is_quantized):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(llm.params), is_leaf=is_weight):
         keys = tuple(key.key for key in path)
         if is_read := reader is not None and reader.takes(keys):
             leaf = jax.tree.map(jax.device_put, reader.weight(keys))  # pyright: ignore[reportOptionalMemberAccess]
+        elif is_packed(leaf):  # the same weights, packed or not
+            leaf, is_read = unpacked(leaf, compute_dtype(llm.params)), True
         places = (None,) * leaf.ndim if fit is None else fit.places(keys, leaf.shape)
         name = jax.tree_util.keystr(path)
         shape = tuple(size if where is None else len(where) for size, where in zip(leaf.shape, places, strict=True))

@@ -63,7 +63,7 @@ def _text_type(hint: Any, about: Description) -> Any:
     return hint | None
 
 
-ON_LOADING = ("tokenizer", "dtype", "quantize", "requantize", "quantization", "verify", "revision")
+ON_LOADING = ("tokenizer", "dtype", "quantize", "requantize", "quantization", "verify", "revision", "activations")
 
 
 @given(LLMOptions, (*ON_LOADING, "offload", "max_model_len", "kv_dtype", "kv_policy"))

@@ -20,10 +20,19 @@ from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.host_layers import all_layers, disk_layers, host_rows
 from jaxinfer.models.layers import attention_options
-from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
+from jaxinfer.quantization.tree import (
+    describe_scheme,
+    is_packed,
+    is_quantized,
+    is_weight,
+    num_bytes,
+    num_parameters,
+    weights,
+)
 from jaxinfer.speculative import ModelDraft, draft_name
 from pallas_kernels.dense_matmul import choose as choose_dense
 from pallas_kernels.dense_matmul import make_spec as make_dense_spec
+from pallas_kernels.packed_matmul import unsupported as packed_unsupported
 from pallas_kernels.paged_attention import BitPages, KernelChoice, PagedSpec, choose, make_spec
 from pallas_kernels.paged_attention.layout import key_dtype
 from pallas_kernels.quantized_matmul import form
@@ -403,11 +412,27 @@ def _products(engine: EngineSpec) -> dict[str, str]:
     precision = ", highest precision" if engine.dtype == "float32" else ""
     names = set()
     for leaf in weights(all_layers(engine.params)) if engine.mesh is None else ():
-        if not is_quantized(leaf) and leaf.ndim == 2:
+        if not is_weight(leaf) and leaf.ndim == 2:
             x = jax.ShapeDtypeStruct((1, leaf.shape[0]), engine.dtype)
             names.add(choose_dense(make_dense_spec(x, leaf)).implementation)
+    others = {**_quantized_products(engine), **_packed_products(engine)}
+    if "packed products" in others and not names:
+        return others
     shown = " and ".join(sorted(names)) or "xla"
-    return {"matrix products": f"{shown}, {engine.dtype}{precision}", **_quantized_products(engine)}
+    return {"matrix products": f"{shown}, {engine.dtype}{precision}", **others}
+
+
+def _packed_products(engine: EngineSpec) -> dict[str, str]:
+    """How products with weights that are packed for a CPU are computed."""
+    facts: dict[str, None] = {}
+    for leaf in weights(all_layers(engine.params)):
+        if is_packed(leaf):
+            name = leaf.form.codes if leaf.scheme is None else describe_scheme(leaf)
+            rounded = leaf.form.activations
+            how = "float32 activations" if rounded is None else f"activations rounded to {rounded}"
+            reason = packed_unsupported(engine.platform)
+            facts[f"by {name}: {'numba_cpu' if reason is None else 'xla'}, {how}"] = None
+    return {"packed products": "; ".join(facts)} if facts else {}
 
 
 def _quantized_products(engine: EngineSpec) -> dict[str, str]:

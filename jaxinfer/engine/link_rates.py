@@ -12,7 +12,7 @@ import numpy as np
 from jaxinfer.cache import state_bytes
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models.host_layers import all_layers
-from jaxinfer.quantization.tree import is_quantized
+from jaxinfer.quantization.tree import is_weight
 
 LINK_BYTES = {"cpu": 8 * 2**20}  # copied to measure the link
 MATRIX_WIDTH = {"cpu": 1024}  # of the product that is timed
@@ -79,7 +79,7 @@ def decide_host_cache(spec: EngineSpec, device: Any) -> tuple[EngineSpec, Transf
 def met_parameters(spec: EngineSpec) -> float:
     """Parameters of matrices that a token of a prompt is multiplied by: of the experts, those that it goes to."""
     moe, count = spec.config.moe, 0.0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(spec.params), is_leaf=is_quantized):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(spec.params), is_leaf=is_weight):
         names = [getattr(key, "key", None) for key in path]
         if leaf.ndim < 2 or names[0] in ("embed", "position_embed", "layer_embed", "lm_head"):
             continue

@@ -7,7 +7,7 @@ import jax
 
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.models.host_layers import all_layers
-from jaxinfer.quantization.tree import is_quantized, num_bytes
+from jaxinfer.quantization.tree import is_weight, num_bytes, scheme_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def weight_work(config: ModelConfig, params: Params) -> WeightWork:
     flops: dict[str, float] = {}
     dense = experts = 0
     moe, head = config.moe, ("bf16", 0.0, 0)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(params), is_leaf=is_quantized):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(params), is_leaf=is_weight):
         names = [getattr(key, "key", None) for key in path]
         is_head = names == ["embed"] and config.tie_word_embeddings
         size = num_bytes(leaf)
@@ -41,7 +41,8 @@ def weight_work(config: ModelConfig, params: Params) -> WeightWork:
         experts, dense = (experts + size, dense) if is_stack else (experts, dense + size)
         if leaf.ndim < 2:
             continue
-        activations = leaf.scheme.activations if is_quantized(leaf) else None
+        scheme = scheme_of(leaf)
+        activations = None if scheme is None else scheme.activations
         share = moe.num_experts_per_token / moe.num_experts if is_stack and moe is not None else 1.0
         kind, count = activations or "bf16", 2 * math.prod(leaf.shape) * share
         flops[kind] = flops.get(kind, 0.0) + count

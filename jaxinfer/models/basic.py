@@ -1,5 +1,6 @@
 """Linear layers, and norms: RMSNorm in three variants of rounding, and LayerNorm."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.models.config import ModelConfig, NormKind
-from jaxinfer.quantization.matmul import matmul
+from jaxinfer.quantization.matmul import is_joinable, matmul, matmul_several
 
 
 def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype) -> Any:
@@ -124,5 +125,17 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with jax.named_scope(self.scope):
-            y = matmul(x, self.weight.get_value())
-            return y if self.bias is None else y + self.bias[...]
+            return self._biased(matmul(x, self.weight.get_value()))
+
+    def _biased(self, y: jax.Array) -> jax.Array:
+        return y if self.bias is None else y + self.bias[...]
+
+
+def project(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
+    """The outputs of linear layers of the same x, in one call where all their weights are packed for a CPU."""
+    weights = [linear.weight.get_value() for linear in linears]
+    if not all(map(is_joinable, weights)):
+        return [linear(x) for linear in linears]
+    with jax.named_scope("_".join(linear.scope for linear in linears)):
+        products = matmul_several(x, weights)
+        return [linear._biased(y) for linear, y in zip(linears, products, strict=True)]

@@ -29,8 +29,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.models.basic import Norm, normal
 from jaxinfer.models.config import MoEConfig
-from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.matmul import Weight, matmul
+from jaxinfer.quantization.tree import is_weight
 from pallas_kernels.platform import current_platform
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ def run_experts(
       over: a mesh and its axis over which the experts are sharded. Each device runs its own, and results are summed.
 
     Raises:
-      ValueError: an unknown form. NotImplementedError: quantized experts in the form "ragged" or "dense".
+      ValueError: an unknown form. NotImplementedError: quantized or packed experts in the form "ragged" or "dense".
     """
-    is_quantized = any(isinstance(leaf, QuantizedArray) for leaf in (experts.gate, experts.up, experts.down))
+    is_quantized = any(map(is_weight, (experts.gate, experts.up, experts.down)))
     form = form or choose_form(current_platform(), x.shape[0], chosen.shape[1], experts.up.shape[0], is_quantized)
     if form not in FORMS:
         raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}")

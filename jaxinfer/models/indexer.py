@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxinfer.models.basic import Linear, Norm
+from jaxinfer.models.basic import Linear, Norm, project
 from jaxinfer.models.config import MLAConfig
 from jaxinfer.models.rope import rotate
 
@@ -48,8 +48,9 @@ class Indexer(nnx.Module):
         """The choice, and index keys [..., 1, Di], of hidden states [..., D] and latent vectors of queries."""
         mla = self.mla
         q = self.q_proj(latent).reshape(*x.shape[:-1], mla.index_heads, mla.index_size)
-        k = self.k_norm(self.k_proj(x))[..., None, :]
-        weights = self.weights_proj(x).astype(jnp.float32) * mla.index_heads**-0.5
+        k, weights = project(x, (self.k_proj, self.weights_proj))
+        k = self.k_norm(k)[..., None, :]
+        weights = weights.astype(jnp.float32) * mla.index_heads**-0.5
         return Choice(self._rotated(q, cos, sin), weights, mla.index_topk), self._rotated(k, cos, sin)
 
     def _rotated(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxinfer.models.basic import XIELU, Linear, Norm, head_norm, hidden_norm, normal
+from jaxinfer.models.basic import XIELU, Linear, Norm, head_norm, hidden_norm, normal, project
 from jaxinfer.models.config import Activation, ModelConfig, MoEConfig, NormKind
 from jaxinfer.models.experts import SparseMoE
 from jaxinfer.models.indexer import Indexer, neighbours_apart
@@ -122,7 +122,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: Positions, attend: Attend) -> jax.Array:
         x = _scaled(x, self.multipliers[0])
-        q, gate = self.q_proj(x), None
+        q, *keys = project(x, [one for one in (self.q_proj, self.k_proj, self.v_proj) if one is not None])
+        gate = None
         if self.is_gated:
             q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * self.head_dim), 2, axis=-1)
             q = q.reshape(*x.shape[:-1], -1)
@@ -132,9 +133,9 @@ class Attention(nnx.Module):
         if self.temperature is not None:
             q = positions.temperature_scaled(q, self.temperature, self.temperature_period)
         v = None
-        if self.k_proj is not None:
-            k = self.k_proj(x)
-            v = self._heads(self._clipped(k if self.v_proj is None else self.v_proj(x)))
+        if keys:
+            k = keys[0]
+            v = self._heads(self._clipped(keys[-1]))  # keys are the values too where the layer has no others
             k, v = self._prepared(k, self.k_norm, positions), v if self.v_norm is None else self.v_norm(v)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)}
         with jax.named_scope("attend"):
@@ -186,8 +187,9 @@ class MLP(nnx.Module):
         on_gate, on_output = self.multipliers
         if self.gate_proj is None:
             return _scaled(self.down_proj(self._activate(self.up_proj(x))), on_output)
-        gated = self._activate(_scaled(self.gate_proj(x), on_gate))
-        return _scaled(self.down_proj(gated * self.up_proj(x)), on_output)
+        gate, up = project(x, (self.gate_proj, self.up_proj))
+        gated = self._activate(_scaled(gate, on_gate))
+        return _scaled(self.down_proj(gated * up), on_output)
 
     def _activate(self, x: jax.Array) -> jax.Array:
         return activate(self.activation, x) if self.act is None else self.act(x)
@@ -373,10 +375,10 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: jax.Array, positions: Positions, attend) -> jax.Array:
         mla = self.mla
         cos, sin = positions.rotation(self.rope)
-        q, query_latent = self._queries(x)
+        q, query_latent, kv = self._projected(x)
         q = q.reshape(*x.shape[:-1], self.num_heads, mla.query_size)
         q_nope, q_rope = jnp.split(q, [mla.nope_size], axis=-1)
-        latent, k_rope = jnp.split(self.kv_a_proj(x), [mla.latent_size], axis=-1)
+        latent, k_rope = jnp.split(kv, [mla.latent_size], axis=-1)
         latent, k_rope = self.kv_a_norm(latent)[..., None, :], k_rope[..., None, :]
         q = jnp.concatenate([self.k_up.to_latent(q_nope), rotate(self._paired(q_rope), cos, sin)], axis=-1)
         q = positions.scaled_queries(self.rope, q)
@@ -390,12 +392,14 @@ class LatentAttention(nnx.Module):
             out = attend(q, k, latent, self.window, scale=self.scale, **options)
         return self.o_proj(self.v_up.from_latent(out).reshape(*x.shape[:-1], -1))
 
-    def _queries(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Queries, and the latent vector that they are projected from, if they are."""
+    def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """Queries, the latent vector that they are projected from, if they are, and what keys and values are made of."""
+        first = self.q_proj if self.q_a_proj is None else self.q_a_proj
+        q, kv = project(x, (first, self.kv_a_proj))  # pyright: ignore[reportArgumentType]
         if self.q_proj is not None:
-            return self.q_proj(x), None
-        latent = self.q_a_norm(self.q_a_proj(x))  # pyright: ignore[reportOptionalCall]
-        return self.q_b_proj(latent), latent  # pyright: ignore[reportOptionalCall]
+            return q, None, kv
+        latent = self.q_a_norm(q)  # pyright: ignore[reportOptionalCall]
+        return self.q_b_proj(latent), latent, kv  # pyright: ignore[reportOptionalCall]
 
     def _paired(self, x: jax.Array) -> jax.Array:
         """The rotated dimensions of x in the order of `rotate`."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxinfer.models.basic import Linear, normal
+from jaxinfer.models.basic import Linear, normal, project
 from jaxinfer.models.recurrent_config import ConvConfig, DeltaConfig, MambaConfig
 from pallas_kernels.recurrence import RecurrentTokens, conv_of_sequences, recurrence_of_sequences
 
@@ -94,19 +94,20 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(self, x: jax.Array, states: RecurrentStates) -> jax.Array:
         delta, lead = self.delta, x.shape[:-1]
-        parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        linears = (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.decay_proj, self.beta_proj)
+        *parts, gate, decay, beta = project(x, linears)
         with jax.named_scope("convolve"):
             mixed = jax.nn.silu(states.convolve(jnp.concatenate(parts, axis=-1), _taps(self.conv_weight), None))
         q, k, v = jnp.split(mixed, (delta.key_width, 2 * delta.key_width), axis=-1)
         q, k = (_unit(y.reshape(*lead, delta.num_key_heads, delta.key_size)) for y in (q, k))
         v = v.reshape(*lead, delta.num_value_heads, delta.value_size)
-        steps = jax.nn.softplus(self.decay_proj(x).astype(jnp.float32) + self.decay_bias[...].astype(jnp.float32))
+        steps = jax.nn.softplus(decay.astype(jnp.float32) + self.decay_bias[...].astype(jnp.float32))
         g = -jnp.exp(self.decay_log[...].astype(jnp.float32)) * steps
-        beta = jax.nn.sigmoid(self.beta_proj(x)).astype(jnp.float32)
+        beta = jax.nn.sigmoid(beta).astype(jnp.float32)
         with jax.named_scope("recur"):
             out = states.recur(RecurrentTokens(q * delta.key_size**-0.5, k, v, g, beta)).astype(x.dtype)
         out = _normalized(out, self.norm_eps).astype(x.dtype) * self.out_norm[...]
-        gate = self.gate_proj(x).reshape(out.shape).astype(jnp.float32)
+        gate = gate.reshape(out.shape).astype(jnp.float32)
         out = (out.astype(jnp.float32) * jax.nn.silu(gate)).astype(x.dtype)
         return self.out_proj(out.reshape(*lead, -1))
 

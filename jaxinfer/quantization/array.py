@@ -120,6 +120,10 @@ class QuantizedArray:
         return self.values.ndim
 
     @property
+    def has_zeros(self) -> bool:
+        return self.zeros is not None
+
+    @property
     def num_bytes(self) -> int:
         """Bytes on a TPU or GPU, where two 4-bit values share a byte."""
         return sum(-(-leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(self))

@@ -1,15 +1,18 @@
-"""Matrix products and embedding look-ups with weights that may be quantized."""
+"""Matrix products and embedding look-ups with weights that may be quantized, or packed for a CPU."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.quantization.array import NestedScales, QuantizedArray
+from jaxinfer.quantization.packed import PackedArray
 from pallas_kernels.dense_matmul import dense_matmul
+from pallas_kernels.packed_matmul import packed_matmul
 from pallas_kernels.quantized_matmul import quantized_matmul
 
-Weight = jax.Array | QuantizedArray
+Weight = jax.Array | QuantizedArray | PackedArray
 
 
 def matmul(x: jax.Array, weight: Weight, out_dtype=None, *, is_transposed: bool = False) -> jax.Array:
@@ -19,11 +22,46 @@ def matmul(x: jax.Array, weight: Weight, out_dtype=None, *, is_transposed: bool 
     """
     if isinstance(weight, QuantizedArray):
         return _quantized(x, weight, out_dtype or x.dtype, is_transposed=is_transposed)
-    return dense_matmul(x, weight, out_dtype=out_dtype, is_transposed=is_transposed)
+    if not isinstance(weight, PackedArray):
+        return dense_matmul(x, weight, out_dtype=out_dtype, is_transposed=is_transposed)
+    if weight.ndim > 2:
+        experts = range(weight.shape[0])
+        return jnp.stack([matmul(x[expert], weight.of_expert(expert), out_dtype) for expert in experts])
+    if weight.is_transposed != is_transposed:  # its rows are not what was packed for a product
+        return dense_matmul(x, weight.dequantize(x.dtype), out_dtype=out_dtype, is_transposed=is_transposed)
+    return _packed(x, [weight], out_dtype)[0]
+
+
+def matmul_several(x: jax.Array, weights: Sequence[Weight]) -> list[jax.Array]:
+    """`matmul` of x [..., K] with each of several weights [K, N], in one call where all of them are packed alike."""
+    packed = [weight for weight in weights if isinstance(weight, PackedArray) and is_joinable(weight)]
+    if len(packed) < len(weights) or len({weight.form.activations for weight in packed}) > 1:
+        return [matmul(x, weight) for weight in weights]
+    return _packed(x, packed)
+
+
+def is_joinable(weight: Weight) -> bool:
+    """Whether a product with the weight can be part of a call with several weights."""
+    is_plain = isinstance(weight, PackedArray) and weight.permutation is None
+    return is_plain and weight.ndim == 2 and not weight.is_transposed
+
+
+def _packed(x: jax.Array, weights: Sequence[PackedArray], out_dtype=None) -> list[jax.Array]:
+    """Products with weights of which only one may have a permutation."""
+    if (order := weights[0].permutation) is not None:
+        x = x[..., order]
+    products = packed_matmul(x, [weight.operands for weight in weights])
+    return [product.astype(out_dtype or x.dtype) for product in products]
 
 
 def transposed(weight: Weight) -> Weight:
     """The transposed weight [N, K], of an embedding [K, N] for example, to compute logits."""
+    if isinstance(weight, PackedArray):
+        if weight.ndim != 2 or weight.permutation is not None:
+            raise ValueError("a stack, or a weight with permuted inputs cannot be transposed")
+        scheme = weight.scheme
+        scheme = None if scheme is None else replace(scheme, block=scheme.block[::-1])
+        return replace(weight, scheme=scheme, is_transposed=not weight.is_transposed)
     if not isinstance(weight, QuantizedArray):
         return weight.T
     scales = _transposable_scales(weight).T
@@ -41,9 +79,12 @@ def _transposable_scales(weight: QuantizedArray) -> jax.Array:
 
 
 def rows(table: Weight, indices: jax.Array, dtype=None) -> jax.Array:
-    """table[indices]: [..., D] of an embedding [V, D], in `dtype` if the table is quantized."""
+    """table[indices]: [..., D] of an embedding [V, D], in `dtype`, by default the table's, float32 of a quantized one."""
+    if isinstance(table, PackedArray):
+        found = table.rows(indices) if table.is_transposed else table.dequantize()[indices]
+        return found.astype(dtype or jnp.float32)
     if not isinstance(table, QuantizedArray):
-        return table[indices]
+        return table[indices].astype(dtype or table.dtype)
     block = table.scheme.block
     if block[0] != 1 or table.permutation is not None or isinstance(table.scales, NestedScales):
         raise ValueError(f"an embedding needs a scale per row, blocks (1, D), not {block}")

@@ -1,6 +1,7 @@
-"""Quantized weights as a device runs them: float32 copies on a CPU, within a memory budget; on a GPU the layout of
-group-wise weights in which the values of an output are contiguous."""
+"""Weights as a device runs them: packed on a CPU, or float32 copies of quantized ones within a memory budget where it
+cannot pack; on a GPU the layout of group-wise weights in which the values of an output are contiguous."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,112 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
 from jaxinfer.quantization.array import NestedScales, QuantizedArray
-from jaxinfer.quantization.tree import is_quantized
+from jaxinfer.quantization.packed import (
+    PackedArray,
+    can_round_activations,
+    pack_weight,
+    packed_shapes,
+    why_not_packed,
+)
+from jaxinfer.quantization.tree import is_quantized, is_weight, weights
+from pallas_kernels.packed_matmul import unsupported
 from pallas_kernels.quantized_matmul import choose, make_spec
 
 # A constant, so that a model computes alike on every machine with a CPU.
 COPY_BYTES = 4 * 2**30
 _NOT_COPIED = ("embed", "host_layers")
+
+
+def why_not_packing(dtype: Any) -> str | None:
+    """The reason why the weights of a model that computes in `dtype` are not packed on the default device, or None."""
+    if (reason := unsupported(jax.default_backend())) is not None:
+        return reason
+    name = jnp.dtype(dtype).name
+    return None if name == "float32" else f"packed weights are for float32, and the model computes in {name}"
+
+
+class Packing:
+    """Packs the weights of products for a CPU, one by one: linear layers, stacks of experts and the head. A tied
+    embedding becomes the head, from which rows are taken too; another one is packed unless it is float32.
+
+    Args:
+      is_tied: whether the embedding is the head. activations: "int8" for products with activations rounded to 8 bits;
+        with None, weights that are packed already keep what they were packed for.
+      select: applied before, as `Selection` is.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_tied: bool,
+        activations: str | None = None,
+        select: Callable[[tuple[str, ...], Any], Any] | None = None,
+    ):
+        self._is_tied, self._activations, self._select = is_tied, activations, select
+
+    def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
+        if self._select is not None:
+            leaf = self._select(path, leaf)
+        is_embedding = path == ("embed",)
+        if not self.takes(path) or (
+            is_embedding and not self._is_tied and not is_weight(leaf) and leaf.dtype == jnp.float32
+        ):
+            return leaf
+        if isinstance(leaf, PackedArray):
+            is_wanted = self._activations in (None, leaf.form.activations)
+            if is_wanted or not can_round_activations(leaf.form):
+                return leaf
+            leaf = leaf.unpacked()
+        if why_not_packed(leaf, is_transposed=is_embedding) is not None:
+            return leaf if is_weight(leaf) else leaf.astype(jnp.float32)
+        pack = packed_shapes if isinstance(jax.tree.leaves(leaf)[0], jax.ShapeDtypeStruct) else pack_weight
+        return pack(leaf, is_transposed=is_embedding, activations=self._activations)
+
+    def takes(self, path: Sequence[str]) -> bool:
+        """Whether the parameter is packed, if it can be."""
+        return (path[-1] == "weight" and path[-2].endswith("_proj")) or tuple(path) in (("embed",), ("lm_head",))
+
+    def keeps_16_bits(self, path: Sequence[str]) -> bool:
+        """Whether a parameter that is stored in 16 bits is held in these."""
+        return self.takes(path) and (self._select is None or path[0] in ("embed", "lm_head"))
+
+    def params(self, params: Any) -> Any:
+        """Parameters, which may be abstract, with packed weights; the others are shared, not copied."""
+
+        def packed(path: Any, leaf: Any) -> Any:
+            names = tuple(key.key for key in path)
+            return leaf if names[0] == "host_layers" else self(names, leaf)
+
+        return jax.tree_util.tree_map_with_path(packed, params, is_leaf=is_weight)
+
+
+def in_whole_bytes(params: Any) -> Any:
+    """Abstract parameters as a CPU holds those that are not packed: 4-bit integers in a byte each."""
+
+    def whole(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.int8) if leaf.dtype == jnp.int4 else leaf
+
+    return jax.tree.map(whole, params)
+
+
+def rounds_activations(params: Any) -> bool:
+    """Whether the activations of any product are rounded for packed weights."""
+    return any(isinstance(leaf, PackedArray) and leaf.form.activations is not None for leaf in weights(params))
+
+
+def unpack_params(params: Any) -> Any:
+    """The parameters as they were before packing: `QuantizedArray`s and plain arrays, these in the dtype of the norms.
+    What computes gradients or rounds weights needs them."""
+    dtype = params["final_norm"]["weight"].dtype
+    return jax.tree.map(lambda leaf: unpacked(leaf, dtype), params, is_leaf=is_weight)
+
+
+def unpacked(leaf: Any, dtype: Any) -> Any:
+    """A weight as it was before packing, on the device; one that was not quantized in `dtype`."""
+    if not isinstance(leaf, PackedArray):
+        return leaf
+    found = leaf.unpacked()
+    return jax.tree.map(jnp.asarray, found) if is_weight(found) else jnp.asarray(found, dtype)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Traversal and description of parameters that may be quantized."""
+"""Traversal and description of parameters that may be quantized, or packed for a CPU."""
 
 import math
 from collections import Counter
@@ -6,29 +6,44 @@ from typing import Any
 
 import jax
 
-from jaxinfer.quantization.array import NestedScales, QuantizedArray
+from jaxinfer.quantization.array import NestedScales, QuantizedArray, Scheme
+from jaxinfer.quantization.packed import PackedArray
 
 
 def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, QuantizedArray)
 
 
+def is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, PackedArray)
+
+
+def is_weight(leaf: Any) -> bool:
+    """Whether a node of the parameters is one weight of several arrays: quantized, or packed."""
+    return isinstance(leaf, (QuantizedArray, PackedArray))
+
+
+def scheme_of(leaf: Any) -> Scheme | None:
+    """The scheme of a quantized weight, packed or not; None for one that is not quantized."""
+    return leaf.scheme if is_weight(leaf) else None
+
+
 def weights(params: Any) -> list[Any]:
-    """The leaves of the parameters, a `QuantizedArray` as one leaf."""
-    return jax.tree.leaves(params, is_leaf=is_quantized)
+    """The leaves of the parameters, a weight of several arrays as one leaf."""
+    return jax.tree.leaves(params, is_leaf=is_weight)
 
 
 def check_plain(params: Any, purpose: str) -> None:
     """Raises ValueError, with `purpose` and the first quantized weight, if there is one."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
-        if is_quantized(leaf):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
+        if scheme_of(leaf) is not None:
             name = ".".join(str(key.key) for key in path)
             raise ValueError(f"{purpose} needs floating-point parameters, but {name} is quantized: {leaf.scheme}")
 
 
 def num_parameters(params: Any) -> int:
     """Number of parameters of the model; scales, zeros and codebooks are not counted."""
-    return sum(leaf.values.size if is_quantized(leaf) else leaf.size for leaf in weights(params))
+    return sum(math.prod(leaf.shape) for leaf in weights(params))
 
 
 def num_bytes(params: Any) -> int:
@@ -39,15 +54,19 @@ def num_bytes(params: Any) -> int:
 def describe(params: Any) -> str:
     """Text that counts quantized matrices by scheme; empty if none is quantized."""
     matrices = [leaf for leaf in weights(params) if leaf.ndim > 1]
-    names = Counter(describe_scheme(leaf) for leaf in matrices if is_quantized(leaf))
+    names = Counter(describe_scheme(leaf) for leaf in matrices if scheme_of(leaf) is not None)
     return "; ".join(f"{count} of {len(matrices)} matrices in {name}" for name, count in names.items())
 
 
-def describe_scheme(array: QuantizedArray) -> str:
-    """Text such as "int4, 128 inputs a scale"."""
+def describe_scheme(array: QuantizedArray | PackedArray) -> str:
+    """Text such as "int4, 128 inputs a scale", of a weight that is quantized."""
     scheme, (inputs, outputs) = array.scheme, array.shape[-2:]
+    if scheme is None:
+        raise ValueError("the weight is not quantized")
+    is_nested = isinstance(array, QuantizedArray) and isinstance(array.scales, NestedScales)
     rows, columns = min(scheme.block[0], inputs), min(scheme.block[1], outputs)
-    named = {"codebook": "4-bit codebook", "float": array.values.dtype.name}
+    dtype = array.form.codes if isinstance(array, PackedArray) else array.values.dtype.name
+    named = {"codebook": "4-bit codebook", "float": dtype}
     kind = named.get(scheme.kind, f"int{scheme.bits}")
     if (rows, columns) == (inputs, outputs):
         scales = "one scale"
@@ -56,11 +75,11 @@ def describe_scheme(array: QuantizedArray) -> str:
     else:
         scales = "a scale per output" if rows == inputs else f"{rows} inputs a scale"
     parts = [kind, scales]
-    if isinstance(array.scales, NestedScales):
+    if is_nested:
         parts.append("scales in 8 bits")
-    if array.zeros is not None:
+    if array.has_zeros:
         parts.append("with zeros")
-    if array.minima is not None:
+    if scheme.kind == "affine":
         parts.append("with minima")
     if array.permutation is not None:
         parts.append("inputs permuted")

@@ -136,16 +136,23 @@ def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int, dic
     """The spec that the model's engine will have, the bytes of weights that a CPU keeps beside their copies, and those
     of all weights by the key under which they are shared."""
     platform = jax.default_backend()
-    dtype = "float32" if options.dtype == "auto" and platform == "cpu" else options.dtype
+    has_mesh = options.mesh is not None
+    dtype = "float32" if has_mesh and options.dtype == "auto" and platform == "cpu" else options.dtype
     config, params = load_shapes(
-        name, dtype=dtype, revision=options.revision, quantize=options.quantize, requantize=options.requantize
+        name,
+        dtype=dtype,
+        revision=options.revision,
+        quantize=options.quantize,
+        requantize=options.requantize,
+        is_here=not has_mesh,
+        activations=options.activations,
     )
     config, length = for_length(config, options.max_model_len, has_policy=extends_length(options.kv_policy))
     draft = None
     if options.draft is not None:
         if isinstance(options.draft, tuple):
             raise ValueError("a draft of live parameters cannot be counted")
-        draft = load_draft_shapes(options.draft, config, params, length, dtype)
+        draft = load_draft_shapes(options.draft, config, params, length, dtype, is_here=not has_mesh)
     whole = None if options.mesh is None else parallel.make_mesh(options.mesh)
     mesh = None if whole is None else parallel.replicas(whole)[0]
     copied = draft_copied = 0
@@ -158,10 +165,10 @@ def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int, dic
         copied = _copied_bytes(params)
         draft_copied = _copied_bytes(draft.params) if isinstance(draft, ModelDraft) else 0
     spec = EngineSpec(config, params, replace(options, max_model_len=length), platform, mesh, draft)
-    how = {"dtype": options.dtype, "verify": options.verify, "mesh": whole}
-    shared = {
-        weights_key(name, options.revision, options.quantize, options.requantize, **how): spec.parts["weights"] + copied
-    }
+    how: Any = {"dtype": options.dtype, "verify": options.verify, "mesh": whole}
+    opened = options.revision, options.quantize, options.requantize
+    key = weights_key(name, *opened, **how, activations=options.activations)
+    shared = {key: spec.parts["weights"] + copied}
     if isinstance(draft, ModelDraft) and isinstance(options.draft, str | Path):
         shared[weights_key(options.draft, **how)] = spec.parts["draft weights"] + draft_copied
     return spec, copied + draft_copied, shared

@@ -83,7 +83,10 @@ def pack(
         own = -zeros.astype(np.int16) - (8 if is_nibble else 0)
         own = _panels(np.broadcast_to(own, (-(-inputs // group), outputs)))
         if own.min() < -128 or own.max() > 127:
-            offset_kind, offsets = "float32", own.astype(np.float32) * _values_of(scale_kind, packed_scales, outer_scales, group)
+            offset_kind, offsets = (
+                "float32",
+                own.astype(np.float32) * _values_of(scale_kind, packed_scales, outer_scales, group),
+            )
         else:
             offset_kind, offsets = "units", own.astype(np.int8)
     elif kind == "nibbles":
@@ -105,7 +108,9 @@ def _pack_codes(values: np.ndarray, kind: str) -> np.ndarray:
         part = raw[:, first * LANES : last * LANES]
         width = part.shape[1]
         if width % LANES or inputs != padded:
-            whole = np.full((padded, (last - first) * LANES), 8 if shape.get(kind) == (padded // 8, LANES) else 0, raw.dtype)
+            whole = np.full(
+                (padded, (last - first) * LANES), 8 if shape.get(kind) == (padded // 8, LANES) else 0, raw.dtype
+            )
             whole[:inputs, :width] = part
             part = whole
         part = part.reshape(padded, last - first, LANES)
@@ -249,8 +254,34 @@ def numbers_of(form: PackedForm, arrays: PackedArrays) -> tuple[Any, Any]:
     return scales, offsets
 
 
+def unpack(form: PackedForm, arrays: PackedArrays) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """The values [..., K, N] that were packed, and float32 scales and offsets [..., groups, N], or None where there are
+    none, by NumPy; leading axes may be any."""
+    arrays = PackedArrays(*map(np.asarray, arrays))
+    codes = arrays.codes
+    if form.codes in ("nibbles", "codebook"):
+        shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
+        codes = (codes[..., None, :] >> shifts).astype(np.uint8) & np.uint8(15)
+        codes = ((codes ^ 8).reshape(*arrays.codes.shape[:-2], -1, LANES)).view(ml_dtypes.int4)
+    elif form.codes == "quads":
+        codes = np.swapaxes(codes, -1, -2).reshape(*codes.shape[:-3], -1, LANES)
+    elif form.codes != "int8":
+        codes = codes.view(_FLOATS[form.codes])
+    scales, offsets = numbers_of(form, arrays)
+
+    def by_output(numbers: np.ndarray | None, length: int) -> np.ndarray | None:
+        if numbers is None:
+            return None
+        numbers = np.moveaxis(numbers, -3, -2)
+        return numbers.reshape(*numbers.shape[:-2], -1)[..., :length, : form.outputs]
+
+    values = by_output(codes, form.inputs)
+    assert values is not None
+    return values, by_output(scales, form.groups), by_output(offsets, form.groups)
+
+
 def dequantize(form: PackedForm, arrays: PackedArrays) -> jax.Array:
-    """float32 [K, N], by JAX."""
+    """float32 [..., K, N], by JAX; leading axes may be any."""
     arrays = PackedArrays(*map(jnp.asarray, arrays))
     weight = _dequantized(form, arrays)
     weight = jnp.moveaxis(weight, -3, -2)

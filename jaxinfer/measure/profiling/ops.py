@@ -37,7 +37,7 @@ _COLLECTIVES = (
     "collective-broadcast",
 )
 _PRODUCTS = ("dot", "convolution", "ragged-dot")
-_PRODUCT_CALLS = re.compile(r"gemm|matmul|cublas|ragged-dot|quantized|__onednn|dot", re.IGNORECASE)
+_PRODUCT_CALLS = re.compile(r"gemm|matmul|cublas|ragged-dot|quantized|packed|__onednn|dot", re.IGNORECASE)
 _MOVES = {"copy", "copy-start", "copy-done", "transpose", "gather", "scatter", "slice", "dynamic-slice", "pad"}
 _MOVES |= {"dynamic-update-slice", "concatenate", "reshape", "broadcast", "bitcast", "reverse", "iota", "select"}
 # Opcodes that do not change the kind of a fusion of moves.
