@@ -99,7 +99,7 @@ def from_bfloat16(builder: Any, bits: Any) -> Any:
 
 def total(builder: Any, vector: Any) -> Any:
     """The sum of all lanes: halves are added until one is left."""
-    size = LANES
+    size = vector.type.count
     while size > 1:
         size //= 2
         kind = ir.VectorType(INT, size)

@@ -9,16 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.numba_cpu import calls
-from pallas_kernels.packed_matmul.specs import CODE_NAMES, NUMBERS, STEP, PackedArrays, PackedForm
+from pallas_kernels.packed_matmul.specs import INT8_KERNELS, KERNELS, NUMBERS, STEP, PackedArrays, PackedForm
 
-SEGMENT = 128  # inputs whose products are summed in one chain, at most
+# Inputs whose products are summed in one chain, at most; with int8 activations those that are rounded together.
+SEGMENT, INT8_SEGMENT = 128, 32
 
 
 def segment_of(form: PackedForm) -> int:
     """Inputs whose products are summed in one chain: they share a scale."""
+    most = INT8_SEGMENT if form.kernel in INT8_KERNELS else SEGMENT
     if form.group >= form.inputs:
-        return min(SEGMENT, form.padded_inputs)
-    return next(size for size in range(min(SEGMENT, form.group), 0, -STEP) if form.group % size == 0)
+        return min(most, form.padded_inputs)
+    sizes = range(min(most, form.group), 0, -STEP)
+    return next(size for size in sizes if form.group % size == 0 and (most != INT8_SEGMENT or most % size == 0))
 
 
 def multiply(x: jax.Array, weights: Sequence[tuple[PackedForm, PackedArrays]]) -> list[jax.Array]:
@@ -27,7 +30,7 @@ def multiply(x: jax.Array, weights: Sequence[tuple[PackedForm, PackedArrays]]) -
     plan = np.array(
         [
             [
-                CODE_NAMES.index(form.codes),
+                KERNELS.index(form.kernel),
                 form.inputs,
                 form.padded_inputs // STEP,
                 form.outputs,
@@ -43,13 +46,14 @@ def multiply(x: jax.Array, weights: Sequence[tuple[PackedForm, PackedArrays]]) -
     )
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], form.outputs), jnp.float32) for form in forms)
     operands = [x.astype(jnp.float32), jnp.asarray(plan), *(array for _, arrays in weights for array in arrays)]
-    return list(calls.call(register(frozenset(form.codes for form in forms)), shapes, operands))
+    return list(calls.call(register(forms), shapes, operands))
 
 
-def register(kinds: frozenset[str]) -> str:
-    """The registered name of the kernel, which can then multiply codes of these kinds."""
+def register(forms: Sequence[PackedForm]) -> str:
+    """The registered name of the kernel, which can then multiply weights of these forms."""
     from pallas_kernels.numba_cpu.frames import register
-    from pallas_kernels.packed_matmul import numba_kernel
+    from pallas_kernels.packed_matmul import numba_kernel, numba_table
 
-    numba_kernel.register_kinds(kinds)
+    for form in forms:
+        numba_table.register(form.kernel, (form.scales, form.offsets))
     return register("jaxinfer_packed_matmul", numba_kernel.packed_matmul)

@@ -18,18 +18,17 @@ from pallas_kernels.numba_cpu.frames import (
 )
 from pallas_kernels.numba_cpu.memory import allocate, free, put, store_word
 from pallas_kernels.numba_cpu.threads import in_parts, num_threads
-from pallas_kernels.packed_matmul import numba_panels as panels
-from pallas_kernels.packed_matmul.numba_panels import (
-    PANEL_BYTES,
-    TILE_VECTORS,
-    VECTOR_BYTES,
-    VECTORS,
-    WIDTH,
-    clear,
-    copy_lanes,
-    load_int32,
+from pallas_kernels.packed_matmul.numba_loads import PANEL_BYTES, TILE_ROWS, TILE_VECTORS, VECTOR_BYTES, VECTORS, WIDTH
+from pallas_kernels.packed_matmul.numba_memory import clear, copy_lanes, load_int32
+from pallas_kernels.packed_matmul.numba_table import (
+    PLACES,
+    call_convert,
+    call_fill,
+    call_multiply,
+    call_prepare,
+    call_tile,
 )
-from pallas_kernels.packed_matmul.specs import CODE_NAMES, LANES, NUMBERS, OUTER, STEP
+from pallas_kernels.packed_matmul.specs import KERNELS, LANES, NUMBERS, OUTER, STEP
 
 # Columns of the plan, an int32 row for each weight.
 KIND, INPUTS, STEPS, OUTPUTS, GROUP, SEGMENT, SCALES, OFFSETS, UNIT, FIELDS = range(10)
@@ -42,10 +41,17 @@ MANY = 48  # rows from which on parts are of rows
 CHUNK_ROWS = 96  # of a part of rows, at most
 BLOCK_INPUTS = 512  # whose scales are written as float32 at once
 PARTS_OF_THREAD = 4  # where there are few rows: a thread may begin late
-NONE, FLOAT32, FLOAT16, BFLOAT16, FACTORED, UNITS, UNIT_KIND, EXPONENTS = range(len(NUMBERS))
+NONE, FLOAT32, FLOAT16, BFLOAT16, UNIT_KIND = map(NUMBERS.index, ("none", "float32", "float16", "bfloat16", "unit"))
 # The last kinds of codes of 4, 8 and 16 bits.
-LAST_WORDS, LAST_BYTES, LAST_SHORTS = (CODE_NAMES.index(name) for name in ("codebook", "float8_e5m2", "float16"))
-_TILE_A, _TILE_B, _TILE_C, _TILE_D = (rows for rows, _ in panels.TILES)
+LAST_WORDS, LAST_BYTES, LAST_SHORTS = (KERNELS.index(name) for name in ("nibbles_int8", "float8_e5m2", "float16"))
+NIBBLES, NIBBLES_INT8, QUADS = (KERNELS.index(name) for name in ("nibbles", "nibbles_int8", "quads"))
+# Places of the first loops of their sorts.
+MULTIPLY, CONVERT, FILL = (PLACES[name] for name in ("multiply_nibbles", "convert_nibbles", f"fill_{NUMBERS[0]}"))
+TILE_FLOAT, TILE_INT8 = (PLACES[f"tile_{name}_{TILE_ROWS[0]}"] for name in ("float", "int8"))
+PREPARE_FLOAT, PREPARE_SCALED, PREPARE_INT8, PREPARE_NIBBLES_INT8 = (
+    PLACES[f"prepare_{name}"] for name in ("float", "scaled", "int8", "nibbles_int8")
+)
+_TILE_A, _TILE_B, _TILE_C, _TILE_D = TILE_ROWS
 
 
 @internal("int64(int64, int64, int64)")
@@ -86,34 +92,6 @@ def _number_bytes(kind):
     return 2 if kind == FLOAT16 or kind == BFLOAT16 else 1
 
 
-@internal("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)")
-def _fill(kind, target, source, outer, scales, first, count, segment, group, ahead):
-    """Writes a panel's scales or offsets of `count` segments from the first on as float32 [count, 64].
-
-    source, outer: addresses of the panel's numbers. scales: address of the float32 scales, for those in their units.
-    """
-    for index in range(count):
-        number = (first + index) * segment // group * LANES
-        panels.prefetch(source + ahead + _number_bytes(kind) * number)
-        to, scale = target + index * PANEL_BYTES, scales + index * PANEL_BYTES
-        if kind == FLOAT16:
-            panels.put_float16(to, source + 2 * number, 0)
-        elif kind == FACTORED:
-            panels.put_factored(to, source + number, outer + (first + index) * segment // OUTER * LANES * 2)
-        elif kind == UNIT_KIND:
-            panels.put_unit(to, source, scale)
-        elif kind == UNITS:
-            panels.put_units(to, source + number, scale)
-        elif kind == FLOAT32:
-            panels.put_float32(to, source + 4 * number, 0)
-        elif kind == BFLOAT16:
-            panels.put_bfloat16(to, source + 2 * number, 0)
-        elif kind == EXPONENTS:
-            panels.put_exponents(to, source + number, 0)
-        else:
-            panels.put_ones(to, 0, 0)
-
-
 @internal("void(int64, int64, int64, int64, int64, int64, int64)")
 def _fill_panel(frame, weight, panel, first, count, scales, offsets):
     """Writes a panel's scales of `count` segments, and the offsets unless their address is 0."""
@@ -123,60 +101,92 @@ def _fill_panel(frame, weight, panel, first, count, scales, offsets):
     kind = _field(frame, weight, SCALES)
     source = _array(frame, weight, SCALES_OPERAND) + numbers * _number_bytes(kind)
     outer = _array(frame, weight, OUTER_SCALES_OPERAND) + outers
-    ahead = (inputs + group - 1) // group * LANES * _number_bytes(kind)
-    _fill(kind, scales, source, outer, 0, first, count, segment, group, ahead)
+    call_fill(FILL + kind, scales, source, outer, 0, first, count, segment, group)
     if offsets != 0:
         kind = _field(frame, weight, OFFSETS)
         source = _array(frame, weight, OFFSETS_OPERAND) + numbers * _number_bytes(kind)
         source = _field(frame, weight, UNIT) if kind == UNIT_KIND else source
         outer = _array(frame, weight, OUTER_OFFSETS_OPERAND) + outers
-        ahead = (inputs + group - 1) // group * LANES * _number_bytes(kind)
-        _fill(kind, offsets, source, outer, scales, first, count, segment, group, ahead)
+        call_fill(FILL + kind, offsets, source, outer, scales, first, count, segment, group)
 
 
 @internal("int64(int64)")
-def _tile_rows(rows):
-    """Rows of the next tile."""
+def _tile(rows):
+    """Which tile the next rows take."""
     if rows >= _TILE_A:
-        return _TILE_A
+        return 0
     if rows >= _TILE_B:
+        return 1
+    return 2 if rows >= _TILE_C else 3
+
+
+@internal("int64(int64)")
+def _rows_of_tile(tile):
+    if tile == 0:
+        return _TILE_A
+    if tile == 1:
         return _TILE_B
-    return _TILE_C if rows >= _TILE_C else _TILE_D
+    return _TILE_C if tile == 2 else _TILE_D
+
+
+@internal("int64(int64)")
+def _is_int8(kind):
+    return 1 if kind == NIBBLES_INT8 or kind == QUADS else 0
+
+
+@internal("int64(int64)")
+def _step_bytes(kind):
+    """Bytes of 8 prepared inputs of a row."""
+    return STEP if _is_int8(kind) else 4 * STEP
+
+
+@internal("int64(int64)")
+def _sum_bytes(kind):
+    """Bytes of what is kept of a segment of a row."""
+    return 12 if _is_int8(kind) else 4
+
+
+@internal("int64(int64)")
+def _place_of_prepare(kind):
+    if kind == NIBBLES:
+        return PREPARE_SCALED
+    if kind == NIBBLES_INT8:
+        return PREPARE_NIBBLES_INT8
+    return PREPARE_INT8 if kind == QUADS else PREPARE_FLOAT
 
 
 @internal("void(int64, int64, int64, int64, int64, int64)")
 def _prepare(frame, weight, first, rows, target, sums):
-    """Copies rows as the kernel reads them: tiles of [inputs, rows of the tile], and their sums [segments, rows of the
+    """Copies rows as the loops read them: tiles of [inputs, rows of the tile], and their sums [segments, rows of the
     tile]."""
-    steps, inputs = _field(frame, weight, STEPS), _field(frame, weight, INPUTS)
-    segment, segments = _field(frame, weight, SEGMENT), _num_segments(frame, weight)
-    is_scaled = _field(frame, weight, KIND) == 0
+    steps, inputs, kind = _field(frame, weight, STEPS), _field(frame, weight, INPUTS), _field(frame, weight, KIND)
+    segments, of_segment = _num_segments(frame, weight), _field(frame, weight, SEGMENT) // STEP
     row = 0
     while row < rows:
-        size = _tile_rows(rows - row)
+        size = _rows_of_tile(_tile(rows - row))
         for r in range(size):
             source = operand(frame, 0) + 4 * (first + row + r) * inputs
-            to = target + 4 * (row * steps * STEP + r)
-            for index in range(segments):
-                start = index * segment
-                count = min(segment // STEP, steps - start // STEP)
-                at = to + 4 * start * size
-                if is_scaled:
-                    total = panels.prepare_scaled(at, 4 * size, source + 4 * start, count, inputs - start)
-                else:
-                    total = panels.prepare(at, 4 * size, source + 4 * start, count, inputs - start)
-                put(sums, row * segments + index * size + r, total)
+            to = target + row * steps * _step_bytes(kind) + 4 * r
+            own = sums + row * segments * _sum_bytes(kind) + 4 * r
+            call_prepare(_place_of_prepare(kind), to, size, source, steps, inputs, of_segment, own)
         row += size
 
 
 @internal("int64(int64, int64, int64)")
-def _prepared_as(frame, weight, other):
+def _is_prepared_as(frame, weight, other):
     """Whether a weight's rows are prepared as another's."""
-    is_alike = (_field(frame, weight, KIND) == 0) == (_field(frame, other, KIND) == 0)
-    return is_alike and _field(frame, weight, SEGMENT) == _field(frame, other, SEGMENT)
+    place, own = _place_of_prepare(_field(frame, weight, KIND)), _place_of_prepare(_field(frame, other, KIND))
+    return place == own and _field(frame, weight, SEGMENT) == _field(frame, other, SEGMENT)
 
 
-_add_a, _add_b, _add_c, _add_d = (panels.tiler(*tile) for tile in panels.TILES)
+@internal("int64(int64, int64, int64)")
+def _allocate_rows(frame, weight, rows):
+    return allocate(rows * _field(frame, weight, STEPS) * _step_bytes(_field(frame, weight, KIND)))
+
+
+@internal("int64(int64, int64, int64)")
+def _allocate_sums(frame, weight, rows):
+    return allocate(rows * _num_segments(frame, weight) * _sum_bytes(_field(frame, weight, KIND)))
 
 
 @internal("void(int64, int64, int64, int64, int64, int64, int64)")
@@ -198,8 +208,8 @@ def _run_row(frame, weight, first, last, x, sums, out):
             _fill_panel(frame, weight, panel, start, count, scales, offsets)
             step = start * of_segment
             codes = _array(frame, weight, CODES_OPERAND) + (panel * steps + step) * bytes_of_step
-            numbers, own, left = x + 4 * STEP * step, sums + 4 * start, steps - step
-            panels.call_multiply(kind, totals, codes, scales, offsets, numbers, own, count, of_segment, left, table)
+            numbers, own, left = x + _step_bytes(kind) * step, sums + _sum_bytes(kind) * start, steps - step
+            call_multiply(MULTIPLY + kind, totals, codes, scales, offsets, numbers, own, count, of_segment, left, table)
         for v in range(VECTORS):
             output = panel * LANES + v * WIDTH
             copy_lanes(out + 4 * output, totals + v * VECTOR_BYTES, outputs - output)
@@ -213,7 +223,7 @@ def _run_rows(frame, weight, first, last, rows, x, sums, out):
     bytes_of_step = _bytes_of_step(kind)
     segments, outputs = _num_segments(frame, weight), _field(frame, weight, OUTPUTS)
     table, of_segment = _array(frame, weight, TABLE_OPERAND), segment // STEP
-    width = TILE_VECTORS * VECTOR_BYTES
+    width, tiles = TILE_VECTORS * VECTOR_BYTES, TILE_INT8 if _is_int8(kind) else TILE_FLOAT
     totals = allocate(width * (rows + segment) + 2 * segments * PANEL_BYTES)
     codes = totals + rows * width
     scales = codes + segment * width
@@ -229,23 +239,16 @@ def _run_rows(frame, weight, first, last, rows, x, sums, out):
                 step = index * of_segment
                 count = min(of_segment, steps - step)
                 source = _array(frame, weight, CODES_OPERAND) + (panel * steps + step) * bytes_of_step
-                panels.call_convert(kind, codes, source, vector, count, table)
+                call_convert(CONVERT + kind, codes, source, vector, count, table)
                 scale = scales + index * PANEL_BYTES + vector * VECTOR_BYTES
                 offset = offsets + index * PANEL_BYTES + vector * VECTOR_BYTES if offsets != 0 else 0
                 row = 0
                 while row < rows:
-                    size = _tile_rows(rows - row)
-                    numbers = x + 4 * (row * steps + step * size) * STEP
-                    total = sums + 4 * (row * segments + index * size)
-                    to = totals + row * width
-                    if size == _TILE_A:
-                        _add_a(to, codes, numbers, count, scale, offset, total)
-                    elif size == _TILE_B:
-                        _add_b(to, codes, numbers, count, scale, offset, total)
-                    elif size == _TILE_C:
-                        _add_c(to, codes, numbers, count, scale, offset, total)
-                    else:
-                        _add_d(to, codes, numbers, count, scale, offset, total)
+                    tile = _tile(rows - row)
+                    size = _rows_of_tile(tile)
+                    numbers = x + (row * steps + step * size) * _step_bytes(kind)
+                    total = sums + (row * segments + index * size) * _sum_bytes(kind)
+                    call_tile(tiles + tile, totals + row * width, codes, numbers, count, scale, offset, total)
                     row += size
             for v in range(TILE_VECTORS):
                 own = output + v * WIDTH
@@ -285,12 +288,12 @@ def _run_some_rows(job, part):
     rows, num_weights = min(most, operand_size(frame, 0, 0) - first), operand_size(frame, 1, 0)
     x, sums = 0, 0
     for weight in range(num_weights):
-        if weight == 0 or not _prepared_as(frame, weight, weight - 1):
+        if weight == 0 or not _is_prepared_as(frame, weight, weight - 1):
             if weight > 0:
                 free(x)
                 free(sums)
-            x = allocate(4 * rows * STEP * _field(frame, weight, STEPS))
-            sums = allocate(4 * rows * _num_segments(frame, weight))
+            x = _allocate_rows(frame, weight, rows)
+            sums = _allocate_sums(frame, weight, rows)
             _prepare(frame, weight, first, rows, x, sums)
         out = result(frame, weight) + 4 * first * _field(frame, weight, OUTPUTS)
         _run_panels(frame, weight, 0, _num_panels(frame, weight), rows, x, sums, out)
@@ -320,12 +323,12 @@ def _multiply(frame):
     for weight in range(num_weights):
         num_panels += _num_panels(frame, weight)
         to = job + PREPARED + 16 * weight
-        if weight > 0 and _prepared_as(frame, weight, weight - 1):
+        if weight > 0 and _is_prepared_as(frame, weight, weight - 1):
             store_word(to, load_word(to - 16))
             store_word(to + 8, load_word(to - 8))
         else:
-            x = allocate(4 * rows * STEP * _field(frame, weight, STEPS))
-            sums = allocate(4 * rows * _num_segments(frame, weight))
+            x = _allocate_rows(frame, weight, rows)
+            sums = _allocate_sums(frame, weight, rows)
             _prepare(frame, weight, 0, rows, x, sums)
             store_word(to, x)
             store_word(to + 8, sums)
@@ -348,9 +351,3 @@ def packed_matmul(frame):
     if not answers_metadata(frame):
         _multiply(frame)
     return 0
-
-
-def register_kinds(kinds: frozenset[str]) -> None:
-    """Makes the loops over codes of these kinds ready."""
-    for kind in kinds:
-        panels.register_kind(kind)

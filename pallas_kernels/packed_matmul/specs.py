@@ -29,7 +29,20 @@ CODES = {
     "float32": np.dtype(np.float32),
 }
 NUMBERS = ("none", "float32", "float16", "bfloat16", "factored", "units", "unit", "exponents")
-CODE_NAMES = tuple(CODES)
+# Kernels by codes and activations, in the order of the codes' bits: 4, 8, 16 and 32.
+KERNELS = (
+    "nibbles",
+    "codebook",
+    "nibbles_int8",
+    "int8",
+    "quads",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "bfloat16",
+    "float16",
+    "float32",
+)
+INT8_KERNELS = ("nibbles_int8", "quads")  # of activations rounded to 8 bits
 
 
 class PackedArrays(NamedTuple):
@@ -86,6 +99,10 @@ class PackedForm:
     @property
     def groups(self) -> int:
         return -(-self.inputs // self.group)
+
+    @property
+    def kernel(self) -> str:
+        return "nibbles_int8" if self.codes == "nibbles" and self.activations == "int8" else self.codes
 
     @property
     def bits(self) -> int:

@@ -1,0 +1,218 @@
+"""The loops over packed codes and float32 rows, as LLVM instructions.
+
+The sums of an output are always taken in one order: its products of a segment in one chain of multiply-adds, then the
+segment's sum times the scale, then the sum of the segment's inputs times the offset. So a row has the same bits whether
+it is computed alone, with the weight converted in registers (`multiplier`), or with others, with the weight's codes
+written as float32 to the first cache (`converter` and `tiler`).
+
+A nibble is taken from its word by one AND and without a shift, as nibble * 16^j, and multiplied by an input that was
+scaled by 16^-j beforehand (`preparer`): both are exact.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from pallas_kernels.numba_cpu import vectors as vec
+from pallas_kernels.numba_cpu.memory import intrinsic
+from pallas_kernels.packed_matmul.numba_loads import (
+    HAS_AVX512,
+    PANEL_BYTES,
+    STEP_FLOATS,
+    TILE_VECTORS,
+    VECTOR_BYTES,
+    VECTORS,
+    WIDTH,
+    bytes_of_step,
+    load_codes,
+    load_number,
+    load_step,
+    offset,
+    prefetch_step,
+)
+from pallas_kernels.packed_matmul.specs import CODES, STEP
+
+
+def multiplier(kind: str) -> Any:
+    """An intrinsic that multiplies one row by a panel, converted in registers."""
+
+    @intrinsic
+    def multiply(context, totals, codes, scales, offsets, x, sums, segments, steps, left, table):
+        """totals[n] += the products of segments of inputs with a panel. All are int64.
+
+        totals: address of float32 [64]. codes: address of the panel's codes. scales, offsets: addresses of float32
+        [segments, 64]; offsets may be 0. x: address of float32 inputs, as `prepare` leaves them. sums: address of
+        float32 [segments], their sums. segments: of `steps` times 8 inputs, `left` times 8 in all. table: address of a
+        codebook.
+        """
+
+        def generate(context, builder, signature, arguments):
+            totals, codes, scales, offsets, x, sums, segments, steps, left, table = arguments
+            entries = vec.load(builder, table) if kind == "codebook" else None
+            places = [offset(builder, totals, VECTOR_BYTES * v) for v in range(VECTORS)]
+            has_offsets = builder.icmp_signed("!=", offsets, vec.constant(0))
+            # With 16 registers the totals stay in memory, so that no chain has to.
+            own = [vec.at(builder, place, vec.FLOATS) for place in places]
+            if HAS_AVX512:
+                own = [cgutils.alloca_once_value(builder, vec.load(builder, place)) for place in places]
+            with cgutils.for_range(builder, segments, intp=vec.LONG) as segment:
+                first = builder.mul(segment.index, steps)
+                rest = builder.sub(left, first)
+                count = builder.select(builder.icmp_signed("<", rest, steps), rest, steps)
+                chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
+                for chain in chains:
+                    builder.store(vec.splat(vec.FLOATS, 0.0), chain)
+                with cgutils.for_range(builder, count, intp=vec.LONG) as step:
+                    index = builder.add(first, step.index)
+                    numbers = builder.add(x, builder.mul(index, vec.constant(4 * STEP)))
+                    address = builder.add(codes, builder.mul(index, vec.constant(bytes_of_step(kind))))
+                    loaded = [load_codes(builder, kind, address, v, entries) for v in range(VECTORS)]
+                    prefetch_step(builder, kind, address)
+                    for j in range(STEP):
+                        number = load_number(builder, offset(builder, numbers, 4 * j))
+                        for v in range(VECTORS):
+                            total = vec.multiply_add(builder, number, loaded[v][j], builder.load(chains[v]))
+                            builder.store(total, chains[v])
+                at = builder.mul(segment.index, vec.constant(PANEL_BYTES))
+                for v in range(VECTORS):
+                    scale = vec.load(builder, builder.add(scales, offset(builder, at, VECTOR_BYTES * v)))
+                    total = builder.load(own[v], align=4)
+                    builder.store(vec.multiply_add(builder, builder.load(chains[v]), scale, total), own[v], align=4)
+                with builder.if_then(has_offsets):
+                    total = load_number(builder, builder.add(sums, builder.mul(segment.index, vec.constant(4))))
+                    for v in range(VECTORS):
+                        factor = vec.load(builder, builder.add(offsets, offset(builder, at, VECTOR_BYTES * v)))
+                        found = vec.multiply_add(builder, total, factor, builder.load(own[v], align=4))
+                        builder.store(found, own[v], align=4)
+            if HAS_AVX512:
+                for v in range(VECTORS):
+                    vec.store(builder, builder.load(own[v]), places[v])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 10), generate
+
+    return multiply
+
+
+def converter(kind: str) -> Any:
+    """An intrinsic that writes codes of a panel as float32."""
+
+    @intrinsic
+    def convert(context, target, codes, first, steps, table):
+        """Writes the codes of 8 * steps inputs of a tile's vectors, from the first on, as float32 [8 * steps, vectors,
+        16]; nibbles times 16^j."""
+
+        def generate(context, builder, signature, arguments):
+            target, codes, first, steps, table = arguments
+            entries = vec.load(builder, table) if kind == "codebook" else None
+            size = 4 if kind in ("nibbles", "codebook") else CODES[kind].itemsize
+            codes = builder.add(codes, builder.mul(first, vec.constant(WIDTH * size)))
+            with cgutils.for_range(builder, steps, intp=vec.LONG) as step:
+                address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind))))
+                width = VECTOR_BYTES * TILE_VECTORS
+                to = builder.add(target, builder.mul(step.index, vec.constant(width * STEP)))
+                for v in range(TILE_VECTORS):
+                    for j, vector in enumerate(load_codes(builder, kind, address, v, entries)):
+                        vec.store(builder, vector, offset(builder, to, j * width + v * VECTOR_BYTES))
+                prefetch_step(builder, kind, address)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 5), generate
+
+    return convert
+
+
+def tiler(rows: int, vectors: int) -> Any:
+    """An intrinsic for the products of `rows` rows with a segment of `vectors` vectors, whose sums stay in registers."""
+
+    @intrinsic
+    def add_tile(context, totals, codes, x, steps, scales, offsets, sums):
+        """totals[r, v, n] += the products of a segment. All are int64.
+
+        totals: address of float32 [rows, vectors, 16]. codes: address of float32 [8 * steps, vectors, 16]. x: address
+        of float32 [8 * steps, rows]. scales, offsets: addresses of float32 [vectors, 16]; offsets may be 0. sums:
+        address of float32 [rows].
+        """
+
+        def generate(context, builder, signature, arguments):
+            totals, codes, x, steps, scales, offsets, sums = arguments
+            chains = {(r, v): cgutils.alloca_once(builder, vec.FLOATS) for r in range(rows) for v in range(vectors)}
+            for chain in chains.values():
+                builder.store(vec.splat(vec.FLOATS, 0.0), chain)
+            unroll = 2
+            with cgutils.for_range(builder, builder.mul(steps, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
+                at_codes = builder.add(codes, builder.mul(step.index, vec.constant(unroll * vectors * VECTOR_BYTES)))
+                at_x = builder.add(x, builder.mul(step.index, vec.constant(unroll * rows * 4)))
+                for k in range(unroll):
+                    loaded = [
+                        vec.load(builder, offset(builder, at_codes, (k * vectors + v) * VECTOR_BYTES))
+                        for v in range(vectors)
+                    ]
+                    for r in range(rows):
+                        number = load_number(builder, offset(builder, at_x, 4 * (k * rows + r)))
+                        for v in range(vectors):
+                            chain = chains[r, v]
+                            builder.store(vec.multiply_add(builder, number, loaded[v], builder.load(chain)), chain)
+            own = [vec.load(builder, offset(builder, scales, v * VECTOR_BYTES)) for v in range(vectors)]
+            place = {key: offset(builder, totals, (key[0] * vectors + key[1]) * VECTOR_BYTES) for key in chains}
+            for (r, v), chain in chains.items():
+                total = vec.multiply_add(builder, builder.load(chain), own[v], vec.load(builder, place[r, v]))
+                vec.store(builder, total, place[r, v])
+            with builder.if_then(builder.icmp_signed("!=", offsets, vec.constant(0))):
+                own = [vec.load(builder, offset(builder, offsets, v * VECTOR_BYTES)) for v in range(vectors)]
+                for r in range(rows):
+                    total = load_number(builder, offset(builder, sums, 4 * r))
+                    for v in range(vectors):
+                        found = vec.multiply_add(builder, total, own[v], vec.load(builder, place[r, v]))
+                        vec.store(builder, found, place[r, v])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return add_tile
+
+
+def preparer(is_scaled: bool) -> Any:
+    """An intrinsic that copies a row as the loops read it: for nibbles, input j of 8 times 16^-j."""
+    factors = [16.0**-j if is_scaled and j < STEP - 1 else 1.0 for j in range(STEP)]
+
+    @intrinsic
+    def prepare(context, target, rows, source, steps, inputs, of_segment, sums):
+        """All are int64.
+
+        target: address of the row's first input in float32 [8 * steps, rows]; inputs beyond the last are 0. source:
+        address of float32 [inputs]. sums: address of the row's first sum in float32 [segments, rows]; a segment has
+        `of_segment` times 8 inputs.
+        """
+
+        def generate(context, builder, signature, arguments):
+            target, rows, source, steps, inputs, of_segment, sums = arguments
+            stride = builder.mul(rows, vec.constant(4))
+            segments = builder.udiv(
+                builder.sub(builder.add(steps, of_segment), vec.constant(1)), of_segment
+            )
+            with cgutils.for_range(builder, segments, intp=vec.LONG) as segment:
+                total = cgutils.alloca_once(builder, STEP_FLOATS)
+                builder.store(vec.splat(STEP_FLOATS, 0.0), total)
+                start = builder.mul(segment.index, of_segment)
+                rest = builder.sub(steps, start)
+                count = builder.select(builder.icmp_signed("<", rest, of_segment), rest, of_segment)
+                with cgutils.for_range(builder, count, intp=vec.LONG) as step:
+                    first = builder.mul(builder.add(start, step.index), vec.constant(STEP))
+                    numbers = load_step(builder, source, first, inputs)
+                    builder.store(builder.fadd(builder.load(total), numbers), total)
+                    numbers = builder.fmul(numbers, ir.Constant(STEP_FLOATS, factors))
+                    to = builder.add(target, builder.mul(first, stride))
+                    for j in range(STEP):
+                        number = builder.extract_element(numbers, ir.Constant(vec.INT, j))
+                        builder.store(number, vec.at(builder, to, vec.FLOAT), align=4)
+                        to = builder.add(to, stride)
+                to = builder.add(sums, builder.mul(segment.index, stride))
+                builder.store(vec.total(builder, builder.load(total)), vec.at(builder, to, vec.FLOAT), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return prepare
