@@ -18,8 +18,8 @@ from pallas_kernels.numba_cpu.frames import (
 )
 from pallas_kernels.numba_cpu.memory import allocate, free, put, store_word
 from pallas_kernels.numba_cpu.threads import in_parts, num_threads
-from pallas_kernels.packed_matmul.numba_loads import PANEL_BYTES, TILE_ROWS, TILE_VECTORS, VECTOR_BYTES, VECTORS, WIDTH
-from pallas_kernels.packed_matmul.numba_memory import clear, copy_lanes, load_int32
+from pallas_kernels.packed_matmul.numba_loads import AHEAD_BYTES, PANEL_BYTES, TILE_ROWS, TILE_VECTORS, VECTOR_BYTES, VECTORS, WIDTH
+from pallas_kernels.packed_matmul.numba_memory import clear, copy_lanes, load_int32, prefetch_line
 from pallas_kernels.packed_matmul.numba_table import (
     PLACES,
     call_convert,
@@ -40,7 +40,7 @@ FRAME, ROWS_OF_PART, NUM_PANELS, NUM_PARTS, PREPARED = range(0, 40, 8)
 MANY = 48  # rows from which on parts are of rows
 CHUNK_ROWS = 96  # of a part of rows, at most
 BLOCK_INPUTS = 512  # whose scales are written as float32 at once
-PARTS_OF_THREAD = 4  # where there are few rows: a thread may begin late
+PARTS_OF_THREAD = 2  # where there are few rows: a thread may begin late
 NONE, FLOAT32, FLOAT16, BFLOAT16, UNIT_KIND = map(NUMBERS.index, ("none", "float32", "float16", "bfloat16", "unit"))
 # The last kinds of codes of 4, 8 and 16 bits.
 LAST_WORDS, LAST_BYTES, LAST_SHORTS = (KERNELS.index(name) for name in ("nibbles_int8", "float8_e5m2", "float16"))
@@ -189,6 +189,25 @@ def _allocate_sums(frame, weight, rows):
     return allocate(rows * _num_segments(frame, weight) * _sum_bytes(_field(frame, weight, KIND)))
 
 
+@internal("void(int64, int64)")
+def _prefetch(address, size):
+    for place in range(0, size, 64):
+        prefetch_line(address + place)
+
+
+@internal("void(int64, int64, int64)")
+def _prefetch_start(frame, weight, panel):
+    """Prefetches what loops do not, since they prefetch what lies ahead: the first codes and scales of a panel."""
+    inputs, group = _field(frame, weight, INPUTS), _field(frame, weight, GROUP)
+    size = _field(frame, weight, STEPS) * _bytes_of_step(_field(frame, weight, KIND))
+    _prefetch(_array(frame, weight, CODES_OPERAND) + panel * size, min(size, AHEAD_BYTES))
+    for column, operand_index in ((SCALES, SCALES_OPERAND), (OFFSETS, OFFSETS_OPERAND)):
+        kind = _field(frame, weight, column)
+        if kind != NONE and kind != UNIT_KIND:
+            size = (inputs + group - 1) // group * LANES * _number_bytes(kind)
+            _prefetch(_array(frame, weight, operand_index) + panel * size, min(size, AHEAD_BYTES))
+
+
 @internal("void(int64, int64, int64, int64, int64, int64, int64)")
 def _run_row(frame, weight, first, last, x, sums, out):
     """The outputs of one row of the panels from the first to the last."""
@@ -201,6 +220,7 @@ def _run_row(frame, weight, first, last, x, sums, out):
     totals = allocate((1 + 2 * block) * PANEL_BYTES)
     scales = totals + PANEL_BYTES
     offsets = scales + block * PANEL_BYTES if _field(frame, weight, OFFSETS) != NONE else 0
+    _prefetch_start(frame, weight, first)
     for panel in range(first, last):
         clear(totals, VECTORS)
         for start in range(0, segments, block):

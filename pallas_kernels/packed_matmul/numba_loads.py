@@ -19,7 +19,7 @@ VECTORS = LANES // WIDTH  # of a panel, computed at once where there is one row:
 # Rows of tiles, whose sums stay in registers: the first, and those for what is left; and vectors of a tile.
 TILE_ROWS, TILE_VECTORS = ((8, 4, 2, 1), 2) if HAS_AVX512 else ((6, 4, 2, 1), 1)
 VECTOR_BYTES, PANEL_BYTES = 4 * WIDTH, 4 * LANES
-AHEAD_BYTES = 2**12  # from codes that are read to codes that are prefetched
+AHEAD_BYTES = 2**13  # from codes that are read to codes that are prefetched
 
 WORDS = ir.VectorType(vec.INT, WIDTH)
 BYTES = ir.VectorType(vec.BYTE, WIDTH)

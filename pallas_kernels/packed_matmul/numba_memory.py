@@ -51,3 +51,14 @@ def clear(context, address, count):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def prefetch_line(context, address):
+    """Loads a cache line that is read soon into the second cache."""
+
+    def generate(context, builder, signature, arguments):
+        vec.prefetch(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
