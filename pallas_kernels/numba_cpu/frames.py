@@ -152,8 +152,8 @@ def integers(address, size):
     return carray(as_pointer(address), (size,), np.int32)
 
 
-def compiled(function: Any) -> Callable[[], Any]:
-    """A kernel: when the result is called, it is compiled or read from Numba's cache.
+def compiled(function: Any, signature: Any = HANDLER) -> Callable[[], Any]:
+    """A kernel, or with another signature a function for kernels to call by its address: when the result is called, it is compiled or read from Numba's cache.
 
     Numba compares the kernel's own file with what is cached; the hash of this package's files and of the `numba_*`
     files beside the kernel, in the kernel's name, covers what it imports.
@@ -162,9 +162,9 @@ def compiled(function: Any) -> Callable[[], Any]:
 
     def get() -> Any:
         try:
-            return cfunc(HANDLER, cache=True)(function)
+            return cfunc(signature, cache=True)(function)
         except RuntimeError:  # no folder that Numba may write
-            return cfunc(HANDLER)(function)
+            return cfunc(signature)(function)
 
     return get
 

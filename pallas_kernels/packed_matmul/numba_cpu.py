@@ -47,9 +47,9 @@ def multiply(x: jax.Array, weights: Sequence[tuple[PackedForm, PackedArrays]]) -
 
 
 def register(kinds: frozenset[str]) -> str:
-    """The registered name of the kernel for weights with codes of these kinds."""
+    """The registered name of the kernel, which can then multiply codes of these kinds."""
     from pallas_kernels.numba_cpu.frames import register
     from pallas_kernels.packed_matmul import numba_kernel
 
-    name = "_".join(kind for kind in CODE_NAMES if kind in kinds)
-    return register(f"jaxinfer_packed_{name}", getattr(numba_kernel, name))
+    numba_kernel.register_kinds(kinds)
+    return register("jaxinfer_packed_matmul", numba_kernel.packed_matmul)

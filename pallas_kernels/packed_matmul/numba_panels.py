@@ -9,16 +9,20 @@ A nibble is taken from its word by one AND and without a shift, as nibble * 16^j
 scaled by 16^-j beforehand (`prepare`): both are exact.
 """
 
+import ctypes
+from types import FunctionType
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
 from pallas_kernels.numba_cpu import vectors as vec
+from pallas_kernels.numba_cpu.frames import compiled
 from pallas_kernels.numba_cpu.memory import intrinsic
-from pallas_kernels.packed_matmul.specs import CODES, LANES, STEP
+from pallas_kernels.packed_matmul.specs import CODE_NAMES, CODES, LANES, STEP
 
 # A vector of 16 float32 takes one of 32 registers with AVX-512, else two of 16.
 HAS_AVX512 = "+avx512f" in cpu_target.target_context.codegen()._get_host_cpu_features()
@@ -370,6 +374,18 @@ put_ones, put_float32, put_float16, put_bfloat16, put_factored, put_units, put_u
 
 
 @intrinsic
+def prefetch(context, address):
+    """Loads two cache lines that are read soon into the second cache."""
+
+    def generate(context, builder, signature, arguments):
+        vec.prefetch(builder, arguments[0])
+        vec.prefetch(builder, _offset(builder, arguments[0], 64))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def load_int32(context, address, index):
     """The int32 at an index of the array at an address, as int64."""
 
@@ -412,3 +428,60 @@ def clear(context, address, count):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+# The address of a loop over the codes of each kind: `multiplier`'s, and then `converter`'s.
+_loops = (ctypes.c_int64 * (2 * len(CODE_NAMES)))()
+_kept: dict[str, Any] = {}
+llvmlite.binding.add_symbol("jaxinfer_packed_loops", ctypes.addressof(_loops))
+
+
+def _caller(first: int, num_arguments: int) -> Any:
+    """An intrinsic that calls the loop of a kind, the first argument, with `num_arguments` others."""
+
+    @intrinsic
+    def call(context, kind, *rest):
+        def generate(context, builder, signature, arguments):
+            loops = builder.module.globals.get("jaxinfer_packed_loops")
+            if loops is None:
+                loops = ir.GlobalVariable(builder.module, vec.LONG, "jaxinfer_packed_loops")
+                loops.linkage = "external"
+            index = builder.add(arguments[0], vec.constant(first))
+            place = builder.add(builder.ptrtoint(loops, vec.LONG), builder.mul(index, vec.constant(8)))
+            kind = ir.FunctionType(vec.LONG, [vec.LONG] * num_arguments)
+            loop = builder.inttoptr(builder.load(vec.at(builder, place, vec.LONG)), kind.as_pointer())
+            rest = [builder.extract_value(arguments[1], i) for i in range(num_arguments)]
+            builder.call(loop, rest)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.StarArgTuple.from_types([types.int64] * num_arguments)), generate
+
+    return call
+
+
+call_multiply, call_convert = _caller(0, 10), _caller(len(CODE_NAMES), 5)
+
+
+def _multiply(totals, codes, scales, offsets, x, sums, segments, steps, left, table):
+    _loop(totals, codes, scales, offsets, x, sums, segments, steps, left, table)  # noqa: F821
+    return 0
+
+
+def _convert(target, codes, first, steps, table):
+    _loop(target, codes, first, steps, table)  # noqa: F821
+    return 0
+
+
+def register_kind(kind: str) -> None:
+    """Compiles the loops over codes of a kind, or reads them from Numba's cache, once a process."""
+    if kind in _kept:
+        return
+    found = []
+    for first, function, make in ((0, _multiply, multiplier), (len(CODE_NAMES), _convert, converter)):
+        # A function of its own for each kind, with its loop as a global: Numba caches no closures.
+        own = FunctionType(function.__code__, {"_loop": make(kind)}, f"{function.__name__}_{kind}")
+        own.__module__, own.__qualname__ = __name__, own.__name__
+        signature = types.int64(*[types.int64] * function.__code__.co_argcount)
+        found.append(compiled(own, signature)())
+        _loops[first + CODE_NAMES.index(kind)] = found[-1].address
+    _kept[kind] = found

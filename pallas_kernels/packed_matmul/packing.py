@@ -60,7 +60,7 @@ def pack(
     if (reason := why_not(values, block)) is not None:
         raise ValueError(f"cannot pack: {reason}")
     inputs, outputs = values.shape
-    group = min(block[0], -(-inputs // STEP) * STEP)
+    group = block[0] if block[0] < inputs else -(-inputs // STEP) * STEP
     is_nibble = values.dtype == ml_dtypes.int4
     if is_nibble:
         kind = "nibbles" if codebook is None else "codebook"
@@ -163,9 +163,9 @@ def _pack_numbers(numbers: np.ndarray, group: int) -> tuple[str, np.ndarray, np.
 
 
 def _exponents(numbers: np.ndarray) -> np.ndarray | None:
-    """E8M0 of normal powers of two; None of other numbers."""
-    bits = numbers.view(np.uint32)
-    if (bits & 0x807FFFFF).any() or not bits.all():
+    """E8M0 of normal powers of two and of 0; None of other numbers."""
+    bits = np.ascontiguousarray(numbers).view(np.uint32)
+    if (bits & 0x807FFFFF).any():
         return None
     return (bits >> 23).astype(np.uint8)
 
