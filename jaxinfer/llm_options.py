@@ -52,8 +52,8 @@ class LLMOptions(EngineOptions):
     activations: str = option(
         "float32",
         "What a CPU multiplies with integer weights of 4 to 8 bits: float32, or int8: activations rounded to 8 bits in "
-        "groups of 32, as llama.cpp rounds them, which is faster and less exact. Of the model, not of its draft; on one "
-        "CPU only, not with offload.",
+        "groups of 32, as llama.cpp rounds them, which is faster and less exact. Of the model, not of its draft; for a "
+        "CPU with Numba, without a mesh and offload.",
         "KIND",
         group=MODEL,
     )

@@ -337,6 +337,7 @@ def _read(
     activations: str,
 ) -> LoadedModel:
     import checkpoints_convert
+    from checkpoints_convert.store import release_heap
 
     name, path = named.name, named.path
     assert path is not None
@@ -372,7 +373,10 @@ def _read(
             if packs and keeps_16_bits:
                 checkpoint.keeps_16_bits = lambda path: packing.keeps_16_bits(path) and not elsewhere(path)
             how = {"convert": convert, "limit": PACKING_BYTES} if packs else {"convert": chosen}
-            return checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, **how, **where)
+            params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, **how, **where)
+            if packs:
+                release_heap()  # of the buffers that the weights were read to
+            return params
 
         def load() -> Params:
             if from_disk:

@@ -37,9 +37,9 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
     import jax
     import numpy as np
 
+    from jaxinfer.models import compute_dtype
     from jaxinfer.models.host_layers import all_layers, disk_layers
     from jaxinfer.parallel import hosts
-    from jaxinfer.models import compute_dtype
     from jaxinfer.quantization.on_device import unpacked
     from jaxinfer.quantization.tree import is_packed, is_quantized, is_weight
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +21,7 @@ _FLOATS = {
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
+ALIGNMENT = 64  # of buffers that JAX does not copy, bytes
 _EMPTY = np.zeros(0, np.int8)
 _STRIP = 16  # panels that are packed at once: their pieces stay in the processor's cache
 _LARGEST = (63, 127, -128, 31, -32)  # inner numbers that quantizers give the largest of a block, most frequent first
@@ -100,7 +102,7 @@ def _pack_codes(values: np.ndarray, kind: str) -> np.ndarray:
     inputs, outputs = values.shape
     panels, padded = -(-outputs // LANES), -(-inputs // STEP) * STEP
     shape = {"nibbles": (padded // 8, LANES), "codebook": (padded // 8, LANES), "quads": (padded // 4, LANES, 4)}
-    packed = np.zeros((panels, *shape.get(kind, (padded, LANES))), CODES[kind])
+    packed = _aligned_zeros((panels, *shape.get(kind, (padded, LANES))), CODES[kind])
     raw = values.view(np.uint8) if values.dtype.itemsize == 1 else values.view(CODES[kind])
 
     def place(first: int) -> None:
@@ -128,6 +130,14 @@ def _pack_codes(values: np.ndarray, kind: str) -> np.ndarray:
 
     _in_threads(place, range(0, panels, _STRIP))
     return packed
+
+
+def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeros that JAX on a CPU uses in place."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.zeros(size + ALIGNMENT, np.uint8)
+    first = -buffer.ctypes.data % ALIGNMENT
+    return buffer[first : first + size].view(dtype).reshape(shape)
 
 
 def _in_threads(run: Callable[[int], None], starts: range) -> None:
@@ -177,6 +187,8 @@ def _factored(numbers: np.ndarray, per_outer: int) -> tuple[np.ndarray, np.ndarr
     An outer number is the largest of its block divided by what a quantizer makes of the largest.
     """
     panels, groups, lanes = numbers.shape
+    if panels > 1 and _factored(numbers[:1], per_outer) is None:  # most numbers that are no products end here
+        return None
     outer = -(-groups // per_outer)
     blocks = np.zeros((panels, outer * per_outer, lanes), np.float32)
     blocks[:, :groups] = numbers
@@ -196,7 +208,7 @@ def _factored(numbers: np.ndarray, per_outer: int) -> tuple[np.ndarray, np.ndarr
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             factor = (largest[where] / np.float32(candidate)).astype(np.float16)
             quotient = np.rint(own / factor.astype(np.float32)[:, None])
-            is_exact = (np.abs(quotient) <= 127).all(1) & (factor != 0)
+            is_exact = ((quotient >= -128) & (quotient <= 127)).all(1) & (factor != 0)
             is_exact &= (quotient * factor.astype(np.float32)[:, None] == own).all(1)
         chosen = tuple(axis[is_exact] for axis in where)
         found[chosen] = factor[is_exact]
