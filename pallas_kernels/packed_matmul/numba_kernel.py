@@ -38,7 +38,7 @@ ARRAYS = 6
 # Words of a job, then two for each weight: its prepared rows and their sums.
 FRAME, ROWS_OF_PART, NUM_PANELS, NUM_PARTS, PREPARED = range(0, 40, 8)
 MANY = 48  # rows from which on parts are of rows
-CHUNK_ROWS = 96  # of a part of rows, at most
+CHUNK_ROWS = 96  # of a part of rows, at most; each thread has as many
 BLOCK_INPUTS = 512  # whose scales are written as float32 at once
 PARTS_OF_THREAD = 2  # where there are few rows: a thread may begin late
 NONE, FLOAT32, FLOAT16, BFLOAT16, UNIT_KIND = map(NUMBERS.index, ("none", "float32", "float16", "bfloat16", "unit"))
@@ -334,7 +334,8 @@ def _multiply(frame):
     job = allocate(PREPARED + 16 * num_weights)
     store_word(job + FRAME, frame)
     if rows >= MANY:
-        most = min(-(-rows // (threads * _TILE_A)) * _TILE_A, CHUNK_ROWS)
+        num_parts = -(-rows // (CHUNK_ROWS * threads)) * threads
+        most = -(-rows // (num_parts * _TILE_A)) * _TILE_A
         store_word(job + ROWS_OF_PART, most)
         _run_parts(frame, job, -(-rows // most))
         free(job)
