@@ -5,8 +5,8 @@ segment's sum times the scale, then the sum of the segment's inputs times the of
 it is computed alone, with the weight converted in registers (`multiplier`), or with others, with the weight's codes
 written as float32 to the first cache (`converter` and `tiler`).
 
-A nibble is taken from its word by one AND and without a shift, as nibble * 16^j, and multiplied by an input that was
-scaled by 16^-j beforehand (`preparer`): both are exact.
+Nibble j of a word's first or second half is taken by one AND and without a shift, as nibble * 16^j, and multiplied by an
+input that was scaled by 16^-j beforehand (`preparer`): both are exact.
 """
 
 from typing import Any
@@ -18,7 +18,9 @@ from numba.core import cgutils
 from pallas_kernels.numba_cpu import vectors as vec
 from pallas_kernels.numba_cpu.memory import intrinsic
 from pallas_kernels.packed_matmul.numba_loads import (
+    AT_ONCE,
     HAS_AVX512,
+    NIBBLES_IN_PLACE,
     PANEL_BYTES,
     STEP_FLOATS,
     TILE_VECTORS,
@@ -64,17 +66,20 @@ def multiplier(kind: str) -> Any:
                 chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
                 for chain in chains:
                     builder.store(vec.splat(vec.FLOATS, 0.0), chain)
-                with cgutils.for_range(builder, count, intp=vec.LONG) as step:
-                    index = builder.add(first, step.index)
-                    numbers = builder.add(x, builder.mul(index, vec.constant(4 * STEP)))
-                    address = builder.add(codes, builder.mul(index, vec.constant(bytes_of_step(kind))))
-                    loaded = [load_codes(builder, kind, address, v, entries) for v in range(VECTORS)]
-                    prefetch_step(builder, kind, address)
-                    for j in range(STEP):
-                        number = load_number(builder, offset(builder, numbers, 4 * j))
-                        for v in range(VECTORS):
-                            total = vec.multiply_add(builder, number, loaded[v][j], builder.load(chains[v]))
-                            builder.store(total, chains[v])
+                for start in range(0, VECTORS, AT_ONCE):
+                    of = range(start, start + AT_ONCE)
+                    with cgutils.for_range(builder, count, intp=vec.LONG) as step:
+                        index = builder.add(first, step.index)
+                        numbers = builder.add(x, builder.mul(index, vec.constant(4 * STEP)))
+                        address = builder.add(codes, builder.mul(index, vec.constant(bytes_of_step(kind))))
+                        code = {v: load_codes(builder, kind, address, v, entries) for v in of}
+                        if start == 0:
+                            prefetch_step(builder, kind, address)
+                        for j in range(STEP):
+                            number = load_number(builder, offset(builder, numbers, 4 * j))
+                            for v in of:
+                                total = vec.multiply_add(builder, number, code[v](j), builder.load(chains[v]))
+                                builder.store(total, chains[v])
                 at = builder.mul(segment.index, vec.constant(PANEL_BYTES))
                 for v in range(VECTORS):
                     scale = vec.load(builder, builder.add(scales, offset(builder, at, VECTOR_BYTES * v)))
@@ -102,7 +107,7 @@ def converter(kind: str) -> Any:
     @intrinsic
     def convert(context, target, codes, first, steps, table):
         """Writes the codes of 8 * steps inputs of a tile's vectors, from the first on, as float32 [8 * steps, vectors,
-        16]; nibbles times 16^j."""
+        16]; nibbles times 16^(j mod NIBBLES_IN_PLACE)."""
 
         def generate(context, builder, signature, arguments):
             target, codes, first, steps, table = arguments
@@ -114,8 +119,9 @@ def converter(kind: str) -> Any:
                 width = VECTOR_BYTES * TILE_VECTORS
                 to = builder.add(target, builder.mul(step.index, vec.constant(width * STEP)))
                 for v in range(TILE_VECTORS):
-                    for j, vector in enumerate(load_codes(builder, kind, address, v, entries)):
-                        vec.store(builder, vector, offset(builder, to, j * width + v * VECTOR_BYTES))
+                    code = load_codes(builder, kind, address, v, entries)
+                    for j in range(STEP):
+                        vec.store(builder, code(j), offset(builder, to, j * width + v * VECTOR_BYTES))
                 prefetch_step(builder, kind, address)
             return context.get_dummy_value()
 
@@ -175,8 +181,8 @@ def tiler(rows: int, vectors: int) -> Any:
 
 
 def preparer(is_scaled: bool) -> Any:
-    """An intrinsic that copies a row as the loops read it: for nibbles, input j of 8 times 16^-j."""
-    factors = [16.0**-j if is_scaled and j < STEP - 1 else 1.0 for j in range(STEP)]
+    """An intrinsic that copies a row as the loops read it: for nibbles, input j of 8 times 16^-(j mod NIBBLES_IN_PLACE)."""
+    factors = [16.0 ** -(j % NIBBLES_IN_PLACE) if is_scaled else 1.0 for j in range(STEP)]
 
     @intrinsic
     def prepare(context, target, rows, source, steps, inputs, of_segment, sums):

@@ -18,7 +18,16 @@ from pallas_kernels.numba_cpu.frames import (
 )
 from pallas_kernels.numba_cpu.memory import allocate, free, put, store_word
 from pallas_kernels.numba_cpu.threads import in_parts, num_threads
-from pallas_kernels.packed_matmul.numba_loads import AHEAD_BYTES, PANEL_BYTES, TILE_ROWS, TILE_VECTORS, VECTOR_BYTES, VECTORS, WIDTH
+from pallas_kernels.packed_matmul.numba_loads import (
+    AHEAD_BYTES,
+    INT8_TILE_ROWS,
+    PANEL_BYTES,
+    TILE_ROWS,
+    TILE_VECTORS,
+    VECTOR_BYTES,
+    VECTORS,
+    WIDTH,
+)
 from pallas_kernels.packed_matmul.numba_memory import clear, copy_lanes, load_int32, prefetch_line
 from pallas_kernels.packed_matmul.numba_table import (
     PLACES,
@@ -47,11 +56,14 @@ LAST_WORDS, LAST_BYTES, LAST_SHORTS = (KERNELS.index(name) for name in ("nibbles
 NIBBLES, NIBBLES_INT8, QUADS = (KERNELS.index(name) for name in ("nibbles", "nibbles_int8", "quads"))
 # Places of the first loops of their sorts.
 MULTIPLY, CONVERT, FILL = (PLACES[name] for name in ("multiply_nibbles", "convert_nibbles", f"fill_{NUMBERS[0]}"))
-TILE_FLOAT, TILE_INT8 = (PLACES[f"tile_{name}_{TILE_ROWS[0]}"] for name in ("float", "int8"))
+TILE_FLOAT, TILE_INT8 = (
+    PLACES[name] for name in (f"tile_float_{TILE_ROWS[0]}", f"tile_int8_{INT8_TILE_ROWS[0]}")
+)
 PREPARE_FLOAT, PREPARE_SCALED, PREPARE_INT8, PREPARE_NIBBLES_INT8 = (
     PLACES[f"prepare_{name}"] for name in ("float", "scaled", "int8", "nibbles_int8")
 )
-_TILE_A, _TILE_B, _TILE_C, _TILE_D = TILE_ROWS
+_FLOAT_A, _FLOAT_B, _FLOAT_C, _FLOAT_D = TILE_ROWS
+_INT8_A, _INT8_B, _INT8_C, _INT8_D = INT8_TILE_ROWS
 
 
 @internal("int64(int64, int64, int64)")
@@ -117,27 +129,35 @@ def _fill_panel(frame, weight, panel, first, count, scales, offsets):
 
 
 @internal("int64(int64)")
-def _tile(rows):
-    """Which tile the next rows take."""
-    if rows >= _TILE_A:
-        return 0
-    if rows >= _TILE_B:
-        return 1
-    return 2 if rows >= _TILE_C else 3
-
-
-@internal("int64(int64)")
-def _rows_of_tile(tile):
-    if tile == 0:
-        return _TILE_A
-    if tile == 1:
-        return _TILE_B
-    return _TILE_C if tile == 2 else _TILE_D
-
-
-@internal("int64(int64)")
 def _is_int8(kind):
     return 1 if kind == NIBBLES_INT8 or kind == QUADS else 0
+
+
+@internal("int64(int64, int64)")
+def _tile(kind, rows):
+    """Which tile the next rows take."""
+    if _is_int8(kind):
+        if rows >= _INT8_A:
+            return 0
+        if rows >= _INT8_B:
+            return 1
+        return 2 if rows >= _INT8_C else 3
+    if rows >= _FLOAT_A:
+        return 0
+    if rows >= _FLOAT_B:
+        return 1
+    return 2 if rows >= _FLOAT_C else 3
+
+
+@internal("int64(int64, int64)")
+def _rows_of_tile(kind, tile):
+    if tile == 0:
+        return _INT8_A if _is_int8(kind) else _FLOAT_A
+    if tile == 1:
+        return _INT8_B if _is_int8(kind) else _FLOAT_B
+    if tile == 2:
+        return _INT8_C if _is_int8(kind) else _FLOAT_C
+    return _INT8_D if _is_int8(kind) else _FLOAT_D
 
 
 @internal("int64(int64)")
@@ -169,7 +189,7 @@ def _prepare(frame, weight, first, rows, target, sums):
     segments, of_segment = _num_segments(frame, weight), _field(frame, weight, SEGMENT) // STEP
     row = 0
     while row < rows:
-        size = _rows_of_tile(_tile(rows - row))
+        size = _rows_of_tile(kind, _tile(kind, rows - row))
         for r in range(size):
             source = operand(frame, 0) + 4 * (first + row + r) * inputs
             to = target + row * steps * _step_bytes(kind) + 4 * r
@@ -271,8 +291,8 @@ def _run_rows(frame, weight, stack, first, last, rows, x, sums, out):
                 offset = offsets + index * PANEL_BYTES + vector * VECTOR_BYTES if offsets != 0 else 0
                 row = 0
                 while row < rows:
-                    tile = _tile(rows - row)
-                    size = _rows_of_tile(tile)
+                    tile = _tile(kind, rows - row)
+                    size = _rows_of_tile(kind, tile)
                     numbers = x + (row * steps + step * size) * _step_bytes(kind)
                     total = sums + (row * segments + index * size) * _sum_bytes(kind)
                     call_tile(tiles + tile, totals + row * width, codes, numbers, count, scale, offset, total)
@@ -369,7 +389,7 @@ def _multiply(frame):
     store_word(job + FRAME, frame)
     if rows >= MANY and num_experts == 1:
         num_parts = -(-rows // (CHUNK_ROWS * threads)) * threads
-        most = -(-rows // (num_parts * _TILE_A)) * _TILE_A
+        most = -(-rows // (num_parts * _FLOAT_A)) * _FLOAT_A
         store_word(job + ROWS_OF_PART, most)
         _run_parts(frame, job, -(-rows // most))
         free(job)

@@ -1,5 +1,6 @@
 """What the loops over packed weights share: the sizes of vectors and tiles, and loads of codes and scales."""
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -15,10 +16,14 @@ HAS_AVX512 = "+avx512f" in _FEATURES
 # Products of four unsigned and signed bytes, summed: AVX-512's instruction, on one register of 16 sums.
 HAS_VNNI = "+avx512vnni" in _FEATURES
 WIDTH = vec.LANES  # outputs of a vector
-VECTORS = LANES // WIDTH  # of a panel, computed at once where there is one row: four chains of sums
+VECTORS = LANES // WIDTH  # of a panel
+# Vectors of a panel whose sums are in registers at once where there is one row: as many as registers hold.
+AT_ONCE = VECTORS if HAS_AVX512 else VECTORS // 2
 # Rows of tiles, whose sums stay in registers: the first, and those for what is left; and vectors of a tile.
 TILE_ROWS, TILE_VECTORS = ((8, 4, 2, 1), 2) if HAS_AVX512 else ((6, 4, 2, 1), 1)
+INT8_TILE_ROWS = TILE_ROWS if HAS_AVX512 else (4, 3, 2, 1)  # AVX2 takes more registers for a product
 VECTOR_BYTES, PANEL_BYTES = 4 * WIDTH, 4 * LANES
+NIBBLES_IN_PLACE = 4 if HAS_AVX512 else 2  # of a word, that are taken from where they are
 AHEAD_BYTES = 2**13  # from codes that are read to codes that are prefetched
 
 WORDS = ir.VectorType(vec.INT, WIDTH)
@@ -75,38 +80,42 @@ def _look_up(builder: Any, indices: Any, table: Any) -> Any:
     return builder.shuffle_vector(*found, ir.Constant(WORDS, list(range(WIDTH))))
 
 
-def load_codes(builder: Any, kind: str, address: Any, vector: int, table: Any) -> list[Any]:
-    """float32 vectors of the codes of 8 inputs, of one of a panel's vectors; nibbles times 16^j.
+def load_codes(builder: Any, kind: str, address: Any, vector: int, table: Any) -> Callable[[int], Any]:
+    """A function that gives the float32 vector of the codes of input j of 8, of one of a panel's vectors; nibbles times
+    16^(j mod NIBBLES_IN_PLACE).
 
     address: of the panel's codes of the first of the inputs.
     """
     if kind in ("nibbles", "codebook"):
-        address = offset(builder, address, vector * VECTOR_BYTES)
-        words, found = vec.load(builder, address, WORDS), []
-        for j in range(STEP):
-            shift = vec.splat(WORDS, 4 * j)
-            if kind == "codebook":
-                index = builder.and_(builder.lshr(words, shift), vec.splat(WORDS, 15))
-                found.append(_look_up(builder, index, table))
-            elif j == STEP - 1:  # not times 16^7, which would be negative
-                found.append(builder.sitofp(builder.lshr(words, shift), vec.FLOATS))
-            else:
-                found.append(builder.sitofp(builder.and_(words, vec.splat(WORDS, 15 << 4 * j)), vec.FLOATS))
-        return found
+        words = vec.load(builder, offset(builder, address, vector * VECTOR_BYTES), WORDS)
+        if kind == "codebook":
+            return lambda j: _look_up(builder, _nibble(builder, words, j), table)
+
+        def nibble(j: int) -> Any:  # by few masks, which stay in registers
+            part, place = divmod(j, NIBBLES_IN_PLACE)
+            own = builder.lshr(words, vec.splat(WORDS, 4 * NIBBLES_IN_PLACE * part)) if part else words
+            return builder.sitofp(builder.and_(own, vec.splat(WORDS, 15 << 4 * place)), vec.FLOATS)
+
+        return nibble
     size = CODES[kind].itemsize
 
-    def load(index: int, of: Any) -> Any:
-        return vec.load(builder, offset(builder, address, (index * LANES + vector * WIDTH) * size), of)
+    def load(j: int, of: Any) -> Any:
+        return vec.load(builder, offset(builder, address, (j * LANES + vector * WIDTH) * size), of)
 
     if kind == "int8":
-        return [vec.from_int8(builder, load(j, BYTES)) for j in range(STEP)]
+        return lambda j: vec.from_int8(builder, load(j, BYTES))
     if kind == "bfloat16":
-        return [vec.from_bfloat16(builder, load(j, SHORTS)) for j in range(STEP)]
+        return lambda j: vec.from_bfloat16(builder, load(j, SHORTS))
     if kind == "float16":
-        return [_from_half(builder, load(j, SHORTS)) for j in range(STEP)]
+        return lambda j: _from_half(builder, load(j, SHORTS))
     if kind == "float32":
-        return [load(j, vec.FLOATS) for j in range(STEP)]
-    return [_from_float8(builder, load(j, BYTES), 3 if kind == "float8_e4m3fn" else 2) for j in range(STEP)]
+        return lambda j: load(j, vec.FLOATS)
+    return lambda j: _from_float8(builder, load(j, BYTES), 3 if kind == "float8_e4m3fn" else 2)
+
+
+def _nibble(builder: Any, words: Any, j: int) -> Any:
+    """Nibble j of words."""
+    return builder.and_(builder.lshr(words, vec.splat(WORDS, 4 * j)), vec.splat(WORDS, 15))
 
 
 def load_step(builder: Any, source: Any, first: Any, inputs: Any) -> Any:

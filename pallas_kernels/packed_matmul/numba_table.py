@@ -18,6 +18,7 @@ from pallas_kernels.numba_cpu.frames import compiled
 from pallas_kernels.numba_cpu.memory import intrinsic
 from pallas_kernels.packed_matmul import numba_float, numba_int8
 from pallas_kernels.packed_matmul.numba_loads import (
+    INT8_TILE_ROWS,
     PANEL_BYTES,
     TILE_ROWS,
     TILE_VECTORS,
@@ -102,8 +103,8 @@ _LOOPS: dict[str, tuple[int, Callable[[], Any]]] = {
     **{f"convert_{name}": (5, lambda name=name: _module(name).converter(name)) for name in KERNELS},
     **{
         f"tile_{name}_{rows}": (7, lambda module=module, rows=rows: module.tiler(rows, TILE_VECTORS))
-        for name, module in (("float", numba_float), ("int8", numba_int8))
-        for rows in TILE_ROWS
+        for name, module, tile_rows in (("float", numba_float, TILE_ROWS), ("int8", numba_int8, INT8_TILE_ROWS))
+        for rows in tile_rows
     },
     "prepare_float": (7, lambda: numba_float.preparer(False)),
     "prepare_scaled": (7, lambda: numba_float.preparer(True)),
@@ -122,15 +123,20 @@ def register(kernel: str, numbers: tuple[str, str]) -> None:
     is_int8 = kernel in INT8_KERNELS
     prepare = {"nibbles": "scaled", "nibbles_int8": "nibbles_int8", "quads": "int8"}.get(kernel, "float")
     names = [f"multiply_{kernel}", f"convert_{kernel}", f"prepare_{prepare}"]
-    names += [f"tile_{'int8' if is_int8 else 'float'}_{rows}" for rows in TILE_ROWS]
+    names += [f"tile_int8_{rows}" for rows in INT8_TILE_ROWS] if is_int8 else [f"tile_float_{rows}" for rows in TILE_ROWS]
     for name in [*names, *(f"fill_{kind}" for kind in numbers)]:
         if name not in _compiled:
-            num_arguments, make = _LOOPS[name]
-            # A function of its own for each loop, which is a global of it: Numba caches no closures.
-            function = FunctionType(_FUNCTIONS[num_arguments].__code__, {"_loop": make()}, name)
-            function.__module__, function.__qualname__ = __name__, name
-            _compiled[name] = compiled(function, types.int64(*[types.int64] * num_arguments))()
+            _compiled[name] = compile_loop(name)
             _addresses[PLACES[name]] = _compiled[name].address
+
+
+def compile_loop(name: str) -> Any:
+    """A loop of the table as a C function."""
+    num_arguments, make = _LOOPS[name]
+    # A function of its own for each loop, which is a global of it: Numba caches no closures.
+    function = FunctionType(_FUNCTIONS[num_arguments].__code__, {"_loop": make()}, name)
+    function.__module__, function.__qualname__ = __name__, name
+    return compiled(function, types.int64(*[types.int64] * num_arguments))()
 
 
 def _caller(num_arguments: int) -> Any:

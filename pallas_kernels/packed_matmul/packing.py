@@ -160,10 +160,11 @@ def _panels(numbers: np.ndarray) -> np.ndarray:
 def _pack_numbers(numbers: np.ndarray, group: int) -> tuple[str, np.ndarray, np.ndarray]:
     """The kind of scales or minima, and their arrays: of the smallest kinds, one that holds them all exactly."""
     numbers = numbers.astype(np.float32)
-    if 4 * group <= OUTER and (found := _factored(numbers, OUTER // group)) is not None:
-        return "factored", *found
     if (bits := _exponents(numbers)) is not None:
         return "exponents", bits, _EMPTY
+    is_factored = 4 * group <= OUTER and OUTER % group == 0
+    if is_factored and (found := _factored(numbers, OUTER // group)) is not None:
+        return "factored", *found
     for name in ("float16", "bfloat16"):
         with np.errstate(over="ignore"):
             rounded = numbers.astype(_FLOATS[name])
