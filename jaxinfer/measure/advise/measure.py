@@ -16,7 +16,8 @@ from jaxinfer.calibration.inputs import split_rows
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm import LLM
-from jaxinfer.loading import LoadedModel, Weights, load_model
+from jaxinfer.loaded_weights import Weights
+from jaxinfer.loading import LoadedModel, load_model
 from jaxinfer.measure.advise.candidates import ModelFacts, mesh_shapes
 from jaxinfer.measure.advise.goals import ROUNDING, Arguments, TrialResult, median
 from jaxinfer.measure.advise.search import Stop
