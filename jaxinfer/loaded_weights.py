@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxinfer.models import ModelConfig, Params, compute_dtype
 from jaxinfer.models.host_layers import disk_layers
 from jaxinfer.quantization import Selection
-from jaxinfer.quantization.on_device import Copies, Packing, float32_copies
+from jaxinfer.quantization.on_device import Copies, Packing, float32_copies, why_not_packing
 from jaxinfer.quantization.tree import is_quantized, weights
 from jaxinfer.store import find_model
 from pallas_kernels.packed_matmul import unsupported

@@ -233,18 +233,17 @@ def _read(
 ) -> LoadedModel:
     import checkpoints_convert
 
-    name, path = named.name, named.path
+    path = named.path
     assert path is not None
     key = files_key(path, dtype, chosen, mesh, opening, activations)
     keeps_16_bits, dtype = dtype == "auto", resolved_dtype(dtype)
     with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
-        check_format(quantization, checkpoint.quantization, name)
+        check_format(quantization, checkpoint.quantization, named.name)
         # What is small is read, and refused, before the weights.
         try:
             defaults = from_generation_config(checkpoint.generation_config)
         except SamplingParamsError as error:
             raise checkpoints_convert.CheckpointError(path / "generation_config.json", str(error)) from None
-        eos_token_ids = (*checkpoint.eos_token_ids, *defaults.eos_token_ids)
         tokenizer = _tokenizer(path, checkpoint.tokenizer_files()) if reads_tokenizer else None
         shapes, on_host = {}, ()
         if offload is not None:
@@ -266,13 +265,13 @@ def _read(
             return _laid_out(params, mesh, donate=True)
 
         return LoadedModel(
-            name,
+            named.name,
             checkpoint.config,
             Weights.shared((key, on_host, from_disk), load),
             tokenizer,
             default_params=replace(defaults.params, **_alias_sampling(named)),
             ignored_defaults=defaults.ignored,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=(*checkpoint.eos_token_ids, *defaults.eos_token_ids),
             kv_scales=_kv_scales(checkpoint),
             has_head=not checkpoint.is_headless,
             embedding=read_embedding_config(path) if path.is_dir() else None,
