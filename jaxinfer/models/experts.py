@@ -1,6 +1,6 @@
 """Mixture of experts: the router, and feed-forward layers of many experts, each applied to the tokens routed to it.
 
-Tokens are sorted by expert, and matrix products run over the rows of one expert at a time, in one of three forms:
+Tokens are sorted by expert, and matrix products run over the rows of one expert at a time, in one of four forms:
 
 - "ragged": `jax.lax.ragged_dot`, which XLA:TPU compiles to a kernel that reads each expert once, without extra FLOPs.
   XLA:GPU and XLA:CPU multiply every row by every expert instead: 128 times the FLOPs for Qwen3-30B-A3B and, for 8,192
@@ -9,6 +9,7 @@ Tokens are sorted by expert, and matrix products run over the rows of one expert
   512 x 1024, 4 to 512 rows). Used for quantized experts on all platforms.
 - "dense": all experts over all tokens, with weight zero where a token was not routed. For GPUs that decode many
   sequences: every expert is read anyway, and the products take less time than the reads.
+- "packed": one call of a kernel for the products of all rows, with experts that are packed for a CPU.
 
 A row's result does not depend on the other rows, bit for bit: the block size is a function of the number of tokens.
 Shapes use the legend of jaxinfer/README.md, with E experts and C experts of a token.
@@ -29,14 +30,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.models.basic import Norm, normal
 from jaxinfer.models.config import MoEConfig
-from jaxinfer.quantization.matmul import Weight, matmul
+from jaxinfer.quantization.matmul import Weight, matmul, matmul_experts
+from jaxinfer.quantization.packed import PackedArray
 from jaxinfer.quantization.tree import is_weight
 from pallas_kernels.platform import current_platform
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-FORMS = ("ragged", "tiles", "dense")
+FORMS = ("ragged", "tiles", "dense", "packed")
 MIN_TILE, MAX_TILE = 8, 128
 # Up to about this many rows per expert, a GPU is bound by memory bandwidth.
 _DENSE_TOKENS = 256
@@ -91,12 +93,17 @@ def run_experts(
     Raises:
       ValueError: an unknown form. NotImplementedError: quantized or packed experts in the form "ragged" or "dense".
     """
-    is_quantized = any(map(is_weight, (experts.gate, experts.up, experts.down)))
+    stacks = [stack for stack in (experts.gate, experts.up, experts.down) if stack is not None]
+    is_quantized = any(map(is_weight, stacks))
+    is_packed = all(isinstance(stack, PackedArray) for stack in stacks)
+    form = form or ("packed" if is_packed else None)
     form = form or choose_form(current_platform(), x.shape[0], chosen.shape[1], experts.up.shape[0], is_quantized)
     if form not in FORMS:
         raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}")
-    if is_quantized and form != "tiles":
+    if is_quantized and form not in ("tiles", "packed"):
         raise NotImplementedError(f"form={form!r} does not read quantized experts; 'tiles' does")
+    if form == "packed" and not is_packed:
+        raise NotImplementedError("form='packed' reads packed experts, which these are not all")
     run = partial(_RUN[form], activation)
     if over is None:
         return run(x, chosen, weights, experts).astype(x.dtype)
@@ -187,6 +194,25 @@ def _ragged(activation: Activation, x, chosen, weights, experts: Experts) -> jax
     return _combine(_feed_forward(activation, x[order.token], experts, product, bias), order, weights)
 
 
+def _packed(activation: Activation, x, chosen, weights, experts: Any) -> jax.Array:
+    order, expert = _sort(chosen, experts.up.shape[0]), jnp.sort(chosen.reshape(-1))
+
+    def product(rows, *stacks):
+        return matmul_experts(rows, stacks, order.counts, expert)
+
+    def bias(rows, biases):
+        return rows if biases is None else rows + biases.at[expert].get(mode="clip").astype(rows.dtype)
+
+    rows = x[order.token]
+    if experts.gate is None:
+        gate, (up,) = None, product(rows, experts.up)
+    else:
+        gate, up = product(rows, experts.gate, experts.up)
+        gate = bias(gate, experts.gate_bias)
+    (down,) = product(activation(gate, bias(up, experts.up_bias)), experts.down)
+    return _combine(bias(down, experts.down_bias), order, weights)
+
+
 def _tiles(activation: Activation, x, chosen, weights, experts: Experts) -> jax.Array:
     num_experts, num_rows = experts.up.shape[0], chosen.size
     order = _sort(chosen, num_experts)
@@ -245,7 +271,7 @@ def _dense(activation: Activation, x, chosen, weights, experts: Experts) -> jax.
     return out
 
 
-_RUN = {"ragged": _ragged, "tiles": _tiles, "dense": _dense}
+_RUN = {"ragged": _ragged, "tiles": _tiles, "dense": _dense, "packed": _packed}
 
 
 def route(

@@ -40,6 +40,24 @@ def matmul_several(x: jax.Array, weights: Sequence[Weight]) -> list[jax.Array]:
     return _packed(x, packed)
 
 
+def matmul_experts(
+    x: jax.Array, stacks: Sequence[PackedArray], counts: jax.Array, expert: jax.Array
+) -> list[jax.Array]:
+    """Products of rows x [T, K] with their experts' weights, of several stacks [E, K, N].
+
+    x is sorted by expert: int32 [T] the expert of each row, E for none, and int32 [E] rows of each expert. Results of
+    rows without an expert are unspecified.
+    """
+    orders = {id(stack.permutation): stack.permutation for stack in stacks}
+    if len(orders) > 1 or len({stack.form.activations for stack in stacks}) > 1:
+        return [matmul_experts(x, [stack], counts, expert)[0] for stack in stacks]
+    if (order := stacks[0].permutation) is not None:
+        order = order if order.ndim == 1 else order.at[expert].get(mode="clip")
+        x = x[:, order] if order.ndim == 1 else jnp.take_along_axis(x, order, axis=-1)
+    products = packed_matmul(x, [stack.operands for stack in stacks], counts)
+    return [product.astype(x.dtype) for product in products]
+
+
 def is_joinable(weight: Weight) -> bool:
     """Whether a product with the weight can be part of a call with several weights."""
     is_plain = isinstance(weight, PackedArray) and weight.permutation is None

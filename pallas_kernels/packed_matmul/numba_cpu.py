@@ -24,8 +24,10 @@ def segment_of(form: PackedForm) -> int:
     return next(size for size in sizes if form.group % size == 0 and (most != INT8_SEGMENT or most % size == 0))
 
 
-def multiply(x: jax.Array, weights: Sequence[tuple[PackedForm, PackedArrays]]) -> list[jax.Array]:
-    """float32 [T, N] of x [T, K] for each weight."""
+def multiply(
+    x: jax.Array, weights: Sequence[tuple[PackedForm, PackedArrays]], counts: jax.Array | None = None
+) -> list[jax.Array]:
+    """float32 [T, N] of x [T, K] for each weight; `counts` int32 [E]: of stacks of experts, by which x is sorted."""
     forms = [form for form, _ in weights]
     plan = np.array(
         [
@@ -45,7 +47,8 @@ def multiply(x: jax.Array, weights: Sequence[tuple[PackedForm, PackedArrays]]) -
         np.int32,
     )
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], form.outputs), jnp.float32) for form in forms)
-    operands = [x.astype(jnp.float32), jnp.asarray(plan), *(array for _, arrays in weights for array in arrays)]
+    counts = jnp.full(1, x.shape[0], jnp.int32) if counts is None else counts
+    operands = [x.astype(jnp.float32), jnp.asarray(plan), counts, *(array for _, arrays in weights for array in arrays)]
     return list(calls.call(register(forms), shapes, operands))
 
 

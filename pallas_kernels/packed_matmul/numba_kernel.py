@@ -1,7 +1,7 @@
 """The kernel of `numba_cpu`: products of rows with several packed weights in one call.
 
-Few rows: threads share panels, and the rows are prepared once for all. Many rows: each part takes some of
-them, and all panels. That changes no sum.
+A weight may be a stack of experts; then the rows are sorted by expert. Few rows and experts: threads share panels, and
+the rows are prepared once for all. Many rows: each part takes some of them, and all panels. That changes no sum.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ from pallas_kernels.packed_matmul.specs import KERNELS, LANES, NUMBERS, OUTER, S
 
 # Columns of the plan, an int32 row for each weight.
 KIND, INPUTS, STEPS, OUTPUTS, GROUP, SEGMENT, SCALES, OFFSETS, UNIT, FIELDS = range(10)
-# Operands: the rows, the plan, and for each weight those of `PackedArrays`.
+# Operands: the rows, the plan, how many rows each expert has, and for each weight those of `PackedArrays`.
 CODES_OPERAND, SCALES_OPERAND, OUTER_SCALES_OPERAND, OFFSETS_OPERAND, OUTER_OFFSETS_OPERAND, TABLE_OPERAND = range(6)
 ARRAYS = 6
 # Words of a job, then two for each weight: its prepared rows and their sums.
@@ -61,11 +61,17 @@ def _field(frame, weight, column):
 
 @internal("int64(int64, int64, int64)")
 def _array(frame, weight, index):
-    return operand(frame, 2 + ARRAYS * weight + index)
+    return operand(frame, 3 + ARRAYS * weight + index)
+
+
+@internal("int64(int64, int64)")
+def _rows_of_expert(frame, expert):
+    return load_int32(operand(frame, 2), expert)
 
 
 @internal("int64(int64, int64)")
 def _num_panels(frame, weight):
+    """Panels of a weight, or of each expert's."""
     return (_field(frame, weight, OUTPUTS) + LANES - 1) // LANES
 
 
@@ -208,9 +214,9 @@ def _prefetch_start(frame, weight, panel):
             _prefetch(_array(frame, weight, operand_index) + panel * size, min(size, AHEAD_BYTES))
 
 
-@internal("void(int64, int64, int64, int64, int64, int64, int64)")
-def _run_row(frame, weight, first, last, x, sums, out):
-    """The outputs of one row of the panels from the first to the last."""
+@internal("void(int64, int64, int64, int64, int64, int64, int64, int64)")
+def _run_row(frame, weight, stack, first, last, x, sums, out):
+    """The outputs of one row of the panels from the first to the last; `stack` is the expert's first one in a stack."""
     steps, segment = _field(frame, weight, STEPS), _field(frame, weight, SEGMENT)
     kind = _field(frame, weight, KIND)
     bytes_of_step = _bytes_of_step(kind)
@@ -220,14 +226,14 @@ def _run_row(frame, weight, first, last, x, sums, out):
     totals = allocate((1 + 2 * block) * PANEL_BYTES)
     scales = totals + PANEL_BYTES
     offsets = scales + block * PANEL_BYTES if _field(frame, weight, OFFSETS) != NONE else 0
-    _prefetch_start(frame, weight, first)
+    _prefetch_start(frame, weight, stack + first)
     for panel in range(first, last):
         clear(totals, VECTORS)
         for start in range(0, segments, block):
             count = min(block, segments - start)
-            _fill_panel(frame, weight, panel, start, count, scales, offsets)
+            _fill_panel(frame, weight, stack + panel, start, count, scales, offsets)
             step = start * of_segment
-            codes = _array(frame, weight, CODES_OPERAND) + (panel * steps + step) * bytes_of_step
+            codes = _array(frame, weight, CODES_OPERAND) + ((stack + panel) * steps + step) * bytes_of_step
             numbers, own, left = x + _step_bytes(kind) * step, sums + _sum_bytes(kind) * start, steps - step
             call_multiply(MULTIPLY + kind, totals, codes, scales, offsets, numbers, own, count, of_segment, left, table)
         for v in range(VECTORS):
@@ -235,9 +241,10 @@ def _run_row(frame, weight, first, last, x, sums, out):
             copy_lanes(out + 4 * output, totals + v * VECTOR_BYTES, outputs - output)
     free(totals)
 
-@internal("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def _run_rows(frame, weight, first, last, rows, x, sums, out):
-    """The outputs of several rows of the panels from the first to the last."""
+
+@internal("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def _run_rows(frame, weight, stack, first, last, rows, x, sums, out):
+    """The outputs of several rows of the panels from the first to the last; `stack` is as in `_run_row`."""
     steps, segment = _field(frame, weight, STEPS), _field(frame, weight, SEGMENT)
     kind = _field(frame, weight, KIND)
     bytes_of_step = _bytes_of_step(kind)
@@ -249,7 +256,7 @@ def _run_rows(frame, weight, first, last, rows, x, sums, out):
     scales = codes + segment * width
     offsets = scales + segments * PANEL_BYTES if _field(frame, weight, OFFSETS) != NONE else 0
     for panel in range(first, last):
-        _fill_panel(frame, weight, panel, 0, segments, scales, offsets)
+        _fill_panel(frame, weight, stack + panel, 0, segments, scales, offsets)
         for vector in range(0, VECTORS, TILE_VECTORS):
             output = panel * LANES + vector * WIDTH
             if output >= outputs:
@@ -258,7 +265,7 @@ def _run_rows(frame, weight, first, last, rows, x, sums, out):
             for index in range(segments):
                 step = index * of_segment
                 count = min(of_segment, steps - step)
-                source = _array(frame, weight, CODES_OPERAND) + (panel * steps + step) * bytes_of_step
+                source = _array(frame, weight, CODES_OPERAND) + ((stack + panel) * steps + step) * bytes_of_step
                 call_convert(CONVERT + kind, codes, source, vector, count, table)
                 scale = scales + index * PANEL_BYTES + vector * VECTOR_BYTES
                 offset = offsets + index * PANEL_BYTES + vector * VECTOR_BYTES if offsets != 0 else 0
@@ -278,27 +285,38 @@ def _run_rows(frame, weight, first, last, rows, x, sums, out):
     free(totals)
 
 
-@internal("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def _run_panels(frame, weight, first, last, rows, x, sums, out):
+@internal("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def _run_panels(frame, weight, stack, first, last, rows, x, sums, out):
     if rows == 1:
-        _run_row(frame, weight, first, last, x, sums, out)
+        _run_row(frame, weight, stack, first, last, x, sums, out)
     else:
-        _run_rows(frame, weight, first, last, rows, x, sums, out)
+        _run_rows(frame, weight, stack, first, last, rows, x, sums, out)
 
 
 @internal("void(int64, int64)")
 def _run_some_panels(job, part):
-    """A part of few rows."""
+    """A part of the panels of all weights, of the experts that have rows."""
     frame = load_word(job + FRAME)
-    rows, num_weights = operand_size(frame, 0, 0), operand_size(frame, 1, 0)
     num_panels, num_parts = load_word(job + NUM_PANELS), load_word(job + NUM_PARTS)
     first, last = part * num_panels // num_parts, (part + 1) * num_panels // num_parts
-    for weight in range(num_weights):
-        units = _num_panels(frame, weight)
-        if first < units and last > 0:
-            x, sums = load_word(job + PREPARED + 16 * weight), load_word(job + PREPARED + 16 * weight + 8)
-            _run_panels(frame, weight, max(first, 0), min(last, units), rows, x, sums, result(frame, weight))
-        first, last = first - units, last - units
+    row = 0
+    for expert in range(operand_size(frame, 2, 0)):
+        rows = _rows_of_expert(frame, expert)
+        if rows == 0:
+            continue
+        for weight in range(operand_size(frame, 1, 0)):
+            panels = _num_panels(frame, weight)
+            if first < panels and last > 0:
+                kind, steps = _field(frame, weight, KIND), _field(frame, weight, STEPS)
+                x = load_word(job + PREPARED + 16 * weight) + row * steps * _step_bytes(kind)
+                sums = load_word(job + PREPARED + 16 * weight + 8)
+                sums += row * _num_segments(frame, weight) * _sum_bytes(kind)
+                out = result(frame, weight) + 4 * row * _field(frame, weight, OUTPUTS)
+                start, end = max(first, 0), min(last, panels)
+                _run_panels(frame, weight, expert * panels, start, end, rows, x, sums, out)
+            first, last = first - panels, last - panels
+        row += rows
+
 
 @internal("void(int64, int64)")
 def _run_some_rows(job, part):
@@ -316,9 +334,10 @@ def _run_some_rows(job, part):
             sums = _allocate_sums(frame, weight, rows)
             _prepare(frame, weight, first, rows, x, sums)
         out = result(frame, weight) + 4 * first * _field(frame, weight, OUTPUTS)
-        _run_panels(frame, weight, 0, _num_panels(frame, weight), rows, x, sums, out)
+        _run_panels(frame, weight, 0, 0, _num_panels(frame, weight), rows, x, sums, out)
     free(x)
     free(sums)
+
 
 def _run_packed_part(job, part):
     if load_word(job + ROWS_OF_PART) == 0:
@@ -326,21 +345,36 @@ def _run_packed_part(job, part):
     else:
         _run_some_rows(job, part)
 
+
 _run_parts = in_parts(inlined(_run_packed_part))
+
+
+@internal("void(int64, int64, int64, int64)")
+def _prepare_experts(frame, weight, x, sums):
+    """Prepares the rows of each expert."""
+    kind, steps, segments = _field(frame, weight, KIND), _field(frame, weight, STEPS), _num_segments(frame, weight)
+    row = 0
+    for expert in range(operand_size(frame, 2, 0)):
+        rows = _rows_of_expert(frame, expert)
+        own = sums + row * segments * _sum_bytes(kind)
+        _prepare(frame, weight, row, rows, x + row * steps * _step_bytes(kind), own)
+        row += rows
+
 
 @inlined
 def _multiply(frame):
     rows, num_weights, threads = operand_size(frame, 0, 0), operand_size(frame, 1, 0), num_threads(frame)
+    num_experts = operand_size(frame, 2, 0)
     job = allocate(PREPARED + 16 * num_weights)
     store_word(job + FRAME, frame)
-    if rows >= MANY:
+    if rows >= MANY and num_experts == 1:
         num_parts = -(-rows // (CHUNK_ROWS * threads)) * threads
         most = -(-rows // (num_parts * _TILE_A)) * _TILE_A
         store_word(job + ROWS_OF_PART, most)
         _run_parts(frame, job, -(-rows // most))
         free(job)
         return
-    num_panels = 0
+    num_panels, num_active = 0, 0
     for weight in range(num_weights):
         num_panels += _num_panels(frame, weight)
         to = job + PREPARED + 16 * weight
@@ -350,21 +384,24 @@ def _multiply(frame):
         else:
             x = _allocate_rows(frame, weight, rows)
             sums = _allocate_sums(frame, weight, rows)
-            _prepare(frame, weight, 0, rows, x, sums)
+            _prepare_experts(frame, weight, x, sums)
             store_word(to, x)
             store_word(to + 8, sums)
-    num_parts = min(num_panels, threads * PARTS_OF_THREAD)
+    for expert in range(num_experts):
+        num_active += 1 if _rows_of_expert(frame, expert) > 0 else 0
+    num_panels *= num_active
+    num_parts = min(num_panels, threads * PARTS_OF_THREAD * (1 if num_experts == 1 else 4))
     store_word(job + ROWS_OF_PART, 0)
     store_word(job + NUM_PANELS, num_panels)
     store_word(job + NUM_PARTS, num_parts)
-    _run_parts(frame, job, num_parts)
+    if num_parts > 0:
+        _run_parts(frame, job, num_parts)
     for weight in range(num_weights):
         to = job + PREPARED + 16 * weight
         if weight == 0 or load_word(to) != load_word(to - 16):
             free(load_word(to))
             free(load_word(to + 8))
     free(job)
-
 
 
 @compiled
