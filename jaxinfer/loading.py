@@ -1,14 +1,10 @@
 """From what a user names as a model to what an engine runs: configuration, parameters, tokenizer, defaults."""
 
-import importlib.util
-import logging
 import warnings
-import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import jax
@@ -17,7 +13,17 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
 from jaxinfer.embedding_files import EmbeddingConfig, read_embedding_config
-from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, compute_dtype, fit_to_mesh, keeps_float32
+from jaxinfer.loaded_weights import (
+    OF_ALIAS,
+    Weights,
+    check_activations,
+    files_key,
+    packing_of,
+    resolved_dtype,
+    selection,
+    tell_what_is_slower,
+)
+from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_to_mesh, keeps_float32
 from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
 from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, moved_layers
 from jaxinfer.option_names import check_format
@@ -25,27 +31,24 @@ from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_device import (
     Copies,
     Packing,
-    float32_copies,
     in_whole_bytes,
     outputs_together,
     rounds_activations,
+    unpack_params,
     why_not_packing,
 )
-from jaxinfer.quantization.tree import is_quantized, is_weight, weights
+from jaxinfer.quantization.tree import is_quantized, is_weight
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, from_generation_config
 from jaxinfer.sampling.params import our_names
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
 from jaxinfer.store import FoundModel, StoreError, find_model
 from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens, tokenizer_files_of
-from pallas_kernels.packed_matmul import unsupported
 
 DEFAULT_MAX_MODEL_LEN = 4096
-OF_ALIAS = "as the alias says"
 # The numbers of the layers whose weights go to the host's memory, of a configuration and abstract parameters.
 ChooseLayers = Callable[[ModelConfig, Params], Sequence[int]]
 # Bytes of host buffers in flight while weights are packed: more than the packed weights would be of a small model.
 PACKING_BYTES = 32 * 2**20
-_LOG = logging.getLogger(__name__)
 LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
 
 
@@ -111,99 +114,6 @@ class LoadedModel:
         return replace(self, config=config), length
 
 
-class Weights:
-    """The parameters of a model. Those that were loaded from files are shared by all models of this process that were
-    loaded from the same ones alike, and freed with the last of them.
-
-    `key` says what they were loaded from, None for live parameters, which stay the caller's.
-    """
-
-    def __init__(self, params: Params, key: Hashable = None):
-        self.params, self.key = params, key
-        self._num_users = 1
-        self._for_cpu: dict[str, tuple[Params, Copies | None]] = {}
-
-    def for_cpu(self, config: ModelConfig, activations: str) -> tuple[Params, Copies | None]:
-        """The parameters that a CPU runs, which are shared too, and the float32 copies in them, if any weight needs
-        one."""
-        if activations not in self._for_cpu:
-            params = self.params
-            if why_not_packing(compute_dtype(params)) is None:
-                params = _packing(config, activations).params(params)
-            is_copied = any(is_quantized(leaf) for leaf in weights(params))
-            self._for_cpu[activations] = float32_copies(params) if is_copied else (params, None)
-        return self._for_cpu[activations]
-
-    def release(self) -> None:
-        """One user less. After the last one the device memory of what was loaded is free, also where somebody still
-        has the arrays."""
-        with _WEIGHTS_LOCK:
-            self._num_users -= 1
-            if self._num_users or self.key is None:
-                return
-            _WEIGHTS.pop(self.key, None)
-        if disk := disk_layers(self.params):
-            disk.reader.close()
-        for leaf in jax.tree.leaves((self.params, [params for params, _ in self._for_cpu.values()])):
-            if isinstance(leaf, jax.Array):
-                leaf.delete()
-
-    @classmethod
-    def shared(cls, key: Hashable, load: Callable[[], Params]) -> "Weights":
-        """The weights of that key, loaded unless a model has them; the caller becomes a user."""
-        with _WEIGHTS_LOCK:
-            if (found := _WEIGHTS.get(key)) is not None:
-                found._num_users += 1
-                return found
-        made = cls(load(), key)
-        with _WEIGHTS_LOCK:
-            _WEIGHTS[key] = made
-        return made
-
-
-# Of the models of this process. A model that is dropped without `close` leaves nothing here.
-_WEIGHTS: weakref.WeakValueDictionary[Hashable, Weights] = weakref.WeakValueDictionary()
-_WEIGHTS_LOCK = Lock()
-
-
-def weights_key(
-    model: str | Path,
-    revision: str | None = None,
-    quantize: str | None = OF_ALIAS,
-    requantize: str | None = None,
-    *,
-    dtype: str = "auto",
-    verify: bool | None = None,
-    mesh: Mesh | None = None,
-    activations: str = "float32",
-) -> Hashable:
-    """Equal for calls of `load_model` that give equal parameters: of the same files, unchanged, read alike."""
-    named = find_model(model, revision, fetch=False)
-    chosen = _selection(quantize, {} if requantize else named.options)
-    opening = {"requantize": requantize, "verify": verify}
-    return _weights_key(named.path, dtype, chosen, mesh, opening, activations)
-
-
-def _weights_key(
-    path: Any, dtype: str, chosen: Selection | None, mesh: Mesh | None, opening: Mapping[str, Any], activations: str
-) -> Hashable:
-    if not isinstance(path, Path):  # in an object store: whether they have changed is not known
-        return object()
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    states = [(str(one), state.st_size, state.st_mtime_ns, state.st_ino) for one in files for state in (one.stat(),)]
-    kinds = dtype, _resolved(dtype), activations
-    return (*states, *kinds, None if chosen is None else chosen.recipe, mesh, *sorted(opening.items()))
-
-
-def _packing(config: ModelConfig, activations: str, chosen: Selection | None = None) -> Packing:
-    rounded = None if activations == "float32" else activations
-    return Packing(is_tied=config.tie_word_embeddings, activations=rounded, select=chosen)
-
-
-def _resolved(dtype: str) -> str:
-    return "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
-
-
 def for_length(config: ModelConfig, max_model_len: int | None, *, has_policy: bool = False) -> tuple[ModelConfig, int]:
     """`LoadedModel.for_length` of a configuration."""
     allowed = config.max_length
@@ -245,19 +155,14 @@ def load_model(
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
     """
-    _check_activations(activations, mesh)
-    _tell_what_is_slower()
+    check_activations(activations, mesh)
+    tell_what_is_slower()
     if isinstance(model, tuple):
-        if requantize is not None:
-            raise ValueError("requantize is for GGUF files, not for live parameters")
-        if verify:
-            raise ValueError("verify is for the files of a checkpoint, not for live parameters")
-        check_format(quantization, None, "a live model")
-        found = _live(model, dtype, _selection(quantize, {}), mesh, offload)
-        found = replace(found, activations=activations)
+        _check_given(requantize, verify, quantization)
+        found = replace(_live(model, dtype, selection(quantize, {}), mesh, offload), activations=activations)
     else:
         named = find_model(model, revision)
-        chosen = _selection(quantize, {} if requantize else named.options)
+        chosen = selection(quantize, {} if requantize else named.options)
         opening = {"requantize": requantize, "verify": verify}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization, "activations": activations}
         found = _read(named, dtype, chosen, mesh, offload, opening=opening, from_disk=from_disk, **needed)
@@ -284,23 +189,13 @@ def load_model(
     )
 
 
-def _check_activations(activations: str, mesh: Mesh | None) -> None:
-    """Raises ValueError where no products with packed weights could round activations."""
-    if activations == "float32":
-        return
-    reason = f"it is for one device, and the mesh is {mesh}" if mesh is not None else unsupported(jax.default_backend())
-    if reason is not None:
-        raise ValueError(f"activations={activations!r}: {reason}")
-
-
-@cache
-def _tell_what_is_slower() -> None:
-    """Logs, once, what a plain installation on a CPU lacks."""
-    if jax.default_backend() == "cpu" and importlib.util.find_spec("numba") is None:
-        _LOG.warning(
-            "Numba is not installed: on this CPU, products with quantized and 16-bit weights, attention and decoding "
-            "are several times slower, and weights take more memory. Install it with: pip install 'jaxinfer[cpu]'"
-        )
+def _check_given(requantize: str | None, verify: bool | None, quantization: str | None) -> None:
+    """Raises ValueError for what live parameters do not have."""
+    if requantize is not None:
+        raise ValueError("requantize is for GGUF files, not for live parameters")
+    if verify:
+        raise ValueError("verify is for the files of a checkpoint, not for live parameters")
+    check_format(quantization, None, "a live model")
 
 
 def _live(
@@ -310,7 +205,7 @@ def _live(
     if chosen is not None:
         params = quantize_params(params, chosen.recipe)
     if mesh is not None:
-        params = fit_to_mesh(mesh, config).place(params)
+        params = fit_to_mesh(mesh, config).place(unpack_params(params))
     if offload is not None:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         params = move_layers_to_host(params, offload(config, shapes), jax.default_backend())
@@ -337,80 +232,91 @@ def _read(
     activations: str,
 ) -> LoadedModel:
     import checkpoints_convert
-    from checkpoints_convert.store import release_heap
 
-    name, path = named.name, named.path
+    path = named.path
     assert path is not None
-    key = _weights_key(path, dtype, chosen, mesh, opening, activations)
-    keeps_16_bits, dtype = dtype == "auto", _resolved(dtype)
+    key = files_key(path, dtype, chosen, mesh, opening, activations)
+    keeps_16_bits, dtype = dtype == "auto", resolved_dtype(dtype)
     with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
-        check_format(quantization, checkpoint.quantization, name)
+        check_format(quantization, checkpoint.quantization, named.name)
         # What is small is read, and refused, before the weights.
         try:
             defaults = from_generation_config(checkpoint.generation_config)
         except SamplingParamsError as error:
             raise checkpoints_convert.CheckpointError(path / "generation_config.json", str(error)) from None
-        eos_token_ids = (*checkpoint.eos_token_ids, *defaults.eos_token_ids)
         tokenizer = _tokenizer(path, checkpoint.tokenizer_files()) if reads_tokenizer else None
-        embedding = read_embedding_config(path) if path.is_dir() else None
-
         shapes, on_host = {}, ()
         if offload is not None:
             _, shapes = _shapes(path, chosen, dtype=dtype, requantize=opening["requantize"])
             on_host = tuple(offload(checkpoint.config, shapes))
 
-        packs = mesh is None and why_not_packing(dtype) is None
-        packing = _packing(checkpoint.config, activations, chosen)
-
-        def read(elsewhere: Callable[[Sequence[str]], bool], **where: Any) -> Params:
-            """The parameters, packed but for those that are `elsewhere` than on the device."""
-
-            def convert(path: tuple[str, ...], leaf: Any) -> Any:
-                if not elsewhere(path):
-                    return packing(path, leaf)
-                return leaf if chosen is None else chosen(path, leaf)
-
-            if packs and keeps_16_bits:
-                checkpoint.keeps_16_bits = lambda path: packing.keeps_16_bits(path) and not elsewhere(path)
-            how = {"convert": convert, "limit": PACKING_BYTES} if packs else {"convert": chosen}
-            params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, **how, **where)
-            if packs:
-                release_heap()  # of the buffers that the weights were read to
-            return params
+        reading = _Reading(checkpoint, mesh, chosen, packing_of(checkpoint.config, activations, chosen))
 
         def load() -> Params:
             if from_disk:
                 again = opening["verify"] and None  # whole files have been compared
                 files = checkpoints_convert.open_checkpoint(path, dtype=dtype, verify=again)
                 reader = LayerReader.of(moved_layers(_shapes(path, None, dtype=dtype)[1]), files)
-                return {**read(reader.takes, skips=reader.takes), DISK_LAYERS: DiskLayers.of(reader)}
+                params = reading.params(reader.takes, keeps_16_bits=keeps_16_bits, skips=reader.takes)
+                return {**params, DISK_LAYERS: DiskLayers.of(reader)}
             host = HostStacks(shapes, on_host, jax.devices()[0], jax.default_backend()) if on_host else None
-            params = read((lambda path: False) if host is None else host.takes, host=host)
+            elsewhere = (lambda path: False) if host is None else host.takes
+            params = reading.params(elsewhere, keeps_16_bits=keeps_16_bits, host=host)
             return _laid_out(params, mesh, donate=True)
 
-        kv_scales = None
-        if layers := checkpoint.kv_scales:
-            kv_scales = KVScales.of_layers(checkpoint.config, [one.k for one in layers], [one.v for one in layers])
         return LoadedModel(
-            name,
+            named.name,
             checkpoint.config,
             Weights.shared((key, on_host, from_disk), load),
             tokenizer,
             default_params=replace(defaults.params, **_alias_sampling(named)),
             ignored_defaults=defaults.ignored,
-            eos_token_ids=eos_token_ids,
-            kv_scales=kv_scales,
+            eos_token_ids=(*checkpoint.eos_token_ids, *defaults.eos_token_ids),
+            kv_scales=_kv_scales(checkpoint),
             has_head=not checkpoint.is_headless,
-            embedding=embedding,
+            embedding=read_embedding_config(path) if path.is_dir() else None,
             system=named.system,
             activations=activations,
         )
 
 
-def _selection(quantize: str | None, settings: Mapping[str, str]) -> Selection | None:
-    """What weights are rounded to: as is asked for, or else as the alias's settings say."""
-    name = settings.get("quantize") if quantize == OF_ALIAS else quantize
-    return None if name is None else Selection(name)
+def _kv_scales(checkpoint: Any) -> KVScales | None:
+    layers = checkpoint.kv_scales
+    if not layers:
+        return None
+    return KVScales.of_layers(checkpoint.config, [one.k for one in layers], [one.v for one in layers])
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How the parameters of an open checkpoint are read: rounded as `chosen`, packed where a CPU runs them."""
+
+    checkpoint: Any
+    mesh: Mesh | None
+    chosen: Selection | None
+    packing: Packing
+
+    def params(self, elsewhere: Callable[[Sequence[str]], bool], *, keeps_16_bits: bool, **where: Any) -> Params:
+        """The parameters; those that are `elsewhere` than on the device are not packed. `keeps_16_bits`: whether packed
+        weights keep 16 bits; `where` as of `checkpoints_convert.load_params`."""
+        import checkpoints_convert
+        from checkpoints_convert.store import release_heap
+
+        checkpoint, packing, chosen = self.checkpoint, self.packing, self.chosen
+        read = partial(checkpoints_convert.load_params, checkpoint, mesh=self.mesh, progress=True, **where)
+        if self.mesh is not None or why_not_packing(checkpoint.config.dtype) is not None:
+            return read(convert=chosen)
+
+        def convert(path: tuple[str, ...], leaf: Any) -> Any:
+            if not elsewhere(path):
+                return packing(path, leaf)
+            return leaf if chosen is None else chosen(path, leaf)
+
+        if keeps_16_bits:
+            checkpoint.keeps_16_bits = lambda path: packing.keeps_16_bits(path) and not elsewhere(path)
+        params = read(convert=convert, limit=PACKING_BYTES)
+        release_heap()  # of the buffers that the weights were read to
+        return params
 
 
 def _alias_sampling(named: FoundModel) -> dict[str, Any]:
@@ -439,15 +345,15 @@ def load_shapes(
     """
     named = find_model(model, revision, fetch=False)
     source, revision = named.source
-    chosen = _selection(quantize, {} if requantize else named.options)
+    chosen = selection(quantize, {} if requantize else named.options)
     reading: dict[str, Any] = {"revision": revision, "requantize": requantize}
     if not is_here or jax.default_backend() != "cpu":
         return _shapes(source, chosen, dtype=dtype, **reading)
-    is_packed = why_not_packing(_resolved(dtype)) is None
+    is_packed = why_not_packing(resolved_dtype(dtype)) is None
     if is_packed and dtype == "auto":
         reading["keeps_16_bits"] = Packing(is_tied=True, select=chosen).keeps_16_bits
-    config, params = _shapes(source, chosen, dtype=_resolved(dtype), **reading)
-    return config, in_whole_bytes(_packing(config, activations).params(params) if is_packed else params)
+    config, params = _shapes(source, chosen, dtype=resolved_dtype(dtype), **reading)
+    return config, in_whole_bytes(packing_of(config, activations).params(params) if is_packed else params)
 
 
 def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[ModelConfig, Params]:

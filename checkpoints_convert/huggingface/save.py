@@ -38,6 +38,7 @@ from jaxinfer.models import ModelConfig, Params, keeps_float32
 from jaxinfer.models.experts import is_shared
 from jaxinfer.quantization import QuantizedArray, check
 from jaxinfer.quantization.matmul import transposed
+from jaxinfer.quantization.on_device import unpack_params
 
 _OUTPUT_PROJECTION = "layers.{layer}.attention.o_proj.weight"
 MAX_SHARD_BYTES = 2 * 2**30  # a shard is held in host memory while it is written
@@ -74,7 +75,9 @@ def save_huggingface(
     check_dtype(dtype)
     leaves = {
         tuple(key.key for key in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: not isinstance(node, dict))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            unpack_params(params), is_leaf=lambda node: not isinstance(node, dict)
+        )
     }
     _check_params(config, leaves, dst)
     config = replace(config, dtype=_own_dtype(leaves, dst) if dtype == "auto" else dtype)

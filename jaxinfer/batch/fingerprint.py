@@ -47,14 +47,8 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
     engine, fit = llm.engine, llm.fit
     config = llm.config if fit is None else fit.own_config(llm.config)
     digest.update(repr((config, sorted(llm.eos_token_ids), max_model_len)).encode())
-    if engine.spec.kv_dtype != engine.spec.dtype.name:  # the cache rounds
-        digest.update(f"kv_dtype={engine.spec.kv_dtype}".encode())
-        for scales in jax.tree.leaves(engine.kv_scales):
-            own = scales if fit is None else fit.own_kv_scales(scales)
-            digest.update(np.asarray(own).tobytes())
-    if (spec := engine.spec).options.kv_policy is not None:  # what tokens attend to
-        pages = spec.kept_pages or spec.budgets or spec.heavy_pages or spec.best_pages
-        digest.update(f"kv_policy={pages}".encode())
+    for part in _of_engine(engine, fit):
+        digest.update(part)
     samples: list[_Sample] = []
     reader = None if (disk := disk_layers(llm.params)) is None else disk.reader
     for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(llm.params), is_leaf=is_weight):
@@ -90,6 +84,25 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
         facts = (tokenizer.token_map_digest(), tokenizer.chat_template, tokenizer.encode(_PROBE))
         digest.update(repr(facts).encode())
     return digest.hexdigest()
+
+
+def _of_engine(engine: Any, fit: Any) -> Iterator[bytes]:
+    """Options that change tokens."""
+    import jax
+    import numpy as np
+
+    from jaxinfer.quantization.on_device import rounds_activations
+
+    spec = engine.spec
+    if spec.kv_dtype != spec.dtype.name:  # the cache rounds
+        yield f"kv_dtype={spec.kv_dtype}".encode()
+        for scales in jax.tree.leaves(engine.kv_scales):
+            yield np.asarray(scales if fit is None else fit.own_kv_scales(scales)).tobytes()
+    if spec.options.kv_policy is not None:  # what tokens attend to
+        pages = spec.kept_pages or spec.budgets or spec.heavy_pages or spec.best_pages
+        yield f"kv_policy={pages}".encode()
+    if rounds_activations(spec.params):
+        yield b"activations=int8"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.models.decoder import scale_embedding
+from jaxinfer.quantization.on_device import unpack_params
 from jaxinfer.quantization.tree import check_plain
 
 CHUNK_TOKENS = 4096  # of hidden states on the device at once
@@ -34,6 +35,7 @@ class FloatModel:
     @classmethod
     def of(cls, config: ModelConfig, params: Params) -> "FloatModel":
         """A model with parameters in memory. Raises ValueError if they are quantized."""
+        params = unpack_params(params)
         check_plain(params, "calibration")
 
         def read(name: str) -> Params:

@@ -169,11 +169,10 @@ def run(
     work_dir: Path,
 ) -> "DistillResult":
     """Distils a draft from the model of `llm`."""
-    from jaxinfer.quantization.on_device import unpack_params
     from jaxinfer.training import distill as training
 
     return training.distill(
-        llm.config, unpack_params(llm.params), draft, initial, documents, writer(llm), options, work_dir=work_dir
+        llm.config, llm.params, draft, initial, documents, writer(llm), options, work_dir=work_dir
     )  # fmt: skip
 
 
@@ -226,17 +225,15 @@ def _initial(llm: "LLM", documents: "Documents", options: DistillCommandOptions)
     """The draft's configuration and initial parameters."""
     import jax
 
-    from jaxinfer.quantization.on_device import unpack_params
     from jaxinfer.training.copying import with_copying
     from jaxinfer.training.distill import draft_config, projected_draft, pruned_draft
 
-    target = unpack_params(llm.params)
     if options.init_layers is not None:
-        return pruned_draft(llm.config, target, _read_layers(options.init_layers))
+        return pruned_draft(llm.config, llm.params, _read_layers(options.init_layers))
     config = draft_config(
         llm.config, num_layers=options.layers, hidden_size=options.width, intermediate_size=options.inner
     )
-    params = projected_draft(llm.config, target, config, jax.random.key(options.seed))
+    params = projected_draft(llm.config, llm.params, config, jax.random.key(options.seed))
     if not options.copying:
         return config, params
     try:

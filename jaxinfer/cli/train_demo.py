@@ -100,7 +100,6 @@ def export_pair(
     Raises, before anything is trained, FileExistsError if a model exists, ImportError without matplotlib.
     """
     from jaxinfer.llm import LLM
-    from jaxinfer.quantization.on_device import unpack_params
     from jaxinfer.training import demo
 
     need_plotting("a model card")  # after hours of training
@@ -116,7 +115,7 @@ def export_pair(
     with LLM(work_dir / "export" / NAMES[0], max_model_len=options.length) as llm:
         generate = writer(llm)
         draft = demo.distill_draft(
-            llm.config, unpack_params(llm.params), start, data.documents, generate, options, work_dir / NAMES[1]
+            llm.config, llm.params, start, data.documents, generate, options, work_dir / NAMES[1]
         )  # fmt: skip
     _check_free(out_dir, overwrite=overwrite)
     out_dir.mkdir(parents=True, exist_ok=True)

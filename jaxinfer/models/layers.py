@@ -393,7 +393,7 @@ class LatentAttention(nnx.Module):
         return self.o_proj(self.v_up.from_latent(out).reshape(*x.shape[:-1], -1))
 
     def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        """Queries, the latent vector that they are projected from, if they are, and what keys and values are made of."""
+        """Queries, the latent vector that they are projected from, if they are, and what becomes keys and values."""
         first = self.q_proj if self.q_a_proj is None else self.q_a_proj
         q, kv = project(x, (first, self.kv_a_proj))  # pyright: ignore[reportArgumentType]
         if self.q_proj is not None:

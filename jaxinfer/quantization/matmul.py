@@ -97,8 +97,8 @@ def _transposable_scales(weight: QuantizedArray) -> jax.Array:
 
 
 def rows(table: Weight, indices: jax.Array, dtype=None) -> jax.Array:
-    """table[indices]: [..., D] of an embedding [V, D], in `dtype`, by default the table's, or float32 if it is quantized
-    or packed."""
+    """table[indices]: [..., D] of an embedding [V, D], in `dtype`, by default the table's, or float32 of a quantized or
+    packed one."""
     if isinstance(table, PackedArray):
         found = table.rows(indices) if table.is_transposed else table.dequantize()[indices]
         return found.astype(dtype or jnp.float32)

@@ -17,7 +17,7 @@ from jaxinfer.quantization.packed import (
     packed_shapes,
     why_not_packed,
 )
-from jaxinfer.quantization.tree import is_quantized, is_weight, weights
+from jaxinfer.quantization.tree import is_packed, is_quantized, is_weight, weights
 from pallas_kernels.packed_matmul import unsupported
 from pallas_kernels.quantized_matmul import choose, make_spec
 
@@ -106,6 +106,8 @@ def rounds_activations(params: Any) -> bool:
 def unpack_params(params: Any) -> Any:
     """The parameters as they were before packing: `QuantizedArray`s and plain arrays, these in the dtype of the norms.
     What computes gradients or rounds weights needs them."""
+    if not any(map(is_packed, weights(params))):
+        return params
     dtype = params["final_norm"]["weight"].dtype
     return jax.tree.map(lambda leaf: unpacked(leaf, dtype), params, is_leaf=is_weight)
 

@@ -261,8 +261,8 @@ def _outputs_last(array: Any, is_transposed: bool) -> np.ndarray:
 
 
 def _joined(array: np.ndarray) -> np.ndarray:
-    """[K, outputs of all experts] of [..., K, N], each expert's padded to whole panels. Packed at once, all experts have
-    scales of one kind."""
+    """[K, outputs of all experts] of [..., K, N], each expert's padded to whole panels: packed at once, all have scales
+    of one kind."""
     if array.ndim == 2:
         return array
     width = -(-array.shape[-1] // LANES) * LANES

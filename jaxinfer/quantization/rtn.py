@@ -16,7 +16,8 @@ from jaxinfer.option_names import RECIPE_NAMES
 from jaxinfer.quantization.array import NestedScales, QuantizedArray, Scheme
 from jaxinfer.quantization.grid import IntegerGrid, find_params, in_groups, to_values
 from jaxinfer.quantization.matmul import transposed
-from jaxinfer.quantization.tree import is_quantized
+from jaxinfer.quantization.on_device import unpacked
+from jaxinfer.quantization.tree import is_weight, scheme_of
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def quantize_params(params: Any, how: str | Recipe, *, keep: Sequence[str] = (),
     """
     selection = Selection(how, keep, also)
     quantized = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: selection(tuple(str(key.key) for key in path), leaf), params, is_leaf=is_quantized
+        lambda path, leaf: selection(tuple(str(key.key) for key in path), leaf), params, is_leaf=is_weight
     )
     selection.check_all_used()
     return quantized
@@ -184,17 +185,18 @@ class Selection:
 
     def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
         name = ".".join(path)
-        is_weight = path[0] == "layers" and path[-1] == "weight" and leaf.ndim >= 2
+        is_matrix = path[0] == "layers" and path[-1] == "weight" and leaf.ndim >= 2
         # Some models have a norm with a row for each head.
-        is_linear = is_weight and path[-2] not in UNQUANTIZED and not path[-2].endswith("norm")
+        is_linear = is_matrix and path[-2] not in UNQUANTIZED and not path[-2].endswith("norm")
         if not is_linear and name not in self.also:
             return leaf
-        if is_quantized(leaf):
-            raise ValueError(f"{name} is quantized already: {leaf.scheme}")
+        if (scheme := scheme_of(leaf)) is not None:
+            raise ValueError(f"{name} is quantized already: {scheme}")
         fitting = [pattern for pattern in self.keep if fnmatch.fnmatchcase(name, pattern)]
         self._unused -= {*fitting, name}
         if fitting:
             return leaf
+        leaf = unpacked(leaf, jnp.float32)
         return transposed(quantize(leaf.T, self.recipe)) if name == "embed" else quantize(leaf, self.recipe)
 
     def check_all_used(self) -> None:

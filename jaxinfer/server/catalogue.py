@@ -18,7 +18,8 @@ from jaxinfer.engine.memory import OutOfMemoryError, activation_bytes, available
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm_arguments import checked_options
 from jaxinfer.llm_options import LLMOptions
-from jaxinfer.loading import for_length, load_draft_shapes, load_shapes, weights_key
+from jaxinfer.loaded_weights import weights_key
+from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
 from jaxinfer.models import fit_to_mesh
 from jaxinfer.quantization.on_device import Copies, float32_copies
 from jaxinfer.quantization.tree import num_bytes

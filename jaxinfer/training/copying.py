@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxinfer.models import ModelConfig, Params, bind, collect
 from jaxinfer.models.rope import inverse_frequencies
+from jaxinfer.quantization.on_device import unpack_params
 from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training.objectives import attend_by_head
 
@@ -56,6 +57,7 @@ def with_copying(
     or partial rotation.
     """
     _check(config)
+    params = unpack_params(params)
     check_plain(params, "adding heads that copy")
     random = np.random.default_rng(seed)
     base = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxinfer.files import atomic_writer, write_text_atomically
 from jaxinfer.models import ModelConfig, Params, RopeConfig, init_params
 from jaxinfer.progress import Stage
+from jaxinfer.quantization.on_device import unpack_params
 from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training import corpus
 from jaxinfer.training.acceptance import Acceptance, AcceptanceMeter
@@ -207,6 +208,7 @@ def _as_llama(target: ModelConfig) -> ModelConfig:
 def projected_draft(target: ModelConfig, target_params: Params, draft: ModelConfig, key: jax.Array) -> Params:
     """A draft with random layers and the target's embedding and head, projected on their leading directions (by SVD)
     and scaled to their root mean square."""
+    target_params = unpack_params(target_params)
     check_plain(target_params, "a draft cut from its target")
     params = init_params(draft, key, dtype="float32")
     width = draft.hidden_size
@@ -227,6 +229,7 @@ def pruned_draft(target: ModelConfig, target_params: Params, layers: Sequence[in
 
     Raises ValueError for no layer, one that the target does not have, or one with experts: they are not trained.
     """
+    target_params = unpack_params(target_params)
     check_plain(target_params, "a draft cut from its target")
     if not layers:
         raise ValueError("no layer of the target is named")
@@ -294,7 +297,7 @@ def distill(
         batch_at,
         options.train_options(),
         checkpoint_dir=work_dir / "checkpoints",
-        given=(target_params,),
+        given=(unpack_params(target_params),),
         evaluate=evaluate,
         description="distill",
         show_progress=show_progress,

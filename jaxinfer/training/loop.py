@@ -20,6 +20,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from jaxinfer.files import naming
 from jaxinfer.models import Params
 from jaxinfer.progress import Stage
+from jaxinfer.quantization.on_device import unpack_params
 from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training.objectives import Objective
 
@@ -106,6 +107,7 @@ def train(
       ValueError: quantized parameters.
       FloatingPointError: the loss is not finite, with the step. Checkpoints are kept.
     """
+    params = unpack_params(params)
     check_plain(params, "training")
     start, step_fn = _programs(objective, make_optimizer(options))
     state = start(params)

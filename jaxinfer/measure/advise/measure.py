@@ -16,7 +16,8 @@ from jaxinfer.calibration.inputs import split_rows
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm import LLM
-from jaxinfer.loading import LoadedModel, Weights, load_model
+from jaxinfer.loaded_weights import Weights
+from jaxinfer.loading import LoadedModel, load_model
 from jaxinfer.measure.advise.candidates import ModelFacts, mesh_shapes
 from jaxinfer.measure.advise.goals import ROUNDING, Arguments, TrialResult, median
 from jaxinfer.measure.advise.search import Stop
@@ -25,7 +26,6 @@ from jaxinfer.measure.bench.probe import engines_of
 from jaxinfer.measure.bench.runs import RunOptions, serve_all
 from jaxinfer.measure.bench.workload import DatasetRow, Workload, WorkloadRequest
 from jaxinfer.models import compute_dtype
-from jaxinfer.quantization.on_device import unpack_params
 from jaxinfer.quantization.tree import describe
 from jaxinfer.sampling import SamplingParams
 
@@ -378,7 +378,7 @@ class TrialRunner:
         tokens = [model.tokenizer.encode_content(text) for text in self.settings.calibration]
         rows = split_rows(tokens, model.tokenizer.eos_token_id, num_rows=128, length=min(512, self._longest), seed=0)
         options = CalibrationOptions(method=method, dtype=compute_dtype(model.params).name)
-        found = quantize_model(FloatModel.of(model.config, unpack_params(model.params)), options, rows.calibration)
+        found = quantize_model(FloatModel.of(model.config, model.params), options, rows.calibration)
         return replace(model, weights=Weights(found.params))
 
     def _opened(self, arguments: Arguments) -> LLM:

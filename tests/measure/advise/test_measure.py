@@ -8,7 +8,8 @@ import pytest
 
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.llm import LLM
-from jaxinfer.loading import LoadedModel, Weights
+from jaxinfer.loaded_weights import Weights
+from jaxinfer.loading import LoadedModel
 from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
 from jaxinfer.measure.advise.search import after_one
 from jaxinfer.measure.bench.runs import RunOptions

@@ -11,7 +11,8 @@ from jaxinfer.cache.policies import parse_policy
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.loading import LoadedModel, Weights
+from jaxinfer.loaded_weights import Weights
+from jaxinfer.loading import LoadedModel
 from jaxinfer.measure.kv_report.measure import CacheReporter, ReportSettings, equal_start, pieces
 from jaxinfer.measure.kv_report.needle import DEPTHS
 from jaxinfer.measure.kv_report.report import ALL, FULL, CacheChoice
