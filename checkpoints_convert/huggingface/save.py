@@ -73,11 +73,10 @@ def save_huggingface(
         that exists (unless `overwrite`) or has too little space.
     """
     check_dtype(dtype)
+    params = unpack_params(params)
     leaves = {
         tuple(key.key for key in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            unpack_params(params), is_leaf=lambda node: not isinstance(node, dict)
-        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: not isinstance(node, dict))
     }
     _check_params(config, leaves, dst)
     config = replace(config, dtype=_own_dtype(leaves, dst) if dtype == "auto" else dtype)

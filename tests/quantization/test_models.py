@@ -19,8 +19,8 @@ from jaxinfer.models import (
     parameter_shardings,
 )
 from jaxinfer.quantization import QuantizedArray, Recipe, quantize_params
-from jaxinfer.quantization.on_device import float32_copies
-from jaxinfer.quantization.tree import describe, is_quantized, num_bytes, num_parameters
+from jaxinfer.quantization.on_device import float32_copies, unpack_params
+from jaxinfer.quantization.tree import describe, is_packed, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.training.distill import pruned_draft
 from jaxinfer.training.loop import TrainOptions, train
 from tests.random_params import random_params
@@ -90,8 +90,10 @@ def test_integers_run_as_they_are_stored(params):
     with LLM((CONFIG, quantized), max_seqs=1, max_model_len=32) as llm:
         explanation = str(llm.explain())
         assert sum(leaf.dtype == jnp.int8 for leaf in llm.engine.runner.weights) == 21
+        assert llm.params is quantized
+        assert sum(map(is_packed, weights(llm.engine.spec.params))) == 22  # the head too
     assert "float32 copies" not in explanation
-    assert "numba_cpu, weights converted in registers, product, then scale" in explanation
+    assert "by int8, a scale per output: numba_cpu, float32 activations; by float32: numba_cpu" in explanation
 
 
 def test_copies_on_a_cpu(params, monkeypatch):
@@ -118,7 +120,7 @@ def test_copies_on_a_cpu(params, monkeypatch):
 def test_rounded_while_it_is_loaded(params):
     """`quantize=` of a live model is `quantize_params`; of a checkpoint the same, tensor by tensor."""
     with LLM("demo", max_seqs=1, max_model_len=64) as plain, LLM("demo", quantize="int8", max_seqs=1) as llm:
-        weight = llm.params["layers"]["0"]["mlp"]["up_proj"]["weight"]
+        weight = unpack_params(llm.params)["layers"]["0"]["mlp"]["up_proj"]["weight"]
         expected = quantize_params(plain.params, "int8")["layers"]["0"]["mlp"]["up_proj"]["weight"]
         assert isinstance(weight, QuantizedArray)
         np.testing.assert_array_equal(weight.values, expected.values)
