@@ -1,9 +1,10 @@
 """The loops over packed codes and float32 rows, as LLVM instructions.
 
 The sums of an output are always taken in one order: its products of a segment in one chain of multiply-adds, then the
-segment's sum times the scale, then the sum of the segment's inputs times the offset. So a row has the same bits whether
-it is computed alone, with the weight converted in registers (`multiplier`), or with others, with the weight's codes
-written as float32 to the first cache (`converter` and `tiler`).
+segment's sum times the scale, then the sum of the segment's inputs times the offset; with weights that are scaled first
+(CHAINED_KERNELS) one chain over all inputs. So a row has the same bits whether it is computed alone, with the weight
+converted in registers (`multiplier`), or with others, with the weight's codes written as float32 to the first cache
+(`converter` and `tiler`).
 
 Nibble j of a word's first or second half is taken by one AND and without a shift, as nibble * 16^j, and multiplied by an
 input that was scaled by 16^-j beforehand (`preparer`): both are exact.
@@ -34,7 +35,9 @@ from pallas_kernels.packed_matmul.numba_loads import (
     offset,
     prefetch_step,
 )
-from pallas_kernels.packed_matmul.specs import CODES, STEP
+from pallas_kernels.packed_matmul.specs import CHAINED_KERNELS, CODES, STEP
+
+SCALED_KERNELS = CHAINED_KERNELS[:3]  # that have scales
 
 
 def multiplier(kind: str) -> Any:
@@ -59,15 +62,24 @@ def multiplier(kind: str) -> Any:
             own = [vec.at(builder, place, vec.FLOATS) for place in places]
             if HAS_AVX512:
                 own = [cgutils.alloca_once_value(builder, vec.load(builder, place)) for place in places]
+            is_chained = kind in CHAINED_KERNELS
+            at_once = 1 if kind in SCALED_KERNELS and not HAS_AVX512 else AT_ONCE  # scales take registers, too
             with cgutils.for_range(builder, segments, intp=vec.LONG) as segment:
                 first = builder.mul(segment.index, steps)
                 rest = builder.sub(left, first)
                 count = builder.select(builder.icmp_signed("<", rest, steps), rest, steps)
+                at = builder.mul(segment.index, vec.constant(PANEL_BYTES))
+
+                def load_scale(v: int, numbers: Any = scales, at: Any = at) -> Any:
+                    return vec.load(builder, builder.add(numbers, offset(builder, at, VECTOR_BYTES * v)))
+
                 chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
-                for chain in chains:
-                    builder.store(vec.splat(vec.FLOATS, 0.0), chain)
-                for start in range(0, VECTORS, AT_ONCE):
-                    of = range(start, start + AT_ONCE)
+                for v, chain in enumerate(chains):
+                    start = builder.load(own[v], align=4) if is_chained else vec.splat(vec.FLOATS, 0.0)
+                    builder.store(start, chain)
+                for start in range(0, VECTORS, at_once):
+                    of = range(start, start + at_once)
+                    factors = {v: load_scale(v) for v in of} if kind in SCALED_KERNELS else {}
                     with cgutils.for_range(builder, count, intp=vec.LONG) as step:
                         index = builder.add(first, step.index)
                         numbers = builder.add(x, builder.mul(index, vec.constant(4 * STEP)))
@@ -78,18 +90,22 @@ def multiplier(kind: str) -> Any:
                         for j in range(STEP):
                             number = load_number(builder, offset(builder, numbers, 4 * j))
                             for v in of:
-                                total = vec.multiply_add(builder, number, code[v](j), builder.load(chains[v]))
+                                own_code = code[v](j)
+                                if v in factors:
+                                    own_code = builder.fmul(own_code, factors[v])
+                                total = vec.multiply_add(builder, number, own_code, builder.load(chains[v]))
                                 builder.store(total, chains[v])
-                at = builder.mul(segment.index, vec.constant(PANEL_BYTES))
                 for v in range(VECTORS):
-                    scale = vec.load(builder, builder.add(scales, offset(builder, at, VECTOR_BYTES * v)))
-                    total = builder.load(own[v], align=4)
-                    builder.store(vec.multiply_add(builder, builder.load(chains[v]), scale, total), own[v], align=4)
+                    total = builder.load(chains[v])
+                    if not is_chained:
+                        total = vec.multiply_add(builder, total, load_scale(v), builder.load(own[v], align=4))
+                    builder.store(total, own[v], align=4)
                 with builder.if_then(has_offsets):
                     total = load_number(builder, builder.add(sums, builder.mul(segment.index, vec.constant(4))))
                     for v in range(VECTORS):
-                        factor = vec.load(builder, builder.add(offsets, offset(builder, at, VECTOR_BYTES * v)))
-                        found = vec.multiply_add(builder, total, factor, builder.load(own[v], align=4))
+                        found = vec.multiply_add(
+                            builder, total, load_scale(v, offsets), builder.load(own[v], align=4)
+                        )
                         builder.store(found, own[v], align=4)
             if HAS_AVX512:
                 for v in range(VECTORS):
@@ -105,15 +121,18 @@ def converter(kind: str) -> Any:
     """An intrinsic that writes codes of a panel as float32."""
 
     @intrinsic
-    def convert(context, target, codes, first, steps, table):
+    def convert(context, target, codes, first, steps, table, scales):
         """Writes the codes of 8 * steps inputs of a tile's vectors, from the first on, as float32 [8 * steps, vectors,
-        16]; nibbles times 16^(j mod NIBBLES_IN_PLACE)."""
+        16], times the scales of kernels that are chained; nibbles times 16^(j mod NIBBLES_IN_PLACE)."""
 
         def generate(context, builder, signature, arguments):
-            target, codes, first, steps, table = arguments
+            target, codes, first, steps, table, scales = arguments
             entries = vec.load(builder, table) if kind == "codebook" else None
             size = 4 if kind in ("nibbles", "codebook") else CODES[kind].itemsize
             codes = builder.add(codes, builder.mul(first, vec.constant(WIDTH * size)))
+            factors = []
+            if kind in SCALED_KERNELS:
+                factors = [vec.load(builder, offset(builder, scales, v * VECTOR_BYTES)) for v in range(TILE_VECTORS)]
             with cgutils.for_range(builder, steps, intp=vec.LONG) as step:
                 address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind))))
                 width = VECTOR_BYTES * TILE_VECTORS
@@ -121,17 +140,20 @@ def converter(kind: str) -> Any:
                 for v in range(TILE_VECTORS):
                     code = load_codes(builder, kind, address, v, entries)
                     for j in range(STEP):
-                        vec.store(builder, code(j), offset(builder, to, j * width + v * VECTOR_BYTES))
+                        weight = builder.fmul(code(j), factors[v]) if factors else code(j)
+                        vec.store(builder, weight, offset(builder, to, j * width + v * VECTOR_BYTES))
                 prefetch_step(builder, kind, address)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 5), generate
+        return types.void(*[types.int64] * 6), generate
 
     return convert
 
 
-def tiler(rows: int, vectors: int) -> Any:
-    """An intrinsic for the products of `rows` rows with a segment of `vectors` vectors, whose sums stay in registers."""
+def tiler(rows: int, vectors: int, *, is_chained: bool = False) -> Any:
+    """An intrinsic for the products of `rows` rows with a segment of `vectors` vectors, whose sums stay in registers.
+
+    is_chained: weights are scaled, and may be of several segments if they have no offsets."""
 
     @intrinsic
     def add_tile(context, totals, codes, x, steps, scales, offsets, sums):
@@ -145,8 +167,10 @@ def tiler(rows: int, vectors: int) -> Any:
         def generate(context, builder, signature, arguments):
             totals, codes, x, steps, scales, offsets, sums = arguments
             chains = {(r, v): cgutils.alloca_once(builder, vec.FLOATS) for r in range(rows) for v in range(vectors)}
-            for chain in chains.values():
-                builder.store(vec.splat(vec.FLOATS, 0.0), chain)
+            place = {key: offset(builder, totals, (key[0] * vectors + key[1]) * VECTOR_BYTES) for key in chains}
+            for key, chain in chains.items():
+                start = vec.load(builder, place[key]) if is_chained else vec.splat(vec.FLOATS, 0.0)
+                builder.store(start, chain)
             unroll = 2
             with cgutils.for_range(builder, builder.mul(steps, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
                 at_codes = builder.add(codes, builder.mul(step.index, vec.constant(unroll * vectors * VECTOR_BYTES)))
@@ -162,9 +186,10 @@ def tiler(rows: int, vectors: int) -> Any:
                             chain = chains[r, v]
                             builder.store(vec.multiply_add(builder, number, loaded[v], builder.load(chain)), chain)
             own = [vec.load(builder, offset(builder, scales, v * VECTOR_BYTES)) for v in range(vectors)]
-            place = {key: offset(builder, totals, (key[0] * vectors + key[1]) * VECTOR_BYTES) for key in chains}
             for (r, v), chain in chains.items():
-                total = vec.multiply_add(builder, builder.load(chain), own[v], vec.load(builder, place[r, v]))
+                total = builder.load(chain)
+                if not is_chained:
+                    total = vec.multiply_add(builder, total, own[v], vec.load(builder, place[r, v]))
                 vec.store(builder, total, place[r, v])
             with builder.if_then(builder.icmp_signed("!=", offsets, vec.constant(0))):
                 own = [vec.load(builder, offset(builder, offsets, v * VECTOR_BYTES)) for v in range(vectors)]

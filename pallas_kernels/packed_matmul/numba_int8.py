@@ -152,12 +152,12 @@ def converter(kind: str) -> Any:
     """An intrinsic that writes codes of a panel as words of four bytes."""
 
     @intrinsic
-    def convert(context, target, codes, first, steps, table):
+    def convert(context, target, codes, first, steps, table, scales):
         """Writes the codes of 8 * steps inputs of a tile's vectors, from the first on, as words [2 * steps, vectors,
         16]."""
 
         def generate(context, builder, signature, arguments):
-            target, codes, first, steps, _ = arguments
+            target, codes, first, steps, *_ = arguments
             codes = builder.add(codes, builder.mul(first, vec.constant(VECTOR_BYTES)))
             with cgutils.for_range(builder, steps, intp=vec.LONG) as step:
                 size = PANEL_BYTES if kind == "nibbles_int8" else LANES * STEP
@@ -170,7 +170,7 @@ def converter(kind: str) -> Any:
                 prefetch_step(builder, kind, address)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 5), generate
+        return types.void(*[types.int64] * 6), generate
 
     return convert
 

@@ -47,18 +47,18 @@ ARRAYS = 6
 # Words of a job, then two for each weight: its prepared rows and their sums.
 FRAME, ROWS_OF_PART, NUM_PANELS, NUM_PARTS, PREPARED = range(0, 40, 8)
 MANY = 48  # rows from which on parts are of rows
+TILE_INPUTS = 128  # that tiles take at once: their float32 weights stay in the first cache
 CHUNK_ROWS = 96  # of a part of rows, at most; each thread has as many
 BLOCK_INPUTS = 512  # whose scales are written as float32 at once
 PARTS_OF_THREAD = 2  # where there are few rows: a thread may begin late
 NONE, FLOAT32, FLOAT16, BFLOAT16, UNIT_KIND = map(NUMBERS.index, ("none", "float32", "float16", "bfloat16", "unit"))
 # The last kinds of codes of 4, 8 and 16 bits.
 LAST_WORDS, LAST_BYTES, LAST_SHORTS = (KERNELS.index(name) for name in ("nibbles_int8", "float8_e5m2", "float16"))
-NIBBLES, NIBBLES_INT8, QUADS = (KERNELS.index(name) for name in ("nibbles", "nibbles_int8", "quads"))
+NIBBLES, NIBBLES_INT8, INT8, QUADS = map(KERNELS.index, ("nibbles", "nibbles_int8", "int8", "quads"))
 # Places of the first loops of their sorts.
 MULTIPLY, CONVERT, FILL = (PLACES[name] for name in ("multiply_nibbles", "convert_nibbles", f"fill_{NUMBERS[0]}"))
-TILE_FLOAT, TILE_INT8 = (
-    PLACES[name] for name in (f"tile_float_{TILE_ROWS[0]}", f"tile_int8_{INT8_TILE_ROWS[0]}")
-)
+TILE_FLOAT, TILE_CHAINED = (PLACES[f"tile_{name}_{TILE_ROWS[0]}"] for name in ("float", "chained"))
+TILE_INT8 = PLACES[f"tile_int8_{INT8_TILE_ROWS[0]}"]
 PREPARE_FLOAT, PREPARE_SCALED, PREPARE_INT8, PREPARE_NIBBLES_INT8 = (
     PLACES[f"prepare_{name}"] for name in ("float", "scaled", "int8", "nibbles_int8")
 )
@@ -158,6 +158,11 @@ def _rows_of_tile(kind, tile):
     if tile == 2:
         return _INT8_C if _is_int8(kind) else _FLOAT_C
     return _INT8_D if _is_int8(kind) else _FLOAT_D
+
+
+@internal("int64(int64)")
+def _is_chained(kind):
+    return 1 if kind >= INT8 and kind != QUADS else 0
 
 
 @internal("int64(int64)")
@@ -271,9 +276,14 @@ def _run_rows(frame, weight, stack, first, last, rows, x, sums, out):
     segments, outputs = _num_segments(frame, weight), _field(frame, weight, OUTPUTS)
     table, of_segment = _array(frame, weight, TABLE_OPERAND), segment // STEP
     width, tiles = TILE_VECTORS * VECTOR_BYTES, TILE_INT8 if _is_int8(kind) else TILE_FLOAT
-    totals = allocate(width * (rows + segment) + 2 * segments * PANEL_BYTES)
+    together = 1  # segments that a tile takes at once
+    if _is_chained(kind):
+        tiles = TILE_CHAINED
+        if _field(frame, weight, OFFSETS) == NONE:
+            together = max(TILE_INPUTS // segment, 1)
+    totals = allocate(width * (rows + together * segment) + 2 * segments * PANEL_BYTES)
     codes = totals + rows * width
-    scales = codes + segment * width
+    scales = codes + together * segment * width
     offsets = scales + segments * PANEL_BYTES if _field(frame, weight, OFFSETS) != NONE else 0
     for panel in range(first, last):
         _fill_panel(frame, weight, stack + panel, 0, segments, scales, offsets)
@@ -282,12 +292,16 @@ def _run_rows(frame, weight, stack, first, last, rows, x, sums, out):
             if output >= outputs:
                 break
             clear(totals, rows * TILE_VECTORS)
-            for index in range(segments):
+            for index in range(0, segments, together):
                 step = index * of_segment
-                count = min(of_segment, steps - step)
+                count = min(together * of_segment, steps - step)
                 source = _array(frame, weight, CODES_OPERAND) + ((stack + panel) * steps + step) * bytes_of_step
-                call_convert(CONVERT + kind, codes, source, vector, count, table)
                 scale = scales + index * PANEL_BYTES + vector * VECTOR_BYTES
+                for done in range(0, count, of_segment):
+                    own, to = source + done * bytes_of_step, codes + done * STEP * width
+                    own_scale = scale + done // of_segment * PANEL_BYTES
+                    own_count = min(of_segment, count - done)
+                    call_convert(CONVERT + kind, to, own, vector, own_count, table, own_scale)
                 offset = offsets + index * PANEL_BYTES + vector * VECTOR_BYTES if offsets != 0 else 0
                 row = 0
                 while row < rows:

@@ -28,7 +28,7 @@ from pallas_kernels.packed_matmul.numba_loads import (
     number_vector,
     offset,
 )
-from pallas_kernels.packed_matmul.specs import INT8_KERNELS, KERNELS, LANES, NUMBERS, OUTER
+from pallas_kernels.packed_matmul.specs import CHAINED_KERNELS, INT8_KERNELS, KERNELS, LANES, NUMBERS, OUTER
 
 
 def _filler(kind: str) -> Any:
@@ -70,8 +70,8 @@ def _filler(kind: str) -> Any:
 AHEAD_BYTES = 2**11
 
 
-def _of_five(a, b, c, d, e):
-    _loop(a, b, c, d, e)  # noqa: F821  # pyright: ignore
+def _of_six(a, b, c, d, e, f):
+    _loop(a, b, c, d, e, f)  # noqa: F821  # pyright: ignore
     return 0
 
 
@@ -90,7 +90,7 @@ def _of_ten(a, b, c, d, e, f, g, h, i, j):
     return 0
 
 
-_FUNCTIONS = {5: _of_five, 7: _of_seven, 8: _of_eight, 10: _of_ten}
+_FUNCTIONS = {6: _of_six, 7: _of_seven, 8: _of_eight, 10: _of_ten}
 
 
 def _module(kernel: str) -> Any:
@@ -100,11 +100,15 @@ def _module(kernel: str) -> Any:
 # What makes each loop, by name, and the number of its arguments.
 _LOOPS: dict[str, tuple[int, Callable[[], Any]]] = {
     **{f"multiply_{name}": (10, lambda name=name: _module(name).multiplier(name)) for name in KERNELS},
-    **{f"convert_{name}": (5, lambda name=name: _module(name).converter(name)) for name in KERNELS},
+    **{f"convert_{name}": (6, lambda name=name: _module(name).converter(name)) for name in KERNELS},
     **{
         f"tile_{name}_{rows}": (7, lambda module=module, rows=rows: module.tiler(rows, TILE_VECTORS))
         for name, module, tile_rows in (("float", numba_float, TILE_ROWS), ("int8", numba_int8, INT8_TILE_ROWS))
         for rows in tile_rows
+    },
+    **{
+        f"tile_chained_{rows}": (7, lambda rows=rows: numba_float.tiler(rows, TILE_VECTORS, is_chained=True))
+        for rows in TILE_ROWS
     },
     "prepare_float": (7, lambda: numba_float.preparer(False)),
     "prepare_scaled": (7, lambda: numba_float.preparer(True)),
@@ -120,10 +124,10 @@ llvmlite.binding.add_symbol("jaxinfer_packed_loops", ctypes.addressof(_addresses
 
 def register(kernel: str, numbers: tuple[str, str]) -> None:
     """Makes the loops of a kernel ready, and those of the kinds of its scales and offsets."""
-    is_int8 = kernel in INT8_KERNELS
     prepare = {"nibbles": "scaled", "nibbles_int8": "nibbles_int8", "quads": "int8"}.get(kernel, "float")
     names = [f"multiply_{kernel}", f"convert_{kernel}", f"prepare_{prepare}"]
-    names += [f"tile_int8_{rows}" for rows in INT8_TILE_ROWS] if is_int8 else [f"tile_float_{rows}" for rows in TILE_ROWS]
+    tile = "chained" if kernel in CHAINED_KERNELS else "int8" if kernel in INT8_KERNELS else "float"
+    names += [f"tile_{tile}_{rows}" for rows in (INT8_TILE_ROWS if tile == "int8" else TILE_ROWS)]
     for name in [*names, *(f"fill_{kind}" for kind in numbers)]:
         if name not in _compiled:
             _compiled[name] = compile_loop(name)
@@ -162,4 +166,4 @@ def _caller(num_arguments: int) -> Any:
     return call
 
 
-call_multiply, call_convert, call_tile, call_prepare, call_fill = map(_caller, (10, 5, 7, 7, 8))
+call_multiply, call_convert, call_tile, call_prepare, call_fill = map(_caller, (10, 6, 7, 7, 8))

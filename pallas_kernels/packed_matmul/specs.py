@@ -43,6 +43,9 @@ KERNELS = (
     "float32",
 )
 INT8_KERNELS = ("nibbles_int8", "quads")  # of activations rounded to 8 bits
+# Whose weights are scaled before they are multiplied, so that one chain of sums runs over all inputs. A row alone is
+# bound by memory there; with nibbles it is bound by instructions, and a segment's sum is scaled instead.
+CHAINED_KERNELS = ("int8", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32")
 
 
 class PackedArrays(NamedTuple):
