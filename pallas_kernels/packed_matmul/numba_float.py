@@ -103,9 +103,7 @@ def multiplier(kind: str) -> Any:
                 with builder.if_then(has_offsets):
                     total = load_number(builder, builder.add(sums, builder.mul(segment.index, vec.constant(4))))
                     for v in range(VECTORS):
-                        found = vec.multiply_add(
-                            builder, total, load_scale(v, offsets), builder.load(own[v], align=4)
-                        )
+                        found = vec.multiply_add(builder, total, load_scale(v, offsets), builder.load(own[v], align=4))
                         builder.store(found, own[v], align=4)
             if HAS_AVX512:
                 for v in range(VECTORS):
@@ -221,9 +219,7 @@ def preparer(is_scaled: bool) -> Any:
         def generate(context, builder, signature, arguments):
             target, rows, source, steps, inputs, of_segment, sums = arguments
             stride = builder.mul(rows, vec.constant(4))
-            segments = builder.udiv(
-                builder.sub(builder.add(steps, of_segment), vec.constant(1)), of_segment
-            )
+            segments = builder.udiv(builder.sub(builder.add(steps, of_segment), vec.constant(1)), of_segment)
             with cgutils.for_range(builder, segments, intp=vec.LONG) as segment:
                 total = cgutils.alloca_once(builder, STEP_FLOATS)
                 builder.store(vec.splat(STEP_FLOATS, 0.0), total)

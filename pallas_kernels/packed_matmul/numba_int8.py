@@ -269,9 +269,7 @@ def preparer(is_for_nibbles: bool) -> Any:
                 builder.store(ir.Constant(vec.INT, 0), total)
                 with cgutils.for_range(builder, count, intp=vec.LONG) as step:
                     index = builder.add(start, step.index)
-                    with builder.if_then(
-                        builder.icmp_signed("==", builder.urem(index, of_segment), vec.constant(0))
-                    ):
+                    with builder.if_then(builder.icmp_signed("==", builder.urem(index, of_segment), vec.constant(0))):
                         builder.store(ir.Constant(vec.INT, 0), total)
                     numbers = load_step(builder, source, builder.mul(index, vec.constant(STEP)), inputs)
                     scaled = _external(builder, "llvm.rint.v8f32", STEP_FLOATS, [builder.fmul(numbers, spread)])

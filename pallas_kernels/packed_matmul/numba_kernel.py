@@ -4,7 +4,6 @@ A weight may be a stack of experts; then the rows are sorted by expert. Few rows
 the rows are prepared once for all. Many rows: each part takes some of them, and all panels. That changes no sum.
 """
 
-from typing import Any
 
 from pallas_kernels.numba_cpu.frames import (
     answers_metadata,
@@ -16,7 +15,7 @@ from pallas_kernels.numba_cpu.frames import (
     operand_size,
     result,
 )
-from pallas_kernels.numba_cpu.memory import allocate, free, put, store_word
+from pallas_kernels.numba_cpu.memory import allocate, free, store_word
 from pallas_kernels.numba_cpu.threads import in_parts, num_threads
 from pallas_kernels.packed_matmul.numba_loads import (
     AHEAD_BYTES,

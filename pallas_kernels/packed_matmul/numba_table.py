@@ -153,9 +153,7 @@ def _caller(num_arguments: int) -> Any:
             if table is None:
                 table = ir.GlobalVariable(builder.module, vec.LONG, "jaxinfer_packed_loops")
                 table.linkage = "external"
-            address = builder.add(
-                builder.ptrtoint(table, vec.LONG), builder.mul(arguments[0], vec.constant(8))
-            )
+            address = builder.add(builder.ptrtoint(table, vec.LONG), builder.mul(arguments[0], vec.constant(8)))
             kind = ir.FunctionType(vec.LONG, [vec.LONG] * num_arguments)
             loop = builder.inttoptr(builder.load(vec.at(builder, address, vec.LONG)), kind.as_pointer())
             builder.call(loop, [builder.extract_value(arguments[1], i) for i in range(num_arguments)])

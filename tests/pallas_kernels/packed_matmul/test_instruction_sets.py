@@ -56,8 +56,11 @@ def test_inner_loops_do_not_use_the_stack(cpu, tmp_path):
     assert parts[::2] == names
     for name, assembly in zip(parts[::2], parts[1::2], strict=True):
         assert ("%zmm" in assembly) == (cpu == "cascadelake"), name
-        loops = [loop for loop in inner_loops(assembly) if sum("fmadd" in line or "dp" in line for line in loop) >= 4
-                 or sum("vpmadd" in line for line in loop) >= 4]
+        loops = [
+            loop
+            for loop in inner_loops(assembly)
+            if sum("fmadd" in line or "dp" in line for line in loop) >= 4 or sum("vpmadd" in line for line in loop) >= 4
+        ]
         assert loops, name
         frames = ("(%rsp", "(%rbp") if re.search(r"movq\s+%rsp, %rbp", assembly) else ("(%rsp",)
         for loop in loops:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.packed_matmul import PackedArrays, packed_matmul
-from tests.pallas_kernels.packed_matmul.weights import INTEGERS, K, N, NAMES, make
+from tests.pallas_kernels.packed_matmul.weights import INTEGERS, NAMES, K, N, make
 from tests.pallas_kernels.quick import quick
 
 pytest.importorskip("numba", reason="kernels for CPUs need Numba")
@@ -92,8 +92,10 @@ def test_rows_sorted_by_expert(name, activations):
     """To the bit what each expert's weight gives; experts without rows, and rows without an expert."""
     counts = (3, 0, 1, 60, 2)
     weights = [make(name, K, 64, activations=activations) for _ in counts]
-    arrays = [PackedArrays(*(array + index if index % 2 and array.dtype != jnp.uint16 else array for array in own))
-              for index, (_, own, _) in enumerate(weights)]
+    arrays = [
+        PackedArrays(*(array + index if index % 2 and array.dtype != jnp.uint16 else array for array in own))
+        for index, (_, own, _) in enumerate(weights)
+    ]
     form = weights[0][0]
     stack = PackedArrays(*(jnp.stack(one) if one[0].ndim > 1 else one[0] for one in zip(*arrays, strict=True)))
     x = rows_of(sum(counts) + 4)
