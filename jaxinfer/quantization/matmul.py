@@ -60,8 +60,9 @@ def matmul_experts(
 
 def is_joinable(weight: Weight) -> bool:
     """Whether a product with the weight can be part of a call with several weights."""
-    is_plain = isinstance(weight, PackedArray) and weight.permutation is None
-    return is_plain and weight.ndim == 2 and not weight.is_transposed
+    if not isinstance(weight, PackedArray):
+        return False
+    return weight.permutation is None and weight.ndim == 2 and not weight.is_transposed
 
 
 def _packed(x: jax.Array, weights: Sequence[PackedArray], out_dtype=None) -> list[jax.Array]:
