@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/pallas_kernels/numba_cpu tests/pallas_kernels/quantized_matmul/test_numba_cpu.py \
     tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo test test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden on-chip on-chip-packages docs notebooks readme clean
+.PHONY: help demo models test test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden on-chip on-chip-packages docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -61,6 +61,9 @@ $(VENV)/stamp-base: pyproject.toml constraints.txt | $(BIN)/python
 
 demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embedded model
 	$(BIN)/jaxinfer demo
+
+models: $(VENV)/stamp-base  ## Fetch two small published models (330 MB), to run as smollm2 and gemma3-270m
+	$(BIN)/python -m benchmarks.real.models
 
 test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the tests (CPU, no torch, no network; compiles for TPU and GPU)
 	$(WITH_COMPILERS) $(PYTEST) -q $(PARALLEL) -m 'not alone' $(PYTEST_OPTIONS) $(TESTS)
