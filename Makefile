@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/pallas_kernels/numba_cpu tests/pallas_kernels/quantized_matmul/test_numba_cpu.py \
     tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo models test test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden on-chip on-chip-packages docs notebooks readme clean
+.PHONY: help demo models test test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden golden-real on-chip on-chip-packages docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -106,6 +106,9 @@ golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again
 	$(BIN)/python -m tests.oracle.make_format_golden
 	$(BIN)/python -m tests.oracle.make_gguf_golden
 	$(BIN)/python -m tests.oracle.make_embedding_golden
+
+golden-real: $(VENV)/stamp-base $(VENV)/stamp-peers models  ## Write the golden token ids of real models again, with llama.cpp
+	$(BIN)/python -m tests.oracle.make_real_golden
 
 lint: $(VENV)/stamp-lint  ## Check style and types
 	$(BIN)/ruff check .
