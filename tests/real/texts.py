@@ -1,4 +1,12 @@
-"""60 texts for tokenizers: plain English, chats, scripts, emoji, code, white space, digits and odd characters."""
+"""60 texts for tokenizers: plain English, chats, scripts, emoji, code, white space, digits and odd characters; and a text
+that no model was trained on.
+"""
+
+from pathlib import Path
+
+# A text that is longer than Gemma's windows of 512 tokens: the last of its first LONG tokens are scored.
+LICENSE = Path(__file__).parents[2] / "LICENSE"
+LONG, LONG_START = 640, 576
 
 PLAIN = (
     "The capital of France is Paris.",
@@ -73,3 +81,11 @@ SPACES = (
     "a\n" + " " * 8 + "b\n" + " " * 100 + "c\n",
 )
 TEXTS = (*PLAIN, *CHATS, *SCRIPTS, *SYMBOLS, *CODE, *SPACES)
+
+# Written for these tests.
+HELD_OUT = """The lighthouse keeper at Farrow Point had two rules for visitors. The first was that nobody touched the lamp. \
+The second was that anyone who stayed past supper washed the dishes. In thirty years only one guest broke the first \
+rule, a boy of nine who wanted to know whether the glass was warm. It was. He was forgiven, given a towel, and shown \
+how to dry a plate without leaving marks. When he came back as an old man, the lamp had been replaced by an electric \
+one that turned by itself, and the kitchen was a museum with a rope across the door. He asked the guide if he might \
+stand at the sink for a minute. She looked at the rope, then at him, and went to find the key."""
