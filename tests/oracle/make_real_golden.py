@@ -1,4 +1,4 @@
-"""Writes tests/oracle/golden/real_models.json: what llama.cpp makes of two models: the token ids of 60 texts, and losses.
+"""Writes tests/oracle/golden/real_models.json: llama.cpp's token ids of 60 texts and its losses, for two models.
 
 Needs llama-cpp-python and the models of `make models`. llama.cpp rounds activations to 8 bits, in a way that depends on
 the CPU: the third digit of a loss may differ on another machine.

@@ -1,6 +1,4 @@
-"""60 texts for tokenizers: plain English, chats, scripts, emoji, code, white space, digits and odd characters; and a text
-that no model was trained on.
-"""
+"""60 texts for tokenizers: plain English, chats, scripts, emoji, code, white space and odd characters; two for losses."""
 
 from pathlib import Path
 
@@ -83,9 +81,9 @@ SPACES = (
 TEXTS = (*PLAIN, *CHATS, *SCRIPTS, *SYMBOLS, *CODE, *SPACES)
 
 # Written for these tests.
-HELD_OUT = """The lighthouse keeper at Farrow Point had two rules for visitors. The first was that nobody touched the lamp. \
-The second was that anyone who stayed past supper washed the dishes. In thirty years only one guest broke the first \
-rule, a boy of nine who wanted to know whether the glass was warm. It was. He was forgiven, given a towel, and shown \
-how to dry a plate without leaving marks. When he came back as an old man, the lamp had been replaced by an electric \
-one that turned by itself, and the kitchen was a museum with a rope across the door. He asked the guide if he might \
-stand at the sink for a minute. She looked at the rope, then at him, and went to find the key."""
+HELD_OUT = """The lighthouse keeper at Farrow Point had two rules for visitors. The first was that nobody touched \
+the lamp. The second was that anyone who stayed past supper washed the dishes. In thirty years only one guest broke \
+the first rule, a boy of nine who wanted to know whether the glass was warm. It was. He was forgiven, given a towel, \
+and shown how to dry a plate without leaving marks. When he came back as an old man, the lamp had been replaced by \
+an electric one that turned by itself, and the kitchen was a museum with a rope across the door. He asked the guide \
+if he might stand at the sink for a minute. She looked at the rope, then at him, and went to find the key."""
