@@ -23,9 +23,9 @@ class Peer:
     """One way to run a model.
 
     Attributes:
-      package: what must be installed, None for nothing. open: from a checkpoint's folder, a draft's, the number of
-        threads, and of some systems options by name. speculates: makes the "pair" row only. needs_gpu, own_python: where it runs. keeps_programs: what it
-        compiled serves its next process.
+      package: what must be installed, None for nothing. open: from a checkpoint's folder, a draft's, the number
+        of threads, and of some systems options by name. speculates: makes the "pair" row only. needs_gpu,
+        own_python: where it runs. keeps_programs: what it compiled serves its next process.
     """
 
     package: str | None

@@ -21,7 +21,8 @@ WARM_UP_TOKENS = 2  # of each answer, where nothing compiles
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each measure (a list, one for each repeat), the answers, the start and when it ended, the peak of memory."""
+    """Seconds of each measure (a list, one for each repeat), the answers, the start and when it ended, the peak of
+    memory."""
     draft = job.get("draft")
     make = PEERS[job["system"]].open
     system = make(Path(job["folder"]), Path(draft) if draft else None, job["num_threads"], **job.get("options", {}))

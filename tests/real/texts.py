@@ -1,4 +1,4 @@
-"""60 texts for tokenizers: plain English, chats, scripts, emoji, code, white space and odd characters; two for losses."""
+"""60 texts for tokenizers: plain English, chats, scripts, emoji, code, spaces, odd characters; and two for losses."""
 
 from pathlib import Path
 
