@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/pallas_kernels/numba_cpu tests/pallas_kernels/quantized_matmul/test_numba_cpu.py \
     tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo test test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden on-chip on-chip-packages docs notebooks readme clean
+.PHONY: help demo models test test-real test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden golden-real on-chip on-chip-packages docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -55,12 +55,24 @@ $(VENV)/stamp-compilers: pyproject.toml constraints.txt | $(BIN)/python
 	.venv-$*/bin/python -m pip install --quiet --requirement $<
 	@touch $@
 
+# llama.cpp is compiled for this CPU. Virtual machines may announce AMX and trap on it: it is left out there, and a wheel
+# that pip kept from before is not taken.
+HAS_AMX := $(shell grep -qs amx_tile /proc/cpuinfo && echo yes)
+NO_AMX := -mno-amx-tile -mno-amx-int8 -mno-amx-bf16
+$(VENV)/stamp-peers: pyproject.toml constraints.txt | $(BIN)/python
+	$(if $(HAS_AMX),CMAKE_ARGS="-DCMAKE_C_FLAGS='$(NO_AMX)' -DCMAKE_CXX_FLAGS='$(NO_AMX)'") \
+	    $(BIN)/python -m pip install --quiet $(if $(HAS_AMX),--no-cache-dir) --constraint constraints.txt --editable '.[peers]'
+	@touch $@
+
 $(VENV)/stamp-base: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu]'
 	@touch $@
 
 demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embedded model
 	$(BIN)/jaxinfer demo
+
+models: $(VENV)/stamp-base  ## Fetch two small published models (330 MB), to run as smollm2 and gemma3-270m
+	$(BIN)/python -m benchmarks.real.models
 
 test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the tests (CPU, no torch, no network; compiles for TPU and GPU)
 	$(WITH_COMPILERS) $(PYTEST) -q $(PARALLEL) -m 'not alone' $(PYTEST_OPTIONS) $(TESTS)
@@ -78,12 +90,15 @@ test-clients: $(VENV)/stamp-test $(CLIENTS:%=%/stamp)  ## Use the server by open
 test-faults: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Plant each fault of tests/faults and see that the tests notice it
 	$(BIN)/python -m tests.faults --jobs 2
 
+test-real: $(VENV)/stamp-test models  ## Test with two published models: tokens, losses, answers, caches, drafts
+	$(PYTEST) -q $(PARALLEL) --real $(PYTEST_OPTIONS) tests/real
+
 test-quick: $(VENV)/stamp-test  ## Run the cheap tests of every package: for the inner loop
 	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m 'not alone' $(PYTEST_OPTIONS) $(QUICK_TESTS)
 
 # What an optional package needs is skipped, with the reason, until `make test-oracle` has installed it.
-test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray $(CLIENTS:%=%/stamp)  ## Run all tests, the long ones too: hours
-	@$(MAKE) test PYTEST_OPTIONS="--slow $(if $(wildcard $(VENV)/stamp-oracle),--oracle) $(PYTEST_OPTIONS)"
+test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray $(CLIENTS:%=%/stamp) models  ## Run all tests, the long ones too: hours
+	@$(MAKE) test PYTEST_OPTIONS="--slow --real $(if $(wildcard $(VENV)/stamp-oracle),--oracle) $(PYTEST_OPTIONS)"
 
 coverage: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run `make test` and print the lines that it did not run
 	@$(BIN)/coverage erase
@@ -104,6 +119,9 @@ golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again
 	$(BIN)/python -m tests.oracle.make_gguf_golden
 	$(BIN)/python -m tests.oracle.make_embedding_golden
 
+golden-real: $(VENV)/stamp-base $(VENV)/stamp-peers models  ## Write the golden token ids of real models again, with llama.cpp
+	$(BIN)/python -m tests.oracle.make_real_golden
+
 lint: $(VENV)/stamp-lint  ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -116,10 +134,15 @@ format: $(VENV)/stamp-lint  ## Format and fix what can be fixed
 report: $(VENV)/stamp-base $(VENV)/stamp-compilers  ## Compile every kernel for chips that are not here; a table
 	$(WITH_COMPILERS) $(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels_compiled.json
 
-bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## jaxinfer next to Transformers and llama.cpp, in one run; the table of the README
+bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## jaxinfer next to Transformers and llama.cpp, in one run, random weights; the table of docs/speed.md
 	@$(MAKE) $(VENV)/stamp-peers || echo "llama.cpp is left out: it could not be built here"
 	$(BIN)/python -m benchmarks.peers --json benchmarks/results/peers.json $(if $(EASYDEL_PYTHON),--easydel-python $(EASYDEL_PYTHON))
 	$(BIN)/python docs/update_readme.py bench
+
+bench-real: $(VENV)/stamp-test $(VENV)/stamp-oracle models  ## Published models in jaxinfer, llama.cpp and Transformers, in one run; the table of the README
+	@$(MAKE) $(VENV)/stamp-peers || echo "llama.cpp is left out: it could not be built here"
+	$(BIN)/python -m benchmarks.real --json benchmarks/results/real.json $(BENCH_OPTIONS)
+	$(BIN)/python docs/update_readme.py real
 
 bench-ratios: $(VENV)/stamp-base  ## Measure batching, prefix reuse, drafts and int8, each off and on; docs/speed.md
 	$(BIN)/python -m benchmarks.ratios --json benchmarks/results/ratios.json

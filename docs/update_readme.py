@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for benchmarks, which are not installed
 BENCH = ROOT / "benchmarks" / "results" / "peers.json"
+REAL = ROOT / "benchmarks" / "results" / "real.json"
 BATCHING = ROOT / "benchmarks" / "results" / "continuous_batching.json"
 RATIOS = ROOT / "benchmarks" / "results" / "ratios.json"
 SPECULATIVE = ROOT / "benchmarks" / "results" / "speculative.json"
@@ -70,9 +71,13 @@ def bench() -> str:
     return to_markdown(json.loads(BENCH.read_text(encoding="utf-8")))
 
 
-def speed_table() -> str:
-    """The first table of `bench`."""
-    return bench().partition("\n\n")[0]
+def real() -> str:
+    """What `make bench-real` measured."""
+    from benchmarks.real.report import to_markdown
+
+    if not REAL.exists():
+        return "Not measured yet: `make bench-real`."
+    return to_markdown(json.loads(REAL.read_text(encoding="utf-8")))
 
 
 def ratios() -> str:
@@ -243,6 +248,12 @@ def run() -> str:
     return f"```\n{typed(command)}\n```"
 
 
+def chat() -> str:
+    """A chat with a published model, which `make models` fetched."""
+    command = "jaxinfer run smollm2 'What is the capital of France?'"
+    return f"```\n{typed(command)}\n```"
+
+
 def several_models() -> str:
     """A server of all stored models: two are used, shown and one is stopped."""
     ask = r"""curl -s http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \
@@ -319,7 +330,7 @@ def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
 def main() -> None:
     """All blocks, or those named on the command line."""
     documents = {
-        ROOT / "README.md": {"demo": demo, "run": run, "serve": serve, "bench": speed_table},
+        ROOT / "README.md": {"demo": demo, "chat": chat, "run": run, "serve": serve, "real": real},
         ROOT / "docs" / "models.md": {"store": store, "models": models, "completions": completions},
         ROOT / "docs" / "speed.md": {
             "bench": bench,

@@ -33,6 +33,7 @@ shape_checks.install("pallas_kernels", "jaxinfer", "checkpoints_convert")
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run tests that take more than half a minute")
     parser.addoption("--oracle", action="store_true", help="run tests that need torch and transformers")
+    parser.addoption("--real", action="store_true", help="run tests of published models, which make models fetches")
 
 
 def pytest_configure(config):
@@ -47,7 +48,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        for marker in ("slow", "oracle"):
+        for marker in ("slow", "oracle", "real"):
             if item.get_closest_marker(marker) and not config.getoption(f"--{marker}"):
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: run with --{marker}"))
 

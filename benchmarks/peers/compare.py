@@ -6,6 +6,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,12 +37,15 @@ class SystemFailedError(RuntimeError):
 
 
 def run_process(job: dict[str, Any], python: str, folder: Path) -> dict[str, Any]:
-    """One process of one system. Raises SystemFailedError."""
+    """What a process of one system found, and the seconds from its launch to its first token. Raises
+    SystemFailedError."""
     file = folder / "job.json"
     file.write_text(json.dumps(job), encoding="utf-8")
     threads = str(job["num_threads"])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
     environment["JAXINFER_CACHE_DIR"] = str(folder / PROGRAMS)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a second start reads compiled modules, as users' do
+    launched_at = time.time()
     try:
         done = subprocess.run(
             [python, "-m", "benchmarks.peers.worker", str(file)],
@@ -56,7 +60,8 @@ def run_process(job: dict[str, Any], python: str, folder: Path) -> dict[str, Any
         raise SystemFailedError(f"{job['system']} took more than {TIMEOUT} s") from None
     if done.returncode:
         raise SystemFailedError(f"{job['system']} failed:\n{done.stderr.strip()[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {**found, "process_start_seconds": found["started_at"] - launched_at}
 
 
 def figure(name: str, measure: Measure, seconds: float) -> float:

@@ -23,24 +23,24 @@ class Peer:
     """One way to run a model.
 
     Attributes:
-      package: what must be installed, None for nothing. open: from a checkpoint's folder, a draft's, and the number
-        of threads. speculates: makes the "pair" row only. needs_gpu, own_python: where it runs. keeps_programs: what it
-        compiled serves its next process.
+      package: what must be installed, None for nothing. open: from a checkpoint's folder, a draft's, the number
+        of threads, and of some systems options by name. speculates: makes the "pair" row only. needs_gpu,
+        own_python: where it runs. keeps_programs: what it compiled serves its next process.
     """
 
     package: str | None
-    open: Callable[[Path, Path | None, int], System]
+    open: Callable[..., System]
     speculates: bool = False
     needs_gpu: bool = False
     own_python: bool = False
     keeps_programs: bool = False
 
 
-def _jaxinfer(**options: Any) -> Callable[[Path, Path | None, int], System]:
-    def make(folder: Path, draft: Path | None, num_threads: int) -> System:
+def _jaxinfer(**options: Any) -> Callable[..., System]:
+    def make(folder: Path, draft: Path | None, num_threads: int, **given: Any) -> System:
         from benchmarks.peers.with_jaxinfer import Jaxinfer
 
-        return Jaxinfer(folder, draft, **options)
+        return Jaxinfer(folder, draft, **options, **given)
 
     return make
 
@@ -56,10 +56,10 @@ def _transformers(mode: str) -> Callable[[Path, Path | None, int], System]:
     return make
 
 
-def _llama_cpp(folder: Path, draft: Path | None, num_threads: int) -> System:
+def _llama_cpp(folder: Path, draft: Path | None, num_threads: int, **given: Any) -> System:
     from benchmarks.peers.with_llama_cpp import LlamaCpp
 
-    return LlamaCpp(folder, num_threads)
+    return LlamaCpp(folder, num_threads, **given)
 
 
 def _easydel(folder: Path, draft: Path | None, num_threads: int) -> System:

@@ -13,16 +13,17 @@ PAGE_SIZE = 16
 class Jaxinfer:
     compiles_shapes = True
 
-    def __init__(self, folder: Path, draft: Path | None, *, drafts: str | None = None):
-        allowed = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
-        options: dict[str, Any] = {"max_seqs": 1} if drafts else {"max_seqs": MAX_SEQS}
+    def __init__(self, folder: Path, draft: Path | None, *, drafts: str | None = None, **given: Any):
+        """Opens a checkpoint's folder, or a GGUF file with the options of `LLM` that are given."""
+        options: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_seqs": MAX_SEQS}
+        if folder.is_dir():
+            allowed = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+            options["max_model_len"] = min(MAX_MODEL_LEN, allowed)
         if drafts is not None:
-            options["draft"] = str(draft) if drafts == "model" else drafts
-        else:  # as many tokens of cache as the others
+            options |= {"max_seqs": 1, "draft": str(draft) if drafts == "model" else drafts}
+        elif not given:  # as many tokens of cache as the others
             options |= {"page_size": PAGE_SIZE, "num_pages": CACHE_TOKENS // PAGE_SIZE + 1}
-        self._llm = LLM(
-            folder, dtype="float32", max_model_len=min(MAX_MODEL_LEN, allowed), prefix_cache=False, **options
-        )
+        self._llm = LLM(folder, prefix_cache=False, **{**options, **given})
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
         params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]

@@ -18,18 +18,19 @@ BATCH_TOKENS = 2048  # llama.cpp's own default; it computes them 512 at a time
 class LlamaCpp:
     compiles_shapes = False
 
-    def __init__(self, folder: Path, num_threads: int):
+    def __init__(self, folder: Path, num_threads: int, *, max_seqs: int = MAX_SEQS, cache_tokens: int = CACHE_TOKENS):
+        """Opens the GGUF file in a folder, or one that is given itself."""
         llama_cpp.llama_log_set(_QUIET, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         settings = llama_cpp.llama_model_default_params()
-        file = folder / "model-f32.gguf"
+        file = folder if folder.is_file() else folder / "model-f32.gguf"
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), settings)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot open {file.name}")
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx = CACHE_TOKENS
+        options.n_ctx = cache_tokens
         options.n_batch = BATCH_TOKENS
-        options.n_seq_max = MAX_SEQS
+        options.n_seq_max = self._max_seqs = max_seqs
         options.n_threads = options.n_threads_batch = num_threads
         options.kv_unified = True  # one pool of cells, so that a single request may be longer than its share
         self._context = llama_cpp.llama_init_from_model(self._model, options)
@@ -39,8 +40,8 @@ class LlamaCpp:
         self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        if len(prompts) > MAX_SEQS:
-            raise ValueError(f"{len(prompts)} requests, and {MAX_SEQS} sequences")
+        if len(prompts) > self._max_seqs:
+            raise ValueError(f"{len(prompts)} requests, and {self._max_seqs} sequences")
         memory = llama_cpp.llama_get_memory(self._context)
         llama_cpp.llama_memory_clear(memory, True)
         answers: list[list[int]] = [[] for _ in prompts]

@@ -21,13 +21,15 @@ WARM_UP_TOKENS = 2  # of each answer, where nothing compiles
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each measure (a list, one for each repeat), the answers, the start, the peak of memory."""
+    """Seconds of each measure (a list, one for each repeat), the answers, the start and when it ended, the peak of
+    memory."""
     draft = job.get("draft")
-    system = PEERS[job["system"]].open(Path(job["folder"]), Path(draft) if draft else None, job["num_threads"])
+    make = PEERS[job["system"]].open
+    system = make(Path(job["folder"]), Path(draft) if draft else None, job["num_threads"], **job.get("options", {}))
     measures = {name: Measure(**values) for name, values in job["measures"].items()}
     first = next(iter(measures.values()))
     system.generate(first.prompts[:1], [1])
-    start_seconds = time.perf_counter() - STARTED
+    start_seconds, started_at = time.perf_counter() - STARTED, time.time()
     if job.get("only_starts"):
         measures = {}
     found: dict[str, Any] = {}
@@ -44,7 +46,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if (close := getattr(system, "close", None)) is not None:
         close()
-    return {"seconds": found, "answers": answers, "start_seconds": start_seconds, "peak_rss_bytes": peak}
+    return {
+        "seconds": found,
+        "answers": answers,
+        "start_seconds": start_seconds,
+        "started_at": started_at,
+        "peak_rss_bytes": peak,
+    }
 
 
 def warm_up(system: System, measure: Measure) -> None:

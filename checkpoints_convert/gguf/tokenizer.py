@@ -294,11 +294,14 @@ class _TokenizerReader:
         }
 
     def _respell_spaces(self) -> None:
-        """Gemma stores runs of spaces as spaces, and other tokens with U+2581 for a space."""
-        self.kinds = self.kinds.copy()
+        """Gemma stores runs of spaces as spaces, and other tokens with U+2581 for a space.
+
+        User-defined runs keep their spelling: they are matched in the text before any merge, the longest first, as in
+        SentencePiece (33 spaces are 31 and 2; by merges they would be 16 and 17).
+        """
         for id, token in enumerate(self.tokens):
-            if token and not token.strip(" "):
-                self.tokens[id], self.kinds[id] = _SPACE * len(token), NORMAL
+            if token and not token.strip(" ") and self.kinds[id] != USER_DEFINED:
+                self.tokens[id] = _SPACE * len(token)
 
     def _added_tokens(self) -> list[dict[str, Any]]:
         """Control tokens, the unknown token and user-defined tokens, which are matched before any other."""

@@ -198,7 +198,22 @@ def test_gemma_has_no_space_in_front_and_merges_in_the_order_of_its_tokens(tmp_p
     data["tokenizer.ggml.scores"] = [-1000.0] * len(data["tokenizer.ggml.tokens"])
     rebuilt = tokenizer_of(write(tmp_path / "m.gguf", data, {}))
     pieces = [rebuilt.id_to_token(i) for i in rebuilt.encode("he  own", add_special_tokens=False)]
-    assert pieces == ["he", "▁▁", "own"]
+    assert pieces == ["he", "  ", "own"]
+    assert rebuilt.decode(rebuilt.encode("he  own")) == "he  own"
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [(4, [4, 4, 1]), (1, [4, 2, 3])])
+def test_user_defined_runs_of_spaces_match_longest_first_and_others_are_merged(tmp_path, kind, lengths):
+    data = sentencepiece_like() | {"general.architecture": "gemma3"}
+    runs = ["  ", "   ", "    "]
+    data["tokenizer.ggml.tokens"] = [*data["tokenizer.ggml.tokens"][:-2], *runs]
+    data["tokenizer.ggml.token_type"] = np.array([*data["tokenizer.ggml.token_type"][:-2], *[kind] * 3], np.int32)
+    del data["tokenizer.ggml.scores"]
+    rebuilt = tokenizer_of(write(tmp_path / "m.gguf", data, {}))
+    ids = rebuilt.encode("a" + " " * 9 + "b", add_special_tokens=False)
+    assert [len(rebuilt.decode([id])) for id in ids[1:-1]] == lengths
+    assert rebuilt.decode(ids) == "a" + " " * 9 + "b"
+    assert rebuilt.encode_content("a" + " " * 9 + "b") == ids
 
 
 def test_a_whole_tokenizer_in_the_file_is_taken_as_it_is(tmp_path):

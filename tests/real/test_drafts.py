@@ -1,0 +1,31 @@
+"""SmolLM2 with drafts: the tokens of plain decoding, and some of the drafted ones accepted."""
+
+import pytest
+
+from tests.real.requests import QUESTION, greedy, needle_prompt, opened
+
+pytestmark = [pytest.mark.real, pytest.mark.optimized]
+NUM_TOKENS = 24
+
+
+def answers(llm):
+    """Token ids of a question, of a text that repeats itself, and of a story."""
+    prompts = [llm.chat_prompt(QUESTION), needle_prompt(7), "Once upon a time"]
+    outputs = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain(model_path):
+    with opened(model_path("smollm2")) as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "layers:15"])
+def test_tokens_are_those_without_drafts(model_path, plain, draft):
+    with opened(model_path("smollm2"), draft=draft, num_draft_tokens=3) as llm:
+        assert answers(llm) == plain
+        stats = llm.speculation_stats()
+    assert stats is not None
+    assert stats.accepted > 0
+    assert stats.accepted < stats.proposed
