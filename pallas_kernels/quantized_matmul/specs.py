@@ -4,6 +4,10 @@ import math
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+
+# Blocks of the weights that the kernel for a GPU reads; it takes scales and zeros row by row of groups.
+GPU_KERNEL_BLOCKS = ((64, 1), (128, 1))
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
@@ -34,6 +38,23 @@ class MatmulSpec:
     def is_grouped(self) -> bool:
         """Whether an output has several scales, for groups of inputs."""
         return self.block[0] < self.inputs
+
+
+@dataclass(frozen=True)
+class WeightReads:
+    """What a product reads of its weight.
+
+    passes: how often the stored arrays are read.
+    copy: dtype of a copy of the whole weight that is written on every call and read instead, or None.
+    """
+
+    passes: int = 1
+    copy: str | None = None
+
+    def num_bytes(self, stored: int, size: int) -> int:
+        """Bytes read of a weight of `size` numbers in `stored` bytes, in the copy too."""
+        copied = 0 if self.copy is None else size * jax.dtypes.itemsize_bits(jnp.dtype(self.copy)) // 8
+        return self.passes * stored + copied
 
 
 def make_spec(
