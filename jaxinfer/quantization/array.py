@@ -1,5 +1,6 @@
 """`QuantizedArray`: a quantized weight, as a leaf of the parameters."""
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -118,6 +119,11 @@ class QuantizedArray:
     @property
     def ndim(self) -> int:
         return self.values.ndim
+
+    @property
+    def size(self) -> int:
+        """Numbers of the weight."""
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:

@@ -71,14 +71,14 @@ def choose(spec: MatmulSpec, implementation: str | None = None, *, platform: str
     return _MODULES.choose(spec, platform or current_platform(), implementation)
 
 
-def form(spec: MatmulSpec, platform: str | None = None) -> str:
+def form(spec: MatmulSpec, platform: str | None = None, implementation: str | None = None) -> str:
     """A description of the selected implementation and how it computes the product, for people."""
     platform = platform or current_platform()
-    name = _MODULES.take(spec, platform)
+    name = _MODULES.take(spec, platform, implementation)
     return f"{name}, {_MODULES[name].form(spec, platform)}"
 
 
-def weight_reads(spec: MatmulSpec, platform: str | None = None) -> WeightReads:
+def weight_reads(spec: MatmulSpec, platform: str | None = None, implementation: str | None = None) -> WeightReads:
     """What the selected implementation reads of the weight, a copy that it writes first included."""
     platform = platform or current_platform()
-    return _MODULES[_MODULES.take(spec, platform)].weight_reads(spec, platform)
+    return _MODULES[_MODULES.take(spec, platform, implementation)].weight_reads(spec, platform)

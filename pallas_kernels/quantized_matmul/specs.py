@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 # Blocks of the weights that the kernel for a GPU reads; it takes scales and zeros row by row of groups.
 GPU_KERNEL_BLOCKS = ((64, 1), (128, 1))
@@ -50,11 +49,6 @@ class WeightReads:
 
     passes: int = 1
     copy: str | None = None
-
-    def num_bytes(self, stored: int, size: int) -> int:
-        """Bytes read of a weight of `size` numbers in `stored` bytes, in the copy too."""
-        copied = 0 if self.copy is None else size * jax.dtypes.itemsize_bits(jnp.dtype(self.copy)) // 8
-        return self.passes * stored + copied
 
 
 def make_spec(
