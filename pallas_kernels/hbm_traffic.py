@@ -388,4 +388,9 @@ def _custom_call_bytes(instruction: Instruction, sources: list[tuple[HloArray, .
         return instruction.hbm_bytes + sum(array.hbm_bytes for arrays in sources for array in arrays)
     if found is None:
         raise ValueError(f"{instruction.name} has no cost estimate: its bytes are unknown")
-    return int(found.group(1))
+    estimate = int(found.group(1))
+    arrays = [*instruction.results, *(array for source in sources for array in source)]
+    # An estimate of all arrays in full says nothing of those that the compiler has placed in vector memory.
+    if estimate >= sum(array.num_bytes for array in arrays):
+        estimate -= sum(array.num_bytes - array.hbm_bytes for array in arrays)
+    return estimate

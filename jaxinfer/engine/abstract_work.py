@@ -16,7 +16,7 @@ from jaxinfer.engine.programs.speculative import SpeculativeWork
 from jaxinfer.engine.programs.work import DecodeWork, Slots, StepSlots, StepWork
 from jaxinfer.models import ModelConfig, Params, host_layers, parameter_shardings
 from jaxinfer.models.host_layers import is_on_host
-from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
+from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, arrays_laid_out, laid_out
 from jaxinfer.quantization.tree import is_quantized
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft
@@ -109,24 +109,24 @@ def shapes_of(params: Any) -> Any:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place or (array.sharding if is_cut else None))
 
     def of_leaf(leaf: Any) -> Any:
-        if not is_quantized(leaf) or jax.default_backend() != "gpu" or not is_laid_out(leaf):
-            return jax.tree.map(shape, leaf)
-        place = Format(leaf.values.format.layout, leaf.values.sharding)
-        return replace(jax.tree.map(shape, leaf), values=shape(leaf.values, place))
+        found = jax.tree.map(shape, leaf)
+        if not is_quantized(leaf) or jax.default_backend() != "gpu":
+            return found
+        arrays = {name: getattr(leaf, name) for name in arrays_laid_out(leaf)}
+        placed = {name: shape(one, Format(one.format.layout, one.sharding)) for name, one in arrays.items()}
+        return replace(found, **placed)
 
     return jax.tree.map(of_leaf, params, is_leaf=is_quantized)
 
 
 def outputs_together(params: Params, sharding: NamedSharding) -> Params:
-    """As `quantization.on_gpu.outputs_together`, of abstract arrays."""
+    """As `quantization.on_device.outputs_together`, of abstract arrays."""
 
-    def laid_out(leaf: Any) -> Any:
-        if not is_quantized(leaf) or not is_laid_out(leaf):
-            return leaf
-        place: Any = Format(OUTPUTS_TOGETHER, getattr(leaf.values, "sharding", None) or sharding)
-        return replace(leaf, values=jax.ShapeDtypeStruct(leaf.shape, leaf.values.dtype, sharding=place))
+    def placed(array: Any) -> jax.ShapeDtypeStruct:
+        place: Any = Format(OUTPUTS_TOGETHER, getattr(array, "sharding", None) or sharding)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
 
-    return jax.tree.map(laid_out, params, is_leaf=is_quantized)
+    return jax.tree.map(lambda leaf: laid_out(leaf, placed), params, is_leaf=is_quantized)
 
 
 def take_layers(config: ModelConfig, params: Params, layers: Sequence[int]) -> tuple[ModelConfig, Params]:

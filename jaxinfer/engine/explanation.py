@@ -20,6 +20,7 @@ from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.host_layers import all_layers, disk_layers, host_rows
 from jaxinfer.models.layers import attention_options
+from jaxinfer.quantization.reads import MOST_READ, product_use
 from jaxinfer.quantization.tree import (
     describe_scheme,
     is_packed,
@@ -35,8 +36,6 @@ from pallas_kernels.dense_matmul import make_spec as make_dense_spec
 from pallas_kernels.packed_matmul import unsupported as packed_unsupported
 from pallas_kernels.paged_attention import BitPages, KernelChoice, PagedSpec, choose, make_spec
 from pallas_kernels.paged_attention.layout import key_dtype
-from pallas_kernels.quantized_matmul import form
-from pallas_kernels.quantized_matmul import make_spec as make_matmul_spec
 
 
 @dataclass(frozen=True)
@@ -435,30 +434,38 @@ def _packed_products(engine: EngineSpec) -> dict[str, str]:
     return {"packed products": "; ".join(facts)} if facts else {}
 
 
-def _quantized_products(engine: EngineSpec) -> dict[str, str]:
-    """How products with each scheme's weights are computed, for one slot that decodes and for all."""
+def _quantized_products(engine: EngineSpec) -> dict[str, Any]:
+    """How products with each scheme's weights are computed, for one slot that decodes and for all, and the bytes of
+    weights that a step of all slots reads beside the least, with a warning that names what reads more."""
     facts: dict[str, None] = {}
-    for leaf in weights(all_layers(engine.params)):
-        if not is_quantized(leaf):
+    stored, read, wasteful = 0, 0, {}
+    is_tied = engine.config.tie_word_embeddings
+    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(engine.params), is_leaf=is_weight):
+        names = [str(getattr(key, "key", key)) for key in path]
+        is_head = is_tied and names == ["embed"]
+        if leaf.ndim < 2 or (names[0] in ("embed", "position_embed", "layer_embed") and not is_head):
             continue
-        forms = []
-        for rows in (1, engine.max_seqs):
-            x = jax.ShapeDtypeStruct((rows, leaf.shape[-2]), engine.dtype)
-            values = jax.ShapeDtypeStruct(leaf.shape[-2:], leaf.values.dtype)
-            scheme = leaf.scheme
-            spec = make_matmul_spec(
-                x,
-                values,
-                leaf.zeros,
-                leaf.codebook,
-                leaf.minima,
-                block=scheme.block,
-                activations=scheme.activations,
+        if engine.mesh is not None and not is_weight(leaf):
+            continue
+        try:
+            one, every = (
+                product_use(leaf, rows, engine.dtype, is_transposed=is_head) for rows in (1, engine.max_seqs)
             )
-            forms.append(form(spec))
-        shown = forms[0] if forms[0] == forms[1] else f"{forms[0]} (one row); {forms[1]}"
-        facts[f"by {describe_scheme(leaf)}: {shown}"] = None
-    return {"quantized products": "; ".join(facts)} if facts else {}
+        except ValueError:
+            continue  # a vector for each of several parts is no matrix of inputs and outputs
+        stored, read = stored + every.stored_bytes, read + every.read_bytes
+        if every.is_wasteful:
+            kind = ".".join("*" if name.isdigit() else name for name in names)
+            wasteful[kind] = f"{kind} ({every.read_bytes / every.stored_bytes:.1f}x: {every.form})"
+        if is_quantized(leaf):
+            shown = one.form if one.form == every.form else f"{one.form} (one row); {every.form}"
+            facts[f"by {describe_scheme(leaf)}{', tied head' if is_head else ''}: {shown}"] = None
+    found: dict[str, Any] = {"quantized products": "; ".join(facts)} if facts else {}
+    found["weight bytes of a step"] = read
+    found["  the least"] = f"{stored:,} ({read / max(stored, 1):.2f}x)"
+    if read > MOST_READ * stored:
+        found["  warning"] = f"a step reads more than {MOST_READ} of the weights' bytes: {'; '.join(wasteful.values())}"
+    return found
 
 
 def _readable(name: str, value: Any) -> str:

@@ -1,5 +1,6 @@
 """`QuantizedArray`: a quantized weight, as a leaf of the parameters."""
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -122,6 +123,11 @@ class QuantizedArray:
     @property
     def has_zeros(self) -> bool:
         return self.zeros is not None
+
+    @property
+    def size(self) -> int:
+        """Numbers of the weight."""
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:

@@ -10,7 +10,7 @@ from jaxinfer.quantization.array import NestedScales, QuantizedArray
 from jaxinfer.quantization.packed import PackedArray
 from pallas_kernels.dense_matmul import dense_matmul
 from pallas_kernels.packed_matmul import packed_matmul
-from pallas_kernels.quantized_matmul import quantized_matmul
+from pallas_kernels.quantized_matmul import quantized_matmul, take_rows
 
 Weight = jax.Array | QuantizedArray | PackedArray
 
@@ -109,9 +109,9 @@ def rows(table: Weight, indices: jax.Array, dtype=None) -> jax.Array:
     if block[0] != 1 or table.permutation is not None or isinstance(table.scales, NestedScales):
         raise ValueError(f"an embedding needs a scale per row, blocks (1, D), not {block}")
     flat = indices.reshape(-1)
-    zeros = None if table.zeros is None else table.zeros[flat]
-    minima = None if table.minima is None else table.minima[flat]
-    taken = replace(table, values=table.values[flat], scales=table.scales[flat], zeros=zeros, minima=minima)
+    arrays = {"scales": table.scales, "zeros": table.zeros, "minima": table.minima}
+    numbers = {name: None if array is None else take_rows(array, flat) for name, array in arrays.items()}
+    taken = replace(table, values=table.values[flat], **numbers)
     return taken.dequantize(dtype or jnp.float32).reshape(*indices.shape, table.shape[-1])
 
 

@@ -2,7 +2,7 @@
 cannot pack; on a GPU the layout of group-wise weights in which the values of an output are contiguous."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxinfer.quantization.packed import (
 )
 from jaxinfer.quantization.tree import is_packed, is_quantized, is_weight, weights
 from pallas_kernels.packed_matmul import unsupported
-from pallas_kernels.quantized_matmul import choose, make_spec
+from pallas_kernels.quantized_matmul import GPU_KERNEL_BLOCKS, choose, make_spec
 
 # A constant, so that a model computes alike on every machine with a CPU.
 COPY_BYTES = 4 * 2**30
@@ -185,23 +185,32 @@ OUTPUTS_TOGETHER = Layout(major_to_minor=(1, 0))
 
 
 def outputs_together(params: Any, *, donate: bool = False) -> Any:
-    """The parameters with the integers of group-wise weights in the layout `OUTPUTS_TOGETHER`; shapes and values stay.
+    """The parameters with group-wise weights in the layout `OUTPUTS_TOGETHER`; shapes and values stay.
 
     Programs keep the layout of their arguments, so the transposition here saves one on every call. `donate` frees the
     original arrays one by one.
     """
 
-    def placed(leaf: Any) -> Any:
-        if not is_quantized(leaf) or not is_laid_out(leaf):
-            return leaf
-        values = jax.device_put(leaf.values, Format(OUTPUTS_TOGETHER, leaf.values.sharding), donate=donate)
-        return type(leaf)(values, leaf.scales, leaf.zeros, leaf.codebook, leaf.permutation, leaf.scheme)
+    def placed(array: Any) -> Any:
+        return jax.device_put(array, Format(OUTPUTS_TOGETHER, array.sharding), donate=donate)
 
-    return jax.tree.map(placed, params, is_leaf=is_quantized)
+    return jax.tree.map(lambda leaf: laid_out(leaf, placed), params, is_leaf=is_quantized)
 
 
-def is_laid_out(leaf: QuantizedArray) -> bool:
-    """Whether a weight is multiplied by the kernel, and therefore needs the layout; XLA multiplies by the others."""
-    if leaf.ndim != 2 or leaf.scheme.kind != "int" or leaf.scheme.block[1] != 1:
-        return False
-    return leaf.scheme.block[0] < leaf.shape[0] and leaf.scheme.activations is None
+def laid_out(leaf: Any, place: Callable[[Any], Any]) -> Any:
+    """The weight with `place` of the arrays that a GPU needs in the layout; other leaves as they are."""
+    names = arrays_laid_out(leaf) if is_quantized(leaf) else ()
+    return replace(leaf, **{name: place(getattr(leaf, name)) for name in names}) if names else leaf
+
+
+def arrays_laid_out(leaf: QuantizedArray) -> tuple[str, ...]:
+    """Names of a weight's arrays that need the layout: its integers, and the numbers of its groups unless the kernel
+    for a GPU (`pallas_gpu`), which reads them for 64 outputs at a time, may multiply by it. Of an embedding [V, D] the
+    groups are along the rows, which have it already; XLA fuses products with one scale for each output."""
+    if leaf.ndim != 2 or leaf.scheme.block[0] >= leaf.shape[0] or leaf.scheme.block[0] == 1:
+        return ()
+    scheme = leaf.scheme
+    if scheme.kind == "int" and scheme.activations is None and scheme.block in GPU_KERNEL_BLOCKS:
+        return ("values",)
+    numbers = ("zeros", "minima") if isinstance(leaf.scales, NestedScales) else ("scales", "zeros", "minima")
+    return ("values", *(name for name in numbers if getattr(leaf, name) is not None))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.numba_cpu import calls
 from pallas_kernels.quantized_matmul.dequantize import code_zero
-from pallas_kernels.quantized_matmul.specs import MatmulSpec
+from pallas_kernels.quantized_matmul.specs import MatmulSpec, WeightReads
 
 STEP, UNIT = 8, 32  # inputs that the kernel takes at once, and where the weight is transposed
 
@@ -38,6 +38,11 @@ def form(spec: MatmulSpec, platform: str) -> str:
     """A description of how the product is computed, for people."""
     per = "a product per group, then scale and sum" if spec.is_grouped else "product, then scale"
     return f"weights converted in registers, {per}"
+
+
+def weight_reads(spec: MatmulSpec, platform: str) -> WeightReads:
+    """The kernel reads the integers, and writes none."""
+    return WeightReads()
 
 
 def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platform: str) -> jax.Array:

@@ -20,11 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.platform import missing_platform
-from pallas_kernels.quantized_matmul.specs import MatmulSpec
+from pallas_kernels.quantized_matmul.specs import GPU_KERNEL_BLOCKS, MatmulSpec, WeightReads
 
 TILE_OUTPUTS = 64
 MAX_TILE_ROWS = 128
-GROUPS = (64, 128)
 STAGES = 4
 # Thread blocks that fit on the chip: two for each of its 132 multiprocessors.
 ENOUGH_BLOCKS = 264
@@ -43,9 +42,11 @@ def unsupported(spec: MatmulSpec, platform: str) -> str | None:
         return "the GPU kernel takes integers as zeros, not minima"
     if spec.activations is not None:
         return "the GPU kernel multiplies floating-point activations"
+    if spec.is_transposed:
+        return "the GPU kernel multiplies by weights [inputs, outputs]"
     if not spec.is_grouped:
         return "XLA fuses products with a scale per output"
-    if spec.block[0] not in GROUPS or spec.block[1] != 1:
+    if spec.block not in GPU_KERNEL_BLOCKS:
         return f"the GPU kernel takes groups of 64 or 128 inputs, not blocks of {spec.block}"
     if spec.x_dtype != "bfloat16":
         return f"the GPU kernel takes bfloat16, not {spec.x_dtype}"
@@ -62,6 +63,11 @@ def unsupported(spec: MatmulSpec, platform: str) -> str | None:
 def form(spec: MatmulSpec, platform: str) -> str:
     """A description of how the product is computed, for people."""
     return "weights converted in registers, a product per group, then scale and sum"
+
+
+def weight_reads(spec: MatmulSpec, platform: str) -> WeightReads:
+    """Every tile of rows reads the weight."""
+    return WeightReads(passes=pl.cdiv(spec.rows, tile_rows(spec.rows)))
 
 
 def tile_rows(rows: int) -> int:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import jax
 
+# Blocks of the weights that the kernel for a GPU reads; it takes scales and zeros row by row of groups.
+GPU_KERNEL_BLOCKS = ((64, 1), (128, 1))
+
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -34,6 +37,18 @@ class MatmulSpec:
     def is_grouped(self) -> bool:
         """Whether an output has several scales, for groups of inputs."""
         return self.block[0] < self.inputs
+
+
+@dataclass(frozen=True)
+class WeightReads:
+    """What a product reads of its weight.
+
+    passes: how often the stored arrays are read.
+    copy: dtype of a copy of the whole weight that is written on every call and read instead, or None.
+    """
+
+    passes: int = 1
+    copy: str | None = None
 
 
 def make_spec(

@@ -2,14 +2,19 @@
 
 XLA:CPU fuses nothing into a product and converts the weight to float32 on every call. 1024 x 4096, one row, two cores:
 0.35 ms from float32, 1.0 ms from int8, 2.6 ms from int4; a grouped product takes 15 ms from two rows on.
+
+XLA:GPU fuses no groups into a product of its tensor cores, but does into sums over contiguous inputs: up to
+`_GPU_SUM_ROWS` rows are sums of float32 products, one for each row, and the fusion of several sums reads the weight
+once. It needs the layout of `jaxinfer.quantization.on_device`; of another it writes the weight in float32.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.quantized_matmul.dequantize import code_zero, dequantize, look_up, spread
-from pallas_kernels.quantized_matmul.specs import MatmulSpec
+from pallas_kernels.quantized_matmul.specs import MatmulSpec, WeightReads
 
 # XLA:CPU multiplies one row of int8 in a plain loop and 8 rows in a blocked kernel: 0.65 ms instead of 0.95 ms.
 _CPU_ROWS = 8
@@ -18,6 +23,9 @@ _CPU_ROWS = 8
 _TPU_ROWS = 8
 # XLA:GPU writes the weight in float32 for one row and few outputs: 38 MB moved for [4096, 1024] of int8 instead of 4.
 _GPU_ROWS = 2
+# XLA:GPU fuses the sums of about so many rows; each such fusion reads the weight.
+_GPU_SUM_ROWS, _GPU_FUSED_ROWS = 16, 8
+_ROW_MAJOR = Layout(major_to_minor=(0, 1))
 INT8_MAX, FP8_MAX = 127.0, 448.0
 # Avoids a scale of 0 for an all-zero token; SmoothQuant's code has the same lower bound.
 SMALLEST_MAXIMUM = 1e-5
@@ -34,12 +42,32 @@ def form(spec: MatmulSpec, platform: str) -> str:
         return f"{tokens}product, then scale"
     if _sums_groups(spec, platform):
         return f"{tokens}a product per group, then scale and sum"
+    if _sums_rows(spec, platform):
+        return f"{tokens}weights to float32 in registers, products of each row summed"
     return f"{tokens}weights to {_compute_dtype(spec, platform)}, then product"
+
+
+def weight_reads(spec: MatmulSpec, platform: str) -> WeightReads:
+    """What the product reads of the weight."""
+    if platform == "cpu":
+        integers = spec.activations == "int8" and not spec.is_grouped
+        copy = "float32" if not integers else None if spec.values_dtype == "int8" else "int8"
+        return WeightReads(copy=copy)
+    if not spec.is_grouped:
+        return WeightReads()
+    if _sums_groups(spec, platform):
+        return WeightReads(copy=spec.values_dtype if spec.is_transposed else None)  # in the other layout
+    if _sums_rows(spec, platform):
+        return WeightReads(passes=-(-spec.rows // _GPU_FUSED_ROWS))
+    return WeightReads(copy=_compute_dtype(spec, platform))
 
 
 def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platform: str) -> jax.Array:
     """float32 [rows, N] of x [rows, K]."""
     token_scales = None
+    if spec.is_transposed:
+        values, scales = values.T, scales.T
+        zeros, minima = (None if each is None else each.T for each in (zeros, minima))
     if _sums_groups(spec, platform):
         x = jnp.pad(x, ((0, max(_TPU_ROWS - spec.rows, 0)), (0, 0)))
     elif platform == "gpu":
@@ -56,6 +84,12 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
         )
     elif _sums_groups(spec, platform):
         product = _summed_over_groups(x, values, scales, zeros, codebook, minima, spec, platform)
+    elif _sums_rows(spec, platform):
+        # Without the constraint the compiler copies the weight of a loop to the layout of its shape, [K, N].
+        arrays = (None if each is None else with_layout_constraint(each.T, _ROW_MAJOR) for each in (values, scales, zeros, minima))
+        values, scales, zeros, minima = arrays
+        weight = dequantize(values, scales, zeros, codebook, minima, block=spec.block[::-1])
+        product = jnp.stack([jnp.sum(weight * row, axis=1) for row in x[: spec.rows].astype(jnp.float32)])
     else:
         dtype = _compute_dtype(spec, platform)
         weight = dequantize(values, scales, zeros, codebook, minima, block=spec.block)
@@ -65,6 +99,11 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
 
 def _sums_groups(spec: MatmulSpec, platform: str) -> bool:
     return platform == "tpu" and spec.inputs % spec.block[0] == 0
+
+
+def _sums_rows(spec: MatmulSpec, platform: str) -> bool:
+    """In float32 a row's bits must not depend on the number of rows, so that one form serves all."""
+    return platform == "gpu" and spec.is_grouped and spec.x_dtype != "float32" and spec.rows <= _GPU_SUM_ROWS
 
 
 def _compute_dtype(spec: MatmulSpec, platform: str) -> str:

@@ -1,0 +1,106 @@
+"""The table of implementations in docs/implementations.md: complete, current, and without an unknown slow cell."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.layout import Format
+
+from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization.matmul import matmul
+from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, laid_out
+from pallas_kernels import ahead_of_time
+from pallas_kernels.hbm_traffic import Program
+from tests.hbm import made_in_hbm
+from tests.pallas_kernels.quick import quick
+
+TABLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "update_implementations.py"))
+FORMS, PLACES = TABLE["FORMS"], TABLE["PLACES"]
+GROUPED = [name for name in FORMS if "groups" in name or "blocks" in name]
+HAS_NO_KERNEL = [name for name in FORMS if name.startswith(("codebook", "fp8"))]
+# Cells that read a copy of the weight at decode shapes. A cell that becomes fast is taken out here.
+KNOWN_SLOW = {
+    # XLA:CPU writes a float32 copy of what no kernel of Numba reads.
+    *(("linear, untied head", name, "cpu") for name in (*HAS_NO_KERNEL, "bfloat16")),
+    *(("tied head", name, "cpu") for name in (*GROUPED, "fp8, a scale per output", "bfloat16")),
+    *(("stack of experts", name, "cpu") for name in FORMS if name != "int8, activations in int8"),
+    # Stacks of experts have no kernel on a GPU.
+    *(("stack of experts", name, "gpu") for name in GROUPED),
+}
+
+
+@pytest.fixture(scope="module")
+def cells():
+    for chip in ("v6e", "h100"):
+        if (reason := ahead_of_time.missing_compiler(chip)) is not None:
+            pytest.skip(reason)
+    pytest.importorskip("numba")
+    return TABLE["cells"]()
+
+
+def test_no_weight_is_converted_before_a_decode_step_multiplies_by_it(cells):
+    slow = {cell for cell, use in cells.items() if use is not None and use.is_wasteful}
+    exist = {cell for cell, use in cells.items() if use is not None}
+    assert slow == KNOWN_SLOW & exist
+
+
+def test_a_copy_is_said_in_words(cells):
+    for cell, use in cells.items():
+        if use is not None and "then product" in use.form and "weights to" in use.form:
+            assert use.copy is not None, cell
+
+
+def test_the_page_is_current(cells):
+    """`python docs/update_implementations.py` writes it."""
+    assert TABLE["FILE"].read_text() == TABLE["page"](cells)
+
+
+COMPILED = [
+    (chip, place, name)
+    for chip in ("v6e", "h100")
+    for place in ("linear, untied head", "tied head")
+    for name, form in FORMS.items()
+    if place != "tied head" or TABLE["tied_head"](form, "cpu", "float32") is not None
+]
+ALWAYS = [(chip, "tied head", "int8, groups of 32 (Q8_0, Q5_0)") for chip in ("v6e", "h100")]
+ALWAYS += [("h100", "linear, untied head", "int4, groups of 32 with minima (Q4_1, Q4_K)")]
+
+
+@pytest.mark.parametrize(("chip", "place", "name"), quick(COMPILED, *ALWAYS))
+def test_compiled_in_a_loop_the_weight_is_read_as_stored(chip, place, name):
+    """In a loop, where XLA would hoist a copy of the weight, and beside the look-up, which needs another layout."""
+    if (reason := ahead_of_time.missing_compiler(chip)) is not None:
+        pytest.skip(reason)
+    is_transposed = place == "tied head"
+    inputs, outputs = TABLE["INPUTS"], TABLE["OUTPUTS"]
+    form = FORMS[name]
+    shape = (outputs, inputs) if is_transposed else (inputs, outputs)
+    weight = form.weight(is_transposed=is_transposed) if not isinstance(form, type(jnp.bfloat16)) else None
+    weight = jax.ShapeDtypeStruct(shape, form) if weight is None else weight
+    if chip == "h100":
+        with ahead_of_time.as_if_on(chip) as whole:
+            place_of: Any = Format(OUTPUTS_TOGETHER, whole)
+            weight = laid_out(weight, lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place_of))
+    x = jax.ShapeDtypeStruct((4, inputs), jnp.bfloat16)
+
+    def decode(x, weight, count):
+        def step(_, x):
+            product = matmul(x, weight, jnp.float32, is_transposed=is_transposed)
+            return (product[:, :inputs] * 1e-3).astype(x.dtype)
+
+        return jax.lax.fori_loop(0, count, step, x)
+
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    found = ahead_of_time.compile_for(chip, jax.jit(decode), x, weight, count)
+    size = weight.num_bytes if isinstance(weight, QuantizedArray) else 2 * weight.size
+    results = 4 * 8 * outputs
+    program = Program(found.program.as_text())
+    kernels = "mosaic_gpu|__cublas|gemm" if chip == "h100" else None
+    moved = sum(move.num_bytes for move in program.moves(gpu_kernels=kernels))
+    print(f"{chip} {place} {name}: {moved / size:.2f} of the weight, {found.temporary_bytes:,} of temporaries")
+    assert moved <= 1.15 * size + 4 * results
+    assert found.temporary_bytes <= 0.15 * size + 4 * results
+    assert [i.name for i in made_in_hbm(program, at_least=size // 2)] == []
