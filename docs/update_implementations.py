@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxinfer.quantization import QuantizedArray, Scheme
 from jaxinfer.quantization.array import NestedScales
+from jaxinfer.quantization.packed import packed_shapes, why_not_packed
 from jaxinfer.quantization.reads import MOST_READ, WeightUse, lookup_use, product_use
 from pallas_kernels import ahead_of_time
 
@@ -83,28 +84,35 @@ FORMS: dict[str, Form | Any] = {
 }
 
 
+def held(form: Any, platform: str, *leading: int, is_transposed: bool = False) -> Any:
+    """The abstract weight as a platform's programs take it: packed on a CPU, where it can be."""
+    shape = (OUTPUTS, INPUTS) if is_transposed else (INPUTS, OUTPUTS)
+    plain = not isinstance(form, Form)
+    weight = shaped(form, *leading, *shape) if plain else form.weight(*leading, is_transposed=is_transposed)
+    if platform != "cpu" or why_not_packed(weight, is_transposed=is_transposed) is not None:
+        return weight
+    return packed_shapes(weight, is_transposed=is_transposed)
+
+
 def linear(form: Any, platform: str, dtype: str) -> WeightUse:
-    weight = form.weight() if isinstance(form, Form) else shaped(form, INPUTS, OUTPUTS)
-    return product_use(weight, DECODE_ROWS, dtype, platform=platform)
+    return product_use(held(form, platform), DECODE_ROWS, dtype, platform=platform)
 
 
 def tied_head(form: Any, platform: str, dtype: str) -> WeightUse | None:
     if isinstance(form, Form) and ({"nested", "permuted"} & set(form.extras) or form.across > 1 or form.activations):
         return None
-    weight = form.weight(is_transposed=True) if isinstance(form, Form) else shaped(form, OUTPUTS, INPUTS)
+    weight = held(form, platform, is_transposed=True)
     return product_use(weight, DECODE_ROWS, dtype, is_transposed=True, platform=platform)
 
 
 def experts(form: Any, platform: str, dtype: str) -> WeightUse:
-    weight = form.weight(EXPERTS) if isinstance(form, Form) else shaped(form, EXPERTS, INPUTS, OUTPUTS)
-    return product_use(weight, DECODE_ROWS, dtype, platform=platform)
+    return product_use(held(form, platform, EXPERTS), DECODE_ROWS, dtype, platform=platform)
 
 
 def look_up(form: Any, platform: str, dtype: str) -> WeightUse | None:
     if tied_head(form, platform, dtype) is None:
         return None
-    weight = form.weight(is_transposed=True) if isinstance(form, Form) else shaped(form, OUTPUTS, INPUTS)
-    return WeightUse(lookup_use(weight, platform), 1, 1)
+    return WeightUse(lookup_use(held(form, platform, is_transposed=True), platform), 1, 1)
 
 
 # An untied head is a linear layer's weight [K, N].

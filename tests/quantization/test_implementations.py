@@ -20,13 +20,8 @@ from tests.pallas_kernels.quick import quick
 TABLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "update_implementations.py"))
 FORMS, PLACES = TABLE["FORMS"], TABLE["PLACES"]
 GROUPED = [name for name in FORMS if "groups" in name or "blocks" in name]
-HAS_NO_KERNEL = [name for name in FORMS if name.startswith(("codebook", "fp8"))]
 # Cells that read a copy of the weight at decode shapes. A cell that becomes fast is taken out here.
 KNOWN_SLOW = {
-    # XLA:CPU writes a float32 copy of what no kernel of Numba reads.
-    *(("linear, untied head", name, "cpu") for name in (*HAS_NO_KERNEL, "bfloat16")),
-    *(("tied head", name, "cpu") for name in (*GROUPED, "fp8, a scale per output", "bfloat16")),
-    *(("stack of experts", name, "cpu") for name in FORMS if name != "int8, activations in int8"),
     # Stacks of experts have no kernel on a GPU.
     *(("stack of experts", name, "gpu") for name in GROUPED),
 }
