@@ -143,11 +143,13 @@ def page(found: dict[tuple[str, str, str], WeightUse | None]) -> str:
         "# Implementations by form of weight\n\nWritten by `python docs/update_implementations.py`, from the functions "
         f"that choose. For a decode step of {DECODE_ROWS} rows: the implementation, how it computes, and, where it is "
         f"above {MOST_READ}, the bytes of the weight that it reads over those that it has in memory. A CPU computes in "
-        "float32, with `jaxinfer[cpu]`; a TPU (v6e) and a GPU (H100) in bfloat16. With more than 16 rows a GPU converts "
+        "float32, with `jaxinfer[cpu]`; a TPU (v6e) and a GPU (H100) in bfloat16. Beyond 16 rows a GPU converts "
         "groups other than 64 and 128 integers to bfloat16 first.\n"
     ]
     for place in PLACES:
-        parts.append(f"\n## {place[0].upper()}{place[1:]}\n\n| form in memory | CPU | TPU | GPU |\n| --- | --- | --- | --- |\n")
+        parts.append(
+            f"\n## {place[0].upper()}{place[1:]}\n\n| form in memory | CPU | TPU | GPU |\n| --- | --- | --- | --- |\n"
+        )
         for name in FORMS:
             shown = (_shown(found[place, name, platform]) for platform, _, _ in PLATFORMS)
             parts.append(f"| {name} | {' | '.join(shown)} |\n")

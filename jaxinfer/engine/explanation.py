@@ -448,9 +448,7 @@ def _quantized_products(engine: EngineSpec) -> dict[str, Any]:
         if engine.mesh is not None and not is_weight(leaf):
             continue
         try:
-            one, every = (
-                product_use(leaf, rows, engine.dtype, is_transposed=is_head) for rows in (1, engine.max_seqs)
-            )
+            one, every = (product_use(leaf, rows, engine.dtype, is_transposed=is_head) for rows in (1, engine.max_seqs))
         except ValueError:
             continue  # a vector for each of several parts is no matrix of inputs and outputs
         stored, read = stored + every.stored_bytes, read + every.read_bytes

@@ -206,10 +206,12 @@ def laid_out(leaf: Any, place: Callable[[Any], Any]) -> Any:
 def arrays_laid_out(leaf: QuantizedArray) -> tuple[str, ...]:
     """Names of a weight's arrays that need the layout: its integers, and the numbers of its groups unless the kernel
     for a GPU (`pallas_gpu`), which reads them for 64 outputs at a time, may multiply by it. Of an embedding [V, D] the
-    groups are along the rows, which have it already; XLA fuses products with one scale for each output."""
-    if leaf.ndim != 2 or leaf.scheme.block[0] >= leaf.shape[0] or leaf.scheme.block[0] == 1:
-        return ()
+    groups are along the rows, which have it already."""
     scheme = leaf.scheme
+    if leaf.ndim != 2 or scheme.block[0] == 1:
+        return ()
+    if scheme.block[0] >= leaf.shape[0]:  # the compiler multiplies these in this layout only, and would copy them
+        return ("values",) if leaf.values.dtype == jnp.int4 or scheme.activations == "int8" else ()
     if scheme.kind == "int" and scheme.activations is None and scheme.block in GPU_KERNEL_BLOCKS:
         return ("values",)
     numbers = ("zeros", "minima") if isinstance(leaf.scales, NestedScales) else ("scales", "zeros", "minima")

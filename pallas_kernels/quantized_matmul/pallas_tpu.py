@@ -39,7 +39,9 @@ def unsupported(spec: MatmulSpec, platform: str) -> str | None:
         return "the TPU kernel multiplies floating-point activations"
     size, across = spec.block
     if across != 1 or spec.inputs % size or (LANES % size and size % LANES):
-        return f"the TPU kernel takes whole groups that divide {LANES} inputs or are multiples, not blocks of {spec.block}"
+        return (
+            f"the TPU kernel takes whole groups that divide {LANES} inputs or are multiples, not blocks of {spec.block}"
+        )
     if jax.sharding.get_abstract_mesh().size > 1:
         return "weights are sharded over several devices, and only XLA partitions its own products"
     if 0 in (spec.rows, spec.inputs, spec.outputs):
@@ -91,7 +93,11 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
     num_blocks = pl.cdiv(spec.outputs, columns)
     weight_bits = jax.dtypes.itemsize_bits(values.dtype)
     kernel = partial(
-        _kernel, group=spec.block[0], has_zeros=zeros is not None, has_minima=minima is not None, precision=_precision(x)
+        _kernel,
+        group=spec.block[0],
+        has_zeros=zeros is not None,
+        has_minima=minima is not None,
+        precision=_precision(x),
     )
     found = pl.pallas_call(
         kernel,

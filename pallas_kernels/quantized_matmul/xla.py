@@ -86,9 +86,16 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
         product = _summed_over_groups(x, values, scales, zeros, codebook, minima, spec, platform)
     elif _sums_rows(spec, platform):
         # Without the constraint the compiler copies the weight of a loop to the layout of its shape, [K, N].
-        arrays = (None if each is None else with_layout_constraint(each.T, _ROW_MAJOR) for each in (values, scales, zeros, minima))
-        values, scales, zeros, minima = arrays
-        weight = dequantize(values, scales, zeros, codebook, minima, block=spec.block[::-1])
+        values, scales, zeros, minima = (
+            None if each is None else with_layout_constraint(each.T, _ROW_MAJOR)
+            for each in (values, scales, zeros, minima)
+        )
+        block = spec.block[::-1]
+        if codebook is None:
+            weight = dequantize(values, scales, zeros, None, minima, block=block)
+        else:  # a gather, which sums fuse; 15 selections for each value they do not
+            entries = look_up(values, codebook, "cpu")
+            weight = entries * spread(scales.astype(jnp.float32), block, values.shape)
         product = jnp.stack([jnp.sum(weight * row, axis=1) for row in x[: spec.rows].astype(jnp.float32)])
     else:
         dtype = _compute_dtype(spec, platform)

@@ -76,6 +76,28 @@ def test_bfloat16_products_round_no_more_than_a_bfloat16_weight_does(name):
     assert (np.abs(product(x, w, "gpu") - exact) <= 4 * 2.0**-9 * terms).all()
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", [*quick(["int8-g32-asym", "nf4"], "int8-g32-asym"), "affine4-g32"])
+def test_a_tied_head_with_groups_is_the_dequantized_one(name, platform):
+    """[V, D] with groups along D, at few rows and at many."""
+    w = weight(name)
+    values, scales, zeros, codebook, minima = arrays(w)
+    head = [None if one is None else one.T for one in (values, scales, zeros, minima)]
+    stored = (head[0], head[1], head[2], codebook, head[3])
+    for rows in (1, 4, 20):
+        x = jax.random.normal(jax.random.key(rows), (rows, K)).astype(jnp.bfloat16)
+        spec = make_spec(
+            x, head[0], head[2], codebook, head[3], block=w.scheme.block, activations=None, is_transposed=True
+        )
+        found = jax.jit(lambda x, stored, spec=spec: xla.matmul(x, *stored, spec, platform))(x, stored)
+        weights = np.asarray(w.dequantize(), np.float64)
+        exact = np.asarray(x, np.float64) @ weights
+        terms = np.sqrt(np.square(np.asarray(x, np.float64)) @ np.square(weights))
+        # Up to 16 rows weights are not rounded; a GPU rounds those of more to bfloat16.
+        rounding = 4 * 2.0**-9 if platform == "gpu" and rows > 16 else 1e-5
+        assert (np.abs(found - exact) <= rounding * terms).all()
+
+
 ACTIVATIONS = [
     (name, platform) for name in ("w8a8", "w8a8-fp8", "w8a8-fp8-block") for platform in ("cpu", "tpu", "gpu")
 ]
