@@ -122,8 +122,8 @@ def load_params(
     limit: int | None = None,
 ) -> Params:
     """The parameters of an open checkpoint on the device or a mesh. Arguments, memory and errors as of `load`; what
-    belongs to `host` goes there, without a mesh, converted by `convert_host`. `skips`: whether a parameter is left out. `limit`: as of
-    `read_ahead`."""
+    belongs to `host` goes there, without a mesh, converted by `convert_host`. `skips`: whether a parameter is left out.
+    `limit`: as of `read_ahead`."""
     params: Params = {}
     place = OnDefaultDevice(convert, host, convert_host) if mesh is None else OnMesh(mesh, checkpoint.config, convert)
     paths = [path for unit in checkpoint.units().values() for path in unit if not skips(path)]

@@ -109,8 +109,8 @@ def test_a_checkpoint_goes_to_the_host_without_passing_the_device(monkeypatch):
     monkeypatch.setattr(OnDefaultDevice, "__call__", recorded)
     with LLM("demo", max_seqs=2, max_model_len=64, offload=3) as llm:
         moved = llm.engine.spec.host_bytes
-        # What stays is packed, padded to whole panels; what moves is not.
-        assert sum(sizes) == num_bytes(llm.engine.spec.params) - moved < whole / 2
+        # What stays is packed; what moves is not.
+        assert sum(sizes) == num_bytes(llm.engine.spec.params) - moved
         assert 0 < moved < whole
         found = llm.generate("Once", SamplingParams(max_tokens=6, seed=1))[0]
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids
