@@ -117,14 +117,15 @@ def load_params(
     progress: bool | ProgressCallback | None = None,
     convert: Convert | None = None,
     host: HostStacks | None = None,
+    convert_host: Convert | None = None,
     skips: Callable[[ParamPath], bool] = lambda path: False,
     limit: int | None = None,
 ) -> Params:
     """The parameters of an open checkpoint on the device or a mesh. Arguments, memory and errors as of `load`; what
-    belongs to `host` goes there, without a mesh. `skips`: whether a parameter is left out. `limit`: as of
-    `read_ahead`."""
+    belongs to `host` goes there, without a mesh, converted by `convert_host`. `skips`: whether a parameter is left out.
+    `limit`: as of `read_ahead`."""
     params: Params = {}
-    place = OnDefaultDevice(convert, host) if mesh is None else OnMesh(mesh, checkpoint.config, convert)
+    place = OnDefaultDevice(convert, host, convert_host) if mesh is None else OnMesh(mesh, checkpoint.config, convert)
     paths = [path for unit in checkpoint.units().values() for path in unit if not skips(path)]
     with Progress(progress, sum(map(checkpoint.param_bytes, paths)), "loading") as bar:
         for path, leaf in read_ahead(checkpoint, place.parts, place, paths, limit=limit or IN_FLIGHT_BYTES):
@@ -261,15 +262,22 @@ class OnDefaultDevice:
 
     parts: Mapping[ParamPath, Sequence[Bounds]] = {}
 
-    def __init__(self, convert: Convert | None = None, host: HostStacks | None = None):
-        self._convert, self._host = convert, host
+    def __init__(
+        self,
+        convert: Convert | None = None,
+        host: HostStacks | None = None,
+        convert_host: Convert | None = None,
+    ):
+        self._convert, self._host, self._convert_host = convert, host, convert_host
 
     def __call__(self, path: ParamPath, found: HostParam) -> Any:
         leaf: Any = found if isinstance(found, QuantizedArray) else found[0]
-        if self._convert is None and self._host is not None and self._host.takes(path):
+        is_host = self._host is not None and self._host.takes(path)
+        convert = self._convert_host if is_host else self._convert
+        if is_host and convert is None:
             return leaf
         leaf = jax.device_put(leaf)
-        return leaf if self._convert is None else self._convert(path, leaf)
+        return leaf if convert is None else convert(path, leaf)
 
 
 class OnMesh:

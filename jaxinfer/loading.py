@@ -305,16 +305,11 @@ class _Reading:
         checkpoint, packing, chosen = self.checkpoint, self.packing, self.chosen
         read = partial(checkpoints_convert.load_params, checkpoint, mesh=self.mesh, progress=True, **where)
         if self.mesh is not None or why_not_packing(checkpoint.config.dtype) is not None:
-            return read(convert=chosen)
-
-        def convert(path: tuple[str, ...], leaf: Any) -> Any:
-            if not elsewhere(path):
-                return packing(path, leaf)
-            return leaf if chosen is None else chosen(path, leaf)
+            return read(convert=chosen, convert_host=chosen)
 
         if keeps_16_bits:
             checkpoint.keeps_16_bits = lambda path: packing.keeps_16_bits(path) and not elsewhere(path)
-        params = read(convert=convert, limit=PACKING_BYTES)
+        params = read(convert=packing, convert_host=chosen, limit=PACKING_BYTES)
         release_heap()  # of the buffers that the weights were read to
         return params
 

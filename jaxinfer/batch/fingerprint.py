@@ -129,6 +129,8 @@ def _samples(array: Any, shape: tuple[int, ...], places: tuple[Any, ...], block:
 
 
 def _quantized_samples(leaf: Any, shape: tuple[int, ...], places: tuple[Any, ...]) -> Iterator[_Sample]:
+    import jax.numpy as jnp
+
     from jaxinfer.quantization import NestedScales
 
     if isinstance(leaf.scales, NestedScales):  # a mesh keeps them as plain ones where it pads
@@ -136,6 +138,7 @@ def _quantized_samples(leaf: Any, shape: tuple[int, ...], places: tuple[Any, ...
     yield from _samples(leaf.values, shape, places, (1, 1))
     for numbers in (leaf.scales, leaf.zeros, leaf.minima):
         if numbers is not None:
+            numbers = jnp.where(numbers == 0, jnp.zeros_like(numbers), numbers)  # packed ones have no -0
             yield from _samples(numbers, shape, places, leaf.scheme.block)
     if leaf.codebook is not None:
         yield from _samples(leaf.codebook, leaf.codebook.shape, (None,), (1, 1))

@@ -133,8 +133,9 @@ class Linear(nnx.Module):
 
 def project(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
     """The outputs of linear layers of the same x, in one call where all their weights are packed for a CPU."""
-    weights = [linear.weight.get_value() for linear in linears]
-    if not all(map(is_joinable, weights)):
+    # Calibration puts recorders in the place of linear layers.
+    weights = [linear.weight.get_value() for linear in linears if isinstance(linear, Linear)]
+    if len(weights) < len(linears) or not all(map(is_joinable, weights)):
         return [linear(x) for linear in linears]
     with jax.named_scope("_".join(linear.scope for linear in linears)):
         products = matmul_several(x, weights)

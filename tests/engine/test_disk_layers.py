@@ -83,7 +83,8 @@ def test_a_folder_of_safetensors_stays_on_the_disk_too():
             taps = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), taps=["layers.3.mlp"])[0].taps
             found.append((tokens, llm.fingerprint(), taps["layers.3.mlp"]))
     assert found[0][:2] == found[1][:2]
-    np.testing.assert_array_equal(found[0][2], found[1][2])
+    # Weights that stay in memory are packed, and multiplied by another kernel.
+    np.testing.assert_allclose(found[0][2], found[1][2], rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.slow

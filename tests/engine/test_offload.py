@@ -19,7 +19,7 @@ from jaxinfer.llm_options import parse_offload
 from jaxinfer.models import MoEConfig, abstract_params, host_layers, init_params
 from jaxinfer.models.host_layers import HostLayers, HostStacks, all_layers, layer_of, move_layers_to_host, take_layers
 from jaxinfer.quantization import quantize_params
-from jaxinfer.quantization.tree import num_bytes
+from jaxinfer.quantization.tree import num_bytes, num_parameters, weights
 from tests.pallas_kernels.quick import quick
 from tests.planning.plan_models import LLAMA_3_8B
 from tests.tiny import OPTIONS, TINY
@@ -89,9 +89,9 @@ def test_of_a_mixture_only_experts_move():
     assert list(stacks["1,2,3"]) == ["mlp"]
     assert list(stacks["1,2,3"]["mlp"]) == ["experts"]
     assert sum(leaf.size for leaf in jax.tree.leaves(stacks["1,2,3"])) == 3 * 8 * 3 * 32 * 24
-    kept = jax.tree.leaves(spec.params["layers"]["1"])
+    kept = weights(spec.params["layers"]["1"])
     assert max(leaf.ndim for leaf in kept) == 2
-    assert num_bytes(all_layers(spec.params)) == num_bytes(whole.params)
+    assert num_parameters(all_layers(spec.params)) == num_parameters(whole.params)
 
 
 def test_a_checkpoint_goes_to_the_host_without_passing_the_device(monkeypatch):
@@ -103,13 +103,14 @@ def test_a_checkpoint_goes_to_the_host_without_passing_the_device(monkeypatch):
 
     def recorded(self, path, found):
         leaf = place(self, path, found)
-        sizes.append(leaf.nbytes if isinstance(leaf, jax.Array) else 0)
+        sizes.append(num_bytes(leaf) if isinstance(jax.tree.leaves(leaf)[0], jax.Array) else 0)
         return leaf
 
     monkeypatch.setattr(OnDefaultDevice, "__call__", recorded)
     with LLM("demo", max_seqs=2, max_model_len=64, offload=3) as llm:
         moved = llm.engine.spec.host_bytes
-        assert sum(sizes) == whole - moved
+        # What stays is packed; what moves is not.
+        assert sum(sizes) == num_bytes(llm.engine.spec.params) - moved
         assert 0 < moved < whole
         found = llm.generate("Once", SamplingParams(max_tokens=6, seed=1))[0]
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids
