@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.peers.report import NAMES
 from benchmarks.real.measures import LESS_IS_BETTER, TITLES
 
-MODEL_TITLES = {"smollm2": "SmolLM2-135M-Instruct, Q4_1", "gemma3-270m": "Gemma 3 270M, Q4_K_M"}
+MODEL_TITLES: dict[str, str] = {"smollm2": "SmolLM2-135M-Instruct, Q4_1", "gemma3-270m": "Gemma 3 270M, Q4_K_M"}
 
 
 def to_markdown(report: dict[str, Any]) -> str:
