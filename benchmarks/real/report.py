@@ -12,7 +12,7 @@ MODEL_TITLES: dict[str, str] = {"smollm2": "SmolLM2-135M-Instruct, Q4_1", "gemma
 def to_markdown(report: dict[str, Any]) -> str:
     """A table for each model: medians over the rounds, and jaxinfer over llama.cpp; then the machine."""
     systems = [name for name in NAMES if any(name in figures for figures in report["models"].values())]
-    parts = [_table(MODEL_TITLES.get(name, name), found, systems) for name, found in report["models"].items() if found]
+    parts = [_table(MODEL_TITLES[name], found, systems) for name, found in report["models"].items() if found]
     absent = {**report["skipped"], **report["failed"]}
     if absent:
         parts.append("Not in this run: " + "; ".join(f"{name} ({why})" for name, why in absent.items()) + ".")
