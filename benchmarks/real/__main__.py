@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.compare import SystemFailedError, run_process, versions
-from benchmarks.peers.systems import chosen, why_not
+from benchmarks.peers.systems import why_not
 from benchmarks.real.cpu import describe_cpu
 from benchmarks.real.measures import QUICK, SYSTEMS, TITLES, figure_of, job_of
 from benchmarks.real.models import MODELS
@@ -171,10 +171,7 @@ def main() -> None:
     if options.quick:
         print(to_markdown(quick(models, measures, report)))
         return
-    try:
-        systems = chosen(options.systems)
-    except ValueError as error:
-        parser.error(f"--systems: {error}")
+    systems = _names(options.systems, list(SYSTEMS), "--systems", parser)
     report["skipped"] = {name: why for name in systems if (why := why_not(name, None)) is not None}
     present = [name for name in systems if name not in report["skipped"]]
     print(to_markdown(measure(models, measures, present, continued(options.json, report), options.json)))

@@ -6,13 +6,13 @@ from typing import Any
 from benchmarks.peers.report import NAMES
 from benchmarks.real.measures import LESS_IS_BETTER, TITLES
 
-MODEL_TITLES = {"smollm2": "SmolLM2-135M-Instruct, Q4_1", "gemma3-270m": "Gemma 3 270M, Q4_K_M"}
+MODEL_TITLES: dict[str, str] = {"smollm2": "SmolLM2-135M-Instruct, Q4_1", "gemma3-270m": "Gemma 3 270M, Q4_K_M"}
 
 
 def to_markdown(report: dict[str, Any]) -> str:
     """A table for each model: medians over the rounds, and jaxinfer over llama.cpp; then the machine."""
     systems = [name for name in NAMES if any(name in figures for figures in report["models"].values())]
-    parts = [_table(MODEL_TITLES.get(name, name), found, systems) for name, found in report["models"].items() if found]
+    parts = [_table(MODEL_TITLES[name], found, systems) for name, found in report["models"].items() if found]
     absent = {**report["skipped"], **report["failed"]}
     if absent:
         parts.append("Not in this run: " + "; ".join(f"{name} ({why})" for name, why in absent.items()) + ".")

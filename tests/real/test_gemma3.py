@@ -26,8 +26,9 @@ def test_the_loss_is_that_of_llama_cpp(llm, golden):
 
 
 def test_greedy_answers(llm):
+    """Those of llama.cpp: it is a base model."""
     prompts = ["The capital of France is", "1, 2, 3, 4, 5, 6,"]
-    assert texts(llm, prompts, greedy(3)) == [" Paris, a", " 7,"]
+    assert texts(llm, prompts, greedy(4)) == [" the capital of the", " 7, "]
 
 
 def test_the_loss_beyond_the_windows_is_that_of_llama_cpp(llm, golden):

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.real
 @pytest.mark.parametrize("name", MODELS)
 def test_ids_are_those_of_llama_cpp(model_path, golden, name):
     tokenizer = tokenizer_of(model_path(name))
+    assert tokenizer is not None
     assert golden[name]["sha256"] == MODELS[name].sha256
     assert len(golden[name]["ids"]) == len(TEXTS) == 60
     wrong = {
@@ -26,5 +27,6 @@ def test_ids_are_those_of_llama_cpp(model_path, golden, name):
 def test_texts_come_back(model_path, name):
     """All but those with control tokens, and where U+2581 stands for a space."""
     tokenizer = tokenizer_of(model_path(name))
+    assert tokenizer is not None
     changed = [text for text in TEXTS if tokenizer.decode(tokenizer.encode_content(text)) != text]
     assert changed == ([] if name == "smollm2" else ["▁▁ Ġ Ċ <0x0A> ▁the"])
