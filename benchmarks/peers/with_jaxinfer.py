@@ -14,7 +14,9 @@ class Jaxinfer:
     compiles_shapes = True
 
     def __init__(self, folder: Path, draft: Path | None, *, drafts: str | None = None):
-        allowed = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+        allowed = MAX_MODEL_LEN
+        if folder.suffix != ".gguf":
+            allowed = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
         options: dict[str, Any] = {"max_seqs": 1} if drafts else {"max_seqs": MAX_SEQS}
         if drafts is not None:
             options["draft"] = str(draft) if drafts == "model" else drafts

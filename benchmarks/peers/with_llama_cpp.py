@@ -22,7 +22,7 @@ class LlamaCpp:
         llama_cpp.llama_log_set(_QUIET, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         settings = llama_cpp.llama_model_default_params()
-        file = folder / "model-f32.gguf"
+        file = folder if folder.suffix == ".gguf" else folder / "model-f32.gguf"
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), settings)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot open {file.name}")
