@@ -1,7 +1,8 @@
 """A random mixture of experts in Qwen3-MoE's form, stored as llama.cpp's Q4_K_M.
 
 gguf-py does not round to K-quants, so the blocks themselves are random: codes are uniform, and scales are chosen so
-that weights have a mean of about 0 and the standard deviation of a fresh model. The tokenizer has the 256 bytes, and
+that weights have a mean of about 0 and the standard deviation of a fresh model. As in files that llama.cpp's quantizer
+wrote, the largest scale of a block is the largest number that its bits can hold. The tokenizer has the 256 bytes, and
 filler tokens that no text contains.
 """
 
@@ -26,6 +27,7 @@ WEIGHT_SCALE = 0.02  # standard deviation
 ROUTER_SCALE = 0.2  # experts differ clearly, so that rounding seldom changes who is chosen
 BLOCK = 256  # weights of a block of K-quants
 _Q4_SCALES, _Q6_SCALES = (32, 64), (64, 128)  # from, and up to but not including
+_Q4_LARGEST, _Q6_LARGEST = 63, -128  # what quantize_row_q4_K and _q6_K of ggml-quants.c make of a block's largest scale
 
 
 def write_mixture(file: Path, shape: dict[str, int] = SHAPE, seed: int = 0) -> int:
@@ -92,6 +94,7 @@ def q4_k_blocks(numbers: np.random.Generator, count: int) -> np.ndarray:
     """uint8 [count, 144]: float16 d and dmin, 8 scales and 8 minima of 6 bits, 256 codes of 4 bits."""
     blocks = numbers.integers(0, 256, (count, 144), dtype=np.uint8)
     scales = numbers.integers(*_Q4_SCALES, (count, 8), dtype=np.uint8)
+    scales[np.arange(count), numbers.integers(0, 8, count)] = _Q4_LARGEST
     # weight = d * scale * code - dmin * minimum; codes are 7.5 on average, so equal minima make the mean 0.
     unit = np.float16(WEIGHT_SCALE / (np.sqrt((16**2 - 1) / 12) * np.mean(_Q4_SCALES)))
     blocks[:, :4] = np.array([unit, np.float16(7.5) * unit], np.float16).view(np.uint8)
@@ -105,7 +108,9 @@ def q6_k_blocks(numbers: np.random.Generator, count: int) -> np.ndarray:
     """uint8 [count, 210]: 256 codes of 6 bits, less 32, 16 scales of int8, float16 d."""
     blocks = numbers.integers(0, 256, (count, 210), dtype=np.uint8)
     scales = numbers.integers(*_Q6_SCALES, (count, 16), dtype=np.int8)
-    blocks[:, 192:208] = np.where(numbers.random((count, 16)) < 0.5, -scales, scales).view(np.uint8)
+    scales = np.where(numbers.random((count, 16)) < 0.5, -scales, scales)
+    scales[np.arange(count), numbers.integers(0, 16, count)] = _Q6_LARGEST
+    blocks[:, 192:208] = scales.view(np.uint8)
     unit = np.float16(WEIGHT_SCALE / (np.sqrt((64**2 - 1) / 12) * np.mean(_Q6_SCALES)))
     blocks[:, 208:] = np.array([unit], np.float16).view(np.uint8)
     return blocks
