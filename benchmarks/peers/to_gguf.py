@@ -1,4 +1,4 @@
-"""A Hugging Face Llama as a GGUF file in float32, for llama.cpp. Without a tokenizer: requests are token ids."""
+"""A Hugging Face Llama as a GGUF file of floats, for llama.cpp. Without a tokenizer: requests are token ids."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,12 @@ NAMES = {
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def write_gguf(folder: Path, file: Path) -> None:
-    """Converts `folder`, one safetensors file with tied embeddings or an lm_head, to `file`.
+FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
+
+
+def write_gguf(folder: Path, file: Path, kind: str = "F32") -> None:
+    """Converts `folder`, one safetensors file with tied embeddings or an lm_head, to `file`: matrices as `kind`, F32,
+    F16 or BF16, and norms in float32.
 
     Raises ImportError without the gguf package (in the extra `oracle`), KeyError for a tensor that no Llama has.
     """
@@ -43,13 +47,14 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     for name, array in _tensors(folder / "model.safetensors", safe_open):
         if ".q_proj" in name:
             array = _interleaved(array, heads)
         elif ".k_proj" in name:
             array = _interleaved(array, kv_heads)
-        writer.add_tensor(_gguf_name(name), array)
+        of_tensor = gguf.GGMLQuantizationType[kind if array.ndim > 1 else "F32"]
+        writer.add_tensor(_gguf_name(name), gguf.quants.quantize(array, of_tensor), raw_dtype=of_tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -64,6 +64,12 @@ class Measure:
         return sum(self.lengths)
 
 
+def random_prompts(lengths: list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of these lengths. The same seed makes the same prompts."""
+    numbers = random.Random(seed)
+    return [[numbers.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
+
+
 def measures(vocab_size: int = SHAPE["vocab_size"], seed: int = 0) -> dict[str, Measure]:
     """All measures of the random model. The same seed makes the same requests."""
     numbers = random.Random(seed)
@@ -84,8 +90,11 @@ def measures(vocab_size: int = SHAPE["vocab_size"], seed: int = 0) -> dict[str, 
     }
 
 
-def make_checkpoint(folder: Path, shape: dict = SHAPE, seed: int = 0) -> None:
-    """A random float32 Llama as Hugging Face lays it out: config.json and model.safetensors, tied embeddings."""
+def make_checkpoint(folder: Path, shape: dict = SHAPE, seed: int = 0, dtype: str = "float32") -> None:
+    """A random Llama as Hugging Face lays it out: config.json and model.safetensors, tied embeddings.
+
+    dtype: float32, or bfloat16, which needs the ml_dtypes package.
+    """
     from safetensors.numpy import save_file
 
     numbers = np.random.default_rng(seed)
@@ -112,6 +121,10 @@ def make_checkpoint(folder: Path, shape: dict = SHAPE, seed: int = 0) -> None:
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{name}.weight"] = _ones(width)
     folder.mkdir(parents=True, exist_ok=True)
+    if dtype != "float32":
+        import ml_dtypes
+
+        tensors = {name: tensor.astype(getattr(ml_dtypes, dtype)) for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -119,7 +132,7 @@ def make_checkpoint(folder: Path, shape: dict = SHAPE, seed: int = 0) -> None:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "torch_dtype": "float32",
+        "torch_dtype": dtype,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
