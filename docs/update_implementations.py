@@ -43,7 +43,7 @@ class Form:
         block = (self.block or INPUTS, self.across)
         shape, groups = (INPUTS, OUTPUTS), (INPUTS // block[0], OUTPUTS // block[1])
         if is_transposed:
-            shape, groups, block = shape[::-1], groups[::-1], block[::-1]
+            shape, groups, block = shape[::-1], groups[::-1], (block[1], block[0])
         scales: Any = shaped(jnp.float32, *leading, *groups)
         if "nested" in self.extras:
             outer = shaped(jnp.float32, *leading, -(-groups[0] * groups[1] // 256))

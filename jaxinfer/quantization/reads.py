@@ -54,7 +54,8 @@ def product_use(
     if not isinstance(weight, QuantizedArray):
         return _dense_use(weight, rows, dtype, stored, is_transposed, platform)
     is_stack = weight.ndim > 2
-    block = weight.scheme.block[::-1] if is_transposed else weight.scheme.block
+    first, second = weight.scheme.block
+    block = (second, first) if is_transposed else (first, second)
     values = jax.ShapeDtypeStruct(weight.shape[-2:], weight.values.dtype)
     x = jax.ShapeDtypeStruct((_EXPERT_ROWS if is_stack else rows, values.shape[-1 if is_transposed else -2]), dtype)
     spec = make_spec(

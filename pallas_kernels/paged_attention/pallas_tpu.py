@@ -103,9 +103,14 @@ def _call(program: KernelProgram, items: WorkItems, scalars: dict, arrays: dict)
         tpu_kernel.run(program, Refs(**{name: refs.get(name) for name in Refs._fields}))
 
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    shapes: list = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in updated]
+    if "cache" in updated and not is_tpu_interpreted():
+        # XLA else moves the pages of a small pool to vector memory and back for each kernel, twice the pool in a step.
+        index = updated.index("cache")
+        shapes[index] = pltpu.HBM(shapes[index].shape, shapes[index].dtype)
     results = pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in updated],
+        out_shape=shapes,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM) if name == "sinks" else in_hbm for name in arrays],

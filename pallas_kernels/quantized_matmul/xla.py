@@ -8,6 +8,8 @@ XLA:GPU fuses no groups into a product of its tensor cores, but does into sums o
 once. It needs the layout of `jaxinfer.quantization.on_device`; of another it writes the weight in float32.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -86,11 +88,8 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
         product = _summed_over_groups(x, values, scales, zeros, codebook, minima, spec, platform)
     elif _sums_rows(spec, platform):
         # Without the constraint the compiler copies the weight of a loop to the layout of its shape, [K, N].
-        values, scales, zeros, minima = (
-            None if each is None else with_layout_constraint(each.T, _ROW_MAJOR)
-            for each in (values, scales, zeros, minima)
-        )
-        block = spec.block[::-1]
+        values, scales, zeros, minima = (_row_major(array) for array in (values, scales, zeros, minima))
+        block = (spec.block[1], spec.block[0])
         if codebook is None:
             weight = dequantize(values, scales, zeros, None, minima, block=block)
         else:  # a gather, which sums fuse; 15 selections for each value they do not
@@ -106,6 +105,11 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
 
 def _sums_groups(spec: MatmulSpec, platform: str) -> bool:
     return platform == "tpu" and spec.inputs % spec.block[0] == 0
+
+
+def _row_major(array: Any) -> Any:
+    """The transposed array in the layout of its shape, None for None."""
+    return None if array is None else with_layout_constraint(array.T, _ROW_MAJOR)
 
 
 def _sums_rows(spec: MatmulSpec, platform: str) -> bool:

@@ -230,3 +230,18 @@ def test_a_compiled_chain_reads_its_small_results_from_the_cache():
 def test_half_of_the_cache_counts():
     assert CACHE_SHARE == 0.5
     assert [chips()[name].l2_bytes for name in ("h100", "h200", "v6e")] == [50 * 2**20, 50 * 2**20, 0]
+
+
+def test_what_a_kernel_reads_from_vector_memory_is_free():
+    """The compiler copies small arrays there; an estimate of all arrays in full counts them as if they were in HBM."""
+    text = """
+ENTRY %main (first: f32[256]) -> f32[256] {
+  %first = f32[256]{0} parameter(0)
+  %moved = f32[256]{0:S(1)} copy(%first)
+  ROOT %kernel = f32[256]{0} custom-call(%moved), custom_call_target="tpu_custom_call", CONFIG
+}
+"""
+    for estimate, moved in ((2048, 1024), (1500, 1500)):  # of both arrays, or of a part of them
+        config = f'backend_config={{"cost_estimate":{{"flops":"0","bytes_accessed":"{estimate}"}}}}'
+        moves = Program(text.replace("CONFIG", config)).moves()
+        assert [move.num_bytes for move in moves] == [1024, moved]
