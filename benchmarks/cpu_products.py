@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,21 @@ def measure(rows_of: list[int], threads: int, is_limited: bool) -> list[dict[str
             for rows in rows_of:
                 x = jax.random.normal(jax.random.key(1), (rows, shape[0]))
                 product = jax.jit(matmul)
-                runs: dict[str, Callable[[], Any]] = {"ours": lambda: product(x, packed).block_until_ready()}
+                runs: dict[str, Callable[[], Any]] = {"ours": partial(_wait, product, x, packed)}
                 if form == "float32":
                     dense = jax.jit(lambda x, weight: jnp.matmul(x, weight, precision="highest"))
                     if not is_limited:
-                        runs["XLA"] = lambda: dense(x, weight).block_until_ready()
+                        runs["XLA"] = partial(_wait, dense, x, weight)
                     if torch is not None:
                         own, other = (torch.from_numpy(np.array(array)) for array in (x, weight))
-                        runs["torch"] = lambda: own @ other
+                        runs["torch"] = partial(torch.matmul, own, other)
                 for name, run in runs.items():
                     found.append({"shape": shape, "form": form, "rows": rows, name: gflops(run, rows, shape)})
     return found
+
+
+def _wait(function: Callable[..., Any], *arguments: Any) -> None:
+    function(*arguments).block_until_ready()
 
 
 def _torch(threads: int) -> Any:

@@ -153,7 +153,8 @@ def integers(address, size):
 
 
 def compiled(function: Any, signature: Any = HANDLER) -> Callable[[], Any]:
-    """A kernel, or with another signature a function for kernels to call by its address: when the result is called, it is compiled or read from Numba's cache.
+    """A kernel, or with another signature a function that kernels call by its address: when the result is called, it is
+    compiled or read from Numba's cache.
 
     Numba compares the kernel's own file with what is cached; the hash of this package's files and of the `numba_*`
     files beside the kernel, in the kernel's name, covers what it imports.

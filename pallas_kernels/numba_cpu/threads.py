@@ -227,6 +227,18 @@ def _hand_over(block, num_tasks):
     return found
 
 
+@internal("int64(int64, int64, int64, int64)")
+def _new_block(job, num_parts, num_users, take_parts):
+    block = allocate(BLOCK_BYTES)
+    store_word(block + JOB, job)
+    store_word(block + NUM_PARTS, num_parts)
+    store_word(block + NEXT, 0)
+    store_word(block + DONE, 0)
+    store_word(block + USERS, num_users)
+    store_word(block + TAKE_PARTS, take_parts)
+    return block
+
+
 def in_parts(run: Any) -> Any:
     """A function (frame, job, num_parts), for a kernel, that calls `run(job, part)` for each part, on several threads.
 
@@ -261,13 +273,7 @@ def in_parts(run: Any) -> Any:
     @inlined
     def run_parts(frame, job, num_parts):
         num_tasks = min(num_threads(frame), num_parts) - 1
-        block = allocate(BLOCK_BYTES)
-        store_word(block + JOB, job)
-        store_word(block + NUM_PARTS, num_parts)
-        store_word(block + NEXT, 0)
-        store_word(block + DONE, 0)
-        store_word(block + USERS, 2 + num_tasks)
-        store_word(block + TAKE_PARTS, address_of_parts())
+        block = _new_block(job, num_parts, 2 + num_tasks, address_of_parts())
         api, arguments = load_word(frame + API), block + ARGUMENTS
         store_word(arguments, 40)
         store_word(arguments + 8, 0)

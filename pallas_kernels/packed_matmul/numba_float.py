@@ -6,8 +6,8 @@ segment's sum times the scale, then the sum of the segment's inputs times the of
 converted in registers (`multiplier`), or with others, with the weight's codes written as float32 to the first cache
 (`converter` and `tiler`).
 
-Nibble j of a word's first or second half is taken by one AND and without a shift, as nibble * 16^j, and multiplied by an
-input that was scaled by 16^-j beforehand (`preparer`): both are exact.
+Nibble j of a part of a word is taken by one AND and without a shift, as nibble * 16^j, and multiplied by an input that
+was scaled by 16^-j beforehand (`preparer`): both are exact.
 """
 
 from typing import Any
@@ -28,12 +28,15 @@ from pallas_kernels.packed_matmul.numba_loads import (
     VECTOR_BYTES,
     VECTORS,
     WIDTH,
+    add_offsets,
     bytes_of_step,
     load_codes,
     load_number,
     load_step,
     offset,
+    panel_totals,
     prefetch_step,
+    store_totals,
 )
 from pallas_kernels.packed_matmul.specs import CHAINED_KERNELS, CODES, STEP
 
@@ -56,63 +59,54 @@ def multiplier(kind: str) -> Any:
         def generate(context, builder, signature, arguments):
             totals, codes, scales, offsets, x, sums, segments, steps, left, table = arguments
             entries = vec.load(builder, table) if kind == "codebook" else None
-            places = [offset(builder, totals, VECTOR_BYTES * v) for v in range(VECTORS)]
-            has_offsets = builder.icmp_signed("!=", offsets, vec.constant(0))
-            # With 16 registers the totals stay in memory, so that no chain has to.
-            own = [vec.at(builder, place, vec.FLOATS) for place in places]
-            if HAS_AVX512:
-                own = [cgutils.alloca_once_value(builder, vec.load(builder, place)) for place in places]
-            is_chained = kind in CHAINED_KERNELS
-            at_once = 1 if kind in SCALED_KERNELS and not HAS_AVX512 else AT_ONCE  # scales take registers, too
+            own = panel_totals(builder, totals)
             with cgutils.for_range(builder, segments, intp=vec.LONG) as segment:
                 first = builder.mul(segment.index, steps)
                 rest = builder.sub(left, first)
                 count = builder.select(builder.icmp_signed("<", rest, steps), rest, steps)
-                at = builder.mul(segment.index, vec.constant(PANEL_BYTES))
-
-                def load_scale(v: int, numbers: Any = scales, at: Any = at) -> Any:
-                    return vec.load(builder, builder.add(numbers, offset(builder, at, VECTOR_BYTES * v)))
-
-                chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
-                for v, chain in enumerate(chains):
-                    start = builder.load(own[v], align=4) if is_chained else vec.splat(vec.FLOATS, 0.0)
-                    builder.store(start, chain)
-                for start in range(0, VECTORS, at_once):
-                    of = range(start, start + at_once)
-                    factors = {v: load_scale(v) for v in of} if kind in SCALED_KERNELS else {}
-                    with cgutils.for_range(builder, count, intp=vec.LONG) as step:
-                        index = builder.add(first, step.index)
-                        numbers = builder.add(x, builder.mul(index, vec.constant(4 * STEP)))
-                        address = builder.add(codes, builder.mul(index, vec.constant(bytes_of_step(kind))))
-                        code = {v: load_codes(builder, kind, address, v, entries) for v in of}
-                        if start == 0:
-                            prefetch_step(builder, kind, address)
-                        for j in range(STEP):
-                            number = load_number(builder, offset(builder, numbers, 4 * j))
-                            for v in of:
-                                own_code = code[v](j)
-                                if v in factors:
-                                    own_code = builder.fmul(own_code, factors[v])
-                                total = vec.multiply_add(builder, number, own_code, builder.load(chains[v]))
-                                builder.store(total, chains[v])
+                numbers = builder.add(x, builder.mul(first, vec.constant(4 * STEP)))
+                start = builder.add(codes, builder.mul(first, vec.constant(bytes_of_step(kind))))
+                at = builder.add(scales, builder.mul(segment.index, vec.constant(PANEL_BYTES)))
+                chains = _chains(builder, kind, start, numbers, count, at, own, entries)
                 for v in range(VECTORS):
                     total = builder.load(chains[v])
-                    if not is_chained:
-                        total = vec.multiply_add(builder, total, load_scale(v), builder.load(own[v], align=4))
+                    if kind not in CHAINED_KERNELS:
+                        scale = vec.load(builder, offset(builder, at, VECTOR_BYTES * v))
+                        total = vec.multiply_add(builder, total, scale, builder.load(own[v], align=4))
                     builder.store(total, own[v], align=4)
-                with builder.if_then(has_offsets):
-                    total = load_number(builder, builder.add(sums, builder.mul(segment.index, vec.constant(4))))
-                    for v in range(VECTORS):
-                        found = vec.multiply_add(builder, total, load_scale(v, offsets), builder.load(own[v], align=4))
-                        builder.store(found, own[v], align=4)
-            if HAS_AVX512:
-                for v in range(VECTORS):
-                    vec.store(builder, builder.load(own[v]), places[v])
+                total = builder.add(sums, builder.mul(segment.index, vec.constant(4)))
+                add_offsets(builder, own, offsets, segment.index, total)
+            store_totals(builder, totals, own)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10), generate
 
     return multiply
+
+
+def _chains(builder, kind: str, codes, x, count, scales, totals, table) -> list[Any]:
+    """The places of the sums of the products of `count` times 8 inputs, for each of a panel's vectors."""
+    is_scaled = kind in SCALED_KERNELS
+    at_once = 1 if is_scaled and not HAS_AVX512 else AT_ONCE  # scales take registers, too
+    chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
+    for v, chain in enumerate(chains):
+        is_chained = kind in CHAINED_KERNELS
+        builder.store(builder.load(totals[v], align=4) if is_chained else vec.splat(vec.FLOATS, 0.0), chain)
+    for start in range(0, VECTORS, at_once):
+        of = range(start, start + at_once)
+        factors = {v: vec.load(builder, offset(builder, scales, VECTOR_BYTES * v)) for v in of if is_scaled}
+        with cgutils.for_range(builder, count, intp=vec.LONG) as step:
+            numbers = builder.add(x, builder.mul(step.index, vec.constant(4 * STEP)))
+            address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind))))
+            code = {v: load_codes(builder, kind, address, v, table) for v in of}
+            if start == 0:
+                prefetch_step(builder, kind, address)
+            for j in range(STEP):
+                number = load_number(builder, offset(builder, numbers, 4 * j))
+                for v in of:
+                    weight = builder.fmul(code[v](j), factors[v]) if is_scaled else code[v](j)
+                    builder.store(vec.multiply_add(builder, number, weight, builder.load(chains[v])), chains[v])
+    return chains
 
 
 def converter(kind: str) -> Any:
@@ -204,7 +198,7 @@ def tiler(rows: int, vectors: int, *, is_chained: bool = False) -> Any:
 
 
 def preparer(is_scaled: bool) -> Any:
-    """An intrinsic that copies a row as the loops read it: for nibbles, input j of 8 times 16^-(j mod NIBBLES_IN_PLACE)."""
+    """An intrinsic that copies a row as the loops read it: for nibbles, input j times 16^-(j mod NIBBLES_IN_PLACE)."""
     factors = [16.0 ** -(j % NIBBLES_IN_PLACE) if is_scaled else 1.0 for j in range(STEP)]
 
     @intrinsic

@@ -14,7 +14,6 @@ from numba.core import cgutils
 from pallas_kernels.numba_cpu import vectors as vec
 from pallas_kernels.numba_cpu.memory import intrinsic
 from pallas_kernels.packed_matmul.numba_loads import (
-    HAS_AVX512,
     HAS_VNNI,
     PANEL_BYTES,
     STEP_FLOATS,
@@ -22,12 +21,16 @@ from pallas_kernels.packed_matmul.numba_loads import (
     VECTOR_BYTES,
     VECTORS,
     WORDS,
+    add_offsets,
+    bytes_of_step,
     load_number,
     load_step,
     offset,
+    panel_totals,
     prefetch_step,
+    store_totals,
 )
-from pallas_kernels.packed_matmul.specs import LANES, STEP
+from pallas_kernels.packed_matmul.specs import STEP
 
 ROUNDED = 32  # inputs of a row that are rounded together
 HALF_WORDS = 2  # words of 4 inputs in a step
@@ -101,11 +104,7 @@ def multiplier(kind: str) -> Any:
 
         def generate(context, builder, signature, arguments):
             totals, codes, scales, offsets, x, sums, segments, steps, left, _ = arguments
-            places = [offset(builder, totals, VECTOR_BYTES * v) for v in range(VECTORS)]
-            has_offsets = builder.icmp_signed("!=", offsets, vec.constant(0))
-            own = [vec.at(builder, place, vec.FLOATS) for place in places]
-            if HAS_AVX512:
-                own = [cgutils.alloca_once_value(builder, vec.load(builder, place)) for place in places]
+            own = panel_totals(builder, totals)
             with cgutils.for_range(builder, segments, intp=vec.LONG) as segment:
                 first = builder.mul(segment.index, steps)
                 rest = builder.sub(left, first)
@@ -117,30 +116,22 @@ def multiplier(kind: str) -> Any:
                 with cgutils.for_range(builder, count, intp=vec.LONG) as step:
                     index = builder.add(first, step.index)
                     numbers = builder.add(x, builder.mul(index, vec.constant(STEP)))
-                    size = PANEL_BYTES if kind == "nibbles_int8" else LANES * STEP
-                    address = builder.add(codes, builder.mul(index, vec.constant(size)))
+                    address = builder.add(codes, builder.mul(index, vec.constant(bytes_of_step(kind))))
                     prefetch_step(builder, kind, address)
                     halves = [_load_word(builder, offset(builder, numbers, 4 * half)) for half in range(HALF_WORDS)]
                     for v in range(VECTORS):
                         for words, half in zip(_load_words(builder, kind, address, v), halves, strict=True):
-                            is_signed = kind == "quads"
-                            total = _add_dots(builder, builder.load(chains[v]), words, half, is_signed=is_signed)
+                            total = builder.load(chains[v])
+                            total = _add_dots(builder, total, words, half, is_signed=kind == "quads")
                             builder.store(total, chains[v])
-                at = builder.mul(segment.index, vec.constant(PANEL_BYTES))
+                at = builder.add(scales, builder.mul(segment.index, vec.constant(PANEL_BYTES)))
                 factor = load_number(builder, planes)
                 for v in range(VECTORS):
-                    scale = vec.load(builder, builder.add(scales, offset(builder, at, VECTOR_BYTES * v)))
+                    scale = vec.load(builder, offset(builder, at, VECTOR_BYTES * v))
                     total = builder.load(own[v], align=4)
                     builder.store(_scaled(builder, total, builder.load(chains[v]), factor, scale), own[v], align=4)
-                with builder.if_then(has_offsets):
-                    total = load_number(builder, offset(builder, planes, 4))
-                    for v in range(VECTORS):
-                        factor = vec.load(builder, builder.add(offsets, offset(builder, at, VECTOR_BYTES * v)))
-                        found = vec.multiply_add(builder, total, factor, builder.load(own[v], align=4))
-                        builder.store(found, own[v], align=4)
-            if HAS_AVX512:
-                for v in range(VECTORS):
-                    vec.store(builder, builder.load(own[v]), places[v])
+                add_offsets(builder, own, offsets, segment.index, offset(builder, planes, 4))
+            store_totals(builder, totals, own)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10), generate
@@ -160,8 +151,7 @@ def converter(kind: str) -> Any:
             target, codes, first, steps, *_ = arguments
             codes = builder.add(codes, builder.mul(first, vec.constant(VECTOR_BYTES)))
             with cgutils.for_range(builder, steps, intp=vec.LONG) as step:
-                size = PANEL_BYTES if kind == "nibbles_int8" else LANES * STEP
-                address = builder.add(codes, builder.mul(step.index, vec.constant(size)))
+                address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind))))
                 width = VECTOR_BYTES * TILE_VECTORS
                 to = builder.add(target, builder.mul(step.index, vec.constant(width * HALF_WORDS)))
                 for v in range(TILE_VECTORS):
@@ -176,7 +166,7 @@ def converter(kind: str) -> Any:
 
 
 def tiler(rows: int, vectors: int) -> Any:
-    """An intrinsic for the products of `rows` rows with a segment of `vectors` vectors, whose sums stay in registers."""
+    """An intrinsic for the products of `rows` rows with a segment of `vectors` vectors; the sums stay in registers."""
 
     @intrinsic
     def add_tile(context, totals, codes, x, steps, scales, offsets, sums):
@@ -219,10 +209,51 @@ def tiler(rows: int, vectors: int) -> Any:
     return add_tile
 
 
+def _absolute(builder: Any, numbers: Any) -> Any:
+    return _external(builder, "llvm.fabs.v8f32", STEP_FLOATS, [numbers])
+
+
+def _factors(builder: Any, source: Any, start: Any, count: Any, inputs: Any) -> tuple[Any, Any]:
+    """d of `count` times 8 inputs, NaN if one of them is not finite, and its inverse, 0 of 0."""
+    largest, broken = (cgutils.alloca_once(builder, STEP_FLOATS) for _ in range(2))
+    for place in (largest, broken):
+        builder.store(vec.splat(STEP_FLOATS, 0.0), place)
+    with cgutils.for_range(builder, count, intp=vec.LONG) as step:
+        first = builder.mul(builder.add(start, step.index), vec.constant(STEP))
+        numbers = load_step(builder, source, first, inputs)
+        size, most = _absolute(builder, numbers), builder.load(largest)
+        builder.store(builder.select(builder.fcmp_ordered(">", size, most), size, most), largest)
+        nothing = builder.fmul(numbers, vec.splat(STEP_FLOATS, 0.0))  # 0, or NaN
+        builder.store(builder.fadd(builder.load(broken), nothing), broken)
+    zero, one, parts = ir.Constant(vec.FLOAT, 0.0), ir.Constant(vec.FLOAT, 1.0), builder.load(largest)
+    most = zero
+    for j in range(STEP):
+        part = builder.extract_element(parts, ir.Constant(vec.INT, j))
+        most = builder.select(builder.fcmp_ordered(">", part, most), part, most)
+    factor = builder.fdiv(most, ir.Constant(vec.FLOAT, 127.0))
+    is_zero = builder.fcmp_ordered("==", factor, zero)
+    inverse = builder.select(is_zero, zero, builder.fdiv(one, builder.select(is_zero, one, factor)))
+    return builder.fadd(factor, vec.total(builder, builder.load(broken))), inverse
+
+
+def _round(builder: Any, numbers: Any, inverse: Any, order: list[int]) -> tuple[Any, Any]:
+    """8 inputs as words of four bytes, int32 [2], in an order, and the sum of their integers."""
+    spread, ints = ir.Constant(STEP_FLOATS, ir.Undefined), ir.VectorType(vec.INT, STEP)
+    for j in range(STEP):
+        spread = builder.insert_element(spread, inverse, ir.Constant(vec.INT, j))
+    scaled = _external(builder, "llvm.rint.v8f32", STEP_FLOATS, [builder.fmul(numbers, spread)])
+    integers, total = builder.fptosi(scaled, ints), ir.Constant(vec.INT, 0)
+    for j in range(STEP):
+        total = builder.add(total, builder.extract_element(integers, ir.Constant(vec.INT, j)))
+    integers = builder.shuffle_vector(integers, integers, ir.Constant(ints, order))
+    packed = builder.trunc(integers, ir.VectorType(vec.BYTE, STEP))
+    return builder.bitcast(packed, ir.VectorType(vec.INT, HALF_WORDS)), total
+
+
 def preparer(is_for_nibbles: bool) -> Any:
     """An intrinsic that rounds a row to 8 bits in the order in which the loops read it."""
     order = [0, 2, 4, 6, 1, 3, 5, 7] if is_for_nibbles else list(range(STEP))
-    per_round = ROUNDED // STEP
+    per_round, begin = ROUNDED // STEP, 0 if is_for_nibbles or not HAS_VNNI else -128
 
     @intrinsic
     def prepare(context, target, rows, source, steps, inputs, of_segment, sums):
@@ -231,72 +262,34 @@ def preparer(is_for_nibbles: bool) -> Any:
 
         def generate(context, builder, signature, arguments):
             target, rows, source, steps, inputs, of_segment, sums = arguments
-            stride = builder.mul(rows, vec.constant(4))
-            ints = ir.VectorType(vec.INT, STEP)
-            absolute = lambda x: _external(builder, "llvm.fabs.v8f32", STEP_FLOATS, [x])  # noqa: E731
-            rounds = builder.udiv(builder.add(steps, vec.constant(per_round - 1)), vec.constant(per_round))
+            stride, four = builder.mul(rows, vec.constant(4)), vec.constant(per_round)
+            total = cgutils.alloca_once(builder, vec.INT)
+            rounds = builder.udiv(builder.add(steps, vec.constant(per_round - 1)), four)
             with cgutils.for_range(builder, rounds, intp=vec.LONG) as part:
-                start = builder.mul(part.index, vec.constant(per_round))
+                start = builder.mul(part.index, four)
                 rest = builder.sub(steps, start)
-                four = vec.constant(per_round)
                 count = builder.select(builder.icmp_signed("<", rest, four), rest, four)
-                largest = cgutils.alloca_once(builder, STEP_FLOATS)
-                broken = cgutils.alloca_once(builder, STEP_FLOATS)  # 0, or NaN
-                for place in (largest, broken):
-                    builder.store(vec.splat(STEP_FLOATS, 0.0), place)
-                with cgutils.for_range(builder, count, intp=vec.LONG) as step:
-                    first = builder.mul(builder.add(start, step.index), vec.constant(STEP))
-                    numbers = load_step(builder, source, first, inputs)
-                    size, most = absolute(numbers), builder.load(largest)
-                    builder.store(builder.select(builder.fcmp_ordered(">", size, most), size, most), largest)
-                    nothing = builder.fmul(numbers, vec.splat(STEP_FLOATS, 0.0))
-                    builder.store(builder.fadd(builder.load(broken), nothing), broken)
-                most, parts = cgutils.alloca_once_value(builder, ir.Constant(vec.FLOAT, 0.0)), builder.load(largest)
-                for j in range(STEP):
-                    one, found = builder.extract_element(parts, ir.Constant(vec.INT, j)), builder.load(most)
-                    builder.store(builder.select(builder.fcmp_ordered(">", one, found), one, found), most)
-                factor = builder.fdiv(builder.load(most), ir.Constant(vec.FLOAT, 127.0))
-                is_zero = builder.fcmp_ordered("==", factor, ir.Constant(vec.FLOAT, 0.0))
-                one = ir.Constant(vec.FLOAT, 1.0)
-                inverse = builder.select(
-                    is_zero, ir.Constant(vec.FLOAT, 0.0), builder.fdiv(one, builder.select(is_zero, one, factor))
-                )
-                factor = builder.fadd(factor, vec.total(builder, builder.load(broken)))
-                spread = ir.Constant(STEP_FLOATS, ir.Undefined)
-                for j in range(STEP):
-                    spread = builder.insert_element(spread, inverse, ir.Constant(vec.INT, j))
-                total = cgutils.alloca_once(builder, vec.INT)
-                builder.store(ir.Constant(vec.INT, 0), total)
+                factor, inverse = _factors(builder, source, start, count, inputs)
                 with cgutils.for_range(builder, count, intp=vec.LONG) as step:
                     index = builder.add(start, step.index)
-                    with builder.if_then(builder.icmp_signed("==", builder.urem(index, of_segment), vec.constant(0))):
-                        builder.store(ir.Constant(vec.INT, 0), total)
+                    is_first = builder.icmp_signed("==", builder.urem(index, of_segment), vec.constant(0))
+                    before = builder.select(is_first, ir.Constant(vec.INT, 0), builder.load(total))
                     numbers = load_step(builder, source, builder.mul(index, vec.constant(STEP)), inputs)
-                    scaled = _external(builder, "llvm.rint.v8f32", STEP_FLOATS, [builder.fmul(numbers, spread)])
-                    integers = builder.fptosi(scaled, ints)
-                    own = builder.load(total)
-                    for j in range(STEP):
-                        own = builder.add(own, builder.extract_element(integers, ir.Constant(vec.INT, j)))
+                    words, sum_of_step = _round(builder, numbers, inverse, order)
+                    own = builder.add(before, sum_of_step)
                     builder.store(own, total)
-                    integers = builder.shuffle_vector(integers, integers, ir.Constant(ints, order))
-                    bytes_ = builder.trunc(integers, ir.VectorType(vec.BYTE, STEP))
-                    words = builder.bitcast(bytes_, ir.VectorType(vec.INT, HALF_WORDS))
                     to = builder.add(target, builder.mul(builder.mul(index, vec.constant(HALF_WORDS)), stride))
                     for half in range(HALF_WORDS):
                         word = builder.extract_element(words, ir.Constant(vec.INT, half))
                         builder.store(word, vec.at(builder, to, vec.INT), align=4)
                         to = builder.add(to, stride)
-                    # Written anew with each step of the segment, the last time in full.
+                    # Planes are written anew with each step of the segment, the last time in full.
                     segment = builder.mul(builder.udiv(index, of_segment), vec.constant(PLANES))
                     to = builder.add(sums, builder.mul(segment, stride))
-                    builder.store(factor, vec.at(builder, to, vec.FLOAT), align=4)
-                    to = builder.add(to, stride)
                     product = builder.fmul(factor, builder.sitofp(own, vec.FLOAT))
-                    builder.store(product, vec.at(builder, to, vec.FLOAT), align=4)
-                    to = builder.add(to, stride)
-                    begin = 0 if is_for_nibbles or not HAS_VNNI else -128
-                    begin = builder.mul(own, ir.Constant(vec.INT, begin))
-                    builder.store(begin, vec.at(builder, to, vec.INT), align=4)
+                    for plane in (factor, product, builder.mul(own, ir.Constant(vec.INT, begin))):
+                        builder.store(plane, vec.at(builder, to, plane.type), align=4)
+                        to = builder.add(to, stride)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), generate

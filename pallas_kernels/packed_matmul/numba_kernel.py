@@ -4,7 +4,6 @@ A weight may be a stack of experts; then the rows are sorted by expert. Few rows
 the rows are prepared once for all. Many rows: each part takes some of them, and all panels. That changes no sum.
 """
 
-
 from pallas_kernels.numba_cpu.frames import (
     answers_metadata,
     compiled,
@@ -106,7 +105,9 @@ def _num_segments(frame, weight):
 def _number_bytes(kind):
     if kind == FLOAT32:
         return 4
-    return 2 if kind == FLOAT16 or kind == BFLOAT16 else 1
+    if kind == FLOAT16:
+        return 2
+    return 2 if kind == BFLOAT16 else 1
 
 
 @internal("void(int64, int64, int64, int64, int64, int64, int64)")
@@ -129,7 +130,9 @@ def _fill_panel(frame, weight, panel, first, count, scales, offsets):
 
 @internal("int64(int64)")
 def _is_int8(kind):
-    return 1 if kind == NIBBLES_INT8 or kind == QUADS else 0
+    if kind == NIBBLES_INT8:
+        return 1
+    return 1 if kind == QUADS else 0
 
 
 @internal("int64(int64, int64)")

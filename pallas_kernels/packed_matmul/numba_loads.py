@@ -10,7 +10,7 @@ from numba.core.registry import cpu_target
 from pallas_kernels.numba_cpu import vectors as vec
 from pallas_kernels.packed_matmul.specs import CODES, LANES, STEP
 
-_FEATURES = cpu_target.target_context.codegen()._get_host_cpu_features().split(",")
+_FEATURES = cpu_target.target_context.codegen()._get_host_cpu_features().split(",")  # pyright: ignore
 # A vector of 16 float32 takes one of 32 registers with AVX-512, else two of 16.
 HAS_AVX512 = "+avx512f" in _FEATURES
 # Products of four unsigned and signed bytes, summed: AVX-512's instruction, on one register of 16 sums.
@@ -138,6 +138,32 @@ def prefetch_step(builder: Any, kind: str, address: Any) -> None:
 
 def load_number(builder: Any, address: Any) -> Any:
     return vec.broadcast(builder, builder.load(vec.at(builder, address, vec.FLOAT), align=4))
+
+
+def panel_totals(builder: Any, totals: Any) -> list[Any]:
+    """Where a panel's totals are while a loop runs: in registers, or in memory where there are 16, so that no chain of
+    sums has to be there."""
+    places = [offset(builder, totals, VECTOR_BYTES * v) for v in range(VECTORS)]
+    if not HAS_AVX512:
+        return [vec.at(builder, place, vec.FLOATS) for place in places]
+    return [cgutils.alloca_once_value(builder, vec.load(builder, place)) for place in places]
+
+
+def store_totals(builder: Any, totals: Any, own: list[Any]) -> None:
+    """Stores what `panel_totals` loaded."""
+    if HAS_AVX512:
+        for v, place in enumerate(own):
+            vec.store(builder, builder.load(place), offset(builder, totals, VECTOR_BYTES * v))
+
+
+def add_offsets(builder: Any, totals: list[Any], offsets: Any, segment: Any, total: Any) -> None:
+    """Adds a segment's offsets [64], unless the address of all is 0, times the sum of its inputs at `total`."""
+    with builder.if_then(builder.icmp_signed("!=", offsets, vec.constant(0))):
+        at = builder.add(offsets, builder.mul(segment, vec.constant(PANEL_BYTES)))
+        number = load_number(builder, total)
+        for v, place in enumerate(totals):
+            factor = vec.load(builder, offset(builder, at, VECTOR_BYTES * v))
+            builder.store(vec.multiply_add(builder, number, factor, builder.load(place, align=4)), place, align=4)
 
 
 def number_vector(builder: Any, kind: str, source: Any, other: Any, first: int) -> Any:

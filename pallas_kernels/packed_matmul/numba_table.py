@@ -159,7 +159,8 @@ def _caller(num_arguments: int) -> Any:
             builder.call(loop, [builder.extract_value(arguments[1], i) for i in range(num_arguments)])
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.StarArgTuple.from_types([types.int64] * num_arguments)), generate
+        arguments: Any = types.StarArgTuple.from_types([types.int64] * num_arguments)
+        return types.void(types.int64, arguments), generate
 
     return call
 

@@ -11,7 +11,10 @@ import pytest
 pytest.importorskip("numba", reason="kernels for CPUs need Numba")
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="instruction sets of x86")
 
-AVX2 = "+64bit +avx +avx2 +bmi +bmi2 +cmov +cx16 +cx8 +f16c +fma +fxsr +lzcnt +mmx +movbe +popcnt +sse +sse2 +sse3 +sse4.1 +sse4.2 +ssse3 +xsave"
+AVX2 = (
+    "+64bit +avx +avx2 +bmi +bmi2 +cmov +cx16 +cx8 +f16c +fma +fxsr +lzcnt +mmx +movbe +popcnt "
+    "+sse +sse2 +sse3 +sse4.1 +sse4.2 +ssse3 +xsave"
+)
 AVX512 = f"{AVX2} +avx512f +avx512bw +avx512cd +avx512dq +avx512vl +avx512vnni"
 CPUS = {"haswell": AVX2, "cascadelake": AVX512}
 PRINT_ASSEMBLY = """
