@@ -250,7 +250,7 @@ def run() -> str:
 
 def chat() -> str:
     """A chat with a published model, which `make models` fetched."""
-    command = "jaxinfer run smollm2 'What is the capital of France?' --temperature 0 --max-tokens 40"
+    command = "jaxinfer run smollm2 'What is the capital of France?'"
     return f"```\n{typed(command)}\n```"
 
 
