@@ -22,9 +22,8 @@ class Jaxinfer:
             options["draft"] = str(draft) if drafts == "model" else drafts
         else:  # as many tokens of cache as the others
             options |= {"page_size": PAGE_SIZE, "num_pages": CACHE_TOKENS // PAGE_SIZE + 1}
-        self._llm = LLM(
-            folder, dtype="float32", max_model_len=min(MAX_MODEL_LEN, allowed), prefix_cache=False, **options
-        )
+        # "auto" keeps the weights of a 16-bit checkpoint in 16 bits, and computes in float32 on a CPU.
+        self._llm = LLM(folder, dtype="auto", max_model_len=min(MAX_MODEL_LEN, allowed), prefix_cache=False, **options)
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
         params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]

@@ -104,7 +104,7 @@ def test_the_report_names_the_cpu_and_the_ratios(tmp_path, monkeypatch):
         run = {"answers": {}, "start_seconds": 1.0, "peak_rss_bytes": 2**30}
         seconds = {"jaxinfer": 1.0, "llama.cpp": 2.0}
         return {
-            label: [{**run, "seconds": dict.fromkeys(stored_forms.TITLES, [seconds[label]])}] for label in labels
+            label: [{**run, "seconds": {key: [seconds[label]] for key in stored_forms.TITLES}}] for label in labels
         }, {}
 
     monkeypatch.setattr(stored_forms, "take_turns", turns)
