@@ -15,7 +15,8 @@ class Jaxinfer:
 
     def __init__(self, folder: Path, draft: Path | None, *, drafts: str | None = None, **given: Any):
         """Opens a checkpoint's folder, or a GGUF file with the options of `LLM` that are given."""
-        options: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_seqs": MAX_SEQS}
+        # "auto" keeps the weights of a 16-bit checkpoint in 16 bits, and computes in float32 on a CPU.
+        options: dict[str, Any] = {"dtype": "auto", "max_model_len": MAX_MODEL_LEN, "max_seqs": MAX_SEQS}
         if folder.is_dir():
             allowed = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
             options["max_model_len"] = min(MAX_MODEL_LEN, allowed)
