@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/pallas_kernels/numba_cpu tests/pallas_kernels/quantized_matmul/test_numba_cpu.py \
     tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo test test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden on-chip on-chip-packages docs notebooks readme clean
+.PHONY: help demo test test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading bench-stored golden on-chip on-chip-packages docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -137,6 +137,9 @@ bench-quantization: $(VENV)/stamp-base  ## What few bits cost the embedded model
 
 bench-loading: $(VENV)/stamp-base  ## Loading 2.3 GiB from a cold disk next to reading it; host memory
 	$(BIN)/python -m benchmarks.loading --json benchmarks/results/loading.json
+
+bench-stored: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## A mixture of experts as Q4_K_M and a Llama in 16 bits, next to llama.cpp
+	$(BIN)/python -m benchmarks.stored_forms --json benchmarks/results/stored_forms.json
 
 on-chip: $(VENV)/stamp-base  ## Measure the chip of this machine in pieces, 9 minutes a run; the next run goes on
 	$(BIN)/python -m benchmarks.on_chip
