@@ -28,10 +28,10 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/quantization/test_rtn.py tests/checkpoints_convert/test_load.py tests/checkpoints_convert/test_manifest.py \
     tests/checkpoints_convert/formats/test_bits.py tests/checkpoints_convert/gguf/test_metadata.py \
     tests/checkpoints_convert/huggingface/test_config.py tests/pallas_kernels/test_choice.py tests/pallas_kernels/test_tuning.py \
-    tests/pallas_kernels/numba_cpu tests/pallas_kernels/quantized_matmul/test_numba_cpu.py \
+    tests/pallas_kernels/numba_cpu tests/pallas_kernels/packed_matmul tests/pallas_kernels/quantized_matmul/test_numba_cpu.py \
     tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo models test test-real test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden golden-real on-chip on-chip-packages docs notebooks readme clean
+.PHONY: help demo models test test-real test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative bench-quantization bench-loading bench-stored golden golden-real on-chip on-chip-packages docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -160,6 +160,9 @@ bench-quantization: $(VENV)/stamp-base  ## What few bits cost the embedded model
 
 bench-loading: $(VENV)/stamp-base  ## Loading 2.3 GiB from a cold disk next to reading it; host memory
 	$(BIN)/python -m benchmarks.loading --json benchmarks/results/loading.json
+
+bench-stored: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## A mixture of experts as Q4_K_M and a Llama in 16 bits, next to llama.cpp
+	$(BIN)/python -m benchmarks.stored_forms --json benchmarks/results/stored_forms.json
 
 on-chip: $(VENV)/stamp-base  ## Measure the chip of this machine in pieces, 9 minutes a run; the next run goes on
 	$(BIN)/python -m benchmarks.on_chip

@@ -24,7 +24,7 @@ _FLOATS = {
 ALIGNMENT = 64  # of buffers that JAX does not copy, bytes
 _EMPTY = np.zeros(0, np.int8)
 _STRIP = 16  # panels that are packed at once: their pieces stay in the processor's cache
-_LARGEST = (63, 127, -128, 31, -32)  # inner numbers that quantizers give the largest of a block, most frequent first
+_LARGEST = (63, -128, 15, -32, 31, 127)  # inner numbers that quantizers give the largest of a block, most frequent first
 
 
 def why_not(values: Any, block: tuple[int, int]) -> str | None:
@@ -327,5 +327,5 @@ def take_outputs(form: PackedForm, arrays: PackedArrays, outputs: jax.Array) -> 
             return numbers[panel, :, lane][:, :, None]
         return numbers[panel, :, lane][..., None]
 
-    own = PackedArrays(*map(take, arrays[:-1]), arrays.codebook)
+    own = PackedArrays._make([*map(take, arrays[:-1]), arrays.codebook])
     return _dequantized(form, own)[:, : form.inputs, 0].reshape(*outputs.shape, form.inputs)
