@@ -24,7 +24,8 @@ _FLOATS = {
 ALIGNMENT = 64  # of buffers that JAX does not copy, bytes
 _EMPTY = np.zeros(0, np.int8)
 _STRIP = 16  # panels that are packed at once: their pieces stay in the processor's cache
-_LARGEST = (63, -128, 15, -32, 31, 127)  # inner numbers that quantizers give the largest of a block, most frequent first
+# Inner numbers that quantizers give the largest of a block, most frequent first.
+_LARGEST = (63, -128, 15, -32, 31, 127)
 
 
 def why_not(values: Any, block: tuple[int, int]) -> str | None:
