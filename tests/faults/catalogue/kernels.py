@@ -5,6 +5,7 @@ from tests.faults.fault import Fault
 TPU_SUITE = "tests/pallas_kernels/paged_attention/test_pallas_tpu.py::test_suite"
 ROTATION = "tests/pallas_kernels/paged_attention/test_rotation.py::"
 CPU_TESTS = "tests/pallas_kernels/paged_attention/test_numba_cpu.py::"
+PACKED_TESTS = "tests/pallas_kernels/packed_matmul/test_numba_cpu.py::"
 FLASH = "tests/pallas_kernels/flash_attention/test_flash_attention.py::test_equals_dense_attention"
 
 FAULTS = (
@@ -284,6 +285,58 @@ FAULTS = (
         "each device of a CPU mesh gathers all weights in each step",
     ),
     Fault(
+        "kernels/cpu-packed-tiles-round-in-another-way",
+        "pallas_kernels/packed_matmul/numba_float.py",
+        "builder.store(vec.multiply_add(builder, number, loaded[v], builder.load(chain)), chain)",
+        "builder.store(builder.fadd(builder.fmul(number, loaded[v]), builder.load(chain)), chain)",
+        (PACKED_TESTS + "test_a_row_has_the_same_bits_from_1_to_2048_rows",),
+        "log-probabilities on a CPU depend on the other requests",
+    ),
+    Fault(
+        "kernels/cpu-all-rows-are-the-first-expert's",
+        "pallas_kernels/packed_matmul/numba_kernel.py",
+        "_run_panels(frame, weight, expert * panels, start, end, rows, x, sums, out)",
+        "_run_panels(frame, weight, 0, start, end, rows, x, sums, out)",
+        (PACKED_TESTS + "test_rows_sorted_by_expert",),
+        "a mixture of experts answers nonsense on a CPU",
+    ),
+    Fault(
+        "kernels/cpu-packed-offsets-are-left-out-of-many-rows",
+        "pallas_kernels/packed_matmul/numba_kernel.py",
+        "offset = offsets + index * PANEL_BYTES + vector * VECTOR_BYTES if offsets != 0 else 0",
+        "offset = 0",
+        (PACKED_TESTS + "test_products_equal_float64",),
+        "prompts of Q4_1 and Q4_K files are read wrong on a CPU",
+    ),
+    Fault(
+        "kernels/cpu-rounded-rows-share-one-factor",
+        "pallas_kernels/packed_matmul/numba_int8.py",
+        "start = builder.mul(part.index, four)",
+        "start = builder.mul(vec.constant(0), four)",
+        (PACKED_TESTS + "test_products_of_rounded_rows_equal_float64",),
+        "activations='int8' answers nonsense",
+    ),
+    Fault(
+        "kernels/cpu-tied-heads-are-not-packed",
+        "jaxinfer/quantization/packed.py",
+        "if values.ndim not in (2, 3) or (values.ndim == 3 and is_transposed):",
+        "if values.ndim not in (2, 3) or is_transposed:",
+        (
+            "tests/quantization/test_implementations.py::test_no_weight_is_converted_before_a_decode_step_multiplies_by_it",
+        ),
+        "a step on a CPU writes the whole head as float32",
+    ),
+    Fault(
+        "kernels/cpu-stacks-of-experts-are-not-packed",
+        "jaxinfer/quantization/packed.py",
+        "if values.ndim not in (2, 3) or (values.ndim == 3 and is_transposed):",
+        "if values.ndim != 2:",
+        (
+            "tests/quantization/test_implementations.py::test_no_weight_is_converted_before_a_decode_step_multiplies_by_it",
+        ),
+        "a step on a CPU writes all experts as float32",
+    ),
+    Fault(
         "kernels/cpu-window-is-a-key-too-short",
         "pallas_kernels/paged_attention/numba_kernel.py",
         "low = newest + 1 - call.window",
@@ -326,7 +379,7 @@ FAULTS = (
     Fault(
         "kernels/cpu-call-ends-before-its-threads",
         "pallas_kernels/numba_cpu",
-        "while _add(block + DONE, 0) < num_parts:",
+        "while _read(block + DONE) < num_parts:",
         "while False:",
         ("tests/pallas_kernels/numba_cpu/test_threads.py::test_every_part_runs_once",),
         "products on a CPU have parts that are not computed yet",

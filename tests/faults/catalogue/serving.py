@@ -1056,7 +1056,7 @@ MANY = (
     ),
     Fault(
         "server/changed-files-share-the-weights-of-before",
-        "jaxinfer/loading.py",
+        "jaxinfer/loaded_weights.py",
         "states = [(str(one), state.st_size, state.st_mtime_ns, state.st_ino) for one in files",
         "states = [(str(one), state.st_size) for one in files",
         ("tests/server/test_models.py::test_changed_files_are_read_again",),

@@ -37,7 +37,7 @@ QUANTIZATION = (
     ),
     Fault(
         "quantization/permuted-rows-are-dequantized-in-stored-order",
-        "jaxinfer/quantization",
+        "jaxinfer/quantization/array.py",
         "order = jnp.argsort(self.permutation, axis=-1)",
         "order = self.permutation",
         ("tests/quantization/test_matmul.py", "tests/checkpoints_convert/formats/test_gptq.py"),
@@ -502,7 +502,7 @@ OFFLOAD = (
     ),
     Fault(
         "engine/disk-layers-files-stay-open",
-        "jaxinfer/loading.py",
+        "jaxinfer/loaded_weights.py",
         "disk.reader.close()",
         "pass",
         ("tests/engine/test_disk_layers.py::test_the_files_are_closed_with_the_model",),
