@@ -128,7 +128,7 @@ def test_load_holds_no_more_than_the_bound(checkpoint, monkeypatch):
     monkeypatch.setattr(OnDefaultDevice, "__call__", taking)
     limit = 12 * KIB
     module = sys.modules["checkpoints_convert.load"]  # the package has a function of that name
-    monkeypatch.setattr(module, "read_ahead", lambda *arguments: read_ahead(*arguments, limit=limit))
+    monkeypatch.setattr(module, "read_ahead", lambda *arguments, **_: read_ahead(*arguments, limit=limit))
     source = checkpoint()
     load(source.write())
     assert max(array.nbytes for array in source.tensors.values()) < peak <= limit

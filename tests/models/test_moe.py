@@ -21,13 +21,23 @@ from jaxinfer.models.experts import (
     tile_rows,
 )
 from jaxinfer.quantization import QuantizedArray, quantize
+from jaxinfer.quantization.packed import pack_weight
 
 T, D, F, E, C = 23, 16, 24, 8, 3
 PLAIN = MoEConfig(E, C, F, (0,))
 GROUPED = MoEConfig(E, C, F, (0,), num_groups=4, num_chosen_groups=2)
 V3 = MoEConfig(E, C, F, (0,), "sigmoid", scale=2.5, num_groups=4, num_chosen_groups=2, group_score="top2_sum",
                has_correction_bias=True)  # fmt: skip
-run = jax.jit(run_experts, static_argnames=("activation", "form", "over"))
+_run = jax.jit(run_experts, static_argnames=("activation", "form", "over"))
+
+
+def run(x, chosen, weights, experts, *, form=None, **options):
+    """`run_experts`, jitted, with stacks that are packed for the form "packed"."""
+    if form == "packed":
+        pytest.importorskip("numba", reason="kernels for CPUs need Numba")
+        gate, up, down = (None if stack is None else pack_weight(stack) for stack in experts[:3])
+        experts = experts._replace(gate=gate, up=up, down=down)
+    return _run(x, chosen, weights, experts, form=form, **options)
 
 
 def random(*shape, seed=0):
@@ -213,7 +223,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_route(form):
 
 
 # Of "ragged" only on a TPU: XLA:CPU multiplies every row by every expert, and 0 * NaN is NaN.
-@pytest.mark.parametrize("form", ["tiles", "dense"])
+@pytest.mark.parametrize("form", ["tiles", "dense", "packed"])
 def test_what_is_not_finite_stays_with_its_token(form):
     """A NaN in one token, an infinity in the result of an expert that another token does not use."""
     experts = stacks()

@@ -699,7 +699,7 @@ def test_what_is_counted_is_what_is_held(checkpoints):
 
 def test_models_of_the_same_files_share_their_weights(checkpoints):
     """Also where their options differ, and a draft that is served itself; the last one that is closed frees them."""
-    arguments = {**ENGINE, "draft": checkpoints[1], "dtype": "float32"}
+    arguments = {**ENGINE, "draft": checkpoints[1], "max_seqs": 2}
     needs = [count_needs(checkpoints[0], arguments, 2**40), count_needs(checkpoints[1], ENGINE, 2**40)]
     assert [len(one.shared) for one in needs] == [2, 1]
     assert list(needs[0].shared)[1:] == list(needs[1].shared)
