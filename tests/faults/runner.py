@@ -17,7 +17,12 @@ NOT_COPIED = (".git", ".venv*", ".jax_cache", "__pycache__", ".pytest_cache", ".
 NO_TESTS = 5  # pytest's exit code where none was selected
 TIME_LIMIT = 900  # seconds for the tests of one fault; nearly all take less than 30
 # The tests that compile for TPUs and GPUs, and those of eight devices, run with what `make test` gives them.
-COMPILED_TESTS = ("tests/pallas_kernels", "tests/engine/test_compiled", "tests/planning/test_plan_compiled")
+COMPILED_TESTS = (
+    "tests/pallas_kernels",
+    "tests/engine/test_compiled",
+    "tests/planning/test_plan_compiled",
+    "tests/quantization/test_implementations",
+)
 EIGHT_DEVICE_TESTS = ("tests/scale_out",)
 FAILED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
 ERROR = re.compile(r"^ERROR (\S+)", re.MULTILINE)
