@@ -34,7 +34,7 @@ SPINS = 2000  # reads of a counter before the thread lets another one run
 # What a slot holds, unless it is the address of a block that was handed to the task that waits there.
 FREE, WAITING, BUSY = 0, 1, 2
 NUM_SLOTS, SLOT_BYTES = 16, 64
-WAIT_CYCLES = 200_000  # of the time stamp counter, 50 to 100 us
+WAIT_SPINS = 5_000  # reads of a slot, 50 to 250 us on x86; a counter of cycles may not be read on all processors
 _slots = ctypes.create_string_buffer(NUM_SLOTS * SLOT_BYTES)
 llvmlite.binding.add_symbol("jaxinfer_thread_slots", ctypes.addressof(_slots))
 
@@ -93,16 +93,6 @@ def _slot(context, index):
         return builder.add(start, builder.mul(arguments[0], ir.Constant(LONG, SLOT_BYTES)))
 
     return types.int64(types.int64), generate
-
-
-@intrinsic
-def _cycles(context):
-    """The processor's time stamp counter."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.call(external(builder, "llvm.readcyclecounter", LONG), [])
-
-    return types.int64(), generate
 
 
 @intrinsic
@@ -201,9 +191,8 @@ def _next_block(slot):
     """Waits in a slot for the block of a call; 0 after a moment without one, when the slot is free."""
     if slot == 0:
         return 0
-    end = _cycles() + WAIT_CYCLES
     _replace(slot, BUSY, WAITING)
-    while _cycles() < end:
+    for _ in range(WAIT_SPINS):
         if _read(slot) != WAITING:
             break
         _pause()

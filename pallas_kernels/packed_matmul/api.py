@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from platform import machine
 from typing import TYPE_CHECKING
 
 import jax
@@ -45,4 +46,6 @@ def packed_matmul(
 
 def unsupported(platform: str) -> str | None:
     """The reason why the kernels cannot run on `platform`, or None."""
+    if machine() not in ("x86_64", "AMD64"):
+        return f"its loops have instructions of x86-64, and this is {machine()}"
     return calls.unsupported(platform)
