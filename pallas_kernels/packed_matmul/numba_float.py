@@ -30,6 +30,7 @@ from pallas_kernels.packed_matmul.numba_loads import (
     WIDTH,
     add_offsets,
     bytes_of_step,
+    each_segment,
     load_codes,
     load_number,
     load_step,
@@ -60,13 +61,10 @@ def multiplier(kind: str) -> Any:
             totals, codes, scales, offsets, x, sums, segments, steps, left, table = arguments
             entries = vec.load(builder, table) if kind == "codebook" else None
             own = panel_totals(builder, totals)
-            with cgutils.for_range(builder, segments, intp=vec.LONG) as segment:
-                first = builder.mul(segment.index, steps)
-                rest = builder.sub(left, first)
-                count = builder.select(builder.icmp_signed("<", rest, steps), rest, steps)
+            with each_segment(builder, segments, steps, left) as (segment, first, count):
                 numbers = builder.add(x, builder.mul(first, vec.constant(4 * STEP)))
                 start = builder.add(codes, builder.mul(first, vec.constant(bytes_of_step(kind))))
-                at = builder.add(scales, builder.mul(segment.index, vec.constant(PANEL_BYTES)))
+                at = builder.add(scales, builder.mul(segment, vec.constant(PANEL_BYTES)))
                 chains = _chains(builder, kind, start, numbers, count, at, own, entries)
                 for v in range(VECTORS):
                     total = builder.load(chains[v])
@@ -74,8 +72,8 @@ def multiplier(kind: str) -> Any:
                         scale = vec.load(builder, offset(builder, at, VECTOR_BYTES * v))
                         total = vec.multiply_add(builder, total, scale, builder.load(own[v], align=4))
                     builder.store(total, own[v], align=4)
-                total = builder.add(sums, builder.mul(segment.index, vec.constant(4)))
-                add_offsets(builder, own, offsets, segment.index, total)
+                total = builder.add(sums, builder.mul(segment, vec.constant(4)))
+                add_offsets(builder, own, offsets, segment, total)
             store_totals(builder, totals, own)
             return context.get_dummy_value()
 
@@ -113,31 +111,36 @@ def converter(kind: str) -> Any:
     """An intrinsic that writes codes of a panel as float32."""
 
     @intrinsic
-    def convert(context, target, codes, first, steps, table, scales):
-        """Writes the codes of 8 * steps inputs of a tile's vectors, from the first on, as float32 [8 * steps, vectors,
-        16], times the scales of kernels that are chained; nibbles times 16^(j mod NIBBLES_IN_PLACE)."""
+    def convert(context, target, codes, vector, segments, steps, left, table, scales):
+        """Writes the codes of segments of a tile's vectors, from vector `vector` of the panel on, as float32 [8 * left,
+        vectors, 16], times the scales of kernels that are chained; nibbles times 16^(j mod NIBBLES_IN_PLACE).
+
+        segments: of `steps` times 8 inputs, `left` times 8 in all. scales: address of float32 [segments, 64].
+        """
 
         def generate(context, builder, signature, arguments):
-            target, codes, first, steps, table, scales = arguments
+            target, codes, vector, segments, steps, left, table, scales = arguments
             entries = vec.load(builder, table) if kind == "codebook" else None
             size = 4 if kind in ("nibbles", "codebook") else CODES[kind].itemsize
-            codes = builder.add(codes, builder.mul(first, vec.constant(WIDTH * size)))
-            factors = []
-            if kind in SCALED_KERNELS:
-                factors = [vec.load(builder, offset(builder, scales, v * VECTOR_BYTES)) for v in range(TILE_VECTORS)]
-            with cgutils.for_range(builder, steps, intp=vec.LONG) as step:
-                address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind))))
-                width = VECTOR_BYTES * TILE_VECTORS
-                to = builder.add(target, builder.mul(step.index, vec.constant(width * STEP)))
-                for v in range(TILE_VECTORS):
-                    code = load_codes(builder, kind, address, v, entries)
-                    for j in range(STEP):
-                        weight = builder.fmul(code(j), factors[v]) if factors else code(j)
-                        vec.store(builder, weight, offset(builder, to, j * width + v * VECTOR_BYTES))
-                prefetch_step(builder, kind, address)
+            codes = builder.add(codes, builder.mul(vector, vec.constant(WIDTH * size)))
+            width = VECTOR_BYTES * TILE_VECTORS
+            with each_segment(builder, segments, steps, left) as (segment, first, count):
+                own, factors = builder.add(scales, builder.mul(segment, vec.constant(PANEL_BYTES))), []
+                if kind in SCALED_KERNELS:
+                    factors = [vec.load(builder, offset(builder, own, v * VECTOR_BYTES)) for v in range(TILE_VECTORS)]
+                with cgutils.for_range(builder, count, intp=vec.LONG) as step:
+                    index = builder.add(first, step.index)
+                    address = builder.add(codes, builder.mul(index, vec.constant(bytes_of_step(kind))))
+                    to = builder.add(target, builder.mul(index, vec.constant(width * STEP)))
+                    for v in range(TILE_VECTORS):
+                        code = load_codes(builder, kind, address, v, entries)
+                        for j in range(STEP):
+                            weight = builder.fmul(code(j), factors[v]) if factors else code(j)
+                            vec.store(builder, weight, offset(builder, to, j * width + v * VECTOR_BYTES))
+                    prefetch_step(builder, kind, address)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), generate
+        return types.void(*[types.int64] * 8), generate
 
     return convert
 
@@ -148,53 +151,76 @@ def tiler(rows: int, vectors: int, *, is_chained: bool = False) -> Any:
     is_chained: weights are scaled, and may be of several segments if they have no offsets."""
 
     @intrinsic
-    def add_tile(context, totals, codes, x, steps, scales, offsets, sums):
-        """totals[r, v, n] += the products of a segment. All are int64.
+    def add_tile(context, totals, codes, x, segments, steps, left, scales, offsets, sums):
+        """totals[r, v, n] += the products of segments of inputs. All are int64.
 
-        totals: address of float32 [rows, vectors, 16]. codes: address of float32 [8 * steps, vectors, 16]. x: address
-        of float32 [8 * steps, rows]. scales, offsets: addresses of float32 [vectors, 16]; offsets may be 0. sums:
-        address of float32 [rows].
+        totals: address of float32 [rows, vectors, 16]. codes: address of float32 [8 * left, vectors, 16]. x: address of
+        float32 [8 * left, rows]. segments: of `steps` times 8 inputs, `left` times 8 in all. scales, offsets: addresses
+        of float32 [segments, 64], of the tile's first output; offsets may be 0. sums: address of float32 [segments,
+        rows].
         """
 
         def generate(context, builder, signature, arguments):
-            totals, codes, x, steps, scales, offsets, sums = arguments
+            totals, codes, x, segments, steps, left, scales, offsets, sums = arguments
             chains = {(r, v): cgutils.alloca_once(builder, vec.FLOATS) for r in range(rows) for v in range(vectors)}
             place = {key: offset(builder, totals, (key[0] * vectors + key[1]) * VECTOR_BYTES) for key in chains}
-            for key, chain in chains.items():
-                start = vec.load(builder, place[key]) if is_chained else vec.splat(vec.FLOATS, 0.0)
-                builder.store(start, chain)
-            unroll = 2
-            with cgutils.for_range(builder, builder.mul(steps, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
-                at_codes = builder.add(codes, builder.mul(step.index, vec.constant(unroll * vectors * VECTOR_BYTES)))
-                at_x = builder.add(x, builder.mul(step.index, vec.constant(unroll * rows * 4)))
-                for k in range(unroll):
-                    loaded = [
-                        vec.load(builder, offset(builder, at_codes, (k * vectors + v) * VECTOR_BYTES))
-                        for v in range(vectors)
-                    ]
+            with each_segment(builder, segments, steps, left) as (segment, first, count):
+                for key, chain in chains.items():
+                    start = vec.load(builder, place[key]) if is_chained else vec.splat(vec.FLOATS, 0.0)
+                    builder.store(start, chain)
+                own_codes = builder.add(codes, builder.mul(first, vec.constant(STEP * vectors * VECTOR_BYTES)))
+                own_x = builder.add(x, builder.mul(first, vec.constant(STEP * rows * 4)))
+                _add_products(builder, rows, vectors, chains, own_codes, own_x, count)
+                at = builder.mul(segment, vec.constant(PANEL_BYTES))
+                own = [
+                    vec.load(builder, offset(builder, builder.add(scales, at), v * VECTOR_BYTES))
+                    for v in range(vectors)
+                    if not is_chained
+                ]
+                rest, own_sums = (
+                    builder.add(offsets, at),
+                    builder.add(sums, builder.mul(segment, vec.constant(4 * rows))),
+                )
+
+                def add_sums(others: list[Any]) -> None:
+                    """Adds the segment's sums to the totals, and the sums of its inputs times the offsets, if any."""
                     for r in range(rows):
-                        number = load_number(builder, offset(builder, at_x, 4 * (k * rows + r)))
+                        number = load_number(builder, offset(builder, own_sums, 4 * r)) if others else None
                         for v in range(vectors):
-                            chain = chains[r, v]
-                            builder.store(vec.multiply_add(builder, number, loaded[v], builder.load(chain)), chain)
-            own = [vec.load(builder, offset(builder, scales, v * VECTOR_BYTES)) for v in range(vectors)]
-            for (r, v), chain in chains.items():
-                total = builder.load(chain)
-                if not is_chained:
-                    total = vec.multiply_add(builder, total, own[v], vec.load(builder, place[r, v]))
-                vec.store(builder, total, place[r, v])
-            with builder.if_then(builder.icmp_signed("!=", offsets, vec.constant(0))):
-                own = [vec.load(builder, offset(builder, offsets, v * VECTOR_BYTES)) for v in range(vectors)]
-                for r in range(rows):
-                    total = load_number(builder, offset(builder, sums, 4 * r))
-                    for v in range(vectors):
-                        found = vec.multiply_add(builder, total, own[v], vec.load(builder, place[r, v]))
-                        vec.store(builder, found, place[r, v])
+                            total = builder.load(chains[r, v])
+                            if not is_chained:
+                                total = vec.multiply_add(builder, total, own[v], vec.load(builder, place[r, v]))
+                            if others:
+                                total = vec.multiply_add(builder, number, others[v], total)
+                            vec.store(builder, total, place[r, v])
+
+                with builder.if_else(builder.icmp_signed("!=", offsets, vec.constant(0))) as (has_offsets, has_none):
+                    with has_offsets:
+                        add_sums([vec.load(builder, offset(builder, rest, v * VECTOR_BYTES)) for v in range(vectors)])
+                    with has_none:
+                        add_sums([])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 9), generate
 
     return add_tile
+
+
+def _add_products(builder: Any, rows: int, vectors: int, chains: dict[tuple[int, int], Any], codes, x, steps) -> None:
+    """Adds the products of `steps` times 8 inputs to the chains of a tile."""
+    unroll = 2
+    with cgutils.for_range(builder, builder.mul(steps, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
+        at_codes = builder.add(codes, builder.mul(step.index, vec.constant(unroll * vectors * VECTOR_BYTES)))
+        at_x = builder.add(x, builder.mul(step.index, vec.constant(unroll * rows * 4)))
+        for k in range(unroll):
+            loaded = [
+                vec.load(builder, offset(builder, at_codes, (k * vectors + v) * VECTOR_BYTES)) for v in range(vectors)
+            ]
+            for r in range(rows):
+                number = load_number(builder, offset(builder, at_x, 4 * (k * rows + r)))
+                for v in range(vectors):
+                    chain = chains[r, v]
+                    builder.store(vec.multiply_add(builder, number, loaded[v], builder.load(chain)), chain)
 
 
 def preparer(is_scaled: bool) -> Any:

@@ -23,6 +23,7 @@ from pallas_kernels.packed_matmul.numba_loads import (
     WORDS,
     add_offsets,
     bytes_of_step,
+    each_segment,
     load_number,
     load_step,
     offset,
@@ -105,11 +106,8 @@ def multiplier(kind: str) -> Any:
         def generate(context, builder, signature, arguments):
             totals, codes, scales, offsets, x, sums, segments, steps, left, _ = arguments
             own = panel_totals(builder, totals)
-            with cgutils.for_range(builder, segments, intp=vec.LONG) as segment:
-                first = builder.mul(segment.index, steps)
-                rest = builder.sub(left, first)
-                count = builder.select(builder.icmp_signed("<", rest, steps), rest, steps)
-                planes = builder.add(sums, builder.mul(segment.index, vec.constant(4 * PLANES)))
+            with each_segment(builder, segments, steps, left) as (segment, first, count):
+                planes = builder.add(sums, builder.mul(segment, vec.constant(4 * PLANES)))
                 chains = [cgutils.alloca_once(builder, WORDS) for _ in range(VECTORS)]
                 for chain in chains:
                     builder.store(_load_word(builder, offset(builder, planes, 8)), chain)
@@ -124,13 +122,13 @@ def multiplier(kind: str) -> Any:
                             total = builder.load(chains[v])
                             total = _add_dots(builder, total, words, half, is_signed=kind == "quads")
                             builder.store(total, chains[v])
-                at = builder.add(scales, builder.mul(segment.index, vec.constant(PANEL_BYTES)))
+                at = builder.add(scales, builder.mul(segment, vec.constant(PANEL_BYTES)))
                 factor = load_number(builder, planes)
                 for v in range(VECTORS):
                     scale = vec.load(builder, offset(builder, at, VECTOR_BYTES * v))
                     total = builder.load(own[v], align=4)
                     builder.store(_scaled(builder, total, builder.load(chains[v]), factor, scale), own[v], align=4)
-                add_offsets(builder, own, offsets, segment.index, offset(builder, planes, 4))
+                add_offsets(builder, own, offsets, segment, offset(builder, planes, 4))
             store_totals(builder, totals, own)
             return context.get_dummy_value()
 
@@ -143,14 +141,13 @@ def converter(kind: str) -> Any:
     """An intrinsic that writes codes of a panel as words of four bytes."""
 
     @intrinsic
-    def convert(context, target, codes, first, steps, table, scales):
-        """Writes the codes of 8 * steps inputs of a tile's vectors, from the first on, as words [2 * steps, vectors,
-        16]."""
+    def convert(context, target, codes, vector, segments, steps, left, table, scales):
+        """As `numba_float.converter`'s, as words [2 * left, vectors, 16]."""
 
         def generate(context, builder, signature, arguments):
-            target, codes, first, steps, *_ = arguments
-            codes = builder.add(codes, builder.mul(first, vec.constant(VECTOR_BYTES)))
-            with cgutils.for_range(builder, steps, intp=vec.LONG) as step:
+            target, codes, vector, _, _, left, *_ = arguments
+            codes = builder.add(codes, builder.mul(vector, vec.constant(VECTOR_BYTES)))
+            with cgutils.for_range(builder, left, intp=vec.LONG) as step:
                 address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind))))
                 width = VECTOR_BYTES * TILE_VECTORS
                 to = builder.add(target, builder.mul(step.index, vec.constant(width * HALF_WORDS)))
@@ -160,7 +157,7 @@ def converter(kind: str) -> Any:
                 prefetch_step(builder, kind, address)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), generate
+        return types.void(*[types.int64] * 8), generate
 
     return convert
 
@@ -169,44 +166,65 @@ def tiler(rows: int, vectors: int) -> Any:
     """An intrinsic for the products of `rows` rows with a segment of `vectors` vectors; the sums stay in registers."""
 
     @intrinsic
-    def add_tile(context, totals, codes, x, steps, scales, offsets, sums):
-        """As `numba_float.tiler`'s; codes are words [2 * steps, vectors, 16], x words [2 * steps, rows], sums planes
-        [3, rows]."""
+    def add_tile(context, totals, codes, x, segments, steps, left, scales, offsets, sums):
+        """As `numba_float.tiler`'s; codes are words [2 * left, vectors, 16], x words [2 * left, rows], sums planes
+        [segments, 3, rows]."""
 
         def generate(context, builder, signature, arguments):
-            totals, codes, x, steps, scales, offsets, sums = arguments
+            totals, codes, x, segments, steps, left, scales, offsets, sums = arguments
             chains = {(r, v): cgutils.alloca_once(builder, WORDS) for r in range(rows) for v in range(vectors)}
-            for (r, _), chain in chains.items():
-                builder.store(_load_word(builder, offset(builder, sums, 4 * (2 * rows + r))), chain)
-            count = builder.mul(steps, vec.constant(HALF_WORDS))
-            with cgutils.for_range(builder, count, intp=vec.LONG) as word:
-                at_codes = builder.add(codes, builder.mul(word.index, vec.constant(vectors * VECTOR_BYTES)))
-                at_x = builder.add(x, builder.mul(word.index, vec.constant(rows * 4)))
-                loaded = [vec.load(builder, offset(builder, at_codes, v * VECTOR_BYTES), WORDS) for v in range(vectors)]
-                for r in range(rows):
-                    numbers = _load_word(builder, offset(builder, at_x, 4 * r))
-                    for v in range(vectors):
-                        chain = chains[r, v]
-                        total = _add_dots(builder, builder.load(chain), loaded[v], numbers, is_signed=True)
-                        builder.store(total, chain)
-            own = [vec.load(builder, offset(builder, scales, v * VECTOR_BYTES)) for v in range(vectors)]
             place = {key: offset(builder, totals, (key[0] * vectors + key[1]) * VECTOR_BYTES) for key in chains}
-            for (r, v), chain in chains.items():
-                factor = load_number(builder, offset(builder, sums, 4 * r))
-                total = vec.load(builder, place[r, v])
-                vec.store(builder, _scaled(builder, total, builder.load(chain), factor, own[v]), place[r, v])
-            with builder.if_then(builder.icmp_signed("!=", offsets, vec.constant(0))):
-                own = [vec.load(builder, offset(builder, offsets, v * VECTOR_BYTES)) for v in range(vectors)]
-                for r in range(rows):
-                    total = load_number(builder, offset(builder, sums, 4 * (rows + r)))
-                    for v in range(vectors):
-                        found = vec.multiply_add(builder, total, own[v], vec.load(builder, place[r, v]))
-                        vec.store(builder, found, place[r, v])
+            with each_segment(builder, segments, steps, left) as (segment, first, count):
+                planes = builder.add(sums, builder.mul(segment, vec.constant(PLANES * 4 * rows)))
+                for (r, _), chain in chains.items():
+                    builder.store(_load_word(builder, offset(builder, planes, 4 * (2 * rows + r))), chain)
+                own_codes = builder.add(codes, builder.mul(first, vec.constant(HALF_WORDS * vectors * VECTOR_BYTES)))
+                own_x = builder.add(x, builder.mul(first, vec.constant(HALF_WORDS * rows * 4)))
+                _add_dots_of_tile(builder, rows, vectors, chains, own_codes, own_x, count)
+                at = builder.mul(segment, vec.constant(PANEL_BYTES))
+
+                def numbers_at(address: Any, at: Any = at) -> list[Any]:
+                    address = builder.add(address, at)
+                    return [vec.load(builder, offset(builder, address, v * VECTOR_BYTES)) for v in range(vectors)]
+
+                own = numbers_at(scales)
+
+                def add_sums(others: list[Any], planes: Any = planes, own: list[Any] = own) -> None:
+                    for r in range(rows):
+                        factor = load_number(builder, offset(builder, planes, 4 * r))
+                        number = load_number(builder, offset(builder, planes, 4 * (rows + r))) if others else None
+                        for v in range(vectors):
+                            total, dots = vec.load(builder, place[r, v]), builder.load(chains[r, v])
+                            total = _scaled(builder, total, dots, factor, own[v])
+                            if others:
+                                total = vec.multiply_add(builder, number, others[v], total)
+                            vec.store(builder, total, place[r, v])
+
+                with builder.if_else(builder.icmp_signed("!=", offsets, vec.constant(0))) as (has_offsets, has_none):
+                    with has_offsets:
+                        add_sums(numbers_at(offsets))
+                    with has_none:
+                        add_sums([])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 9), generate
 
     return add_tile
+
+
+def _add_dots_of_tile(
+    builder: Any, rows: int, vectors: int, chains: dict[tuple[int, int], Any], codes, x, steps
+) -> None:
+    """Adds the products of `steps` times 8 inputs to the chains of a tile."""
+    with cgutils.for_range(builder, builder.mul(steps, vec.constant(HALF_WORDS)), intp=vec.LONG) as word:
+        at_codes = builder.add(codes, builder.mul(word.index, vec.constant(vectors * VECTOR_BYTES)))
+        at_x = builder.add(x, builder.mul(word.index, vec.constant(rows * 4)))
+        loaded = [vec.load(builder, offset(builder, at_codes, v * VECTOR_BYTES), WORDS) for v in range(vectors)]
+        for r in range(rows):
+            numbers = _load_word(builder, offset(builder, at_x, 4 * r))
+            for v in range(vectors):
+                chain = chains[r, v]
+                builder.store(_add_dots(builder, builder.load(chain), loaded[v], numbers, is_signed=True), chain)
 
 
 def _absolute(builder: Any, numbers: Any) -> Any:

@@ -278,11 +278,9 @@ def _run_rows(frame, weight, stack, first, last, rows, x, sums, out):
     segments, outputs = _num_segments(frame, weight), _field(frame, weight, OUTPUTS)
     table, of_segment = _array(frame, weight, TABLE_OPERAND), segment // STEP
     width, tiles = TILE_VECTORS * VECTOR_BYTES, TILE_INT8 if _is_int8(kind) else TILE_FLOAT
-    together = 1  # segments that a tile takes at once
-    if _is_chained(kind):
-        tiles = TILE_CHAINED
-        if _field(frame, weight, OFFSETS) == NONE:
-            together = max(TILE_INPUTS // segment, 1)
+    tiles = TILE_CHAINED if _is_chained(kind) else tiles
+    is_one_chain = _is_chained(kind) == 1 and _field(frame, weight, OFFSETS) == NONE
+    together = max(TILE_INPUTS // segment, 1)  # segments that a tile takes at once
     totals = allocate(width * (rows + together * segment) + 2 * segments * PANEL_BYTES)
     codes = totals + rows * width
     scales = codes + together * segment * width
@@ -299,19 +297,20 @@ def _run_rows(frame, weight, stack, first, last, rows, x, sums, out):
                 count = min(together * of_segment, steps - step)
                 source = _array(frame, weight, CODES_OPERAND) + ((stack + panel) * steps + step) * bytes_of_step
                 scale = scales + index * PANEL_BYTES + vector * VECTOR_BYTES
-                for done in range(0, count, of_segment):
-                    own, to = source + done * bytes_of_step, codes + done * STEP * width
-                    own_scale = scale + done // of_segment * PANEL_BYTES
-                    own_count = min(of_segment, count - done)
-                    call_convert(CONVERT + kind, to, own, vector, own_count, table, own_scale)
+                many = (count + of_segment - 1) // of_segment
+                call_convert(CONVERT + kind, codes, source, vector, many, of_segment, count, table, scale)
                 offset = offsets + index * PANEL_BYTES + vector * VECTOR_BYTES if offsets != 0 else 0
+                chain = count if is_one_chain else of_segment
+                many = 1 if is_one_chain else many
                 row = 0
                 while row < rows:
                     tile = _tile(kind, rows - row)
                     size = _rows_of_tile(kind, tile)
                     numbers = x + (row * steps + step * size) * _step_bytes(kind)
                     total = sums + (row * segments + index * size) * _sum_bytes(kind)
-                    call_tile(tiles + tile, totals + row * width, codes, numbers, count, scale, offset, total)
+                    call_tile(
+                        tiles + tile, totals + row * width, codes, numbers, many, chain, count, scale, offset, total
+                    )
                     row += size
             for v in range(TILE_VECTORS):
                 own = output + v * WIDTH

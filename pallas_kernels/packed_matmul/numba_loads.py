@@ -1,6 +1,7 @@
 """What the loops over packed weights share: the sizes of vectors and tiles, and loads of codes and scales."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -138,6 +139,15 @@ def prefetch_step(builder: Any, kind: str, address: Any) -> None:
     size, to = bytes_of_step(kind), offset(builder, address, AHEAD_BYTES)
     for line in range(0, size, 64 if size < 2**10 else 2**10):
         vec.prefetch(builder, offset(builder, to, line))
+
+
+@contextmanager
+def each_segment(builder: Any, segments: Any, steps: Any, left: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """A loop over segments of `steps` times 8 inputs, `left` times 8 in all: the segment, its first step, its steps."""
+    with cgutils.for_range(builder, segments, intp=vec.LONG) as segment:
+        first = builder.mul(segment.index, steps)
+        rest = builder.sub(left, first)
+        yield segment.index, first, builder.select(builder.icmp_signed("<", rest, steps), rest, steps)
 
 
 def load_number(builder: Any, address: Any) -> Any:
