@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from jaxinfer.cache.best_pages import BoundedPages, bounds_dtype
 from jaxinfer.cache.kv_dtype import KVScales
 from jaxinfer.cache.state import StateCache
 from jaxinfer.models import ModelConfig, check_divides
+from pallas_kernels.numba_cpu import calls
 from pallas_kernels.paged_attention import Pages, PageShape, platform_layout
 from pallas_kernels.paged_attention import move_tokens as _move_tokens
 from pallas_kernels.paged_attention.layout import dtype_name
@@ -94,12 +96,18 @@ def init_paged_cache(
     bounded: Collection[int] = (),
 ) -> PagedCache:
     """A zeroed cache, in the platform's layout by default; `num_pages`, `groups` and `bounded` as in
-    `abstract_paged_cache`. On a mesh each device holds its own heads, and `scales` are replicated. Raises ValueError as
-    `models.check_divides`."""
+    `abstract_paged_cache`. A CPU takes its memory as pages are written. On a mesh each device holds its own heads, and
+    `scales` are replicated. Raises ValueError as `models.check_divides`."""
     layout = layout or platform_layout(current_platform(), dtype, has_values=config.caches_values)
     cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh, groups, bounded)
 
+    is_untouched = mesh is None and sys.platform == "linux" and calls.unsupported(current_platform()) is None
+
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if is_untouched and leaf.dtype != jnp.int4:
+            from pallas_kernels.numba_cpu.zeros import untouched_zeros
+
+            return untouched_zeros(leaf.shape, leaf.dtype)
         sharding = leaf.sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, parallel.shortest(sharding.spec))

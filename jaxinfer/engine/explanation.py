@@ -14,6 +14,7 @@ from jaxinfer.cache.policies import HeavyHitters, PromptBudget
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule
+from jaxinfer.engine.memory import PoolPlan
 from jaxinfer.engine.programs import paged, speculative
 from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.spec import EngineSpec
@@ -156,6 +157,7 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "max_seqs": spec.max_seqs,
         "page size": spec.page_size,
         "pages": spec.num_pages,
+        **_describe_fewer_pages(spec, memory),
         "tokens that fit": (spec.num_pages - 1) * spec.page_size,
         **_bytes_per_token(spec),
         "bytes per page": spec.page_bytes,
@@ -172,6 +174,13 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "grammar tables": f"{len(engine.grammars.tables)}, {engine.grammars.tables.num_bytes:,} bytes",
         "bytes for grammars": spec.table_sizes.num_bytes,
     }
+
+
+def _describe_fewer_pages(spec: EngineSpec, memory: PoolPlan) -> dict[str, Any]:
+    if not memory.is_reduced:
+        return {}
+    reason = "what memory has room for" if spec.options.num_pages is None else "num_pages"
+    return {"pages that all slots could use": f"{spec.pool_sizes.default:,}, more than {reason}"}
 
 
 def _describe_programs(spec: EngineSpec) -> dict[str, Any]:

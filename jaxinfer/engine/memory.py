@@ -1,5 +1,6 @@
 """Memory of a model and its pool of pages, and whether the device has enough."""
 
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,16 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
             helps = "a smaller dtype or a quantized checkpoint"
         raise _does_not_fit(spec, parts, sizes.smallest, available, helps)
     fills_memory = spec.platform != "cpu" and spec.options.cache == "paged"
+    if not fills_memory and fitting < wanted:
+        fitting = max(_step_below(fitting, wanted), sizes.smallest)
     return plan(fitting if fills_memory else min(fitting, wanted))
+
+
+def _step_below(fitting: int, wanted: int) -> int:
+    """The most pages that fit of 3/4, 1/2, 3/8, 1/4 ... of those wanted: programs are compiled for a number of pages,
+    and free memory differs at each start."""
+    sizes = (wanted * quarters >> (2 + halvings) for halvings in itertools.count() for quarters in (4, 3))
+    return next(size for size in sizes if size <= fitting)
 
 
 def activation_bytes(spec: EngineSpec) -> int:

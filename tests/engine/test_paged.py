@@ -323,6 +323,17 @@ def test_fewer_pages_where_memory_is_short(tiny, runs):
     engine.close()
 
 
+def test_a_little_less_memory_gives_the_same_number_of_pages(tiny):
+    """Programs are compiled for a number of pages."""
+    options = EngineOptions(max_model_len=128, max_seqs=8)  # 65 pages for all slots
+    found = {}
+    for room in (64, 49, 48, 47, 33, 17, 15, 10):
+        engine = Engine(*tiny, options, available=room_for(tiny, options, room))
+        found[room] = engine.runner.memory.num_pages
+        engine.close()
+    assert found == {64: 48, 49: 48, 48: 48, 47: 32, 33: 32, 17: 16, 15: 12, 10: 9}
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -1,0 +1,70 @@
+"""Arrays of zeros whose memory is not touched: a pool of pages takes memory as it is used."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from llvmlite import ir
+from numba import types
+
+from pallas_kernels.numba_cpu import calls
+from pallas_kernels.numba_cpu.frames import answers_metadata, attribute, compiled, register, result
+from pallas_kernels.numba_cpu.memory import POINTER, external, intrinsic
+from pallas_kernels.numba_cpu.vectors import INT, LONG, constant
+
+PAGE_BYTES = 4096  # of the system's memory, on x86-64
+_DONT_NEED = 4  # MADV_DONTNEED: private memory reads as zeros from then on, and is not resident
+
+
+@intrinsic
+def _give_back(context, address, size):
+    """Clears `size` bytes at an address: whole pages are given back to the system, the rest is written."""
+
+    def generate(context, builder, signature, arguments):
+        start, size = arguments
+        end = builder.add(start, size)
+        mask = constant(-PAGE_BYTES)
+        first = builder.and_(builder.add(start, constant(PAGE_BYTES - 1)), mask)
+        last = builder.and_(end, mask)
+        clear = external(builder, "memset", POINTER, POINTER, INT, LONG)
+
+        def write(place: Any, count: Any) -> None:
+            builder.call(clear, [builder.inttoptr(place, POINTER), ir.Constant(INT, 0), count])
+
+        with builder.if_else(builder.icmp_signed("<", first, last)) as (has_pages, has_none):
+            with has_pages:
+                advise = external(builder, "madvise", INT, POINTER, LONG, INT)
+                pages = [builder.inttoptr(first, POINTER), builder.sub(last, first), ir.Constant(INT, _DONT_NEED)]
+                failed = builder.icmp_signed("!=", builder.call(advise, pages), ir.Constant(INT, 0))
+                with builder.if_then(failed):  # memory that is locked, for example
+                    write(first, builder.sub(last, first))
+                write(start, builder.sub(first, start))
+                write(last, builder.sub(end, last))
+            with has_none:
+                write(start, size)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@compiled
+def _zeros_handler(frame):
+    if not answers_metadata(frame):
+        _give_back(result(frame, 0), attribute(frame, 0))
+    return 0
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """jnp.zeros(shape, dtype) on a CPU where `calls.unsupported` has no reason, for types of whole bytes: none of its
+    memory is resident before it is written.
+
+    XLA fills zeros, and keeps freed memory, whose pages are resident: the handler gives them back. (A buffer of NumPy
+    would be copied by the first program to which it is donated.)
+    """
+    size = jnp.dtype(dtype).itemsize
+    for length in shape:
+        size *= length
+    name = register("jaxinfer_zeros", _zeros_handler)
+    return calls.call(name, jax.ShapeDtypeStruct(shape, dtype), [], size=size)
