@@ -31,8 +31,8 @@ from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_device import (
     Copies,
     Packing,
+    in_layouts,
     in_whole_bytes,
-    outputs_together,
     rounds_activations,
     unpack_params,
     why_not_packing,
@@ -213,9 +213,8 @@ def _live(
 
 
 def _laid_out(params: Params, mesh: Mesh | None, *, donate: bool = False) -> Params:
-    """The parameters in the layouts of a GPU's kernels."""
-    is_gpu = jax.default_backend() == "gpu" and mesh is None
-    return outputs_together(params, donate=donate) if is_gpu else params
+    """The parameters in the layouts of a device's products."""
+    return in_layouts(params, jax.default_backend(), donate=donate) if mesh is None else params
 
 
 def _read(

@@ -22,7 +22,7 @@ from benchmarks.attention import (
 from benchmarks.on_chip.results import Results, Row
 from benchmarks.on_chip.sizes import Sizes
 from jaxinfer.quantization import QuantizedArray, quantize
-from jaxinfer.quantization.on_device import outputs_together
+from jaxinfer.quantization.on_device import in_layouts
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.measure import random_operands, seconds_per_step
 from pallas_kernels.page_copy import copy_pages
@@ -282,8 +282,7 @@ def product_speed(sizes: Sizes, results: Results) -> Iterator[Row]:
 
 def _product(recipe: str, rows: int, shape: tuple[int, int], dtype: str) -> tuple[jax.Array, QuantizedArray]:
     weight = quantize(jax.random.normal(jax.random.key(1), shape) * 0.02, recipe)
-    if current_platform() == "gpu":
-        weight = outputs_together({"w": weight})["w"]
+    weight = in_layouts({"w": weight}, current_platform())["w"]
     return jax.random.normal(jax.random.key(0), (rows, shape[0])).astype(dtype), weight
 
 

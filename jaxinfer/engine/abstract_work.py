@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
@@ -16,7 +16,7 @@ from jaxinfer.engine.programs.speculative import SpeculativeWork
 from jaxinfer.engine.programs.work import DecodeWork, Slots, StepSlots, StepWork
 from jaxinfer.models import ModelConfig, Params, host_layers, parameter_shardings
 from jaxinfer.models.host_layers import is_on_host
-from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, arrays_laid_out, laid_out
+from jaxinfer.quantization.on_device import laid_out, layouts
 from jaxinfer.quantization.tree import is_quantized
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft
@@ -89,17 +89,19 @@ def placed(arrays: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arrays, shardings)
 
 
-def placed_params(config: ModelConfig, params: Params, mesh: Mesh | None, laid_out_on: Any = None) -> Params:
-    """Abstract parameters, of which some may be quantized, with their shardings, and with the layouts of the kernels of
-    a GPU, the only device of `laid_out_on`. Raises ValueError as `models.check_divides`."""
+def placed_params(
+    config: ModelConfig, params: Params, mesh: Mesh | None, platform: str = "cpu", laid_out_on: Any = None
+) -> Params:
+    """Abstract parameters, of which some may be quantized, with their shardings, and with the layouts of the platform's
+    products on the only device of `laid_out_on`. Raises ValueError as `models.check_divides`."""
     found = params if mesh is None else placed(params, parameter_shardings(mesh, config, params))
     if not isinstance(laid_out_on, Mesh):
         return found
-    return outputs_together(found, NamedSharding(laid_out_on, PartitionSpec()))
+    return in_layouts(found, platform, NamedSharding(laid_out_on, PartitionSpec()))
 
 
 def shapes_of(params: Any) -> Any:
-    """Arrays as `jax.ShapeDtypeStruct`s, with the shardings of a mesh, the layouts of a GPU's kernels, and
+    """Arrays as `jax.ShapeDtypeStruct`s, with the shardings of a mesh, the layouts of the device's products, and
     what lies in the host's memory marked."""
 
     def shape(array: jax.Array, place: Any = None) -> jax.ShapeDtypeStruct:
@@ -110,23 +112,23 @@ def shapes_of(params: Any) -> Any:
 
     def of_leaf(leaf: Any) -> Any:
         found = jax.tree.map(shape, leaf)
-        if not is_quantized(leaf) or jax.default_backend() != "gpu":
+        if not is_quantized(leaf):
             return found
-        arrays = {name: getattr(leaf, name) for name in arrays_laid_out(leaf)}
+        arrays = {name: getattr(leaf, name) for name in layouts(leaf, jax.default_backend())}
         placed = {name: shape(one, Format(one.format.layout, one.sharding)) for name, one in arrays.items()}
         return replace(found, **placed)
 
     return jax.tree.map(of_leaf, params, is_leaf=is_quantized)
 
 
-def outputs_together(params: Params, sharding: NamedSharding) -> Params:
-    """As `quantization.on_device.outputs_together`, of abstract arrays."""
+def in_layouts(params: Params, platform: str, sharding: NamedSharding) -> Params:
+    """As `quantization.on_device.in_layouts`, of abstract arrays."""
 
-    def placed(array: Any) -> jax.ShapeDtypeStruct:
-        place: Any = Format(OUTPUTS_TOGETHER, getattr(array, "sharding", None) or sharding)
+    def placed(array: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+        place: Any = Format(layout, getattr(array, "sharding", None) or sharding)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
 
-    return jax.tree.map(lambda leaf: laid_out(leaf, placed), params, is_leaf=is_quantized)
+    return jax.tree.map(lambda leaf: laid_out(leaf, platform, placed), params, is_leaf=is_quantized)
 
 
 def take_layers(config: ModelConfig, params: Params, layers: Sequence[int]) -> tuple[ModelConfig, Params]:

@@ -394,8 +394,8 @@ class EngineSpec(PolicyPages):
         return None if self.draft_model is None else self._placed(*self.draft_model)
 
     def _placed(self, config: ModelConfig, params: Params) -> Params:
-        is_laid_out = self.platform == "gpu" and not self.is_sharded
-        return placed_params(config, params, self.program_mesh, self.mesh if is_laid_out else None)
+        device = None if self.is_sharded else self.mesh
+        return placed_params(config, params, self.program_mesh, self.platform, device)
 
     def layout_of(self, config: ModelConfig, kv_dtype: str) -> str:
         """How the pages of a model, the target or the draft, lie in memory."""

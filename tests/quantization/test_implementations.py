@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.layout import Format
+from jax.experimental.layout import Format, Layout
 
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.matmul import matmul
-from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, laid_out
+from jaxinfer.quantization.on_device import laid_out
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
 from tests.hbm import made_in_hbm
@@ -75,10 +75,13 @@ def test_compiled_in_a_loop_the_weight_is_read_as_stored(chip, place, name):
     shape = (outputs, inputs) if is_transposed else (inputs, outputs)
     weight = form.weight(is_transposed=is_transposed) if not isinstance(form, type(jnp.bfloat16)) else None
     weight = jax.ShapeDtypeStruct(shape, form) if weight is None else weight
-    if chip == "h100":
-        with ahead_of_time.as_if_on(chip) as whole:
-            place_of: Any = Format(OUTPUTS_TOGETHER, whole)
-            weight = laid_out(weight, lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place_of))
+    with ahead_of_time.as_if_on(chip) as whole:
+
+        def placed(one: Any, layout: Layout) -> jax.ShapeDtypeStruct:
+            place_of: Any = Format(layout, whole)
+            return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place_of)
+
+        weight = laid_out(weight, "gpu" if chip == "h100" else "tpu", placed)
     x = jax.ShapeDtypeStruct((4, inputs), jnp.bfloat16)
 
     def decode(x, weight, count):

@@ -12,7 +12,7 @@ from jax.experimental.layout import Format
 
 from jaxinfer.quantization import quantize, quantize_params
 from jaxinfer.quantization.matmul import matmul
-from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, outputs_together
+from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, in_layouts
 from pallas_kernels import ahead_of_time
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.quantized_matmul import choose, make_spec, pallas_gpu, quantized_matmul
@@ -112,7 +112,7 @@ def test_values_are_laid_out_for_the_kernel():
     # Of groups that the kernel does not take XLA reads the scales in the layout of the values.
     for name, order, of_scales in (("int4-g64", (1, 0), (0, 1)), ("int8", (0, 1), (0, 1)), ("mxfp4", (1, 0), (1, 0))):
         quantized = quantize_params(params, name)
-        placed = outputs_together(quantized)["layers"]["0"]["up"]["weight"]
+        placed = in_layouts(quantized, "gpu")["layers"]["0"]["up"]["weight"]
         assert placed.values.format.layout.major_to_minor == order
         assert placed.scales.format.layout.major_to_minor == of_scales
         np.testing.assert_array_equal(placed.dequantize(), quantized["layers"]["0"]["up"]["weight"].dequantize())
