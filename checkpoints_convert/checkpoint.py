@@ -154,6 +154,11 @@ class Checkpoint(Closable, ABC):
         """The parameters that are quantized in the files, even if they are read dense, each with the name of one of its
         tensors."""
 
+    @property
+    def is_dequantized(self) -> bool:
+        """Whether the reader asked for quantized weights in floating point."""
+        return False
+
     @abstractmethod
     def fingerprint(self) -> str:
         """A digest that changes when the files, or the options they are read with, change. Reads no weights."""

@@ -119,6 +119,10 @@ class GGUFCheckpoint(Checkpoint):
     def quantized(self) -> dict[ParamPath, str]:
         return {plan.target: plan.sources[0] for plan in self.plans if plan.stays_quantized}
 
+    @property
+    def is_dequantized(self) -> bool:
+        return self.requantize == DENSE
+
     def param_bytes(self, path: ParamPath) -> int:
         if path not in self._quantized:
             return super().param_bytes(path)

@@ -128,7 +128,7 @@ def _check_destination(source: Checkpoint, destination: Path, *, overwrite: bool
         raise CheckpointError(destination, "exists: choose another destination, or replace it with --overwrite")
     if not destination.parent.is_dir():
         raise CheckpointError(destination.parent, "is no directory")
-    if tensors := list(source.quantized().values()):
+    if (tensors := list(source.quantized().values())) and not source.is_dequantized:
         raise CheckpointError(source.directory, f"tensor {tensors[0]!r} is quantized already: use the original")
 
 

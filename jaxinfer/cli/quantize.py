@@ -140,12 +140,12 @@ def quantize(
         from checkpoints_convert.staging import check_destination
         from jaxinfer.calibration.journal import CalibrationJournal
 
-    kept, path, destination = _kept(options), _source_path(options), options.destination
+    kept, (path, opening), destination = _kept(options), _source(options), options.destination
     if options.to == "gguf":
-        return quantize_to_gguf(options, path)
+        return quantize_to_gguf(options, path, **opening)
     check_destination(destination, overwrite=options.overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
-    with open_checkpoint(path) as opened:
+    with open_checkpoint(path, **opening) as opened:
         opened.check_head()
         companions = opened.companions()  # as they are now: one that is gone when it is copied is an error
         with CalibrationJournal(work / "layers") as journal, Stage("preparing"):
@@ -217,15 +217,21 @@ def _kept(options: QuantizeOptions) -> "tuple[Keep, ...]":
         raise UsageError(f"--keep: {error}") from None
 
 
-def _source_path(options: QuantizeOptions) -> Path:
-    """The folder of the checkpoint. Raises UsageError for a GGUF file."""
-    import checkpoints_convert
+def _source(options: QuantizeOptions) -> tuple[Path, dict[str, str]]:
+    """The checkpoint's folder, or a GGUF file, and how it is opened: with quantized weights in floating point, which is
+    said."""
+    from checkpoints_convert.gguf.index import find_gguf
+    from checkpoints_convert.load import open_checkpoint
     from jaxinfer.store import find_path
 
     path = find_path(options.source, options.revision)
-    if checkpoints_convert.tokenizer_files(path) is not None:
-        raise UsageError(f"{path} is a GGUF file: convert it first, jaxinfer convert {path} DIRECTORY")
-    return path
+    if find_gguf(path) is None:
+        return path, {}
+    with open_checkpoint(path) as opened:
+        num_quantized = len(opened.quantized())
+    if num_quantized:
+        say(f"{path}: {num_quantized} weights are quantized already, and are dequantized to be rounded again")
+    return path, {"requantize": "dense"}
 
 
 def _calibration_options(
@@ -271,13 +277,15 @@ def _importance(path: Path | None, source: "Checkpoint") -> "dict[str, np.ndarra
 
 def _read_rows(path: Path, calibration: list[Path] | None, text: TextOptions) -> "CalibrationRows | None":
     from jaxinfer.calibration.inputs import split_rows
-    from jaxinfer.text import Tokenizer
+    from jaxinfer.loading import tokenizer_of
 
     if not calibration:
         return None
     documents = read_documents(calibration, "--calibration")
+    tokenizer = tokenizer_of(path)
+    if tokenizer is None:
+        raise UsageError(f"{path} has no tokenizer, which --calibration needs")
     with Stage("reading the text"):
-        tokenizer = Tokenizer.from_dir(path)
         encoded = [tokenizer.encode_content(document) for document in documents if document]
     try:
         return split_rows(

@@ -199,11 +199,11 @@ def _warn(source: "Checkpoint", weights: "dict[ParamPath, QuantizedArray]", resu
 
 def check_not_quantized(source: "Checkpoint") -> None:
     """Raises CheckpointError, with the folder and a tensor, if the checkpoint has quantized weights, even if they would
-    be read as floats."""
+    be read as floats, unless that was asked for."""
     from checkpoints_convert.errors import CheckpointError
 
     tensors = list(source.quantized().values())
-    if tensors:
+    if tensors and not source.is_dequantized:
         others = f", and {len(tensors) - 1} other weights are" if len(tensors) > 1 else ""
         raise CheckpointError(
             source.directory,
