@@ -216,7 +216,7 @@ def layouts(leaf: QuantizedArray, platform: str) -> dict[str, Layout]:
 
 
 def _tpu_layouts(leaf: QuantizedArray) -> dict[str, Layout]:
-    """Row-major integers of groups, in tiles that no group of rows divides. By default a TPU's rows are along the axis
+    """Row-major integers of groups, in tiles with rows of one group each. By default a TPU's rows are along the axis
     that needs less padding, which for [1536, 576] and for the embedding [49152, 576] are the columns, and tiles of int4
     have 64 rows, of int8 32. XLA multiplies by groups of fewer rows in tiles of 8, the kernel of a tied embedding reads
     it row by row, and a program copies what lies otherwise: in a decode step of SmolLM2 on a v6e, with groups of 32 in

@@ -95,7 +95,10 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
         else:  # a gather, which sums fuse; 15 selections for each value they do not
             entries = look_up(values, codebook, "cpu")
             weight = entries * spread(scales.astype(jnp.float32), block, values.shape)
-        product = jnp.stack([jnp.sum(weight * row, axis=1) for row in x[: spec.rows].astype(jnp.float32)])
+        sums = [jnp.sum(weight * row, axis=1) for row in x[: spec.rows].astype(jnp.float32)]
+        # Otherwise XLA may compute the last sum where the rows are put together, and reads the weight once more for
+        # it: 192 MB for the head [262144, 640] of int8.
+        product = jnp.stack(lax.optimization_barrier(sums))
     else:
         dtype = _compute_dtype(spec, platform)
         weight = dequantize(values, scales, zeros, codebook, minima, block=spec.block)

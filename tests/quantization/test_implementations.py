@@ -11,7 +11,7 @@ from jax.experimental.layout import Format, Layout
 
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.matmul import matmul
-from jaxinfer.quantization.on_device import laid_out
+from jaxinfer.quantization.on_device import laid_out, layouts
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
 from tests.hbm import made_in_hbm
@@ -102,3 +102,21 @@ def test_compiled_in_a_loop_the_weight_is_read_as_stored(chip, place, name):
     assert moved <= 1.15 * size + 4 * results
     assert found.temporary_bytes <= 0.15 * size + 4 * results
     assert [i.name for i in made_in_hbm(program, at_least=size // 2)] == []
+
+
+def test_no_tile_of_a_tpu_has_rows_of_two_groups():
+    """Tiles have 64 rows of int4 and 32 of int8; for groups of fewer, 8."""
+
+    def layout(name: str, place: str = "linear"):
+        weight = FORMS[name].weight(is_transposed=place == "tied head")
+        found = {each: (one.major_to_minor, one.tiling) for each, one in layouts(weight, "tpu").items()}
+        assert set(found) <= {"values"}
+        assert layouts(weight, "cpu") == {}
+        return found.get("values")
+
+    assert layout("int4, groups of 32 (Q4_0)") == ((0, 1), ((8, 128), (8, 1)))
+    assert layout("int8, groups of 16 (Q6_K)") == ((0, 1), ((8, 128), (4, 1)))
+    assert layout("int8, groups of 32 (Q8_0, Q5_0)") == layout("int4, groups of 128") == ((0, 1), None)
+    assert layout("int8, a scale per output") is None
+    assert layout("int8, groups of 32 (Q8_0, Q5_0)", "tied head") == ((0, 1), None)
+    assert layout("int8, a scale per output", "tied head") is None
