@@ -34,7 +34,7 @@ from checkpoints_convert.checkpoint import (
 from checkpoints_convert.errors import CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG
 from checkpoints_convert.formats import LayerKVScales
-from checkpoints_convert.gguf import tokenizer as gguf_tokenizer
+from checkpoints_convert.gguf import kept_tokenizer
 from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint, check_requantize
 from checkpoints_convert.gguf.index import GGUFIndex, find_gguf
 from checkpoints_convert.host_arrays import BLOCK_BYTES, aligned, bytes_to_read
@@ -154,7 +154,7 @@ def tokenizer_files(path: str | Path) -> dict[str, str] | None:
     if (file := find_gguf(Path(path))) is None:
         return None
     with GGUFIndex(file) as index:
-        return gguf_tokenizer.tokenizer_files(index)
+        return kept_tokenizer.tokenizer_files(index)
 
 
 def requantize_summary(errors: Mapping[str, float], how: str) -> str:

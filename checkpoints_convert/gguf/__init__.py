@@ -2,6 +2,6 @@
 
 from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint
 from checkpoints_convert.gguf.index import find_gguf
-from checkpoints_convert.gguf.tokenizer import tokenizer_files
+from checkpoints_convert.gguf.kept_tokenizer import tokenizer_files
 
 __all__ = ["GGUFCheckpoint", "find_gguf", "tokenizer_files"]

@@ -36,7 +36,8 @@ from checkpoints_convert.gguf.blocks import FLOATS, dequantize, leaf_bytes, leaf
 from checkpoints_convert.gguf.config import architecture_of, huggingface_config
 from checkpoints_convert.gguf.file import GGUFTensorEntry
 from checkpoints_convert.gguf.index import GGUFIndex
-from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id, tokenizer_files
+from checkpoints_convert.gguf.kept_tokenizer import tokenizer_files
+from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id
 from checkpoints_convert.host_arrays import aligned, empty_aligned
 from checkpoints_convert.huggingface.config import model_config
 from checkpoints_convert.huggingface.rules import INDEX, TensorGroup, TensorPlacement, TensorRule, layout, linear, norm

@@ -5,10 +5,10 @@ multiple of the alignment on, the tensors' bytes. All sizes are compared with th
 is read, so a file cannot make this module allocate more than it has bytes. Strings and arrays stay in the file until
 they are asked for."""
 
+import hashlib
 import math
 import os
-import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.gguf.blocks import TYPE_NAMES, TYPES, BlockType
+from checkpoints_convert.gguf.strings import LENGTH, string_starts
 from checkpoints_convert.storage import LocalFile, fill_from_tensor
 from jaxinfer.files import Closable
 
 _WINDOW = 2**16  # bytes read ahead: small numbers and names come from memory
-_LENGTH = struct.Struct("<Q")
+# Bytes read at once of an array of strings: for each, those of a length and a short text, up to a limit.
+_STRING_BYTES, _MAX_WINDOW = 20, 2**22
 
 
 class Cursor:
@@ -61,31 +63,22 @@ class Cursor:
         self._check(count, what)
         self.position += count
 
-    def skip_strings(self, count: int, what: str, wanted: Collection[bytes] = ()) -> dict[bytes, list[int]]:
-        """Skips strings, each a length of 8 bytes and as many bytes. Returns the indices of those in `wanted`."""
-        lengths, found = frozenset(map(len, wanted)), {}
-        if count * _LENGTH.size > self.num_left:
-            self._check(count * _LENGTH.size, what)
-        window, start, position, size = b"", self.position, self.position, self._size
-        for index in range(count):
-            begin = position - start
-            if begin + _LENGTH.size > len(window):
-                self.position = position
-                self._check(_LENGTH.size, f"string {index} of {what}")
-                window, start, begin = self._pread(min(_WINDOW, self.num_left), what), position, 0
-            (length,) = _LENGTH.unpack_from(window, begin)
-            position += _LENGTH.size + length
-            if position > size:
-                self.position = position - length
-                self._check(length, f"string {index} of {what}")
-            if length in lengths:
-                text = window[begin + _LENGTH.size : begin + _LENGTH.size + length]
-                if len(text) < length:
-                    text = os.pread(self._descriptor, length, position - length)
-                if text in wanted:
-                    found.setdefault(text, []).append(index)
-        self.position = position
-        return found
+    def skip_strings(self, count: int, what: str) -> np.ndarray:
+        """Skips strings, each a length of 8 bytes and as many bytes. Returns the position of each (int64)."""
+        if count * LENGTH.size > self.num_left:
+            self._check(count * LENGTH.size, what)
+        parts, found = [np.zeros(0, np.int64)], 0
+        while found < count:
+            self._check(LENGTH.size, f"string {found} of {what}")
+            wanted = max(_WINDOW, min((count - found) * _STRING_BYTES, _MAX_WINDOW))
+            begin = self.position
+            starts, after = string_starts(self._pread(min(wanted, self.num_left), what), count - found)
+            found += len(starts)
+            last = int(starts[-1])
+            self.position = begin + last + LENGTH.size
+            self.skip(after - last - LENGTH.size, f"string {found - 1} of {what}")
+            parts.append(starts + begin)
+        return np.concatenate(parts)
 
     def _check(self, count: int, what: str) -> None:
         if count > self.num_left:
@@ -135,19 +128,38 @@ class GGUFTensorEntry:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Stored:
-    """A string of `count` bytes, or an array of `count` items of a type, that begins at a byte of the file."""
+    """A string of `count` bytes, or an array of `count` items of a type, that begins at a byte of the file; `starts`
+    has the positions of strings in an array."""
 
     item_type: int
     is_array: bool
     count: int
     begin: int
     end: int
+    starts: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Header:
+    """What comes before the tensors' bytes: `num_bytes` with this digest, of a file of `size` bytes."""
+
+    size: int
+    num_bytes: int
+    digest: str
+    values: dict[str, Scalar | _Stored]
+    tensors: dict[str, GGUFTensorEntry]
+    alignment: int
+
+
+_MAX_HEADERS = 4
+_headers: dict[Path, _Header] = {}  # the last that this process read: a start opens a file several times
 
 
 class GGUFFile(Closable):
     """An open file. `tensors` maps names to entries; metadata is read by `scalar`, `text`, `numbers` and `texts`.
+    `metadata_digest` (SHA-256, hex) is of the metadata and the table of tensors, as stored.
 
     Raises CheckpointError, naming the file and the key or tensor, for a file that is not well formed or has a tensor
     of a type that is not read.
@@ -158,10 +170,12 @@ class GGUFFile(Closable):
         self._file = LocalFile(path)
         self.size = self._file.size
         try:
-            self._read_header()
+            header = self._header()
         except BaseException:
             self.close()
             raise
+        self._values, self.tensors, self.alignment = header.values, header.tensors, header.alignment
+        self.metadata_digest = header.digest
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -184,25 +198,40 @@ class GGUFFile(Closable):
         value = self._values.get(key)
         if not isinstance(value, _Stored) or not value.is_array or value.item_type == _STRING:
             return None
-        raw = self._cursor(value.begin).take(value.end - value.begin, "the array")
-        return np.frombuffer(raw, _NUMPY[value.item_type])
+        return np.frombuffer(self._array(value), _NUMPY[value.item_type])
 
-    def texts(self, key: str) -> Iterator[str] | None:
-        """An array of strings, one by one; None where the key is missing or something else."""
+    def texts(self, key: str) -> list[str] | None:
+        """An array of strings; None where the key is missing or something else. Raises CheckpointError unless all are
+        UTF-8."""
         value = self._values.get(key)
-        if not isinstance(value, _Stored) or not value.is_array or value.item_type != _STRING:
+        if not isinstance(value, _Stored) or value.starts is None:
             return None
-        return self._texts(key, value)
+        raw = self._array(value)
+        begins = value.starts - (value.begin - LENGTH.size)
+        ends = np.append(begins[1:] - LENGTH.size, len(raw))[: value.count]
+        places = zip(begins.tolist(), ends.tolist(), strict=True)
+        try:
+            return [str(raw[begin:end], "utf-8") for begin, end in places]
+        except UnicodeDecodeError:
+            for index, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+                self._decoded(raw[begin:end], f"item {index} of {key}")
+            raise
 
     def places(self, key: str, wanted: Collection[str]) -> dict[str, list[int]]:
         """Indices of the items of an array of strings that are in `wanted`; {} if there is no such array. Other items
         are not decoded."""
         value = self._values.get(key)
-        if not isinstance(value, _Stored) or not value.is_array or value.item_type != _STRING:
+        if not isinstance(value, _Stored) or value.starts is None:
             return {}
-        raw = {text.encode(): text for text in wanted}
-        found = self._cursor(value.begin).skip_strings(value.count, key, raw)
-        return {raw[text]: indices for text, indices in found.items()}
+        raw, found = self._array(value), {}
+        for text in wanted:
+            item = text.encode()
+            item, at = LENGTH.pack(len(item)) + item, -1
+            while (at := raw.find(item, at + 1)) >= 0:
+                index = int(np.searchsorted(value.starts, value.begin + at))
+                if index < value.count and value.starts[index] == value.begin + at:  # else inside of a text
+                    found.setdefault(text, []).append(index)
+        return found
 
     def count(self, key: str) -> int | None:
         """Items of an array, without reading it; None where the key is missing or no array."""
@@ -227,7 +256,22 @@ class GGUFFile(Closable):
     def _cursor(self, position: int) -> Cursor:
         return Cursor(self._file.descriptor, self.size, self.path, position)
 
-    def _read_header(self) -> None:
+    def _header(self) -> _Header:
+        """The header, parsed unless this process has parsed the same bytes before."""
+        known = _headers.get(self.path)
+        if known is not None and known.size == self.size and self._digest(known.num_bytes) == known.digest:
+            return known
+        header = self._read_header()
+        _headers.pop(self.path, None)
+        for path in list(_headers)[: 1 - _MAX_HEADERS]:
+            _headers.pop(path, None)
+        _headers[self.path] = header
+        return header
+
+    def _digest(self, num_bytes: int) -> str:
+        return hashlib.sha256(self._cursor(0).take(num_bytes, "the metadata")).hexdigest()
+
+    def _read_header(self) -> _Header:
         cursor = self._cursor(0)
         magic = cursor.take(min(4, self.size), "the magic")
         if magic != b"GGUF":
@@ -245,7 +289,9 @@ class GGUFFile(Closable):
         for index in range(num_keys):
             self._read_pair(cursor, index)
         self.alignment = self._alignment()
-        self.tensors = self._read_table(cursor, num_tensors)
+        tensors = self._read_table(cursor, num_tensors)
+        size, end = self.size, cursor.position
+        return _Header(size, end, self._digest(end), self._values, tensors, self.alignment)
 
     def _check_count(self, what: str, count: int, limit: int, least: int, cursor: Cursor) -> None:
         if count > limit:
@@ -278,18 +324,18 @@ class GGUFFile(Closable):
 
     def _skip_array(self, cursor: Cursor, what: str) -> _Stored:
         kind, count = cursor.number("<u4", what), cursor.number("<u8", what)
-        begin = cursor.position
+        begin, starts = cursor.position, None
         if kind in _NUMPY:
             cursor.skip(count * _NUMPY[kind].itemsize, what)
         elif kind == _STRING:
             if count > MAX_STRINGS:
                 raise CheckpointError(self.path, f"{what} has {count} strings, the limit is {MAX_STRINGS}")
-            cursor.skip_strings(count, what)
+            starts = cursor.skip_strings(count, what)
         elif kind == _ARRAY:
             raise CheckpointError(self.path, f"{what} is an array of arrays, which is not read")
         else:
             raise CheckpointError(self.path, f"{what} is an array of type {kind}, which does not exist")
-        return _Stored(kind, True, count, begin, cursor.position)
+        return _Stored(kind, True, count, begin, cursor.position, starts)
 
     def _name(self, cursor: Cursor, what: str) -> str:
         length = cursor.number("<u8", what)
@@ -303,11 +349,8 @@ class GGUFFile(Closable):
         except UnicodeDecodeError as error:
             raise CheckpointError(self.path, f"{what} is not UTF-8: {error.reason} at byte {error.start}") from None
 
-    def _texts(self, key: str, value: _Stored) -> Iterator[str]:
-        cursor = self._cursor(value.begin)
-        for index in range(value.count):
-            raw = cursor.take(cursor.number("<u8", key), key)
-            yield self._decoded(raw, f"item {index} of {key}")
+    def _array(self, value: _Stored) -> bytes:
+        return self._cursor(value.begin).take(value.end - value.begin, "the array")
 
     def _alignment(self) -> int:
         key = "general.alignment"

@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,11 @@ class GGUFIndex(Closable):
     def keys(self) -> tuple[str, ...]:
         return self._files[0].keys
 
+    @property
+    def metadata_digest(self) -> str:
+        """Of the metadata, and the first part's tensors, as stored (SHA-256, hex)."""
+        return self._files[0].metadata_digest
+
     def entry(self, name: str) -> GGUFTensorEntry:
         return self.tensors[name]
 
@@ -62,7 +67,7 @@ class GGUFIndex(Closable):
     def numbers(self, key: str) -> np.ndarray | None:
         return self._files[0].numbers(key)
 
-    def texts(self, key: str) -> Iterator[str] | None:
+    def texts(self, key: str) -> list[str] | None:
         return self._files[0].texts(key)
 
     def places(self, key: str, wanted: Collection[str]) -> dict[str, list[int]]:

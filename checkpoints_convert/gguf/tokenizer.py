@@ -5,7 +5,6 @@ pre-tokenizer is named by `tokenizer.ggml.pre`; or "llama", SentencePiece's BPE 
 Richardson 2018) with a score per token and byte fallback."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +127,7 @@ _PART, _WHOLE = "<|end|>", ("<|return|>", "<|call|>")
 _OVERRIDE = "give the tokenizer's folder instead (tokenizer=, --tokenizer)"
 
 
-def tokenizer_files(index: GGUFIndex) -> dict[str, str]:
+def convert_tokenizer(index: GGUFIndex) -> dict[str, str]:
     """The files of the tokenizer and their contents, as a Hugging Face repository has them; {} where the metadata has
     none.
 
@@ -139,8 +138,12 @@ def tokenizer_files(index: GGUFIndex) -> dict[str, str]:
     if given is None and index.text(f"{_GGML}model") is None:
         return {}
     reader = _TokenizerReader(index)
-    spec = given if given is not None else json.dumps(reader.specification(), ensure_ascii=False)
-    return {"tokenizer.json": spec, "tokenizer_config.json": json.dumps(reader.configuration(), ensure_ascii=False)}
+    spec = given if given is not None else _json(reader.specification())
+    return {"tokenizer.json": spec, "tokenizer_config.json": _json(reader.configuration())}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def end_token_ids(index: GGUFIndex) -> tuple[int, ...]:
@@ -185,7 +188,7 @@ class _TokenizerReader:
         tokens = index.texts(f"{_GGML}tokens")
         if tokens is None:
             raise self._error("tokens", "not an array of strings")
-        self.tokens = list(tokens)
+        self.tokens = tokens
         kinds = self._numbers("token_type")
         self.kinds = kinds if kinds is not None else np.full(len(self.tokens), NORMAL)
 
@@ -247,14 +250,13 @@ class _TokenizerReader:
             raise self._error("pre", f"{name!r}, an unsupported pre-tokenizer{hint}; {_OVERRIDE}")
         return PRE_TOKENIZERS[name]
 
-    def _pairs(self, merges: Iterable[str], vocab: dict[str, int]) -> list[list[str]]:
-        pairs = []
-        for number, merge in enumerate(merges):
-            cut = merge.find(" ", 1)  # a space in front would be part of the token
-            left, right = merge[:cut], merge[cut + 1 :]
+    def _pairs(self, merges: list[str], vocab: dict[str, int]) -> list[list[str]]:
+        cuts = [merge.find(" ", 1) for merge in merges]  # a space in front would be part of the token
+        pairs = [[merge[:cut], merge[cut + 1 :]] for merge, cut in zip(merges, cuts, strict=True)]
+        for number, (cut, (left, right)) in enumerate(zip(cuts, pairs, strict=True)):
             if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
-                raise self._error("merges", f"{merge!r} at {number}, which does not join two tokens to a token")
-            pairs.append([left, right])
+                text = f"{merges[number]!r} at {number}"
+                raise self._error("merges", f"{text}, which does not join two tokens to a token")
         return pairs
 
     def _sentencepiece(self) -> dict[str, Any]:
@@ -372,20 +374,28 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **settings: Any) -> dic
         "byte_fallback": False,
         "ignore_merges": False,
     }
-    return {**model, **settings, "vocab": vocab, "merges": merges}
+    return {**model, **settings, "vocab": vocab, "merges": _as_texts(merges)}
+
+
+def _as_texts(merges: list[list[str]]) -> list[str] | list[list[str]]:
+    """Merges with a space between the tokens, which the library reads in half the time; as they are where a token has a
+    space, or they would begin as a comment does."""
+    texts = [" ".join(pair) for pair in merges]
+    num_spaces = "\n".join(texts).count(" ")
+    return merges if num_spaces != len(texts) or any(text.startswith("#version") for text in texts) else texts
 
 
 def _merges_of(vocab: dict[str, int], scores: np.ndarray, skipped: set[str]) -> list[list[str]]:
     """Every pair of tokens that concatenates to a token, in descending order of that token's score: SentencePiece
     merges the neighbours with the best result. Ties are ordered as in Transformers."""
-    found = []
+    known, pairs, ids = vocab.keys() - skipped, [], []
     for token, id in vocab.items():
-        if token in skipped:
+        if token not in known:
             continue
-        score = float(scores[id])
         for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocab and right in vocab and left not in skipped and right not in skipped:
-                found.append((-score, -len(left), -len(right), id, left, right))
-    found.sort(key=lambda item: item[:4])
-    return [[left, right] for *_, left, right in found]
+            if (left := token[:cut]) in known and (right := token[cut:]) in known:
+                pairs.append([left, right])
+                ids.append(id)
+    lengths = np.array([(len(left), len(right)) for left, right in pairs], np.int64).reshape(-1, 2)
+    order = np.lexsort((ids, -lengths[:, 1], -lengths[:, 0], -np.asarray(scores, np.float64)[ids]))
+    return [pairs[index] for index in order.tolist()]

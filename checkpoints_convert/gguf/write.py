@@ -23,7 +23,7 @@ from checkpoints_convert.gguf.describe import WRITTEN, check_reads_back, metadat
 from checkpoints_convert.gguf.describe_tokenizer import tokenizer_metadata
 from checkpoints_convert.gguf.encode import encode
 from checkpoints_convert.gguf.index import SUFFIX, GGUFIndex
-from checkpoints_convert.gguf.tokenizer import end_token_ids, tokenizer_files
+from checkpoints_convert.gguf.tokenizer import convert_tokenizer, end_token_ids
 from checkpoints_convert.huggingface.rules import TensorGroup, layout
 from checkpoints_convert.staging import check_free_space
 from jaxinfer.files import atomic_writer
@@ -194,7 +194,7 @@ def _tokenizer(source: Checkpoint, destination: Path) -> tuple[dict[str, Any], s
         try:
             temporary.write_bytes(header({**name, **keys}, {}, {}))
             with GGUFIndex(temporary) as index:
-                return json.loads(tokenizer_files(index)["tokenizer.json"])
+                return json.loads(convert_tokenizer(index)["tokenizer.json"])
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -77,6 +77,7 @@ def examine() -> dict[str, Any]:
         "program": _run_program,
         "attention": _attention,
         "compilation cache": _compilation_cache,
+        "kept files": _kept_files,
     }
     for name, find in groups.items():
         try:
@@ -207,6 +208,21 @@ def _compilation_cache() -> dict[str, Any]:
         "bytes": sum(sizes),
         "permissions": stat.filemode(folder.stat().st_mode),
     }
+
+
+def _kept_files() -> dict[str, Any]:
+    """What else is kept beside the compiled programs, by kind."""
+    from jaxinfer.kept_files import KINDS, KeptFiles
+
+    facts: dict[str, Any] = {}
+    for kind, limit in KINDS.items():
+        if (kept := KeptFiles.of(kind)) is None:
+            facts[kind] = "off (JAXINFER_CACHE_DIR is empty, or the folder is not this user's alone)"
+            continue
+        count, size = kept.usage()
+        facts.update({f"{kind} folder": str(kept.folder), f"{kind} files": count})
+        facts.update({f"{kind} bytes": size, f"{kind} bytes at most": limit})
+    return facts
 
 
 def _embedded_models() -> dict[str, Any]:

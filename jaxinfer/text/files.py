@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,15 @@ class TokenizerFiles:
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, Path] = field(default_factory=dict)
     contents: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of what texts and ids are made one from the other by."""
+        added = [vars(token) for token in self.added_tokens]
+        parts = json.dumps([added, self.special_tokens, self.extra_special_tokens], default=dict)
+        digest = hashlib.sha256(f"{parts}\n".encode())
+        digest.update(self.tokenizer_json.encode())
+        return digest.hexdigest()
 
 
 def tokenizer_files_of(contents: Mapping[str, str]) -> TokenizerFiles:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
@@ -37,43 +38,57 @@ class TextTooLongError(ValueError):
     """A text that has more tokens than are allowed; the message has its bytes."""
 
 
-class LengthCheck:
-    """Bounds for texts of one tokenizer.
-
-    Args:
-      backend: the tokenizer. spec: its tokenizer.json, checked. growth: from `check_spec`.
+@dataclass(frozen=True)
+class LengthBounds:
+    """Attributes:
+    growth: how many times longer in bytes a text may become before it is split (`check_spec`).
+    takes_spaces: whether an added token may take the spaces beside it.
+    loses_nothing: whether each byte of a text is in a token.
+    max_bytes_per_token: at most as many bytes of a text are one token, if `loses_nothing`.
+    tokens_per_cut: at most as many tokens change where a text is cut.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, spec: Mapping[str, Any], growth: float):
-        self._backend, self._growth = backend, growth
-        added = backend.get_added_tokens_decoder().values()
-        self._takes_spaces = any(token.lstrip or token.rstrip for token in added)
-        shrinks = None if self._takes_spaces else _shrinks(spec)
-        vocab = spec["model"]["vocab"]
-        if isinstance(vocab, list):  # Unigram's pairs of token and score
-            vocab = {token for token, _ in vocab}
-        is_byte_level = any(step["type"] == "ByteLevel" for _, step in _text_steps(spec))
-        if shrinks is not None and not _has_all_bytes(vocab, spec["model"], is_byte_level):
-            shrinks = None
-        chars = max(map(len, vocab), default=1)
-        longest = chars if is_byte_level else 4 * chars
-        longest = max(longest, 4 * max((len(token.content) for token in added), default=1))
-        self.max_bytes_per_token = longest * (shrinks or 1)
-        """At most as many bytes of a text are one token, if `loses_nothing`."""
-        self.loses_nothing = shrinks is not None
-        word = spec["model"].get("max_input_chars_per_word") or 0
-        self._tokens_per_cut = _TOKENS_PER_CUT + word
+    growth: float
+    takes_spaces: bool
+    loses_nothing: bool
+    max_bytes_per_token: float
+    tokens_per_cut: int
+
+
+def length_bounds(backend: tokenizers.Tokenizer, spec: Mapping[str, Any], growth: float) -> LengthBounds:
+    """Of a tokenizer, its tokenizer.json, checked, and the growth from `check_spec`."""
+    added = backend.get_added_tokens_decoder().values()
+    takes_spaces = any(token.lstrip or token.rstrip for token in added)
+    shrinks = None if takes_spaces else _shrinks(spec)
+    vocab = spec["model"]["vocab"]
+    if isinstance(vocab, list):  # Unigram's pairs of token and score
+        vocab = {token for token, _ in vocab}
+    is_byte_level = any(step["type"] == "ByteLevel" for _, step in _text_steps(spec))
+    if shrinks is not None and not _has_all_bytes(vocab, spec["model"], is_byte_level):
+        shrinks = None
+    chars = max(map(len, vocab), default=1)
+    longest = chars if is_byte_level else 4 * chars
+    longest = max(longest, 4 * max((len(token.content) for token in added), default=1))
+    word = spec["model"].get("max_input_chars_per_word") or 0
+    return LengthBounds(growth, takes_spaces, shrinks is not None, longest * (shrinks or 1), _TOKENS_PER_CUT + word)
+
+
+class LengthCheck:
+    """Refuses texts that are too long for a tokenizer with these bounds."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, bounds: LengthBounds):
+        self._backend, self.bounds, self._growth = backend, bounds, bounds.growth
 
     def check_bytes(self, num_bytes: int, max_tokens: int, *, factor: int = 1) -> None:
         """Raises TextTooLongError where even the longest tokens would be too many, or `factor` times too many."""
-        if num_bytes > max_tokens * self.max_bytes_per_token * factor:
+        if num_bytes > max_tokens * self.bounds.max_bytes_per_token * factor:
             raise _too_long(num_bytes, max_tokens)
 
     def check(self, text: str, max_tokens: int | None) -> None:
         """Raises TextTooLongError for a text that surely has more than `max_tokens` tokens, and ValueError for one that
         the normalizer makes much longer."""
         num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
-        if max_tokens is not None and self.loses_nothing:
+        if max_tokens is not None and self.bounds.loses_nothing:
             self.check_bytes(num_bytes, max_tokens)
         if num_bytes <= _SMALL and num_bytes * self._growth <= _GROWN_BYTES:
             return
@@ -85,7 +100,7 @@ class LengthCheck:
             self._check_pieces(text, num_bytes, max_tokens)
 
     def _pieces(self, text: str) -> list[str]:
-        if self._takes_spaces:  # an added token may take all spaces beside it, also those of other pieces
+        if self.bounds.takes_spaces:  # an added token may take all spaces beside it, also those of other pieces
             text = _SPACES.sub(lambda match: match.group()[:_MIN_SPACES], text)
         size = max(int(min(_CHARS_PER_PIECE, _GROWN_BYTES / self._growth / 4)), 1)
         return [text[start : start + size] for start in range(0, len(text), size)]
@@ -104,7 +119,7 @@ class LengthCheck:
         total = 0
         for piece in self._pieces(text):
             num_tokens = len(run(self._backend.encode, piece, add_special_tokens=False))
-            total += max(num_tokens - self._tokens_per_cut, 0)
+            total += max(num_tokens - self.bounds.tokens_per_cut, 0)
             if total > max_tokens:
                 raise _too_long(num_bytes, max_tokens)
 

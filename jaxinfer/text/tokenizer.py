@@ -13,11 +13,11 @@ from typing import Any
 import tokenizers
 
 from jaxinfer.text.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
-from jaxinfer.text.component_checks import steps_of
 from jaxinfer.text.encoding import ChatEncoder, ContentEncoder
+from jaxinfer.text.facts import find_facts, keep_facts, kept_facts
 from jaxinfer.text.files import TokenizerFiles, read_tokenizer_files
 from jaxinfer.text.length import LengthCheck
-from jaxinfer.text.library import check_works, library_errors, run
+from jaxinfer.text.library import library_errors, run
 from jaxinfer.text.messages import check_text, num_chars
 from jaxinfer.text.spec_checks import FieldError, check_added, check_spec, parse_json
 
@@ -44,13 +44,8 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles):
         """Build from files read before (`read_tokenizer_files`); usually `Tokenizer.from_dir` is called instead."""
         name = files.paths.get("tokenizer.json", "tokenizer.json")
-        spec = parse_json(files.tokenizer_json, name)
-        try:
-            growth = check_spec(spec)
-            check_added([token.content for token in files.added_tokens], "added tokens of the configuration")
-            check_added([*files.special_tokens.values(), *files.extra_special_tokens], "special tokens")
-        except FieldError as error:
-            raise ValueError(f"{name}: {error}") from None
+        facts = kept_facts(files)
+        spec, growth = ({}, 0.0) if facts is not None else _checked_spec(files, name)
         with library_errors(f"{name} is not a tokenizer that tokenizers can load"):
             self._backend = tokenizers.Tokenizer.from_str(files.tokenizer_json)
         self._files = files
@@ -58,40 +53,27 @@ class Tokenizer:
         self._backend.no_padding()
         if getattr(self._backend.model, "dropout", None):
             self._backend.model.dropout = None
-        special_before = {token["content"] for token in spec.get("added_tokens") or () if token["special"]}
         with library_errors(f"{name}: its added tokens"):
             _add_declared_tokens(self._backend, files)
-        strips_ends = any(step["type"] == "Strip" and step["stop"] for step in steps_of(spec, "decoder"))
-        check_works(self._backend, name, decodes_each_token=strips_ends)
+        if facts is None:
+            facts = find_facts(spec, growth, self._backend, name)
+            keep_facts(files, facts)
         added = self._backend.get_added_tokens_decoder()
-        # A token that was ever special stays so for the library's skip_special_tokens.
-        self.skipped_tokens = frozenset(
-            token.content for token in added.values() if token.special or token.content in special_before
-        )
-        self.decoder_spec: Mapping[str, Any] | None = spec.get("decoder")
-        self._fragments = {kind: spec.get(kind) for kind in ("normalizer", "pre_tokenizer")}
-        self._length_check = LengthCheck(self._backend, spec, growth)
-        unknown_id = _unknown_id(spec["model"])
-        control = {
-            token_id: token.content
-            for token_id, token in added.items()
-            if token.content in self.skipped_tokens or not _is_plain_text(token.content)
-        }
+        self.skipped_tokens = facts.skipped_of(added)
+        self.decoder_spec: Mapping[str, Any] | None = facts.components["decoder"]
+        self._fragments = facts.components
+        self._length_check = LengthCheck(self._backend, facts.bounds)
+        control, unknown_id = facts.control_of(added), facts.unknown_id
+        self._control_texts = {text: token_id for token_id, text in control.items()}
         self._unknown = None
         if unknown_id is not None and unknown_id in control:
             self._unknown = (unknown_id, control.pop(unknown_id))
-        _check_ids_apart(control, spec["model"]["vocab"], name)
         self.control_ids = frozenset(control)
         self.special_ids = frozenset(
             token_id for token_id, token in added.items() if token.content in self.skipped_tokens
         )
-        self._control_texts = {text: token_id for token_id, text in control.items()}
-        if self._unknown is not None:
-            self._control_texts[self._unknown[1]] = self._unknown[0]
-        self._is_control_reachable = _is_reachable(spec["model"], self._control_texts)
-        vocab = spec["model"]["vocab"]
-        largest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
-        self._num_ids = 1 + max(largest, *added, -1)
+        self._is_control_reachable = facts.is_control_reachable
+        self._num_ids = 1 + max(facts.largest_id, *added, -1)
         self._bos_prefix, self._eos_suffix = self._declared_bos_eos()
 
     @classmethod
@@ -210,9 +192,7 @@ class Tokenizer:
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of what texts and ids are made one from the other by, for caches."""
-        added = [vars(token) for token in self._files.added_tokens]
-        parts = json.dumps([added, self._files.special_tokens, self._files.extra_special_tokens], default=dict)
-        return hashlib.sha256(f"{parts}\n{self._files.tokenizer_json}".encode()).hexdigest()
+        return self._files.digest
 
     def render_chat(
         self,
@@ -346,6 +326,18 @@ class Tokenizer:
         )
 
 
+def _checked_spec(files: TokenizerFiles, name: Any) -> tuple[Mapping[str, Any], float]:
+    """tokenizer.json, and its growth (`check_spec`). Raises ValueError for files that the library should not read."""
+    spec = parse_json(files.tokenizer_json, name)
+    try:
+        growth = check_spec(spec)
+        check_added([token.content for token in files.added_tokens], "added tokens of the configuration")
+        check_added([*files.special_tokens.values(), *files.extra_special_tokens], "special tokens")
+    except FieldError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return spec, growth
+
+
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
     """Add the tokens of the configuration that tokenizer.json lacks, as Transformers does, and check their ids.
 
@@ -368,45 +360,6 @@ def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -
     missing = [tokenizers.AddedToken(text, special=True, normalized=False) for text in texts if text not in known]
     if missing:
         backend.add_special_tokens(missing)
-
-
-def _check_ids_apart(control: Mapping[int, str], vocab: Any, name: Any) -> None:
-    """Raises ValueError if a control token has the id of a token of the model's vocabulary: text would become it. The
-    library numbers added tokens anew where their ids in the file do not follow the vocabulary."""
-    pairs = ((token_id, token) for token, token_id in vocab.items()) if isinstance(vocab, dict) else enumerate(vocab)
-    for token_id, entry in pairs:
-        if token_id in control and (token := entry if isinstance(entry, str) else entry[0]) != control[token_id]:
-            raise ValueError(
-                f"{name}: the added token {control[token_id]!r:.80} has the id {token_id} of the token {token!r:.80}"
-            )
-
-
-def _is_plain_text(content: str) -> bool:
-    """Whether a non-special added token is only text: white space (also sentencepiece's), or one character."""
-    return len(content) == 1 or not content.replace("▁", " ").strip()
-
-
-def _unknown_id(model: Mapping[str, Any]) -> int | None:
-    if model.get("unk_id") is not None:
-        return model["unk_id"]
-    unknown = model.get("unk_token")
-    vocab = model.get("vocab")
-    return vocab.get(unknown) if isinstance(vocab, dict) and unknown is not None else None
-
-
-def _is_reachable(model: Mapping[str, Any], control: Mapping[str, int]) -> bool:
-    """Whether a model's own vocabulary could turn plain text into one of the control tokens."""
-    vocab = model.get("vocab") or {}
-    own = control.keys() & (vocab.keys() if isinstance(vocab, dict) else {text for text, _ in vocab})
-    if not own:
-        return False
-    if model.get("type") != "BPE" or model.get("ignore_merges"):
-        return True
-    if any(len(text) == 1 or (model.get("byte_fallback") and text.startswith("<0x")) for text in own):
-        return True
-    prefix = model.get("continuing_subword_prefix") or ""
-    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ())
-    return any(left + right.removeprefix(prefix) in own for left, right in pairs)
 
 
 def check_same_tokens(one: Tokenizer, other: Tokenizer, names: tuple[str, str]) -> None:

@@ -22,6 +22,8 @@ def test_report(jaxinfer, json_lines):
     assert data["packages"]["jax"] == importlib.metadata.version("jax")
     assert data["attention"]["implementation"] == "xla"
     assert data["compilation cache"]["permissions"].startswith("drwx")
+    assert data["kept files"]["tokenizers folder"].endswith("tokenizers")
+    assert 0 <= data["kept files"]["tokenizers bytes"] <= data["kept files"]["tokenizers bytes at most"]
     assert set(data["embedded models"]) == {"demo", "demo-draft"}
     assert data["system"]["cpu cores usable"] >= 1
 

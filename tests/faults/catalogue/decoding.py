@@ -397,7 +397,7 @@ TEXT = (
     Fault(
         "text/cuts-count-for-the-length",
         "jaxinfer/text",
-        "max(num_tokens - self._tokens_per_cut, 0)",
+        "max(num_tokens - self.bounds.tokens_per_cut, 0)",
         "num_tokens",
         ("tests/text/test_length.py::test_cuts_between_pieces_do_not_count",),
         "a long prompt that fits is refused",

@@ -751,8 +751,8 @@ CLI = (
     Fault(
         "text/added-tokens-may-have-ids-of-text",
         "jaxinfer/text",
-        "_check_ids_apart(control, ",
-        "(lambda *_: None)(control, ",
+        "    _check_ids_apart({",
+        "    (lambda *_: None)({",
         ("tests/text/test_tokenizer.py::test_a_control_token_with_the_id_of_text_is_refused",),
         "with a damaged tokenizer.json what a user writes becomes a control token",
     ),
