@@ -213,8 +213,9 @@ def _live(
 
 
 def _laid_out(params: Params, mesh: Mesh | None, *, donate: bool = False) -> Params:
-    """The parameters in the layouts of a device's products."""
-    return in_layouts(params, jax.default_backend(), donate=donate) if mesh is None else params
+    """The parameters in the layouts of a device's products; on a CPU, and on a mesh, they stay as they are."""
+    platform = jax.default_backend()
+    return params if platform == "cpu" or mesh is not None else in_layouts(params, platform, donate=donate)
 
 
 def _read(

@@ -140,12 +140,12 @@ def quantize(
         from checkpoints_convert.staging import check_destination
         from jaxinfer.calibration.journal import CalibrationJournal
 
-    kept, (path, opening), destination = _kept(options), _source(options), options.destination
+    kept, (path, requantize), destination = _kept(options), _source(options), options.destination
     if options.to == "gguf":
-        return quantize_to_gguf(options, path, **opening)
+        return quantize_to_gguf(options, path, requantize)
     check_destination(destination, overwrite=options.overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
-    with open_checkpoint(path, **opening) as opened:
+    with open_checkpoint(path, requantize=requantize) as opened:
         opened.check_head()
         companions = opened.companions()  # as they are now: one that is gone when it is copied is an error
         with CalibrationJournal(work / "layers") as journal, Stage("preparing"):
@@ -217,21 +217,20 @@ def _kept(options: QuantizeOptions) -> "tuple[Keep, ...]":
         raise UsageError(f"--keep: {error}") from None
 
 
-def _source(options: QuantizeOptions) -> tuple[Path, dict[str, str]]:
-    """The checkpoint's folder, or a GGUF file, and how it is opened: with quantized weights in floating point, which is
-    said."""
+def _source(options: QuantizeOptions) -> tuple[Path, str | None]:
+    """The checkpoint's folder, or a GGUF file, and what its quantized weights are read as: dense, which is said."""
     from checkpoints_convert.gguf.index import find_gguf
     from checkpoints_convert.load import open_checkpoint
     from jaxinfer.store import find_path
 
     path = find_path(options.source, options.revision)
     if find_gguf(path) is None:
-        return path, {}
+        return path, None
     with open_checkpoint(path) as opened:
         num_quantized = len(opened.quantized())
     if num_quantized:
         say(f"{path}: {num_quantized} weights are quantized already, and are dequantized to be rounded again")
-    return path, {"requantize": "dense"}
+    return path, "dense"
 
 
 def _calibration_options(

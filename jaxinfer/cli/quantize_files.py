@@ -1,5 +1,6 @@
 """The files of `jaxinfer quantize`: checks before anything is written, and writing and verifying the checkpoint."""
 
+import json
 import math
 import os
 import shutil
@@ -153,7 +154,8 @@ def _write_files(
     sizes = num_bytes_of(source, weights, dtype)
     check_free_space(made, sum(sizes.values()))
     made.mkdir(parents=True)
-    original = read_json(Path(companions[CONFIG])) if CONFIG in companions else {}
+    given = companions.get(CONFIG, "{}")  # a file, or its content where there is none
+    original = read_json(given) if isinstance(given, Path) else json.loads(given)
     special = {name: special_token(original, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     scales, _ = _kv_scales(source, result)
     quantization = write_shards(config, made, _leaf_reader(result.read), sizes.__getitem__, kv_scales=scales)

@@ -37,11 +37,12 @@ def check_gguf_usage(options: Any) -> None:
         raise UsageError(f"--imatrix is for --type q4_0 and q4_k; {options.type or 'q8_0'} is rounded without weights")
 
 
-def quantize_to_gguf(options: Any, path: Path, **opening: str) -> None:
-    """Writes the checkpoint at `path`, opened with `opening`, as `QuantizeOptions` say, and prints the report."""
+def quantize_to_gguf(options: Any, path: Path, requantize: str | None) -> None:
+    """Writes the checkpoint at `path` as `QuantizeOptions` say, and prints the report; `requantize` as of
+    `open_checkpoint`."""
     from checkpoints_convert.load import open_checkpoint
 
-    with open_checkpoint(path, **opening) as source:
+    with open_checkpoint(path, requantize=requantize) as source:
         source.check_head()
         report = _write(source, options)
     if options.as_json:

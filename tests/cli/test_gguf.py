@@ -121,10 +121,12 @@ def test_an_unknown_pre_tokenizer_and_its_override(jaxinfer, model, parts, tmp_p
     assert (tmp_path / "b" / "tokenizer.json").read_bytes() == (Path(model) / "tokenizer.json").read_bytes()
 
 
-def test_calibration_asks_for_a_folder(jaxinfer, gguf, tmp_path):
-    refused = jaxinfer("quantize", gguf, tmp_path / "out", "--method", "rtn")
-    assert refused.exit_code == 2
-    assert "is a GGUF file: convert it first" in refused.stderr
+def test_a_quantized_file_is_dequantized_to_be_quantized(jaxinfer, q8, tmp_path):
+    done = jaxinfer("quantize", q8, tmp_path / "out", "--method", "rtn", "--group-size", "32")
+    assert done.exit_code == 0, done.stderr
+    assert "weights are quantized already, and are dequantized to be rounded again" in done.stderr
+    with LLM(tmp_path / "out", max_model_len=96) as found:
+        assert "int4, 32 inputs a scale" in str(found.explain())
 
 
 def test_the_library(gguf, q8, llm):
