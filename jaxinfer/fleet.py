@@ -318,7 +318,7 @@ def _import_ray() -> Any:
 
 
 def _tokenizer_of(model: str, options: Mapping[str, Any]) -> "Tokenizer | None":
-    from jaxinfer.loading import tokenizer_named
+    from jaxinfer.loaded_tokenizers import tokenizer_named
     from jaxinfer.text import Tokenizer
 
     given = options.get("tokenizer")

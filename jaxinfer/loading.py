@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
 from jaxinfer.embedding_files import EmbeddingConfig, read_embedding_config
+from jaxinfer.loaded_tokenizers import begin_tokenizer
 from jaxinfer.loaded_weights import (
     OF_ALIAS,
     Weights,
@@ -42,7 +43,7 @@ from jaxinfer.sampling import SamplingParams, SamplingParamsError, from_generati
 from jaxinfer.sampling.params import our_names
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
 from jaxinfer.store import FoundModel, StoreError, find_model
-from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens, tokenizer_files_of
+from jaxinfer.text import Tokenizer, check_same_tokens
 
 DEFAULT_MAX_MODEL_LEN = 4096
 # The numbers of the layers whose weights go to the host's memory, of a configuration and abstract parameters.
@@ -244,7 +245,7 @@ def _read(
             defaults = from_generation_config(checkpoint.generation_config)
         except SamplingParamsError as error:
             raise checkpoints_convert.CheckpointError(path / "generation_config.json", str(error)) from None
-        tokenizer = _tokenizer(path, checkpoint.tokenizer_files()) if reads_tokenizer else None
+        tokenizer = begin_tokenizer(path, checkpoint.tokenizer_files()) if reads_tokenizer else lambda: None
         shapes, on_host = {}, ()
         if offload is not None:
             _, shapes = _shapes(path, chosen, dtype=dtype, requantize=opening["requantize"])
@@ -268,7 +269,7 @@ def _read(
             named.name,
             checkpoint.config,
             Weights.shared((key, on_host, from_disk), load),
-            tokenizer,
+            tokenizer(),
             default_params=replace(defaults.params, **_alias_sampling(named)),
             ignored_defaults=defaults.ignored,
             eos_token_ids=(*checkpoint.eos_token_ids, *defaults.eos_token_ids),
@@ -423,40 +424,6 @@ def load_draft(
         raise ValueError(f"draft {loaded.name!r}: {error}") from None
     params, copies = loaded.runnable()
     return ModelDraft(loaded.name, loaded.config, params, loaded.on_mesh(loaded.kv_scales), copies), loaded.weights
-
-
-def tokenizer_named(model: str | Path, revision: str | None = None) -> Tokenizer | None:
-    """The tokenizer of what a user names as a model; raises as `load_model` and `tokenizer_of`."""
-    found = find_model(model, revision)
-    assert found.path is not None
-    return tokenizer_of(found.path)
-
-
-def tokenizer_of(path: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint, a GGUF file's rebuilt from its metadata; None where there is none.
-
-    Raises ValueError, with the file and the key, for one that is malformed or cannot be rebuilt exactly.
-    """
-    import checkpoints_convert
-
-    return _tokenizer(path, checkpoints_convert.tokenizer_files(path))
-
-
-def _tokenizer(path: Path, contents: Mapping[str, str] | None) -> Tokenizer | None:
-    """The tokenizer of files with these contents, or, where they are None, of the checkpoint's directory."""
-    if contents is not None:
-        if not contents:
-            return None
-        try:
-            return Tokenizer(tokenizer_files_of(contents))
-        except ValueError as error:
-            from checkpoints_convert import CheckpointError
-
-            raise CheckpointError(path, f"its tokenizer: {error}") from None
-    try:
-        return Tokenizer.from_dir(path)
-    except TokenizerNotFoundError:
-        return None
 
 
 def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenizer | None]:

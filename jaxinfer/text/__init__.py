@@ -6,6 +6,7 @@ from jaxinfer.text.chat_template import (
     ChatTemplateLimitError,
     RenderedChat,
 )
+from jaxinfer.text.facts import has_passed_checks
 from jaxinfer.text.files import (
     TokenizerFiles,
     TokenizerNotFoundError,
@@ -30,6 +31,7 @@ __all__ = [
     "TokenizerFiles",
     "TokenizerNotFoundError",
     "check_same_tokens",
+    "has_passed_checks",
     "read_token_ids",
     "read_tokenizer_files",
     "tokenizer_files_of",

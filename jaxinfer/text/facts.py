@@ -88,6 +88,11 @@ def kept_facts(files: TokenizerFiles) -> TokenizerFacts | None:
     return TokenizerFacts(**{**values, "special": tuple(values["special"]), "bounds": bounds})
 
 
+def has_passed_checks(files: TokenizerFiles) -> bool:
+    """Whether a tokenizer was made of the same files before, and its facts are kept."""
+    return kept_facts(files) is not None
+
+
 def keep_facts(files: TokenizerFiles, facts: TokenizerFacts) -> None:
     if (kept := _kept(files)) is not None:
         kept.write(_key(files), json.dumps(asdict(facts)).encode())

@@ -8,7 +8,7 @@ import pytest
 from checkpoints_convert import load
 from checkpoints_convert.gguf.blocks import TYPE_NAMES, TYPES, dequantize
 from checkpoints_convert.gguf.grids import grid
-from jaxinfer.loading import tokenizer_of
+from jaxinfer.loaded_tokenizers import tokenizer_of
 from jaxinfer.quantization.tree import is_quantized
 from tests.checkpoints_convert.gguf.gguf_models import metadata_of, tensors_of
 from tests.checkpoints_convert.gguf.gguf_writer import FLOATS, Blocks, random_blocks, write

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.real.models import MODELS
-from jaxinfer.loading import tokenizer_of
+from jaxinfer.loaded_tokenizers import tokenizer_of
 from tests.real.texts import TEXTS
 
 pytestmark = pytest.mark.real

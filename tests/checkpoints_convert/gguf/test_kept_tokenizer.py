@@ -1,15 +1,17 @@
 """A kept tokenizer is the one converted afresh: the same files, ids, streams and ends, until something changes."""
 
 import logging
+import threading
 
 import pytest
 
-from checkpoints_convert import tokenizer_files
+from checkpoints_convert import CheckpointError, tokenizer_files
 from checkpoints_convert.gguf import kept_tokenizer
 from checkpoints_convert.gguf.index import GGUFIndex
 from checkpoints_convert.gguf.tokenizer import convert_tokenizer, end_token_ids
+from jaxinfer import loaded_tokenizers
 from jaxinfer.kept_files import KeptFiles
-from jaxinfer.loading import tokenizer_of
+from jaxinfer.loaded_tokenizers import begin_tokenizer, tokenizer_of
 from jaxinfer.text import facts as text_facts
 from jaxinfer.text.stream import StreamingDetokenizer
 from tests.checkpoints_convert.gguf.gguf_writer import write
@@ -137,3 +139,20 @@ def test_the_comparison_sees_another_tokenizer(tmp_path):
     other = observed(tokenizer_of(write(tmp_path / "other.gguf", data, {})))
     assert one[0] != other[0]
     assert one[5] != other[5]
+
+
+def test_only_files_that_passed_all_checks_are_read_in_a_thread(tmp_path, monkeypatch):
+    path = write(tmp_path / "model.gguf", byte_level("smollm"), {})
+    made_in = []
+    make = loaded_tokenizers._tokenizer
+    monkeypatch.setattr(
+        loaded_tokenizers, "_tokenizer", lambda *of: (made_in.append(threading.current_thread().name), make(*of))[1]
+    )
+    found = [observed(begin_tokenizer(path, tokenizer_files(path))()) for _ in range(2)]
+    assert found[0] == found[1]
+    assert made_in[0] == threading.main_thread().name
+    assert made_in[1].startswith("jaxinfer-tokenizer")
+    assert begin_tokenizer(path, {})() is None
+    damaged = {**tokenizer_files(path), "tokenizer.json": "{}"}
+    with pytest.raises(CheckpointError, match="its tokenizer"):
+        begin_tokenizer(path, damaged)

@@ -10,7 +10,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from checkpoints_convert import CheckpointError, convert, tokenizer_files
 from checkpoints_convert.gguf.index import GGUFIndex
 from checkpoints_convert.gguf.tokenizer import PRE_TOKENIZERS, end_token_ids, token_id
-from jaxinfer.loading import load_model, tokenizer_of
+from jaxinfer.loaded_tokenizers import tokenizer_of
+from jaxinfer.loading import load_model
 from tests.checkpoints_convert.gguf.gguf_models import metadata_of, tensors_of
 from tests.checkpoints_convert.gguf.gguf_writer import write
 

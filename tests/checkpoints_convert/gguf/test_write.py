@@ -12,7 +12,7 @@ from checkpoints_convert.gguf.encode import WEIGHTED, encode
 from checkpoints_convert.gguf.index import GGUFIndex
 from checkpoints_convert.gguf.write import FILE_TYPES, header, save_gguf
 from checkpoints_convert.load import open_checkpoint
-from jaxinfer.loading import tokenizer_of
+from jaxinfer.loaded_tokenizers import tokenizer_of
 from jaxinfer.quantization.tree import is_quantized
 from tests.checkpoints_convert.conftest import Checkpoint
 from tests.checkpoints_convert.gguf.test_tokenizer import TEXTS, trained
