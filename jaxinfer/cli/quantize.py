@@ -276,7 +276,7 @@ def _importance(path: Path | None, source: "Checkpoint") -> "dict[str, np.ndarra
 
 def _read_rows(path: Path, calibration: list[Path] | None, text: TextOptions) -> "CalibrationRows | None":
     from jaxinfer.calibration.inputs import split_rows
-    from jaxinfer.loading import tokenizer_of
+    from jaxinfer.loaded_tokenizers import tokenizer_of
 
     if not calibration:
         return None
