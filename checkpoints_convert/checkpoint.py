@@ -156,7 +156,7 @@ class Checkpoint(Closable, ABC):
 
     @property
     def is_dequantized(self) -> bool:
-        """Whether the reader asked for quantized weights in floating point."""
+        """True if the reader asked for quantized weights in floating point."""
         return False
 
     @abstractmethod

@@ -143,7 +143,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Header:
-    """What comes before the tensors' bytes: `num_bytes` with this digest, of a file of `size` bytes."""
+    """The part before the tensors' bytes: `num_bytes` with this digest, of a file of `size` bytes."""
 
     size: int
     num_bytes: int

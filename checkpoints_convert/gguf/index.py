@@ -48,7 +48,7 @@ class GGUFIndex(Closable):
 
     @property
     def metadata_digest(self) -> str:
-        """Of the metadata, and the first part's tensors, as stored (SHA-256, hex)."""
+        """SHA-256 (hex) of the metadata and the first part's tensors, as stored."""
         return self._files[0].metadata_digest
 
     def entry(self, name: str) -> GGUFTensorEntry:

@@ -1,4 +1,4 @@
-"""Where the strings of a GGUF array begin: each is a length of 8 bytes and as many bytes, one after the other.
+"""Positions of the strings of a GGUF array: each is a length of 8 bytes and as many bytes, one after the other.
 
 Vocabularies have up to a million of them, at which reading them one by one takes most of a start. Nearly all have 1 to
 255 bytes, so that seven bytes of their lengths are zero: such places are found at once, and are those of strings

@@ -211,7 +211,7 @@ def _compilation_cache() -> dict[str, Any]:
 
 
 def _kept_files() -> dict[str, Any]:
-    """What else is kept beside the compiled programs, by kind."""
+    """Folders and sizes of the other kept files, by kind."""
     from jaxinfer.kept_files import KINDS, KeptFiles
 
     facts: dict[str, Any] = {}

@@ -34,7 +34,7 @@ _awq = partial(option, None, group="AWQ")
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
-    source: str = argument(MISSING, "A checkpoint's folder, a hub id, or demo.", "SRC")
+    source: str = argument(MISSING, "A checkpoint's folder, a GGUF file, a hub id, or demo.", "SRC")
     destination: Path = argument(
         MISSING, "Folder to write, or a .gguf file; it appears when it is complete and checked.", "DST"
     )

@@ -1,4 +1,4 @@
-"""What is asked of a tokenizer.json beside what the library makes of it: checked, worked out once, and kept.
+"""Facts of a tokenizer.json beside what the library makes of it: checked, worked out once, and kept.
 
 Parsing and checking 12 MB takes over a second, so that the facts of large tokenizers are kept between processes. Their
 key is a digest of all that the tokenizer is made of, the library's version, and the sources here: facts that are found
@@ -89,7 +89,7 @@ def kept_facts(files: TokenizerFiles) -> TokenizerFacts | None:
 
 
 def has_passed_checks(files: TokenizerFiles) -> bool:
-    """Whether a tokenizer was made of the same files before, and its facts are kept."""
+    """True if a tokenizer was made of the same files before, and its facts are kept."""
     return kept_facts(files) is not None
 
 

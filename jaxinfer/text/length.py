@@ -56,7 +56,7 @@ class LengthBounds:
 
 
 def length_bounds(backend: tokenizers.Tokenizer, spec: Mapping[str, Any], growth: float) -> LengthBounds:
-    """Of a tokenizer, its tokenizer.json, checked, and the growth from `check_spec`."""
+    """Bounds of a tokenizer with a checked tokenizer.json; `growth` is from `check_spec`."""
     added = backend.get_added_tokens_decoder().values()
     takes_spaces = any(token.lstrip or token.rstrip for token in added)
     shrinks = None if takes_spaces else _shrinks(spec)

@@ -1,5 +1,6 @@
 """Arrays of zeros whose memory is not touched: a pool of pages takes memory as it is used."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from pallas_kernels.numba_cpu.frames import answers_metadata, attribute, compile
 from pallas_kernels.numba_cpu.memory import POINTER, external, intrinsic
 from pallas_kernels.numba_cpu.vectors import INT, LONG, constant
 
-PAGE_BYTES = 4096  # of the system's memory, on x86-64
+PAGE_BYTES = 4096  # of the system's memory; where pages are larger, madvise may refuse, and zeros are written
 _DONT_NEED = 4  # MADV_DONTNEED: private memory reads as zeros from then on, and is not resident
 
 
@@ -63,8 +64,6 @@ def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     XLA fills zeros, and keeps freed memory, whose pages are resident: the handler gives them back. (A buffer of NumPy
     would be copied by the first program to which it is donated.)
     """
-    size = jnp.dtype(dtype).itemsize
-    for length in shape:
-        size *= length
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
     name = register("jaxinfer_zeros", _zeros_handler)
     return calls.call(name, jax.ShapeDtypeStruct(shape, dtype), [], size=size)

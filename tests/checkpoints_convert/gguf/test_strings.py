@@ -1,4 +1,4 @@
-"""Where strings begin: found at once or one by one, the places are the same."""
+"""Positions of strings: found at once or one by one, the places are the same."""
 
 import struct
 
