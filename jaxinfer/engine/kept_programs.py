@@ -117,7 +117,9 @@ class _Allowed(Sequence[export.DisabledSafetyCheck]):
     """Our kernels, which JAX does not know to be the same in later versions: they are known when they are traced."""
 
     def _checks(self) -> list[export.DisabledSafetyCheck]:
-        return [export.DisabledSafetyCheck.custom_call(name) for name, index in kernels.loaded().items() if index is None]
+        return [
+            export.DisabledSafetyCheck.custom_call(name) for name, index in kernels.loaded().items() if index is None
+        ]
 
     def __len__(self) -> int:
         return len(self._checks())

@@ -212,7 +212,7 @@ def compiled(function: Any, signature: Any = HANDLER) -> Callable[[], Kernel]:
 
     def get() -> Kernel:
         kernel = Kernel(function, signature)
-        if not kernels.is_keeping():
+        if kernels.store is None:
             with contextlib.suppress(RuntimeError):  # no folder that Numba may write
                 kernel.enable_caching()
         kernel.compile()

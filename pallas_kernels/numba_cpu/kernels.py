@@ -1,4 +1,4 @@
-"""Compiled kernels by name: registered with XLA, or in a table that other kernels call.
+"""Compiled kernels by name: registered with XLA, in a table that other kernels call, or called from Python.
 
 To compile one takes Numba seconds, to load one from Numba's cache 40 ms, and to import Numba 0.4 s. The object code of
 each is therefore kept where `keep_in` says, and linked by LLVM alone. Without such a place, or where an entry does not
@@ -46,19 +46,16 @@ class _Loaded(NamedTuple):
     held: Any  # what the address is valid as long as
 
 
-_store: Store | None = None
+store: Store | None = None  # set by `keep_in`
 _loaded: dict[str, _Loaded] = {}
+_functions: dict[str, tuple[Callable[..., int], Any]] = {}
 _lock = threading.RLock()
 
 
-def keep_in(store: Store | None) -> None:
+def keep_in(given: Store | None) -> None:
     """Object code is read from a store, and written to it, from here on; None: Numba is always asked."""
-    global _store
-    _store = store
-
-
-def is_keeping() -> bool:
-    return _store is not None
+    global store
+    store = given
 
 
 def register(name: str, compile_kernel: Callable[[], Compiled]) -> str:
@@ -79,6 +76,16 @@ def place(name: str, index: int, compile_kernel: Callable[[], Compiled]) -> None
         if name not in _loaded:
             address, held = _kept(name, index) or _new(name, index, compile_kernel)
             _enter(name, index, address, held)
+
+
+def function(name: str, num_arguments: int, compile_kernel: Callable[[], Compiled]) -> Callable[..., int]:
+    """A kernel as a function of Python: of int64, among them addresses; other threads run meanwhile."""
+    with _lock:
+        if name not in _functions:
+            address, held = _kept(name, None) or _new(name, None, compile_kernel)
+            kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * num_arguments)
+            _functions[name] = kind(address), held
+        return _functions[name][0]
 
 
 def loaded() -> dict[str, int | None]:
@@ -126,14 +133,14 @@ def _enter(name: str, index: int | None, address: int, held: Any) -> None:
 def _new(name: str, index: int | None, compile_kernel: Callable[[], Compiled]) -> tuple[int, Any]:
     kernel = compile_kernel()
     needed = undefined_symbols(kernel.object_code)
-    if _store is not None and needed is not None and all(map(_has_symbol, needed)):
+    if store is not None and needed is not None and all(map(_has_symbol, needed)):
         facts = json.dumps({"symbol": kernel.symbol, "needs": needed})
-        _store.write(_key(name, index), facts.encode() + b"\n" + kernel.object_code)
+        store.write(_key(name, index), facts.encode() + b"\n" + kernel.object_code)
     return kernel.address, kernel
 
 
 def _kept(name: str, index: int | None) -> tuple[int, Any] | None:
-    if _store is None or (content := _store.read(_key(name, index))) is None:
+    if store is None or (content := store.read(_key(name, index))) is None:
         return None
     try:
         line, code = content.split(b"\n", 1)
@@ -142,7 +149,7 @@ def _kept(name: str, index: int | None) -> tuple[int, Any] | None:
             raise ValueError(f"needs {missing[0]}, which this process does not have")
         return _linked(facts["symbol"], code)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        _store.remove(_key(name, index), f"of no use ({error})")
+        store.remove(_key(name, index), f"of no use ({error})")
         return None
 
 
