@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 from jax import export
+from jax._src import config
 
 from jaxinfer.kept_files import KeptFiles, key_of, sources_key
 from pallas_kernels.numba_cpu import kernels
@@ -170,6 +171,8 @@ def _version(package: str) -> str:
 
 
 def _settings() -> tuple[str, ...]:
-    """JAX's configuration, as far as programs may depend on it."""
+    """JAX's configuration, as far as programs may depend on it: of the process, and of the `with` around the call."""
     values = sorted(jax.config.values.items())
-    return tuple(f"{name}={value}" for name, value in values if not _NO_PART_OF_TRACES.search(name))
+    of_process = (f"{name}={value}" for name, value in values if not _NO_PART_OF_TRACES.search(name))
+    of_call = (text for text in map(str, config.trace_context()) if " at 0x" not in text)
+    return *of_process, *of_call
