@@ -26,6 +26,7 @@ INT8_TILE_ROWS = TILE_ROWS if HAS_AVX512 else (4, 3, 2, 1)  # AVX2 takes more re
 VECTOR_BYTES, PANEL_BYTES = 4 * WIDTH, 4 * LANES
 NIBBLES_IN_PLACE = 4 if HAS_AVX512 else 2  # of a word, that are taken from where they are
 AHEAD_BYTES = 2**13  # from codes that are read to codes that are prefetched
+TILE_AHEAD_BYTES = 128  # that tiles prefetch for each two inputs
 
 WORDS = ir.VectorType(vec.INT, WIDTH)
 BYTES = ir.VectorType(vec.BYTE, WIDTH)
