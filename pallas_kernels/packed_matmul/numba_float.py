@@ -85,7 +85,12 @@ def multiplier(kind: str) -> Any:
 def _chains(builder, kind: str, codes, x, count, scales, totals, table) -> list[Any]:
     """The places of the sums of the products of `count` times 8 inputs, for each of a panel's vectors."""
     is_scaled = kind in SCALED_KERNELS
-    at_once = 1 if is_scaled and not HAS_AVX512 else AT_ONCE  # scales take registers, too
+    at_once, unroll = AT_ONCE, STEP
+    if not HAS_AVX512 and is_scaled:
+        at_once = 1  # scales take registers, too
+    elif not HAS_AVX512 and kind in CHAINED_KERNELS:
+        # Lines in their order, as memory is read fastest; LLVM loads all inputs first, and 8 take too many registers.
+        at_once, unroll = VECTORS, STEP // 2
     chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
     for v, chain in enumerate(chains):
         is_chained = kind in CHAINED_KERNELS
@@ -93,13 +98,13 @@ def _chains(builder, kind: str, codes, x, count, scales, totals, table) -> list[
     for start in range(0, VECTORS, at_once):
         of = range(start, start + at_once)
         factors = {v: vec.load(builder, offset(builder, scales, VECTOR_BYTES * v)) for v in of if is_scaled}
-        with cgutils.for_range(builder, count, intp=vec.LONG) as step:
-            numbers = builder.add(x, builder.mul(step.index, vec.constant(4 * STEP)))
-            address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind))))
+        with cgutils.for_range(builder, builder.mul(count, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
+            numbers = builder.add(x, builder.mul(step.index, vec.constant(4 * unroll)))
+            address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind) * unroll // STEP)))
             code = {v: load_codes(builder, kind, address, v, table) for v in of}
             if start == 0:
-                prefetch_step(builder, kind, address)
-            for j in range(STEP):
+                prefetch_step(builder, kind, address, unroll)
+            for j in range(unroll):
                 number = load_number(builder, offset(builder, numbers, 4 * j))
                 for v in of:
                     weight = builder.fmul(code[v](j), factors[v]) if is_scaled else code[v](j)
