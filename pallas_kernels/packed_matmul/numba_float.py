@@ -86,11 +86,10 @@ def _chains(builder, kind: str, codes, x, count, scales, totals, table) -> list[
     """The places of the sums of the products of `count` times 8 inputs, for each of a panel's vectors."""
     is_scaled = kind in SCALED_KERNELS
     at_once, unroll = AT_ONCE, STEP
-    if not HAS_AVX512 and is_scaled:
-        at_once = 1  # scales take registers, too
-    elif not HAS_AVX512 and kind in CHAINED_KERNELS:
-        # Lines in their order, as memory is read fastest; LLVM loads all inputs first, and 8 take too many registers.
-        at_once, unroll = VECTORS, STEP // 2
+    if not HAS_AVX512 and kind in CHAINED_KERNELS:
+        # Lines in their order, as memory is read fastest, and half of them where scales take registers, too. LLVM loads
+        # the inputs of a step first: 8 would leave too few.
+        at_once, unroll = VECTORS // 2 if is_scaled else VECTORS, STEP // 2
     chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
     for v, chain in enumerate(chains):
         is_chained = kind in CHAINED_KERNELS
