@@ -80,17 +80,12 @@ def _of_eight(a, b, c, d, e, f, g, h):
     return 0
 
 
-def _of_nine(a, b, c, d, e, f, g, h, i):
-    _loop(a, b, c, d, e, f, g, h, i)  # noqa: F821  # pyright: ignore
-    return 0
-
-
 def _of_ten(a, b, c, d, e, f, g, h, i, j):
     _loop(a, b, c, d, e, f, g, h, i, j)  # noqa: F821  # pyright: ignore
     return 0
 
 
-_FUNCTIONS = {7: _of_seven, 8: _of_eight, 9: _of_nine, 10: _of_ten}
+_FUNCTIONS = {7: _of_seven, 8: _of_eight, 10: _of_ten}
 
 
 def _module(kernel: str) -> Any:
@@ -102,12 +97,12 @@ _LOOPS: dict[str, tuple[int, Callable[[], Any]]] = {
     **{f"multiply_{name}": (10, lambda name=name: _module(name).multiplier(name)) for name in KERNELS},
     **{f"convert_{name}": (8, lambda name=name: _module(name).converter(name)) for name in KERNELS},
     **{
-        f"tile_{name}_{rows}": (9, lambda module=module, rows=rows: module.tiler(rows, TILE_VECTORS))
+        f"tile_{name}_{rows}": (10, lambda module=module, rows=rows: module.tiler(rows, TILE_VECTORS))
         for name, module, tile_rows in (("float", numba_float, TILE_ROWS), ("int8", numba_int8, INT8_TILE_ROWS))
         for rows in tile_rows
     },
     **{
-        f"tile_chained_{rows}": (9, lambda rows=rows: numba_float.tiler(rows, TILE_VECTORS, is_chained=True))
+        f"tile_chained_{rows}": (10, lambda rows=rows: numba_float.tiler(rows, TILE_VECTORS, is_chained=True))
         for rows in TILE_ROWS
     },
     "prepare_float": (7, lambda: numba_float.preparer(False)),
@@ -161,4 +156,4 @@ def _caller(num_arguments: int) -> Any:
     return call
 
 
-call_multiply, call_convert, call_tile, call_prepare, call_fill = map(_caller, (10, 8, 9, 7, 8))
+call_multiply, call_convert, call_tile, call_prepare, call_fill = map(_caller, (10, 8, 10, 7, 8))
