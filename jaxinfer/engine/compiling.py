@@ -22,7 +22,7 @@ MAX_JOBS = 8  # compilers of large models take gigabytes
 # operands of a loop tiles of 16 rows on tpu7x, where arguments and products have tiles of 8: each dispatch copied all
 # weights.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    "cpu": {"xla_cpu_parallel_codegen_split_count": 1} if num_cores() <= 4 else {},
+    "cpu": {"xla_cpu_parallel_codegen_split_count": 1},
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
     "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False},
 }

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.numba_cpu import kernels
-from pallas_kernels.platform import current_platform, missing_platform, num_cores
+from pallas_kernels.platform import current_platform, missing_platform
 
 MAX_PARTS = 16  # beyond which the cost of a part itself shows
 
@@ -39,9 +39,9 @@ def is_divided() -> bool:
 
 
 def num_parts(num_units: int, units_of_a_part: int = 1) -> int:
-    """Into how many parts to divide `num_units` of work of equal size, at least `units_of_a_part` each: as many as this
-    process has cores."""
-    return max(1, min(num_cores(), MAX_PARTS, num_units // units_of_a_part))
+    """Into how many parts to divide `num_units` of work of equal size, at least `units_of_a_part` each. Threads take them
+    one at a time, so that no program depends on the number of cores."""
+    return max(1, min(MAX_PARTS, num_units // units_of_a_part))
 
 
 def call(name: str, results: Any, operands: Sequence[jax.Array], **attributes: int) -> Any:
