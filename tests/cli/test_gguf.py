@@ -107,6 +107,23 @@ def test_requantize(jaxinfer, json_lines, parts, tmp_path):
     assert jaxinfer("generate", "x", "-m", path, "--requantize", "dense", *GREEDY).exit_code == 0
 
 
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_rounding_what_is_quantized_names_the_option_that_allows_it(jaxinfer, q8, command):
+    arguments = {"run": (q8, "def f", *GREEDY), "plan": (q8, "--on", "v5e", "--no-compile")}[command]
+    refused = jaxinfer(command, *arguments, "--quantize", "int4")
+    assert refused.exit_code == 1
+    assert "others are quantized already" in refused.stderr
+    assert "--requantize dense" in refused.stderr
+    done = jaxinfer(command, *arguments, "--quantize", "int4", "--requantize", "dense")
+    assert done.exit_code == 0, done.stderr
+
+
+def test_rounding_what_is_quantized_is_refused_before_weights_are_read(q8, monkeypatch):
+    monkeypatch.setattr("checkpoints_convert.gguf.checkpoint.GGUFCheckpoint.read_param", None)
+    with pytest.raises(ValueError, match="requantize='dense'"):
+        LLM(q8, quantize="int4")
+
+
 def test_an_unknown_pre_tokenizer_and_its_override(jaxinfer, model, parts, tmp_path):
     metadata, tensors = parts
     path = write(tmp_path / "model.gguf", {**metadata, "tokenizer.ggml.pre": "unheard-of"}, tensors)
