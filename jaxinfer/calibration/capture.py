@@ -284,6 +284,21 @@ class _RoutedRecorder(nnx.Module):
 _Given = Mapping[str, jax.Array]  # inputs of linear layers that are not computed, by name
 
 
+def _record(layer: DecoderLayer, given: _Given) -> dict[str, jax.Array]:
+    """Inputs of the layer's modules by name, which are there once it has run."""
+    found: dict[str, jax.Array] = {}
+    for path, linear in list(nnx.iter_modules(layer)):
+        if isinstance(linear, Linear):
+            parent = layer
+            for part in path[:-1]:
+                parent = getattr(parent, str(part))
+            name = ".".join(map(str, path))
+            setattr(parent, str(path[-1]), _InputRecorder(linear, name, found, given.get(name)))
+    if isinstance(layer.mlp, SparseMoE):
+        setattr(layer.mlp, "router", _RoutedRecorder(layer.mlp.router, found))  # noqa: B010
+    return found
+
+
 @lru_cache(maxsize=8)
 def _programs(config: ModelConfig) -> _Programs:
     def layer_of(params: Params) -> DecoderLayer:
@@ -293,28 +308,14 @@ def _programs(config: ModelConfig) -> _Programs:
         positions = Positions(jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
         return layer(x, positions, LayerView(attend_without_cache, 0))
 
-    def record(layer: DecoderLayer, given: _Given) -> dict[str, jax.Array]:
-        """Inputs of the layer's modules by name, which are there once it has run."""
-        found: dict[str, jax.Array] = {}
-        for path, linear in list(nnx.iter_modules(layer)):
-            if isinstance(linear, Linear):
-                parent = layer
-                for part in path[:-1]:
-                    parent = getattr(parent, str(part))
-                name = ".".join(map(str, path))
-                setattr(parent, str(path[-1]), _InputRecorder(linear, name, found, given.get(name)))
-        if isinstance(layer.mlp, SparseMoE):
-            setattr(layer.mlp, "router", _RoutedRecorder(layer.mlp.router, found))  # noqa: B010
-        return found
-
     def inputs(layer: DecoderLayer, x: jax.Array, given: _Given) -> dict[str, jax.Array]:
-        found = record(layer, given)
+        found = _record(layer, given)
         run(layer, x)
         return found
 
     def forward(params: Params, x: jax.Array, given: _Given) -> jax.Array:
         layer = layer_of(params)
-        record(layer, given)
+        _record(layer, given)
         return run(layer, x)
 
     def statistics(
