@@ -6,12 +6,10 @@ depends on values, those of a well-formed checkpoint are assumed: symmetric zero
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from checkpoints_convert.checkpoint import (
     Keeps16Bits,
@@ -25,8 +23,7 @@ from checkpoints_convert.checkpoint import (
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG, read_json
 from checkpoints_convert.formats import FormatError, quantization_method, with_side_file
-from checkpoints_convert.gguf.blocks import abstract_leaf
-from checkpoints_convert.gguf.checkpoint import DENSE, GGUFCheckpoint, check_requantize
+from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint, check_requantize
 from checkpoints_convert.gguf.index import find_gguf
 from checkpoints_convert.hub import describe, is_local, resolve
 from checkpoints_convert.huggingface.config import declared_dtype, model_config
@@ -37,7 +34,6 @@ from checkpoints_convert.plan import TensorPlan, plan, stored_dtype
 from checkpoints_convert.safetensors_files import SafetensorsIndex, TensorHeader, weight_files
 from checkpoints_convert.store import parts_of, read_native_config, rebuild
 from jaxinfer.models import ModelConfig, Params
-from jaxinfer.quantization import quantize, recipe
 
 Headers = Mapping[str, TensorHeader]
 
@@ -128,19 +124,10 @@ def _filled(config: ModelConfig, leaves: Mapping[ParamPath, Any]) -> Params:
 def _of_gguf(
     file: Path, dtype: str, requantize: str | None, keeps_16_bits: Keeps16Bits | None
 ) -> tuple[ModelConfig, Params]:
-    leaves: dict[ParamPath, Any] = {}
     source = GGUFCheckpoint(file, dtype=dtype, requantize=requantize)
     source.keeps_16_bits = keeps_16_bits
     with source:
-        for one in source.plans:
-            if not one.stays_quantized or requantize == DENSE:
-                leaves[one.target] = jax.ShapeDtypeStruct(one.shape, numpy_dtype(source.dense_dtype(one.target)))
-                continue
-            if source.is_requantized(one):
-                make = partial(quantize, how=recipe(requantize or ""), scale_dtype=source.config.dtype)
-                leaves[one.target] = jax.eval_shape(make, jax.ShapeDtypeStruct(one.shape, jnp.float32))
-            else:
-                leaves[one.target] = abstract_leaf(one.entry.kind, one.shape, transpose=one.placement.transpose)
+        leaves = {one.target: source.abstract_param(one.target) for one in source.plans}
         return source.config, _filled(source.config, leaves)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from checkpoints_convert.checkpoint import Checkpoint, ParamPath
-from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
+from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError, UnwritableSchemeError
 from checkpoints_convert.files import (
     CONFIG,
     MANIFEST,
@@ -21,9 +21,10 @@ from checkpoints_convert.files import (
     write_companions,
     write_json,
 )
+from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config
-from checkpoints_convert.huggingface.save import write_shards
+from checkpoints_convert.huggingface.save import check_schemes, write_shards
 from checkpoints_convert.load import Progress, ProgressCallback, open_checkpoint
 from checkpoints_convert.manifest import array_digest, measure, size_problems, write_manifest
 from checkpoints_convert.staging import (
@@ -213,6 +214,21 @@ def _to_huggingface(
     source: Checkpoint, destination: Path, bar: Progress, companions: Companions, overwrite: bool
 ) -> dict[str, Any]:
     """Returns fields of the report."""
+    try:
+        if isinstance(source, GGUFCheckpoint):
+            check_schemes(source.config, source.abstract_param, source.directory)
+        _write_huggingface(source, destination, bar, companions, overwrite)
+    except UnwritableSchemeError as error:
+        if not isinstance(source, GGUFCheckpoint):
+            raise
+        advice = "requantize='dense' (--requantize dense) writes floating-point weights"
+        raise CheckpointError(source.directory, f"{error.problems[0]}; {advice}") from None
+    return {"cast_errors": source.cast_errors, "requantize_errors": source.requantize_errors}
+
+
+def _write_huggingface(
+    source: Checkpoint, destination: Path, bar: Progress, companions: Companions, overwrite: bool
+) -> None:
     with staged(destination, source.num_bytes(), overwrite=overwrite, source=source.directory) as partial:
         write_companions(companions, partial)
         data = huggingface_config(source.config)
@@ -227,7 +243,6 @@ def _to_huggingface(
 
         quantization = write_shards(source.config, partial, read, source.param_bytes, kv_scales=source.kv_scales)
         write_json(copied, data | {name: special_token(original, name) for name in _SPECIAL_TOKENS} | quantization)
-    return {"cast_errors": source.cast_errors, "requantize_errors": source.requantize_errors}
 
 
 def _in_order(source: Checkpoint, bar: Progress) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:

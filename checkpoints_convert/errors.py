@@ -30,6 +30,10 @@ def shortened(text: str) -> str:
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 100]}... ({len(text)} characters)"
 
 
+class UnwritableSchemeError(CheckpointError):
+    """A quantized parameter that the format to be written cannot express."""
+
+
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """No checkpoint under that name: a missing directory, an unknown hub id, or one that could not be fetched."""
 

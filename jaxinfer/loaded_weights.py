@@ -126,6 +126,21 @@ def selection(quantize: str | None, settings: Mapping[str, str]) -> Selection | 
     return None if name is None else Selection(name)
 
 
+def check_not_rounded(file: Any, quantized: Mapping[tuple[str, ...], str], chosen: Selection | None) -> None:
+    """Raises ValueError, with what makes it possible, if `chosen` would round what a GGUF file has quantized.
+
+    Args:
+      quantized: names of what the file has quantized, by path of the parameter.
+    """
+    names = [name for path, name in quantized.items() if path[0] == "layers"]
+    if names and chosen is not None:
+        others = f" and {len(names) - 1} others are" if len(names) > 1 else " is"
+        raise ValueError(
+            f"{file}: {names[0]!r}{others} quantized already, and quantize would round them again: that needs "
+            "requantize='dense' (--requantize dense) as well, which makes them floating point first"
+        )
+
+
 def check_activations(activations: str, mesh: Mesh | None) -> None:
     """Raises ValueError where no products with packed weights could round activations."""
     if activations == "float32":

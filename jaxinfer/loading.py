@@ -18,6 +18,7 @@ from jaxinfer.loaded_weights import (
     OF_ALIAS,
     Weights,
     check_activations,
+    check_not_rounded,
     files_key,
     packing_of,
     resolved_dtype,
@@ -240,6 +241,7 @@ def _read(
     keeps_16_bits, dtype = dtype == "auto", resolved_dtype(dtype)
     with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
         check_format(quantization, checkpoint.quantization, named.name)
+        check_not_rounded(path, checkpoint.quantized() if _is_kept_gguf(checkpoint) else {}, chosen)
         # What is small is read, and refused, before the weights.
         try:
             defaults = from_generation_config(checkpoint.generation_config)
@@ -250,7 +252,6 @@ def _read(
         if offload is not None:
             _, shapes = _shapes(path, chosen, dtype=dtype, requantize=opening["requantize"])
             on_host = tuple(offload(checkpoint.config, shapes))
-
         reading = _Reading(checkpoint, mesh, chosen, packing_of(checkpoint.config, activations, chosen))
 
         def load() -> Params:
@@ -279,6 +280,11 @@ def _read(
             system=named.system,
             activations=activations,
         )
+
+
+def _is_kept_gguf(checkpoint: Any) -> bool:
+    """Whether it is a GGUF file whose quantized weights stay as they are."""
+    return checkpoint.quantization == "gguf" and not checkpoint.is_dequantized
 
 
 def _kv_scales(checkpoint: Any) -> KVScales | None:
@@ -357,6 +363,10 @@ def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[Mode
 
     config, params = checkpoints_convert.abstract(source, **reading)
     if chosen is not None:
+        if checkpoints_convert.find_gguf(Path(source)) is not None:
+            found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+            paths = [tuple(key.key for key in path) for path, leaf in found if is_quantized(leaf)]
+            check_not_rounded(source, {path: ".".join(path) for path in paths}, chosen)
         params = jax.eval_shape(partial(quantize_params, how=chosen.recipe), params)
     return config, params
 

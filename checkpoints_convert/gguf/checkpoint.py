@@ -32,7 +32,14 @@ from checkpoints_convert.checkpoint import (
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG
 from checkpoints_convert.gguf.architectures import Architecture
-from checkpoints_convert.gguf.blocks import FLOATS, dequantize, leaf_bytes, leaf_host_bytes, quantized_leaf
+from checkpoints_convert.gguf.blocks import (
+    FLOATS,
+    abstract_leaf,
+    dequantize,
+    leaf_bytes,
+    leaf_host_bytes,
+    quantized_leaf,
+)
 from checkpoints_convert.gguf.config import architecture_of, huggingface_config
 from checkpoints_convert.gguf.file import GGUFTensorEntry
 from checkpoints_convert.gguf.index import GGUFIndex
@@ -129,9 +136,18 @@ class GGUFCheckpoint(Checkpoint):
             return super().param_bytes(path)
         plan = self._quantized[path]
         if self.is_requantized(plan):
-            make = partial(quantize, how=recipe(self.requantize or ""), scale_dtype=self.config.dtype)
-            return jax.eval_shape(make, jax.ShapeDtypeStruct(plan.shape, jnp.float32)).num_bytes
+            return self.abstract_param(path).num_bytes
         return leaf_bytes(plan.entry.kind, int(np.prod(plan.shape, dtype=np.int64)))
+
+    def abstract_param(self, path: ParamPath) -> Any:
+        """What `read_param` returns, as abstract arrays; `jax.ShapeDtypeStruct` if it is dense."""
+        plan = self._plan_of[path]
+        if path not in self._quantized:
+            return jax.ShapeDtypeStruct(plan.shape, numpy_dtype(self.dense_dtype(path)))
+        if self.is_requantized(plan):
+            make = partial(quantize, how=recipe(self.requantize or ""), scale_dtype=self.config.dtype)
+            return jax.eval_shape(make, jax.ShapeDtypeStruct(plan.shape, jnp.float32))
+        return abstract_leaf(plan.entry.kind, plan.shape, transpose=plan.placement.transpose)
 
     def host_bytes(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> int:
         """Those of whole parameters, whatever parts are read; twice for a stack and the matrices in it."""

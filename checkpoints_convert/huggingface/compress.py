@@ -173,9 +173,11 @@ def _packed(weight: QuantizedArray, scales: np.ndarray, stored: StoredForm) -> d
 
 
 def _mxfp4(weight: QuantizedArray) -> dict[str, np.ndarray]:
-    if not np.array_equal(np.asarray(weight.codebook), E2M1):
+    codebook = np.asarray(weight.codebook)
+    factor = np.float32(codebook[7] / E2M1[7])  # ggml has the codebook doubled, and the scales halved
+    if not np.array_equal(codebook, factor * E2M1):
         raise ValueError(_NOT_MXFP4)
-    mantissa, exponents = np.frexp(np.asarray(weight.scales).astype(np.float32).T)
+    mantissa, exponents = np.frexp(np.asarray(weight.scales).astype(np.float32).T * factor)
     exponents = exponents.astype(np.int32) + 126
     if (mantissa != 0.5).any() or exponents.min() < 0 or exponents.max() > 254:
         raise ValueError(f"MXFP4 with scales that are no powers of two: {_INSTEAD}")

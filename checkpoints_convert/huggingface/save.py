@@ -22,11 +22,11 @@ from checkpoints_convert.checkpoint import (
     param_dtype,
     param_shapes,
 )
-from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.errors import CheckpointError, UnwritableSchemeError
 from checkpoints_convert.files import CONFIG, WEIGHTS_INDEX, write_json
 from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.host_arrays import count_nonfinite
-from checkpoints_convert.huggingface.compress import StoredForm, compress, quantization_config
+from checkpoints_convert.huggingface.compress import StoredForm, compress, quantization_config, stored_form
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.families import family_of
 from checkpoints_convert.huggingface.family import Family, head_names
@@ -205,12 +205,47 @@ def _of_stack(leaf: Any, number: int) -> Any:
     return jax.tree_util.tree_map_with_path(take, leaf)
 
 
+def check_schemes(config: ModelConfig, leaf_of: Callable[[ParamPath], Any], where: str | Path) -> None:
+    """Raises UnwritableSchemeError for a quantized parameter that `write_shards` could not write; from types and shapes
+    alone, so that the arrays of `leaf_of(path)` may be abstract."""
+    for group in family_of(config).layout(config).tensor_groups:
+        leaves = [leaf_of(placement.target) for placement in group.placements]
+        if not any(isinstance(leaf, QuantizedArray) for leaf in leaves):
+            continue
+        names = _check_alike(leaves, group, where)
+        one = transposed if group.placements[0].target == ("embed",) else _first_of_stack
+        for name, leaf in zip(names, leaves, strict=True):
+            try:
+                _check_form(leaf.ndim - group.is_stacked, group)
+                stored_form(jax.eval_shape(one, leaf))
+            except ValueError as error:
+                raise UnwritableSchemeError(where, f"{name}: {error}") from None
+
+
+def _first_of_stack(leaf: QuantizedArray) -> QuantizedArray:
+    return leaf if leaf.ndim == 2 else _of_stack(leaf, 0)
+
+
+def _check_alike(leaves: Sequence[Any], group: TensorGroup, where: str | Path) -> list[str]:
+    """Names of the parameters in a quantized module. Raises UnwritableSchemeError if one is not quantized."""
+    names = [f"parameter {'.'.join(placement.target)!r}" for placement in group.placements]
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, QuantizedArray):
+            reason = f"{name} is not quantized, others of the tensor {group.sources[0]!r} are"
+            raise UnwritableSchemeError(where, reason)
+    return names
+
+
+def _check_form(num_axes: int, group: TensorGroup) -> None:
+    if num_axes > 2:
+        raise ValueError("all experts are one tensor in this family, which compressed-tensors cannot express")
+    if group.placements[0].target != ("embed",) and not group.placements[0].transpose:
+        raise ValueError("a Conv1D of the family stores [in, out], which compressed-tensors cannot express")
+
+
 def _compressed(leaves: Sequence[Any], group: TensorGroup, where: Path) -> tuple[dict[str, np.ndarray], StoredForm]:
     """The tensors of a quantized module, made of the parameters in it."""
-    names = [f"parameter {'.'.join(placement.target)!r}" for placement in group.placements]
-    if not all(isinstance(leaf, QuantizedArray) for leaf in leaves):
-        dense = next(name for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, QuantizedArray))
-        raise CheckpointError(where, f"{dense} is not quantized, others of the tensor {group.sources[0]!r} are")
+    names = _check_alike(leaves, group, where)
     leaves = [jax.tree.map(np.asarray, leaf) for leaf in leaves]
     outputs = [placement.outputs for placement in group.placements if placement.outputs is not None]
     name, is_embedding = names[0], group.placements[0].target == ("embed",)
@@ -218,13 +253,11 @@ def _compressed(leaves: Sequence[Any], group: TensorGroup, where: Path) -> tuple
         for name, leaf in zip(names, leaves, strict=True):
             check(leaf, name)
         weight = join_outputs(leaves, outputs) if outputs else leaves[0]
-        if weight.ndim > 2:
-            raise ValueError("all experts are one tensor in this family, which compressed-tensors cannot express")
-        if not is_embedding and not group.placements[0].transpose:
-            raise ValueError("a Conv1D of the family stores [in, out], which compressed-tensors cannot express")
+        _check_form(weight.ndim, group)
         return compress(jax.tree.map(np.asarray, transposed(weight)) if is_embedding else weight)
     except ValueError as error:
-        raise CheckpointError(where, str(error) if str(error).startswith(name) else f"{name}: {error}") from None
+        reason = str(error) if str(error).startswith(name) else f"{name}: {error}"
+        raise UnwritableSchemeError(where, reason) from None
 
 
 def _shards(

@@ -3,9 +3,10 @@
 An expert's statistics are over the tokens that the router sends to it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import getitem
 from typing import NamedTuple, cast
 
 import jax
@@ -117,9 +118,38 @@ def sum_over_experts(
     return found._replace(num_tokens=total.num_tokens + counts)
 
 
+# Linear layers whose inputs are costly to compute: attention, and the MLP's activation.
+KEPT = ("attention.o_proj", "mlp.down_proj")
+KEPT_BYTES = 2**30  # of kept inputs on the host
 ROUTER = "mlp.router"
 STACKS = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
 _CHOSEN = "mlp.router.chosen"
+
+
+class KeptInputs:
+    """Inputs of the linear layers `KEPT` of one decoder layer, by chunk of the text, so that they are computed once.
+
+    At most `KEPT_BYTES`. They are those of the parameters that computed them: what comes before such a linear layer
+    must not change afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[np.ndarray]] = {}
+
+    def lacks(self, name: str, params: Params, num_tokens: int) -> bool:
+        """Whether the inputs of the linear layer are to be kept, and are not yet."""
+        if name not in KEPT or name in self._found:
+            return False
+        width = reduce(getitem, [*name.split("."), "weight"], params).shape[-2]
+        held = sum(array.nbytes for arrays in self._found.values() for array in arrays)
+        return held + 4 * width * num_tokens <= KEPT_BYTES
+
+    def add(self, name: str, inputs: list[np.ndarray]) -> None:
+        self._found[name] = inputs
+
+    def of_chunk(self, number: int) -> dict[str, np.ndarray]:
+        """By name of the linear layer."""
+        return {name: arrays[number] for name, arrays in self._found.items()}
 
 
 @dataclass(frozen=True)
@@ -140,30 +170,53 @@ class LayerProgram:
         # A model with that layer alone and a vocabulary of one token.
         return cls(replace(config.with_layers([layer]), vocab_size=1, tie_word_embeddings=True))
 
-    def forward(self, params: Params, x: jax.Array | np.ndarray) -> jax.Array:
-        """Hidden states [B, T, D] after the layer, from those before it."""
-        return _programs(self.config).forward(params, x)
+    def forward(
+        self, params: Params, x: jax.Array | np.ndarray, given: Mapping[str, np.ndarray] | None = None
+    ) -> jax.Array:
+        """Hidden states [B, T, D] after the layer, from those before it. `given`: inputs of linear layers, by name,
+        which are then not computed."""
+        return _programs(self.config).forward(params, x, dict(given or {}))
 
     def statistics(
-        self, params: Params, chunks: Iterable[jax.Array | np.ndarray], names: tuple[str, ...]
+        self,
+        params: Params,
+        chunks: Sequence[jax.Array | np.ndarray],
+        names: tuple[str, ...],
+        kept: KeptInputs | None = None,
     ) -> InputStatistics:
-        """Statistics of the input that linear layers share, or of `ROUTER`, over hidden states [B, T, D]."""
+        """Statistics of the input that linear layers share, or of `ROUTER`, over hidden states [B, T, D].
+
+        kept: inputs that are not computed; those of `names` are added to it.
+        """
         collect = _programs(self.config).statistics
-        total = None
-        for chunk in chunks:
-            total = collect(params, chunk, names[0], total)
+        num_tokens = sum(chunk.shape[0] * chunk.shape[1] for chunk in chunks)
+        keeps = kept is not None and kept.lacks(names[0], params, num_tokens)
+        total, found = None, []
+        for number, chunk in enumerate(chunks):
+            given = {} if kept is None else kept.of_chunk(number)
+            total, read = collect(params, chunk, names[0], total, given, keeps=keeps)
+            if read is not None:
+                found.append(np.asarray(read))
         if total is None:
             raise ValueError("no hidden states to take statistics of")
+        if kept is not None and keeps:
+            kept.add(names[0], found)
         return total
 
     def expert_statistics(
-        self, params: Params, chunks: Sequence[jax.Array | np.ndarray], name: str, memory: int
+        self,
+        params: Params,
+        chunks: Sequence[jax.Array | np.ndarray],
+        name: str,
+        memory: int,
+        kept: KeptInputs | None = None,
     ) -> Iterator[InputStatistics]:
         """Statistics of the inputs of each expert in the stack `name`: the tokens routed to it or, for down_proj, the
         outputs of its gate and up projections for them.
 
         The layer runs over the text once for each block of experts whose Hessians fit in `memory` bytes; the results do
-        not depend on the blocks. Raises ValueError if the Hessian of one expert does not fit.
+        not depend on the blocks. `kept`: inputs that are not computed. Raises ValueError if the Hessian of one expert
+        does not fit.
         """
         moe = self.config.experts_of(0)
         if moe is None:
@@ -173,8 +226,9 @@ class LayerProgram:
         collect = _programs(self.config).expert_statistics
         for first in range(0, moe.num_experts, count):
             total = nothing_seen(count, width)
-            for chunk in chunks:
-                total = collect(params, chunk, jnp.int32(first), total, is_inner=name == STACKS[-1])
+            for number, chunk in enumerate(chunks):
+                given = {} if kept is None else kept.of_chunk(number)
+                total = collect(params, chunk, jnp.int32(first), total, given, is_inner=name == STACKS[-1])
             for number in range(min(count, moe.num_experts - first)):
                 yield InputStatistics(*(part[number] for part in total))
 
@@ -197,18 +251,21 @@ class LayerProgram:
 class _Programs(NamedTuple):
     groups: tuple[tuple[str, ...], ...]
     forward: Callable[..., jax.Array]
-    statistics: Callable[..., InputStatistics]
+    statistics: Callable[..., tuple[InputStatistics, jax.Array | None]]
     expert_statistics: Callable[..., InputStatistics]
 
 
 class _InputRecorder(nnx.Module):
-    """Replaces a linear layer and records its input."""
+    """Replaces a linear layer and records its input, or has a given one instead: what computes the input is then not
+    used, and the compiler leaves it out."""
 
-    def __init__(self, linear: Linear, name: str, found: dict[str, jax.Array]):
+    def __init__(self, linear: Linear, name: str, found: dict[str, jax.Array], given: jax.Array | None):
         self._linear = linear
         self._record = lambda x: found.__setitem__(name, x)
+        self._input = lambda x: x if given is None else given
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        x = self._input(x)
         self._record(x)
         return self._linear(x)
 
@@ -226,6 +283,24 @@ class _RoutedRecorder(nnx.Module):
         return chosen, weights
 
 
+_Given = Mapping[str, jax.Array]  # inputs of linear layers that are not computed, by name
+
+
+def _record(layer: DecoderLayer, given: _Given) -> dict[str, jax.Array]:
+    """Inputs of the layer's modules by name, which are there once it has run."""
+    found: dict[str, jax.Array] = {}
+    for path, linear in list(nnx.iter_modules(layer)):
+        if isinstance(linear, Linear):
+            parent = layer
+            for part in path[:-1]:
+                parent = getattr(parent, str(part))
+            name = ".".join(map(str, path))
+            setattr(parent, str(path[-1]), _InputRecorder(linear, name, found, given.get(name)))
+    if isinstance(layer.mlp, SparseMoE):
+        setattr(layer.mlp, "router", _RoutedRecorder(layer.mlp.router, found))  # noqa: B010
+    return found
+
+
 @lru_cache(maxsize=8)
 def _programs(config: ModelConfig) -> _Programs:
     def layer_of(params: Params) -> DecoderLayer:
@@ -235,39 +310,39 @@ def _programs(config: ModelConfig) -> _Programs:
         positions = Positions(jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
         return layer(x, positions, LayerView(attend_without_cache, 0))
 
-    def inputs(layer: DecoderLayer, x: jax.Array) -> dict[str, jax.Array]:
-        found: dict[str, jax.Array] = {}
-        for path, linear in list(nnx.iter_modules(layer)):
-            if isinstance(linear, Linear):
-                parent = layer
-                for part in path[:-1]:
-                    parent = getattr(parent, str(part))
-                setattr(parent, str(path[-1]), _InputRecorder(linear, ".".join(map(str, path)), found))
-        if isinstance(layer.mlp, SparseMoE):
-            setattr(layer.mlp, "router", _RoutedRecorder(layer.mlp.router, found))  # noqa: B010
+    def inputs(layer: DecoderLayer, x: jax.Array, given: _Given) -> dict[str, jax.Array]:
+        found = _record(layer, given)
         run(layer, x)
         return found
 
-    def statistics(params: Params, x: jax.Array, name: str, total: InputStatistics | None) -> InputStatistics:
-        rows = inputs(layer_of(params), x)[name].astype(jnp.float32)
+    def forward(params: Params, x: jax.Array, given: _Given) -> jax.Array:
+        layer = layer_of(params)
+        _record(layer, given)
+        return run(layer, x)
+
+    def statistics(
+        params: Params, x: jax.Array, name: str, total: InputStatistics | None, given: _Given, *, keeps: bool
+    ) -> tuple[InputStatistics, jax.Array | None]:
+        read = inputs(layer_of(params), x, given)[name]
+        rows = read.astype(jnp.float32)
         rows = rows.reshape(-1, rows.shape[-1])
         sizes = jnp.abs(rows)
         hessian = jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST)
         found = InputStatistics(hessian, sizes.sum(0), sizes.max(0), jnp.float32(len(rows)))
-        return found if total is None else total + found
+        return found if total is None else total + found, read if keeps else None
 
     def expert_statistics(
-        params: Params, x: jax.Array, first: jax.Array, total: InputStatistics, *, is_inner: bool
+        params: Params, x: jax.Array, first: jax.Array, total: InputStatistics, given: _Given, *, is_inner: bool
     ) -> InputStatistics:
         layer = layer_of(params)
-        found = inputs(layer, x)
+        found = inputs(layer, x, given)
         rows, mlp = found[ROUTER].astype(jnp.float32), cast(SparseMoE, layer.mlp)
         return sum_over_experts(mlp, rows, found[_CHOSEN], first, total, is_inner=is_inner)
 
     groups: dict[int, list[str]] = {}
 
     def find_groups(params: Params, x: jax.Array) -> None:
-        found = inputs(layer_of(params), x)  # all alive at once, so that no two objects have the same id
+        found = inputs(layer_of(params), x, {})  # all alive at once, so that no two objects have the same id
         for name, value in found.items():
             if name in (ROUTER, _CHOSEN):
                 continue
@@ -277,7 +352,7 @@ def _programs(config: ModelConfig) -> _Programs:
     jax.eval_shape(find_groups, abstract_params(config)["layers"]["0"], width)
     return _Programs(
         tuple(map(tuple, groups.values())),
-        jax.jit(lambda params, x: run(layer_of(params), x)),
-        jax.jit(statistics, static_argnames="name", donate_argnames="total"),
+        jax.jit(forward),
+        jax.jit(statistics, static_argnames=("name", "keeps"), donate_argnames="total"),
         jax.jit(expert_statistics, static_argnames="is_inner", donate_argnames="total"),
     )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.calibration.capture import STACKS, LayerProgram, experts_at_once
+from jaxinfer.calibration.capture import STACKS, KeptInputs, LayerProgram, experts_at_once
 from jaxinfer.calibration.inputs import FloatModel, ReadUnit, in_chunks, rounded
 from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.layer_state import (
@@ -197,7 +197,8 @@ def _advance(
             journal.write(number, done.params, found)
     # Dequantized weights share the float program; quantized activations need another.
     runnable = dequantized(done.params, keeps_activations=True)
-    streams.advance(program, original, runnable, options, is_last=number == model.config.num_layers - 1)
+    is_last = number == model.config.num_layers - 1
+    streams.advance(program, original, runnable, options, done.kept, is_last=is_last)
     report = LayerReport(number, done.errors, streams.divergence(), done.value_divisors, done.notes, is_resumed)
     return done.params, report
 
@@ -229,11 +230,20 @@ class _Streams:
         return cls(calibration, model.embedded(held_out, options.dtype), model.embedded(held_out))
 
     def advance(
-        self, program: LayerProgram, original: Params, quantized: Params, options: CalibrationOptions, *, is_last: bool
+        self,
+        program: LayerProgram,
+        original: Params,
+        quantized: Params,
+        options: CalibrationOptions,
+        kept: KeptInputs | None,
+        *,
+        is_last: bool,
     ) -> None:
+        """kept: of the calibration text, as of `QuantizedLayer`."""
         run = partial(_run, program)
         if not is_last:
-            self.calibration = run(quantized if options.method == "gptq" else original, self.calibration)
+            params = quantized if options.method == "gptq" else original
+            self.calibration = run(params, self.calibration, kept)
         self.held_out = run(quantized, self.held_out)
         self.float_held_out = run(original, self.float_held_out)
 
@@ -245,8 +255,11 @@ class _Streams:
         return difference / sum(float(np.sum(np.square(b), dtype=np.float64)) for _, b in pairs)
 
 
-def _run(program: LayerProgram, params: Params, chunks: list[np.ndarray]) -> list[np.ndarray]:
-    return [np.asarray(program.forward(params, chunk)) for chunk in chunks]
+def _run(
+    program: LayerProgram, params: Params, chunks: list[np.ndarray], kept: KeptInputs | None = None
+) -> list[np.ndarray]:
+    given = (None if kept is None else kept.of_chunk(number) for number in range(len(chunks)))
+    return [np.asarray(program.forward(params, chunk, one)) for chunk, one in zip(chunks, given, strict=True)]
 
 
 def _check_experts(config: ModelConfig, options: CalibrationOptions) -> None:
@@ -360,16 +373,19 @@ def quantize_layer(
     """
     state = LayerState(program, number, params, chunks, options)
     {"rtn": _rtn, "gptq": _gptq, "awq": awq, "smoothquant": smoothquant}[options.method](state)
+    result = _stored(state.result, options)
+    return QuantizedLayer(result, state.errors, state.value_divisors, tuple(state.notes), state.kept)
+
+
+def _stored(params: Params, options: CalibrationOptions) -> Params:
+    """The parameters with dense ones rounded as they are stored."""
 
     def stored(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, QuantizedArray) or keeps_float32([key.key for key in path]):
             return leaf
         return leaf.astype(options.dtype).astype(jnp.float32)
 
-    result = jax.tree_util.tree_map_with_path(
-        stored, state.result, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray)
-    )
-    return QuantizedLayer(result, state.errors, state.value_divisors, tuple(state.notes))
+    return jax.tree_util.tree_map_with_path(stored, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
 
 
 def _rtn(state: LayerState) -> None:
@@ -398,6 +414,7 @@ def _rounded(state: LayerState, name: str) -> QuantizedArray:
 def _gptq(state: LayerState) -> None:
     """GPTQ in the order of computation, each linear layer with the inputs that the quantized ones before it produce
     ("true sequential")."""
+    state.result = _stored(state.result, state.options)
     for names in state.program.groups:
         names = tuple(name for name in names if state.is_quantized(name))
         if not names:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.calibration.capture import InputStatistics, LayerProgram
+from jaxinfer.calibration.capture import InputStatistics, KeptInputs, LayerProgram
 from jaxinfer.calibration.options import KEEP_AS_IS, CalibrationOptions
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.quantization import QuantizedArray, quantize
@@ -40,12 +40,14 @@ class QuantizedLayer(NamedTuple):
     value_divisors: what each key-value head's values were divided by; None for a head whose channels were divided by
       different numbers; () if no head was divided.
     notes: sentences on what differs from the options.
+    kept: inputs of linear layers in the model that the next layer is calibrated on.
     """
 
     params: Params
     errors: dict[str, LinearError]
     value_divisors: tuple[float | None, ...] = ()
     notes: tuple[str, ...] = ()
+    kept: KeptInputs | None = None
 
 
 class LayerState:
@@ -58,6 +60,7 @@ class LayerState:
         self.errors: dict[str, LinearError] = {}
         self.value_divisors: tuple[float | None, ...] = ()
         self.notes: list[str] = []
+        self.kept = KeptInputs()
 
     @property
     def config(self) -> ModelConfig:
@@ -70,12 +73,12 @@ class LayerState:
         return self.bits(name) != KEEP_AS_IS
 
     def statistics(self, names: tuple[str, ...], params: Params | None = None) -> InputStatistics:
-        return self.program.statistics(dequantized(params or self.original), self.chunks, names)
+        return self.program.statistics(dequantized(params or self.original), self.chunks, names, self.kept)
 
     def expert_statistics(self, name: str, params: Params | None = None) -> Iterator[InputStatistics]:
         """As `LayerProgram.expert_statistics`."""
         floats = dequantized(params or self.original)
-        return self.program.expert_statistics(floats, self.chunks, name, self.options.expert_memory)
+        return self.program.expert_statistics(floats, self.chunks, name, self.options.expert_memory, self.kept)
 
     def weight(self, name: str) -> jax.Array:
         return find(self.original, name)["weight"].astype(jnp.float32)

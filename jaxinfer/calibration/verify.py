@@ -1,6 +1,6 @@
 """Comparing a written model with the calibrated one, unit by unit, so that neither is held whole."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,12 +44,18 @@ class ComparedModel:
         return FloatModel(replace(self.config, dtype="float32"), self.read, self.rest)
 
 
-def compare_models(calibrated: ComparedModel, written: ComparedModel, tokens: np.ndarray) -> ModelComparison:
+def compare_models(
+    calibrated: ComparedModel,
+    written: ComparedModel,
+    tokens: np.ndarray,
+    *,
+    report: Callable[[int], None] = lambda layer: None,
+) -> ModelComparison:
     """Compares parameters and schemes, and the logits of tokens [rows, T].
 
     The logits of `calibrated` are computed as during calibration, with dequantized weights; those of `written` as by an
     engine, with quantized weights and activations and its own configuration. A few tokens may be routed to other
-    experts, see `align_rerouted_tokens`.
+    experts, see `align_rerouted_tokens`. `report` is called after each layer.
     """
     models = calibrated.model(), written.model()
     problems: list[str] = []
@@ -58,6 +64,7 @@ def compare_models(calibrated: ComparedModel, written: ComparedModel, tokens: np
     states = [model.embedded(tokens) for model in models]
     for number in range(calibrated.config.num_layers):
         problems += _advance(models, number, states)
+        report(number)
     largest = difference = 0.0
     if problems:
         return ModelComparison(problems, float("inf"), largest)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from checkpoints_convert.checkpoint import Checkpoint, ParamPath
     from jaxinfer.calibration import CalibrationOptions, CalibrationResult, LayerReport
     from jaxinfer.calibration.journal import CalibrationJournal
+    from jaxinfer.calibration.verify import ModelComparison
     from jaxinfer.quantization import QuantizedArray
 
 
@@ -51,23 +52,14 @@ def write(
     Returns the largest difference of a logit. Raises CheckpointError if a parameter or the logits differ.
     """
     from checkpoints_convert.errors import CheckpointError
-    from checkpoints_convert.load import open_checkpoint
     from checkpoints_convert.staging import JOURNAL, check_destination, partial_path, publish
-    from jaxinfer.calibration.inputs import random_rows
-    from jaxinfer.calibration.verify import ComparedModel, compare_models
     from jaxinfer.files import remove_tree
 
     made = work / "checkpoint"
-    with Stage("writing"):
-        _write_files(source, companions, weights, result, dtype, made)
-    with Stage("loading the checkpoint and comparing"), open_checkpoint(made, dtype="float32") as written:
-        tokens = random_rows(source.config.vocab_size) if held_out is None else held_out[:2]
-        calibrated = ComparedModel(source.config, result.read, result.rest)
-        found = compare_models(
-            calibrated, ComparedModel(written.config, unit_reader(written), rest_of(written)), tokens
-        )
-        if written.kv_scales != _kv_scales(source, result)[0]:
-            found.problems.append("scales of the key-value cache differ")
+    sizes = num_bytes_of(source, weights, dtype)
+    with Stage("writing", sum(sizes.values()), "B") as stage:
+        _write_files(source, companions, sizes, result, dtype, made, stage)
+    found = _compared(source, result, held_out, made)
     reasons = found.problems
     if not reasons and not found.difference <= _TOLERANCE * found.largest:
         reasons = [f"logits differ by up to {found.difference:.3g}, where the largest is {found.largest:.3g}"]
@@ -86,6 +78,29 @@ def write(
     publish(partial, destination)
     _warn(source, weights, result)
     return found.difference
+
+
+def _compared(
+    source: "Checkpoint", result: "CalibrationResult", held_out: "np.ndarray | None", made: Path
+) -> "ModelComparison":
+    """The checkpoint at `made`, loaded again, next to the calibrated model."""
+    from checkpoints_convert.load import open_checkpoint
+    from jaxinfer.calibration.inputs import random_rows
+    from jaxinfer.calibration.verify import ComparedModel, compare_models
+
+    with (
+        Stage("loading the checkpoint and comparing", source.config.num_layers, "layer") as stage,
+        open_checkpoint(made, dtype="float32") as written,
+    ):
+        found = compare_models(
+            ComparedModel(source.config, result.read, result.rest),
+            ComparedModel(written.config, unit_reader(written), rest_of(written)),
+            random_rows(source.config.vocab_size) if held_out is None else held_out[:2],
+            report=lambda layer: stage.update(),
+        )
+        if written.kv_scales != _kv_scales(source, result)[0]:
+            found.problems.append("scales of the key-value cache differ")
+    return found
 
 
 def unit_reader(source: "Checkpoint") -> "Callable[[str], Any]":
@@ -138,10 +153,11 @@ def _kv_scales(source: "Checkpoint", result: "CalibrationResult") -> "tuple[tupl
 def _write_files(
     source: "Checkpoint",
     companions: "Mapping[str, Path | str]",
-    weights: "dict[ParamPath, QuantizedArray]",
+    sizes: "dict[ParamPath, int]",
     result: "CalibrationResult",
     dtype: str,
     made: Path,
+    stage: Stage,
 ) -> None:
     from checkpoints_convert.files import CONFIG, read_json, special_token, write_companions, write_json
     from checkpoints_convert.huggingface.config import huggingface_config
@@ -151,14 +167,19 @@ def _write_files(
 
     shutil.rmtree(made, ignore_errors=True)  # of a run that was killed
     config = replace(source.config, dtype=dtype)
-    sizes = num_bytes_of(source, weights, dtype)
     check_free_space(made, sum(sizes.values()))
     made.mkdir(parents=True)
     given = companions.get(CONFIG, "{}")  # a file, or its content where there is none
     original = read_json(given) if isinstance(given, Path) else json.loads(given)
     special = {name: special_token(original, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     scales, _ = _kv_scales(source, result)
-    quantization = write_shards(config, made, _leaf_reader(result.read), sizes.__getitem__, kv_scales=scales)
+    read = _leaf_reader(result.read)
+
+    def read_and_count(path: "ParamPath") -> Any:
+        stage.update(sizes[path])
+        return read(path)
+
+    quantization = write_shards(config, made, read_and_count, sizes.__getitem__, kv_scales=scales)
     for name in write_companions({name: file for name, file in companions.items() if name != CONFIG}, made):
         sync(made / name)
     write_json(made / CONFIG, huggingface_config(config) | special | quantization)

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.calibration.capture import LayerProgram
+from jaxinfer.calibration import capture
+from jaxinfer.calibration.capture import KEPT, KeptInputs, LayerProgram, _programs
 from jaxinfer.models import bind, collect
 from pallas_kernels.flash_attention import flash_attention
 
@@ -56,3 +57,31 @@ def test_statistics_are_those_of_the_inputs(config, params, held_out):
     assert down.hessian.shape == (config.intermediate_size,) * 2
     with pytest.raises(ValueError, match="no hidden states"):
         program.statistics(layer, [], program.groups[0])
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_inputs_that_are_kept_are_not_computed_again(config, params, held_out, number):
+    program, layer = LayerProgram.of(config, number), params["layers"][str(number)]
+    x = np.asarray(params["embed"])[held_out]
+    chunks, kept = [x[:3], x[3:]], KeptInputs()
+    for names in program.groups:
+        found, wanted = program.statistics(layer, chunks, names, kept), program.statistics(layer, chunks, names)
+        np.testing.assert_allclose(found.hessian, wanted.hessian, rtol=1e-5, atol=1e-4)
+    for number, chunk in enumerate(chunks):
+        given = kept.of_chunk(number)
+        assert tuple(given) == KEPT
+        out = program.forward(layer, chunk)
+        np.testing.assert_allclose(program.forward(layer, chunk, given), out, rtol=1e-5, atol=1e-5)
+        assert np.abs(program.forward(layer, chunk, {KEPT[0]: 2 * given[KEPT[0]]}) - out).max() > 1e-2
+    compiled = [_programs(program.config).forward.lower(layer, chunk, one).compile().as_text() for one in ({}, given)]
+    assert ["cosine" in text for text in compiled] == [True, False]  # of the rotation of queries and keys
+
+
+def test_kept_inputs_are_bounded(config, params, held_out, monkeypatch):
+    program, layer = LayerProgram.of(config, 0), params["layers"]["0"]
+    x, kept = np.asarray(params["embed"])[held_out], KeptInputs()
+    width = config.num_heads * config.head_dim
+    monkeypatch.setattr(capture, "KEPT_BYTES", 4 * width * held_out.size)
+    for names in program.groups:
+        program.statistics(layer, [x], names, kept)
+    assert tuple(kept.of_chunk(0)) == KEPT[:1]

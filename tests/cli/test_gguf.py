@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.progress import Stage
 from tests.checkpoints_convert.gguf.gguf_models import metadata_of, tensors_of
 from tests.checkpoints_convert.gguf.gguf_writer import Blocks, q8_0, write
 
@@ -107,6 +108,23 @@ def test_requantize(jaxinfer, json_lines, parts, tmp_path):
     assert jaxinfer("generate", "x", "-m", path, "--requantize", "dense", *GREEDY).exit_code == 0
 
 
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_rounding_what_is_quantized_names_the_option_that_allows_it(jaxinfer, q8, command):
+    arguments = {"run": (q8, "def f", *GREEDY), "plan": (q8, "--on", "v5e", "--no-compile")}[command]
+    refused = jaxinfer(command, *arguments, "--quantize", "int4")
+    assert refused.exit_code == 1
+    assert "others are quantized already" in refused.stderr
+    assert "--requantize dense" in refused.stderr
+    done = jaxinfer(command, *arguments, "--quantize", "int4", "--requantize", "dense")
+    assert done.exit_code == 0, done.stderr
+
+
+def test_rounding_what_is_quantized_is_refused_before_weights_are_read(q8, monkeypatch):
+    monkeypatch.setattr("checkpoints_convert.gguf.checkpoint.GGUFCheckpoint.read_param", None)
+    with pytest.raises(ValueError, match="requantize='dense'"):
+        LLM(q8, quantize="int4")
+
+
 def test_an_unknown_pre_tokenizer_and_its_override(jaxinfer, model, parts, tmp_path):
     metadata, tensors = parts
     path = write(tmp_path / "model.gguf", {**metadata, "tokenizer.ggml.pre": "unheard-of"}, tensors)
@@ -127,6 +145,21 @@ def test_a_quantized_file_is_dequantized_to_be_quantized(jaxinfer, q8, tmp_path)
     assert "weights are quantized already, and are dequantized to be rounded again" in done.stderr
     with LLM(tmp_path / "out", max_model_len=96) as found:
         assert "int4, 32 inputs a scale" in str(found.explain())
+
+
+def test_long_commands_show_the_time_left(jaxinfer, q8, tmp_path, monkeypatch):
+    lines: dict[str, str] = {}
+
+    def leave(stage, *exception, leave=Stage.__exit__):
+        lines[stage.description] = stage.line()
+        leave(stage, *exception)
+
+    monkeypatch.setattr(Stage, "__exit__", leave)
+    assert jaxinfer("convert", q8, tmp_path / "hf", "--to", "huggingface").exit_code == 0
+    assert jaxinfer("quantize", q8, tmp_path / "q", "--method", "rtn", "--group-size", "32").exit_code == 0
+    for long in ("converting", "quantizing", "writing", "loading the checkpoint and comparing"):
+        assert lines[long].endswith(" left") or " left, " in lines[long], lines[long]
+    assert " left" not in lines["preparing"]
 
 
 def test_the_library(gguf, q8, llm):
