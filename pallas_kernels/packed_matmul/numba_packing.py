@@ -169,10 +169,12 @@ def pack_ints(source, target, inputs, padded, outputs, input_stride, output_stri
 
 @internal("float32(int64, int64)")
 def _largest(numbers, count):
-    """The first of `count` float32, a panel's row apart, whose absolute value is largest."""
+    """The first of `count` float32, a panel's row apart, whose absolute value is largest; NaN if one is."""
     found = np.float32(0)
     for index in range(count):
         number = get(numbers, index * LANES)
+        if number != number:
+            return number
         if abs(number) > abs(found):
             found = number
     return found

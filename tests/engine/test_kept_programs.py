@@ -138,9 +138,17 @@ def test_an_old_program_never_runs(monkeypatch, plant):
     assert run()
 
 
-def test_a_setting_around_a_call_is_in_the_key():
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: jax.default_matmul_precision("bfloat16"),
+        lambda: jax.set_mesh(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])),
+    ],
+    ids=["precision", "mesh"],
+)
+def test_a_setting_around_a_call_is_in_the_key(around):
     assert run()
-    with jax.default_matmul_precision("bfloat16"):
+    with around():
         assert run()
         assert not run()
     assert not run()

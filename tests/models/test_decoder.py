@@ -4,6 +4,7 @@ import gc
 import re
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxinfer.models import (
     bind,
     check_taps,
     collect,
+    decoder,
     init_params,
     logical_axes,
     tap_names,
@@ -221,6 +223,21 @@ def test_abstract_params_are_the_shapes_of_init_params(config):
     for make in (init_params, lambda config, key, dtype: abstract_params(config, dtype)):
         params = jax.eval_shape(partial(make, config, dtype="bfloat16"), jax.random.key(0))
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+
+
+def test_shapes_are_kept_for_each_configuration(monkeypatch, tmp_path):
+    """As in processes without Flax: the first makes them, later ones read them."""
+    configs = (PLAIN, FULL, TIED, replace(PLAIN, num_layers=3), replace(PLAIN, dtype="bfloat16"))
+    expected = [abstract_params(config) for config in configs]
+    monkeypatch.setenv("JAXINFER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(decoder, "sys", SimpleNamespace(modules={}))
+    assert [abstract_params(config) for config in configs] == expected
+    monkeypatch.setattr(decoder, "_modules", lambda: pytest.fail("this needs Flax"))
+    assert [abstract_params(config) for config in configs] == expected
+    assert abstract_params(PLAIN, "bfloat16") == expected[-1]
+    monkeypatch.setattr(decoder, "sources_key", lambda *paths: "of other sources")
+    with pytest.raises(pytest.fail.Exception, match="this needs Flax"):
+        abstract_params(PLAIN)
 
 
 def test_init_params_values():

@@ -6,6 +6,7 @@ from tests.faults.catalogue import (
     embedding,
     families,
     heavy_hitters,
+    kept,
     kernels,
     languages,
     policies,
@@ -31,4 +32,5 @@ FAULTS: tuple[Fault, ...] = (
     *kernels.FAULTS,
     *policies.FAULTS,
     *heavy_hitters.FAULTS,
+    *kept.FAULTS,
 )

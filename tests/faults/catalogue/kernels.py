@@ -303,7 +303,7 @@ FAULTS = (
     Fault(
         "kernels/cpu-packed-offsets-are-left-out-of-many-rows",
         "pallas_kernels/packed_matmul/numba_kernel.py",
-        "offset = offsets + index * PANEL_BYTES + vector * VECTOR_BYTES if offsets != 0 else 0",
+        "offset = offsets + at if offsets != 0 else 0",
         "offset = 0",
         (PACKED_TESTS + "test_products_equal_float64",),
         "prompts of Q4_1 and Q4_K files are read wrong on a CPU",
