@@ -140,7 +140,8 @@ class KeptInputs:
         """Whether the inputs of the linear layer are to be kept, and are not yet."""
         if name not in KEPT or name in self._found:
             return False
-        width = reduce(getitem, [*name.split("."), "weight"], params).shape[-2]
+        weight: Any = reduce(getitem, [*name.split("."), "weight"], params)
+        width = weight.shape[-2]
         held = sum(array.nbytes for arrays in self._found.values() for array in arrays)
         return held + 4 * width * num_tokens <= KEPT_BYTES
 

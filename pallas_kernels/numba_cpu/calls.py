@@ -39,8 +39,10 @@ def is_divided() -> bool:
 
 
 def num_parts(num_units: int, units_of_a_part: int = 1) -> int:
-    """Into how many parts to divide `num_units` of work of equal size, at least `units_of_a_part` each. Threads take them
-    one at a time, so that no program depends on the number of cores."""
+    """Into how many parts to divide `num_units` of work of equal size, at least `units_of_a_part` each.
+
+    Threads take them one at a time, so that no program depends on the number of cores.
+    """
     return max(1, min(MAX_PARTS, num_units // units_of_a_part))
 
 

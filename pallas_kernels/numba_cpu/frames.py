@@ -155,14 +155,19 @@ def integers(address, size):
     return carray(as_pointer(address), (size,), np.int32)
 
 
-class _Compiler(ccallback._CFuncCompiler):
+# Numba's classes have no types, and the parts that are changed here are its own.
+_CFunc: Any = ccallback.CFunc
+_CFuncCompiler: Any = vars(ccallback)["_CFuncCompiler"]
+
+
+class _Compiler(_CFuncCompiler):
     def _customize_flags(self, flags: Any) -> Any:
         flags = super()._customize_flags(flags)
         flags.no_cfunc_wrapper = True  # `Kernel` adds its own
         return flags
 
 
-class Kernel(ccallback.CFunc):
+class Kernel(_CFunc):
     """A C function that Numba compiled or read from its cache, with its object code (`kernels.Compiled`).
 
     Numba's own would tell Python of errors, which kernels do not have, and so need Numba's runtime.

@@ -28,9 +28,12 @@ class Compiled(Protocol):
     """What `frames.compiled` gives: the name and address of a C function, and the object code that it is in, empty
     where that is not known."""
 
-    symbol: str
-    address: int
-    object_code: bytes
+    @property
+    def symbol(self) -> str: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def object_code(self) -> bytes: ...
 
 
 class Store(Protocol):

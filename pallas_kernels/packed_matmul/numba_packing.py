@@ -188,7 +188,7 @@ def _divide(numbers, count, factor, inner):
         quotient = np.float32(np.rint(number / factor))
         if not (quotient >= -128 and quotient <= 127 and quotient * factor == number):
             return False
-        store_byte(inner + index * LANES, types.int64(quotient))
+        store_byte(inner + index * LANES, np.int64(quotient))
     return True
 
 
