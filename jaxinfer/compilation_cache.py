@@ -25,6 +25,8 @@ from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lru_cache import LRUCache
 
 from jaxinfer.files import cache_folder
+from jaxinfer.kept_files import KeptFiles
+from pallas_kernels.numba_cpu import kernels
 
 _LOG = logging.getLogger(__name__)
 _PART = ".part"  # ends the names of entries that are being written
@@ -42,8 +44,10 @@ def enable() -> Path | None:
     ~/.cache/jaxinfer. Raises PermissionError if another user owns it or may write there: cached programs are code. (The
     owner may be root, who can change this process anyway.)
 
-    Entries are complete or absent, whatever the disk does, and those that cannot be read are removed.
+    Entries are complete or absent, whatever the disk does, and those that cannot be read are removed. Kernels for CPUs
+    are kept in a folder beside it.
     """
+    kernels.keep_in(KeptFiles.of("kernels"))
     _replace_jax_functions()
     if (current := folder()) is not None or not jax.config.values["jax_enable_compilation_cache"]:
         return current

@@ -28,6 +28,8 @@ _SUFFIX, _PART = ".kept", ".part"
 _OLD_SECONDS = 24 * 3600  # after which a file that was being written was left by a killed process
 
 KINDS = {
+    "kernels": 64 * 2**20,
+    "programs": 256 * 2**20,
     "tokenizers": 256 * 2**20,
 }
 """The most bytes of each kind of files."""

@@ -131,7 +131,6 @@ FLOATS = {
 }
 
 _CHUNK_BYTES = 2**20  # of stored rows, unpacked at once by each thread
-_STRIP = 64  # rows transposed at once: their pieces stay in the processor's cache
 
 # uint8 [rows, bytes] of the stored rows [first, last); called from several threads.
 RowReader = Callable[[int, int], np.ndarray]
@@ -142,34 +141,39 @@ def quantized_leaf(
 ) -> QuantizedArray:
     """The `QuantizedArray` of a stored matrix [rows, columns], or of its transpose, as for Linear weights.
 
+    The transpose is a view: JAX transposes while it copies to a device, and packing reads either order.
+
     Scales are float32, since many of half precision are subnormal, which not every chip converts exactly.
     """
     form = _form(kind)
     size, is_coded = form.group_size, form.minima is not None or form.codebook is not None
 
     def empty(num: int, dtype: type) -> np.ndarray:
-        return empty_aligned((num, num_rows) if transpose else (num_rows, num), np.dtype(dtype))
+        return empty_aligned((num_rows, num), np.dtype(dtype))
 
     values, scales = empty(num_columns, np.int8), empty(num_columns // size, np.float32)
     minima = None if form.minima is None else empty(num_columns // size, np.float32)
     step = max(1, _CHUNK_BYTES // (num_columns // kind.block_size * kind.block_bytes))
 
     def place(first: int) -> None:
+        chunk = slice(first, first + step)
         with np.errstate(invalid="ignore", over="ignore"):  # the setting is per thread; values are checked later
             groups = unpack(kind.name, rows(first, min(first + step, num_rows)))
         codes = groups.codes
         if form.bits <= 4:  # an int4 of ml_dtypes is the low half of a byte
             codes = (codes - np.int8(8) if is_coded else codes) & np.int8(15)
-        _put(values, codes, first, transpose)
-        _put(scales, groups.scales, first, transpose)
-        if minima is not None and groups.minima is not None:
-            _put(minima, groups.minima, first, transpose)
+        values[chunk], scales[chunk] = codes, groups.scales
+        if minima is not None:
+            minima[chunk] = groups.minima
 
     list(executor.map(place, range(0, num_rows, step)))
     scheme_kind = "affine" if minima is not None else "int" if form.codebook is None else "codebook"
     scheme = Scheme(scheme_kind, form.bits, (size, 1) if transpose else (1, size))
     arrays: Any = {"values": values.view(ml_dtypes.int4) if form.bits <= 4 else values, "scales": scales}
-    return QuantizedArray(**arrays, codebook=form.codebook, scheme=scheme, minima=minima)  # type: ignore[arg-type]
+    arrays["minima"] = minima
+    if transpose:
+        arrays = {name: None if array is None else array.T for name, array in arrays.items()}
+    return QuantizedArray(**arrays, codebook=form.codebook, scheme=scheme)  # type: ignore[arg-type]
 
 
 def abstract_leaf(kind: BlockType, shape: tuple[int, ...], *, transpose: bool) -> QuantizedArray:
@@ -211,13 +215,3 @@ def _scale_bytes(form: BlockGroups, num_values: int) -> int:
 def _form(kind: BlockType) -> BlockGroups:
     """The groups of a block of zeros, for the attributes of the type."""
     return unpack(kind.name, np.zeros((1, kind.block_bytes), np.uint8))
-
-
-def _put(whole: np.ndarray, part: np.ndarray, first: int, transpose: bool) -> None:
-    """Copies `part` to the rows of `whole` from `first` on or, with `transpose`, to the columns."""
-    if not transpose:
-        whole[first : first + len(part)] = part
-        return
-    for strip in range(0, len(part), _STRIP):
-        end = min(strip + _STRIP, len(part))
-        whole[:, first + strip : first + end] = part[strip:end].T

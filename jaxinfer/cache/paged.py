@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,13 +100,9 @@ def init_paged_cache(
     layout = layout or platform_layout(current_platform(), dtype, has_values=config.caches_values)
     cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh, groups, bounded)
 
-    is_untouched = mesh is None and sys.platform == "linux" and calls.unsupported(current_platform()) is None
-
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if is_untouched and leaf.dtype != jnp.int4:
-            from pallas_kernels.numba_cpu.zeros import untouched_zeros
-
-            return untouched_zeros(leaf.shape, leaf.dtype)
+        if mesh is None and calls.can_be_untouched(leaf.dtype):
+            return calls.untouched_zeros(leaf.shape, leaf.dtype)
         sharding = leaf.sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, parallel.shortest(sharding.spec))

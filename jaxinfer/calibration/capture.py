@@ -17,9 +17,11 @@ from jax import lax
 
 from jaxinfer.cache import attend_without_cache
 from jaxinfer.models import ModelConfig, Params, abstract_params, bind_layer
-from jaxinfer.models.experts import Router, SparseMoE, tile_rows
-from jaxinfer.models.layers import DecoderLayer, Linear
-from jaxinfer.models.recurrent import LayerView
+from jaxinfer.models.attend import LayerView
+from jaxinfer.models.basic import Linear
+from jaxinfer.models.experts import tile_rows
+from jaxinfer.models.layers import DecoderLayer
+from jaxinfer.models.moe import Router, SparseMoE
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.matmul import matmul
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models import ModelConfig, Params
-from jaxinfer.models.decoder import scale_embedding
+from jaxinfer.models.modules import scale_embedding
 from jaxinfer.quantization.on_device import unpack_params
 from jaxinfer.quantization.tree import check_plain
 

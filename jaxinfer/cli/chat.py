@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -34,7 +35,6 @@ from jaxinfer.cli.output import (
     write_text,
 )
 from jaxinfer.options import argument, option
-from jaxinfer.progress import is_shown
 from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 
 Message = dict[str, str]
+PAUSE_SECONDS = 0.5  # of nobody typing ahead, after which programs are compiled
 HELP = """\
 /help              this list
 /reset             clear the conversation; the system message stays
@@ -252,11 +253,37 @@ def talk(model_options: DraftedModelOptions, values: dict[str, Any], system: str
         session = open_session(llm, values, system)
         is_interactive = sys.stdin.isatty() and not as_json
         if is_interactive:
-            if is_shown():
-                say("compiling the programs of the model, so that no message waits for them")
-            llm.warm_up()
-            return _converse(llm, session, Terminal())
+            with _compiling_behind(llm) as is_typing:
+                return _converse(llm, session, Terminal(), is_typing)
         return _read_turns(llm, session, as_json=as_json)
+
+
+@contextlib.contextmanager
+def _compiling_behind(llm: "LLM") -> Iterator[threading.Event]:
+    """Compiles programs in a thread, one after another, while the event that is given is set: the first message waits
+    for those that it needs only, and no later one for any."""
+    is_typing, is_over = threading.Event(), threading.Event()
+
+    def is_stopped() -> bool:
+        while not is_over.is_set():
+            is_typing.wait()
+            # A message that is piped in comes at once: it is answered first.
+            if not is_over.wait(PAUSE_SECONDS) and is_typing.is_set():
+                break
+        return is_over.is_set()
+
+    def compile_programs() -> None:
+        with contextlib.suppress(Exception):  # a message that needs the program says what failed
+            llm.engine.compile_ahead(is_stopped)
+
+    thread = threading.Thread(target=compile_programs, name="jaxinfer compile", daemon=True)
+    thread.start()
+    try:
+        yield is_typing
+    finally:
+        is_over.set()
+        is_typing.set()
+        thread.join()
 
 
 def open_session(llm: "LLM", values: dict[str, Any], system: str | None) -> ChatSession:
@@ -294,9 +321,11 @@ def length_of_answers(defaults: "SamplingParams") -> dict[str, None]:
     return {"max_tokens": None} if defaults.max_tokens == SamplingParams().max_tokens else {}
 
 
-def _converse(llm: "LLM", session: ChatSession, terminal: Terminal) -> int:
+def _converse(llm: "LLM", session: ChatSession, terminal: Terminal, is_typing: threading.Event) -> int:
+    """Answers what is typed until the input ends; `is_typing` is set while nothing is answered."""
     note(f"{llm.name}, up to {session.max_model_len} tokens. /help lists commands, Ctrl-D leaves.")
     while True:
+        is_typing.set()
         try:
             line = terminal.message()
         except EOFError:
@@ -308,6 +337,7 @@ def _converse(llm: "LLM", session: ChatSession, terminal: Terminal) -> int:
             continue
         if not line.strip():
             continue
+        is_typing.clear()
         try:
             again = _again(session, line, lambda text: terminal.read(PROMPT, text))
             if again is None and line.startswith("/"):

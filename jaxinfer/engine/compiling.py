@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.stages import Lowered
 
+from jaxinfer.engine.kept_programs import kept
 from pallas_kernels.platform import current_platform, num_cores
 
 Report = Callable[[str], None]
@@ -21,7 +22,7 @@ MAX_JOBS = 8  # compilers of large models take gigabytes
 # operands of a loop tiles of 16 rows on tpu7x, where arguments and products have tiles of 8: each dispatch copied all
 # weights.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    "cpu": {"xla_cpu_parallel_codegen_split_count": 1} if num_cores() <= 4 else {},
+    "cpu": {"xla_cpu_parallel_codegen_split_count": 1},
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
     "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False},
 }
@@ -36,11 +37,24 @@ UNIFORM_OPTIONS: dict[str, dict[str, Any]] = {
 
 class LargeProgram:
     """`jax.jit(function, **arguments)` with `COMPILER_OPTIONS` of the platform that it is traced for, and with
-    `UNIFORM_OPTIONS` where `is_uniform` of a call's arguments is true."""
+    `UNIFORM_OPTIONS` where `is_uniform` of a call's arguments is true.
 
-    def __init__(self, function: Callable, is_uniform: Callable[..., bool] = lambda *_, **__: False, **arguments: Any):
+    outputs: with it, the program is kept between processes (`kept_programs.kept`).
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        is_uniform: Callable[..., bool] = lambda *_, **__: False,
+        outputs: Callable[..., Any] | None = None,
+        **arguments: Any,
+    ):
         update_wrapper(self, function)
         self._is_uniform = is_uniform
+        self._plain = jax.jit(function, **arguments)
+        static = arguments.get("static_argnums", ())
+        if outputs is not None:
+            function = kept(function, (static,) if isinstance(static, int) else static, outputs)
         plain = {platform: {**options} for platform, options in COMPILER_OPTIONS.items()}
         kinds = {False: plain, True: {one: {**plain[one], **UNIFORM_OPTIONS.get(one, {})} for one in plain}}
         self._jitted = {
@@ -59,7 +73,7 @@ class LargeProgram:
         return self._of(arguments, named).lower(*arguments, **named)
 
     def eval_shape(self, *arguments: Any, **named: Any) -> Any:
-        return self._of(arguments, named).eval_shape(*arguments, **named)
+        return self._plain.eval_shape(*arguments, **named)
 
     def _cache_size(self) -> int:
         """How many programs were compiled, as what `jax.jit` returns has it (`explanation.num_compiled`)."""

@@ -19,8 +19,8 @@ from jaxinfer.engine.programs import paged, speculative
 from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig
+from jaxinfer.models.attend import attention_options
 from jaxinfer.models.host_layers import all_layers, disk_layers, host_rows
-from jaxinfer.models.layers import attention_options
 from jaxinfer.quantization.reads import MOST_READ, product_use
 from jaxinfer.quantization.tree import (
     describe_scheme,

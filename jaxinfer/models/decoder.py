@@ -2,94 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.checks import did_you_mean
-from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal
+from jaxinfer.kept_files import KeptFiles, key_of, sources_key
+from jaxinfer.models.attend import Attend, AttendByLayer, LayerAttend, LayerView, SharedKeys, Tap
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.experts import SparseMoE
 from jaxinfer.models.host_layers import HostLayers, merged_names
-from jaxinfer.models.layers import Attend, AttendByLayer, DecoderLayer, LayerAttend, SharedKeys, Tap
-from jaxinfer.models.recurrent import LayerView
 from jaxinfer.models.rope import Positions
-from jaxinfer.quantization.matmul import matmul, rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
+
+    from jaxinfer.models.layers import DecoderLayer
 
 # Nested dict of arrays or `QuantizedArray`s, with the modules' names as keys; layers by their number as a string.
 Params = dict[str, Any]
 ExpertsOver = tuple[Mesh, str]
 _NUM_NAMED = 5  # most missing, and most unexpected, parameters named in a message
-
-
-class Embedding(nnx.Module):
-    """Hidden states [..., D] before the first layer, of int32 tokens [...] at int32 positions [...]."""
-
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
-        self.embed = nnx.Param(normal(rngs, (config.vocab_size, config.hidden_size), dtype), axes=("vocab", "hidden"))
-        shape = (config.max_position_embeddings, config.hidden_size)
-        table = normal(rngs, shape, dtype) if config.has_position_embedding else None
-        self.position_embed = None if table is None else nnx.Param(table, axes=("positions", "hidden"))
-        if (inputs := config.layer_inputs) is not None:
-            width, kwargs = inputs.count * inputs.size, {"bias": False, "dtype": dtype}
-            self.layer_embed = nnx.Param(normal(rngs, (inputs.vocab_size, width), dtype), axes=("vocab", None))
-            self.layer_embed_proj = Linear(config.hidden_size, width, ("hidden", None), rngs=rngs, **kwargs)
-            self.layer_embed_norm = Norm((inputs.size,), (None,), config.norm, eps=config.norm_eps, **kwargs)
-        self.config = config
-
-    def layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
-        """Inputs [..., L, P] of layers (`LayerInputConfig`), of the embedding x [..., D] of tokens [...]; None for a
-        model without them. Scales are rounded as in Transformers' `Gemma4TextModel`."""
-        if (inputs := self.config.layer_inputs) is None:
-            return None
-        project, norm = self.layer_embed_proj, self.layer_embed_norm
-        shape = (*tokens.shape, inputs.count, inputs.size)
-        own = rows(self.layer_embed.get_value(), tokens, x.dtype) * jnp.asarray(inputs.size**0.5, x.dtype)
-        projected = (project(x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)).reshape(shape)
-        return (norm(projected) + own.reshape(shape)) * jnp.asarray(2**-0.5, x.dtype)
-
-    def __call__(self, tokens: jax.Array, positions: jax.Array, dtype) -> jax.Array:
-        x = rows(self.embed.get_value(), tokens, dtype)
-        return scale_embedding(
-            self.config, x, None if self.position_embed is None else self.position_embed[...][positions]
-        )
-
-
-class Head(nnx.Module):
-    """The last norm, and the projection to logits."""
-
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
-        self.final_norm = hidden_norm(config, dtype)
-        if not config.tie_word_embeddings:
-            shape = (config.hidden_size, config.vocab_size)
-            self.lm_head = nnx.Param(normal(rngs, shape, dtype), axes=("hidden", "vocab"))
-        has_bias = config.lm_head_bias
-        self.lm_head_bias = nnx.Param(np.zeros((config.vocab_size,), dtype), axes=("vocab",)) if has_bias else None
-        self.config = config
-
-    def __call__(self, hidden: jax.Array, embed: Any) -> jax.Array:
-        """float32 logits [..., V] of hidden states [..., D]; `embed` [V, D] is used if the embeddings are tied."""
-        config = self.config
-        is_tied = config.tie_word_embeddings
-        logits = matmul(hidden, embed if is_tied else self.lm_head.get_value(), jnp.float32, is_transposed=is_tied)
-        if self.lm_head_bias is not None:
-            logits = logits + self.lm_head_bias[...].astype(jnp.float32)
-        logits = logits[..., : config.vocab_size]  # on a mesh the vocabulary may be padded
-        if config.logit_scale != 1.0:
-            logits = logits * config.logit_scale
-        if config.logit_softcap is not None:
-            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
-        return logits
 
 
 class Decoder:
@@ -101,7 +41,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, params: Params, experts_over: ExpertsOver | None):
         self.config, self._kinds = config, config.kinds
         self._params, self._over = params, experts_over
-        self._embedding, self._head = _module(Embedding, config, params), _module(Head, config, params)
+        self._embedding, self._head = _modules().bound_ends(config, params)
         self.embed, self.final_norm = self._embedding.embed, self._head.final_norm
 
     def __call__(
@@ -202,13 +142,6 @@ def _run_like(
     return x, attend.state
 
 
-def scale_embedding(config: ModelConfig, x: jax.Array, position_rows: jax.Array | None) -> jax.Array:
-    """Hidden states [..., D] before the first layer, from rows of the embedding and of the position embedding."""
-    if config.embedding_multiplier != 1.0:
-        x = x * jnp.asarray(config.embedding_multiplier, x.dtype)  # rounded to x's dtype, as in Gemma
-    return x if position_rows is None else x + position_rows
-
-
 def bind(config: ModelConfig, params: Params, experts_over: ExpertsOver | None = None) -> Decoder:
     """A decoder with `params`; called while tracing, so that modules never cross a jit boundary.
 
@@ -225,11 +158,7 @@ def bind_layer(
     config: ModelConfig, number: int, params: Params, experts_over: ExpertsOver | None = None
 ) -> DecoderLayer:
     """One layer of a decoder, with its own `params`."""
-    layer = _module(DecoderLayer, config, params, number)
-    for experts in (layer.mlp, None if layer.beside is None else layer.beside.moe):
-        if isinstance(experts, SparseMoE):
-            experts.over = experts_over
-    return layer
+    return _modules().bound_layer(config, number, params, experts_over)
 
 
 def compute_dtype(params: Params) -> Any:
@@ -245,31 +174,29 @@ def keeps_float32(path: Sequence[str]) -> bool:
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=None) -> Params:
     """Random parameters: normal(0, 0.02) weights, unit norms, zero biases."""
-
-    @jax.jit
-    def make(key):
-        options = {"dtype": jnp.dtype(dtype or config.dtype), "rngs": nnx.Rngs(params=key)}
-        embedding = _params(Embedding(config, **options))
-        layers = {str(i): _params(DecoderLayer(config, i, **options)) for i in range(config.num_layers)}
-        return {**embedding, "layers": layers, **_params(Head(config, **options))}
-
-    return make(key)
+    return _modules().init_params(config, key, dtype)
 
 
 def abstract_params(config: ModelConfig, dtype=None) -> Params:
-    """Shapes and dtypes of the parameters (`jax.ShapeDtypeStruct` leaves); allocates nothing."""
+    """Shapes and dtypes of the parameters (`jax.ShapeDtypeStruct` leaves); allocates nothing.
+
+    They are kept between processes, for starts without Flax.
+    """
     if dtype is not None:
         config = replace(config, dtype=jnp.dtype(dtype).name)
-    return _assemble(config, nnx.to_pure_dict)
+    if "flax.nnx" in sys.modules or (files := KeptFiles.of("programs")) is None:
+        return _modules().shapes(config)
+    key = key_of("shapes", repr(config), sources_key(Path(__file__).parent))
+    if (content := files.read(key)) is None:
+        shapes = _modules().shapes(config)
+        content = json.dumps(jax.tree.map(lambda leaf: [leaf.dtype.name, *leaf.shape], shapes)).encode()
+        files.write(key, content)
+    return _as_shapes(json.loads(content))
 
 
 def logical_axes(config: ModelConfig) -> Params:
     """The logical name of every dimension of every parameter, for the sharding rules of `jaxinfer.parallel`."""
-
-    def read(state: Any) -> Params:
-        return nnx.to_pure_dict(nnx.map_state(lambda path, variable: variable.axes, state))
-
-    return _assemble(config, read)
+    return _modules().axes(config)
 
 
 def tap_names(config: ModelConfig) -> list[str]:
@@ -301,42 +228,23 @@ def collect(taps: Sequence[str]) -> tuple[dict[str, jax.Array], Callable[[str, j
     return found, tap
 
 
-@lru_cache(maxsize=256)
-def _definition(part: Callable[..., nnx.Module], config: ModelConfig, *number: int) -> tuple[Any, Any]:
-    """The graph of a module, and its parameters as `jax.ShapeDtypeStruct`s."""
-    module = part(config, *number, dtype=jnp.dtype(config.dtype), rngs=None)
-    for path, inner in nnx.iter_modules(module):
-        if isinstance(inner, Linear):
-            inner.scope = str(path[-1])
-    graph, state = nnx.split(module)
-    return graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+def _as_shapes(tree: Any) -> Any:
+    """The parameters' shapes, of dicts and of lists that hold a dtype and the lengths of axes."""
+    if isinstance(tree, list):
+        return jax.ShapeDtypeStruct(tuple(tree[1:]), jnp.dtype(tree[0]))
+    return {name: _as_shapes(part) for name, part in tree.items()}
 
 
-def _module(part: Callable[..., nnx.Module], config: ModelConfig, params: Params, *number: int) -> Any:
-    """A module with those of `params` that it has."""
-    graph, state = _definition(part, config, *number)
-    state = jax.tree.map(lambda leaf: leaf, state)
-    nnx.replace_by_pure_dict(state, {name: value for name, value in params.items() if name in state})
-    return nnx.merge(graph, state)
+def _modules() -> Any:
+    """What needs Flax."""
+    from jaxinfer.models import modules
 
-
-def _assemble(config: ModelConfig, read: Callable[[Any], Params]) -> Params:
-    """A tree like the parameters', from what `read` makes of the state of each module."""
-
-    def part(kind: Callable[..., nnx.Module], *number: int) -> Params:
-        return read(_definition(kind, config, *number)[1])
-
-    layers = {str(i): part(DecoderLayer, kind) for i, kind in enumerate(config.kinds)}
-    return {**part(Embedding), "layers": layers, **part(Head)}
+    return modules
 
 
 @lru_cache(maxsize=32)
 def _names(config: ModelConfig) -> frozenset[str]:
     return frozenset(_leaf_names(abstract_params(config)))
-
-
-def _params(module: nnx.Module) -> Params:
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def _leaf_names(tree: Params, prefix: str = "") -> Iterator[str]:

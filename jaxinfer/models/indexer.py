@@ -11,12 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
-
-from jaxinfer.models.basic import Linear, Norm, project
-from jaxinfer.models.config import MLAConfig
-from jaxinfer.models.rope import rotate
 
 _BLOCK = 512  # keys that are scored at once
 
@@ -28,43 +23,6 @@ class Choice(NamedTuple):
     q: jax.Array
     weights: jax.Array
     count: int
-
-
-class Indexer(nnx.Module):
-    """Index queries and keys of tokens. The first dimensions are rotated, as wide as those of the attention."""
-
-    def __init__(self, width: int, mla: MLAConfig, *, dtype, rngs: nnx.Rngs | None):
-        if mla.query_rank is None:
-            raise ValueError("an indexer reads the latent vector of queries, and query_rank is None")
-        heads, size = mla.index_heads, mla.index_size
-        kwargs = {"bias": False, "dtype": dtype, "rngs": rngs}
-        self.q_proj = Linear(mla.query_rank, heads * size, ("latent", "latent"), **kwargs)
-        self.k_proj = Linear(width, size, ("hidden", "latent"), **kwargs)
-        self.k_norm = Norm((size,), ("latent",), "layer", eps=1e-6, bias=True, dtype=dtype)
-        self.weights_proj = Linear(width, heads, ("hidden", "latent"), **kwargs)
-        self.mla = mla
-
-    def __call__(self, x: jax.Array, latent: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[Choice, jax.Array]:
-        """The choice, and index keys [..., 1, Di], of hidden states [..., D] and latent vectors of queries."""
-        mla = self.mla
-        q = self.q_proj(latent).reshape(*x.shape[:-1], mla.index_heads, mla.index_size)
-        k, weights = project(x, (self.k_proj, self.weights_proj))
-        k = self.k_norm(k)[..., None, :]
-        weights = weights.astype(jnp.float32) * mla.index_heads**-0.5
-        return Choice(self._rotated(q, cos, sin), weights, mla.index_topk), self._rotated(k, cos, sin)
-
-    def _rotated(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        turned, rest = jnp.split(x, [self.mla.rope_size], axis=-1)
-        if self.mla.is_index_interleaved:
-            turned = neighbours_apart(turned)
-        return jnp.concatenate([rotate(turned, cos, sin), rest], axis=-1)
-
-
-def neighbours_apart(x: jax.Array) -> jax.Array:
-    """Dimensions [..., 2 N] that rotate in pairs of neighbours in the order of `rotate`. Scores do not change, as
-    queries and keys are permuted alike."""
-    pairs = x.reshape(*x.shape[:-1], -1, 2)
-    return jnp.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1)
 
 
 def attend_to_chosen(

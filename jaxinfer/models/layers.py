@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,38 +10,14 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from jaxinfer.models.attend import Attend, RecurrentStates, Tap, attention_options
 from jaxinfer.models.basic import XIELU, Linear, Norm, head_norm, hidden_norm, normal, project
-from jaxinfer.models.config import Activation, ModelConfig, MoEConfig, NormKind
-from jaxinfer.models.experts import SparseMoE
-from jaxinfer.models.indexer import Indexer, neighbours_apart
-from jaxinfer.models.recurrent import GatedDeltaNet, Mamba2, RecurrentStates, ShortConv
+from jaxinfer.models.config import Activation, MLAConfig, ModelConfig, MoEConfig, NormKind
+from jaxinfer.models.indexer import Choice
+from jaxinfer.models.moe import SparseMoE
+from jaxinfer.models.recurrent import GatedDeltaNet, Mamba2, ShortConv
 from jaxinfer.models.recurrent_config import DeltaConfig, MambaConfig
 from jaxinfer.models.rope import Positions, rotate
-
-# attend(layer, q [..., Hq, K], k [..., Hkv, K], v [..., Hkv, K], window) -> [..., Hq, K]. Keyword arguments, if not the
-# default: scale=float, soft_cap=float, sinks=float32 [Hq], as in `flash_attention`. A layer gets it without its number.
-Attend = Callable[..., jax.Array]
-Tap = Callable[[str, jax.Array], None]
-
-
-class LayerAttend(Protocol):
-    """`attend` of one layer: a pytree, so that it can be an argument of a jitted function, and be changed there.
-
-    `state` is what the layer stores: as it is returned, it goes to `AttendByLayer.update`.
-    """
-
-    state: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array: ...
-
-
-@runtime_checkable
-class AttendByLayer(Protocol):
-    """An `Attend` of which each layer's part is a pytree."""
-
-    def of_layer(self, layer: int) -> LayerAttend: ...
-
-    def update(self, layer: int, state: Any) -> None: ...
 
 
 def _relu2(x: jax.Array) -> jax.Array:
@@ -62,29 +38,6 @@ def activate(kind: Activation, x: jax.Array) -> jax.Array:
     if not kind.startswith("gelu"):
         return _ACTIVATIONS[kind](x)
     return _ACTIVATIONS[kind](x.astype(jnp.float32)).astype(x.dtype)
-
-
-@jax.tree_util.register_pytree_node_class
-class SharedKeys:
-    """`attend` of a layer that reads the keys and values of an earlier one: that layer's `attend` and what it was
-    called with. They are stored a second time, in the same place, so that a cache need not know of the layer."""
-
-    def __init__(self, attend: Any, k: jax.Array, v: jax.Array):
-        self._attend, self._k, self._v = attend, k, v
-
-    def tree_flatten(self):
-        return (self._attend, self._k, self._v), None
-
-    @classmethod
-    def tree_unflatten(cls, static, children) -> "SharedKeys":
-        return cls(*children)
-
-    def __call__(self, q: jax.Array, k: None, v: None, *args: Any, **kwargs: Any) -> jax.Array:
-        return self._attend(q, self._k, self._v, *args, **kwargs)
-
-    @property
-    def state(self) -> Any:
-        return self._attend.state
 
 
 class Attention(nnx.Module):
@@ -161,12 +114,6 @@ class Attention(nnx.Module):
 
     def _heads(self, y: jax.Array) -> jax.Array:
         return y.reshape(*y.shape[:-1], -1, self.head_dim)
-
-
-def attention_options(config: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments of `attend`, or of a kernel, in every layer: scale and soft cap, if not the default."""
-    options = {"scale": config.attention_scale, "soft_cap": config.attention_softcap}
-    return {name: value for name, value in options.items() if value is not None}
 
 
 class MLP(nnx.Module):
@@ -428,3 +375,40 @@ class HeadStack(nnx.Module):
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         weight = self.weight.get_value()
         return jnp.einsum(equation, x, weight, precision=precision, preferred_element_type=x.dtype)
+
+
+class Indexer(nnx.Module):
+    """Index queries and keys of tokens. The first dimensions are rotated, as wide as those of the attention."""
+
+    def __init__(self, width: int, mla: MLAConfig, *, dtype, rngs: nnx.Rngs | None):
+        if mla.query_rank is None:
+            raise ValueError("an indexer reads the latent vector of queries, and query_rank is None")
+        heads, size = mla.index_heads, mla.index_size
+        kwargs = {"bias": False, "dtype": dtype, "rngs": rngs}
+        self.q_proj = Linear(mla.query_rank, heads * size, ("latent", "latent"), **kwargs)
+        self.k_proj = Linear(width, size, ("hidden", "latent"), **kwargs)
+        self.k_norm = Norm((size,), ("latent",), "layer", eps=1e-6, bias=True, dtype=dtype)
+        self.weights_proj = Linear(width, heads, ("hidden", "latent"), **kwargs)
+        self.mla = mla
+
+    def __call__(self, x: jax.Array, latent: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[Choice, jax.Array]:
+        """The choice, and index keys [..., 1, Di], of hidden states [..., D] and latent vectors of queries."""
+        mla = self.mla
+        q = self.q_proj(latent).reshape(*x.shape[:-1], mla.index_heads, mla.index_size)
+        k, weights = project(x, (self.k_proj, self.weights_proj))
+        k = self.k_norm(k)[..., None, :]
+        weights = weights.astype(jnp.float32) * mla.index_heads**-0.5
+        return Choice(self._rotated(q, cos, sin), weights, mla.index_topk), self._rotated(k, cos, sin)
+
+    def _rotated(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        turned, rest = jnp.split(x, [self.mla.rope_size], axis=-1)
+        if self.mla.is_index_interleaved:
+            turned = neighbours_apart(turned)
+        return jnp.concatenate([rotate(turned, cos, sin), rest], axis=-1)
+
+
+def neighbours_apart(x: jax.Array) -> jax.Array:
+    """Dimensions [..., 2 N] that rotate in pairs of neighbours in the order of `rotate`. Scores do not change, as
+    queries and keys are permuted alike."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    return jnp.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1)

@@ -5,71 +5,19 @@ A layer calls `states.convolve` and `states.recur`, and does not know where the 
 
 from __future__ import annotations
 
-import inspect
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxinfer.models.attend import RecurrentStates
 from jaxinfer.models.basic import Linear, normal, project
 from jaxinfer.models.recurrent_config import ConvConfig, DeltaConfig, MambaConfig
-from pallas_kernels.recurrence import RecurrentTokens, conv_of_sequences, recurrence_of_sequences
+from pallas_kernels.recurrence import RecurrentTokens
 
 _L2_EPS = 1e-6  # of the norms of queries and keys (Transformers' `l2norm`)
-
-
-class RecurrentStates(Protocol):
-    """The states of one layer: each method reads and writes them, and is called at most once in a pass."""
-
-    def convolve(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """A causal convolution of x [..., C] with weight [C, W]."""
-        ...
-
-    def recur(self, tokens: RecurrentTokens) -> jax.Array:
-        """float32 outputs [..., H, V] of a linear recurrence."""
-        ...
-
-
-class LayerView:
-    """`attend` of one layer of an `Attend` that takes the layer's number, with the layer's states.
-
-    A function is an `attend` without a cache, whose batch is of full sequences.
-    """
-
-    def __init__(self, attend: Any, layer: int):
-        self._attend, self._layer = attend, layer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        return self._attend(self._layer, *args, **kwargs)
-
-    def convolve(self, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        if self._is_function():
-            return conv_of_sequences(_as_batch(x, 1), weight, bias).reshape(x.shape)
-        return self._attend.convolve(self._layer, x, weight, bias)
-
-    def recur(self, tokens: RecurrentTokens) -> jax.Array:
-        if self._is_function():
-            q, k, v = _as_batch(tokens.q, 2), _as_batch(tokens.k, 2), _as_batch(tokens.v, 2)
-            beta = None if tokens.beta is None else _as_batch(tokens.beta, 1)
-            full = RecurrentTokens(q, k, v, _as_batch(tokens.g, 1), beta)
-            return recurrence_of_sequences(full).reshape(tokens.v.shape)
-        return self._attend.recur(self._layer, tokens)
-
-    def _is_function(self) -> bool:
-        attend = self._attend
-        if inspect.isroutine(attend) or isinstance(attend, partial):
-            return True
-        if not hasattr(attend, "recur"):
-            raise ValueError(f"{type(attend).__name__} has no states for recurrent layers")
-        return False
-
-
-def _as_batch(x: jax.Array, rank: int) -> jax.Array:
-    """[B, T, ...] of x [..., T, ...] with `rank` last dimensions."""
-    return x.reshape(-1, *x.shape[x.ndim - rank - 1 :])
 
 
 class GatedDeltaNet(nnx.Module):

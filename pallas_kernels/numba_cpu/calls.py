@@ -1,15 +1,19 @@
 """Calls of kernels that Numba compiled, inside XLA programs."""
 
 import importlib.util
+import math
 import os
+import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.platform import current_platform, missing_platform, num_cores
+from pallas_kernels.numba_cpu import kernels
+from pallas_kernels.platform import current_platform, missing_platform
 
 MAX_PARTS = 16  # beyond which the cost of a part itself shows
 
@@ -35,13 +39,13 @@ def is_divided() -> bool:
 
 
 def num_parts(num_units: int, units_of_a_part: int = 1) -> int:
-    """Into how many parts to divide `num_units` of work of equal size, at least `units_of_a_part` each: as many as this
-    process has cores."""
-    return max(1, min(num_cores(), MAX_PARTS, num_units // units_of_a_part))
+    """Into how many parts to divide `num_units` of work of equal size, at least `units_of_a_part` each. Threads take them
+    one at a time, so that no program depends on the number of cores."""
+    return max(1, min(MAX_PARTS, num_units // units_of_a_part))
 
 
 def call(name: str, results: Any, operands: Sequence[jax.Array], **attributes: int) -> Any:
-    """Calls the kernel that `frames.register` registered under `name`.
+    """Calls the kernel that `kernels.register` registered under `name`.
 
     Args:
       results: `jax.ShapeDtypeStruct` of the result, or a tuple of them.
@@ -56,8 +60,34 @@ def materialized(x: jax.Array) -> jax.Array:
     and ignores `jax.lax.optimization_barrier`. Where there are no kernels for CPUs, the barrier."""
     if unsupported(current_platform()) is not None or x.dtype != jnp.float32 or x.size == 0:
         return jax.lax.optimization_barrier(x)
-    from pallas_kernels.numba_cpu.frames import register
-    from pallas_kernels.numba_cpu.memory import copy_handler
 
-    flat = call(register("jaxinfer_copy", copy_handler), jax.ShapeDtypeStruct((x.size,), x.dtype), [x.reshape(-1)])
-    return flat.reshape(x.shape)
+    def copy_kernel() -> kernels.Compiled:
+        from pallas_kernels.numba_cpu.memory import copy_handler
+
+        return copy_handler()
+
+    name = kernels.register("jaxinfer_copy", copy_kernel)
+    return call(name, jax.ShapeDtypeStruct((x.size,), x.dtype), [x.reshape(-1)]).reshape(x.shape)
+
+
+def can_be_untouched(dtype: Any) -> bool:
+    """Whether `untouched_zeros` makes arrays of a dtype here."""
+    return sys.platform == "linux" and unsupported(current_platform()) is None and jnp.dtype(dtype) != jnp.int4
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """jnp.zeros(shape, dtype) where `can_be_untouched`: none of its memory is resident before it is written.
+
+    XLA fills zeros, and keeps freed memory, whose pages are resident: the handler gives them back. (A buffer of NumPy
+    would be copied by the first program to which it is donated.)
+    """
+
+    def zeros_kernel() -> kernels.Compiled:
+        from pallas_kernels.numba_cpu.zeros import zeros_handler
+
+        return zeros_handler()
+
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    name = kernels.register("jaxinfer_zeros", zeros_kernel)
+    return call(name, jax.ShapeDtypeStruct(shape, dtype), [], size=size)

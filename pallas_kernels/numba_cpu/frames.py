@@ -1,4 +1,4 @@
-"""How a kernel reads the call frame of XLA's FFI (xla/ffi/api/c_api.h), and its registration.
+"""How a kernel reads the call frame of XLA's FFI (xla/ffi/api/c_api.h), and its compilation.
 
 A kernel takes the frame's address, and returns 0:
 
@@ -10,18 +10,22 @@ A kernel takes the frame's address, and returns 0:
         return 0
 """
 
-import ctypes
+import contextlib
 import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types  # pyright: ignore[reportPrivateImportUsage]
+from numba import carray, njit, types  # pyright: ignore[reportPrivateImportUsage]
+from numba.core import ccallback, sigutils
+from numba.core.compiler import Compiler
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
+
+from pallas_kernels.numba_cpu import kernels
 
 HANDLER = types.int64(types.int64)
 # Byte offsets of XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Scalar and XLA_FFI_Metadata.
@@ -30,7 +34,6 @@ BUFFER_DATA, BUFFER_DIMS, SCALAR_VALUE = 24, 40, 8
 EXTENSION_TYPE, EXTENSION_METADATA = 8, 24
 METADATA_TYPE = 1
 METADATA_VERSION, METADATA_TRAITS, API_VERSION = 24, 32, 32
-_registered: dict[str, Any] = {}
 
 
 def internal(signature: str | None = None, *, is_inlined: bool = False, suffix: str = "") -> Any:
@@ -152,20 +155,68 @@ def integers(address, size):
     return carray(as_pointer(address), (size,), np.int32)
 
 
-def compiled(function: Any, signature: Any = HANDLER) -> Callable[[], Any]:
+class _Compiler(ccallback._CFuncCompiler):
+    def _customize_flags(self, flags: Any) -> Any:
+        flags = super()._customize_flags(flags)
+        flags.no_cfunc_wrapper = True  # `Kernel` adds its own
+        return flags
+
+
+class Kernel(ccallback.CFunc):
+    """A C function that Numba compiled or read from its cache, with its object code (`kernels.Compiled`).
+
+    Numba's own would tell Python of errors, which kernels do not have, and so need Numba's runtime.
+    """
+
+    def __init__(self, function: Any, signature: Any):
+        super().__init__(function, sigutils.normalize_signature(signature), {}, {})
+        self._compiler = _Compiler(function, self._targetdescr, {}, {}, Compiler)
+
+    @global_compiler_lock
+    def compile(self) -> None:
+        context = self._targetdescr.target_context
+        found = self._cache.load_overload(self._sig, context)
+        if found is None:
+            found = self._compile_uncached()
+            _add_c_function(context, found)
+            self._cache.save_overload(self._sig, found)
+        self._library = found.library
+        self.symbol = self._wrapper_name = found.fndesc.llvm_cfunc_wrapper_name
+        self._wrapper_address = self._library.get_pointer_to_function(self.symbol)
+        # Of one from Numba's cache the engine has taken it.
+        self.object_code = bytes(self._library._compiled_object or b"")
+
+
+def _add_c_function(context: Any, compiled_function: Any) -> None:
+    """Adds a C function, of int64 arguments and result, that calls a function which Numba compiled."""
+    described, module = compiled_function.fndesc, context.create_module("c_function")
+    inner = context.declare_function(module, described)
+    kinds = [context.get_value_type(kind) for kind in described.argtypes]
+    kind = ir.FunctionType(context.get_value_type(described.restype), kinds)
+    function = ir.Function(module, kind, described.llvm_cfunc_wrapper_name)
+    builder = ir.IRBuilder(function.append_basic_block())
+    call = context.call_conv.call_function
+    _, answer = call(builder, inner, described.restype, described.argtypes, function.args)
+    builder.ret(answer)
+    compiled_function.library.add_ir_module(module)
+
+
+def compiled(function: Any, signature: Any = HANDLER) -> Callable[[], Kernel]:
     """A kernel, or with another signature a function that kernels call by its address: when the result is called, it is
-    compiled or read from Numba's cache.
+    compiled, or read from Numba's cache where `kernels` keeps none.
 
     Numba compares the kernel's own file with what is cached; the hash of this package's files and of the `numba_*`
     files beside the kernel, in the kernel's name, covers what it imports.
     """
     function.__qualname__ += f"_{_hash_of_sources(Path(function.__code__.co_filename).parent):08x}"
 
-    def get() -> Any:
-        try:
-            return cfunc(signature, cache=True)(function)
-        except RuntimeError:  # no folder that Numba may write
-            return cfunc(signature)(function)
+    def get() -> Kernel:
+        kernel = Kernel(function, signature)
+        if kernels.store is None:
+            with contextlib.suppress(RuntimeError):  # no folder that Numba may write
+                kernel.enable_caching()
+        kernel.compile()
+        return kernel
 
     return get
 
@@ -173,13 +224,3 @@ def compiled(function: Any, signature: Any = HANDLER) -> Callable[[], Any]:
 def _hash_of_sources(folder: Path) -> int:
     files = [*sorted(Path(__file__).parent.glob("*.py")), *sorted(folder.glob("numba_*.py"))]
     return zlib.crc32(b"".join(file.read_bytes() for file in files))
-
-
-def register(name: str, kernel: Callable[[], Any]) -> str:
-    """Registers a kernel, from `compiled`, under a name, once a process; returns the name."""
-    if name not in _registered:
-        handler = kernel()
-        function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(handler.address)
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu", api_version=1)
-        _registered[name] = handler, function
-    return name

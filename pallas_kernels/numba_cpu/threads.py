@@ -12,14 +12,13 @@ for the next call, in one of a process's slots, for a moment before it ends; a c
 and schedules others only where these are too few.
 """
 
-import ctypes
 import platform
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 
+from pallas_kernels.numba_cpu import kernels
 from pallas_kernels.numba_cpu.frames import API, inlined, internal, load_word
 from pallas_kernels.numba_cpu.memory import allocate, external, free, intrinsic, store_word
 from pallas_kernels.numba_cpu.vectors import LONG, at
@@ -35,8 +34,7 @@ SPINS = 2000  # reads of a counter before the thread lets another one run
 FREE, WAITING, BUSY = 0, 1, 2
 NUM_SLOTS, SLOT_BYTES = 16, 64
 WAIT_SPINS = 5_000  # reads of a slot, 50 to 250 us on x86; a counter of cycles may not be read on all processors
-_slots = ctypes.create_string_buffer(NUM_SLOTS * SLOT_BYTES)
-llvmlite.binding.add_symbol("jaxinfer_thread_slots", ctypes.addressof(_slots))
+kernels.address_of_shared(kernels.THREAD_SLOTS)
 
 
 @intrinsic
@@ -85,9 +83,9 @@ def _slot(context, index):
     """The address of a slot."""
 
     def generate(context, builder, signature, arguments):
-        slots = builder.module.globals.get("jaxinfer_thread_slots")
+        slots = builder.module.globals.get(kernels.THREAD_SLOTS)
         if slots is None:
-            slots = ir.GlobalVariable(builder.module, LONG, "jaxinfer_thread_slots")
+            slots = ir.GlobalVariable(builder.module, LONG, kernels.THREAD_SLOTS)
             slots.linkage = "external"
         start = builder.ptrtoint(slots, LONG)
         return builder.add(start, builder.mul(arguments[0], ir.Constant(LONG, SLOT_BYTES)))

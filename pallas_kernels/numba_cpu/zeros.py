@@ -1,16 +1,11 @@
-"""Arrays of zeros whose memory is not touched: a pool of pages takes memory as it is used."""
+"""The kernel of `calls.untouched_zeros`: a pool of pages takes memory as it is used."""
 
-import math
-from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from llvmlite import ir
 from numba import types
 
-from pallas_kernels.numba_cpu import calls
-from pallas_kernels.numba_cpu.frames import answers_metadata, attribute, compiled, register, result
+from pallas_kernels.numba_cpu.frames import answers_metadata, attribute, compiled, result
 from pallas_kernels.numba_cpu.memory import POINTER, external, intrinsic
 from pallas_kernels.numba_cpu.vectors import INT, LONG, constant
 
@@ -50,20 +45,7 @@ def _give_back(context, address, size):
 
 
 @compiled
-def _zeros_handler(frame):
+def zeros_handler(frame):
     if not answers_metadata(frame):
         _give_back(result(frame, 0), attribute(frame, 0))
     return 0
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """jnp.zeros(shape, dtype) on a CPU where `calls.unsupported` has no reason, for types of whole bytes: none of its
-    memory is resident before it is written.
-
-    XLA fills zeros, and keeps freed memory, whose pages are resident: the handler gives them back. (A buffer of NumPy
-    would be copied by the first program to which it is donated.)
-    """
-    size = math.prod(shape) * jnp.dtype(dtype).itemsize
-    name = register("jaxinfer_zeros", _zeros_handler)
-    return calls.call(name, jax.ShapeDtypeStruct(shape, dtype), [], size=size)

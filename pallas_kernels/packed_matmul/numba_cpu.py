@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.numba_cpu import calls
+from pallas_kernels.numba_cpu import calls, kernels
 from pallas_kernels.packed_matmul.specs import INT8_KERNELS, KERNELS, NUMBERS, STEP, PackedArrays, PackedForm
 
 # Inputs whose products are summed in one chain, at most; with int8 activations those that are rounded together.
@@ -54,9 +54,8 @@ def multiply(
 
 def register(forms: Sequence[PackedForm]) -> str:
     """The registered name of the kernel, which can then multiply weights of these forms."""
-    from pallas_kernels.numba_cpu.frames import register
     from pallas_kernels.packed_matmul import numba_kernel, numba_table
 
     for form in forms:
         numba_table.register(form.kernel, (form.scales, form.offsets))
-    return register("jaxinfer_packed_matmul", numba_kernel.packed_matmul)
+    return kernels.register("jaxinfer_packed_matmul", numba_kernel.packed_matmul)

@@ -24,10 +24,10 @@ from pallas_kernels.packed_matmul.numba_loads import (
     NIBBLES_IN_PLACE,
     PANEL_BYTES,
     STEP_FLOATS,
+    TILE_AHEAD_BYTES,
     TILE_VECTORS,
     VECTOR_BYTES,
     VECTORS,
-    WIDTH,
     add_offsets,
     bytes_of_step,
     each_segment,
@@ -39,7 +39,7 @@ from pallas_kernels.packed_matmul.numba_loads import (
     prefetch_step,
     store_totals,
 )
-from pallas_kernels.packed_matmul.specs import CHAINED_KERNELS, CODES, STEP
+from pallas_kernels.packed_matmul.specs import CHAINED_KERNELS, STEP
 
 SCALED_KERNELS = CHAINED_KERNELS[:3]  # that have scales
 
@@ -85,7 +85,11 @@ def multiplier(kind: str) -> Any:
 def _chains(builder, kind: str, codes, x, count, scales, totals, table) -> list[Any]:
     """The places of the sums of the products of `count` times 8 inputs, for each of a panel's vectors."""
     is_scaled = kind in SCALED_KERNELS
-    at_once = 1 if is_scaled and not HAS_AVX512 else AT_ONCE  # scales take registers, too
+    at_once, unroll = AT_ONCE, STEP
+    if not HAS_AVX512 and kind in CHAINED_KERNELS:
+        # Lines in their order, as memory is read fastest, and half of them where scales take registers, too. LLVM loads
+        # the inputs of a step first: 8 would leave too few.
+        at_once, unroll = VECTORS // 2 if is_scaled else VECTORS, STEP // 2
     chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
     for v, chain in enumerate(chains):
         is_chained = kind in CHAINED_KERNELS
@@ -93,13 +97,13 @@ def _chains(builder, kind: str, codes, x, count, scales, totals, table) -> list[
     for start in range(0, VECTORS, at_once):
         of = range(start, start + at_once)
         factors = {v: vec.load(builder, offset(builder, scales, VECTOR_BYTES * v)) for v in of if is_scaled}
-        with cgutils.for_range(builder, count, intp=vec.LONG) as step:
-            numbers = builder.add(x, builder.mul(step.index, vec.constant(4 * STEP)))
-            address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind))))
+        with cgutils.for_range(builder, builder.mul(count, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
+            numbers = builder.add(x, builder.mul(step.index, vec.constant(4 * unroll)))
+            address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind) * unroll // STEP)))
             code = {v: load_codes(builder, kind, address, v, table) for v in of}
             if start == 0:
-                prefetch_step(builder, kind, address)
-            for j in range(STEP):
+                prefetch_step(builder, kind, address, unroll)
+            for j in range(unroll):
                 number = load_number(builder, offset(builder, numbers, 4 * j))
                 for v in of:
                     weight = builder.fmul(code[v](j), factors[v]) if is_scaled else code[v](j)
@@ -111,32 +115,32 @@ def converter(kind: str) -> Any:
     """An intrinsic that writes codes of a panel as float32."""
 
     @intrinsic
-    def convert(context, target, codes, vector, segments, steps, left, table, scales):
-        """Writes the codes of segments of a tile's vectors, from vector `vector` of the panel on, as float32 [8 * left,
-        vectors, 16], times the scales of kernels that are chained; nibbles times 16^(j mod NIBBLES_IN_PLACE).
+    def convert(context, target, codes, stride, segments, steps, left, table, scales):
+        """Writes the codes of segments as float32 [8 * left, vectors of a tile, 16] for each tile of the panel,
+        `stride` bytes apart, times the scales of kernels that are chained; nibbles times 16^(j mod NIBBLES_IN_PLACE).
 
         segments: of `steps` times 8 inputs, `left` times 8 in all. scales: address of float32 [segments, 64].
         """
 
         def generate(context, builder, signature, arguments):
-            target, codes, vector, segments, steps, left, table, scales = arguments
+            target, codes, stride, segments, steps, left, table, scales = arguments
             entries = vec.load(builder, table) if kind == "codebook" else None
-            size = 4 if kind in ("nibbles", "codebook") else CODES[kind].itemsize
-            codes = builder.add(codes, builder.mul(vector, vec.constant(WIDTH * size)))
             width = VECTOR_BYTES * TILE_VECTORS
             with each_segment(builder, segments, steps, left) as (segment, first, count):
                 own, factors = builder.add(scales, builder.mul(segment, vec.constant(PANEL_BYTES))), []
                 if kind in SCALED_KERNELS:
-                    factors = [vec.load(builder, offset(builder, own, v * VECTOR_BYTES)) for v in range(TILE_VECTORS)]
+                    factors = [vec.load(builder, offset(builder, own, v * VECTOR_BYTES)) for v in range(VECTORS)]
                 with cgutils.for_range(builder, count, intp=vec.LONG) as step:
                     index = builder.add(first, step.index)
                     address = builder.add(codes, builder.mul(index, vec.constant(bytes_of_step(kind))))
                     to = builder.add(target, builder.mul(index, vec.constant(width * STEP)))
-                    for v in range(TILE_VECTORS):
+                    for v in range(VECTORS):
+                        if v and v % TILE_VECTORS == 0:
+                            to = builder.add(to, stride)
                         code = load_codes(builder, kind, address, v, entries)
                         for j in range(STEP):
                             weight = builder.fmul(code(j), factors[v]) if factors else code(j)
-                            vec.store(builder, weight, offset(builder, to, j * width + v * VECTOR_BYTES))
+                            vec.store(builder, weight, offset(builder, to, j * width + v % TILE_VECTORS * VECTOR_BYTES))
                     prefetch_step(builder, kind, address)
             return context.get_dummy_value()
 
@@ -151,17 +155,17 @@ def tiler(rows: int, vectors: int, *, is_chained: bool = False) -> Any:
     is_chained: weights are scaled, and may be of several segments if they have no offsets."""
 
     @intrinsic
-    def add_tile(context, totals, codes, x, segments, steps, left, scales, offsets, sums):
+    def add_tile(context, totals, codes, x, segments, steps, left, scales, offsets, sums, ahead):
         """totals[r, v, n] += the products of segments of inputs. All are int64.
 
         totals: address of float32 [rows, vectors, 16]. codes: address of float32 [8 * left, vectors, 16]. x: address of
         float32 [8 * left, rows]. segments: of `steps` times 8 inputs, `left` times 8 in all. scales, offsets: addresses
         of float32 [segments, 64], of the tile's first output; offsets may be 0. sums: address of float32 [segments,
-        rows].
+        rows]. ahead: address of TILE_AHEAD_BYTES times 4 * left that are prefetched.
         """
 
         def generate(context, builder, signature, arguments):
-            totals, codes, x, segments, steps, left, scales, offsets, sums = arguments
+            totals, codes, x, segments, steps, left, scales, offsets, sums, ahead = arguments
             chains = {(r, v): cgutils.alloca_once(builder, vec.FLOATS) for r in range(rows) for v in range(vectors)}
             place = {key: offset(builder, totals, (key[0] * vectors + key[1]) * VECTOR_BYTES) for key in chains}
             with each_segment(builder, segments, steps, left) as (segment, first, count):
@@ -170,7 +174,8 @@ def tiler(rows: int, vectors: int, *, is_chained: bool = False) -> Any:
                     builder.store(start, chain)
                 own_codes = builder.add(codes, builder.mul(first, vec.constant(STEP * vectors * VECTOR_BYTES)))
                 own_x = builder.add(x, builder.mul(first, vec.constant(STEP * rows * 4)))
-                _add_products(builder, rows, vectors, chains, own_codes, own_x, count)
+                own_ahead = builder.add(ahead, builder.mul(first, vec.constant(STEP // 2 * TILE_AHEAD_BYTES)))
+                _add_products(builder, rows, vectors, chains, own_codes, own_x, count, own_ahead)
                 at = builder.mul(segment, vec.constant(PANEL_BYTES))
                 own = [
                     vec.load(builder, offset(builder, builder.add(scales, at), v * VECTOR_BYTES))
@@ -201,17 +206,22 @@ def tiler(rows: int, vectors: int, *, is_chained: bool = False) -> Any:
                         add_sums([])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), generate
+        return types.void(*[types.int64] * 10), generate
 
     return add_tile
 
 
-def _add_products(builder: Any, rows: int, vectors: int, chains: dict[tuple[int, int], Any], codes, x, steps) -> None:
+def _add_products(
+    builder: Any, rows: int, vectors: int, chains: dict[tuple[int, int], Any], codes, x, steps, ahead
+) -> None:
     """Adds the products of `steps` times 8 inputs to the chains of a tile."""
     unroll = 2
     with cgutils.for_range(builder, builder.mul(steps, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
         at_codes = builder.add(codes, builder.mul(step.index, vec.constant(unroll * vectors * VECTOR_BYTES)))
         at_x = builder.add(x, builder.mul(step.index, vec.constant(unroll * rows * 4)))
+        at_ahead = builder.add(ahead, builder.mul(step.index, vec.constant(TILE_AHEAD_BYTES)))
+        for line in range(0, TILE_AHEAD_BYTES, 64):
+            vec.prefetch(builder, offset(builder, at_ahead, line))
         for k in range(unroll):
             loaded = [
                 vec.load(builder, offset(builder, at_codes, (k * vectors + v) * VECTOR_BYTES)) for v in range(vectors)

@@ -141,19 +141,21 @@ def converter(kind: str) -> Any:
     """An intrinsic that writes codes of a panel as words of four bytes."""
 
     @intrinsic
-    def convert(context, target, codes, vector, segments, steps, left, table, scales):
-        """As `numba_float.converter`'s, as words [2 * left, vectors, 16]."""
+    def convert(context, target, codes, stride, segments, steps, left, table, scales):
+        """As `numba_float.converter`'s, as words [2 * left, vectors of a tile, 16]."""
 
         def generate(context, builder, signature, arguments):
-            target, codes, vector, _, _, left, *_ = arguments
-            codes = builder.add(codes, builder.mul(vector, vec.constant(VECTOR_BYTES)))
+            target, codes, stride, _, _, left, *_ = arguments
             with cgutils.for_range(builder, left, intp=vec.LONG) as step:
                 address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind))))
                 width = VECTOR_BYTES * TILE_VECTORS
                 to = builder.add(target, builder.mul(step.index, vec.constant(width * HALF_WORDS)))
-                for v in range(TILE_VECTORS):
+                for v in range(VECTORS):
+                    if v and v % TILE_VECTORS == 0:
+                        to = builder.add(to, stride)
                     for half, words in enumerate(_load_words(builder, kind, address, v)):
-                        vec.store(builder, words, offset(builder, to, half * width + v * VECTOR_BYTES))
+                        at = offset(builder, to, half * width + v % TILE_VECTORS * VECTOR_BYTES)
+                        vec.store(builder, words, at)
                 prefetch_step(builder, kind, address)
             return context.get_dummy_value()
 
@@ -166,12 +168,12 @@ def tiler(rows: int, vectors: int) -> Any:
     """An intrinsic for the products of `rows` rows with a segment of `vectors` vectors; the sums stay in registers."""
 
     @intrinsic
-    def add_tile(context, totals, codes, x, segments, steps, left, scales, offsets, sums):
+    def add_tile(context, totals, codes, x, segments, steps, left, scales, offsets, sums, ahead):
         """As `numba_float.tiler`'s; codes are words [2 * left, vectors, 16], x words [2 * left, rows], sums planes
         [segments, 3, rows]."""
 
         def generate(context, builder, signature, arguments):
-            totals, codes, x, segments, steps, left, scales, offsets, sums = arguments
+            totals, codes, x, segments, steps, left, scales, offsets, sums, _ = arguments
             chains = {(r, v): cgutils.alloca_once(builder, WORDS) for r in range(rows) for v in range(vectors)}
             place = {key: offset(builder, totals, (key[0] * vectors + key[1]) * VECTOR_BYTES) for key in chains}
             with each_segment(builder, segments, steps, left) as (segment, first, count):
@@ -207,7 +209,7 @@ def tiler(rows: int, vectors: int) -> Any:
                         add_sums([])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), generate
+        return types.void(*[types.int64] * 10), generate
 
     return add_tile
 

@@ -20,6 +20,7 @@ from pallas_kernels.packed_matmul.numba_loads import (
     AHEAD_BYTES,
     INT8_TILE_ROWS,
     PANEL_BYTES,
+    TILE_AHEAD_BYTES,
     TILE_ROWS,
     TILE_VECTORS,
     VECTOR_BYTES,
@@ -281,42 +282,46 @@ def _run_rows(frame, weight, stack, first, last, rows, x, sums, out):
     tiles = TILE_CHAINED if _is_chained(kind) else tiles
     is_one_chain = _is_chained(kind) == 1 and _field(frame, weight, OFFSETS) == NONE
     together = max(TILE_INPUTS // segment, 1)  # segments that a tile takes at once
-    totals = allocate(width * (rows + together * segment) + 2 * segments * PANEL_BYTES)
-    codes = totals + rows * width
-    scales = codes + together * segment * width
+    stride = together * segment * width  # of the weights of a tile
+    totals = allocate(PANEL_BYTES * (rows + together * segment) + 2 * segments * PANEL_BYTES)
+    codes = totals + rows * PANEL_BYTES
+    scales = codes + together * segment * PANEL_BYTES
     offsets = scales + segments * PANEL_BYTES if _field(frame, weight, OFFSETS) != NONE else 0
     for panel in range(first, last):
         _fill_panel(frame, weight, stack + panel, 0, segments, scales, offsets)
-        for vector in range(0, VECTORS, TILE_VECTORS):
-            output = panel * LANES + vector * WIDTH
-            if output >= outputs:
-                break
-            clear(totals, rows * TILE_VECTORS)
-            for index in range(0, segments, together):
-                step = index * of_segment
-                count = min(together * of_segment, steps - step)
-                source = _array(frame, weight, CODES_OPERAND) + ((stack + panel) * steps + step) * bytes_of_step
-                scale = scales + index * PANEL_BYTES + vector * VECTOR_BYTES
-                many = (count + of_segment - 1) // of_segment
-                call_convert(CONVERT + kind, codes, source, vector, many, of_segment, count, table, scale)
-                offset = offsets + index * PANEL_BYTES + vector * VECTOR_BYTES if offsets != 0 else 0
-                chain = count if is_one_chain else of_segment
-                many = 1 if is_one_chain else many
+        clear(totals, rows * VECTORS)
+        used = min(-(-(outputs - panel * LANES) // WIDTH), VECTORS)  # vectors that have outputs
+        for index in range(0, segments, together):
+            step = index * of_segment
+            count = min(together * of_segment, steps - step)
+            source = _array(frame, weight, CODES_OPERAND) + ((stack + panel) * steps + step) * bytes_of_step
+            many = (count + of_segment - 1) // of_segment
+            call_convert(
+                CONVERT + kind, codes, source, stride, many, of_segment, count, table, scales + index * PANEL_BYTES
+            )
+            chain = count if is_one_chain else of_segment
+            many = 1 if is_one_chain else many
+            # Tiles prefetch what is converted next: there, memory alone would be busy, and in tiles arithmetic alone.
+            ahead, end = source + count * bytes_of_step, source + 2 * count * bytes_of_step
+            for vector in range(0, used, TILE_VECTORS):
+                at = index * PANEL_BYTES + vector * VECTOR_BYTES
+                offset = offsets + at if offsets != 0 else 0
+                weights, own = codes + vector // TILE_VECTORS * stride, totals + vector * VECTOR_BYTES * rows
                 row = 0
                 while row < rows:
                     tile = _tile(kind, rows - row)
                     size = _rows_of_tile(kind, tile)
                     numbers = x + (row * steps + step * size) * _step_bytes(kind)
                     total = sums + (row * segments + index * size) * _sum_bytes(kind)
-                    call_tile(
-                        tiles + tile, totals + row * width, codes, numbers, many, chain, count, scale, offset, total
-                    )
+                    place, scale, lines = own + row * width, scales + at, ahead if ahead < end else weights
+                    call_tile(tiles + tile, place, weights, numbers, many, chain, count, scale, offset, total, lines)
+                    ahead += count * STEP // 2 * TILE_AHEAD_BYTES
                     row += size
-            for v in range(TILE_VECTORS):
-                own = output + v * WIDTH
-                for row in range(rows):
-                    to = out + 4 * (row * outputs + own)
-                    copy_lanes(to, totals + row * width + v * VECTOR_BYTES, outputs - own)
+        for vector in range(used):
+            output = panel * LANES + vector * WIDTH
+            own = totals + vector // TILE_VECTORS * rows * width + vector % TILE_VECTORS * VECTOR_BYTES
+            for row in range(rows):
+                copy_lanes(out + 4 * (row * outputs + output), own + row * width, outputs - output)
     free(totals)
 
 

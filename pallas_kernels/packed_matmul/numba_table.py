@@ -3,18 +3,18 @@
 Each is compiled when a weight first needs it: together they would take ten seconds, and few are needed by one model.
 """
 
-import ctypes
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from pallas_kernels.numba_cpu import kernels
 from pallas_kernels.numba_cpu import vectors as vec
-from pallas_kernels.numba_cpu.frames import compiled
+from pallas_kernels.numba_cpu.frames import Kernel, compiled
 from pallas_kernels.numba_cpu.memory import intrinsic
 from pallas_kernels.packed_matmul import numba_float, numba_int8
 from pallas_kernels.packed_matmul.numba_loads import (
@@ -80,17 +80,12 @@ def _of_eight(a, b, c, d, e, f, g, h):
     return 0
 
 
-def _of_nine(a, b, c, d, e, f, g, h, i):
-    _loop(a, b, c, d, e, f, g, h, i)  # noqa: F821  # pyright: ignore
-    return 0
-
-
 def _of_ten(a, b, c, d, e, f, g, h, i, j):
     _loop(a, b, c, d, e, f, g, h, i, j)  # noqa: F821  # pyright: ignore
     return 0
 
 
-_FUNCTIONS = {7: _of_seven, 8: _of_eight, 9: _of_nine, 10: _of_ten}
+_FUNCTIONS = {7: _of_seven, 8: _of_eight, 10: _of_ten}
 
 
 def _module(kernel: str) -> Any:
@@ -102,12 +97,12 @@ _LOOPS: dict[str, tuple[int, Callable[[], Any]]] = {
     **{f"multiply_{name}": (10, lambda name=name: _module(name).multiplier(name)) for name in KERNELS},
     **{f"convert_{name}": (8, lambda name=name: _module(name).converter(name)) for name in KERNELS},
     **{
-        f"tile_{name}_{rows}": (9, lambda module=module, rows=rows: module.tiler(rows, TILE_VECTORS))
+        f"tile_{name}_{rows}": (10, lambda module=module, rows=rows: module.tiler(rows, TILE_VECTORS))
         for name, module, tile_rows in (("float", numba_float, TILE_ROWS), ("int8", numba_int8, INT8_TILE_ROWS))
         for rows in tile_rows
     },
     **{
-        f"tile_chained_{rows}": (9, lambda rows=rows: numba_float.tiler(rows, TILE_VECTORS, is_chained=True))
+        f"tile_chained_{rows}": (10, lambda rows=rows: numba_float.tiler(rows, TILE_VECTORS, is_chained=True))
         for rows in TILE_ROWS
     },
     "prepare_float": (7, lambda: numba_float.preparer(False)),
@@ -117,9 +112,7 @@ _LOOPS: dict[str, tuple[int, Callable[[], Any]]] = {
     **{f"fill_{name}": (8, lambda name=name: _filler(name)) for name in NUMBERS},
 }
 PLACES = {name: index for index, name in enumerate(_LOOPS)}
-_addresses = (ctypes.c_int64 * len(_LOOPS))()
-_compiled: dict[str, Any] = {}
-llvmlite.binding.add_symbol("jaxinfer_packed_loops", ctypes.addressof(_addresses))
+kernels.address_of_shared(kernels.PACKED_LOOPS)
 
 
 def register(kernel: str, numbers: tuple[str, str]) -> None:
@@ -129,12 +122,10 @@ def register(kernel: str, numbers: tuple[str, str]) -> None:
     tile = "chained" if kernel in CHAINED_KERNELS else "int8" if kernel in INT8_KERNELS else "float"
     names += [f"tile_{tile}_{rows}" for rows in (INT8_TILE_ROWS if tile == "int8" else TILE_ROWS)]
     for name in [*names, *(f"fill_{kind}" for kind in numbers)]:
-        if name not in _compiled:
-            _compiled[name] = compile_loop(name)
-            _addresses[PLACES[name]] = _compiled[name].address
+        kernels.place(name, PLACES[name], partial(compile_loop, name))
 
 
-def compile_loop(name: str) -> Any:
+def compile_loop(name: str) -> Kernel:
     """A loop of the table as a C function."""
     num_arguments, make = _LOOPS[name]
     # A function of its own for each loop, which is a global of it: Numba caches no closures.
@@ -149,9 +140,9 @@ def _caller(num_arguments: int) -> Any:
     @intrinsic
     def call(context, place, *rest):
         def generate(context, builder, signature, arguments):
-            table = builder.module.globals.get("jaxinfer_packed_loops")
+            table = builder.module.globals.get(kernels.PACKED_LOOPS)
             if table is None:
-                table = ir.GlobalVariable(builder.module, vec.LONG, "jaxinfer_packed_loops")
+                table = ir.GlobalVariable(builder.module, vec.LONG, kernels.PACKED_LOOPS)
                 table.linkage = "external"
             address = builder.add(builder.ptrtoint(table, vec.LONG), builder.mul(arguments[0], vec.constant(8)))
             kind = ir.FunctionType(vec.LONG, [vec.LONG] * num_arguments)
@@ -165,4 +156,4 @@ def _caller(num_arguments: int) -> Any:
     return call
 
 
-call_multiply, call_convert, call_tile, call_prepare, call_fill = map(_caller, (10, 8, 9, 7, 8))
+call_multiply, call_convert, call_tile, call_prepare, call_fill = map(_caller, (10, 8, 10, 7, 8))

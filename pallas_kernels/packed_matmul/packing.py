@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.numba_cpu import kernels
 from pallas_kernels.packed_matmul.specs import CODES, LANES, OUTER, STEP, PackedArrays, PackedForm
+from pallas_kernels.platform import num_cores
 
 _FLOATS = {
     "float16": np.dtype(np.float16),
@@ -23,9 +25,7 @@ _FLOATS = {
 }
 ALIGNMENT = 64  # of buffers that JAX does not copy, bytes
 _EMPTY = np.zeros(0, np.int8)
-_STRIP = 16  # panels that are packed at once: their pieces stay in the processor's cache
-# Inner numbers that quantizers give the largest of a block, most frequent first.
-_LARGEST = (63, -128, 15, -32, 31, 127)
+_SHARED_SIZE = 2**22  # codes from which on threads share the work
 
 
 def why_not(values: Any, block: tuple[int, int]) -> str | None:
@@ -104,33 +104,38 @@ def _pack_codes(values: np.ndarray, kind: str) -> np.ndarray:
     panels, padded = -(-outputs // LANES), -(-inputs // STEP) * STEP
     shape = {"nibbles": (padded // 8, LANES), "codebook": (padded // 8, LANES), "quads": (padded // 4, LANES, 4)}
     packed = _aligned_zeros((panels, *shape.get(kind, (padded, LANES))), CODES[kind])
-    raw = values.view(np.uint8) if values.dtype.itemsize == 1 else values.view(CODES[kind])
-
-    def place(first: int) -> None:
-        last = min(first + _STRIP, panels)
-        part = raw[:, first * LANES : last * LANES]
-        width = part.shape[1]
-        if width % LANES or inputs != padded:
-            whole = np.full(
-                (padded, (last - first) * LANES), 8 if shape.get(kind) == (padded // 8, LANES) else 0, raw.dtype
-            )
-            whole[:inputs, :width] = part
-            part = whole
-        part = part.reshape(padded, last - first, LANES)
-        if kind in ("nibbles", "codebook"):
-            codes = (part & 15) ^ 8  # signed int4, less 8, to 0 .. 15
-            codes = codes.reshape(padded // 8, 8, last - first, LANES)
-            pairs = [codes[:, j] | codes[:, j + 1] << 4 for j in range(0, 8, 2)]
-            halves = [pairs[j].astype(np.uint16) | pairs[j + 1].astype(np.uint16) << 8 for j in (0, 2)]
-            words = halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << 16
-            packed[first:last] = words.transpose(1, 0, 2)
-        elif kind == "quads":
-            packed[first:last] = part.view(np.int8).reshape(padded // 4, 4, last - first, LANES).transpose(2, 0, 3, 1)
-        else:
-            packed[first:last] = part.view(CODES[kind]).transpose(1, 0, 2)
-
-    _in_threads(place, range(0, panels, _STRIP))
+    name = {"nibbles": "pack_words", "codebook": "pack_words", "quads": "pack_quads"}.get(kind)
+    _copy_to_panels(name or _READERS[values.dtype.itemsize], values, packed, padded)
     return packed
+
+
+_READERS = {1: "pack_bytes", 2: "pack_halves", 4: "pack_ints"}
+
+
+def _copy_to_panels(name: str, values: np.ndarray, packed: np.ndarray, padded: int) -> None:
+    """Runs a kernel of `numba_packing` over values [inputs, outputs], of which panels have `padded` inputs."""
+    inputs, outputs = values.shape
+    panels, run = len(packed), _kernel(name)
+    arguments = _address(values), _address(packed), inputs, padded, outputs, *values.strides
+    if packed.size < _SHARED_SIZE:
+        run(*arguments, 0, panels)
+        return
+    with ThreadPoolExecutor(num_cores()) as executor:
+        bounds = [panels * part // num_cores() for part in range(num_cores() + 1)]
+        list(executor.map(lambda first, last: run(*arguments, first, last), bounds, bounds[1:]))
+
+
+def _kernel(name: str) -> Callable[..., int]:
+    def compile_kernel() -> kernels.Compiled:
+        from pallas_kernels.packed_matmul.numba_packing import KERNELS
+
+        return KERNELS[name]()
+
+    return kernels.function(name, 9, compile_kernel)
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -141,21 +146,13 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return buffer[first : first + size].view(dtype).reshape(shape)
 
 
-def _in_threads(run: Callable[[int], None], starts: range) -> None:
-    if len(starts) == 1:
-        run(starts[0])
-        return
-    with ThreadPoolExecutor() as executor:
-        list(executor.map(run, starts))
-
-
 def _panels(numbers: np.ndarray) -> np.ndarray:
     """[panels, groups, 64] of [groups, outputs]."""
     groups, outputs = numbers.shape
     panels = -(-outputs // LANES)
-    whole = np.zeros((groups, panels * LANES), numbers.dtype)
-    whole[:, :outputs] = numbers
-    return np.ascontiguousarray(whole.reshape(groups, panels, LANES).transpose(1, 0, 2))
+    packed = _aligned_zeros((panels, groups, LANES), numbers.dtype)
+    _copy_to_panels(_READERS[numbers.dtype.itemsize], numbers, packed, groups)
+    return packed
 
 
 def _pack_numbers(numbers: np.ndarray, group: int) -> tuple[str, np.ndarray, np.ndarray]:
@@ -164,7 +161,7 @@ def _pack_numbers(numbers: np.ndarray, group: int) -> tuple[str, np.ndarray, np.
     if (bits := _exponents(numbers)) is not None:
         return "exponents", bits, _EMPTY
     is_factored = 4 * group <= OUTER and OUTER % group == 0
-    if is_factored and (found := _factored(numbers, OUTER // group)) is not None:
+    if is_factored and (found := _factored(numbers, group)) is not None:
         return "factored", *found
     for name in ("float16", "bfloat16"):
         with np.errstate(over="ignore"):
@@ -177,49 +174,20 @@ def _pack_numbers(numbers: np.ndarray, group: int) -> tuple[str, np.ndarray, np.
 def _exponents(numbers: np.ndarray) -> np.ndarray | None:
     """E8M0 of normal powers of two and of 0; None of other numbers."""
     bits = np.ascontiguousarray(numbers).view(np.uint32)
-    if (bits & 0x807FFFFF).any():
+    if any((part & 0x807FFFFF).any() for part in (bits[:1], bits)):  # most end at the first panel
         return None
     return (bits >> 23).astype(np.uint8)
 
 
-def _factored(numbers: np.ndarray, per_outer: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """int8 [panels, groups, 64] and the bits of float16 [panels, ceil(groups / per_outer), 64], whose products are the
-    numbers; None where there are none.
-
-    An outer number is the largest of its block divided by what a quantizer makes of the largest.
-    """
-    panels, groups, lanes = numbers.shape
-    if panels > 1 and _factored(numbers[:1], per_outer) is None:  # most numbers that are no products end here
-        return None
-    outer = -(-groups // per_outer)
-    blocks = np.zeros((panels, outer * per_outer, lanes), np.float32)
-    blocks[:, :groups] = numbers
-    blocks = blocks.reshape(panels, outer, per_outer, lanes)
-    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(2)[:, :, None], 2)[:, :, 0]
-    found = np.zeros((panels, outer, lanes), np.float16)
-    inner = np.zeros(blocks.shape, np.int8)
-    is_open = largest != 0
-    candidates = [*_LARGEST, *(n for n in range(1, 128) if n not in _LARGEST)]
-    for index, candidate in enumerate(candidates):
-        if not is_open.any():
-            break
-        if index == 8 and is_open.mean() > 0.5:
-            return None  # these are no products
-        where = np.nonzero(is_open)
-        own = blocks.transpose(0, 1, 3, 2)[where]
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            factor = (largest[where] / np.float32(candidate)).astype(np.float16)
-            quotient = np.rint(own / factor.astype(np.float32)[:, None])
-            is_exact = ((quotient >= -128) & (quotient <= 127)).all(1) & (factor != 0)
-            is_exact &= (quotient * factor.astype(np.float32)[:, None] == own).all(1)
-        chosen = tuple(axis[is_exact] for axis in where)
-        found[chosen] = factor[is_exact]
-        inner[chosen[0], chosen[1], :, chosen[2]] = quotient[is_exact].astype(np.int8)
-        is_open[chosen] = False
-    if is_open.any():
-        return None
-    inner = inner.reshape(panels, outer * per_outer, lanes)[:, :groups]
-    return np.ascontiguousarray(inner), found.view(np.uint16)
+def _factored(numbers: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """int8 [panels, groups, 64] and the bits of float16 [panels, ceil(groups * group / 256), 64], whose products are
+    the numbers; None where there are none."""
+    panels, groups, _ = numbers.shape
+    numbers = np.ascontiguousarray(numbers)
+    inner = np.zeros(numbers.shape, np.int8)
+    outer = np.zeros((panels, -(-groups * group // OUTER), LANES), np.uint16)
+    arguments = _address(numbers), panels, groups, group, _address(outer), _address(inner)
+    return (inner, outer) if _kernel("factor")(*arguments, 0, 0, 0) else None
 
 
 def _values_of(kind: str, numbers: Any, outer: Any, group: int, scales: Any = None, unit: int = 0) -> Any:

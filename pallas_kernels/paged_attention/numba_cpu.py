@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.numba_cpu import calls
+from pallas_kernels.numba_cpu import calls, kernels
 from pallas_kernels.paged_attention import layout
 from pallas_kernels.paged_attention.reference import token_places, write_places
 from pallas_kernels.paged_attention.rotation import LEVEL_STEP
@@ -161,7 +161,6 @@ def _stored(pages: Any, spec: PagedSpec, nothing: jax.Array) -> tuple[jax.Array,
 
 
 def _register() -> str:
-    from pallas_kernels.numba_cpu.frames import register
     from pallas_kernels.paged_attention.numba_kernel import attention_handler
 
-    return register("jaxinfer_paged_attention", attention_handler)
+    return kernels.register("jaxinfer_paged_attention", attention_handler)

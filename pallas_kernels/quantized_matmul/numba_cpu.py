@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.numba_cpu import calls
+from pallas_kernels.numba_cpu import calls, kernels
 from pallas_kernels.quantized_matmul.dequantize import code_zero
 from pallas_kernels.quantized_matmul.specs import MatmulSpec, WeightReads
 
@@ -64,8 +64,7 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
 
 def register(dtype: str, *, is_transposed: bool) -> str:
     """The registered name of the kernel for weights of a dtype."""
-    from pallas_kernels.numba_cpu.frames import register
     from pallas_kernels.quantized_matmul import numba_kernel
 
     kernel = f"{'transposed_' if is_transposed else ''}{dtype}"
-    return register(f"jaxinfer_matmul_{kernel}", getattr(numba_kernel, kernel))
+    return kernels.register(f"jaxinfer_matmul_{kernel}", getattr(numba_kernel, kernel))

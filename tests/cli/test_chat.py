@@ -211,7 +211,7 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_but_not_the_session(monkeypatch, c
     keep = ChatSession.keep
     monkeypatch.setattr(module, "write_text", write)
     monkeypatch.setattr(ChatSession, "keep", lambda self, *turn, **_: (seen.append(turn[1]), keep(self, *turn)))
-    monkeypatch.setattr("jaxinfer.LLM.warm_up", lambda self, **_: 0)
+    monkeypatch.setattr("jaxinfer.engine.engine.Engine.compile_ahead", lambda self, is_stopped: None)
     monkeypatch.setattr(module, "note", lambda text: written.append(f"<{text}>"))
     code = module.chat(
         module.ChatModelOptions(model=model),
@@ -229,18 +229,38 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_but_not_the_session(monkeypatch, c
     assert "/nope is not a command" in capsys.readouterr().err
 
 
-def test_the_programs_are_compiled_before_the_first_message(monkeypatch, model):
+def test_programs_are_compiled_behind_the_conversation(monkeypatch, model):
+    """The first message waits for nothing, and programs are compiled while nobody waits for an answer."""
     from jaxinfer import LLM
     from jaxinfer.cli import chat as module
     from jaxinfer.cli.options import SamplingOptions
 
-    order = []
-    keyboard = Keyboard(monkeypatch, EOFError)
-    read = keyboard.read
-    monkeypatch.setattr(keyboard, "read", lambda *rest: (order.append("read"), read(*rest))[1])
-    monkeypatch.setattr(LLM, "warm_up", lambda self, **_: order.append("compiled"))
-    module.chat(module.ChatModelOptions(model=model), SamplingOptions(), module.ChatOptions())
-    assert order == ["compiled", "read"]
+    order, compiled = [], threading.Event()
+
+    def compile_ahead(self, is_stopped):
+        order.append("begins")
+        while not is_stopped():
+            order.append("compiled")
+            compiled.set()
+
+    keyboard = Keyboard(monkeypatch, "one", EOFError)
+    read, stream = keyboard.read, module.stream_answer
+
+    def wait_and_read(*rest):
+        if "answered" in order:
+            assert compiled.wait(30)
+        return read(*rest)
+
+    monkeypatch.setattr(keyboard, "read", wait_and_read)
+    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(
+        module, "stream_answer", lambda *rest, **more: (stream(*rest, **more), order.append("answered"))[0]
+    )
+    monkeypatch.setattr("jaxinfer.engine.engine.Engine.compile_ahead", compile_ahead)
+    monkeypatch.setattr(LLM, "warm_up", lambda self, **_: pytest.fail("all programs are compiled first"))
+    module.chat(module.ChatModelOptions(model=model), SamplingOptions(max_tokens="2"), module.ChatOptions())
+    assert order[:3] == ["begins", "answered", "compiled"]
+    assert not any(thread.name == "jaxinfer compile" for thread in threading.enumerate())
 
 
 def test_the_last_message_is_answered_again_or_edited(jaxinfer, json_lines, model):
@@ -257,9 +277,9 @@ def test_the_last_message_is_answered_again_or_edited(jaxinfer, json_lines, mode
 
 
 def test_an_edit_at_a_terminal_begins_with_the_last_message(monkeypatch, capsys, model):
-    from jaxinfer import LLM
     from jaxinfer.cli import chat as module
     from jaxinfer.cli.options import SamplingOptions
+    from jaxinfer.engine.engine import Engine
 
     kept = []
     keep = ChatSession.keep
@@ -270,7 +290,7 @@ def test_an_edit_at_a_terminal_begins_with_the_last_message(monkeypatch, capsys,
 
     keyboard = Keyboard(monkeypatch, "one", "/edit", KeyboardInterrupt, "/edit", "two", EOFError)
     monkeypatch.setattr(ChatSession, "keep", spy)
-    monkeypatch.setattr(LLM, "warm_up", lambda self, **_: 0)
+    monkeypatch.setattr(Engine, "compile_ahead", lambda self, is_stopped: None)
     module.chat(module.ChatModelOptions(model=model), SamplingOptions(max_tokens="2"), module.ChatOptions())
     assert kept == ["one", "two"]
     assert [text for text in keyboard.shown if text] == ["one", "one"]

@@ -12,14 +12,12 @@ from jaxinfer.models import MoEConfig
 from jaxinfer.models.experts import (
     FORMS,
     Experts,
-    Router,
-    SparseMoE,
     choose_form,
-    clamped_swiglu,
     route,
     run_experts,
     tile_rows,
 )
+from jaxinfer.models.moe import Router, SparseMoE, clamped_swiglu
 from jaxinfer.quantization import QuantizedArray, quantize
 from jaxinfer.quantization.packed import pack_weight
 

@@ -53,6 +53,7 @@ from pallas_kernels import copy_pages as _copy_pages
 # A slot's rows over the vocabulary, which only requests with a bias or penalties need.
 WIDE_ROWS = ("bias", "output_counts", "prompt_mask")
 Tree = TypeVar("Tree")
+OUTPUT: Any = StepOutput(0, SampleOutput(0, 0, 0, 0, 0, 0))  # its structure  # pyright: ignore[reportArgumentType]
 
 
 def init_slots(num_slots: int, vocab_size: int, draft_length: int | None = None) -> tuple[Slots, SamplingBatch]:
@@ -96,6 +97,7 @@ def axes_of(rows):
 @partial(
     LargeProgram,
     is_uniform=lambda model, weights, cache, slots, work, is_uniform=False, num_hidden=None: is_uniform,
+    outputs=lambda model, weights, cache, *_: (cache, 0, 0),
     static_argnums=(0, 5, 6),
     donate_argnums=2,
 )
@@ -169,7 +171,12 @@ def logits_sharding(mesh: Mesh, logits: Any) -> NamedSharding:
 _sample = jax.jit(sample, inline=True)  # traced once for `sample_step` and `decode` of as many slots
 
 
-@partial(LargeProgram, static_argnums=0, donate_argnums=1)
+@partial(
+    LargeProgram,
+    outputs=lambda mesh, slots, *_: (slots, OUTPUT),
+    static_argnums=0,
+    donate_argnums=1,
+)
 def sample_step(
     mesh: Mesh | None,
     slots: Slots,
@@ -251,6 +258,7 @@ def _uniform_step(
 @partial(
     LargeProgram,
     is_uniform=lambda model, weights, cache, slots, batch, work, max_steps, tables=None, num_rows=None: bool(num_rows),
+    outputs=lambda model, weights, cache, slots, *_: (cache, slots, OUTPUT),
     static_argnums=(0, 6, 8),
     donate_argnums=(2, 3),
 )

@@ -8,11 +8,17 @@ import pytest
 from pallas_kernels.numba_cpu import calls
 
 
-def test_no_more_parts_than_cores_and_work(monkeypatch):
-    monkeypatch.setattr(calls, "num_cores", lambda: 8)
-    assert [calls.num_parts(units, 4) for units in (1, 4, 12, 1000)] == [1, 1, 3, 8]
-    monkeypatch.setattr(calls, "num_cores", lambda: 64)
-    assert calls.num_parts(1000) == calls.MAX_PARTS
+def test_no_more_parts_than_work():
+    assert [calls.num_parts(units, 4) for units in (1, 4, 12, 1000)] == [1, 1, 3, calls.MAX_PARTS]
+
+
+def test_parts_do_not_depend_on_cores(monkeypatch):
+    """Programs have them as constants, and are kept for machines of any number of cores."""
+    found = []
+    for num_cores in (1, 64):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, num_cores=num_cores: set(range(num_cores)))
+        found.append([calls.num_parts(units) for units in (1, 5, 1000)])
+    assert found[0] == found[1]
 
 
 def test_reasons(monkeypatch):

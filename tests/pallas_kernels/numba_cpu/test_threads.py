@@ -7,7 +7,16 @@ import pytest
 
 pytest.importorskip("numba", reason="kernels for CPUs need Numba")
 
-from pallas_kernels.numba_cpu import calls, frames, threads
+from pallas_kernels.numba_cpu import calls, frames, kernels, threads
+
+
+@pytest.fixture(autouse=True)
+def not_kept():
+    """The kernels here are no part of the sources that keys of kept ones cover."""
+    store = kernels.store
+    kernels.keep_in(None)
+    yield
+    kernels.keep_in(store)
 
 
 @frames.internal()
@@ -39,7 +48,7 @@ def thread_handler(frame):
 
 
 def call(handler, size: int, *operands):
-    name = frames.register(f"jaxinfer_test_{handler.__qualname__}_{id(handler)}", handler)
+    name = kernels.register(f"jaxinfer_test_{handler.__qualname__}_{id(handler)}", handler)
     return calls.call(name, jax.ShapeDtypeStruct((size,), jnp.float32), operands)
 
 

@@ -1,0 +1,178 @@
+"""Programs that are traced once and kept: a later process reads StableHLO (`jax.export`) and traces nothing.
+
+To trace and lower the programs of a start takes Python 1 to 3 s, and 0.3 s to read them. XLA then compiles what was
+read, or takes it from JAX's own cache, which checks that it fits. An entry is found by all that its tracing depends on:
+the arguments' shapes and structures, static arguments, sources, packages, settings, device, and kernels.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import platform
+import re
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+from jax._src import config
+
+from jaxinfer.kept_files import KeptFiles, key_of, sources_key
+from pallas_kernels.numba_cpu import kernels
+from pallas_kernels.platform import current_platform
+
+_LOG = logging.getLogger(__name__)
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "numba", "llvmlite")
+_NO_PART_OF_TRACES = re.compile(r"cache|log|dump|profil|traceback|debug|check_tracer_leaks|compilation")
+is_on = True  # the suite turns it off: its programs are traced, so that it tests the sources that it runs
+
+
+def kept(
+    function: Callable[..., Any], static_argnums: Sequence[int], outputs: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The function, for `jax.jit` with the same static arguments: where it is traced, an entry is called in its place.
+
+    outputs: of the same arguments, a tree of the structure of its result.
+
+    An entry is made where there is none, and is called at once, so that what XLA compiles is the same in all processes.
+    """
+
+    @wraps(function)
+    def traced(*arguments: Any) -> Any:
+        files = KeptFiles.of("programs") if is_on and _fits_device() else None
+        if files is None:
+            return function(*arguments)
+        places = [place for place in range(len(arguments)) if place not in static_argnums]
+        leaves, structure = jax.tree.flatten([arguments[place] for place in places])
+        key = _key(function.__name__, arguments, static_argnums, leaves, structure)
+        if key is None:
+            return function(*arguments)
+        found = _read(files, key, leaves)
+        if found is None:
+            found = _make(files, key, function, arguments, places, structure, leaves)
+        if found is None:
+            return function(*arguments)
+        result = jax.tree.structure(outputs(*arguments))
+        if result.num_leaves != len(found.out_avals):
+            raise RuntimeError(f"{function.__name__} has {len(found.out_avals)} results, not {result.num_leaves}")
+        return jax.tree.unflatten(result, found.call(*leaves))
+
+    return traced
+
+
+def _fits_device() -> bool:
+    """Whether programs are for the CPU of this process, alone. For others nothing was measured yet."""
+    return current_platform() == "cpu" and jax.default_backend() == "cpu" and jax.device_count() == 1
+
+
+def _read(files: KeptFiles, key: str, leaves: Sequence[Any]) -> export.Exported | None:
+    if (content := files.read(key)) is None:
+        return None
+    try:
+        (size,) = struct.unpack_from("<I", content)
+        needed = json.loads(content[4 : 4 + size])
+        found = export.deserialize(bytearray(content[4 + size :]))
+        if [(aval.shape, aval.dtype) for aval in found.in_avals] != [(leaf.shape, leaf.dtype) for leaf in leaves]:
+            raise ValueError("its arguments are others")
+    except Exception as error:  # of flatbuffers, struct, json, or JAX
+        files.remove(key, f"of no use ({error})")
+        return None
+    # Kernels that are not kept, because others took their place, are compiled while the program is traced.
+    return found if kernels.load_kept(needed) else None
+
+
+def _make(
+    files: KeptFiles,
+    key: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    places: Sequence[int],
+    structure: Any,
+    leaves: Sequence[Any],
+) -> export.Exported | None:
+    def flat(*leaves: Any) -> list[Any]:
+        given = list(arguments)
+        for place, value in zip(places, jax.tree.unflatten(structure, leaves), strict=True):
+            given[place] = value
+        return jax.tree.leaves(function(*given))
+
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    lowered = jax.jit(flat)
+    try:
+        found = export.export(lowered, disabled_checks=_Allowed())(*avals)
+        needed = json.dumps(kernels.loaded()).encode()
+        files.write(key, struct.pack("<I", len(needed)) + needed + found.serialize())
+    except ValueError as error:  # what JAX cannot export
+        _LOG.info("%s is not kept: %s", function.__name__, error)
+        return None
+    return found
+
+
+class _Allowed(Sequence[export.DisabledSafetyCheck]):
+    """Our kernels, which JAX does not know to be the same in later versions: they are known when they are traced."""
+
+    def _checks(self) -> list[export.DisabledSafetyCheck]:
+        return [
+            export.DisabledSafetyCheck.custom_call(name) for name, index in kernels.loaded().items() if index is None
+        ]
+
+    def __len__(self) -> int:
+        return len(self._checks())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._checks()[index]
+
+
+def _key(
+    name: str, arguments: tuple[Any, ...], static_argnums: Sequence[int], leaves: Sequence[Any], structure: Any
+) -> str | None:
+    """None where something has no description that another process shares."""
+    static = [_described(arguments[place]) for place in static_argnums if place < len(arguments)]
+    shapes = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
+    text = "\n".join([name, *static, str(structure), *shapes])
+    return None if re.search(r"(?: at |=)0x[0-9a-f]{6,}", text) else key_of(text, *_surroundings(), *_settings())
+
+
+def _described(value: Any) -> str:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (f"{field.name}={_described(getattr(value, field.name))}" for field in dataclasses.fields(value))
+        return f"{type(value).__module__}.{type(value).__qualname__}({', '.join(fields)})"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_described, value))}]"
+    return repr(value)
+
+
+@cache
+def _surroundings() -> tuple[str, ...]:
+    """What stays the same in a process."""
+    folder = Path(__file__).parents[1]
+    packages = (f"{name} {_version(name)}" for name in _PACKAGES)
+    environment = (
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("XLA_", "JAX_", "NUMBA_", "JAXINFER_")) and not _NO_PART_OF_TRACES.search(name.lower())
+    )
+    device = jax.devices()[0]
+    facts = (device.device_kind, device.client.platform_version, platform.machine(), sys.version)
+    return sources_key(folder), *kernels.machine(), *packages, *environment, *map(str, facts)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _settings() -> tuple[str, ...]:
+    """JAX's configuration, as far as programs may depend on it: of the process, and of the `with` around the call."""
+    values = sorted(jax.config.values.items())
+    of_process = (f"{name}={value}" for name, value in values if not _NO_PART_OF_TRACES.search(name))
+    of_call = (text for text in map(str, config.trace_context()) if " at 0x" not in text)
+    return *of_process, *of_call

@@ -1,0 +1,167 @@
+"""The Flax modules of a decoder over its parameters.
+
+Flax takes half a second to import, so that `decoder` imports this only where something is traced or initialized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.layers import DecoderLayer
+from jaxinfer.models.moe import SparseMoE
+from jaxinfer.quantization.matmul import matmul, rows
+
+# Nested dict of arrays or `QuantizedArray`s, with the modules' names as keys; layers by their number as a string.
+Params = dict[str, Any]
+ExpertsOver = tuple[Mesh, str]
+
+
+class Embedding(nnx.Module):
+    """Hidden states [..., D] before the first layer, of int32 tokens [...] at int32 positions [...]."""
+
+    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
+        self.embed = nnx.Param(normal(rngs, (config.vocab_size, config.hidden_size), dtype), axes=("vocab", "hidden"))
+        shape = (config.max_position_embeddings, config.hidden_size)
+        table = normal(rngs, shape, dtype) if config.has_position_embedding else None
+        self.position_embed = None if table is None else nnx.Param(table, axes=("positions", "hidden"))
+        if (inputs := config.layer_inputs) is not None:
+            width, kwargs = inputs.count * inputs.size, {"bias": False, "dtype": dtype}
+            self.layer_embed = nnx.Param(normal(rngs, (inputs.vocab_size, width), dtype), axes=("vocab", None))
+            self.layer_embed_proj = Linear(config.hidden_size, width, ("hidden", None), rngs=rngs, **kwargs)
+            self.layer_embed_norm = Norm((inputs.size,), (None,), config.norm, eps=config.norm_eps, **kwargs)
+        self.config = config
+
+    def layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
+        """Inputs [..., L, P] of layers (`LayerInputConfig`), of the embedding x [..., D] of tokens [...]; None for a
+        model without them. Scales are rounded as in Transformers' `Gemma4TextModel`."""
+        if (inputs := self.config.layer_inputs) is None:
+            return None
+        project, norm = self.layer_embed_proj, self.layer_embed_norm
+        shape = (*tokens.shape, inputs.count, inputs.size)
+        own = rows(self.layer_embed.get_value(), tokens, x.dtype) * jnp.asarray(inputs.size**0.5, x.dtype)
+        projected = (project(x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)).reshape(shape)
+        return (norm(projected) + own.reshape(shape)) * jnp.asarray(2**-0.5, x.dtype)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, dtype) -> jax.Array:
+        x = rows(self.embed.get_value(), tokens, dtype)
+        return scale_embedding(
+            self.config, x, None if self.position_embed is None else self.position_embed[...][positions]
+        )
+
+
+class Head(nnx.Module):
+    """The last norm, and the projection to logits."""
+
+    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
+        self.final_norm = hidden_norm(config, dtype)
+        if not config.tie_word_embeddings:
+            shape = (config.hidden_size, config.vocab_size)
+            self.lm_head = nnx.Param(normal(rngs, shape, dtype), axes=("hidden", "vocab"))
+        has_bias = config.lm_head_bias
+        self.lm_head_bias = nnx.Param(np.zeros((config.vocab_size,), dtype), axes=("vocab",)) if has_bias else None
+        self.config = config
+
+    def __call__(self, hidden: jax.Array, embed: Any) -> jax.Array:
+        """float32 logits [..., V] of hidden states [..., D]; `embed` [V, D] is used if the embeddings are tied."""
+        config = self.config
+        is_tied = config.tie_word_embeddings
+        logits = matmul(hidden, embed if is_tied else self.lm_head.get_value(), jnp.float32, is_transposed=is_tied)
+        if self.lm_head_bias is not None:
+            logits = logits + self.lm_head_bias[...].astype(jnp.float32)
+        logits = logits[..., : config.vocab_size]  # on a mesh the vocabulary may be padded
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        if config.logit_softcap is not None:
+            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+        return logits
+
+
+def scale_embedding(config: ModelConfig, x: jax.Array, position_rows: jax.Array | None) -> jax.Array:
+    """Hidden states [..., D] before the first layer, from rows of the embedding and of the position embedding."""
+    if config.embedding_multiplier != 1.0:
+        x = x * jnp.asarray(config.embedding_multiplier, x.dtype)  # rounded to x's dtype, as in Gemma
+    return x if position_rows is None else x + position_rows
+
+
+def bound_ends(config: ModelConfig, params: Params) -> tuple[Embedding, Head]:
+    """What comes before and after the layers, with their parameters."""
+    return _bound(Embedding, config, params), _bound(Head, config, params)
+
+
+def bound_layer(config: ModelConfig, number: int, params: Params, experts_over: ExpertsOver | None) -> DecoderLayer:
+    """One layer with its own `params`."""
+    layer = _bound(DecoderLayer, config, params, number)
+    for experts in (layer.mlp, None if layer.beside is None else layer.beside.moe):
+        if isinstance(experts, SparseMoE):
+            experts.over = experts_over
+    return layer
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype=None) -> Params:
+    """`decoder.init_params`."""
+
+    @jax.jit
+    def make(key):
+        options = {"dtype": jnp.dtype(dtype or config.dtype), "rngs": nnx.Rngs(params=key)}
+        embedding = _params(Embedding(config, **options))
+        layers = {str(i): _params(DecoderLayer(config, i, **options)) for i in range(config.num_layers)}
+        return {**embedding, "layers": layers, **_params(Head(config, **options))}
+
+    return make(key)
+
+
+def shapes(config: ModelConfig) -> Params:
+    """`jax.ShapeDtypeStruct`s of the parameters."""
+    return _assembled(config, nnx.to_pure_dict)
+
+
+def axes(config: ModelConfig) -> Params:
+    """The logical names of the parameters' dimensions."""
+
+    def read(state: Any) -> Params:
+        return nnx.to_pure_dict(nnx.map_state(lambda path, variable: variable.axes, state))
+
+    return _assembled(config, read)
+
+
+@lru_cache(maxsize=256)
+def _definition(part: Callable[..., nnx.Module], config: ModelConfig, *number: int) -> tuple[Any, Any]:
+    """The graph of a module, and its parameters as `jax.ShapeDtypeStruct`s."""
+    module = part(config, *number, dtype=jnp.dtype(config.dtype), rngs=None)
+    for path, inner in nnx.iter_modules(module):
+        if isinstance(inner, Linear):
+            inner.scope = str(path[-1])
+    graph, state = nnx.split(module)
+    return graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+
+
+def _bound(part: Callable[..., nnx.Module], config: ModelConfig, params: Params, *number: int) -> Any:
+    """A module with those of `params` that it has."""
+    graph, state = _definition(part, config, *number)
+    state = jax.tree.map(lambda leaf: leaf, state)
+    nnx.replace_by_pure_dict(state, {name: value for name, value in params.items() if name in state})
+    return nnx.merge(graph, state)
+
+
+def _assembled(config: ModelConfig, read: Callable[[Any], Params]) -> Params:
+    """A tree like the parameters', from what `read` makes of the state of each module."""
+
+    def part(kind: Callable[..., nnx.Module], *number: int) -> Params:
+        return read(_definition(kind, config, *number)[1])
+
+    layers = {str(i): part(DecoderLayer, kind) for i, kind in enumerate(config.kinds)}
+    return {**part(Embedding), "layers": layers, **part(Head)}
+
+
+def _params(module: nnx.Module) -> Params:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
