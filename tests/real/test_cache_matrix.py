@@ -29,7 +29,10 @@ def test_all_policies_and_dtypes_are_here():
 
 @pytest.mark.parametrize(("policy", "kv_dtype"), PAIRS)
 def test_a_number_that_is_kept_is_found(model_path, policy, kv_dtype):
-    """Its first three digits, after the place where float32 has the most: 4 bits are enough to tell them."""
+    """Its first three digits, after the place where float32 has the most: 4 bits are enough to tell them.
+
+    With a budget of 48 tokens expected_attention fails; snapkv, pyramidkv and keydiff still find it. Others: not tried.
+    """
     place = max(FOUND[policy], key=FOUND[policy].__getitem__)
     with opened(model_path("smollm2"), kv_policy=policy, kv_dtype=kv_dtype) as llm:
         shown = str(llm.explain())
