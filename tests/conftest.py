@@ -39,8 +39,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     global BUCKETS
     from jaxinfer import compilation_cache
-    from jaxinfer.engine import spec
+    from jaxinfer.engine import kept_programs, spec
 
+    kept_programs.is_on = False
     compilation_cache.enable()
     compilation_cache.keep_all()  # small programs too: a second run of 95 tests took 12 s of a CPU, 23 s without them
     BUCKETS = spec.buckets

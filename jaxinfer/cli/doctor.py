@@ -23,7 +23,7 @@ from jaxinfer.tables import facts_text
 
 REQUIRED = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "safetensors", "tokenizers"),
-    *("jinja2", "huggingface_hub", "tqdm", "rich", "typer", "prompt_toolkit", "xxhash"),
+    *("jinja2", "huggingface_hub", "tqdm", "rich", "typer", "prompt_toolkit", "xxhash", "flatbuffers"),
 )
 # An extra is installed when all these distributions are.
 EXTRAS = {

@@ -41,13 +41,14 @@ def kept(
     outputs: of the same arguments, a tree of the structure of its result.
 
     An entry is made where there is none, and is called at once, so that what XLA compiles is the same in all processes.
+    Calls with named arguments are traced.
     """
 
     @wraps(function)
-    def traced(*arguments: Any) -> Any:
-        files = KeptFiles.of("programs") if is_on and _fits_device() else None
+    def traced(*arguments: Any, **named: Any) -> Any:
+        files = KeptFiles.of("programs") if is_on and not named and _fits_device() else None
         if files is None:
-            return function(*arguments)
+            return function(*arguments, **named)
         places = [place for place in range(len(arguments)) if place not in static_argnums]
         leaves, structure = jax.tree.flatten([arguments[place] for place in places])
         key = _key(function.__name__, arguments, static_argnums, leaves, structure)
@@ -156,7 +157,7 @@ def _surroundings() -> tuple[str, ...]:
     environment = (
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
-        if name.startswith(("XLA_", "JAX_", "NUMBA_", "JAXINFER_")) and not _NO_PART_OF_TRACES.search(name.lower())
+        if name.startswith(("XLA_", "JAX_", "NUMBA_")) and not _NO_PART_OF_TRACES.search(name.lower())
     )
     device = jax.devices()[0]
     facts = (device.device_kind, device.client.platform_version, platform.machine(), sys.version)

@@ -331,7 +331,8 @@ class ModelRunner(CacheCopies, PromptPasses):
             return
         self._compiled_steps.add((num_tokens, num_slots))
         step = Program("", lambda: programs.step.lower(*self._step_arguments(work)))
-        compile_programs([step, Program("", partial(self._lower_sampling, num_slots))], default_jobs())
+        # Sampling is traced in a moment, and is compiled while the step is traced.
+        compile_programs([Program("", partial(self._lower_sampling, num_slots)), step], default_jobs())
 
     def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_tables: PageTables) -> tuple[Any, ...]:
         scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
