@@ -73,10 +73,10 @@ def test_bits_do_not_depend_on_neighbours(name, check_alone):
 
 
 @pytest.mark.parametrize("name", quick(["decode_64_sequences", "decode_one_sequence", "mixed_tree"], "mixed_tree"))
-def test_bits_do_not_depend_on_the_number_of_cores(name, monkeypatch):
+def test_bits_do_not_depend_on_the_number_of_parts(name, monkeypatch):
     shape, found = SMALL[name], []
-    for cores in (1, 2, 5):
-        monkeypatch.setattr(calls, "num_cores", lambda cores=cores: cores)
+    for num_parts in (1, 2, 5, calls.MAX_PARTS):
+        monkeypatch.setattr(calls, "MAX_PARTS", num_parts)
         call, arguments = compiled(shape), shape.arguments("separate")
         assert call.lower(arguments).as_text().count("stablehlo.custom_call @jaxinfer_paged_attention") == 1
         found.append(np.asarray(call(arguments)))
