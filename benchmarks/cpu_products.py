@@ -42,7 +42,7 @@ PRODUCTS = 8  # of a call of a JAX program, if they are small: its dispatch by P
 
 
 def gflops(run: Callable[[], Any], rows: int, shape: tuple[int, int], products: int = 1) -> float:
-    """Of the fastest of several runs, each of a number of products."""
+    """GFLOP/s of the fastest of several runs, each of a number of products."""
     run()
     fastest, begin = np.inf, time.perf_counter()
     while time.perf_counter() - begin < SECONDS:

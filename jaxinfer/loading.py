@@ -283,7 +283,7 @@ def _read(
 
 
 def _is_kept_gguf(checkpoint: Any) -> bool:
-    """Whether it is a GGUF file whose quantized weights stay as they are."""
+    """Tells whether it is a GGUF file whose quantized weights stay as they are."""
     return checkpoint.quantization == "gguf" and not checkpoint.is_dequantized
 
 

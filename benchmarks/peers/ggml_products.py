@@ -87,7 +87,7 @@ class Ggml:
         return stored
 
     def product(self, stored: np.ndarray, kind: str, x: np.ndarray, threads: int) -> "GgmlProduct":
-        """Of rows [T, K] with what `quantize` returned."""
+        """Products of rows [T, K] with what `quantize` returned."""
         return GgmlProduct(self._base, self._cpu, stored, kind, x, threads)
 
 

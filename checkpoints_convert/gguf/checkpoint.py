@@ -140,7 +140,7 @@ class GGUFCheckpoint(Checkpoint):
         return leaf_bytes(plan.entry.kind, int(np.prod(plan.shape, dtype=np.int64)))
 
     def abstract_param(self, path: ParamPath) -> Any:
-        """What `read_param` returns, as abstract arrays; `jax.ShapeDtypeStruct` if it is dense."""
+        """Abstract arrays of what `read_param` returns; `jax.ShapeDtypeStruct` if it is dense."""
         plan = self._plan_of[path]
         if path not in self._quantized:
             return jax.ShapeDtypeStruct(plan.shape, numpy_dtype(self.dense_dtype(path)))

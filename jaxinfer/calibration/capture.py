@@ -137,7 +137,7 @@ class KeptInputs:
         self._found: dict[str, list[np.ndarray]] = {}
 
     def lacks(self, name: str, params: Params, num_tokens: int) -> bool:
-        """Whether the inputs of the linear layer are to be kept, and are not yet."""
+        """Tells whether the inputs of the linear layer are to be kept, and are not yet."""
         if name not in KEPT or name in self._found:
             return False
         weight: Any = reduce(getitem, [*name.split("."), "weight"], params)

@@ -1,7 +1,8 @@
 """Programs that are traced once and kept: a later process reads StableHLO (`jax.export`) and traces nothing.
 
-To trace and lower the programs of a start takes Python 1 to 3 s, and 0.3 s to read them. XLA then compiles what was
-read, or takes it from JAX's own cache, which checks that it fits. An entry is found by all that its tracing depends on:
+To trace the programs of a start needs Flax and Numba, whose imports take most of a second together, and about another
+one; to read them takes half a second. XLA then compiles what was read, or takes it from JAX's own cache, which checks
+that it fits. An entry is found by all that its tracing depends on:
 the arguments' shapes and structures, static arguments, sources, packages, settings, device, and kernels.
 """
 
@@ -56,19 +57,16 @@ def kept(
             return function(*arguments)
         found = _read(files, key, leaves)
         if found is None:
-            found = _make(files, key, function, arguments, places, structure, leaves)
+            found = _make(files, key, function, outputs, arguments, places, structure, leaves)
         if found is None:
             return function(*arguments)
-        result = jax.tree.structure(outputs(*arguments))
-        if result.num_leaves != len(found.out_avals):
-            raise RuntimeError(f"{function.__name__} has {len(found.out_avals)} results, not {result.num_leaves}")
-        return jax.tree.unflatten(result, found.call(*leaves))
+        return jax.tree.unflatten(jax.tree.structure(outputs(*arguments)), found.call(*leaves))
 
     return traced
 
 
 def _fits_device() -> bool:
-    """Whether programs are for the CPU of this process, alone. For others nothing was measured yet."""
+    """Tells whether programs are for the CPU of this process, alone. For others nothing was measured yet."""
     return current_platform() == "cpu" and jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
@@ -92,6 +90,7 @@ def _make(
     files: KeptFiles,
     key: str,
     function: Callable[..., Any],
+    outputs: Callable[..., Any],
     arguments: tuple[Any, ...],
     places: Sequence[int],
     structure: Any,
@@ -101,7 +100,11 @@ def _make(
         given = list(arguments)
         for place, value in zip(places, jax.tree.unflatten(structure, leaves), strict=True):
             given[place] = value
-        return jax.tree.leaves(function(*given))
+        result = function(*given)
+        wanted, found = jax.tree.structure(outputs(*given)), jax.tree.structure(result)
+        if found != wanted:
+            raise RuntimeError(f"{function.__name__} has results of the structure {found}, not {wanted}")
+        return jax.tree.leaves(result)
 
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     lowered = jax.jit(flat)
@@ -151,7 +154,7 @@ def _described(value: Any) -> str:
 
 @cache
 def _surroundings() -> tuple[str, ...]:
-    """What stays the same in a process."""
+    """The part of a key that stays the same in a process."""
     folder = Path(__file__).parents[1]
     packages = (f"{name} {_version(name)}" for name in _PACKAGES)
     environment = (

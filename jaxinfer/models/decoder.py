@@ -236,7 +236,7 @@ def _as_shapes(tree: Any) -> Any:
 
 
 def _modules() -> Any:
-    """What needs Flax."""
+    """The module that needs Flax."""
     from jaxinfer.models import modules
 
     return modules

@@ -94,7 +94,7 @@ def scale_embedding(config: ModelConfig, x: jax.Array, position_rows: jax.Array 
 
 
 def bound_ends(config: ModelConfig, params: Params) -> tuple[Embedding, Head]:
-    """What comes before and after the layers, with their parameters."""
+    """The parts before and after the layers, with their parameters."""
     return _bound(Embedding, config, params), _bound(Head, config, params)
 
 

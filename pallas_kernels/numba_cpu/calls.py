@@ -73,7 +73,7 @@ def materialized(x: jax.Array) -> jax.Array:
 
 
 def can_be_untouched(dtype: Any) -> bool:
-    """Whether `untouched_zeros` makes arrays of a dtype here."""
+    """Tells whether `untouched_zeros` makes arrays of a dtype here."""
     return sys.platform == "linux" and unsupported(current_platform()) is None and jnp.dtype(dtype) != jnp.int4
 
 

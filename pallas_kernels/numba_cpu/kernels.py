@@ -25,8 +25,8 @@ _SHARED = {THREAD_SLOTS: 16 * 64, PACKED_LOOPS: 128 * 8}  # memory of the proces
 
 
 class Compiled(Protocol):
-    """What `frames.compiled` gives: the name and address of a C function, and the object code that it is in, empty
-    where that is not known."""
+    """A C function of `frames.compiled`: its name and address, and the object code that it is in, empty where that is
+    not known."""
 
     @property
     def symbol(self) -> str: ...
@@ -37,7 +37,7 @@ class Compiled(Protocol):
 
 
 class Store(Protocol):
-    """Where object code is kept, by keys. `read` gives only what was written under the key, undamaged."""
+    """A place where object code is kept, by keys. `read` gives only what was written under the key, undamaged."""
 
     def read(self, key: str) -> bytes | None: ...
     def write(self, key: str, content: bytes) -> None: ...
@@ -180,7 +180,7 @@ def _has_symbol(name: str) -> bool:
 
 
 def undefined_symbols(code: bytes) -> list[str] | None:
-    """What an object file in ELF of 64 bits, little-endian, takes from elsewhere; None of other formats."""
+    """Symbols that an object file in ELF of 64 bits, little-endian, takes from elsewhere; None of other formats."""
     if code[:6] != b"\x7fELF\x02\x01":
         return None
     (start,) = struct.unpack_from("<Q", code, 40)
@@ -204,7 +204,7 @@ def _key(name: str, index: int | None) -> str:
 
 @cache
 def machine() -> tuple[str, ...]:
-    """What compiled code depends on beside its name: sources, compilers, the processor, and Numba's settings."""
+    """All that compiled code depends on beside its name: sources, compilers, the processor, and Numba's settings."""
     import llvmlite.binding as llvm
 
     packages = (f"{name} {metadata.version(name)}" for name in ("numba", "llvmlite", "jaxlib"))

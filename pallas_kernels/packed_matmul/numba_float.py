@@ -88,8 +88,8 @@ def _chains(builder, kind: str, codes, x, count, scales, totals, table) -> list[
     at_once, unroll = AT_ONCE, STEP
     if not HAS_AVX512 and kind in CHAINED_KERNELS:
         # Lines in their order, as memory is read fastest, and half of them where scales take registers, too. LLVM loads
-        # the inputs of a step first: 8 would leave too few.
-        at_once, unroll = VECTORS // 2 if is_scaled else VECTORS, STEP // 2
+        # the inputs of a step first: 8 would leave too few, and beside scales more than one.
+        at_once, unroll = (VECTORS // 2, 1) if is_scaled else (VECTORS, STEP // 2)
     chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
     for v, chain in enumerate(chains):
         is_chained = kind in CHAINED_KERNELS

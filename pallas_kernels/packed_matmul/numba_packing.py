@@ -115,8 +115,11 @@ def pack_quads(source, target, inputs, padded, outputs, input_stride, output_str
     return 0
 
 
+BLOCK = 64  # inputs that are copied at once: their lines stay in the first cache while lanes are read
+
+
 def _copier(name: str, size: int, load: Any, store: Any) -> Any:
-    """A function that copies some inputs of a panel, of numbers of `size` bytes."""
+    """A function that copies numbers of `size` bytes to panels; its arguments are those of `pack_words`."""
 
     @internal("void(int64, int64, int64, int64, int64, int64)", suffix=f"_{name}")
     def copy_block(source, target, inputs, lanes, input_stride, output_stride):
@@ -125,45 +128,38 @@ def _copier(name: str, size: int, load: Any, store: Any) -> Any:
             for lane in range(lanes):
                 store(place + lane * size, load(row + lane * output_stride))
 
-    return copy_block
+    @internal(f"void({', '.join(['int64'] * 9)})", suffix=f"_{name}")
+    def copy_panels(source, target, inputs, padded, outputs, input_stride, output_stride, first, last):
+        for panel in range(first, last):
+            start, of_panel = source + panel * LANES * output_stride, target + panel * padded * LANES * size
+            lanes = min(LANES, outputs - panel * LANES)
+            for k in range(0, inputs, BLOCK):
+                rows, place = min(BLOCK, inputs - k), of_panel + k * LANES * size
+                copy_block(start + k * input_stride, place, rows, lanes, input_stride, output_stride)
+
+    return copy_panels
 
 
 _copy_bytes = _copier("bytes", 1, load_byte, store_byte)
 _copy_halves = _copier("halves", 2, load_half, store_half)
 _copy_ints = _copier("ints", 4, load_int, store_int)
-BLOCK = 64  # inputs that are copied at once: their lines stay in the first cache while lanes are read
 
 
 def pack_bytes(source, target, inputs, padded, outputs, input_stride, output_stride, first, last):
     """8-bit numbers as [panels, padded, 64]; else as `pack_words`."""
-    for panel in range(first, last):
-        start, of_panel = source + panel * LANES * output_stride, target + panel * padded * LANES
-        lanes = min(LANES, outputs - panel * LANES)
-        for k in range(0, inputs, BLOCK):
-            rows = min(BLOCK, inputs - k)
-            _copy_bytes(start + k * input_stride, of_panel + k * LANES, rows, lanes, input_stride, output_stride)
+    _copy_bytes(source, target, inputs, padded, outputs, input_stride, output_stride, first, last)
     return 0
 
 
 def pack_halves(source, target, inputs, padded, outputs, input_stride, output_stride, first, last):
     """16-bit numbers, as `pack_bytes`."""
-    for panel in range(first, last):
-        start, of_panel = source + panel * LANES * output_stride, target + panel * padded * LANES * 2
-        lanes = min(LANES, outputs - panel * LANES)
-        for k in range(0, inputs, BLOCK):
-            rows = min(BLOCK, inputs - k)
-            _copy_halves(start + k * input_stride, of_panel + k * LANES * 2, rows, lanes, input_stride, output_stride)
+    _copy_halves(source, target, inputs, padded, outputs, input_stride, output_stride, first, last)
     return 0
 
 
 def pack_ints(source, target, inputs, padded, outputs, input_stride, output_stride, first, last):
     """32-bit numbers, as `pack_bytes`."""
-    for panel in range(first, last):
-        start, of_panel = source + panel * LANES * output_stride, target + panel * padded * LANES * 4
-        lanes = min(LANES, outputs - panel * LANES)
-        for k in range(0, inputs, BLOCK):
-            rows = min(BLOCK, inputs - k)
-            _copy_ints(start + k * input_stride, of_panel + k * LANES * 4, rows, lanes, input_stride, output_stride)
+    _copy_ints(source, target, inputs, padded, outputs, input_stride, output_stride, first, last)
     return 0
 
 
@@ -182,7 +178,7 @@ def _largest(numbers, count):
 
 @internal("boolean(int64, int64, float32, int64)")
 def _divide(numbers, count, factor, inner):
-    """Whether the numbers are a factor times int8; these are then at `inner`, a panel's row apart."""
+    """Tells whether the numbers are a factor times int8; these are then at `inner`, a panel's row apart."""
     for index in range(count):
         number = get(numbers, index * LANES)
         quotient = np.float32(np.rint(number / factor))
@@ -194,7 +190,7 @@ def _divide(numbers, count, factor, inner):
 
 @internal("boolean(int64, int64, float32, int64, int64, int64)")
 def _takes(numbers, count, largest, candidate, outer, inner):
-    """Whether the largest number divided by a candidate is a factor; it is then at `outer`."""
+    """Tells whether the largest number divided by a candidate is a factor; it is then at `outer`."""
     bits = _as_half(np.float32(largest / np.float32(candidate)))
     if bits & 0x7FFF == 0 or bits & 0x7FFF >= 0x7C00 or not _divide(numbers, count, _from_half(bits), inner):
         return False

@@ -17,14 +17,14 @@ def dense(path: Path, folder: Path) -> Path:
 
 
 def command(*arguments: object) -> str:
-    """What a command of jaxinfer printed."""
+    """The text that a command of jaxinfer printed."""
     found = CliRunner().invoke(app, [*map(str, arguments)])
     assert found.exit_code == 0, found.stderr
     return found.stdout
 
 
 def log_probs(llm: LLM, ids: list[int]) -> list[float]:
-    """Of each token of a text but the first, given those before it."""
+    """Log-probabilities of each token of a text but the first, given those before it."""
     return llm.score([ids[:1]], [ids[1:]], use_tqdm=False)[0].raw
 
 

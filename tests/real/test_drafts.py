@@ -55,7 +55,7 @@ def plain_sampled(model_path):
 @pytest.mark.parametrize("num_draft_tokens", [2, 5])
 @pytest.mark.parametrize("draft", ["ngram", "layers:15"])
 def test_sampled_tokens_are_those_without_drafts(model_path, plain, plain_sampled, draft, num_draft_tokens):
-    """Of seeds and temperatures; they are not the greedy ones."""
+    """Requests of seeds and temperatures; they are not the greedy ones."""
     assert plain_sampled != plain
     with opened(model_path("smollm2"), draft=draft, num_draft_tokens=num_draft_tokens) as llm:
         assert sampled(llm) == plain_sampled

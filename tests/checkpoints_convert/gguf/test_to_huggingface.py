@@ -41,7 +41,7 @@ def test_every_type(tmp_path, kind):
 
 
 def test_a_mixture_is_refused_before_a_weight_is_read(checkpoint, tmp_path):
-    """Of types that have a form but for the last layer's, as llama.cpp mixes them."""
+    """Files of types that have a form but for the last layer's, as llama.cpp mixes them."""
     source = checkpoint(hidden_size=256, intermediate_size=256, head_dim=64)
     random, tensors = np.random.default_rng(0), dict[str, np.ndarray | Blocks]()
     for name, tensor in tensors_of(source.config, source.tensors).items():

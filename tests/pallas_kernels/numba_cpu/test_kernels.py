@@ -89,7 +89,7 @@ class Adder:
         return self._compile()
 
     def is_compiled(self):
-        """Whether a new process compiles it."""
+        """Tells whether a new process compiles it."""
         before = self.num_compiled
         for cached in (kernels._functions, kernels._loaded):
             cached.clear()

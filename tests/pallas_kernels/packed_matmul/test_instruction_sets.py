@@ -66,12 +66,8 @@ def test_inner_loops_do_not_use_the_stack(cpu, tmp_path):
         ]
         assert loops, name
         frames = ("(%rsp", "(%rbp") if re.search(r"movq\s+%rsp, %rbp", assembly) else ("(%rsp",)
-        # The scales of two vectors, which do not change in the loop, may be read there: a vector takes two registers.
-        most = 4 if (name, cpu) == ("multiply_int8", "haswell") else 0
         for loop in loops:
-            used = [line for line in loop if any(frame in line for frame in frames)]
-            assert len(used) <= most, name
-            assert not [line for line in used if line.rstrip().endswith(")")], name  # it is written
+            assert not [line for line in loop if any(frame in line for frame in frames)], name
 
 
 def test_the_check_sees_a_stack_reference():
