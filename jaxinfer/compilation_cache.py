@@ -4,14 +4,17 @@ import contextlib
 import ctypes
 import hashlib
 import importlib
+import importlib.util
 import json
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -61,6 +64,38 @@ def enable() -> Path | None:
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return path
+
+
+_LARGE_KERNELS = {
+    "jaxinfer_packed_matmul": ("pallas_kernels.packed_matmul.numba_kernel", "packed_matmul"),
+    "jaxinfer_paged_attention": ("pallas_kernels.paged_attention.numba_kernel", "attention_handler"),
+}
+"""Handlers that nearly every model needs on a CPU and that take Numba seconds each, in the order of need."""
+
+
+def compile_kernels_beside() -> None:
+    """Starts a process that compiles the kernels of `_LARGE_KERNELS` which are not kept, while this one loads weights.
+
+    Not where nothing is kept, since the other process could not hand them over, nor with one core or without Numba.
+    """
+    if jax.default_backend() != "cpu" or kernels.store is None or os.cpu_count() == 1 or getattr(sys, "frozen", False):
+        return
+    if importlib.util.find_spec("numba") is None or not (missing := [n for n in _LARGE_KERNELS if not kernels.is_kept(n)]):
+        return
+    program = f"from jaxinfer import compilation_cache as c; c.compile_kernels({missing})"
+    with contextlib.suppress(OSError):
+        nowhere = subprocess.DEVNULL
+        process = subprocess.Popen([sys.executable, "-c", program], stdin=nowhere, stdout=nowhere, stderr=nowhere)
+        for name in missing:
+            kernels.expect(name, process)
+
+
+def compile_kernels(names: Sequence[str]) -> None:
+    """Compiles some of `_LARGE_KERNELS` and keeps them."""
+    kernels.keep_in(KeptFiles.of("kernels"))
+    for name in names:
+        module, function = _LARGE_KERNELS[name]
+        kernels.register(name, getattr(importlib.import_module(module), function))
 
 
 def folder() -> Path | None:

@@ -23,6 +23,9 @@ from typing import Any
 import jax
 from jax import export
 from jax._src import config
+from jax._src.export import _export
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from jaxinfer.kept_files import KeptFiles, key_of, sources_key
 from pallas_kernels.numba_cpu import kernels
@@ -60,9 +63,17 @@ def kept(
             found = _make(files, key, function, outputs, arguments, places, structure, leaves)
         if found is None:
             return function(*arguments)
-        return jax.tree.unflatten(jax.tree.structure(outputs(*arguments)), found.call(*leaves))
+        return jax.tree.unflatten(jax.tree.structure(outputs(*arguments)), _call.bind(*leaves, exported=found))
 
     return traced
+
+
+# `Exported.call` without derivatives, and with results that are on no device by name, as those of a traced program are.
+# Programs of both kinds of arguments are compiled apart: sampling was, once for `logits` of either kind.
+_call = Primitive("kept_program")
+_call.multiple_results = True
+_call.def_abstract_eval(lambda *_, exported: exported.out_avals)
+mlir.register_lowering(_call, _export._call_exported_lowering)
 
 
 def _fits_device() -> bool:

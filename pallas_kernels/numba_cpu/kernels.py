@@ -5,11 +5,13 @@ each is therefore kept where `keep_in` says, and linked by LLVM alone. Without s
 fit, Numba is asked. No kernel is linked whose symbols are not all there: LLVM would end the process.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import platform
 import struct
+import subprocess
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -52,7 +54,9 @@ class _Loaded(NamedTuple):
 store: Store | None = None  # set by `keep_in`
 _loaded: dict[str, _Loaded] = {}
 _functions: dict[str, tuple[Callable[..., int], Any]] = {}
+_expected: dict[str, subprocess.Popen[bytes]] = {}
 _lock = threading.RLock()
+_POLL_SECONDS = 0.05
 
 
 def keep_in(given: Store | None) -> None:
@@ -68,7 +72,7 @@ def register(name: str, compile_kernel: Callable[[], Compiled]) -> str:
     """
     with _lock:
         if name not in _loaded:
-            address, held = _kept(name, None) or _new(name, None, compile_kernel)
+            address, held = _kept(name, None) or _expected_one(name) or _new(name, None, compile_kernel)
             _enter(name, None, address, held)
     return name
 
@@ -89,6 +93,18 @@ def function(name: str, num_arguments: int, compile_kernel: Callable[[], Compile
             kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * num_arguments)
             _functions[name] = kind(address), held
         return _functions[name][0]
+
+
+def is_kept(name: str) -> bool:
+    """Tells whether a handler of this name is loaded, or would be without Numba."""
+    with _lock:
+        return name in _loaded or (store is not None and store.read(_key(name, None)) is not None)
+
+
+def expect(name: str, process: subprocess.Popen[bytes]) -> None:
+    """Another process compiles a handler and writes it to the store; whoever needs it waits as long as that runs."""
+    with _lock:
+        _expected[name] = process
 
 
 def loaded() -> dict[str, int | None]:
@@ -154,6 +170,18 @@ def _kept(name: str, index: int | None) -> tuple[int, Any] | None:
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         store.remove(_key(name, index), f"of no use ({error})")
         return None
+
+
+def _expected_one(name: str) -> tuple[int, Any] | None:
+    """A handler of another process, once it is there; None if that ends without it."""
+    process = _expected.pop(name, None)
+    while process is not None:
+        is_over = process.poll() is not None
+        if (found := _kept(name, None)) is not None or is_over:
+            return found
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_SECONDS)
+    return None
 
 
 def _linked(symbol: str, code: bytes) -> tuple[int, Any]:
