@@ -15,9 +15,11 @@ from typing import Any
 
 REFRESH_SECONDS = 0.5  # between two drawings of a bar; a stage that ends sooner shows none
 LOG_SECONDS = 30.0  # between two lines in a log
+COMPILED_SECONDS = 0.2  # JAX's cache does not keep what compiles faster
 
 # JAX's names of what it does for a program (jax._src.dispatch), and what to call it.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+_READ = "/jax/compilation_cache/cache_hits"
 _COMPILER_EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "tracing",
@@ -275,12 +277,12 @@ _display = _Display()
 _programs: dict[int, list[str]] = {}
 
 
-# Those that JAX has compiled or read from a cache since the first stage that was shown.
-_num_compiled = 0
+_num_compiled = 0  # since the first stage that was shown
+_reading: set[int] = set()  # threads that have found a program in JAX's cache
 
 
 def num_compiled() -> int:
-    """How many programs JAX has compiled, or read from a cache, since the first stage that was shown."""
+    """How many programs JAX has compiled, for longer than `COMPILED_SECONDS` each, since the first stage that was shown."""
     return _num_compiled
 
 
@@ -306,12 +308,20 @@ def _listen() -> None:
 
     def ended(event: str, duration_secs: float, **_: object) -> None:
         global _num_compiled
-        _num_compiled += event == _COMPILED
+        if event == _COMPILED:
+            is_read = threading.get_ident() in _reading
+            _reading.discard(threading.get_ident())
+            _num_compiled += not is_read and duration_secs > COMPILED_SECONDS
         if event in _COMPILER_EVENTS and (running := _programs.get(threading.get_ident())):
             running.pop()
             if not running:
                 _programs.pop(threading.get_ident(), None)
 
+    def happened(event: str, **_: object) -> None:
+        if event == _READ:  # before its duration
+            _reading.add(threading.get_ident())
+
     # JAX sends a scalar when it begins, and a duration when it ends.
+    monitoring.register_event_listener(happened)
     monitoring.register_scalar_listener(begun)
     monitoring.register_event_duration_secs_listener(ended)

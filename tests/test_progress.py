@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tqdm
 import typer
+from jax import monitoring
 from jax._src import compiler
 from typer.testing import CliRunner
 
@@ -182,7 +183,7 @@ def test_a_program_is_named_while_it_compiles(monkeypatch, screen):
     compile_now = compiler.backend_compile_and_load
 
     def slowly(*arguments, **options):
-        time.sleep(4 * TICK)
+        time.sleep(6 * TICK)  # longer than programs that the cache does not keep
         return compile_now(*arguments, **options)
 
     monkeypatch.setattr(compiler, "backend_compile_and_load", slowly)
@@ -198,6 +199,12 @@ def test_a_program_is_named_while_it_compiles(monkeypatch, screen):
         jax.jit(decode)(number)
         assert progress.num_compiled() == before + 1
         assert progress.programs() == ""
+        monitoring.record_event("/jax/compilation_cache/cache_hits")
+        for _ in range(2):  # one that was read, and another that was not
+            monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 1.0)
+        assert progress.num_compiled() == before + 2
+        monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", 0.01)
+        assert progress.num_compiled() == before + 2
         time.sleep(3 * TICK)
     shown = screen.lines()
     assert [one.partition(", ")[2] for one in shown if one.endswith("tracing decode")]

@@ -68,7 +68,8 @@ def stream_answer(
     """Writes an answer as it is generated; returns its text, and the complete output unless it was stopped.
 
     Until the first token progress may use the current line, which must be empty. If programs were compiled for it,
-    it is written with the second one, since those that decode are still to be compiled.
+    it is written with the second one, since those that decode are still to be compiled: programs that are only read
+    take a moment.
     """
     deltas = llm.stream(prompt, params)
     texts: list[str] = []
