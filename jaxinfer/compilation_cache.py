@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +31,7 @@ from jax._src.lru_cache import LRUCache
 from jaxinfer.files import cache_folder
 from jaxinfer.kept_files import KeptFiles
 from pallas_kernels.numba_cpu import kernels
+from pallas_kernels.paged_attention import numba_cpu
 
 _LOG = logging.getLogger(__name__)
 _PART = ".part"  # ends the names of entries that are being written
@@ -66,36 +67,30 @@ def enable() -> Path | None:
     return path
 
 
-_LARGE_KERNELS = {
-    "jaxinfer_packed_matmul": ("pallas_kernels.packed_matmul.numba_kernel", "packed_matmul"),
-    "jaxinfer_paged_attention": ("pallas_kernels.paged_attention.numba_kernel", "attention_handler"),
-}
-"""Handlers that nearly every model needs on a CPU and that take Numba seconds each, in the order of need."""
+compiles_beside = True  # the suite, whose processes use all cores, turns it off
 
 
-def compile_kernels_beside() -> None:
-    """Starts a process that compiles the kernels of `_LARGE_KERNELS` which are not kept, while this one loads weights.
+def compile_attention_beside() -> None:
+    """Starts a process that compiles the attention kernel of CPUs, where it is not kept, while this one loads weights.
 
-    Not where nothing is kept, since the other process could not hand them over, nor with one core or without Numba.
+    It takes Numba five seconds, a third of what all kernels of a model take.
     """
-    if jax.default_backend() != "cpu" or kernels.store is None or os.cpu_count() == 1 or getattr(sys, "frozen", False):
+    can_start = compiles_beside and os.cpu_count() != 1 and not getattr(sys, "frozen", False)
+    if not can_start or jax.default_backend() != "cpu" or kernels.store is None:
         return
-    if importlib.util.find_spec("numba") is None or not (missing := [n for n in _LARGE_KERNELS if not kernels.is_kept(n)]):
+    if importlib.util.find_spec("numba") is None or kernels.is_kept(numba_cpu.NAME):
         return
-    program = f"from jaxinfer import compilation_cache as c; c.compile_kernels({missing})"
-    with contextlib.suppress(OSError):
-        nowhere = subprocess.DEVNULL
+    program = f"from {__name__} import compile_attention; compile_attention()"
+    nowhere = subprocess.DEVNULL
+    with contextlib.suppress(OSError):  # then it is compiled when it is needed
         process = subprocess.Popen([sys.executable, "-c", program], stdin=nowhere, stdout=nowhere, stderr=nowhere)
-        for name in missing:
-            kernels.expect(name, process)
+        kernels.expect(numba_cpu.NAME, process)
 
 
-def compile_kernels(names: Sequence[str]) -> None:
-    """Compiles some of `_LARGE_KERNELS` and keeps them."""
+def compile_attention() -> None:
+    """Compiles the attention kernel of CPUs and keeps it."""
     kernels.keep_in(KeptFiles.of("kernels"))
-    for name in names:
-        module, function = _LARGE_KERNELS[name]
-        kernels.register(name, getattr(importlib.import_module(module), function))
+    numba_cpu.register()
 
 
 def folder() -> Path | None:

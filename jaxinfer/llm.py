@@ -88,7 +88,7 @@ class LLM(ScoringMethods):
 
     def _open(self, model: str | Path | LiveModel, chosen: LLMOptions) -> None:
         compilation_cache.enable()
-        compilation_cache.compile_kernels_beside()
+        compilation_cache.compile_attention_beside()
         if not isinstance(model, tuple):
             # Not all options: the text of a live draft would have its weights.
             plain = {name: value for name, value in vars(chosen).items() if isinstance(value, (str, int, float, Path))}

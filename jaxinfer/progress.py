@@ -282,7 +282,7 @@ _reading: set[int] = set()  # threads that have found a program in JAX's cache
 
 
 def num_compiled() -> int:
-    """How many programs JAX has compiled, for longer than `COMPILED_SECONDS` each, since the first stage that was shown."""
+    """How many programs JAX has compiled since the first stage that was shown, each for over `COMPILED_SECONDS`."""
     return _num_compiled
 
 

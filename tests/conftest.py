@@ -42,6 +42,7 @@ def pytest_configure(config):
     from jaxinfer.engine import kept_programs, spec
 
     kept_programs.is_on = False
+    compilation_cache.compiles_beside = False  # all cores are busy
     compilation_cache.enable()
     compilation_cache.keep_all()  # small programs too: a second run of 95 tests took 12 s of a CPU, 23 s without them
     BUCKETS = spec.buckets

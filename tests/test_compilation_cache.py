@@ -6,6 +6,9 @@ import time
 import pytest
 
 from jaxinfer import compilation_cache
+from jaxinfer.kept_files import KeptFiles
+from pallas_kernels.numba_cpu import kernels
+from pallas_kernels.paged_attention import numba_cpu
 
 # Compiles one program with the cache on; the entries below are those of a process of its own.
 SCRIPT = """
@@ -131,3 +134,42 @@ def test_parts_that_killed_processes_left_are_removed(folder, no_update):
     os.utime(old, (time.time() - 10**6,) * 2)
     assert compilation_cache.enable() == folder
     assert [path.name for path in folder.iterdir()] == [".b.part"]
+
+
+@pytest.fixture
+def no_kernels(tmp_path, monkeypatch):
+    """A process that has loaded no kernel, and a folder that has none; the processes that it starts are not."""
+    started, before = [], kernels.store
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(kernels, "_expected", {})
+    monkeypatch.setattr(compilation_cache, "compiles_beside", True)
+    monkeypatch.setattr(compilation_cache.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(
+        compilation_cache.subprocess, "Popen", lambda command, **_: started.append(command) or "process"
+    )
+    kernels.keep_in(KeptFiles(tmp_path, 2**20))
+    yield started
+    kernels.keep_in(before)
+
+
+def test_a_second_process_compiles_attention_where_it_is_not_kept(no_kernels):
+    compilation_cache.compile_attention_beside()
+    name = compilation_cache.compile_attention.__name__
+    assert no_kernels == [[sys.executable, "-c", f"from {compilation_cache.__name__} import {name}; {name}()"]]
+    assert kernels._expected == {numba_cpu.NAME: "process"}
+
+
+@pytest.mark.parametrize("why", ["it is kept", "nothing is kept", "one core", "no Numba", "one executable"])
+def test_no_second_process_is_started(no_kernels, monkeypatch, why):
+    if why == "it is kept":
+        monkeypatch.setattr(kernels, "_loaded", {numba_cpu.NAME: None})
+    elif why == "nothing is kept":
+        kernels.keep_in(None)
+    elif why == "one core":
+        monkeypatch.setattr(compilation_cache.os, "cpu_count", lambda: 1)
+    elif why == "no Numba":
+        monkeypatch.setattr(compilation_cache.importlib.util, "find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    compilation_cache.compile_attention_beside()
+    assert no_kernels == []

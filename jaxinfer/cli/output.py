@@ -67,9 +67,8 @@ def stream_answer(
 ) -> "tuple[str, RequestOutput | None]":
     """Writes an answer as it is generated; returns its text, and the complete output unless it was stopped.
 
-    Until the first token progress may use the current line, which must be empty. If programs were compiled for it,
-    it is written with the second one, since those that decode are still to be compiled: programs that are only read
-    take a moment.
+    Until the first token progress may use the current line, which must be empty. On a terminal, if programs were
+    compiled for it, it is written with the second one, since those that decode are still to be compiled.
     """
     deltas = llm.stream(prompt, params)
     texts: list[str] = []
@@ -78,7 +77,7 @@ def stream_answer(
         with progress.Stage("waiting for the first token", show=None if shows_waiting else False):
             num_compiled = progress.num_compiled()
             first = list(itertools.islice(deltas, 1))
-            if progress.num_compiled() > num_compiled:
+            if progress.is_shown() and progress.num_compiled() > num_compiled:
                 first += itertools.islice(deltas, 1)
         for delta in itertools.chain(first, deltas):
             write(delta.text)

@@ -171,8 +171,8 @@ class _Compiler(_CFuncCompiler):
 class _OnlyLinked(codegen.JITCodeLibrary):
     """The LLVM code of a function that a kernel calls, for linking alone.
 
-    Numba optimizes and compiles each function by itself, with all that it calls, though only the kernel's own library is
-    used: half of the time that a large kernel took.
+    Numba optimizes and compiles each function by itself, with all that it calls, though only the kernel's own library
+    is used: half of the time that a large kernel took.
     """
 
     def _optimize_functions(self, ll_module: Any) -> None:

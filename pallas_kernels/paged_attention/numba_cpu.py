@@ -17,6 +17,7 @@ from pallas_kernels.paged_attention.reference import token_places, write_places
 from pallas_kernels.paged_attention.rotation import LEVEL_STEP
 from pallas_kernels.paged_attention.specs import DIVIDED_PAGES, SHORT_QUERIES, PagedOperands, PagedSpec
 
+NAME = "jaxinfer_paged_attention"  # of the kernel
 LAYOUT = "separate"
 KINDS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 # Of numbers as the kernel converts them.
@@ -149,7 +150,7 @@ def _call(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, pages: 
         jnp.array([spec.soft_cap or 0.0, spec.scale * factors[0], factors[1]], jnp.float32),
     )
     shape = jax.ShapeDtypeStruct((spec.num_tokens, spec.num_q_heads, spec.value_dim), jnp.float32)
-    return calls.call(_register(), shape, arrays)
+    return calls.call(register(), shape, arrays)
 
 
 def _stored(pages: Any, spec: PagedSpec, nothing: jax.Array) -> tuple[jax.Array, ...]:
@@ -160,7 +161,8 @@ def _stored(pages: Any, spec: PagedSpec, nothing: jax.Array) -> tuple[jax.Array,
     return pages.k, values, pages.k_scales, pages.v_scales if spec.page.has_values else pages.k_scales
 
 
-def _register() -> str:
+def register() -> str:
+    """The registered name of the kernel."""
     from pallas_kernels.paged_attention.numba_kernel import attention_handler
 
-    return kernels.register("jaxinfer_paged_attention", attention_handler)
+    return kernels.register(NAME, attention_handler)

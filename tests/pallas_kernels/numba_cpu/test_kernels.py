@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("numba", reason="kernels for CPUs need Numba")
 
 import llvmlite.binding as llvm
+import numba
 from numba import types
 
 from pallas_kernels.numba_cpu import frames, kernels, memory, zeros
@@ -162,6 +163,63 @@ def test_nothing_is_kept_without_a_store(kept, adder):
     assert adder.is_compiled()
     assert adder.is_compiled()
     assert kept == {}
+
+
+@frames.internal("int64(int64)")
+def twice(a):
+    return 2 * a
+
+
+def add_twice(a, b):
+    return a + twice(b)
+
+
+def subtract_twice(a, b):
+    return a - twice(b)
+
+
+def test_kernels_share_what_they_call_with_functions_of_python(kept):
+    pair = types.int64(types.int64, types.int64)
+    for name, function, expected in (("test_add_twice", add_twice, 11), ("test_subtract_twice", subtract_twice, -5)):
+        assert kernels.function(name, 2, frames.compiled(function, pair))(3, 4) == expected
+    assert numba.njit(lambda a: twice(a) + 1)(4) == 9
+
+
+class Beside:
+    """A process that ends after some looks at it, and keeps a kernel before, if it is given one."""
+
+    def __init__(self, store, key, content):
+        self._store, self._key, self._content = store, key, content
+        self.num_waits = 0
+
+    def poll(self):
+        return None if self.num_waits < 3 else 0
+
+    def wait(self, seconds):
+        self.num_waits += 1
+        if self.num_waits == 2 and self._content is not None:
+            self._store.write(self._key, self._content)
+        raise subprocess.TimeoutExpired("compile", seconds)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_kernel_that_another_process_compiles_is_waited_for(kept, comes, monkeypatch):
+    def compile_here():
+        compiled_here.append(True)
+        return zeros.zeros_handler()
+
+    compiled_here = []
+    monkeypatch.setattr(kernels.jax.ffi, "register_ffi_target", lambda *_, **__: None)  # XLA takes a name once
+    assert not kernels.is_kept("test_beside")
+    kernels.register("test_beside", compile_here)
+    ((key, content),) = kept.items()
+    for one in (compiled_here, kept, kernels._loaded):
+        one.clear()
+    process = Beside(kept, key, content if comes else None)
+    kernels.expect("test_beside", process)
+    kernels.register("test_beside", compile_here)
+    assert (process.num_waits, bool(compiled_here)) == ((2, False) if comes else (3, True))
+    assert kernels.is_kept("test_beside")
 
 
 def with_facts(content, **changed):
