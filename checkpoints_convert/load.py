@@ -276,8 +276,11 @@ class OnDefaultDevice:
         convert = self._convert_host if is_host else self._convert
         if is_host and convert is None:
             return leaf
-        leaf = jax.device_put(leaf)
-        return leaf if convert is None else convert(path, leaf)
+        if convert is None:
+            return jax.device_put(leaf)
+        # What is packed on the host need not be on the device before.
+        leaf = leaf if getattr(convert, "takes_host_arrays", False) else jax.device_put(leaf)
+        return jax.device_put(convert(path, leaf))
 
 
 class OnMesh:

@@ -52,6 +52,7 @@ class Packing:
         select: Callable[[tuple[str, ...], Any], Any] | None = None,
     ):
         self._is_tied, self._activations, self._select = is_tied, activations, select
+        self.takes_host_arrays = select is None  # NumPy arrays of leaves, which need not be on the device
 
     def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
         if self._select is not None:
