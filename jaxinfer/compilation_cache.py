@@ -40,6 +40,7 @@ _OLD_SECONDS = 24 * 3600  # after which such a file was left by a killed process
 # JAX's names of what happens (jax._src.dispatch, jax._src.compiler).
 _COMPILED_OR_READ = "/jax/core/compile/backend_compile_duration"
 _READ = "/jax/compilation_cache/cache_hits"
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 _LARGE_SECONDS = 0.05  # that a large program takes to read, at least
 
 
@@ -249,9 +250,13 @@ def _replace_jax_functions() -> None:
 @cache
 def _give_memory_back() -> None:
     """From here on the memory that a compiler has freed goes back to the system. The C library of Linux keeps it: 70 MB
-    for each large program that is read, and 230 for one that is compiled."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is None:
+    for each large program that is read, and 230 for one that is compiled. Threads that allocate in few places leave
+    less behind that cannot go back: 300 MB less after eight programs, in two places as in one."""
+    library = ctypes.CDLL(None)
+    if (trim := getattr(library, "malloc_trim", None)) is None:
         return
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        library.mallopt(_M_ARENA_MAX, 2)
 
     def record_duration(event: str, duration_secs: float, **_: object) -> None:
         if event == _COMPILED_OR_READ and duration_secs > _LARGE_SECONDS:
