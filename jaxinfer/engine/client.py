@@ -33,7 +33,7 @@ from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ModelConfig
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, derive_seed, make_batch, tokenize_bad_words
 from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, TextTooLongError, Tokenizer, read_token_ids
-from jaxinfer.text.messages import with_system
+from jaxinfer.text.messages import check_messages, with_system
 from jaxinfer.text.reasoning import FAMILIES, prompt_end
 
 Key = TypeVar("Key")
@@ -204,6 +204,8 @@ class Client:
 
         One without a system message begins with the system prompt of the model's alias, if it has one.
         """
+        if self.system is not None:
+            check_messages(messages)  # before another one moves their numbers
         messages = with_system(messages, self.system)
         limit = self.max_model_len
         try:

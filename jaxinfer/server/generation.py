@@ -21,7 +21,7 @@ from jaxinfer.server.admission import Ticket
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread
 from jaxinfer.server.models import Lease
-from jaxinfer.server.params import Job
+from jaxinfer.server.params import Conversation, Job
 from jaxinfer.server.record import Record
 from jaxinfer.server.resume import Skipper, StreamPosition
 from jaxinfer.server.service import Service
@@ -115,7 +115,7 @@ class Generation:
         )
         for number, prompt in enumerate(job.prompts):
             what = "the prompt" if len(job.prompts) == 1 else f"prompt {number}"
-            with client_errors("prompt"), _errors_of_tools(job):
+            with client_errors(prompt.name if isinstance(prompt, Conversation) else "prompt"), _errors_of_tools(job):
                 prepared = job.token_ids(llm, prompt)
                 if isinstance(prepared, str) and not (job.has_limit and job.max_length is None):
                     prepared = llm.client.tokenize(prepared, what=what)[1]

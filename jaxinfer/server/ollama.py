@@ -212,7 +212,8 @@ def _prompt(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel)
 def _turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if message.get("images"):
         raise refused(f"{where}.images", f"{where}.images is not supported: models here read text")
-    turn: dict[str, Any] = {"role": message.get("role"), "content": message.get("content") or ""}
+    content = message.get("content")
+    turn: dict[str, Any] = {"role": message.get("role"), "content": "" if content is None else content}
     if message.get("thinking"):
         turn["reasoning_content"] = message["thinking"]
     calls = message.get("tool_calls")
