@@ -256,8 +256,11 @@ class Job:
     def _finish(self, pending: _Pending, outputs: list["RequestOutput"], stage: Stage) -> None:
         for answer in (answer for output in outputs for answer in output.outputs):
             if answer.finish_reason not in ("stop", "length"):
+                from jaxinfer.engine.results import EXCLUDED
+
                 error = RuntimeError(answer.error or f"the answer ended with {answer.finish_reason!r}")
-                self._fail(pending.row, error, stage, status_code=500)
+                is_clients = str(error).startswith(EXCLUDED)
+                self._fail(pending.row, error, stage, status_code=400 if is_clients else 500)
                 return
         if pending.offer is not None:
             from jaxinfer.engine.tool_calls import read_calls

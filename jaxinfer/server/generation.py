@@ -15,6 +15,7 @@ from jaxinfer.engine.request import (
     RequestOutput,
     StreamDelta,
 )
+from jaxinfer.engine.results import EXCLUDED
 from jaxinfer.sampling import SamplingParamsError
 from jaxinfer.sampling.seeds import sample_seed
 from jaxinfer.server.admission import Ticket
@@ -124,7 +125,7 @@ class Generation:
                 if self._hidden is not None:
                     params = replace(params, skip_special_tokens=False)
                 params = replace(params, **calls) if calls else params
-                requests.append(llm.prepare(prepared, params, options, what=what))
+                requests.append(llm.prepare(prepared, params, options, what=what, keeps_answer=job.num_kept != 0))
         return requests
 
     @property
@@ -354,6 +355,8 @@ def _parts(delta: StreamDelta, reader: AnswerReader) -> list[Shown]:
 
 def _check(delta: StreamDelta) -> None:
     """Raises APIError for an answer that did not end as it should."""
+    if delta.finish_reason == "error" and (delta.error or "").startswith(EXCLUDED):
+        raise APIError(400, f"the request excludes its own answer: {delta.error}")
     if delta.finish_reason == "error":
         raise APIError(500, f"the answer failed: {delta.error or 'the model computed invalid numbers'}")
     if delta.finish_reason == "abort":

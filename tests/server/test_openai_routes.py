@@ -298,3 +298,36 @@ def test_a_client_that_leaves_frees_what_it_held(engine, client, service):
         assert not service.generations
 
     run(ask())
+
+
+def test_what_a_request_excludes_itself(client):
+    """A finished answer ends whatever min_tokens says; a request that excludes its own answer is the client's error."""
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}
+    body = {"messages": MESSAGES, "response_format": schema, "max_tokens": 9}
+
+    async def ask():
+        answer = await client.post(CHAT, {**body, "min_tokens": 5})
+        assert (answer.status, answer.json["choices"][0]["message"]["content"]) == (200, "1")
+        assert answer.json["choices"][0]["finish_reason"] == "stop"
+        answer = await client.post(CHAT, {**body, "allowed_token_ids": [5]})
+        assert answer.status == 400
+        assert "excluded by allowed_token_ids" in answer.error["message"]
+        events = await client.stream(CHAT, {**body, "allowed_token_ids": [5]})
+        assert "excluded by allowed_token_ids" in events[-1].data["error"]["message"]
+
+    run(ask())
+
+
+def test_a_prompt_that_is_only_scored_may_be_as_long_as_the_model_takes(client):
+    ids = [5 + number % 90 for number in range(257)]  # the model takes 256
+    body = {"prompt": ids[:256], "max_tokens": 0, "echo": True, "logprobs": 0}
+
+    async def ask():
+        answer = await client.post(COMPLETIONS, body)
+        assert answer.status == 200, answer.body
+        assert len(answer.json["choices"][0]["logprobs"]["tokens"]) == 256
+        answer = await client.post(COMPLETIONS, {**body, "prompt": ids})
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        assert "max_tokens" not in answer.error["message"]
+
+    run(ask())
