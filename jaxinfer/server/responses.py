@@ -75,6 +75,8 @@ def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
     found = [({"role": "system", "content": body.instructions}, "instructions")] if body.instructions else []
     if isinstance(body.input, str):
         found.append(({"role": "user", "content": body.input}, "input"))
+    elif not body.input:
+        raise refused("input", "input is empty: a conversation needs at least one item")
     else:
         found += _turns(body.input)
     shown = None if offer is None else offer.shown
