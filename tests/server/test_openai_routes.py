@@ -124,6 +124,8 @@ def test_echo_scores_a_prompt_as_lm_eval_asks_for_it(engine, client):
     ]
     assert found["token_logprobs"][0] is None
     assert found["text_offset"][:2] == [0, len(found["tokens"][0])]
+    emoji = run(client.post(COMPLETIONS, {"prompt": "😀 a", "echo": True, "max_tokens": 1, "logprobs": 0})).json
+    assert emoji["choices"][0]["logprobs"]["text_offset"] == [0, 0, 0, 0, 1, 3]
     assert answer.json["usage"]["completion_tokens"] == 0
     assert texts(events, False)[0][0].startswith("a file is read")
 
