@@ -78,7 +78,7 @@ async def count_tokens(request: Request, service: Service) -> Response:
 
 
 def _job(body: MessagesRequest, model: ServedModel) -> Job:
-    if body.service_tier not in (None, "auto", "standard_only"):
+    if body.service_tier not in (None, "", "auto", "standard_only"):
         raise refused("service_tier", f"service_tier={body.service_tier!r:.60} is not supported")
     if body.max_tokens < 1:
         raise refused("max_tokens", f"max_tokens={body.max_tokens} must be at least 1")

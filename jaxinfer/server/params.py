@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, STRUCTURED_NAMES, structured_of
+from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, STRUCTURED_NAMES, UNSET, structured_of
 from jaxinfer.llm import LLM
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.sampling.params import SamplingParamsError
@@ -26,13 +26,13 @@ from jaxinfer.tool_calls import AnswerFormat, ToolOffer
 
 MAX_SEED = 2**53  # of seeds that the server chooses: every JSON parser keeps them
 
-# What is not supported, with the values that change nothing, besides null.
+# What is not supported, with the values that change nothing, besides null and those that stand for it.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "suffix": ("",),
+    "suffix": (),
     "chat_template": (),
-    "functions": ([],),
+    "functions": (),
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
@@ -228,14 +228,21 @@ def _check_counts(prompts: Sequence[str | Sequence[int] | Conversation], request
 
 
 def _check_neutral(request: Any) -> None:
-    for name, neutral in NEUTRAL.items():
-        value = getattr(request, name, None)
-        if value is not None and value not in neutral:
-            raise refused(name, f"{name}={value!r:.60} is not supported")
+    check_neutral(request, NEUTRAL)
     if request.best_of not in (None, 1, request.n):
-        raise refused("best_of", "best_of is not supported: n answers are generated and all are returned")
-    if request.stream_options is not None and not request.stream:
+        raise refused("best_of", "best_of is not supported: n answers are generated and all are returned; leave it out")
+    if request.stream_options is not None and request.stream_options.include_usage and not request.stream:
         raise refused("stream_options", 'stream_options needs "stream": true')
+
+
+def check_neutral(body: Any, neutral: Mapping[str, tuple[Any, ...]], prefix: str = "", why: str = "") -> None:
+    """Raises APIError for a field that is not supported, unless its value changes nothing."""
+    for name, values in neutral.items():
+        value = getattr(body, name, None)
+        if value in UNSET or value in values:
+            continue
+        use = f", or send {values[0]!r}" if values else ""
+        raise refused(prefix + name, f"{prefix}{name}={value!r:.60} is not supported{why}: leave it out{use}")
 
 
 def _sampling(request: SamplingFields) -> dict[str, Any]:
@@ -338,7 +345,7 @@ def _template_kwargs(request: ChatRequest | TokenizeRequest, llm: LLM) -> dict[s
         if name in kwargs:
             raise refused("chat_template_kwargs", f"{name} cannot be one of chat_template_kwargs: it is set by a field")
     effort = getattr(request, "reasoning_effort", None)
-    if effort is not None:
+    if effort:
         source = llm.tokenizer.chat_template if llm.tokenizer is not None else None
         if "reasoning_effort" not in (source or ""):
             raise refused("reasoning_effort", "the model's chat template does not know reasoning_effort")

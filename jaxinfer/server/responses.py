@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.batch.requests import structured_of
+from jaxinfer.batch.requests import UNSET, structured_of
 from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.llm import LLM
 from jaxinfer.server.answering import answer_headers, begin, usage_of
@@ -62,7 +62,7 @@ async def responses(request: Request, service: Service) -> Response:
 def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name)
-        if value is not None and value not in neutral:
+        if value not in UNSET and value not in neutral:
             why = ": nothing is stored, send the whole conversation" if name in _STORED else ""
             raise refused(name, f"{name}={value!r:.60} is not supported{why}")
     tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
@@ -98,7 +98,7 @@ def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
 
 def _effort(body: ResponsesRequest, llm: LLM) -> dict[str, Any]:
     effort = (body.reasoning or {}).get("effort")
-    if effort is None:
+    if not effort:
         return {}
     if "reasoning_effort" not in ((llm.tokenizer.chat_template if llm.tokenizer is not None else None) or ""):
         raise refused("reasoning", "the model's chat template does not know reasoning_effort")

@@ -333,3 +333,64 @@ def test_a_prompt_that_is_only_scored_may_be_as_long_as_the_model_takes(client):
         assert "max_tokens" not in answer.error["message"]
 
     run(ask())
+
+
+UNSET = {
+    CHAT: (
+        *(("tool_choice", ""), ("reasoning_effort", ""), ("response_format", ""), ("response_format", {})),
+        *(("guided_regex", ""), ("guided_choice", []), ("structured_outputs", {}), ("service_tier", "")),
+        *(("function_call", ""), ("functions", []), ("stream_options", {}), ("model", ""), ("stop", [])),
+        *(("top_k", 0), ("top_k", -1), ("min_p", 0), ("seed", None), ("max_tokens", None), ("tools", [])),
+    ),
+    "/v1/responses": (("tool_choice", ""), ("previous_response_id", ""), ("conversation", {}), ("reasoning", {})),
+    "/v1/messages": (("service_tier", ""), ("tool_choice", {}), ("stop_sequences", []), ("system", "")),
+    "/api/chat": (
+        *(("think", ""), ("format", ""), ("options", {"num_predict": -1, "num_gpu": -1, "main_gpu": 0, "top_k": 0})),
+        ("options", {"repeat_last_n": 64, "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "typical_p": 1}),
+    ),
+}
+EXTREMES = {
+    CHAT: (
+        *(("temperature", 1e-6, "0 takes the most probable token"), ("top_p", 0, "1 keeps all tokens")),
+        *(("seed", -1, "leave it out for a random one"), ("max_tokens", -1, "leave it out for as many as fit")),
+        *(("repetition_penalty", 0, "1 changes nothing"), ("stop", "", "leave it out"), ("min_p", -1, "0 keeps all")),
+        *(("timeout", 0, "leave it out"), ("best_of", 0, "leave it out"), ("verbosity", "high", "or send 'medium'")),
+        *(("prediction", {"type": "content"}, "leave it out"), ("truncate_prompt_tokens", 0, "or -1 for all")),
+    ),
+    "/v1/messages": (("max_tokens", 0, "at least 1"), ("temperature", 1e-7, "0 takes"), ("top_k", -2, "-1 or 0 keeps")),
+    "/api/chat": (
+        *(("options", {"seed": -1}, "leave it out"), ("options", {"num_ctx": 0}, "must be 2 to 256")),
+        *(("options", {"mirostat": 2}, "or send 0"), ("options", {"repeat_penalty": 1.1, "repeat_last_n": 64}, "-1")),
+    ),
+}
+
+
+@pytest.mark.parametrize("path", UNSET)
+def test_stand_ins_for_not_given(client, path):
+    """What clients of other engines send where they leave a field empty."""
+    limit = {CHAT: "max_tokens", "/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens"}.get(path)
+    base = {"input": "hi"} if path == "/v1/responses" else {"messages": MESSAGES}
+    base |= {limit: 2} if limit else {"model": "tiny", "stream": False, "options": {"num_predict": 2}}
+
+    async def ask():
+        for name, value in UNSET[path]:
+            body = {**base, name: value}
+            if isinstance(value, dict) and name == "options":
+                body[name] = {"num_predict": 2, **{key: one for key, one in value.items() if key != "num_predict"}}
+            answer = await client.post(path, body)
+            assert answer.status == 200, (name, value, answer.body)
+
+    run(ask())
+
+
+@pytest.mark.parametrize("path", EXTREMES)
+def test_extremes_are_refused_with_the_value_to_use(client, path):
+    async def ask():
+        for name, value, use in EXTREMES[path]:
+            body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2, name: value}
+            answer = await client.post(path, body)
+            assert answer.status == 400, (name, value, answer.body)
+            error = answer.json["error"]
+            assert use in (error if isinstance(error, str) else error["message"])
+
+    run(ask())
