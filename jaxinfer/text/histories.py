@@ -43,7 +43,8 @@ class HistoryForm:
       shows_tools, shows_calls: whether tools and calls are printed at all.
       has_text_arguments: arguments of calls are JSON text; else objects.
       empties: forms of the content of a message with calls only under which they are printed.
-      keeps_calls_with_content: calls are printed beside content too. keeps_all_calls: all of a message, not the first.
+      keeps_calls_with_content: calls are printed beside content too. takes_reasoning_and_content: beside both.
+      keeps_all_calls: all calls of a message are printed, not the first one only.
       keeps_systems: each of several system messages at the beginning is printed.
     """
 
@@ -52,6 +53,7 @@ class HistoryForm:
     has_text_arguments: bool = False
     empties: tuple[Empty, ...] = ("missing", "text", "null")
     keeps_calls_with_content: bool = True
+    takes_reasoning_and_content: bool = True
     keeps_all_calls: bool = True
     keeps_systems: bool = True
 
@@ -79,6 +81,9 @@ def probe(render: Render) -> HistoryForm:
         if not good and not beside:
             continue
         form = replace(form, has_text_arguments=is_text, empties=good, keeps_calls_with_content=beside)
+        thought = _calling(is_text, "text", content=_TOLD)
+        thought[1] |= _reasoning("zqthought")
+        form = replace(form, takes_reasoning_and_content=not beside or _is_good(render(thought, tools) or ""))
         both = render(_calling(is_text, form.empty(), "" if good else _TOLD, (_CALLED, _SECOND)), tools) or ""
         return replace(form, keeps_all_calls=_SECOND in both)
     return replace(form, shows_calls=False)
@@ -96,6 +101,10 @@ def _calling(is_text: bool, empty: Empty, content: str = "", names: Sequence[str
 def _is_good(text: str) -> bool:
     """Whether the call is printed, with arguments that are neither encoded twice nor Python's."""
     return all(one in text for one in (_CALLED, _KEY, _VALUE)) and f'\\"{_KEY}' not in text and f"'{_KEY}'" not in text
+
+
+def _reasoning(text: str) -> Message:
+    return {"thinking": text, "reasoning_content": text}
 
 
 def _with_empty(message: Message, empty: Empty) -> Message:
@@ -140,6 +149,8 @@ def _with_calls(message: Message, form: HistoryForm) -> list[Message]:
         texts = [_text_of(message.get("content"))] if message.get("content") else []
         return [{**message, "content": "\n".join([*texts, *map(_json_of, calls)]), "tool_calls": calls}]
     message = {**message, "tool_calls": calls}
+    if message.get("content") and message.get("thinking") and not form.takes_reasoning_and_content:
+        message |= _reasoning(f"{message['thinking']}\n{_text_of(message['content'])}") | {"content": ""}
     if message.get("content"):
         if form.keeps_calls_with_content:
             return [message]

@@ -119,6 +119,24 @@ def test_a_template_of_one_call_a_message_gets_them_one_by_one():
         assert text == "[user]Q[assistant]a{}[tool]0[assistant]b{}[tool]1[user]T"
 
 
+def test_content_joins_reasoning_where_a_template_takes_one_of_them():
+    """As of gpt-oss: a call with both is refused."""
+    source = (
+        START + "{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
+        "({{ m.thinking or m.content }})"
+        + EACH
+        + "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}" + END
+    )
+    template, call_text = ChatTemplate(source), 'weather{"city": "Lima"}'
+    for fields, expected in (
+        ({"content": "Look."}, "(Look.)"),
+        ({"reasoning_content": "why"}, "(why)"),
+        ({"reasoning_content": "why", "content": "Look."}, "(why\nLook.)"),
+    ):
+        assert template.render(history(GIVEN, **fields)).text == f"[user]Q[assistant]{expected}{call_text}[tool]R"
+
+
 def test_an_empty_list_of_calls_is_no_calls():
     source = START + "{% if 'tool_calls' in m %}CALLS{% else %}{{ m.content }}{% endif %}" + END
     chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER", "tool_calls": []}]
