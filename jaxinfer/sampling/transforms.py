@@ -40,14 +40,14 @@ def transform(
     """
     if logits.dtype != jnp.float32 or logits.shape != batch.bias.shape:
         raise ValueError(f"logits must be float32{list(batch.bias.shape)}, got {logits.dtype}{list(logits.shape)}")
-    raw, has_processors = logits, _has_processors(batch, state)
+    has_processors = _has_processors(batch, state)
     logits = _where_any(has_processors, lambda x: _process(x, batch, state), logits)
     has_temperature = batch.is_sampled & (batch.temperature != 1)
     logits = _where_any(has_temperature, lambda x: _scale(x, batch.temperature, has_temperature), logits)
     if tables is not None:
         logits = _where_any(state.grammar > 0, lambda x: apply_masks(x, state.grammar, tables), logits)
         may_exclude = has_processors & (state.grammar > 0)
-        logits = _where_any(may_exclude, lambda x: _end_finished(x, raw, may_exclude, batch, state, tables), logits)
+        logits = _where_any(may_exclude, lambda x: _end_finished(x, may_exclude, batch, state, tables), logits)
     return _where_any(batch.is_sampled, lambda x: _filter(x, batch), logits)
 
 
@@ -76,19 +76,14 @@ def _process(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> j
 
 
 def _end_finished(
-    logits: jax.Array,
-    raw: jax.Array,
-    may_exclude: jax.Array,
-    batch: SamplingBatch,
-    state: SamplingState,
-    tables: GrammarTables,
+    logits: jax.Array, may_exclude: jax.Array, batch: SamplingBatch, state: SamplingState, tables: GrammarTables
 ) -> jax.Array:
-    """Lets an answer end that is complete by its grammar where min_tokens and the like leave it no token."""
+    """Lets an answer end that is complete by its grammar where min_tokens and the like leave it no token; of several
+    ends all are as probable."""
     rows = jnp.arange(logits.shape[0])[:, None]
-    is_stuck = may_exclude & ~jnp.any(logits > -jnp.inf, axis=-1)
+    is_stuck = may_exclude & jnp.all(logits == -jnp.inf, axis=-1)
     ends = jnp.where(is_stuck[:, None], batch.min_tokens_ids, batch.vocab_size)
-    allowed = apply_masks(raw, state.grammar, tables)
-    return logits.at[rows, ends].set(allowed.at[rows, ends].get(mode="clip"), mode="drop")
+    return apply_masks(logits.at[rows, ends].set(0, mode="drop"), state.grammar, tables)
 
 
 def _filter(logits: jax.Array, batch: SamplingBatch) -> jax.Array:
