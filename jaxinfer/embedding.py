@@ -83,20 +83,19 @@ class Embedder:
         before = config.prompt(prompt_name) if prompt is None else prompt
         start = 0 if config.includes_prompt or not before else self._num_prompt_tokens(before)
         ids = [self._ids(text, before, config, truncate, f"{what} {number}") for number, text in enumerate(texts)]
-        # As in sentence-transformers, the vector of nothing is zero, and "cls" takes the first token then.
+        # As in sentence-transformers, "cls" takes the first token where the text has none beside the prompt's.
         least = 1 if config.pooling == "cls" else start + 1
-        is_given = np.array([len(one) >= least for one in ids], bool)
+        for number, one in enumerate(ids):
+            if len(one) < least:
+                raise ValueError(f"{what} {number} is empty: it has no token to make a vector of")
         requests = [
             self._request(one, Pooling(config.pooling, start if start < len(one) else 0), options, f"{what} {number}")
             for number, one in enumerate(ids)
-            if is_given[number]
         ]
         normalizes = config.normalizes if normalize is None else normalize
 
         def finish(vectors: Sequence[np.ndarray]) -> np.ndarray:
-            pooled = np.zeros((len(ids), self._client.config.hidden_size), np.float32)
-            if vectors:
-                pooled[is_given] = vectors
+            pooled = np.array(vectors, np.float32).reshape(len(ids), self._client.config.hidden_size)
             for module in config.dense:
                 pooled = module(pooled)
             pooled = np.ascontiguousarray(pooled[:, :dimensions], np.float32)

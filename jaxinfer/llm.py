@@ -416,10 +416,12 @@ class LLM(ScoringMethods):
         options: RequestOptions = DEFAULT_REQUEST_OPTIONS,
         *,
         what: str = "the prompt",
+        keeps_answer: bool = True,
     ) -> Request:
-        """A checked and tokenized request; raises ValueError if it can never be served, with `what` in the message."""
+        """A checked and tokenized request; raises ValueError if it can never be served, with `what` in the message.
+        `keeps_answer`: False where only the prompt counts, which then may be as long as the model takes."""
         params = as_params(params, self.default_params, f"{what}: params")
-        return self.client.prepare(as_prompt(prompt, what), params, options, what=what)
+        return self.client.prepare(as_prompt(prompt, what), params, options, what=what, keeps_answer=keeps_answer)
 
     def submit(self, request: Request) -> list[SequenceState]:
         """Queues all answers of a request, or none where the queue is full (QueueFullError); returns them."""

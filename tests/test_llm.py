@@ -255,6 +255,25 @@ def test_logprobs_are_the_scores_of_the_same_tokens(llm):
     assert next(iter(answer.logprobs[0].values())).decoded_token is not None
 
 
+@pytest.mark.parametrize("options", [{}, {"cache": "contiguous"}, {"draft": "ngram"}], ids=repr)
+def test_a_score_needs_no_room_for_a_token(model, options):
+    """Nothing is made after the last token, so that a pair may be as long as the model takes."""
+    ids = [5 + number % 90 for number in range(65)]
+    with LLM(model, max_seqs=1, max_model_len=64, **options) as short, LLM(model, max_seqs=1, max_model_len=96) as llm:
+        expected = llm.score([ids[:32]], [ids[32:64]])[0]
+        np.testing.assert_allclose(short.score([ids[:32]], [ids[32:64]])[0].raw, expected.raw, atol=1e-4)
+        for call, message in (
+            (lambda: short.score([ids[:32]], [ids[32:]]), "pair 0: 65 tokens are too many: max_model_len=64"),
+            (
+                lambda: short.generate([ids[:64]], SamplingParams(max_tokens=None)),
+                "prompt 0: 64 tokens are too many and leave no room for an answer: max_model_len=64",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message) as error:
+                call()
+            assert "max_tokens" not in str(error.value)
+
+
 def test_score_says_what_the_parameters_forbid(llm):
     score = llm.score([[5, 6, 7]], [[8, 9]], SamplingParams(allowed_token_ids=[8]))[0]
     assert score.processed == [0.0, -np.inf]

@@ -1,9 +1,11 @@
 """The input file: each line as a row. It is read twice, to check all rows before anything runs, and to serve them."""
 
 import hashlib
+import itertools
 import json
 import re
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +131,17 @@ def _read_plain(record: Mapping[str, Any]) -> BatchRequest:
 _NUM_SHOWN = 5
 _BUFFER_BYTES = 1 << 20  # a line of 50 MB is read in half of the time that it takes with the default of 8 KiB
 _BOM = b"\xef\xbb\xbf"
+_KINDS = (
+    (b"\xff\xfe", "text in UTF-16 or UTF-32, as a Windows shell's > writes it: save it as UTF-8"),
+    (b"\xfe\xff", "text in UTF-16: save it as UTF-8"),
+    (b"\x1f\x8b", "compressed by gzip: decompress it"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd: decompress it"),
+    (b"\xfd7zXZ\0", "compressed by xz: decompress it"),
+    (b"BZh", "compressed by bzip2: decompress it"),
+    (b"PK\x03\x04", "a ZIP archive, as spreadsheets are, too"),
+    (b"PAR1", "a Parquet file"),
+)
+_NUM_LOOKED_AT = 8  # lines that tell a table or a JSON array
 _BLANK = re.compile(rb"[ \t\r\n]*")
 
 
@@ -137,7 +150,7 @@ class Scan:
     """A summary of an input file, about 200 bytes per row, without the rows themselves.
 
     Attributes:
-      sha256: of the whole content. model: the first model name that a row gives.
+      sha256: of the whole content. models: the model names that valid rows give, with the numbers of these rows.
       num_bad: rows that are invalid for any model. bad_rows: the first few of them.
       is_plain: whether no row has OpenAI's form.
     """
@@ -147,7 +160,7 @@ class Scan:
     num_rows: int
     num_bad: int
     bad_rows: tuple[BadRow, ...]
-    model: str | None
+    models: Mapping[str, int]
     is_plain: bool
     _line_of: dict[bytes, int]
     _digests: "array[int]"
@@ -174,16 +187,19 @@ def scan(path: Path) -> Scan:
     """Reads the whole input.
 
     Raises:
-      BatchError: a custom_id that two rows share, with both lines; an input without rows; a path that is not a file.
+      BatchError: a custom_id that two rows share, with both lines; an input without rows; a path that is not a file;
+        a file of another kind, such as UTF-16, gzip, CSV or a JSON array.
     """
     if path.exists() and not path.is_file():
         raise BatchError(f"{path} must be a file: a batch reads its input more than once")
+    if (found := _other_kind(path)) is not None:
+        raise BatchError(f"{path} {found}; a batch reads one JSON object a line, in UTF-8")
     whole = hashlib.sha256()
     line_of: dict[bytes, int] = {}
     digests = array("Q")
     bad_rows: list[BadRow] = []
     num_bad = 0
-    model, is_plain = None, True
+    models, is_plain = Counter[str](), True
     for line, data in _lines(path, whole):
         row = parse_row(data, line)
         first = line_of.setdefault(_id_digest(row.custom_id), line)
@@ -195,11 +211,34 @@ def scan(path: Path) -> Scan:
         if isinstance(row, BadRow):
             num_bad += 1
             bad_rows += [row] * (num_bad <= _NUM_SHOWN)
-        elif model is None:
-            model = row.request.model
+        elif row.request.model is not None:
+            models[row.request.model] += 1
     if not line_of:
         raise BatchError(f"{path} has no rows")
-    return Scan(path, whole.hexdigest(), len(line_of), num_bad, tuple(bad_rows), model, is_plain, line_of, digests)
+    return Scan(path, whole.hexdigest(), len(line_of), num_bad, tuple(bad_rows), models, is_plain, line_of, digests)
+
+
+def _other_kind(path: Path) -> str | None:
+    """What a file is by its start, where that is no JSON lines; None where it may be."""
+    with path.open("rb") as file:
+        start = file.read(16)
+        kind = next((kind for magic, kind in _KINDS if start.startswith(magic)), None)
+        if kind is not None:
+            return f"is {kind}"
+        if b"\0" in start[:4]:
+            return "is text in UTF-16 or UTF-32: save it as UTF-8"
+        file.seek(0)
+        lines = [line for line in itertools.islice(file, _NUM_LOOKED_AT) if line.removeprefix(_BOM).strip()]
+    first, *rest = (line.removeprefix(_BOM).strip() for line in lines) if lines else (b"",)
+    if first in (b"{", b"["):
+        return f"is one JSON {'object' if first == b'{' else 'array'} over several lines: jq -c writes one a line"
+    if first.startswith(b"[") and not any(line.startswith(b"{") for line in rest):
+        return "is a JSON array: jq -c '.[]' writes one element a line"
+    has_braces = any(line.startswith((b"{", b"[")) for line in (first, *rest))
+    separator = next((one for one in (b",", b";", b"\t") if one in first), None)
+    if not has_braces and separator is not None:
+        return f"seems to be a table with the separator {separator.decode()!r} (CSV)"
+    return None
 
 
 def _lines(path: Path, whole: "hashlib._Hash | None" = None) -> Iterator[tuple[int, bytes]]:

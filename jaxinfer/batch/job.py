@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -62,6 +62,7 @@ class BatchSummary:
       prompt_tokens, output_tokens: of all successful rows.
       seconds, tokens_per_second: of this run; tokens are output tokens.
       out, errors: paths of the two files; the second exists only if rows failed.
+      other_models: names of other models that rows give, with the numbers of these rows; the job's model served them.
     """
 
     rows: int
@@ -74,6 +75,7 @@ class BatchSummary:
     tokens_per_second: float
     out: str
     errors: str
+    other_models: Mapping[str, int] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -189,8 +191,13 @@ class Job:
             tokens_per_second=(counts.output_tokens - tokens_before) / max(seconds, 1e-9),
             out=str(self._ledger.path_out),
             errors=str(self._ledger.path_errors),
+            other_models=self._other_models(model.name),
             **vars(counts),
         )
+
+    def _other_models(self, name: str) -> dict[str, int]:
+        own = (name, Path(name).name)
+        return {one: count for one, count in self.scan.models.items() if one not in own}
 
     def _serve(self, stage: Stage) -> None:
         counts = self._ledger.counts
@@ -222,8 +229,6 @@ class Job:
 
     def _prompts(self, row: BatchRow) -> tuple[SamplingParams, ToolOffer | None, Sequence[Prompt]]:
         request = row.request
-        if request.model is not None and request.model != self.scan.model:
-            raise RowError(f"model is {request.model!r:.80}, but the job has {self.scan.model!r:.80}", "model")
         params = self._defaults.params(row)
         if request.messages is None:
             return params, None, request.prompts
@@ -251,8 +256,11 @@ class Job:
     def _finish(self, pending: _Pending, outputs: list["RequestOutput"], stage: Stage) -> None:
         for answer in (answer for output in outputs for answer in output.outputs):
             if answer.finish_reason not in ("stop", "length"):
+                from jaxinfer.engine.results import EXCLUDED
+
                 error = RuntimeError(answer.error or f"the answer ended with {answer.finish_reason!r}")
-                self._fail(pending.row, error, stage, status_code=500)
+                is_clients = str(error).startswith(EXCLUDED)
+                self._fail(pending.row, error, stage, status_code=400 if is_clients else 500)
                 return
         if pending.offer is not None:
             from jaxinfer.engine.tool_calls import read_calls
@@ -332,7 +340,7 @@ class Defaults:
 
 
 def _values(params: SamplingParams) -> dict[str, Any]:
-    return {field.name: getattr(params, field.name) for field in fields(params)}
+    return {one.name: getattr(params, one.name) for one in fields(params)}
 
 
 def _json_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,10 @@ STRUCTURED_NAMES = (
 )
 _EVERY_BODY = ("model", "user", "return_token_ids")
 
-# Fields of OpenAI's API that are not supported, with the values that have no effect, besides null.
+UNSET: tuple[Any, ...] = (None, "", [], {})
+"""What clients send for a field of text, or of a list, that they leave empty."""
+
+# Fields of OpenAI's API that are not supported, with the values that have no effect, besides null and "".
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
@@ -145,7 +148,7 @@ def _known(body: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
     _check_known(body, (*known, *_NEUTRAL))
     for name, neutral in _NEUTRAL.items():
         value = body.get(name)
-        if value is not None and value not in neutral:
+        if value not in (None, "") and value not in neutral:
             reason = "a batch does not stream" if name == "stream" else "the option has no implementation"
             raise RowError(f"{name}={value!r:.60} is not supported: {reason}", name)
     return {name: value for name, value in body.items() if value is not None and name not in _NEUTRAL}
@@ -162,7 +165,7 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("model", "user"):
         if not isinstance(body.get(name, ""), str):
             raise RowError(f"{name} must be a string, got {body[name]!r:.60}", name)
-    return {"model": body.get("model"), "return_token_ids": _flag(body, "return_token_ids")}
+    return {"model": body.get("model") or None, "return_token_ids": _flag(body, "return_token_ids")}
 
 
 def _sampling(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def _sampling(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def structured_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """`structured`, from whatever name it is given under; nothing where it is not. Raises RowError."""
-    forms = {name: value for name in STRUCTURED_NAMES if (value := record.get(name)) is not None}
+    forms = {name: value for name in STRUCTURED_NAMES if not _is_unset(name, value := record.get(name))}
     if "structured" in record:
         forms["structured"] = record["structured"]
     if len(forms) > 1:
@@ -184,6 +187,10 @@ def structured_of(record: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise RowError(f"{name}: {error}", name) from None
     return {}
+
+
+def _is_unset(name: str, value: Any) -> bool:
+    return value in UNSET and not (value == {} and name == "guided_json")  # the schema of any JSON
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:

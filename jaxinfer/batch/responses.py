@@ -1,6 +1,7 @@
 """Lines of the results: OpenAI's objects for rows in OpenAI's batch form, plain ones for plain rows, and errors."""
 
 import hashlib
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from jaxinfer.text import Tokenizer
     from jaxinfer.tool_calls import ToolCall
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 
 
@@ -151,7 +153,7 @@ def _completions_choices(
         for answer in output.outputs:
             logprobs = None
             if answer.logprobs is not None:
-                logprobs = _completions_logprobs(output, answer, params, request.echo, tokenizer)
+                logprobs = _completions_logprobs(output, answer, params, before if request.echo else None, tokenizer)
             choice: dict[str, Any] = {
                 "index": len(choices),
                 "text": before + answer.text,
@@ -201,13 +203,12 @@ def _completions_logprobs(
     output: "RequestOutput",
     answer: "CompletionOutput",
     params: "SamplingParams",
-    echo: bool,
+    prompt: str | None,
     tokenizer: "Tokenizer | None",
 ) -> dict[str, Any]:
-    lists = LogprobLists(tokenizer)
-    if echo:
-        for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
-            lists.add(token, entry, params.prompt_logprobs or 0)
+    lists = LogprobLists(tokenizer, params.skip_special_tokens)
+    if prompt is not None:
+        lists.add_prompt(prompt, output, params)
     for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True):
         lists.add(token, entry, params.logprobs or 0)
     return lists.take()
@@ -215,22 +216,43 @@ def _completions_logprobs(
 
 class LogprobLists:
     """OpenAI's four lists of completions; with echo they begin with the prompt's tokens, of which the first has no
-    log-probability. Offsets are in characters, from `offset` on."""
+    log-probability.
 
-    def __init__(self, tokenizer: "Tokenizer | None", offset: int = 0):
-        self._tokenizer, self._offset = tokenizer, offset
+    Offsets are where tokens begin in the choice's text, in characters, from `offset` on. Parts of a character have the
+    place of that character, and a token that the text leaves out that of what follows.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer | None", skip_special_tokens: bool = True, offset: int = 0):
+        self._tokenizer, self._skips, self._offset = tokenizer, skip_special_tokens, offset
+        self._prompt: str | None = None  # of which tokens are added
+        self._start_text()
         self._start()
+
+    def add_prompt(self, text: str, output: "RequestOutput", params: "SamplingParams") -> None:
+        """Adds the prompt's tokens, whose text the choice begins with."""
+        self._prompt = text
+        for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
+            self.add(token, entry, params.prompt_logprobs or 0)
+        self._prompt, self._offset = None, len(text)
+        self._start_text()
+
+    def _start_text(self) -> None:
+        from jaxinfer.text import StreamingDetokenizer
+
+        self._detokenizer = None if self._tokenizer is None else StreamingDetokenizer(self._tokenizer)
+        self._held = b""
 
     def _start(self) -> None:
         self._tokens: list[str] = []
         self._token_logprobs: list[float | None] = []
         self._top_logprobs: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
 
     def add(self, token: int, entry: "TokenLogprob | None", num_top: int) -> None:
         """Adds a token with its `num_top` most probable ones."""
         if entry is None:
             decoded = None if self._tokenizer is None else self._tokenizer.decode([token], False)
-            self._append(_text(token, decoded), None, None)
+            self._append(token, decoded, None, None)
             return
         shown = token_entry(entry, num_top)
         best: dict[str, float] = {}
@@ -239,24 +261,51 @@ class LogprobLists:
                 continue
             # Two ids can have the same text, if they are parts of characters.
             best[one["token"] if one["token"] not in best else _text(one["token_id"], None)] = one["logprob"]
-        self._append(shown["token"], shown["logprob"], best)
+        self._append(token, entry[token].decoded_token, shown["logprob"], best)
 
-    def _append(self, token: str, logprob: float | None, best: dict[str, float] | None) -> None:
-        self._tokens.append(token)
+    def _append(self, token: int, decoded: str | None, logprob: float | None, best: dict[str, float] | None) -> None:
+        self._tokens.append(_text(token, decoded))
         self._token_logprobs.append(logprob)
         self._top_logprobs.append(best)
+        self._offsets.append(self._place(token, decoded or ""))
+
+    def _place(self, token: int, own: str) -> int:
+        """Where a token with this text of its own begins; moves on to its end."""
+        before, tokenizer, is_whole = self._offset, self._tokenizer, "\ufffd" not in own
+        if tokenizer is None or self._detokenizer is None or not tokenizer.has_id(token):
+            text = own if is_whole and tokenizer is None else ""
+        elif token in tokenizer.special_ids:
+            is_shown = not self._skips if self._prompt is None else self._prompt.startswith(own, before)
+            text = own if is_shown else ""
+        else:
+            text = self._detokenizer.add(token) if self._detokenizer.is_incremental else own
+        self._offset += len(text)
+        if not is_whole or not text.endswith(own):
+            return before + self._num_held_chars(token, text)
+        self._held = b""
+        start = len(text) - len(own)  # before it, the end of other tokens' character, or a space that is trimmed alone
+        if tokenizer is not None and text[:start].endswith(" "):
+            start -= (tokenizer.id_to_token(token) or "").startswith("▁")
+        return before + start
+
+    def _num_held_chars(self, token: int, text: str) -> int:
+        """Characters that are complete before this byte of a run whose text comes as a whole (`<0xE4>`: byte
+        fallback)."""
+        if text or self._tokenizer is None:
+            self._held = b""
+            return 0
+        num_before, piece = len(self._held.decode(errors="ignore")), self._tokenizer.id_to_token(token) or ""
+        if _BYTE.fullmatch(piece):
+            self._held += bytes.fromhex(piece[3:5])
+        return num_before
 
     def take(self) -> dict[str, Any]:
         """The lists of what was added since the last call; offsets go on from it."""
-        offsets = []
-        for token in self._tokens:
-            offsets.append(self._offset)
-            self._offset += len(token)
         lists = {
             "tokens": self._tokens,
             "token_logprobs": self._token_logprobs,
             "top_logprobs": self._top_logprobs,
-            "text_offset": offsets,
+            "text_offset": self._offsets,
         }
         self._start()
         return lists

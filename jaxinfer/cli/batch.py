@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _files = partial(option, group="Files")
 _fleet = partial(option, group="A fleet")
+_NUM_NAMED = 5  # other models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +212,10 @@ def _print_end(summary: "BatchSummary", *, is_piped: bool) -> None:
         parts.append(f"answers in {summary.out}")
     if summary.failed and not is_piped:
         parts.append(f"errors in {summary.errors}")
+    if summary.other_models:
+        named = ", ".join(f"{name[:60]} ({count:,})" for name, count in list(summary.other_models.items())[:_NUM_NAMED])
+        more = len(summary.other_models) - _NUM_NAMED
+        parts.append(f"rows that name other models: {named}{f' and {more:,} more' if more > 0 else ''}")
     say(" · ".join(parts))
 
 

@@ -182,7 +182,7 @@ def sampling_values(options: LogitOptions) -> dict[str, Any]:
 
 def _read_text(path: Path, name: str) -> str:
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")  # a Windows editor writes a mark at the start
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--{name.replace('_', '-')}: {path} cannot be read: {error}") from None
 

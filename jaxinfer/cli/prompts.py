@@ -88,7 +88,7 @@ def _object(text: str, where: str, required: tuple[str, ...]) -> dict[str, Any]:
 def _lines(file: Path) -> Iterator[tuple[int, str, bool]]:
     """Line numbers, from 1, with their text and whether the file is JSON lines, without blank lines."""
     try:
-        text = _stdin() if str(file) == STDIN else file.read_text(encoding="utf-8")
+        text = _stdin() if str(file) == STDIN else file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}") from None
     is_json = file.suffix in (".jsonl", ".ndjson", ".json")

@@ -20,12 +20,11 @@ from jaxinfer.engine.request import (
     Request,
     RequestOptions,
     RequestOutput,
-    RequestTimings,
     SequenceState,
     StreamDelta,
     TokenLogprob,
 )
-from jaxinfer.engine.results import pooled_of
+from jaxinfer.engine.results import pooled_of, timings
 from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
 from jaxinfer.grammar.compiler import Grammar, GrammarCompiler, make_compiler
 from jaxinfer.grammar.gate import Gate
@@ -33,7 +32,7 @@ from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ModelConfig
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, derive_seed, make_batch, tokenize_bad_words
 from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, TextTooLongError, Tokenizer, read_token_ids
-from jaxinfer.text.messages import with_system
+from jaxinfer.text.messages import check_messages, with_system
 from jaxinfer.text.reasoning import FAMILIES, prompt_end
 
 Key = TypeVar("Key")
@@ -97,8 +96,10 @@ class Client:
         options: RequestOptions = DEFAULT_REQUEST_OPTIONS,
         *,
         what: str = "the prompt",
+        keeps_answer: bool = True,
     ) -> Request:
-        """A checked and tokenized request; raises if it can never be served."""
+        """A checked and tokenized request; raises if it can never be served. Without `keeps_answer` no room is needed
+        beside the prompt."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"{what}: params must be SamplingParams, got {type(params).__name__}")
         if params.stop and self.tokenizer is None:
@@ -107,7 +108,7 @@ class Client:
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(self.max_model_len - len(ids), 1)
-        self._check_fits(what, len(ids), max_tokens)
+        self._check_fits(what, len(ids), params.max_tokens if keeps_answer else 0)
         limit = self.engine.spec.options.max_waiting
         if limit is not None and params.n > self.engine.spec.max_seqs + limit:
             raise ValueError(
@@ -161,7 +162,7 @@ class Client:
         if params.structured is not None:
             raise SamplingParamsError("structured", f"{what}: a score is not taken under structured output")
         params = replace(params, n=1, max_tokens=1, prompt_logprobs=1, stop=(), logprobs=None)
-        self._check_fits(what, len(ids) + len(more), 1)
+        self._check_fits(what, len(ids) + len(more), 0)
         bad_words = self._check_params(params)
         return Request(
             [*ids, *more], params, 1, 0, eos_token_ids=self.eos_token_ids, bad_words=bad_words, score_from=len(ids)
@@ -173,7 +174,7 @@ class Client:
         """A request for a vector; it may have as many tokens as the model takes, for none is made after them."""
         if pooling.token_ids and not self.has_head:
             raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no scores of pairs")
-        self._check_fits(what, len(token_ids), 1 if len(token_ids) < self.max_model_len else 0)
+        self._check_fits(what, len(token_ids), 0)
         return Request(list(token_ids), params, 1, 0, pooling=pooling, options=options, deadline=_deadline(options))
 
     def tokenize(
@@ -204,6 +205,8 @@ class Client:
 
         One without a system message begins with the system prompt of the model's alias, if it has one.
         """
+        if self.system is not None:
+            check_messages(messages)  # before another one moves their numbers
         messages = with_system(messages, self.system)
         limit = self.max_model_len
         try:
@@ -233,20 +236,25 @@ class Client:
             make_batch([request.row(0)], self.config.vocab_size)  # raises here rather than among running requests
         return bad_words
 
-    def _check_fits(self, what: str, num_prompt: int, max_tokens: int) -> None:
+    def _check_fits(self, what: str, num_prompt: int, max_tokens: int | None) -> None:
+        """`max_tokens`: of the answer, 0 where none is made, None for as many as fit, at least 1."""
         limit = self.max_model_len
         if num_prompt == 0:
             raise ValueError(f"{what} is empty: it needs at least 1 token")
-        if num_prompt + max_tokens > limit:
-            raise RequestTooLargeError(
-                f"{what}: {num_prompt} prompt tokens and max_tokens={max_tokens} make "
-                f"{num_prompt + max_tokens}, but max_model_len={limit} "
-                f"(the model allows {self.config.max_length})"
-            )
+        num_needed = max(limit - num_prompt, 1) if max_tokens is None else max_tokens
+        if num_prompt + num_needed > limit:
+            told = f"max_model_len={limit} (the model allows {self.config.max_length})"
+            if max_tokens:
+                told = f"{num_prompt} prompt tokens and {max_tokens=} make {num_prompt + max_tokens}, but {told}"
+            else:
+                room = " and leave no room for an answer" if max_tokens is None else ""
+                told = f"{num_prompt} tokens are too many{room}: {told}"
+            raise RequestTooLargeError(f"{what}: {told}")
         try:
-            self.engine.check_fits(num_prompt, max(max_tokens, 1))
+            self.engine.check_fits(num_prompt, max(num_needed, 1))
         except ValueError as error:
-            raise type(error)(f"{what}: {error}") from None
+            told = str(error) if max_tokens else str(error).replace("max_tokens=", "an answer of ")
+            raise type(error)(f"{what}: {told}") from None
 
     # Submit.
 
@@ -478,18 +486,3 @@ class _TextReader:
 
 def _deadline(options: RequestOptions) -> float | None:
     return None if options.timeout is None else time.monotonic() + options.timeout
-
-
-def timings(answers: Sequence[SequenceState]) -> RequestTimings:
-    """Of a request with these answers: the first token of any, the end of the last."""
-    arrived = min(answer.arrived for answer in answers)
-    admitted = min(answer.admitted or answer.finished for answer in answers)
-    first = min(answer.first_token or answer.finished for answer in answers)
-    finished = max(answer.finished for answer in answers)
-    num_tokens = max(answer.num_output for answer in answers)
-    return RequestTimings(
-        queue_time=admitted - arrived,
-        time_to_first_token=first - arrived,
-        total_time=finished - arrived,
-        time_per_output_token=(finished - first) / max(num_tokens - 1, 1),
-    )

@@ -1,14 +1,19 @@
 """From what a program sampled to the results in a `SequenceState`; mirrors on the host what the program decided."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from jaxinfer.engine.request import Logprob, Score, SequenceState, TokenLogprob
+from jaxinfer.engine.request import Logprob, RequestTimings, Score, SequenceState, TokenLogprob
 from jaxinfer.sampling import SampleOutput, TokenLogprobs
 
 NOT_A_NUMBER = (
     "the model's logits at position {position} hold NaN or infinity, or no token is allowed there: "
     "are the weights finite and is the dtype wide enough?"
 )
+
+EXCLUDED = "no token is left at position"
+"""How the error of an answer begins whose request excludes all that it asks for: the client's, not the engine's."""
 
 End = tuple[str, int | None]  # finish reason, and the token that was one
 
@@ -32,10 +37,11 @@ def take_error(sequence: SequenceState) -> End:
         "allowed_token_ids": params.allowed_token_ids,
         "logit_bias": params.logit_bias,
     }
-    if sequence.grammar is not None and any(given.values()):
-        names = " and ".join(name for name, is_given in given.items() if is_given)
-        reason = f"those that the answer must match are excluded by {names}"
-        sequence.error = f"no token is left at position {position}: {reason}"
+    names = " and ".join(name for name, is_given in given.items() if is_given)
+    if sequence.grammar is not None and names:
+        sequence.error = f"{EXCLUDED} {position}: those that the answer must match are excluded by {names}"
+    elif params.bad_words and params.allowed_token_ids:
+        sequence.error = f"{EXCLUDED} {position}: allowed_token_ids are excluded by bad_words"
     return "error", None
 
 
@@ -101,3 +107,18 @@ def pooled_of(answer: SequenceState) -> np.ndarray | None:
     if request.pooling is None or answer.pooled is None or answer.finish_reason not in ("stop", "length"):
         return None
     return request.pooling.finish(answer.pooled, request.num_prompt)
+
+
+def timings(answers: Sequence[SequenceState]) -> RequestTimings:
+    """Of a request with these answers: the first token of any, the end of the last."""
+    arrived = min(answer.arrived for answer in answers)
+    admitted = min(answer.admitted or answer.finished for answer in answers)
+    first = min(answer.first_token or answer.finished for answer in answers)
+    finished = max(answer.finished for answer in answers)
+    num_tokens = max(answer.num_output for answer in answers)
+    return RequestTimings(
+        queue_time=admitted - arrived,
+        time_to_first_token=first - arrived,
+        total_time=finished - arrived,
+        time_per_output_token=(finished - first) / max(num_tokens - 1, 1),
+    )

@@ -231,8 +231,25 @@ def _decimal(token: Any) -> Any:
     return int(token) if is_id else token
 
 
+# What those want who give an extreme, or a value by which other engines mean "not given".
+_HINTS = {
+    "max_tokens": "leave it out for as many as fit",
+    "min_p": "0 keeps all tokens",
+    "min_tokens": "0 is no minimum",
+    "logprobs": "leave it out for none",
+    "prompt_logprobs": "leave it out for none",
+    "repetition_penalty": "1 changes nothing",
+    "seed": "leave it out for a random one",
+    "stop": "leave it out for none",
+    "temperature": "0 takes the most probable token",
+    "top_k": "-1 or 0 keeps all tokens",
+    "top_p": "1 keeps all tokens, and top_k=1 the most probable one",
+}
+
+
 def _error(name: str, value: Any, limit: str) -> SamplingParamsError:
-    return SamplingParamsError(name, f"{name} must be {limit}, got {reprlib.repr(value)}")
+    hint = f": {_HINTS[name]}" if name in _HINTS else ""
+    return SamplingParamsError(name, f"{name} must be {limit}, got {reprlib.repr(value)}{hint}")
 
 
 def _to_int(name: str, value: Any, limit: str) -> int:

@@ -2,7 +2,8 @@
 
 The order is vLLM V1's (`vllm/v1/sample/sampler.py`): allowed ids, bad words, min_tokens, logit bias, repetition,
 frequency and presence penalties; temperature of sampled rows; the grammar's mask; min-p, top-k, top-p of sampled rows.
-A mask changes no other logit, not by rounding either: a token that wins without it and is allowed wins with it.
+A mask changes no other logit, not by rounding either: a token that wins without it and is allowed wins with it. An
+answer that its grammar lets end ends where processors, such as min_tokens, leave no other token.
 
 Top-k and top-p do not sort the vocabulary. Both keep the tokens whose logit reaches a threshold. Two methods find the
 same threshold, bit for bit: a binary search over the bits of the float (32 passes of counting) and, on a CPU, the 128
@@ -39,11 +40,14 @@ def transform(
     """
     if logits.dtype != jnp.float32 or logits.shape != batch.bias.shape:
         raise ValueError(f"logits must be float32{list(batch.bias.shape)}, got {logits.dtype}{list(logits.shape)}")
-    logits = _where_any(_has_processors(batch, state), lambda x: _process(x, batch, state), logits)
+    has_processors = _has_processors(batch, state)
+    logits = _where_any(has_processors, lambda x: _process(x, batch, state), logits)
     has_temperature = batch.is_sampled & (batch.temperature != 1)
     logits = _where_any(has_temperature, lambda x: _scale(x, batch.temperature, has_temperature), logits)
     if tables is not None:
         logits = _where_any(state.grammar > 0, lambda x: apply_masks(x, state.grammar, tables), logits)
+        may_exclude = has_processors & (state.grammar > 0)
+        logits = _where_any(may_exclude, lambda x: _end_finished(x, may_exclude, batch, state, tables), logits)
     return _where_any(batch.is_sampled, lambda x: _filter(x, batch), logits)
 
 
@@ -69,6 +73,17 @@ def _process(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> j
     early_ids = jnp.where(is_early[:, None], batch.min_tokens_ids, batch.vocab_size)
     logits = _where_any(is_early, lambda x: _forbid(x, early_ids), logits)
     return _where_any(batch.has_penalties, lambda x: _penalize(x, batch, state), logits)
+
+
+def _end_finished(
+    logits: jax.Array, may_exclude: jax.Array, batch: SamplingBatch, state: SamplingState, tables: GrammarTables
+) -> jax.Array:
+    """Lets an answer end that is complete by its grammar where min_tokens and the like leave it no token; of several
+    ends all are as probable."""
+    rows = jnp.arange(logits.shape[0])[:, None]
+    is_stuck = may_exclude & jnp.all(logits == -jnp.inf, axis=-1)
+    ends = jnp.where(is_stuck[:, None], batch.min_tokens_ids, batch.vocab_size)
+    return apply_masks(logits.at[rows, ends].set(0, mode="drop"), state.grammar, tables)
 
 
 def _filter(logits: jax.Array, batch: SamplingBatch) -> jax.Array:

@@ -64,10 +64,9 @@ def _choice(
     params = generation.job.params
     logprobs = None
     if answer.logprobs is not None:
-        lists = LogprobLists(generation.tokenizer)
+        lists = LogprobLists(generation.tokenizer, params.skip_special_tokens)
         if body.echo:
-            for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
-                lists.add(token, entry, params.prompt_logprobs or 0)
+            lists.add_prompt(generation.prompt_text(number), output, params)
         for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
             lists.add(token, entry, params.logprobs or 0)
         logprobs = lists.take()
@@ -91,7 +90,8 @@ class _CompletionEvents:
     def __init__(self, body: CompletionRequest, generation: Generation, position: StreamPosition):
         self._generation, self._position, self._has_usage = generation, position, wants_usage(body)
         self._params, self._has_ids = generation.job.params, bool(body.return_token_ids)
-        self._lists = [LogprobLists(generation.tokenizer, one.num_chars) for one in position.choices]
+        skips = self._params.skip_special_tokens
+        self._lists = [LogprobLists(generation.tokenizer, skips, one.num_chars) for one in position.choices]
         answer_id, model = f"cmpl-{position.answer_id}", generation.model
         self._chunks = CompletionChunks(
             KIND, answer_id, position.created, model.name, model.fingerprint, self._has_usage

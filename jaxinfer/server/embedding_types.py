@@ -11,11 +11,16 @@ _Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _Inputs = Annotated[
-    list[Any], Meta(extra_json_schema={"anyOf": [_IDS, {"items": {"anyOf": [{"type": "string"}, _IDS]}}]})
+    list[Any],
+    Meta(extra_json_schema={"minItems": 1, "anyOf": [_IDS, {"items": {"anyOf": [{"type": "string"}, _IDS]}}]}),
 ]
 _Document = Annotated[
     dict[str, Any], Meta(extra_json_schema={"properties": {"text": {"type": "string"}}, "required": ["text"]})
 ]
+
+_SOME = Meta(extra_json_schema={"minItems": 1})
+_Texts = Annotated[list[str], _SOME]
+_Documents = Annotated[list[str | _Document], _SOME]
 
 
 class VectorFields(Struct, kw_only=True):
@@ -44,8 +49,8 @@ class EmbeddingsRequest(VectorFields, kw_only=True):
 class ScoreRequest(VectorFields, kw_only=True):
     """The body of /v1/score: pairs of texts, or one text against several."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    text_1: str | _Texts
+    text_2: str | _Texts
     instruction: str | None = None
 
 
@@ -53,7 +58,7 @@ class RerankRequest(VectorFields, kw_only=True):
     """The body of /v1/rerank."""
 
     query: str
-    documents: list[str | _Document]
+    documents: _Documents
     top_n: _Positive | None = None
     return_documents: bool | None = None
     instruction: str | None = None

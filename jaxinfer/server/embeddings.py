@@ -88,6 +88,8 @@ async def _relevance(
     request: Request, service: Service, body: Any, queries: list[str], documents: list[str], param: str
 ) -> tuple[str, np.ndarray, int]:
     """The model's name, the scores, and the tokens that they took."""
+    if not documents:
+        raise refused(param, f"{param} is empty: it needs at least 1 text")
     async with using(request, service, body) as model:
 
         def make(options: RequestOptions) -> VectorJob:
@@ -149,6 +151,8 @@ def _inputs(given: str | list[Any]) -> list[Prompt]:
         return [given]
     if given and all(isinstance(one, int) and not isinstance(one, bool) for one in given):
         return [given]
+    if not given:
+        raise refused("input", "input is empty: it needs at least 1 text")
     for number, one in enumerate(given):
         if not isinstance(one, (str, list)) or one == []:
             raise refused("input", f"input[{number}] must be a text or a list of token ids, got {one!r:.60}")

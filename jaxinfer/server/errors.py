@@ -16,6 +16,7 @@ from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
 from jaxinfer.sampling.params import SamplingParamsError
 from jaxinfer.text import ChatTemplateError, TextTooLongError
+from jaxinfer.text.messages import MessageError
 
 _LOG = logging.getLogger("jaxinfer.server")
 _TYPES = {
@@ -27,7 +28,10 @@ _TYPES = {
     429: ("rate_limit_error", "rate_limit_error"),
     503: ("service_unavailable", "overloaded_error"),
 }  # of OpenAI and of Anthropic
-_OWN_FIELDS = (msgspec.MsgspecError, SamplingParamsError, RowError, TextTooLongError, RequestTooLargeError)
+_OWN_FIELDS = (
+    *(msgspec.MsgspecError, SamplingParamsError, RowError, MessageError),
+    *(TextTooLongError, RequestTooLargeError),
+)
 _MAX_MESSAGE = 1000  # characters
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 
@@ -115,7 +119,7 @@ def as_api_error(error: BaseException) -> APIError:
         return APIError(400, f"the body is not JSON: {error}")
     if isinstance(error, UnicodeDecodeError):
         return APIError(400, "the body is not UTF-8")
-    if isinstance(error, (SamplingParamsError, RowError)):
+    if isinstance(error, (SamplingParamsError, RowError, MessageError)):
         return APIError(400, str(error), param=error.parameter)
     if isinstance(error, (TextTooLongError, RequestTooLargeError)):
         return APIError(400, str(error), code="context_length_exceeded")

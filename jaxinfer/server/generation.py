@@ -15,13 +15,14 @@ from jaxinfer.engine.request import (
     RequestOutput,
     StreamDelta,
 )
+from jaxinfer.engine.results import EXCLUDED
 from jaxinfer.sampling import SamplingParamsError
 from jaxinfer.sampling.seeds import sample_seed
 from jaxinfer.server.admission import Ticket
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread
 from jaxinfer.server.models import Lease
-from jaxinfer.server.params import Job
+from jaxinfer.server.params import Conversation, Job
 from jaxinfer.server.record import Record
 from jaxinfer.server.resume import Skipper, StreamPosition
 from jaxinfer.server.service import Service
@@ -115,7 +116,7 @@ class Generation:
         )
         for number, prompt in enumerate(job.prompts):
             what = "the prompt" if len(job.prompts) == 1 else f"prompt {number}"
-            with client_errors("prompt"), _errors_of_tools(job):
+            with client_errors(prompt.name if isinstance(prompt, Conversation) else "prompt"), _errors_of_tools(job):
                 prepared = job.token_ids(llm, prompt)
                 if isinstance(prepared, str) and not (job.has_limit and job.max_length is None):
                     prepared = llm.client.tokenize(prepared, what=what)[1]
@@ -124,7 +125,7 @@ class Generation:
                 if self._hidden is not None:
                     params = replace(params, skip_special_tokens=False)
                 params = replace(params, **calls) if calls else params
-                requests.append(llm.prepare(prepared, params, options, what=what))
+                requests.append(llm.prepare(prepared, params, options, what=what, keeps_answer=job.num_kept != 0))
         return requests
 
     @property
@@ -354,6 +355,8 @@ def _parts(delta: StreamDelta, reader: AnswerReader) -> list[Shown]:
 
 def _check(delta: StreamDelta) -> None:
     """Raises APIError for an answer that did not end as it should."""
+    if delta.finish_reason == "error" and (delta.error or "").startswith(EXCLUDED):
+        raise APIError(400, f"the request excludes its own answer: {delta.error}")
     if delta.finish_reason == "error":
         raise APIError(500, f"the answer failed: {delta.error or 'the model computed invalid numbers'}")
     if delta.finish_reason == "abort":

@@ -78,7 +78,7 @@ async def count_tokens(request: Request, service: Service) -> Response:
 
 
 def _job(body: MessagesRequest, model: ServedModel) -> Job:
-    if body.service_tier not in (None, "auto", "standard_only"):
+    if body.service_tier not in (None, "", "auto", "standard_only"):
         raise refused("service_tier", f"service_tier={body.service_tier!r:.60} is not supported")
     if body.max_tokens < 1:
         raise refused("max_tokens", f"max_tokens={body.max_tokens} must be at least 1")
@@ -116,13 +116,15 @@ def _conversation(
     if body.system:
         system = body.system if isinstance(body.system, str) else "\n".join(_texts(body.system, "system"))
         found.append({"role": "system", "content": system})
+    places = ["system"] * len(found)
     for number, message in enumerate(body.messages):
         found += _turns(message, f"messages[{number}]")
+        places += [f"messages[{number}]"] * (len(found) - len(places))
     # An answer that the client has begun is continued.
     continues = bool(found) and found[-1]["role"] == "assistant"
     kwargs: dict[str, Any] = {"add_generation_prompt": not continues, "continue_final_message": continues}
     kwargs |= _thinking(body, model.llm, model.tags)
-    return Conversation(read_messages(found), None if offer is None else offer.shown, kwargs)
+    return Conversation(read_messages(found, places), None if offer is None else offer.shown, kwargs)
 
 
 def _thinking(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Family | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from jaxinfer.server.ollama_types import (
     OllamaOptions,
     OllamaRequest,
 )
-from jaxinfer.server.params import Conversation, Job, make_job, offered_tools, read_messages
+from jaxinfer.server.params import Conversation, Job, check_neutral, make_job, offered_tools, read_messages
 from jaxinfer.server.record import Record
 from jaxinfer.server.service import Service
 from jaxinfer.text.reasoning import Family
@@ -131,13 +131,9 @@ def error_line(error: APIError) -> bytes:
 
 
 def _job(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel) -> Job:
-    check_neutral(body, NEUTRAL, "")
+    check_neutral(body, NEUTRAL)
     options = body.options or OllamaOptions()
-    for name, neutral in NEUTRAL_OPTIONS.items():
-        value = getattr(options, name)
-        if value is not None and value not in neutral:
-            why = ": it is for loading, which the options of jaxinfer serve say" if name in ON_LOADING else ""
-            raise refused(f"options.{name}", f"options.{name}={value!r:.60} is not supported{why}")
+    _check_options(options)
     values = {ours: value for name, ours in _NAMES.items() if (value := getattr(options, name)) is not None}
     if values.get("top_k") == 0:  # all tokens
         values["top_k"] = -1
@@ -157,12 +153,15 @@ def _job(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel) ->
     return job if options.num_ctx is None else replace(job, max_length=_length(options.num_ctx, model))
 
 
-def check_neutral(body: Any, neutral: Mapping[str, tuple[Any, ...]], prefix: str) -> None:
-    """Raises APIError for a field that is not supported, unless its value changes nothing."""
-    for name, values in neutral.items():
-        value = getattr(body, name, None)
-        if value is not None and value not in values:
-            raise refused(prefix + name, f"{prefix}{name}={value!r:.60} is not supported")
+def _check_options(options: OllamaOptions) -> None:
+    """Raises APIError for options that are not supported; those of something that is off change nothing."""
+    has_penalty = options.repeat_penalty not in (None, 1) or options.presence_penalty or options.frequency_penalty
+    off = {"repeat_last_n"} if not has_penalty else set()
+    off |= {"mirostat_tau", "mirostat_eta"} if not options.mirostat else set()
+    for name, neutral in NEUTRAL_OPTIONS.items():
+        if name not in off:
+            why = ", it is for loading, which the options of jaxinfer serve say" if name in ON_LOADING else ""
+            check_neutral(options, {name: neutral}, "options.", why)
 
 
 def _length(num_ctx: int, model: ServedModel) -> int:
@@ -212,7 +211,8 @@ def _prompt(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel)
 def _turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if message.get("images"):
         raise refused(f"{where}.images", f"{where}.images is not supported: models here read text")
-    turn: dict[str, Any] = {"role": message.get("role"), "content": message.get("content") or ""}
+    content = message.get("content")
+    turn: dict[str, Any] = {"role": message.get("role"), "content": "" if content is None else content}
     if message.get("thinking"):
         turn["reasoning_content"] = message["thinking"]
     calls = message.get("tool_calls")
@@ -231,7 +231,7 @@ def _turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _thinking(wanted: Any, template: str, tags: Family | None) -> dict[str, Any]:
     """Variables of the template that switch reasoning."""
-    if wanted is None:
+    if wanted in (None, ""):
         return {}
     if isinstance(wanted, str):
         if wanted not in ("low", "medium", "high") or "reasoning_effort" not in template:

@@ -27,7 +27,7 @@ from jaxinfer.server.embeddings import run_vectors
 from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.http import EventStream, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
-from jaxinfer.server.ollama import LINES, check_neutral, error_line, known_name
+from jaxinfer.server.ollama import LINES, error_line, known_name
 from jaxinfer.server.ollama_types import (
     NEUTRAL,
     OllamaCopyRequest,
@@ -35,6 +35,7 @@ from jaxinfer.server.ollama_types import (
     OllamaModelRequest,
     OllamaOptions,
 )
+from jaxinfer.server.params import check_neutral
 from jaxinfer.server.service import Service
 from jaxinfer.store import (
     Download,
@@ -114,7 +115,7 @@ async def pull(request: Request, service: Service) -> Response:
     """Downloads a repository of the hub, as lines of JSON unless `stream` is false."""
     _check_store(service)
     body = await read_body(request, OllamaModelRequest, service)
-    check_neutral(body, NEUTRAL, "")
+    check_neutral(body, NEUTRAL)
     name = _name(body)
     for hub in _HUBS:
         name = name.removeprefix(hub)

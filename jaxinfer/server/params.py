@@ -1,6 +1,5 @@
 """From the body of a request to what the engine takes. Every field is applied, or refused by its name."""
 
-import json
 import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, STRUCTURED_NAMES, structured_of
+from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, STRUCTURED_NAMES, UNSET, structured_of
 from jaxinfer.llm import LLM
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.sampling.params import SamplingParamsError
@@ -22,17 +21,18 @@ from jaxinfer.server.types import (
     TokenizeRequest,
 )
 from jaxinfer.text import read_token_ids
+from jaxinfer.text.messages import check_messages, places_of
 from jaxinfer.tool_calls import AnswerFormat, ToolOffer
 
 MAX_SEED = 2**53  # of seeds that the server chooses: every JSON parser keeps them
 
-# What is not supported, with the values that change nothing, besides null.
+# What is not supported, with the values that change nothing, besides null and those that stand for it.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "suffix": ("",),
+    "suffix": (),
     "chat_template": (),
-    "functions": ([],),
+    "functions": (),
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
@@ -50,11 +50,12 @@ _RENDERER = ("messages", "tools", "add_generation_prompt", "continue_final_messa
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template renders."""
+    """What a chat template renders. `name`: of the field that has the messages."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "messages"
 
     def token_ids(self, llm: LLM) -> list[int]:
         return llm.client.tokenize_chat(self.messages, self.tools, self.template_kwargs)
@@ -227,14 +228,21 @@ def _check_counts(prompts: Sequence[str | Sequence[int] | Conversation], request
 
 
 def _check_neutral(request: Any) -> None:
-    for name, neutral in NEUTRAL.items():
-        value = getattr(request, name, None)
-        if value is not None and value not in neutral:
-            raise refused(name, f"{name}={value!r:.60} is not supported")
+    check_neutral(request, NEUTRAL)
     if request.best_of not in (None, 1, request.n):
-        raise refused("best_of", "best_of is not supported: n answers are generated and all are returned")
-    if request.stream_options is not None and not request.stream:
+        raise refused("best_of", "best_of is not supported: n answers are generated and all are returned; leave it out")
+    if request.stream_options is not None and request.stream_options.include_usage and not request.stream:
         raise refused("stream_options", 'stream_options needs "stream": true')
+
+
+def check_neutral(body: Any, neutral: Mapping[str, tuple[Any, ...]], prefix: str = "", why: str = "") -> None:
+    """Raises APIError for a field that is not supported, unless its value changes nothing."""
+    for name, values in neutral.items():
+        value = getattr(body, name, None)
+        if value in UNSET or value in values:
+            continue
+        use = f", or send {values[0]!r}" if values else ""
+        raise refused(prefix + name, f"{prefix}{name}={value!r:.60} is not supported{why}: leave it out{use}")
 
 
 def _sampling(request: SamplingFields) -> dict[str, Any]:
@@ -273,25 +281,30 @@ def _ids(prompt: list[Any], where: str) -> list[int]:
             raise ValueError(f"{where}: {error}") from None
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: role developer is system, parts are plain texts, and the arguments of tool
-    calls are objects. The rest is checked where they are rendered."""
+def read_messages(messages: Sequence[Mapping[str, Any]], places: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Messages as `jaxinfer.text` takes them, checked: parts are plain texts, null is not given.
+
+    `places` are the names of the messages in the body. Raises APIError, with the place.
+    """
     if not messages:
         raise refused("messages", "messages is empty; a chat needs at least one message")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    places = places or places_of(messages)
+    found = [_message(message, place) for message, place in zip(messages, places, strict=True)]
+    with client_errors("messages"):
+        check_messages(found, places)
+    return found
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {name: value for name, value in message.items() if value is not None}
-    if found.get("role") == "developer":
-        found["role"] = "system"
-    content = found.get("content")
+    content, calls = found.get("content"), found.get("tool_calls")
     if isinstance(content, list):
         found["content"] = [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
-    calls = found.get("tool_calls")
-    if isinstance(calls, list):
-        found["tool_calls"] = [_call(call, where) for call in calls]
-        found.setdefault("content", "")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str) and count_values(arguments.encode("utf-8", "replace")) > MAX_FIELD:
+            raise refused("messages", f"{where}: the arguments of a tool call have more than {MAX_FIELD:,} values")
     return found
 
 
@@ -300,20 +313,6 @@ def _part(part: Any, where: str) -> dict[str, str]:
     if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
         raise refused(where, f"{where}: only parts of type text are supported, not {reprlib.repr(kind or part)}")
     return {"type": "text", "text": part["text"]}
-
-
-def _call(call: Any, where: str) -> Any:
-    """A tool call whose arguments are an object: OpenAI has them as JSON text, templates print them as JSON."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    if count_values(function["arguments"].encode("utf-8", "replace")) > MAX_FIELD:
-        raise refused("messages", f"{where}: the arguments of a tool call have more than {MAX_FIELD:,} values")
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def offered_tools(
@@ -346,7 +345,7 @@ def _template_kwargs(request: ChatRequest | TokenizeRequest, llm: LLM) -> dict[s
         if name in kwargs:
             raise refused("chat_template_kwargs", f"{name} cannot be one of chat_template_kwargs: it is set by a field")
     effort = getattr(request, "reasoning_effort", None)
-    if effort is not None:
+    if effort:
         source = llm.tokenizer.chat_template if llm.tokenizer is not None else None
         if "reasoning_effort" not in (source or ""):
             raise refused("reasoning_effort", "the model's chat template does not know reasoning_effort")
@@ -362,6 +361,8 @@ def tokenize_ids(request: TokenizeRequest, llm: LLM) -> list[int]:
         raise refused("prompt", "give either prompt or messages")
     if request.messages is not None:
         tools = request.tools or None
+        if tools:
+            llm.answer_format.check_shown()
         return Conversation(read_messages(request.messages), tools, _template_kwargs(request, llm)).token_ids(llm)
     return llm.client.tokenize(request.prompt or "", request.add_special_tokens is not False)[1]
 

@@ -86,7 +86,7 @@ class ModelPool:
 
     async def find(self, name: str | None) -> ServedModel:
         """Raises APIError: 404 for a name that is not served, 400 where a name is needed."""
-        if name is None:
+        if not name:
             if self.default_name is None:
                 raise APIError(400, f"model is missing; {await self._served()}", param="model")
             name = self.default_name

@@ -1,12 +1,13 @@
 """/v1/responses without a store: every request brings its whole conversation."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.batch.requests import structured_of
+from jaxinfer.batch.requests import UNSET, structured_of
 from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.llm import LLM
 from jaxinfer.server.answering import answer_headers, begin, usage_of
@@ -61,7 +62,7 @@ async def responses(request: Request, service: Service) -> Response:
 def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name)
-        if value is not None and value not in neutral:
+        if value not in UNSET and value not in neutral:
             why = ": nothing is stored, send the whole conversation" if name in _STORED else ""
             raise refused(name, f"{name}={value!r:.60} is not supported{why}")
     tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
@@ -71,10 +72,16 @@ def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
     values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     with client_errors("text"):
         values |= structured_of({"response_format": (body.text or {}).get("format")})
-    found = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    found += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _turns(body.input)
+    found = [({"role": "system", "content": body.instructions}, "instructions")] if body.instructions else []
+    if isinstance(body.input, str):
+        found.append(({"role": "user", "content": body.input}, "input"))
+    elif not body.input:
+        raise refused("input", "input is empty: a conversation needs at least one item")
+    else:
+        found += _turns(body.input)
     shown = None if offer is None else offer.shown
-    conversation = Conversation(read_messages(found), shown, _effort(body, model.llm))
+    messages = read_messages([one for one, _ in found], [place for _, place in found])
+    conversation = Conversation(messages, shown, _effort(body, model.llm), "input")
     names = {"max_tokens": "max_output_tokens"}
     return make_job(
         (conversation,),
@@ -91,7 +98,7 @@ def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
 
 def _effort(body: ResponsesRequest, llm: LLM) -> dict[str, Any]:
     effort = (body.reasoning or {}).get("effort")
-    if effort is None:
+    if not effort:
         return {}
     if "reasoning_effort" not in ((llm.tokenizer.chat_template if llm.tokenizer is not None else None) or ""):
         raise refused("reasoning", "the model's chat template does not know reasoning_effort")
@@ -115,32 +122,48 @@ def _choice(choice: Any) -> Any:
     return choice
 
 
-def _turns(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items of an input as messages of a chat template."""
-    found: list[dict[str, Any]] = []
-    reasoning: str | None = None
+def _turns(items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """Items of an input as messages of a chat template, each with the place of its first item.
+
+    Reasoning belongs to the assistant's turn that goes on after it, with text or with calls; where none does, it is a
+    turn of its own.
+    """
+    found: list[tuple[dict[str, Any], str]] = []
+    thoughts: list[str] = []
+    last: dict[str, Any] = {}
+
+    def add(turn: dict[str, Any], where: str) -> dict[str, Any]:
+        found.append((turn, where))
+        return turn
+
     for number, item in enumerate(items):
         kind, where = item.get("type", "message"), f"input[{number}]"
+        if kind == "reasoning":
+            thoughts += _texts(item.get("content") or item.get("summary") or [], f"{where}.content")
+            continue
+        is_assistants = kind == "function_call" or (kind == "message" and item.get("role") == "assistant")
+        if thoughts and not is_assistants:
+            last = add({"role": "assistant", "content": ""}, where)
+            last["reasoning_content"], thoughts = "\n".join(thoughts), []
         if kind == "message":
-            turn = {"role": item.get("role"), "content": item.get("content")}
-            if reasoning is not None and turn["role"] == "assistant":
-                turn["reasoning_content"], reasoning = reasoning, None
-            found.append(turn)
-        elif kind == "reasoning":
-            reasoning = "\n".join(_texts(item.get("content") or [], f"{where}.content")) or None
+            last = add({"role": item.get("role"), "content": item.get("content")}, where)
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if found and found[-1]["role"] == "assistant":
-                found[-1].setdefault("tool_calls", []).append(call)
-            else:
-                found.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if last.get("role") != "assistant":
+                last = add({"role": "assistant"}, where)
+            calls = last.setdefault("tool_calls", [])
+            calls.append({"id": item.get("call_id"), "type": "function", "function": function})
         elif kind == "function_call_output":
             output = item.get("output")
-            text = output if isinstance(output, (str, list)) else str(output)
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            text = output if isinstance(output, (str, list)) else json.dumps(output)
+            last = add({"role": "tool", "tool_call_id": item.get("call_id"), "content": text}, where)
         else:
             raise refused(where, f"{where}: an item of type {kind!r:.60} is not supported")
+        if thoughts:
+            before = [last["reasoning_content"]] if "reasoning_content" in last else []
+            last["reasoning_content"], thoughts = "\n".join([*before, *thoughts]), []
+    if thoughts:
+        add({"role": "assistant", "content": "", "reasoning_content": "\n".join(thoughts)}, f"input[{len(items) - 1}]")
     return found
 
 

@@ -72,7 +72,10 @@ class Service:
         record: Record = request.scope[RECORD]
         timeout = getattr(body, "timeout", None)
         if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
-            raise refused("timeout", f"timeout={timeout} must be seconds above 0, at most {MAX_TIMEOUT:.0f}")
+            raise refused(
+                "timeout",
+                f"timeout={timeout} must be seconds above 0, at most {MAX_TIMEOUT:.0f}; leave it out for none",
+            )
         try:
             keep_alive = parse_duration(getattr(body, "keep_alive", None))
         except ValueError as error:

@@ -13,18 +13,22 @@ gives. `encoding.py` does the encoding.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
 import jinja2.nodes
 
+from jaxinfer.text.histories import HistoryForm, fitted, needs_form, probe
 from jaxinfer.text.limits import ChatTemplateError, ChatTemplateLimitError, Meter
 from jaxinfer.text.messages import (
     ROLE_PATTERN,
+    Message,
     check_messages,
     check_template_kwargs,
     check_tools,
@@ -99,7 +103,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
-        """Render a chat; the text equals that of Transformers' `apply_chat_template(tokenize=False)`.
+        """Render a chat; the text equals that of Transformers' `apply_chat_template(tokenize=False)` for the same chat
+        in the form that the template reads (`histories.py`).
 
         With `continue_final_message` the text ends where the last message's content ends. Where the template has
         no case for a list of text parts, the parts are joined with newlines.
@@ -116,23 +121,16 @@ class ChatTemplate:
                 "add_generation_prompt=False to continue the last message"
             )
         chat = check_messages(messages)
-        plain_tools = check_tools(tools)
+        chat = fitted(chat, self.form if needs_form(chat) else None)
+        plain_tools = check_tools(tools) or None
         keywords = check_template_kwargs(template_kwargs or {}, self._special_tokens)
         content = "".join(text_leaves([chat, plain_tools, keywords])) + _joined_parts(chat)
         opening, closing, tag = self._unused_characters(content)
         for message in chat:
             if isinstance(message.get("content"), list) and not self._reads_parts:
                 message["content"] = "\n".join(part["text"] for part in message["content"])
-        if continue_final_message:
-            _append_tag(chat[-1], tag + " ")
         roles = {message["role"] for message in chat} | self._strings
-        variables = {
-            **self._special_tokens,
-            **keywords,
-            "messages": chat,
-            "tools": plain_tools,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        variables = self._variables(chat, plain_tools, add_generation_prompt, keywords)
         run = _Run(self, variables, roles, opening, closing)
         # Non-string leaves (numbers, punctuation of JSON) count too: 16 characters for every value is generous.
         num_input = len(content) + 16 * _num_values([chat, plain_tools, keywords])
@@ -141,12 +139,35 @@ class ChatTemplate:
         try:
             with meter.running():
                 text, spans, doubtful = run.text_and_spans()
+                if continue_final_message:
+                    text = text[: _end_of_content(text, run.with_messages(_tagged(chat, tag + " ")), tag)]
         finally:
             NOW.reset(now)
-        if continue_final_message:
-            text = _cut_at_tag(text, tag)
         spans = tuple((start, end) for start, end in spans if end <= len(text))
         return RenderedChat(text, spans, content, doubtful)
+
+    @cached_property
+    def form(self) -> HistoryForm:
+        """What the template reads, found by trying it."""
+        return probe(self._try)
+
+    def _try(self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+        """The text of a small chat; None where the template fails on it."""
+        variables = self._variables(chat, tools, True, {})
+        now = NOW.set(datetime.now())
+        try:
+            with Meter(max_chars=len(self.source) + 65536, time_limit=self._time_limit / 4).running():
+                return _Run(self, variables, set(), "", "").plain_text()
+        except ChatTemplateError:
+            return None
+        finally:
+            NOW.reset(now)
+
+    def _variables(
+        self, chat: Sequence[Message], tools: Any, add_generation_prompt: bool, keywords: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        names = {"messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return {**self._special_tokens, **keywords, **names}
 
     def _unused_characters(self, content: str) -> list[str]:
         """Three private-use characters that occur neither in the content nor in the template."""
@@ -176,9 +197,17 @@ class _Run:
         self._marks = (opening, closing)
         self._trusted = {lit.text[start:end] for lit in self._literals for start, end in lit.spans} | roles
 
+    def plain_text(self) -> str:
+        return self._render(())
+
+    def with_messages(self, chat: Sequence[Message]) -> str:
+        """The plain text of other messages."""
+        self._variables = {**self._variables, "messages": chat}
+        return self.plain_text()
+
     def text_and_spans(self) -> tuple[str, Sequence[tuple[int, int]], str]:
         """The plain text, the trusted spans, and the literals that could not be marked."""
-        text = self._render(())
+        text = self.plain_text()
         everything = range(len(self._literals))
         spans = self._marked_spans(everything, text)
         if spans is not None:
@@ -240,23 +269,27 @@ def _joined_parts(chat: Sequence[Mapping[str, Any]]) -> str:
     return "".join(part["text"] for parts in lists for part in parts)
 
 
-def _append_tag(message: dict[str, Any], tag: str) -> None:
-    """Put `tag` at the end of a message's text, to find that end in the rendered chat."""
-    content = message.get("content")
+def _tagged(chat: Sequence[Message], tag: str) -> list[Message]:
+    """The chat with `tag` at the end of its last message's text, to find that end in the rendered chat."""
+    content = chat[-1].get("content")
     if isinstance(content, str):
-        message["content"] = content + tag
-    elif content:
-        content[-1]["text"] += tag
-    else:
+        return [*chat[:-1], {**chat[-1], "content": content + tag}]
+    if not content:
         raise ValueError("continue_final_message needs a last message with text to continue")
+    last = {**content[-1], "text": content[-1]["text"] + tag}
+    return [*chat[:-1], {**chat[-1], "content": [*content[:-1], last]}]
 
 
-def _cut_at_tag(text: str, tag: str) -> str:
-    """The text up to the tag. The tag ends with a space: if the template trimmed that, it trims the content too."""
-    at = text.rfind(tag)
-    if at < 0:
+def _end_of_content(text: str, tagged: str, tag: str) -> int:
+    """Where the last message's content ends in `text`, by the same chat with a tag and a space after that content. If
+    the template trimmed the space, it trims the content too. A template may print the content more than once: its last
+    end counts."""
+    at = tagged.rfind(tag)
+    is_trimmed = tagged[at + 1 : at + 2] != " "
+    before = re.sub(rf"{tag} |\s*{tag}(?! )", "", tagged[:at].rstrip() if is_trimmed else tagged[:at])
+    if at < 0 or not text.startswith(before):
         raise ChatTemplateError(
             "continue_final_message: the template does not print the end of the last message, so there is "
             "nothing to continue"
         )
-    return text[:at] if text[at + 1 : at + 2] == " " else text[:at].rstrip()
+    return len(before)

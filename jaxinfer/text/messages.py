@@ -26,7 +26,15 @@ _RESERVED_KEYWORDS = frozenset(
 Message = dict[str, Any]
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+class MessageError(ValueError):
+    """Messages that cannot be rendered. The sentence begins with the place, which `parameter` is too."""
+
+    def __init__(self, sentence: str):
+        super().__init__(sentence)
+        self.parameter = sentence.removeprefix("a key of ").partition(" ")[0].rstrip(":;,")
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]], places: Sequence[str] | None = None) -> list[Message]:
     """Return the messages as fresh plain JSON data.
 
     A message is a dict with a `role` of letters, digits, `_` and `-`, and a `content`: a string, a list of
@@ -34,38 +42,52 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     template. Keys with the value None are dropped and a reasoning field is copied to the names templates use, both
     as Transformers does.
 
+    Args:
+        places: Names of the messages for errors, `messages[0]` and so on by default.
+
     Raises:
-        ValueError: Naming the message and the field.
+        MessageError: Naming the message and the field.
     """
     if not isinstance(messages, (list, tuple)):
-        raise ValueError(f"messages must be a list of dicts, not {type(messages).__name__}")
+        raise MessageError(f"messages must be a list of dicts, not {type(messages).__name__}")
     if not messages:
-        raise ValueError("messages is empty; a chat needs at least one message")
-    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        raise MessageError("messages is empty; a chat needs at least one message")
+    try:
+        places = places or places_of(messages)
+        return [_check_message(message, place) for message, place in zip(messages, places, strict=True)]
+    except MessageError:
+        raise
+    except ValueError as error:
+        raise MessageError(str(error)) from None
+
+
+def places_of(messages: Sequence[Any], name: str = "messages") -> list[str]:
+    """Names of the entries of a list, for errors."""
+    return [f"{name}[{index}]" for index in range(len(messages))]
 
 
 def _check_message(message: Any, path: str) -> Message:
     plain = plain_json(message, path)
     if not isinstance(plain, dict):
-        raise ValueError(f"{path} must be a dict with a role and a content, not {type(message).__name__}")
+        raise MessageError(f"{path} must be a dict with a role and a content, not {type(message).__name__}")
     plain = {key: value for key, value in plain.items() if value is not None}
     role = plain.get("role")
     if not isinstance(role, str) or ROLE_PATTERN.fullmatch(role) is None:
-        raise ValueError(f"{path}.role must be 1 to 64 letters, digits, '_' or '-', not {role!r:.80}")
+        raise MessageError(f"{path}.role must be 1 to 64 letters, digits, '_' or '-', not {role!r:.80}")
     calls = plain.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise ValueError(f"{path}.tool_calls must be a list of dicts")
+        raise MessageError(f"{path}.tool_calls must be a list of dicts")
     content = plain.get("content")
     if content is None:
         if not calls:
-            raise ValueError(f"{path}.content is missing; only a message with tool_calls may leave it out")
+            raise MessageError(f"{path}.content is missing; only a message with tool_calls may leave it out")
     elif isinstance(content, list):
         for index, part in enumerate(content):
             is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
             if not is_text or not isinstance(part["text"], str):
-                raise ValueError(f"{path}.content[{index}] must be {{'type': 'text', 'text': ...}}, not {part!r:.80}")
+                raise MessageError(f"{path}.content[{index}] must be {{'type': 'text', 'text': ...}}, not {part!r:.80}")
     elif not isinstance(content, str):
-        raise ValueError(f"{path}.content must be a string or a list of text parts, not {type(content).__name__}")
+        raise MessageError(f"{path}.content must be a string or a list of text parts, not {type(content).__name__}")
     reasoning = next((plain[name] for name in _REASONING_FIELDS if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 

@@ -116,6 +116,12 @@ class Tokenizer:
         return self._files.chat_templates.get("default")
 
     @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template for tools prints them."""
+        template = self._templates.get("tool_use") or self._templates.get("default")
+        return template is not None and template.form.shows_tools
+
+    @property
     def files(self) -> dict[str, Path]:
         """The source files, by name relative to the model directory."""
         return dict(self._files.paths)

@@ -122,10 +122,20 @@ class AnswerFormat:
                 "tool_choice that demands a call, parallel_tool_calls=false and strict tools need a model whose form "
                 "of calls is known, and its chat template names none: tool_parser can name it"
             )
+        self.check_shown()
         names = {tool.name for tool in use.tools}
         # Tools that may not be called are left out where nothing else keeps the model from calling them.
         shown = [one for one in given if use.mode == "required" or one["function"]["name"] in names]
         return ToolOffer(self, use, shown)
+
+    def check_shown(self) -> None:
+        """Raises ValueError where the chat template does not tell the model of tools, and no form of calls was named
+        for one that is told of them otherwise."""
+        if self.parser in ("auto", "none") and self.tokenizer is not None and not self.tokenizer.shows_tools:
+            raise ValueError(
+                "tools: the model's chat template shows no tools, so the model would not see them; if the messages "
+                "describe them, name the form of its calls with tool_parser"
+            )
 
 
 @dataclass(frozen=True)

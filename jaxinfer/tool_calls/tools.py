@@ -128,7 +128,7 @@ def _read_tool(entry: Any, path: str) -> tuple[Tool, int]:
 
 def _read_choice(choice: Any, tools: Mapping[str, Tool]) -> tuple[Mode, Sequence[str] | None]:
     """The mode, and the names of the tools that may be called where the choice says so."""
-    if choice is None:
+    if choice in (None, ""):
         return ("auto" if tools else "none"), None
     if choice in ("none", "auto", "required") and isinstance(choice, str):
         if choice == "required" and not tools:

@@ -50,14 +50,16 @@ def test_errors_go_where_they_are_wanted(path_in, run, records, tmp_path):
         run(path_in)
 
 
-def test_a_row_of_another_model_than_the_first_is_an_error(write_rows, run, outcome, tmp_path):
+def test_rows_may_name_other_models_and_are_counted(write_rows, run, outcome, tmp_path):
     def row(custom_id, **model):
         return {"custom_id": custom_id, "url": "/v1/completions", "body": {"prompt": "x", **model}}
 
-    run(write_rows([row("a"), row("b", model="m"), row("c", model="n"), row("d", model="m")]))
+    names = {"a": "gpt-4o", "b": "fake", "c": None, "d": "n", "e": "gpt-4o"}
+    summary = run(write_rows([row(name, **({"model": model} if model else {})) for name, model in names.items()]))
+    assert (summary.ok, summary.failed, summary.other_models) == (5, 0, {"gpt-4o": 2, "n": 1})
     found = outcome(tmp_path)
-    assert found["c"]["response"]["body"]["error"]["message"] == "model is 'n', but the job has 'm'"
-    assert [found[name]["response"]["body"].get("model") for name in "abd"] == ["fake", "m", "m"]
+    assert {name: found[name]["response"]["body"]["model"] for name in names} == {**names, "c": "fake"}
+    assert run(tmp_path / "in.jsonl").other_models == summary.other_models  # all were done before
 
 
 def test_a_row_of_several_prompts_fails_whole_and_once(write_rows, run, records, tmp_path):

@@ -1,5 +1,10 @@
 """The input, read twice."""
 
+import bz2
+import gzip
+import json
+import lzma
+
 import pytest
 
 from jaxinfer.batch.errors import BatchError
@@ -54,3 +59,37 @@ def test_a_line_that_changes_after_the_scan_is_told(write_rows):
     write_rows([*rows, rows[0]])
     with pytest.raises(BatchError, match="at line 3"):
         list(found.rows())
+
+
+ROWS = '{"prompt": "x"}\n{"prompt": "y"}\n'
+OTHER_KINDS = {
+    "UTF-16": ROWS.encode("utf-16"),
+    "UTF-16, big": b"\xfe\xff" + ROWS.encode("utf-16-be"),
+    "UTF-16 or UTF-32": ROWS.encode("utf-16-le"),
+    "UTF-16 or": ROWS.encode("utf-32"),
+    "gzip": gzip.compress(ROWS.encode()),
+    "xz": lzma.compress(ROWS.encode()),
+    "bzip2": bz2.compress(ROWS.encode()),
+    "a ZIP archive": b"PK\x03\x04rest",
+    "a Parquet file": b"PAR1rest",
+    "JSON array": json.dumps([{"prompt": "x"}]).encode(),
+    "one JSON array": json.dumps([{"prompt": "x"}], indent=1).encode(),
+    "one JSON object": b'\xef\xbb\xbf{\n "prompt": "x"\n}\n',
+    "separator ','": b'prompt,max_tokens\n"Hello, you",5\n',
+    "separator ';'": b"prompt;max_tokens\nHello;5\n",
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_a_file_of_another_kind_is_told_by_its_start(tmp_path, kind):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(OTHER_KINDS[kind])
+    with pytest.raises(BatchError, match=f"{kind.partition(', big')[0]}.*one JSON object a line"):
+        scan(path)
+
+
+@pytest.mark.parametrize("first", ["[1, 2]", "nonsense, and more", '"a"', "5", "{", ""])
+def test_a_bad_first_row_is_a_bad_row(write_rows, first):
+    found = scan(write_rows([first, {"prompt": "x"}])) if first != "{" else scan(write_rows([{"prompt": "x"}, first]))
+    assert found.num_rows == 2 - (not first)
+    assert found.num_bad == bool(first)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import jax
 import jsonschema
@@ -13,6 +12,7 @@ from jaxinfer import SamplingParams, compilation_cache
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.grammars import TablePool
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.results import EXCLUDED
 from jaxinfer.grammar.compiler import Grammar
 from jaxinfer.grammar.device import TableSizes
 from jaxinfer.grammar.gate import gate_of
@@ -196,19 +196,27 @@ def test_a_grammar_that_fails_ends_its_answer_alone(tiny, compiler, expected, mo
     engine.close()
 
 
-@pytest.mark.parametrize("grammar_memory", [0, 32])
-def test_what_contradicts_the_grammar_is_told(tiny, compiler, grammar_memory):
-    """An answer that must end may not end yet."""
-    engine = open_engine(tiny, grammar_memory=grammar_memory)
-    params = SamplingParams(max_tokens=8, min_tokens=5, seed=1, structured={"regex": "xyz"})
-    sequences = [make_sequence(compiler, [5, 6], one, waits=True) for one in (params, replace(params, min_tokens=3))]
+@pytest.mark.parametrize(
+    ("options", "draft"), [({"grammar_memory": 0}, None), ({}, None), ({}, NgramDraft()), ({}, LayersDraft(1))]
+)
+def test_what_contradicts_the_grammar(tiny, compiler, options, draft):
+    """A finished answer ends, whatever the parameters forbid; one that cannot be finished says what excludes it."""
+    engine = open_engine(tiny, draft, **options)
+    x, y, z = (VOCABULARY.id_of[letter] for letter in (b"x", b"y", b"z"))
+    # Id 0 ends answers.
+    ended = [{"min_tokens": 5}, {"min_tokens": 3}, {"allowed_token_ids": [x, y, z]}, {"min_tokens": 8, "seed": 2}]
+    failed = [{"allowed_token_ids": [x, z]}, {"allowed_token_ids": [5]}]
+    params = [
+        SamplingParams(**{"max_tokens": 8, "seed": 1, "structured": {"regex": "xyz"}, **one}) for one in ended + failed
+    ]
+    sequences = [make_sequence(compiler, [5, 6], one, waits=True) for one in params]
     run(engine, sequences)
-    assert sequences[0].finish_reason == "error"
-    assert (
-        sequences[0].error
-        == "no token is left at position 5: those that the answer must match are excluded by min_tokens=5"
-    )
-    assert (sequences[1].finish_reason, text_of(sequences[1].output)) == ("stop", "xyz")
+    for sequence in sequences[: len(ended)]:
+        assert (sequence.finish_reason, text_of(sequence.output), sequence.error) == ("stop", "xyz", None)
+    for sequence, position in zip(sequences[len(ended) :], (3, 2), strict=True):
+        assert sequence.finish_reason == "error"
+        excluded = "those that the answer must match are excluded by allowed_token_ids"
+        assert sequence.error == f"{EXCLUDED} {position}: {excluded}"
     engine.close()
 
 

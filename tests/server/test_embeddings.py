@@ -70,12 +70,39 @@ def test_score_and_rerank(client, engine, embeds):
     assert is_idle(engine)
 
 
+def test_no_vector_is_made_of_no_token(client, engine, embeds):
+    """By other doors, and of what a text adds to its prompt."""
+    empty = "is empty: it has no token to make a vector of"
+    answers = [
+        post(client, "/v1/rerank", {"query": "x", "documents": ["y", ""]}),
+        post(client, "/v1/score", {"text_1": "x", "text_2": ""}),
+    ]
+    for answer, name in zip(answers, ("document 1", "document 0"), strict=True):
+        assert (answer.status, answer.error["message"]) == (400, f"{name} {empty}")
+    answer = post(client, "/api/embed", {"model": "tiny", "input": ["x", ""]})
+    assert (answer.status, answer.json["error"]) == (400, f"input 1 {empty}")
+    assert post(client, "/v1/embeddings", {"input": "", "prompt_name": "query"}).status == 200  # the prompt's tokens
+    assert engine.llm.embedder.embed([]).result([]).shape == (0, 32)
+    with pytest.raises(ValueError, match=f"text 0 {empty}"):
+        engine.llm.embed("")
+    assert is_idle(engine)
+
+
 @pytest.mark.parametrize(
     ("route", "body", "status", "param", "message"),
     [
         ("/v1/embeddings", {"input": "x"}, 400, "input", "does not say how it embeds texts"),
         ("/v1/embeddings", {"input": ["x", "y" * 4000], "pooling": "last"}, 400, None, "input 1"),
         ("/v1/embeddings", {"input": ["x", 3], "pooling": "last"}, 400, "input", "input[1] must be a text"),
+        ("/v1/embeddings", {"input": "", "pooling": "last"}, 400, "input", "input 0 is empty"),
+        ("/v1/embeddings", {"input": ["x", ""], "pooling": "mean"}, 400, "input", "input 1 is empty"),
+        ("/v1/embeddings", {"input": "", "pooling": "cls"}, 400, "input", "input 0 is empty"),
+        ("/v1/embeddings", {"input": [], "pooling": "last"}, 400, "input", "input is empty"),
+        ("/v1/rerank", {"query": "x", "documents": []}, 400, "documents", "documents is empty"),
+        ("/v1/score", {"text_1": "x", "text_2": []}, 400, "text_2", "text_2 is empty"),
+        ("/v1/score", {"text_1": [], "text_2": []}, 400, "text_2", "text_2 is empty"),
+        ("/v1/completions", {"prompt": ["x", ""]}, 400, "prompt", "prompt 1 is empty"),
+        ("/v1/responses", {"input": []}, 400, "input", "input is empty"),
         ("/v1/embeddings", {"input": "x", "pooling": "max"}, 400, "pooling", "Invalid enum value 'max'"),
         ("/v1/embeddings", {"input": "x", "pooling": "last", "dimensions": 99}, 400, "input", "dimensions=99 must be"),
         ("/v1/embeddings", {"input": "x", "model": "other"}, 404, "model", "is not served here"),

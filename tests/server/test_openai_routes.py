@@ -124,6 +124,8 @@ def test_echo_scores_a_prompt_as_lm_eval_asks_for_it(engine, client):
     ]
     assert found["token_logprobs"][0] is None
     assert found["text_offset"][:2] == [0, len(found["tokens"][0])]
+    emoji = run(client.post(COMPLETIONS, {"prompt": "😀 a", "echo": True, "max_tokens": 1, "logprobs": 0})).json
+    assert emoji["choices"][0]["logprobs"]["text_offset"] == [0, 0, 0, 0, 1, 3]
     assert answer.json["usage"]["completion_tokens"] == 0
     assert texts(events, False)[0][0].startswith("a file is read")
 
@@ -296,5 +298,99 @@ def test_a_client_that_leaves_frees_what_it_held(engine, client, service):
         await until(lambda: is_idle(engine))
         assert service.default.admission.num_running == service.default.admission.num_waiting == 0
         assert not service.generations
+
+    run(ask())
+
+
+def test_what_a_request_excludes_itself(client):
+    """A finished answer ends whatever min_tokens says; a request that excludes its own answer is the client's error."""
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}
+    body = {"messages": MESSAGES, "response_format": schema, "max_tokens": 9}
+
+    async def ask():
+        answer = await client.post(CHAT, {**body, "min_tokens": 5})
+        assert (answer.status, answer.json["choices"][0]["message"]["content"]) == (200, "1")
+        assert answer.json["choices"][0]["finish_reason"] == "stop"
+        answer = await client.post(CHAT, {**body, "allowed_token_ids": [5]})
+        assert answer.status == 400
+        assert "excluded by allowed_token_ids" in answer.error["message"]
+        events = await client.stream(CHAT, {**body, "allowed_token_ids": [5]})
+        assert "excluded by allowed_token_ids" in events[-1].data["error"]["message"]
+
+    run(ask())
+
+
+def test_a_prompt_that_is_only_scored_may_be_as_long_as_the_model_takes(client):
+    ids = [5 + number % 90 for number in range(257)]  # the model takes 256
+    body = {"prompt": ids[:256], "max_tokens": 0, "echo": True, "logprobs": 0}
+
+    async def ask():
+        answer = await client.post(COMPLETIONS, body)
+        assert answer.status == 200, answer.body
+        assert len(answer.json["choices"][0]["logprobs"]["tokens"]) == 256
+        answer = await client.post(COMPLETIONS, {**body, "prompt": ids})
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        assert "max_tokens" not in answer.error["message"]
+
+    run(ask())
+
+
+UNSET = {
+    CHAT: (
+        *(("tool_choice", ""), ("reasoning_effort", ""), ("response_format", ""), ("response_format", {})),
+        *(("guided_regex", ""), ("guided_choice", []), ("structured_outputs", {}), ("service_tier", "")),
+        *(("function_call", ""), ("functions", []), ("stream_options", {}), ("model", ""), ("stop", [])),
+        *(("top_k", 0), ("top_k", -1), ("min_p", 0), ("seed", None), ("max_tokens", None), ("tools", [])),
+    ),
+    "/v1/responses": (("tool_choice", ""), ("previous_response_id", ""), ("conversation", {}), ("reasoning", {})),
+    "/v1/messages": (("service_tier", ""), ("tool_choice", {}), ("stop_sequences", []), ("system", "")),
+    "/api/chat": (
+        *(("think", ""), ("format", ""), ("options", {"num_predict": -1, "num_gpu": -1, "main_gpu": 0, "top_k": 0})),
+        ("options", {"repeat_last_n": 64, "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "typical_p": 1}),
+    ),
+}
+EXTREMES = {
+    CHAT: (
+        *(("temperature", 1e-6, "0 takes the most probable token"), ("top_p", 0, "1 keeps all tokens")),
+        *(("seed", -1, "leave it out for a random one"), ("max_tokens", -1, "leave it out for as many as fit")),
+        *(("repetition_penalty", 0, "1 changes nothing"), ("stop", "", "leave it out"), ("min_p", -1, "0 keeps all")),
+        *(("timeout", 0, "leave it out"), ("best_of", 0, "leave it out"), ("verbosity", "high", "or send 'medium'")),
+        *(("prediction", {"type": "content"}, "leave it out"), ("truncate_prompt_tokens", 0, "or -1 for all")),
+    ),
+    "/v1/messages": (("max_tokens", 0, "at least 1"), ("temperature", 1e-7, "0 takes"), ("top_k", -2, "-1 or 0 keeps")),
+    "/api/chat": (
+        *(("options", {"seed": -1}, "leave it out"), ("options", {"num_ctx": 0}, "must be 2 to 256")),
+        *(("options", {"mirostat": 2}, "or send 0"), ("options", {"repeat_penalty": 1.1, "repeat_last_n": 64}, "-1")),
+    ),
+}
+
+
+@pytest.mark.parametrize("path", UNSET)
+def test_stand_ins_for_not_given(client, path):
+    """What clients of other engines send where they leave a field empty."""
+    limit = {CHAT: "max_tokens", "/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens"}.get(path)
+    base = {"input": "hi"} if path == "/v1/responses" else {"messages": MESSAGES}
+    base |= {limit: 2} if limit else {"model": "tiny", "stream": False, "options": {"num_predict": 2}}
+
+    async def ask():
+        for name, value in UNSET[path]:
+            body = {**base, name: value}
+            if isinstance(value, dict) and name == "options":
+                body[name] = {"num_predict": 2, **{key: one for key, one in value.items() if key != "num_predict"}}
+            answer = await client.post(path, body)
+            assert answer.status == 200, (name, value, answer.body)
+
+    run(ask())
+
+
+@pytest.mark.parametrize("path", EXTREMES)
+def test_extremes_are_refused_with_the_value_to_use(client, path):
+    async def ask():
+        for name, value, use in EXTREMES[path]:
+            body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2, name: value}
+            answer = await client.post(path, body)
+            assert answer.status == 400, (name, value, answer.body)
+            error = answer.json["error"]
+            assert use in (error if isinstance(error, str) else error["message"])
 
     run(ask())

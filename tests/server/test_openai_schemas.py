@@ -6,6 +6,7 @@ import pytest
 
 from jaxinfer.server.app import make_app
 from jaxinfer.text.reasoning import Tags
+from jaxinfer.tool_calls import AnswerFormat
 from tests.server.asgi import Client
 from tests.server.conftest import offline
 from tests.server.openai_schemas.components import errors
@@ -40,7 +41,11 @@ def check(path, whole, events):
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
-def test_answers_and_their_streams(client, path):
+def test_answers_and_their_streams(make_service, engine, path):
+    service = make_service()
+    service.default.answers = AnswerFormat(engine.llm.tokenizer, "hermes")  # the demo's template shows no tools
+    client = Client(make_app(service))
+
     async def ask():
         for body in (body for one, body in BODIES if one == path):
             usage = USAGE if path != RESPONSES else {}

@@ -342,6 +342,28 @@ def test_continue_final_message(chat_tokenizers, name):
     )
 
 
+@pytest.mark.parametrize(
+    ("printed", "content", "expected"),
+    [
+        ("({{ c }}) {{ c }}", "Hi", "(Hi) Hi"),
+        ("{{ c }}{{ c }}", "Hi ", "Hi Hi "),
+        ("({{ c | trim }}) {{ c }}", "Hi  ", "(Hi) Hi  "),
+        ("({{ c }}) {{ c | trim }}", "Hi  ", "(Hi  ) Hi"),
+        ("{{ c | upper }}", "Hi", "HI"),
+    ],
+)
+def test_a_final_message_that_is_printed_twice(toy, printed, content, expected):
+    """Nothing of what marks its end stays in the prompt, which is the same each time."""
+    backend = toy.byte_level()
+    toy.add_markers(backend)
+    source = f"{{% set c = messages[-1].content %}}<|im_start|>{printed}<|im_end|>"
+    tokenizer = toy.wrap(backend, source)
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    messages = [{"role": "assistant", "content": content}]
+    assert {tokenizer.render_chat(messages, **options) for _ in range(3)} == {f"<|im_start|>{expected}"}
+    assert tokenizer.apply_chat_template(messages, **options) == tokenizer.encode(f"<|im_start|>{expected}")
+
+
 def test_continue_final_message_errors(chat_tokenizers):
     tokenizer = chat_tokenizers["chatml"]
     with pytest.raises(ValueError, match="exclude each other"):

@@ -27,7 +27,7 @@ def demo_files(**changes):
 def tokenizer():
     """The tags of Mistral's calls and of its reasoning are special tokens."""
     tags = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
-    templates = {"default": "{{ messages[0].content }}[TOOL_CALLS][THINK][/THINK]"}
+    templates = {"default": "{{ messages[0].content }}[TOOL_CALLS][THINK][/THINK]{{ tools }}"}
     return Tokenizer(demo_files(extra_special_tokens=tags, chat_templates=templates))
 
 

@@ -6,6 +6,7 @@ from tests.faults.catalogue import (
     embedding,
     families,
     heavy_hitters,
+    histories,
     kept,
     kernels,
     languages,
@@ -32,5 +33,6 @@ FAULTS: tuple[Fault, ...] = (
     *kernels.FAULTS,
     *policies.FAULTS,
     *heavy_hitters.FAULTS,
+    *histories.FAULTS,
     *kept.FAULTS,
 )
