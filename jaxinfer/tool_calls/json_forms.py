@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader, finish
 from jaxinfer.tool_calls.form import ToolForm, digest_text
-from jaxinfer.tool_calls.json_text import JsonText, read_json
+from jaxinfer.tool_calls.json_text import JsonText, escape_surrogates, read_json
 from jaxinfer.tool_calls.lark import Lark, quote
 from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Tool
@@ -81,7 +81,7 @@ def _add_object(calls: CallSink, found: JsonText) -> bool:
         text = finish(read_json(inner))
         if text is None or not text.is_object or inner.text[inner.at :].strip():
             return False
-        given = text.text
+        given = escape_surrogates(text.text)
     if not given.startswith("{"):
         return False
     return calls.add(json.loads(name), given, found.members.get("id", "").strip('"'))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +9,21 @@ from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader
 from jaxinfer.tool_calls.form import ToolForm
-from jaxinfer.tool_calls.json_text import read_json
+from jaxinfer.tool_calls.json_text import json_string, read_json
 from jaxinfer.tool_calls.lark import Lark, escape, quote
 from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Tool
-from jaxinfer.tool_calls.values import json_of_text, property_schema, resolve, types_of, write_properties
+from jaxinfer.tool_calls.values import (
+    MAX_KEY_CHARS,
+    check_key,
+    json_of_text,
+    property_schema,
+    resolve,
+    types_of,
+    write_properties,
+)
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
-_MAX_KEY_CHARS = 1_000
 _ANCHORED = re.compile(r"\^?(?P<body>(?:[^^$\\]|\\.)*)\$?")
 _SCALARS = {"string", "integer", "number", "boolean", "null"}
 
@@ -50,7 +56,7 @@ class QwenCoderForm(ToolForm):
             tag = yield from cursor.literal("<parameter=", "</function>")
             if tag != "<parameter=":
                 break
-            key = yield from cursor.until(">", limit=_MAX_KEY_CHARS)
+            key = yield from cursor.until(">", limit=MAX_KEY_CHARS)
             value = None
             if key is not None and (yield from cursor.literal(">")):
                 value = yield from _read_value(cursor, tool, key, "</parameter>")
@@ -66,6 +72,7 @@ class QwenCoderForm(ToolForm):
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
         def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
+            check_key(key, tool.name, ">")
             end = f"{self.line_break}</parameter>"
             value = write_value(lark, f"value_{index}_{number}", schema, end, f"{tool.name}.{key}")
             return f"{quote(f'<parameter={key}>{self.line_break}')} {value} {quote(chr(10))}"
@@ -96,7 +103,7 @@ class GlmForm(ToolForm):
             tag = yield from cursor.literal("<arg_key>", "</tool_call>")
             if tag != "<arg_key>":
                 break
-            key = yield from cursor.until("</arg_key>", limit=_MAX_KEY_CHARS)
+            key = yield from cursor.until("</arg_key>", limit=MAX_KEY_CHARS)
             if key is None or not (yield from cursor.literal("</arg_key>")):
                 return
             yield from cursor.spaces()
@@ -113,6 +120,7 @@ class GlmForm(ToolForm):
         is_special = lark.is_special("</arg_value>")
 
         def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
+            check_key(key, tool.name, "</arg_key>")
             head = f"{lark.tag('<arg_key>')} {quote(key)} {lark.tag(f'</arg_key>{self.line_break}<arg_value>')}"
             value = write_value(
                 lark, f"value_{index}_{number}", schema, "</arg_value>", f"{tool.name}.{key}", is_special
@@ -140,7 +148,7 @@ def _read_value(cursor: Cursor, tool: Tool, key: str, end: str) -> Reader[str | 
 def arguments_text(tool: Tool, values: Sequence[tuple[str, str]]) -> str:
     """The JSON text of arguments that were written as plain text; of two with one name the later one counts."""
     found = {key: json_of_text(value, property_schema(tool, key), tool.parameters) for key, value in values}
-    return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items()) + "}"
+    return "{" + ", ".join(f"{json_string(key)}: {value}" for key, value in found.items()) + "}"
 
 
 def write_value(

@@ -75,4 +75,20 @@ FAULTS = (
         ("tests/server/test_tools.py::test_a_cut_stream_goes_on_within_calls",),
         "a call is made twice after a lost connection",
     ),
+    Fault(
+        "tool-calls/a-grammar-writes-names-that-the-parser-cannot-read",
+        "jaxinfer/tool_calls/values.py",
+        "or any(one in key for one in forbidden)",
+        "or False",
+        ("tests/tool_calls/test_samples.py::test_a_name_of_an_argument_is_read_or_refused",),
+        "a demanded call of a tool with such an argument comes out as text",
+    ),
+    Fault(
+        "tool-calls/a-keyword-of-python-is-no-name-of-an-argument",
+        "jaxinfer/tool_calls/python_text.py",
+        "name.isidentifier()",
+        'name.isidentifier() and name not in ("from", "class", "lambda")',
+        ("tests/tool_calls/test_samples.py::test_what_a_grammar_allows_is_read_as_calls_that_match_their_tools",),
+        "a demanded call is lost, as for a tool that asks for a journey's start",
+    ),
 )
