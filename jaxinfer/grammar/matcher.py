@@ -30,6 +30,9 @@ LIMITS = {
 }
 
 
+_SPECIAL = b"\xff"  # begins a special token, in texts of llguidance; no text in UTF-8 has it
+
+
 class MatcherLibrary:
     """llguidance for one tokenizer. Raises ImportError, with what to install, where it is not there."""
 
@@ -105,8 +108,9 @@ class Matcher:
 
     @property
     def forced(self) -> bytes:
-        """The text that must follow, as far as there is no choice."""
-        return self.of_library.compute_ff_bytes()[:MAX_FORCED]
+        """The text that must follow, as far as there is no choice: up to a special token, which has no other
+        spelling."""
+        return self.of_library.compute_ff_bytes().partition(_SPECIAL)[0][:MAX_FORCED]
 
     @property
     def error(self) -> str | None:
@@ -120,11 +124,11 @@ class _Tokens:
     def __init__(self, spelling: Spelling):
         self._encode, vocabulary = spelling.encode, spelling.vocabulary
         self.eos_token_id, self.bos_token_id = vocabulary.eos_token_ids[0], None
-        # A special token is told by its first byte, which no text has; these need different texts.
-        self.tokens = [
-            b"\xff<%d>" % number if token is None else token for number, token in enumerate(vocabulary.tokens)
-        ]
-        self.special_token_ids = [number for number, token in enumerate(vocabulary.tokens) if token is None]
+        # A special token has the name that forced text has for it. An ordinary token with its first byte, as byte-level
+        # vocabularies have one, is in no text: it must not pass for the beginning of a special one.
+        texts = [None if token is None or _SPECIAL in token else token for token in vocabulary.tokens]
+        self.tokens = [_SPECIAL + b"[%d]" % number if text is None else text for number, text in enumerate(texts)]
+        self.special_token_ids = [number for number, text in enumerate(texts) if text is None]
 
     def __call__(self, text: Any) -> list[int]:
         return list(self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace")))

@@ -91,4 +91,20 @@ FAULTS = (
         ("tests/tool_calls/test_samples.py::test_what_a_grammar_allows_is_read_as_calls_that_match_their_tools",),
         "a demanded call is lost, as for a tool that asks for a journey's start",
     ),
+    Fault(
+        "tool-calls/special-tokens-have-another-name-than-forced-text-gives-them",
+        "jaxinfer/grammar/matcher.py",
+        'b"[%d]" % number',
+        'b"<%d>" % number',
+        ("tests/tool_calls/test_forced_calls.py",),
+        "a demanded call ends with an error where text and a special token are forced, as in gpt-oss' header",
+    ),
+    Fault(
+        "tool-calls/a-byte-passes-for-the-beginning-of-a-special-token",
+        "jaxinfer/grammar/matcher.py",
+        "if token is None or _SPECIAL in token else",
+        "if token is None else",
+        ("tests/tool_calls/test_forced_calls.py",),
+        "a model that samples the byte 0xff, where a tag is due, ends with an error",
+    ),
 )
