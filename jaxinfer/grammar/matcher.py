@@ -124,11 +124,11 @@ class _Tokens:
     def __init__(self, spelling: Spelling):
         self._encode, vocabulary = spelling.encode, spelling.vocabulary
         self.eos_token_id, self.bos_token_id = vocabulary.eos_token_ids[0], None
-        # A special token has the name that forced text has for it. An ordinary token with its first byte, as byte-level
-        # vocabularies have one, is in no text: it must not pass for the beginning of a special one.
-        texts = [None if token is None or _SPECIAL in token else token for token in vocabulary.tokens]
-        self.tokens = [_SPECIAL + b"[%d]" % number if text is None else text for number, text in enumerate(texts)]
-        self.special_token_ids = [number for number, text in enumerate(texts) if text is None]
+        # A special token has the name that forced text has for it.
+        self.tokens = [
+            _SPECIAL + b"[%d]" % number if token is None else token for number, token in enumerate(vocabulary.tokens)
+        ]
+        self.special_token_ids = [number for number, token in enumerate(vocabulary.tokens) if token is None]
 
     def __call__(self, text: Any) -> list[int]:
         return list(self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace")))

@@ -47,16 +47,15 @@ def forced_answer(tokenizer: Tokenizer, form: str, choice: object, seed: int) ->
     compiler = make_compiler(tokenizer, tokenizer.vocab_size, ends)
     matcher, numbers = compiler.compile(structured).start(), random.Random(seed)
     vocabulary = compiler.library.vocabulary
-    masks, ids = np.zeros((1, vocabulary.num_words), np.uint32), []
-    tags = list(tokenizer.special_ids)
+    masks = np.zeros((1, vocabulary.num_words), np.uint32)
+    ids: list[int] = []
     while len(ids) < 3_000:
         compiler.library.fill([matcher], masks)
-        allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
-        assert len(allowed), (matcher.error, tokenizer.decode(ids, skip_special_tokens=False), matcher.forced)
-        ending = np.intersect1d(allowed, tags)
+        allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist()
+        assert allowed, (matcher.error, tokenizer.decode(ids, skip_special_tokens=False), matcher.forced)
+        ending = [one for one in allowed if one in tokenizer.special_ids]
         assert not any(b"\xff" in (vocabulary.tokens[one] or b"") for one in allowed)  # no text has this byte
-        chosen = ending if len(ending) and numbers.random() < 0.5 else allowed
-        ids.append(int(numbers.choice(list(chosen))))
+        ids.append(numbers.choice(ending if ending and numbers.random() < 0.5 else allowed))
         assert matcher.accept(ids[-1:]) == 1
         if ids[-1] in vocabulary.eos_token_ids:
             return tokenizer.decode(ids[:-1], skip_special_tokens=False)
