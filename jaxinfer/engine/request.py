@@ -346,7 +346,8 @@ class CompletionOutput:
         "abort" or "error" (explained by `error`; None while streaming).
       logprobs: per token, if asked for: its own and the best ones. cumulative_logprob: their sum over own tokens.
       speculation: what was drafted and accepted, where there is a draft.
-      tool_calls: in chats with tools, the calls, which the text has no more.
+      tool_calls: in chats with tools, the calls, which the text has no more. reasoning: in chats, what the model wrote
+        before its answer, which the text has no more either; None where there is none.
     """
 
     index: int
@@ -360,6 +361,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprob] | None = None
     speculation: SpeculationStats | None = None
     tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 NUM_PROMPT_END = 32  # tokens
 Kind = Literal["reasoning", "content"]
+_TO_TOOL = re.compile(r"(?:^|\s)to=(?!assistant\b|user\b|all\b)")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Tags:
 @dataclass(frozen=True)
 class Channels:
     """An answer of several messages, each with a header that names its channel (OpenAI's Harmony format): those of the
-    channel `analysis` are the reasoning."""
+    channel `analysis`, and those to a tool, are the reasoning."""
 
     markers: tuple[str, ...] = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 
@@ -180,13 +181,15 @@ class ReasoningSplitter:
 
 class ChannelSplitter:
     """As `ReasoningSplitter`, for `Channels`. The prompt's end has begun the first header; a text without one is
-    content."""
+    content. Messages of one kind are lines."""
 
     def __init__(self, channels: Channels):
         self._start, self._channel, self._message, *self._ends = channels.markers
         self._state: Literal["start", "header", "body"] = "start"
         self._kind: Kind = "content"
         self._held = ""
+        self._written: dict[Kind, bool] = {"reasoning": False, "content": False}
+        self._is_first = True  # of the message
 
     def feed(self, text: str) -> Iterator[tuple[Kind, str]]:
         """As `ReasoningSplitter.feed`."""
@@ -194,9 +197,10 @@ class ChannelSplitter:
         while True:
             if self._state == "start":
                 openings = (self._start, self._channel)
-                if self._held.startswith(openings):
+                begun = self._held.lstrip(" ")
+                if self._held.startswith(openings) or (begun.startswith("to=") and self._message in begun):
                     self._state = "header"
-                elif self._held and not any(one.startswith(self._held) for one in openings):
+                elif begun and not any(one.startswith(begun) or begun.startswith("to=") for one in (*openings, "to=")):
                     self._state = "body"
                 else:
                     return
@@ -205,13 +209,14 @@ class ChannelSplitter:
                 if not found:
                     return
                 channel = header.partition(self._channel)[2].split(maxsplit=1)
-                self._kind = "reasoning" if channel[:1] == ["analysis"] else "content"
-                self._state, self._held = "body", rest
+                is_reasoning = channel[:1] == ["analysis"] or _TO_TOOL.search(header) is not None
+                self._kind = "reasoning" if is_reasoning else "content"
+                self._state, self._held, self._is_first = "body", rest, True
             markers = (self._start, self._channel, *self._ends)
             ends = [at for one in markers if (at := self._held.find(one)) >= 0]
             cut = min(ends) if ends else len(self._held) - max(_num_begun(self._held, one) for one in markers)
             if cut:
-                yield self._kind, self._held[:cut]
+                yield self._kind, self._line(self._held[:cut])
             self._held = self._held[cut:]
             if not ends:
                 return
@@ -220,8 +225,14 @@ class ChannelSplitter:
     def finish(self) -> Iterator[tuple[Kind, str]]:
         """As `ReasoningSplitter.finish`."""
         if self._held and self._state != "header":
-            yield self._kind, self._held
+            yield self._kind, self._line(self._held)
         self._held = ""
+
+    def _line(self, text: str) -> str:
+        """A piece of the message's text, with a line break between it and another message of its kind."""
+        begin = "\n" if self._is_first and self._written[self._kind] else ""
+        self._is_first, self._written[self._kind] = False, True
+        return begin + text
 
 
 Splitter = ReasoningSplitter | ChannelSplitter

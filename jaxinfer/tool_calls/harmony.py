@@ -34,6 +34,10 @@ class HarmonyForm(ToolForm):
         if recipient is None:
             return
         yield from cursor.spaces()
+        end = yield from cursor.literal(*_ENDS)
+        if end or not (yield from cursor.peek()):  # nothing, for a function without parameters
+            calls.add(recipient[1], "{}")
+            return
         found = (yield from read_json(cursor)) if (yield from cursor.peek()) == "{" else None
         if found is None or not calls.add(recipient[1], found.text):
             return

@@ -27,8 +27,16 @@ CASES = [
 ]
 CHANNEL_CASES = [
     ("<|channel|>analysis<|message|>a b<|end|><|start|>assistant<|channel|>final<|message|>c d", ("a b", "c d")),
-    ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>", ("ab", "")),
-    ("<|channel|>commentary to=f <|message|>{}<|call|>", ("", "{}")),
+    ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>", ("a\nb", "")),
+    ("<|channel|>commentary to=f <|message|>{}<|call|>", ("{}", "")),
+    (" to=f<|channel|>commentary<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>a", ("{}", "a")),
+    ("to=5 is it", ("", "to=5 is it")),
+    (" to", ("", " to")),
+    (
+        "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+        ("", "a\nb"),
+    ),
+    ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>", ("a", "")),
     ("<|channel|>final<|message|>a <| b<|return|>", ("", "a <| b")),
     ("<|channel|>analysis<|message|>never ends <|en", ("never ends <|en", "")),
     ("<|channel|>final", ("", "")),
