@@ -14,10 +14,12 @@ _TO_TOOL = re.compile(r"(?:^|\s)to=(?!assistant\b|user\b|all\b)")
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands before and after the reasoning, which is the first part of an answer."""
+    """What stands before and after the reasoning, which is the first part of an answer. `label`: a word behind
+    `opening` that is no part of it."""
 
     opening: str
     closing: str
+    label: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -43,6 +45,7 @@ Family = Tags | Channels
 FAMILIES: dict[str, Family] = {
     "think": Tags("<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM, QwQ, Nemotron
     "mistral": Tags("[THINK]", "[/THINK]"),
+    "gemma4": Tags("<|channel>", "<channel|>", "thought"),
     "seed": Tags("<seed:think>", "</seed:think>"),
     "gpt-oss": Channels(),
 }
@@ -77,7 +80,7 @@ def prompt_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
 
 def starts_inside(family: Family, prompt_end: str) -> bool:
     """Whether the prompt itself ends with the opening tag, as some templates write it."""
-    return isinstance(family, Tags) and prompt_end.rstrip().endswith(family.opening)
+    return isinstance(family, Tags) and prompt_end.rstrip().endswith((family.opening, family.opening + family.label))
 
 
 class Remover:
@@ -117,7 +120,7 @@ class ReasoningSplitter:
         self._tags = tags
         self._state: Literal["start", "inside", "after", "content"] = "start"
         self._was_opened = is_inside
-        self._held = ""
+        self._held, self._label = "", "" if is_inside else tags.label
         self._has_text = False  # of the reasoning
 
     def feed(self, text: str) -> Iterator[tuple[Kind, str]]:
@@ -156,6 +159,11 @@ class ReasoningSplitter:
     def _inside(self) -> Iterator[tuple[Kind, str]]:
         if not self._has_text:
             self._held = self._held.lstrip()
+            if self._label.startswith(self._held) and self._label:
+                return  # it may become the label
+            if self._label and self._held.startswith(self._label):
+                self._held = self._held.removeprefix(self._label).lstrip()
+            self._label = ""
         end = self._held.find(self._tags.closing)
         if end >= 0:
             text = self._take(end).rstrip()

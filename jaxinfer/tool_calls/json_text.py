@@ -13,6 +13,7 @@ MAX_DEPTH = 100
 _MAX_NUMBER_CHARS = 400
 
 _WHITE_SPACE = re.compile(r"[ \t\r\n]*")
+_SURPLUS = re.compile(r"[}\s]*")
 _PLAIN = re.compile(r'[^"\\]*')
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 _NUMBER_CHARS = re.compile(r"[-+0-9.eE]*")
@@ -86,6 +87,16 @@ def read_json(cursor: Cursor, keys: frozenset[str] | None = None) -> Reader[Json
         if not stack:
             return JsonText("".join(parts).strip(), members)
         state = "next"
+
+
+def read_end(cursor: Cursor, *ends: str) -> Reader[bool]:
+    """Takes and forgets one of the texts that end a call, with white space and closing brackets too many before it;
+    False where none follows."""
+    yield from cursor.match(_SURPLUS)
+    has_end = bool((yield from cursor.literal(*ends)))
+    if has_end:
+        cursor.forget_taken()
+    return has_end
 
 
 def read_scalar(cursor: Cursor) -> Reader[str | None]:

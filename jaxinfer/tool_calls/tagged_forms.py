@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader
 from jaxinfer.tool_calls.form import ToolForm
-from jaxinfer.tool_calls.json_text import json_string, read_json
+from jaxinfer.tool_calls.json_text import json_string, read_json, read_scalar
 from jaxinfer.tool_calls.lark import Lark, escape, quote
 from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Tool
@@ -17,6 +17,7 @@ from jaxinfer.tool_calls.values import (
     MAX_KEY_CHARS,
     check_key,
     json_of_text,
+    json_value,
     property_schema,
     resolve,
     types_of,
@@ -25,6 +26,7 @@ from jaxinfer.tool_calls.values import (
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _ANCHORED = re.compile(r"\^?(?P<body>(?:[^^$\\]|\\.)*)\$?")
+_DSML_END = "</｜DSML｜parameter>"
 _SCALARS = {"string", "integer", "number", "boolean", "null"}
 
 
@@ -131,6 +133,71 @@ class GlmForm(ToolForm):
         items = write_properties(tool, write)
         arguments = lark.sequence(f"arguments_{index}", items, "")
         return f"{lark.tag(tool.name + self.line_break)} {arguments} {lark.tag('</tool_call>')}"
+
+
+@dataclass(frozen=True)
+class DsmlForm(ToolForm):
+    """`<｜DSML｜invoke name="name">`, then for each argument `<｜DSML｜parameter name="key" string="true">`, its value and a
+    closing tag: a string as it is, with `string="false"` JSON. `first` and `last` stand around the calls."""
+
+    def read(self, cursor: Cursor, calls: CallSink, opening: str) -> Reader[None]:
+        while True:
+            yield from cursor.spaces()
+            if not (yield from cursor.literal('<｜DSML｜invoke name="')):
+                break
+            name = yield from cursor.match(_NAME)
+            tool = calls.tools.get(name)
+            found = None
+            if tool is not None and (yield from cursor.literal('">')):
+                found = yield from self._read_arguments(cursor, tool)
+            if found is None:
+                return
+            calls.add(name, found)
+        if (yield from cursor.literal(f"</{opening[1:]}")):
+            cursor.forget_taken()
+
+    def _read_arguments(self, cursor: Cursor, tool: Tool) -> Reader[str | None]:
+        found: dict[str, str] = {}
+        while True:
+            yield from cursor.spaces()
+            tag = yield from cursor.literal('<｜DSML｜parameter name="', "</｜DSML｜invoke>")
+            if tag.startswith("</"):
+                return "{" + ", ".join(f"{json_string(key)}: {value}" for key, value in found.items()) + "}"
+            key = (yield from cursor.until('"', limit=MAX_KEY_CHARS)) if tag else None
+            head = (yield from cursor.literal('" string="true">', '" string="false">')) if key is not None else ""
+            if key is None or not head:
+                return None
+            mark = cursor.mark()
+            yield from cursor.spaces()
+            if "false" in head and (yield from cursor.peek()) in ("{", "[", '"'):
+                yield from read_json(cursor) if cursor.text[cursor.at] != '"' else read_scalar(cursor)
+            rest = yield from cursor.until(_DSML_END)
+            if rest is None or not (yield from cursor.literal(_DSML_END)):
+                return None
+            text = cursor.since(mark).removesuffix(_DSML_END)
+            value = None if "true" in head else json_value(text.strip())
+            schema = {"type": "string"} if "true" in head else property_schema(tool, key)
+            found[key] = value or json_of_text(text, schema, tool.parameters)
+
+    def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
+        def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
+            check_key(key, tool.name, '"')
+            types, name = types_of(schema, schema), f"value_{index}_{number}"
+            head = f'<｜DSML｜parameter name="{key}" string='
+            ways = []
+            if types == {"string"} or (not _is_limited(schema) and (not types or "string" in types)):
+                text = schema if types == {"string"} else {"type": "string"}
+                value = write_value(lark, name, text, _DSML_END, f"{tool.name}.{key}")
+                ways.append(f"{quote(head + chr(34) + 'true' + chr(34) + '>')} {value}")
+            if types != {"string"}:
+                value = lark.json(schema)
+                ways.append(f"{quote(head + chr(34) + 'false' + chr(34) + '>')} {value} {quote(_DSML_END)}")
+            return f"({' | '.join(ways)}) {quote(chr(10))}"
+
+        items = write_properties(tool, write)
+        arguments = lark.sequence(f"arguments_{index}", items, "")
+        head = quote(f'<｜DSML｜invoke name="{tool.name}">\n')
+        return f"{head} {arguments} {quote('</｜DSML｜invoke>')}"
 
 
 def _read_value(cursor: Cursor, tool: Tool, key: str, end: str) -> Reader[str | None]:

@@ -90,7 +90,7 @@ def json_of_text(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) 
     if types != {"string"} and not (isinstance(fixed, list) and text in fixed):
         value = text.strip()
         value = _PYTHON_NAMES.get(value, value) if types & {"boolean", "null"} else value
-        found = _json_of(value)
+        found = json_value(value)
         if found is None and value[:1] in ("{", "[") and types & {"object", "array"}:
             found = json_of_literal(value)
         if found is not None:
@@ -101,7 +101,7 @@ def json_of_text(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) 
     return json_string(text)
 
 
-def _json_of(text: str) -> str | None:
+def json_value(text: str) -> str | None:
     """A text that is one JSON value and nothing else, as JSON text. Python's own parser would recurse as deep as the
     text says."""
     cursor = Cursor()

@@ -34,9 +34,12 @@ HARD = (
         "\x7f",
     ),
     *("<tool_call>", "[TOOL_CALLS]", "<|start|>", "to=functions.", "call:f{", "[f(", "```", "<function=f>"),
-    *("</tool_call>", "</arg_value", "\x7f"),
+    *("</tool_call>", "</arg_value", "\x7f", "</｜DSML｜parameter", "</｜DSML｜invoke>"),
 )
-ENDINGS = ('"', "}", "]", ")", "\n</parameter>", "</parameter>", "</arg_value>", "<escape>", '<|"|>', "<|end|>", "\n")
+ENDINGS = (
+    *('"', "}", "]", ")", "\n</parameter>", "</parameter>", "</arg_value>", "<escape>", '<|"|>', "<|end|>", "\n"),
+    "</｜DSML｜parameter>",
+)
 NAMES = ("city", "days", "from", "None", "class", "largest_of_all", "größe", "x1", "_", "lambda", "True", "type")
 TOOL_NAMES = ("now", "get-weather", "a.b", "from", "None", "f", "7z", "class", "X_y")
 

@@ -51,8 +51,9 @@ def spoken(name: str, *, parallel: bool = True, content: bool = True) -> list[di
     for answer in recorded(name):
         values = json.dumps(answer["calls"], ensure_ascii=False)
         text = answer["text"].strip("\n").removesuffix("<|call|>")
-        if name in ("pythonic", "llama4_pythonic"):
+        if name in ("pythonic", "llama4_pythonic", "lfm2"):
             text = f"[{', '.join(map(python_call, answer['calls']))}]"
+            text = f"<|tool_call_start|>{text}<|tool_call_end|>" if name == "lfm2" else text
             answer = {**answer, "content": ""}
         is_spoken = not any(one in values for one in special_of(name, answer))
         is_spoken &= name != "seed_oss" or not ("'" in text or "[" in text)  # lists as Python writes them

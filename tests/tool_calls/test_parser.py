@@ -58,6 +58,9 @@ def pieces(name: str, text: str, size: int) -> list[Content | ToolCallDelta]:
         (CALL.replace("get_weather", "rm"), CALL.replace("get_weather", "rm"), 0),
         (CALL[:-20], CALL[:-20], 0),  # within the arguments
         (CALL[:-3], "</tool_ca", 1),  # the call is complete
+        (CALL.replace("}}", "}}}"), "", 1),
+        (CALL.replace("}}\n", "}} }\n}"), "", 1),
+        (CALL.replace("}}", "}}]"), "]\n</tool_call>", 1),
         (CALL.replace("}}", "},}"), CALL.replace("}}", "},}"), 0),
         (CALL.replace('{"city"', "{city"), CALL.replace('{"city"', "{city"), 0),
         ("a <tool_cal b", "a <tool_cal b", 0),
@@ -261,6 +264,9 @@ TEMPLATES = {
     "functiongemma": "<start_function_call>call:",
     "granite": "respond only with <|tool_call|> followed by a JSON list",
     "pythonic": "[func_name1(params_name1=params_value1)]",
+    "lfm2": "{{- '<|tool_call_start|>[' -}}",
+    "deepseek_v32": "'<｜DSML｜function_calls>'",
+    "deepseek_v4": "{% set dsml = '｜DSML｜' %}'<' + dsml + 'tool_calls>'",
 }
 
 

@@ -75,7 +75,8 @@ def test_what_is_broken_is_text(name):
         whole = form.parse(one.text, one.offered, "seed")[1]
         cut = one.text[: numbers.randrange(len(one.text))]
         content, calls = form.parse(cut, one.offered, "seed")
-        assert calls == whole[: len(calls)]
+        # Harmony writes no arguments as nothing, and an answer's last token is not in its text.
+        assert calls == whole[: len(calls)] or (cut.endswith("<|message|>") and calls[-1].arguments == "{}")
         assert calls or content == cut
         for text in (broken(numbers, one.text), broken(numbers, one.text[: len(one.text) // 2])):
             content, calls = form.parse(text, one.offered)
