@@ -137,8 +137,8 @@ class GlmForm(ToolForm):
 
 @dataclass(frozen=True)
 class DsmlForm(ToolForm):
-    """`<｜DSML｜invoke name="name">`, then for each argument `<｜DSML｜parameter name="key" string="true">`, its value and a
-    closing tag: a string as it is, with `string="false"` JSON. `first` and `last` stand around the calls."""
+    """`<｜DSML｜invoke name="name">`, then for each argument `<｜DSML｜parameter name="key" string="true">`, its value
+    and a closing tag: a string as it is, with `string="false"` JSON. `first` and `last` stand around the calls."""
 
     def read(self, cursor: Cursor, calls: CallSink, opening: str) -> Reader[None]:
         while True:
