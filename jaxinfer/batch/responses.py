@@ -187,7 +187,7 @@ def token_entry(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
             "token_id": token,
             "logprob": _finite(one.logprob),
             "rank": one.rank,
-            "bytes": _bytes(one.decoded_token),
+            "bytes": None if one.token_bytes is None else list(one.token_bytes),
         }
         for token, one in entry.items()
     ]
@@ -267,11 +267,6 @@ class LogprobLists:
 
 def _text(token: int, decoded: str | None) -> str:
     return f"token_id:{token}" if decoded is None else decoded
-
-
-def _bytes(decoded: str | None) -> list[int] | None:
-    """The bytes of a token's text; None if the token is not made of complete characters."""
-    return None if decoded is None or "�" in decoded else list(decoded.encode())
 
 
 def _finite(logprob: float) -> float:

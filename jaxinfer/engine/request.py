@@ -19,11 +19,13 @@ MAX_PREEMPTIONS = 3  # after so many a sequence goes first, and is spared while 
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of a token under the model's raw logits; its rank counts from 1."""
+    """Log-probability of a token under the model's raw logits; its rank counts from 1. `token_bytes` are what the token
+    adds to the text, which may be a part of a character; None where the text leaves it out."""
 
     logprob: float
     rank: int
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
 
 
 TokenLogprob = dict[int, Logprob]  # the chosen token first, then the best ones by rank
