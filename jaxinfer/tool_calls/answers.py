@@ -14,6 +14,7 @@ from jaxinfer.sampling import SamplingParams
 from jaxinfer.text import Tokenizer
 from jaxinfer.text.reasoning import (
     FAMILIES,
+    AnswerSplitter,
     Family,
     Kind,
     Remover,
@@ -121,6 +122,14 @@ class AnswerFormat:
         elif structured is not None and structured.reasoning is None and self.reasoning is not None:
             changes["structured"] = replace(structured, reasoning=self.reasoning_name)
         return replace(params, **changes) if changes else params
+
+    def splitter(self, prompt_ids: Sequence[int]) -> AnswerSplitter | None:
+        """Tells reasoning from content in a stream under the parameters of `params`, without tools; None where the tags
+        of the reasoning are text."""
+        if self.reasoning is None or self.tokenizer is None or self._hidden_of_reasoning is None:
+            return None
+        is_inside = starts_inside(self.reasoning, prompt_end(self.tokenizer, prompt_ids))
+        return AnswerSplitter(self.reasoning, is_inside, self._hidden_of_reasoning)
 
     def read(
         self,

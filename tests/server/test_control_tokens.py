@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from jaxinfer.engine.request import CompletionOutput, RequestOutput
+from jaxinfer.cli.output import stream_answer
+from jaxinfer.engine.request import CompletionOutput, RequestOutput, StreamDelta
+from jaxinfer.sampling import SamplingParams
 from jaxinfer.text.reasoning import FAMILIES
 from jaxinfer.tool_calls import AnswerFormat
 from tests.server.test_tools import ASK, BODIES, CHAT, MESSAGES, RESPONSES, TOOLS, gathered, make_client, run
+from tests.tool_calls.test_forced_calls import tokenizer_of
 
 OLLAMA = "/api/chat"
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
@@ -85,3 +89,19 @@ def test_every_door_reads_the_same(make_client, engine, monkeypatch, text, reaso
         ((answer,),) = [one.outputs for one in llm.chat(ASK, dataclasses.replace(llm.default_params), tools=tools)]
         named = [(one.name, json.loads(one.arguments)) for one in answer.tool_calls or ()]
         assert (answer.reasoning or "", answer.text, named) == expected
+
+
+def test_the_command_line_shows_reasoning_before_the_answer_and_keeps_the_answer():
+    family = FAMILIES["gpt-oss"]
+    answers = AnswerFormat(tokenizer_of(family.markers), "openai", family)
+    for text, reasoning, content, calls in ANSWERS:
+        if calls:
+            continue
+        pieces = [StreamDelta(0, text[at : at + 5], []) for at in range(0, len(text), 5)]
+        pieces[-1] = dataclasses.replace(pieces[-1], finish_reason="stop")
+        llm = SimpleNamespace(stream=lambda prompt, params, pieces=pieces: (one for one in pieces))
+        shown = []
+        found = stream_answer(llm, [5], None, shown.append, splitter=answers.splitter([5]))
+        assert (found, "".join(shown)) == ((content, None), f"{reasoning}\n\n{content}")
+    assert not answers.params(SamplingParams()).skip_special_tokens
+    assert AnswerFormat(tokenizer_of(()), "none", FAMILIES["think"]).splitter([5]) is None  # its tags are text
