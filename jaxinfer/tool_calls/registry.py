@@ -193,7 +193,7 @@ _FORMS: tuple[ToolForm, ...] = (
         "LFM2 and LFM2.5",
         openings=("<|tool_call_start|>",),
         special_texts=("<|tool_call_start|>", "<|tool_call_end|>"),
-        template_texts=("<|tool_call_start|>",),
+        template_texts=("List of tools: ", "<|tool_"),  # the first template writes no calls
         first="<|tool_call_start|>[",
         between=", ",
         last="]<|tool_call_end|>",

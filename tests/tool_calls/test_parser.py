@@ -264,7 +264,7 @@ TEMPLATES = {
     "functiongemma": "<start_function_call>call:",
     "granite": "respond only with <|tool_call|> followed by a JSON list",
     "pythonic": "[func_name1(params_name1=params_value1)]",
-    "lfm2": "{{- '<|tool_call_start|>[' -}}",
+    "lfm2": "List of tools: <|tool_list_start|>[",
     "deepseek_v32": "'<｜DSML｜function_calls>'",
     "deepseek_v4": "{% set dsml = '｜DSML｜' %}'<' + dsml + 'tool_calls>'",
 }
