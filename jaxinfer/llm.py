@@ -25,7 +25,7 @@ from jaxinfer.engine.request import (
     SequenceState,
     StreamDelta,
 )
-from jaxinfer.engine.tool_calls import read_calls
+from jaxinfer.engine.tool_calls import read_answers
 from jaxinfer.llm_arguments import (
     as_conversations,
     as_count,
@@ -223,16 +223,17 @@ class LLM(ScoringMethods):
         """Answers to one conversation, `[{"role": "user", "content": "..."}, ...]`, or to a list of conversations.
 
         The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
-        becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two; calls are in
-        an answer's `tool_calls`, and no more in its text (docs/tools.md). Raises TypeError for what is no conversation,
-        ValueError as `generate`, and for tools that cannot be served.
+        becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two. Calls are in
+        an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). Raises
+        TypeError for what is no conversation, ValueError as `generate`, and for tools that cannot be served.
         """
         conversations = as_conversations(messages)
         offer = self.answer_format.offer(tools, tool_choice, parallel_tool_calls)
         prompts = [self.chat_prompt(one, tools=offer and offer.shown, **template_kwargs) for one in conversations]
         each = params_of_each(params, self.default_params, len(prompts))
         outputs = self.generate(prompts, [self.answer_format.params(one, offer) for one in each], use_tqdm=use_tqdm)
-        return [read_calls(output, one, offer) for output, one in zip(outputs, each, strict=True)]
+        answers = self.answer_format
+        return [read_answers(output, one, answers, offer) for output, one in zip(outputs, each, strict=True)]
 
     def chat_prompt(
         self,

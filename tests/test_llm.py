@@ -14,6 +14,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxinfer import LLM, ModelConfig, RopeConfig, SamplingParams, Tokenizer, progress
+from jaxinfer.batch.responses import token_entry
+from jaxinfer.engine.request import Logprob
 from jaxinfer.models import init_params
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps. " * 4
@@ -272,6 +274,19 @@ def test_a_score_needs_no_room_for_a_token(model, options):
             with pytest.raises(ValueError, match=message) as error:
                 call()
             assert "max_tokens" not in str(error.value)
+
+
+def test_bytes_of_tokens_join_to_those_of_the_text(llm, tokenizer):
+    output = llm.generate("a 😀 é\n", SamplingParams(max_tokens=1, prompt_logprobs=1))[0]
+    own = [entry[token] for entry, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)]
+    first = tokenizer.token_bytes(output.prompt_token_ids[0]) or b""
+    assert (first + b"".join(one.token_bytes or b"" for one in own)).decode() == "a 😀 é\n"
+    assert any("�" in one.decoded_token for one in own)  # a part of a character
+    special = next(iter(tokenizer.special_ids))
+    assert tokenizer.token_bytes(special) is None
+    assert tokenizer.token_bytes(special, skip_special_tokens=False) == tokenizer.id_to_token(special).encode()
+    entry = token_entry({7: Logprob(-1.0, 1, "�", b"\xf0\x9f")}, 1)
+    assert (entry["bytes"], entry["top_logprobs"][0]["bytes"]) == ([240, 159], [240, 159])
 
 
 def test_score_says_what_the_parameters_forbid(llm):

@@ -262,10 +262,11 @@ class Job:
                 is_clients = str(error).startswith(EXCLUDED)
                 self._fail(pending.row, error, stage, status_code=400 if is_clients else 500)
                 return
-        if pending.offer is not None:
-            from jaxinfer.engine.tool_calls import read_calls
+        if pending.row.request.messages is not None:
+            from jaxinfer.engine.tool_calls import read_answers
 
-            outputs = [read_calls(output, pending.params, pending.offer) for output in outputs]
+            answers = self._model.answer_format
+            outputs = [read_answers(output, pending.params, answers, pending.offer) for output in outputs]
         try:
             record = result_line(
                 pending.row,

@@ -99,7 +99,8 @@ def _plain_line(row: BatchRow, output: "RequestOutput", params: "SamplingParams"
     source = {"prompt": request.prompts[0]} if request.messages is None else {"messages": request.messages}
     answers = []
     for one in output.outputs:
-        answer = {name: value for name, value in vars(one).items() if name not in ("logprobs", "error", "tool_calls")}
+        left_out = {"logprobs", "error", "tool_calls", *(() if one.reasoning else ("reasoning",))}
+        answer = {name: value for name, value in vars(one).items() if name not in left_out}
         if one.tool_calls is not None:
             answer["tool_calls"] = [vars(call) for call in one.tool_calls]
         if one.logprobs is not None:
@@ -123,6 +124,8 @@ def _chat_choice(answer: "CompletionOutput", params: "SamplingParams", request: 
         entries = [token_entry(entry, params.logprobs or 0) for entry in answer.logprobs]
         logprobs = {"content": entries, "refusal": None}
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
         message |= {"content": answer.text or None, "tool_calls": call_entries(answer.tool_calls)}
     choice = {
@@ -186,7 +189,7 @@ def token_entry(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
             "token_id": token,
             "logprob": _finite(one.logprob),
             "rank": one.rank,
-            "bytes": _bytes(one.decoded_token),
+            "bytes": None if one.token_bytes is None else list(one.token_bytes),
         }
         for token, one in entry.items()
     ]
@@ -313,11 +316,6 @@ class LogprobLists:
 
 def _text(token: int, decoded: str | None) -> str:
     return f"token_id:{token}" if decoded is None else decoded
-
-
-def _bytes(decoded: str | None) -> list[int] | None:
-    """The bytes of a token's text; None if the token is not made of complete characters."""
-    return None if decoded is None or "�" in decoded else list(decoded.encode())
 
 
 def _finite(logprob: float) -> float:

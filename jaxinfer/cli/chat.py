@@ -434,7 +434,8 @@ def _answer(
     params, is_cut = session.fit(len(prompt))
     with _stoppable(stops) as is_stopped:
         write = (lambda text: None) if is_quiet else write_text
-        answer, output = stream_answer(llm, prompt, params, write, is_stopped=is_stopped)
+        asked, splitter = llm.answer_format.params(params), llm.answer_format.splitter(prompt)
+        answer, output = stream_answer(llm, prompt, asked, write, is_stopped=is_stopped, splitter=splitter)
     if not is_quiet:
         end_line(answer)
     if output is not None:
@@ -459,8 +460,8 @@ def _turn_data(session: ChatSession, turn: Turn) -> dict:
     assert turn.output is not None
     data = request_data(0, turn.output, turn.params)
     answer = data["outputs"][0]
-    del answer["index"]
-    message = {"role": "assistant", "content": answer.pop("text")}
+    del answer["index"], answer["text"]
+    message = {"role": "assistant", "content": turn.text}
     extra = {"prompt_logprobs": data["prompt_logprobs"]} if "prompt_logprobs" in data else {}
     return {
         "message": message,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.request import CompletionOutput, RequestOutput, TokenLogprob
     from jaxinfer.llm import LLM
     from jaxinfer.sampling import SamplingParams
+    from jaxinfer.text.reasoning import AnswerSplitter
 
 # Control characters except tab and newline are made visible, so that generated text cannot control the terminal.
 _VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if code not in (0x09, 0x0A)}
@@ -64,8 +65,10 @@ def stream_answer(
     *,
     is_stopped: Callable[[], bool] = lambda: False,
     shows_waiting: bool = True,
+    splitter: "AnswerSplitter | None" = None,
 ) -> "tuple[str, RequestOutput | None]":
-    """Writes an answer as it is generated; returns its text, and the complete output unless it was stopped.
+    """Writes an answer as it is generated; returns its text, and the complete output unless it was stopped. With a
+    `splitter`, reasoning is written before the text, which is returned without.
 
     Until the first token progress may use the current line, which must be empty. On a terminal, if programs were
     compiled for it, it is written with the second one, since those that decode are still to be compiled.
@@ -79,9 +82,14 @@ def stream_answer(
             first = list(itertools.islice(deltas, 1))
             if progress.is_shown() and progress.num_compiled() > num_compiled:
                 first += itertools.islice(deltas, 1)
+        has_reasoning = False
         for delta in itertools.chain(first, deltas):
-            write(delta.text)
-            texts.append(delta.text)
+            reasoning, text = "", delta.text
+            if splitter is not None:
+                reasoning, text = splitter.feed(delta.text, delta.finish_reason is not None)
+                has_reasoning |= bool(reasoning)
+            write(reasoning + ("\n\n" if text and has_reasoning and not any(texts) else "") + text)
+            texts.append(text)
             output = delta.output or output
             if is_stopped():
                 break

@@ -301,7 +301,9 @@ class Client:
         text, tokens, matched = answer.reader.read()
         logprobs = None
         if answer.params.logprobs is not None:
-            logprobs = [self._with_text(entry) or {} for entry in answer.logprobs[first : answer.num_read]]
+            logprobs = [
+                self._with_text(entry, answer.params) or {} for entry in answer.logprobs[first : answer.num_read]
+            ]
         if matched is not None:
             # It may have ended otherwise after the stop string.
             self.engine.finish(answer, "stop", matched)
@@ -387,7 +389,7 @@ class Client:
         request = answers[0].request
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
-            prompt_logprobs = [self._with_text(entry) for entry in answers[0].prompt_logprobs]
+            prompt_logprobs = [self._with_text(entry, request.params) for entry in answers[0].prompt_logprobs]
         return RequestOutput(
             request_id=str(next(self._request_ids)),
             prompt=request.text,
@@ -404,7 +406,7 @@ class Client:
         logprobs = total = None
         if answer.params.logprobs is not None:
             total = float(sum(next(iter(entry.values())).logprob for entry in answer.logprobs))
-            logprobs = [self._with_text(entry) or {} for entry in answer.logprobs]
+            logprobs = [self._with_text(entry, answer.params) or {} for entry in answer.logprobs]
         seed = answer.row.seed if answer.row.seed is not None else answer.params.seed
         return CompletionOutput(
             index=answer.index,
@@ -419,13 +421,14 @@ class Client:
             speculation=answer.speculation,
         )
 
-    def _with_text(self, entry: TokenLogprob | None) -> TokenLogprob | None:
-        if entry is None or self.tokenizer is None:
+    def _with_text(self, entry: TokenLogprob | None, params: SamplingParams) -> TokenLogprob | None:
+        if entry is None or (texts := self.tokenizer) is None:
             return entry
-        known = {token: value for token, value in entry.items() if self.tokenizer.has_id(token)}
+        skip = params.skip_special_tokens
         return entry | {
-            token: replace(value, decoded_token=self.tokenizer.decode([token], skip_special_tokens=False))
-            for token, value in known.items()
+            token: replace(one, decoded_token=texts.decode([token], False), token_bytes=texts.token_bytes(token, skip))
+            for token, one in entry.items()
+            if texts.has_id(token)
         }
 
 

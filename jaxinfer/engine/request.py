@@ -19,11 +19,13 @@ MAX_PREEMPTIONS = 3  # after so many a sequence goes first, and is spared while 
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of a token under the model's raw logits; its rank counts from 1."""
+    """Log-probability of a token under the model's raw logits; its rank counts from 1. `token_bytes` are what the token
+    adds to the text, which may be a part of a character; None where the text leaves it out."""
 
     logprob: float
     rank: int
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
 
 
 TokenLogprob = dict[int, Logprob]  # the chosen token first, then the best ones by rank
@@ -346,7 +348,8 @@ class CompletionOutput:
         "abort" or "error" (explained by `error`; None while streaming).
       logprobs: per token, if asked for: its own and the best ones. cumulative_logprob: their sum over own tokens.
       speculation: what was drafted and accepted, where there is a draft.
-      tool_calls: in chats with tools, the calls, which the text has no more.
+      tool_calls: in chats with tools, the calls, which the text has no more. reasoning: in chats, what the model wrote
+        before its answer, which the text has no more either; None where there is none.
     """
 
     index: int
@@ -360,6 +363,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprob] | None = None
     speculation: SpeculationStats | None = None
     tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True)

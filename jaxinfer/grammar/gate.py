@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxinfer.grammar.vocabulary import Vocabulary
-from jaxinfer.text.reasoning import Channels, Family
+from jaxinfer.text.reasoning import Channels, Family, starts_inside
 
 _NUM_TAIL = 256  # bytes of the reasoning's end that are looked at
 
@@ -50,10 +50,9 @@ def gate_of(family: Family, prompt_end: str, vocabulary: Vocabulary, special_tex
         end = rf"{channel}final(?:(?!{start}|{channel}|{message}).)*{message}\Z"
         return Gate(re.compile(end.encode(), re.DOTALL), vocabulary, special_texts)
     end = re.compile(re.escape(family.closing.encode()) + rb"\s*\Z")
-    prompt_end = prompt_end.rstrip()
-    if prompt_end.endswith(family.opening):
+    if starts_inside(family, prompt_end):
         return Gate(end, vocabulary, special_texts)
-    if prompt_end.endswith(family.closing):
+    if prompt_end.rstrip().endswith(family.closing):
         return None
     opening = family.opening.encode()
     token = vocabulary.id_of.get(opening) or next((one for one, text in special_texts.items() if text == opening), None)

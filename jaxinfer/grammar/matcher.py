@@ -30,6 +30,9 @@ LIMITS = {
 }
 
 
+_SPECIAL = b"\xff"  # begins a special token, in texts of llguidance; no text in UTF-8 has it
+
+
 class MatcherLibrary:
     """llguidance for one tokenizer. Raises ImportError, with what to install, where it is not there."""
 
@@ -105,8 +108,9 @@ class Matcher:
 
     @property
     def forced(self) -> bytes:
-        """The text that must follow, as far as there is no choice."""
-        return self.of_library.compute_ff_bytes()[:MAX_FORCED]
+        """The text that must follow, as far as there is no choice: up to a special token, which has no other
+        spelling."""
+        return self.of_library.compute_ff_bytes().partition(_SPECIAL)[0][:MAX_FORCED]
 
     @property
     def error(self) -> str | None:
@@ -120,9 +124,9 @@ class _Tokens:
     def __init__(self, spelling: Spelling):
         self._encode, vocabulary = spelling.encode, spelling.vocabulary
         self.eos_token_id, self.bos_token_id = vocabulary.eos_token_ids[0], None
-        # A special token is told by its first byte, which no text has; these need different texts.
+        # A special token has the name that forced text has for it.
         self.tokens = [
-            b"\xff<%d>" % number if token is None else token for number, token in enumerate(vocabulary.tokens)
+            _SPECIAL + b"[%d]" % number if token is None else token for number, token in enumerate(vocabulary.tokens)
         ]
         self.special_token_ids = [number for number, token in enumerate(vocabulary.tokens) if token is None]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxinfer.grammar.schema_graph import Graph, pointer_of
 from jaxinfer.grammar.schema_limits import check_graph
+from jaxinfer.grammar.schema_strings import FORMATS, OTHER_FORMATS
 
 # The largest of 11,305 schemas of JSONSchemaBench that llguidance accepts has 938,058 bytes, 26 levels, 28,520 values,
 # an enum of 5,383, objects of 587 properties and a pattern of 5,153 characters.
@@ -29,7 +30,8 @@ _LISTS = ("anyOf", "oneOf", "allOf", "enum", "prefixItems")
 
 
 def check_schema(schema: Mapping[str, Any] | str) -> Mapping[str, Any]:
-    """A JSON schema that is safe to compile, as a new mapping with a dict for every object and a list for every array.
+    """A JSON schema that is safe to compile, as a new mapping with a dict for every object and a list for every array,
+    and without formats that are annotations.
 
     Nothing is ever fetched. A `$ref` may name any place of the schema itself, and may be recursive.
 
@@ -57,6 +59,8 @@ def check_schema(schema: Mapping[str, Any] | str) -> Mapping[str, Any]:
     patterns_length = 0
     for link, node in graph.schemas():
         _check_keywords(link, node)
+        if node.get("format") not in (*FORMATS, *OTHER_FORMATS):
+            node.pop("format", None)  # an annotation
         patterns_length += sum(len(pattern) for pattern in _patterns(node))
     if patterns_length > MAX_PATTERNS_LENGTH:
         raise ValueError(

@@ -80,7 +80,9 @@ _IPV6 = "|".join(
 # Without hyphens as third and fourth character: those of internationalized names need a dictionary.
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9]|[A-Za-z0-9-](?:{0}(?:[A-Za-z0-9-]{{0,59}}{0})?|-{0}(?:[A-Za-z0-9-]{{0,58}}{0})?))?"
 _NAME = _NAME.format("[A-Za-z0-9]")
-# RFC 3339, RFC 4122, RFC 2673, RFC 4291, RFC 1123; RFC 5321 without quoted names and addresses in brackets.
+_POINTER = r"(?:/(?:[^/~]|~[01])*)*"
+# RFC 3339, RFC 4122, RFC 2673, RFC 4291, RFC 1123; RFC 5321 without quoted names and addresses in brackets;
+# RFC 6901.
 FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -90,7 +92,11 @@ FORMATS = {
     "email": rf"{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})*",
     "ipv6": _IPV6,
     "hostname": rf"{_NAME}(?:\.{_NAME})*",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": rf"(?:0|[1-9]\d*)(?:#|{_POINTER})",
 }
+OTHER_FORMATS = ("duration", "uri")
+"""Formats that llguidance has. Any other is an annotation, which says nothing about texts (JSON Schema 2020-12)."""
 FORMAT_LENGTHS = {"hostname": 253}
 
 

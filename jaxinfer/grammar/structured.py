@@ -80,7 +80,7 @@ class StructuredOutputs:
                 f"got {reprlib.repr(value)}"
             )
         if value.get("type") == "json_object":
-            return cls(json_object=True)
+            return _object_of_format(value)
         if value.get("type") == "json_schema":
             return cls(json=_schema_of_format(value))
         names = [field.name for field in dataclasses.fields(cls)]
@@ -89,6 +89,19 @@ class StructuredOutputs:
             hint = "; a schema goes under 'json'" if "type" in value or "properties" in value else ""
             raise GrammarError(f"has no field {unknown[0]!r}, only {', '.join(names)}{hint}")
         return cls(**value)
+
+
+def _object_of_format(value: Mapping[str, Any]) -> StructuredOutputs:
+    """`{"type": "json_object"}`, to which other engines add the `schema` of the object."""
+    schema = value.get("schema")
+    unknown = next((name for name in value if name not in ("type", "schema")), None)
+    if unknown is not None:
+        raise GrammarError(f"json_object has a schema at most, not {unknown!r:.60}")
+    if schema is None:
+        return StructuredOutputs(json_object=True)
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        raise GrammarError(f"the schema of json_object must be that of an object, got {reprlib.repr(schema)}")
+    return StructuredOutputs(json={"type": "object", **schema})
 
 
 def _schema_of_format(value: Mapping[str, Any]) -> Any:

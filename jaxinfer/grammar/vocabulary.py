@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
 from jaxinfer.text import Tokenizer
+from jaxinfer.text.token_bytes import byte_decoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ def vocabulary_of(tokenizer: Tokenizer, eos_token_ids: Iterable[int], vocab_size
     Raises ValueError if a token's text depends on its neighbours, so that no grammar over texts can be applied
     (WordPiece, and tokenizers without a decoder).
     """
-    to_bytes, drops_leading_space = _byte_decoder(tokenizer.decoder_spec)
+    to_bytes, drops_leading_space = byte_decoder(tokenizer.decoder_spec)
     found = tokenizer.tokens_by_id()
     tokens: list[bytes | None] = [None] * (max(found, default=-1) + 1 if vocab_size is None else vocab_size)
     for token_id, token in found.items():
@@ -111,72 +111,3 @@ def vocabulary_of(tokenizer: Tokenizer, eos_token_ids: Iterable[int], vocab_size
             tokens[token_id] = to_bytes(token)
     eos = tuple(sorted({int(token_id) for token_id in eos_token_ids if 0 <= token_id < len(tokens)}))
     return Vocabulary(tuple(tokens), eos, drops_leading_space)
-
-
-def _byte_decoder(spec: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
-    """The bytes of a token within a text, and whether a space at the start of a text is dropped."""
-    replacements: list[tuple[str, str]] = []
-    has_byte_tokens, is_fused, drops_leading_space = False, False, False
-    for step in _steps(spec):
-        kind = step["type"]
-        if kind == "ByteLevel" and not replacements and not has_byte_tokens:
-            return _byte_level, False
-        if kind == "Replace" and "String" in step["pattern"]:
-            pattern = step["pattern"]["String"]
-            if not pattern or (is_fused and len(pattern) > 1):
-                break
-            replacements.append((pattern, step["content"]))
-        elif kind == "ByteFallback":
-            has_byte_tokens = True
-        elif kind == "Metaspace":
-            replacements.append((step["replacement"], " "))
-            drops_leading_space = step.get("prepend_scheme", "always") != "never"
-        elif kind == "Fuse":
-            is_fused = True
-        elif kind == "Strip" and is_fused and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
-            drops_leading_space = True
-        else:
-            break
-    else:
-        if spec is not None:
-            return _sentencepiece(replacements, has_byte_tokens), drops_leading_space
-    kind = spec.get("type") if spec else None
-    raise ValueError(
-        f"structured output needs a tokenizer whose tokens have texts of their own, not the decoder {kind!r}"
-    )
-
-
-def _steps(spec: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if spec is None or spec["type"] != "Sequence":
-        return [] if spec is None else [spec]
-    return [step for child in spec["decoders"] for step in _steps(child)]
-
-
-def _byte_level(token: str) -> bytes:
-    """GPT-2's alphabet of printable characters for bytes. A token with any other character is its own text."""
-    alphabet = _byte_alphabet()
-    try:
-        return bytes([alphabet[char] for char in token])
-    except KeyError:
-        return token.encode()
-
-
-@cache
-def _byte_alphabet() -> dict[str, int]:
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-def _sentencepiece(replacements: Sequence[tuple[str, str]], has_byte_tokens: bool) -> Callable[[str], bytes]:
-    def to_bytes(token: str) -> bytes:
-        if has_byte_tokens and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                return bytes([int(token[3:5], 16)])
-            except ValueError:
-                pass
-        for pattern, content in replacements:
-            token = token.replace(pattern, content)
-        return token.encode()
-
-    return to_bytes

@@ -41,8 +41,8 @@ class ServerOptions:
     )
     reasoning: str = _server(
         "auto",
-        "Tags of the model's reasoning, which answers have apart as reasoning_content: think, mistral, seed, gpt-oss "
-        "(its channels) or none; auto takes those that the chat template names.",
+        "Tags of the model's reasoning, which answers have apart as reasoning_content: think, mistral, gemma4, seed, "
+        "gpt-oss (its channels) or none; auto takes those that the chat template names.",
         "FAMILY",
     )
     drain_timeout: float = _server(

@@ -9,14 +9,17 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 NUM_PROMPT_END = 32  # tokens
 Kind = Literal["reasoning", "content"]
+_TO_TOOL = re.compile(r"(?:^|\s)to=(?!assistant\b|user\b|all\b)")
 
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands before and after the reasoning, which is the first part of an answer."""
+    """What stands before and after the reasoning, which is the first part of an answer. `label`: a word behind
+    `opening` that is no part of it."""
 
     opening: str
     closing: str
+    label: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -29,7 +32,7 @@ class Tags:
 @dataclass(frozen=True)
 class Channels:
     """An answer of several messages, each with a header that names its channel (OpenAI's Harmony format): those of the
-    channel `analysis` are the reasoning."""
+    channel `analysis`, and those to a tool, are the reasoning."""
 
     markers: tuple[str, ...] = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 
@@ -42,6 +45,7 @@ Family = Tags | Channels
 FAMILIES: dict[str, Family] = {
     "think": Tags("<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM, QwQ, Nemotron
     "mistral": Tags("[THINK]", "[/THINK]"),
+    "gemma4": Tags("<|channel>", "<channel|>", "thought"),
     "seed": Tags("<seed:think>", "</seed:think>"),
     "gpt-oss": Channels(),
 }
@@ -76,7 +80,7 @@ def prompt_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
 
 def starts_inside(family: Family, prompt_end: str) -> bool:
     """Whether the prompt itself ends with the opening tag, as some templates write it."""
-    return isinstance(family, Tags) and prompt_end.rstrip().endswith(family.opening)
+    return isinstance(family, Tags) and prompt_end.rstrip().endswith((family.opening, family.opening + family.label))
 
 
 class Remover:
@@ -116,7 +120,7 @@ class ReasoningSplitter:
         self._tags = tags
         self._state: Literal["start", "inside", "after", "content"] = "start"
         self._was_opened = is_inside
-        self._held = ""
+        self._held, self._label = "", "" if is_inside else tags.label
         self._has_text = False  # of the reasoning
 
     def feed(self, text: str) -> Iterator[tuple[Kind, str]]:
@@ -155,6 +159,11 @@ class ReasoningSplitter:
     def _inside(self) -> Iterator[tuple[Kind, str]]:
         if not self._has_text:
             self._held = self._held.lstrip()
+            if self._label.startswith(self._held) and self._label:
+                return  # it may become the label
+            if self._label and self._held.startswith(self._label):
+                self._held = self._held.removeprefix(self._label).lstrip()
+            self._label = ""
         end = self._held.find(self._tags.closing)
         if end >= 0:
             text = self._take(end).rstrip()
@@ -180,13 +189,15 @@ class ReasoningSplitter:
 
 class ChannelSplitter:
     """As `ReasoningSplitter`, for `Channels`. The prompt's end has begun the first header; a text without one is
-    content."""
+    content. Messages of one kind are lines."""
 
     def __init__(self, channels: Channels):
         self._start, self._channel, self._message, *self._ends = channels.markers
         self._state: Literal["start", "header", "body"] = "start"
         self._kind: Kind = "content"
         self._held = ""
+        self._written: dict[Kind, bool] = {"reasoning": False, "content": False}
+        self._is_first = True  # of the message
 
     def feed(self, text: str) -> Iterator[tuple[Kind, str]]:
         """As `ReasoningSplitter.feed`."""
@@ -194,9 +205,10 @@ class ChannelSplitter:
         while True:
             if self._state == "start":
                 openings = (self._start, self._channel)
-                if self._held.startswith(openings):
+                begun = self._held.lstrip(" ")
+                if self._held.startswith(openings) or (begun.startswith("to=") and self._message in begun):
                     self._state = "header"
-                elif self._held and not any(one.startswith(self._held) for one in openings):
+                elif begun and not any(one.startswith(begun) or begun.startswith("to=") for one in (*openings, "to=")):
                     self._state = "body"
                 else:
                     return
@@ -205,13 +217,14 @@ class ChannelSplitter:
                 if not found:
                     return
                 channel = header.partition(self._channel)[2].split(maxsplit=1)
-                self._kind = "reasoning" if channel[:1] == ["analysis"] else "content"
-                self._state, self._held = "body", rest
+                is_reasoning = channel[:1] == ["analysis"] or _TO_TOOL.search(header) is not None
+                self._kind = "reasoning" if is_reasoning else "content"
+                self._state, self._held, self._is_first = "body", rest, True
             markers = (self._start, self._channel, *self._ends)
             ends = [at for one in markers if (at := self._held.find(one)) >= 0]
             cut = min(ends) if ends else len(self._held) - max(_num_begun(self._held, one) for one in markers)
             if cut:
-                yield self._kind, self._held[:cut]
+                yield self._kind, self._line(self._held[:cut])
             self._held = self._held[cut:]
             if not ends:
                 return
@@ -220,8 +233,14 @@ class ChannelSplitter:
     def finish(self) -> Iterator[tuple[Kind, str]]:
         """As `ReasoningSplitter.finish`."""
         if self._held and self._state != "header":
-            yield self._kind, self._held
+            yield self._kind, self._line(self._held)
         self._held = ""
+
+    def _line(self, text: str) -> str:
+        """A piece of the message's text, with a line break between it and another message of its kind."""
+        begin = "\n" if self._is_first and self._written[self._kind] else ""
+        self._is_first, self._written[self._kind] = False, True
+        return begin + text
 
 
 Splitter = ReasoningSplitter | ChannelSplitter

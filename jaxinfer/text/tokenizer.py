@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from jaxinfer.text.length import LengthCheck
 from jaxinfer.text.library import library_errors, run
 from jaxinfer.text.messages import check_text, num_chars
 from jaxinfer.text.spec_checks import FieldError, check_added, check_spec, parse_json
+from jaxinfer.text.token_bytes import byte_decoder
 
 # The classes whose fast tokenizers take BOS and EOS from add_bos_token and add_eos_token.
 _FLAG_DRIVEN_CLASSES = frozenset(
@@ -165,6 +166,24 @@ class Tokenizer:
         ids = [int(token_id) for token_id in ids]
         self.check_ids(ids)
         return run(self._backend.decode, ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes | None:
+        """The bytes that a token adds to a text, such as a part of an emoji; None for one that `decode` leaves out, and
+        where they depend on its neighbours."""
+        token = self.id_to_token(token_id)
+        if token is None or (skip_special_tokens and token_id in self.special_ids):
+            return None
+        if self._to_bytes is not None and token_id not in self.special_ids:
+            return self._to_bytes(token)
+        text = self.decode([token_id], skip_special_tokens=False)
+        return None if "\ufffd" in text else text.encode()
+
+    @cached_property
+    def _to_bytes(self) -> Callable[[str], bytes] | None:
+        try:
+            return byte_decoder(self.decoder_spec)[0]
+        except ValueError:
+            return None
 
     def has_id(self, token_id: int) -> bool:
         """Whether the id is a token: a model may have more rows than its tokenizer has tokens."""

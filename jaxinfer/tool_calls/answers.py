@@ -14,7 +14,7 @@ from jaxinfer.sampling import SamplingParams
 from jaxinfer.text import Tokenizer
 from jaxinfer.text.reasoning import (
     FAMILIES,
-    Channels,
+    AnswerSplitter,
     Family,
     Kind,
     Remover,
@@ -22,6 +22,7 @@ from jaxinfer.text.reasoning import (
     hidden_tokens,
     make_splitter,
     prompt_end,
+    split,
     starts_inside,
 )
 from jaxinfer.tool_calls.form import ToolForm
@@ -74,28 +75,85 @@ class AnswerFormat:
         special tokens has all tags."""
         return hidden_tokens(self.reasoning, self.tokenizer, () if self.form is None else self.form.special_texts)
 
+    @cached_property
+    def _hidden_of_reasoning(self) -> tuple[str, ...] | None:
+        return hidden_tokens(self.reasoning, self.tokenizer)
+
+    @cached_property
+    def _needs_whole_tools(self) -> bool:
+        """Whether the chat template fails at a function that has a name alone, and not at one with all fields."""
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            return False
+        tool: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+        return not _renders(self.tokenizer, tool) and _renders(self.tokenizer, _whole_tool(tool))
+
+    def hidden_with(self, offer: ToolOffer | None) -> tuple[str, ...] | None:
+        """`hidden` where calls are read, else for the reasoning alone."""
+        return self._hidden_of_reasoning if offer is None or not offer.is_read else self.hidden
+
     @property
     def reasoning_name(self) -> str:
         """The family's name, as structured output has it."""
         return next((name for name, one in FAMILIES.items() if one == self.reasoning), "none")
 
+    def is_read(self, params: SamplingParams, offer: ToolOffer | None) -> bool:
+        """Whether answers may have more than content. Structured output without reasoning has that alone."""
+        if offer is not None and offer.is_read:
+            return True
+        return self.reasoning is not None and (params.structured is None or params.structured.reasoning != "none")
+
     def params(self, params: SamplingParams, offer: ToolOffer | None = None) -> SamplingParams:
-        """Sampling parameters of a chat: structured output begins after the reasoning, and with tools answers can be
-        read, and call what they must.
+        """Sampling parameters of a chat under which answers can be read, with special tokens in their text where those
+        are tags; structured output begins after the reasoning, and answers call what they must.
 
         Raises:
           ValueError: as `ToolOffer.structured`, or there are tools and structured output.
         """
+        changes: dict[str, Any] = {}
         structured = params.structured
+        if params.skip_special_tokens and self.is_read(params, offer) and self.hidden_with(offer) is not None:
+            changes["skip_special_tokens"] = False
+        if offer is not None and offer.is_read:
+            if structured is not None:
+                raise ValueError(
+                    "tools and structured output exclude each other: leave one out, or set tool_choice='none'"
+                )
+            changes["structured"] = offer.structured()
+        elif structured is not None and structured.reasoning is None and self.reasoning is not None:
+            changes["structured"] = replace(structured, reasoning=self.reasoning_name)
+        return replace(params, **changes) if changes else params
+
+    def splitter(self, prompt_ids: Sequence[int]) -> AnswerSplitter | None:
+        """Tells reasoning from content in a stream under the parameters of `params`, without tools; None where the tags
+        of the reasoning are text."""
+        if self.reasoning is None or self.tokenizer is None or self._hidden_of_reasoning is None:
+            return None
+        is_inside = starts_inside(self.reasoning, prompt_end(self.tokenizer, prompt_ids))
+        return AnswerSplitter(self.reasoning, is_inside, self._hidden_of_reasoning)
+
+    def read(
+        self,
+        text: str,
+        prompt_ids: Sequence[int],
+        seed: int,
+        offer: ToolOffer | None = None,
+        skip_special_tokens: bool = True,
+    ) -> tuple[str, str, list[ToolCall]]:
+        """Reasoning, content and calls of a whole answer.
+
+        Args:
+          text: under the parameters of `params`. seed: the answer's own. skip_special_tokens: as the request had it.
+        """
+        family, tokenizer = self.reasoning, self.tokenizer
+        hidden = self.hidden_with(offer) if skip_special_tokens else None
+        is_inside = False
+        if family is not None and tokenizer is not None:
+            is_inside = starts_inside(family, prompt_end(tokenizer, prompt_ids))
         if offer is None or not offer.is_read:
-            if structured is None or structured.reasoning is not None or self.reasoning is None:
-                return params
-            return replace(params, structured=replace(structured, reasoning=self.reasoning_name))
-        if structured is not None:
-            raise ValueError("tools and structured output exclude each other: leave one out, or set tool_choice='none'")
-        keeps_special = params.skip_special_tokens and self.hidden is not None
-        skip_special_tokens = params.skip_special_tokens and not keeps_special
-        return replace(params, structured=offer.structured(), skip_special_tokens=skip_special_tokens)
+            return (*split(text, family, is_inside, hidden), [])
+        parts = offer.reader(prompt_ids, seed, family, is_inside, hidden).feed(text, is_end=True)
+        reasoning = "".join(one.text for one in parts if isinstance(one, Reasoning))
+        return (reasoning, *collect(one for one in parts if not isinstance(one, Reasoning)))
 
     def offer(
         self,
@@ -117,6 +175,8 @@ class AnswerFormat:
         use = check_tools(given, tool_choice, parallel_tool_calls)
         if use.mode == "none" or not tools:
             return None
+        if self._needs_whole_tools:
+            given = [_whole_tool(one) for one in given]
         if self.form is None and use.needs_grammar:
             raise ValueError(
                 "tool_choice that demands a call, parallel_tool_calls=false and strict tools need a model whose form "
@@ -198,36 +258,6 @@ class ToolOffer:
         assert self.format.form is not None
         return AnswerReader(self.format.form, self.parser(prompt_ids, seed), family, is_inside, hidden)
 
-    def read(
-        self, text: str, prompt_ids: Sequence[int], seed: int, skip_special_tokens: bool = True
-    ) -> tuple[str, list[ToolCall]]:
-        """The text of a whole answer without its calls, and the calls.
-
-        Args:
-          text: under the parameters of `AnswerFormat.params`. seed: the answer's own.
-          skip_special_tokens: as the request had it.
-        """
-        if not self.is_read:
-            return text, []
-        start = self._content_start(text, prompt_ids)
-        content, calls = collect(self.parser(prompt_ids, seed).feed(text[start:], is_end=True))
-        text = text[:start] + content
-        if skip_special_tokens and self.format.hidden is not None:
-            remover = Remover(self.format.special_tokens)
-            text = remover.feed(text) + remover.finish()
-        return text, calls
-
-    def _content_start(self, text: str, prompt_ids: Sequence[int]) -> int:
-        """Where the reasoning ends, in which there are no calls."""
-        family, tokenizer = self.format.reasoning, self.format.tokenizer
-        if family is None or tokenizer is None or isinstance(family, Channels):
-            return 0
-        is_inside = starts_inside(family, prompt_end(tokenizer, prompt_ids))
-        if not is_inside and not text.lstrip().startswith(family.opening):
-            return 0
-        before, tag, _ = text.partition(family.closing)
-        return len(before) + len(tag)
-
 
 def text_of(part: AnswerPart) -> str:
     """All that a part says, as one text: what a stream that is resumed counts."""
@@ -287,6 +317,22 @@ class AnswerReader:
 
 def _part(kind: Kind, text: str) -> Reasoning | Content:
     return Reasoning(text) if kind == "reasoning" else Content(text)
+
+
+def _renders(tokenizer: Tokenizer, tool: Mapping[str, Any]) -> bool:
+    try:
+        tokenizer.render_chat([{"role": "user", "content": "a"}], tools=[tool])
+    except ValueError:
+        return False
+    return True
+
+
+def _whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with the fields that a request may leave out."""
+    left_out = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    function = tool["function"]
+    missing = {name: value for name, value in left_out.items() if function.get(name) is None}
+    return {**tool, "function": {**function, **missing}}
 
 
 def _function_tool(function: Callable[..., Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jaxinfer.tool_calls.cursor import Cursor, Reader
 from jaxinfer.tool_calls.form import ToolForm
 from jaxinfer.tool_calls.json_forms import arguments_schema
-from jaxinfer.tool_calls.json_text import read_json
+from jaxinfer.tool_calls.json_text import read_end, read_json
 from jaxinfer.tool_calls.lark import Lark, quote
 from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Mode, Tool
@@ -34,11 +34,16 @@ class HarmonyForm(ToolForm):
         if recipient is None:
             return
         yield from cursor.spaces()
+        tool = calls.tools.get(recipient[1])
+        has_end = bool((yield from cursor.literal(*_ENDS)))
+        # The token that ends an answer is not in its text, which may also have been cut here.
+        if tool and (has_end or (not (yield from cursor.peek()) and not tool.parameters.get("required"))):
+            calls.add(tool.name, "{}")  # no arguments at all
+            return
         found = (yield from read_json(cursor)) if (yield from cursor.peek()) == "{" else None
         if found is None or not calls.add(recipient[1], found.text):
             return
-        yield from cursor.spaces()
-        if (yield from cursor.literal(*_ENDS)):
+        if not (yield from read_end(cursor, *_ENDS)) and not (yield from cursor.peek()):
             cursor.forget_taken()
 
     def grammar(

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader, finish
 from jaxinfer.tool_calls.form import ToolForm, digest_text
-from jaxinfer.tool_calls.json_text import JsonText, read_json
+from jaxinfer.tool_calls.json_text import JsonText, escape_surrogates, read_end, read_json
 from jaxinfer.tool_calls.lark import Lark, quote
 from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Tool
@@ -56,9 +56,8 @@ class JsonForm(ToolForm):
                 break
             if not separators or not (yield from cursor.literal(*separators)):
                 break
-        yield from cursor.spaces()
-        if self.closing and (yield from cursor.literal(self.closing.strip())):
-            cursor.forget_taken()
+        if self.closing:
+            yield from read_end(cursor, self.closing.strip())
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
         head = lark.tag(f'{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": ')
@@ -81,7 +80,7 @@ def _add_object(calls: CallSink, found: JsonText) -> bool:
         text = finish(read_json(inner))
         if text is None or not text.is_object or inner.text[inner.at :].strip():
             return False
-        given = text.text
+        given = escape_surrogates(text.text)
     if not given.startswith("{"):
         return False
     return calls.add(json.loads(name), given, found.members.get("id", "").strip('"'))
@@ -112,9 +111,8 @@ class NamedForm(ToolForm):
                 return
             has_begun = False
             for text in (self.tail.strip(), self.end):
-                yield from cursor.spaces()
-                if text and (yield from cursor.literal(text)):
-                    cursor.forget_taken()
+                if text:
+                    yield from read_end(cursor, text)
         if self.last and (yield from cursor.literal(self.last)):
             cursor.forget_taken()
 

@@ -13,10 +13,12 @@ MAX_DEPTH = 100
 _MAX_NUMBER_CHARS = 400
 
 _WHITE_SPACE = re.compile(r"[ \t\r\n]*")
+_SURPLUS = re.compile(r"[}\s]*")
 _PLAIN = re.compile(r'[^"\\]*')
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 _NUMBER_CHARS = re.compile(r"[-+0-9.eE]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
@@ -87,6 +89,16 @@ def read_json(cursor: Cursor, keys: frozenset[str] | None = None) -> Reader[Json
         state = "next"
 
 
+def read_end(cursor: Cursor, *ends: str) -> Reader[bool]:
+    """Takes and forgets one of the texts that end a call, with white space and closing brackets too many before it;
+    False where none follows."""
+    yield from cursor.match(_SURPLUS)
+    has_end = bool((yield from cursor.literal(*ends)))
+    if has_end:
+        cursor.forget_taken()
+    return has_end
+
+
 def read_scalar(cursor: Cursor) -> Reader[str | None]:
     """Takes a JSON string, number, true, false or null; None where none follows."""
     char = yield from cursor.peek()
@@ -95,7 +107,11 @@ def read_scalar(cursor: Cursor) -> Reader[str | None]:
     if char and char in "tfn":
         return (yield from cursor.literal("true", "false", "null")) or None
     text = yield from cursor.match(_NUMBER_CHARS)
-    return text if len(text) <= _MAX_NUMBER_CHARS and _NUMBER.fullmatch(text) else None
+    return text if is_json_number(text) else None
+
+
+def is_json_number(text: str) -> bool:
+    return len(text) <= _MAX_NUMBER_CHARS and _NUMBER.fullmatch(text) is not None
 
 
 def _read_colon(cursor: Cursor) -> Reader[bool]:
@@ -122,6 +138,17 @@ def _read_string(cursor: Cursor) -> Reader[str | None]:
             if _HEX.match(cursor.text, cursor.at) is None:
                 return None
             parts.append(cursor.take(cursor.at + 4))
+
+
+def json_string(text: str) -> str:
+    """A text as a JSON string, in which halves of a character beyond U+FFFF, as escapes give them, are joined."""
+    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    return escape_surrogates(json.dumps(text, ensure_ascii=False))
+
+
+def escape_surrogates(text: str) -> str:
+    """JSON text in which a half without its other half, which no encoding has, is an escape."""
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _escaped(found: re.Match[str]) -> str:

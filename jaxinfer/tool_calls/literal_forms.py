@@ -11,16 +11,17 @@ from typing import Any
 from jaxinfer.tool_calls.cursor import Cursor, Reader
 from jaxinfer.tool_calls.form import ToolForm
 from jaxinfer.tool_calls.json_forms import LLAMA_OBJECTS
-from jaxinfer.tool_calls.json_text import MAX_DEPTH, read_scalar
+from jaxinfer.tool_calls.json_text import MAX_DEPTH, json_string, read_scalar
 from jaxinfer.tool_calls.lark import Lark, quote
 from jaxinfer.tool_calls.parser import CallSink
-from jaxinfer.tool_calls.python_text import arguments_of, read_brackets
+from jaxinfer.tool_calls.python_text import read_arguments
 from jaxinfer.tool_calls.tagged_forms import write_value
 from jaxinfer.tool_calls.tools import Tool
-from jaxinfer.tool_calls.values import resolve, types_of, write_properties
+from jaxinfer.tool_calls.values import MAX_KEY_CHARS, check_key, resolve, types_of, write_properties
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
+_BESIDE_KEYS = (":", "{", "}", "[", "]", ",")
 _TYPES = frozenset(("string", "number", "boolean", "null", "array", "object"))
 _MAX_LEVELS = 8
 _STRING_LIMITS = ("minLength", "maxLength", "pattern")
@@ -33,7 +34,6 @@ _KNOWN = frozenset(
         *("properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
     )
 )
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,7 @@ class PythonicForm(ToolForm):
             while True:
                 yield from cursor.spaces()
                 name = yield from cursor.match(_NAME)
-                if name not in calls.tools or (yield from cursor.peek()) != "(":
-                    return
-                code = yield from read_brackets(cursor)
-                arguments = None if code is None else arguments_of(code)
+                arguments = (yield from read_arguments(cursor)) if name in calls.tools else None
                 if arguments is None or not calls.add(name, arguments):
                     return
                 yield from cursor.spaces()
@@ -74,7 +71,7 @@ class PythonicForm(ToolForm):
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
         def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
-            if _IDENTIFIER.fullmatch(key) is None:
+            if not key.isidentifier():
                 raise ValueError(f"the parameters of tool {tool.name!r}: {key!r:.80} is no name of a Python argument")
             is_boolean = types_of(schema, schema) == {"boolean"} and schema.keys().isdisjoint(("enum", "const"))
             value = '("True" | "False")' if is_boolean else lark.json(schema)
@@ -152,27 +149,28 @@ class GemmaForm(ToolForm):
     def _read_key(self, cursor: Cursor) -> Reader[str | None]:
         yield from cursor.spaces()
         if (yield from cursor.literal(self.string_mark)):
-            key = yield from cursor.until(self.string_mark, limit=1_000)
+            key = yield from cursor.until(self.string_mark, limit=MAX_KEY_CHARS)
             if key is None or not (yield from cursor.literal(self.string_mark)):
                 return None
         else:
-            key = yield from cursor.until(":", "{", "}", "[", "]", ",", limit=1_000)
+            key = yield from cursor.until(*_BESIDE_KEYS, limit=MAX_KEY_CHARS)
         if not key or not (yield from cursor.literal(":")):
             return None
-        return f"{json.dumps(key.strip(), ensure_ascii=False)}: "
+        return f"{json_string(key.strip())}: "
 
     def _read_scalar(self, cursor: Cursor) -> Reader[str | None]:
         if (yield from cursor.literal(self.string_mark)):
             text = yield from cursor.until(self.string_mark)
             if text is None or not (yield from cursor.literal(self.string_mark)):
                 return None
-            return json.dumps(text, ensure_ascii=False)
+            return json_string(text)
         if (yield from cursor.literal("None")):  # as the template writes null
             return "null"
         return (yield from read_scalar(cursor))
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
         def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
+            check_key(key, tool.name, self.string_mark, *_BESIDE_KEYS)
             value = self._write_value(lark, f"value_{index}_{number}", schema, schema, f"{tool.name}.{key}", 0)
             return f"{quote(key + ':')} {value}"
 
@@ -238,7 +236,8 @@ class GemmaForm(ToolForm):
                 one = self._write_value(lark, f"{name}_item", items, root, f"{where}[]", depth + 1)
             if high == 0:
                 return lark.rule(name, '"[]"')
-            more = f'("," {one}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
+            most = "" if high is None else high - 1
+            more = "" if most == 0 else f'("," {one}){{{max(low - 1, 0)},{most}}}'
             return lark.rule(name, f'"[" ({one} {more}){"" if low else "?"} "]"')
         if kind == "object":
             properties, required = schema.get("properties") or {}, schema.get("required") or []
@@ -248,6 +247,7 @@ class GemmaForm(ToolForm):
                 return self._any_object(lark)
             parts = []
             for number, (key, one) in enumerate(sorted(properties.items(), key=lambda item: item[0].lower())):
+                check_key(key, where, self.string_mark, *_BESIDE_KEYS)
                 value = self._write_value(lark, f"{name}_{number}", one, root, f"{where}.{key:.80}", depth + 1)
                 parts.append((f"{quote(key + ':')} {value}", key in required))
             return lark.rule(name, f'"{{" {lark.sequence(f"{name}_members", parts, ",")} "}}"')

@@ -1,59 +1,108 @@
-"""Reads brackets with Python literals out of a text that arrives in pieces, and writes them as JSON."""
+"""Reads Python's keyword arguments and literals out of a text that arrives in pieces, as JSON."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
-from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader, finish
-from jaxinfer.tool_calls.json_text import MAX_DEPTH
+from jaxinfer.tool_calls.json_text import MAX_DEPTH, is_json_number, json_string
 
-_CODE = re.compile(r"""[^()\[\]{}"'#]*""")
-_VALUE = r"(?:[A-Za-z_]\w*+\s*+=\s*+)?(?:[A-Za-z_]\w*+|-?[0-9][0-9_.]*+(?:[eE][-+]?[0-9]++)?)?"
-_ITEMS = re.compile(rf"\s*+{_VALUE}\s*+(?:[,:]\s*+{_VALUE}\s*+)*+")
+_NAME = re.compile(r"\w*")
+_NUMBER_CHARS = re.compile(r"[-+0-9._eE]*")
+_DIGIT_GAP = re.compile(r"(?<=[0-9])_(?=[0-9])")
+_BARE_POINT = re.compile(r"(?<=[0-9])\.(?![0-9])")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "\"'"}
 _ESCAPED = set("\\'\"abfnrtvx0123NuU\n")
-_JSON_NAMES = {"true": True, "false": False, "null": None}
+_CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 
 
-def read_brackets(cursor: Cursor) -> Reader[str | None]:
-    """Takes a bracket, literals and names with commas, colons and `=` between them, and the bracket that closes it.
-
-    Operators, calls and subscripts end it with None: long chains of them would overflow the stack of Python's parser.
-    """
-    parts: list[str] = []
-    stack: list[str] = []
-    last = ","  # the last character that is no white space
+def read_arguments(cursor: Cursor) -> Reader[str | None]:
+    """Takes keyword arguments in brackets, `(a=1, b="c")`; returns their JSON text. Any name is a keyword here, also
+    those that Python keeps for itself. None at the first character that does not fit; operators and calls do not."""
+    if not (yield from cursor.literal("(")):
+        return None
+    values: dict[str, str] = {}
+    has_comma = True
     while True:
-        char = yield from cursor.peek()
-        if char and char in "\"'":
-            text = (yield from _read_python_string(cursor, char)) if last in "([{,:=\"'" else None
-            if text is None:
-                return None
-            parts.append(text)
-        elif char in _CLOSING:
-            if len(stack) >= MAX_DEPTH or last not in "([{,:=":
-                return None
-            stack.append(_CLOSING[char])
-            parts.append(cursor.take(cursor.at + 1))
-        elif not char or char != stack.pop():
+        yield from cursor.spaces()
+        if (yield from cursor.literal(")")):
+            break
+        name = yield from cursor.match(_NAME)
+        yield from cursor.spaces()
+        is_new = has_comma and name.isidentifier() and name not in values
+        value = (yield from _read_value(cursor, 0)) if is_new and (yield from cursor.literal("=")) else None
+        if value is None:
             return None
-        else:
-            parts.append(cursor.take(cursor.at + 1))
-            if not stack:
-                return "".join(parts)
-        last = parts[-1][-1]
-        code = yield from cursor.match(_CODE)
-        if _ITEMS.fullmatch(code) is None:
-            return None
-        parts.append(code)
-        last = code.strip()[-1:] or last
+        values[name] = value
+        yield from cursor.spaces()
+        has_comma = bool((yield from cursor.literal(",")))
+    return "{" + ", ".join(f"{json_string(name)}: {value}" for name, value in values.items()) + "}"
 
 
-def _read_python_string(cursor: Cursor, quote: str) -> Reader[str | None]:
+def json_of_literal(code: str) -> str | None:
+    """The JSON text of a list, a tuple or a dict; None where the code is none."""
+    cursor = Cursor()
+    cursor.add(code, is_end=True)
+    value = finish(_read_value(cursor, 0))
+    return value if cursor.at == len(code) else None
+
+
+def _read_value(cursor: Cursor, depth: int) -> Reader[str | None]:
+    """Takes a literal of Python, or one of JSON's constants; returns its JSON text. `depth`: brackets around it."""
+    yield from cursor.spaces()
+    char = yield from cursor.peek()
+    if char and char in _IN_STRING:
+        return (yield from _read_text(cursor))
+    if char in _CLOSING:
+        return (yield from _read_bracket(cursor, depth + 1)) if depth < MAX_DEPTH else None
+    if char and char in "-0123456789":
+        text = _DIGIT_GAP.sub("", (yield from cursor.match(_NUMBER_CHARS)))
+        text = _BARE_POINT.sub(".0", text)
+        return text if is_json_number(text) else None
+    return _CONSTANTS.get((yield from cursor.match(_NAME)))
+
+
+def _read_bracket(cursor: Cursor, depth: int) -> Reader[str | None]:
+    opening = cursor.take(cursor.at + 1)
+    items: list[str] = []
+    has_comma = False
+    while True:
+        yield from cursor.spaces()
+        if (yield from cursor.literal(_CLOSING[opening])):
+            break
+        key = (yield from _read_text(cursor)) if opening == "{" else ""
+        if key:
+            yield from cursor.spaces()
+        is_next = has_comma or not items
+        is_next = is_next and key is not None and (not key or bool((yield from cursor.literal(":"))))
+        value = (yield from _read_value(cursor, depth)) if is_next else None
+        if value is None:
+            return None
+        items.append(f"{key}: {value}" if key else value)
+        yield from cursor.spaces()
+        has_comma = bool((yield from cursor.literal(",")))
+    if opening == "(" and len(items) == 1 and not has_comma:
+        return items[0]
+    return f"{{{', '.join(items)}}}" if opening == "{" else f"[{', '.join(items)}]"
+
+
+def _read_text(cursor: Cursor) -> Reader[str | None]:
+    """Takes strings that stand next to each other; returns the JSON text of all; None where there is none."""
+    parts: list[str] = []
+    while (quote := (yield from cursor.peek())) and quote in _IN_STRING:
+        code = yield from _read_string(cursor, quote)
+        try:
+            parts.append(ast.literal_eval(code or ""))
+        except (ValueError, SyntaxError):  # such as an escape of a character that is none
+            return None
+        yield from cursor.spaces()
+    return json_string("".join(parts)) if parts else None
+
+
+def _read_string(cursor: Cursor, quote: str) -> Reader[str | None]:
+    """Takes a string, whose code Python can read."""
     parts = [cursor.take(cursor.at + 1)]
     while True:
         parts.append((yield from cursor.match(_IN_STRING[quote])))
@@ -62,8 +111,8 @@ def _read_python_string(cursor: Cursor, quote: str) -> Reader[str | None]:
             while len(cursor.text) - cursor.at < 2 and not cursor.is_end:
                 yield
             escape = cursor.take(cursor.at + 2)
-            # Python warns of the others, which it takes as two characters.
-            parts.append(escape if escape[1:] in _ESCAPED else f"\\{escape}")
+            # JSON's escape of a slash, which Python takes as two characters; it warns of the others and does so too.
+            parts.append("/" if escape == "\\/" else escape if escape[1:] in _ESCAPED else f"\\{escape}")
             continue
         if not char:
             return None
@@ -72,47 +121,3 @@ def _read_python_string(cursor: Cursor, quote: str) -> Reader[str | None]:
         cursor.take(cursor.at + 1)
         if char == quote:
             return "".join(parts)
-
-
-def arguments_of(code: str) -> str | None:
-    """The JSON text of keyword arguments in brackets; None where they are not literals."""
-    try:
-        call = ast.parse(f"f{code}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(one.arg is None for one in call.keywords):
-            return None
-        arguments = {str(one.arg): _literal(one.value) for one in call.keywords}
-        return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
-
-
-def json_of_literal(code: str) -> str | None:
-    """The JSON text of a list, a tuple or a dict; None where the code is none."""
-    arguments = arguments_of(f"(x={code})") if finish(_read_whole(code)) else None
-    return arguments and arguments.removeprefix('{"x": ').removesuffix("}")
-
-
-def _read_whole(code: str) -> Reader[bool]:
-    cursor = Cursor()
-    cursor.add(code, is_end=True)
-    return (yield from read_brackets(cursor)) is not None and cursor.at == len(code)
-
-
-def _literal(node: ast.AST) -> Any:
-    """The value of a literal. Its depth is that of the brackets."""
-    match node:
-        case ast.Constant(value=str() | int() | float() | None as value):
-            return value
-        case ast.Name(id=name) if name in _JSON_NAMES:
-            return _JSON_NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_literal(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            found = [_literal(key) if key is not None else None for key in keys]
-            if not all(isinstance(key, str) for key in found):
-                raise ValueError("a key is no string")
-            return dict(zip(found, map(_literal, values), strict=True))
-        case _:
-            raise ValueError("not a literal")

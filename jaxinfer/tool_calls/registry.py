@@ -7,7 +7,7 @@ from jaxinfer.tool_calls.form import ToolForm
 from jaxinfer.tool_calls.harmony import HarmonyForm
 from jaxinfer.tool_calls.json_forms import JsonForm, KimiForm, MistralForm, NamedForm
 from jaxinfer.tool_calls.literal_forms import GemmaForm, PythonicForm
-from jaxinfer.tool_calls.tagged_forms import GlmForm, QwenCoderForm
+from jaxinfer.tool_calls.tagged_forms import DsmlForm, GlmForm, QwenCoderForm
 
 _DEEPSEEK = (
     "<｜tool▁calls▁begin｜>",
@@ -73,6 +73,24 @@ _FORMS: tuple[ToolForm, ...] = (
         middle=_DEEPSEEK[2],
         end=_DEEPSEEK[3],
         last=_DEEPSEEK[4],
+    ),
+    DsmlForm(
+        "deepseek_v32",
+        "DeepSeek V3.2",
+        openings=("<｜DSML｜function_calls>",),
+        template_texts=("｜DSML｜", "function_calls"),
+        first="<｜DSML｜function_calls>\n",
+        between="\n",
+        last="\n</｜DSML｜function_calls>",
+    ),
+    DsmlForm(
+        "deepseek_v4",
+        "DeepSeek V4",
+        openings=("<｜DSML｜tool_calls>",),
+        template_texts=("｜DSML｜",),
+        first="<｜DSML｜tool_calls>\n",
+        between="\n",
+        last="\n</｜DSML｜tool_calls>",
     ),
     GlmForm(
         "glm45",
@@ -169,6 +187,17 @@ _FORMS: tuple[ToolForm, ...] = (
         is_first_repeated=True,
         between="\n",
         closing="\n</tool_call>",
+    ),
+    PythonicForm(
+        "lfm2",
+        "LFM2 and LFM2.5",
+        openings=("<|tool_call_start|>",),
+        special_texts=("<|tool_call_start|>", "<|tool_call_end|>"),
+        template_texts=("List of tools: ", "<|tool_"),  # the first template writes no calls
+        first="<|tool_call_start|>[",
+        between=", ",
+        last="]<|tool_call_end|>",
+        closing="<|tool_call_end|>",
     ),
     PythonicForm(
         "llama4_pythonic",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,15 +9,24 @@ from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader
 from jaxinfer.tool_calls.form import ToolForm
-from jaxinfer.tool_calls.json_text import read_json
+from jaxinfer.tool_calls.json_text import json_string, read_json, read_scalar
 from jaxinfer.tool_calls.lark import Lark, escape, quote
 from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Tool
-from jaxinfer.tool_calls.values import json_of_text, property_schema, resolve, types_of, write_properties
+from jaxinfer.tool_calls.values import (
+    MAX_KEY_CHARS,
+    check_key,
+    json_of_text,
+    json_value,
+    property_schema,
+    resolve,
+    types_of,
+    write_properties,
+)
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
-_MAX_KEY_CHARS = 1_000
 _ANCHORED = re.compile(r"\^?(?P<body>(?:[^^$\\]|\\.)*)\$?")
+_DSML_END = "</｜DSML｜parameter>"
 _SCALARS = {"string", "integer", "number", "boolean", "null"}
 
 
@@ -50,7 +58,7 @@ class QwenCoderForm(ToolForm):
             tag = yield from cursor.literal("<parameter=", "</function>")
             if tag != "<parameter=":
                 break
-            key = yield from cursor.until(">", limit=_MAX_KEY_CHARS)
+            key = yield from cursor.until(">", limit=MAX_KEY_CHARS)
             value = None
             if key is not None and (yield from cursor.literal(">")):
                 value = yield from _read_value(cursor, tool, key, "</parameter>")
@@ -66,6 +74,7 @@ class QwenCoderForm(ToolForm):
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
         def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
+            check_key(key, tool.name, ">")
             end = f"{self.line_break}</parameter>"
             value = write_value(lark, f"value_{index}_{number}", schema, end, f"{tool.name}.{key}")
             return f"{quote(f'<parameter={key}>{self.line_break}')} {value} {quote(chr(10))}"
@@ -96,7 +105,7 @@ class GlmForm(ToolForm):
             tag = yield from cursor.literal("<arg_key>", "</tool_call>")
             if tag != "<arg_key>":
                 break
-            key = yield from cursor.until("</arg_key>", limit=_MAX_KEY_CHARS)
+            key = yield from cursor.until("</arg_key>", limit=MAX_KEY_CHARS)
             if key is None or not (yield from cursor.literal("</arg_key>")):
                 return
             yield from cursor.spaces()
@@ -113,6 +122,7 @@ class GlmForm(ToolForm):
         is_special = lark.is_special("</arg_value>")
 
         def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
+            check_key(key, tool.name, "</arg_key>")
             head = f"{lark.tag('<arg_key>')} {quote(key)} {lark.tag(f'</arg_key>{self.line_break}<arg_value>')}"
             value = write_value(
                 lark, f"value_{index}_{number}", schema, "</arg_value>", f"{tool.name}.{key}", is_special
@@ -123,6 +133,71 @@ class GlmForm(ToolForm):
         items = write_properties(tool, write)
         arguments = lark.sequence(f"arguments_{index}", items, "")
         return f"{lark.tag(tool.name + self.line_break)} {arguments} {lark.tag('</tool_call>')}"
+
+
+@dataclass(frozen=True)
+class DsmlForm(ToolForm):
+    """`<｜DSML｜invoke name="name">`, then for each argument `<｜DSML｜parameter name="key" string="true">`, its value
+    and a closing tag: a string as it is, with `string="false"` JSON. `first` and `last` stand around the calls."""
+
+    def read(self, cursor: Cursor, calls: CallSink, opening: str) -> Reader[None]:
+        while True:
+            yield from cursor.spaces()
+            if not (yield from cursor.literal('<｜DSML｜invoke name="')):
+                break
+            name = yield from cursor.match(_NAME)
+            tool = calls.tools.get(name)
+            found = None
+            if tool is not None and (yield from cursor.literal('">')):
+                found = yield from self._read_arguments(cursor, tool)
+            if found is None:
+                return
+            calls.add(name, found)
+        if (yield from cursor.literal(f"</{opening[1:]}")):
+            cursor.forget_taken()
+
+    def _read_arguments(self, cursor: Cursor, tool: Tool) -> Reader[str | None]:
+        found: dict[str, str] = {}
+        while True:
+            yield from cursor.spaces()
+            tag = yield from cursor.literal('<｜DSML｜parameter name="', "</｜DSML｜invoke>")
+            if tag.startswith("</"):
+                return "{" + ", ".join(f"{json_string(key)}: {value}" for key, value in found.items()) + "}"
+            key = (yield from cursor.until('"', limit=MAX_KEY_CHARS)) if tag else None
+            head = (yield from cursor.literal('" string="true">', '" string="false">')) if key is not None else ""
+            if key is None or not head:
+                return None
+            mark = cursor.mark()
+            yield from cursor.spaces()
+            if "false" in head and (yield from cursor.peek()) in ("{", "[", '"'):
+                yield from read_json(cursor) if cursor.text[cursor.at] != '"' else read_scalar(cursor)
+            rest = yield from cursor.until(_DSML_END)
+            if rest is None or not (yield from cursor.literal(_DSML_END)):
+                return None
+            text = cursor.since(mark).removesuffix(_DSML_END)
+            value = None if "true" in head else json_value(text.strip())
+            schema = {"type": "string"} if "true" in head else property_schema(tool, key)
+            found[key] = value or json_of_text(text, schema, tool.parameters)
+
+    def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
+        def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
+            check_key(key, tool.name, '"')
+            types, name = types_of(schema, schema), f"value_{index}_{number}"
+            head = f'<｜DSML｜parameter name="{key}" string='
+            ways = []
+            if types == {"string"} or (not _is_limited(schema) and (not types or "string" in types)):
+                text = schema if types == {"string"} else {"type": "string"}
+                value = write_value(lark, name, text, _DSML_END, f"{tool.name}.{key}")
+                ways.append(f"{quote(head + chr(34) + 'true' + chr(34) + '>')} {value}")
+            if types != {"string"}:
+                value = lark.json(schema)
+                ways.append(f"{quote(head + chr(34) + 'false' + chr(34) + '>')} {value} {quote(_DSML_END)}")
+            return f"({' | '.join(ways)}) {quote(chr(10))}"
+
+        items = write_properties(tool, write)
+        arguments = lark.sequence(f"arguments_{index}", items, "")
+        head = quote(f'<｜DSML｜invoke name="{tool.name}">\n')
+        return f"{head} {arguments} {quote('</｜DSML｜invoke>')}"
 
 
 def _read_value(cursor: Cursor, tool: Tool, key: str, end: str) -> Reader[str | None]:
@@ -140,7 +215,7 @@ def _read_value(cursor: Cursor, tool: Tool, key: str, end: str) -> Reader[str | 
 def arguments_text(tool: Tool, values: Sequence[tuple[str, str]]) -> str:
     """The JSON text of arguments that were written as plain text; of two with one name the later one counts."""
     found = {key: json_of_text(value, property_schema(tool, key), tool.parameters) for key, value in values}
-    return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items()) + "}"
+    return "{" + ", ".join(f"{json_string(key)}: {value}" for key, value in found.items()) + "}"
 
 
 def write_value(

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, finish
-from jaxinfer.tool_calls.json_text import read_json, read_scalar
+from jaxinfer.tool_calls.json_text import json_string, read_json, read_scalar
 from jaxinfer.tool_calls.lark import GrammarSizeError
 from jaxinfer.tool_calls.python_text import json_of_literal
 from jaxinfer.tool_calls.tools import Tool
 
 _MAX_REFERENCES = 16
+MAX_KEY_CHARS = 1_000
 _WHOLE_NUMBER = re.compile(r"-?[0-9]+(\.0+)?")
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
@@ -85,26 +86,31 @@ def json_of_text(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) 
     What the schema says is a string stays as it is. Other values are JSON already, or the names of Python's constants;
     lists and dicts may be Python's. What is neither becomes a string.
     """
-    types = types_of(schema, root)
-    if types != {"string"}:
+    types, fixed = types_of(schema, root), schema.get("enum", [schema.get("const")])
+    if types != {"string"} and not (isinstance(fixed, list) and text in fixed):
         value = text.strip()
         value = _PYTHON_NAMES.get(value, value) if types & {"boolean", "null"} else value
-        if value[:1] in ("{", "[") and types & {"object", "array"} and not _is_json(value):
-            value = json_of_literal(value) or value
-        if _is_json(value):
-            kind = _type_of(value)
+        found = json_value(value)
+        if found is None and value[:1] in ("{", "[") and types & {"object", "array"}:
+            found = json_of_literal(value)
+        if found is not None:
+            kind = _type_of(found)
             kinds = {kind, "number"} if kind == "integer" else {kind}
             if kinds & types or (not types and kind != "string"):
-                return value
-    return json.dumps(text, ensure_ascii=False)
+                return found
+    return json_string(text)
 
 
-def _is_json(text: str) -> bool:
-    """Whether a text is one JSON value and nothing else. Python's own parser would recurse as deep as the text says."""
+def json_value(text: str) -> str | None:
+    """A text that is one JSON value and nothing else, as JSON text. Python's own parser would recurse as deep as the
+    text says."""
     cursor = Cursor()
     cursor.add(text, is_end=True)
-    found = finish(read_json(cursor) if text[:1] in ("{", "[") else read_scalar(cursor))
-    return found is not None and cursor.at == len(text)
+    if text[:1] not in ("{", "["):
+        scalar = finish(read_scalar(cursor))
+        return scalar if cursor.at == len(text) else None
+    found = finish(read_json(cursor))
+    return found.text if found is not None and cursor.at == len(text) else None
 
 
 def _type_of(value: str) -> str:
@@ -154,6 +160,13 @@ def write_properties(tool: Tool, write: Callable[[int, str, Mapping[str, Any]], 
             text = write(number, name, {})
         written.append((text, name in required))
     return written
+
+
+def check_key(key: str, where: str, *forbidden: str) -> None:
+    """Refuses a name that a form's reader would not find as it is: it has one of the `forbidden` texts, which stand
+    around names in this form, or white space at an end."""
+    if not key or key != key.strip() or len(key) > MAX_KEY_CHARS or any(one in key for one in forbidden):
+        raise ValueError(f"{where}: the name {key!r:.80} cannot be written in this form")
 
 
 def _check_references(value: Any, path: str) -> None:

@@ -65,7 +65,7 @@ class FakeLLM:
         answers = [self._completion(ids, params, index) for index in range(params.n)]
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
-            prompt_logprobs = [None, *({token: Logprob(-1.0, 3, chr(token))} for token in ids[1:])]
+            prompt_logprobs = [None, *({token: Logprob(-1.0, 3, chr(token), chr(token).encode())} for token in ids[1:])]
         text = prompt if isinstance(prompt, str) else None
         return RequestOutput("0", text, ids, answers, True, prompt_logprobs=prompt_logprobs)
 
@@ -75,7 +75,9 @@ class FakeLLM:
         tokens = [97 + byte % 26 for byte in material][: params.max_tokens]
         logprobs = None
         if params.logprobs is not None:
-            logprobs = [{t: Logprob(-0.5, 2, chr(t)), 35: Logprob(float("-inf"), 1, "#")} for t in tokens]
+            logprobs = [
+                {t: Logprob(-0.5, 2, chr(t), chr(t).encode()), 35: Logprob(float("-inf"), 1, "#")} for t in tokens
+            ]
         is_broken = b"broken" in bytes(token % 256 for token in ids)
         return CompletionOutput(
             index=index,

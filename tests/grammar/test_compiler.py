@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxinfer.batch.requests import structured_of
 from jaxinfer.grammar.structured import GrammarError, StructuredOutputs
 from tests.engine.grammars import make_compiler
 
@@ -43,12 +44,23 @@ def test_errors_tell_the_place(compiler, wanted, message):
         ({"regex": "a", "reasoning": "thought"}, "must be one of"),
         ({"json_object": 1}, "True or False"),
         ({"type": "json_schema", "json_schema": {}}, "needs an object with a schema"),
+        ({"type": "json_object", "schema": {"type": "string"}}, "must be that of an object"),
+        ({"type": "json_object", "schema": 7}, "must be that of an object"),
+        ({"type": "json_object", "strict": True}, "not 'strict'"),
         (7, "must be StructuredOutputs"),
     ],
 )
 def test_what_is_no_request_is_refused(wanted, message):
     with pytest.raises(GrammarError, match=message):
         StructuredOutputs.of(wanted)
+
+
+def test_the_schema_of_an_object_is_applied():
+    asked = StructuredOutputs.of({"type": "json_object", "schema": {"const": {"a": 1}}})
+    assert asked == StructuredOutputs(json={"type": "object", "const": {"a": 1}})
+    assert StructuredOutputs.of({"type": "json_object", "schema": None}).json_object
+    from_batch = structured_of({"response_format": {"type": "json_object", "schema": {"const": {"a": 1}}}})
+    assert from_batch == {"structured": asked}
 
 
 def test_equal_requests_share_a_grammar_and_its_table(compiler):

@@ -27,8 +27,16 @@ CASES = [
 ]
 CHANNEL_CASES = [
     ("<|channel|>analysis<|message|>a b<|end|><|start|>assistant<|channel|>final<|message|>c d", ("a b", "c d")),
-    ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>", ("ab", "")),
-    ("<|channel|>commentary to=f <|message|>{}<|call|>", ("", "{}")),
+    ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>", ("a\nb", "")),
+    ("<|channel|>commentary to=f <|message|>{}<|call|>", ("{}", "")),
+    (" to=f<|channel|>commentary<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>a", ("{}", "a")),
+    ("to=5 is it", ("", "to=5 is it")),
+    (" to", ("", " to")),
+    (
+        "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+        ("", "a\nb"),
+    ),
+    ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>", ("a", "")),
     ("<|channel|>final<|message|>a <| b<|return|>", ("", "a <| b")),
     ("<|channel|>analysis<|message|>never ends <|en", ("never ends <|en", "")),
     ("<|channel|>final", ("", "")),
@@ -84,3 +92,31 @@ def test_special_tokens_are_removed_wherever_the_stream_is_cut():
             step = generator.randint(1, 3)
             found, at = found + remover.feed(text[at : at + step]), at + step
         assert found + remover.finish() == "ab <ec<pad"
+
+
+GEMMA = FAMILIES["gemma4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_inside", "expected"),
+    [
+        ("<|channel>thought\na b\n<channel|>c", False, ("a b", "c")),
+        ("<|channel>thought\n<channel|>c", False, ("", "c")),
+        ("<|channel>a<channel|>c", False, ("a", "c")),
+        ("thoughts<channel|>c", True, ("thoughts", "c")),
+        ("<|channel>though", False, ("though", "")),
+        ("c", False, ("", "c")),
+    ],
+)
+def test_a_word_behind_the_tag_is_no_reasoning(text, is_inside, expected):
+    assert split(text, GEMMA, is_inside) == expected
+    splitter, found = make_splitter(GEMMA, is_inside), {"reasoning": "", "content": ""}
+    for kind, piece in [*(one for char in text for one in splitter.feed(char)), *splitter.finish()]:
+        found[kind] += piece
+    assert (found["reasoning"], found["content"]) == expected
+
+
+def test_the_family_of_gemma_4_is_found_and_begins_by_its_prompt():
+    assert family_of("auto", "{{- '<|channel>thought\\n' + thinking_text + '\\n<channel|>' -}}") is GEMMA
+    assert starts_inside(GEMMA, "<|turn>model\n<|channel>thought\n")
+    assert not starts_inside(GEMMA, "<|turn>model\n<|channel>thought\n<channel|>")

@@ -347,3 +347,12 @@ def test_messages_of_the_library_are_short(toy, tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.json .*\(\d+ characters\)") as caught:
         Tokenizer.from_dir(tmp_path)
     assert len(str(caught.value)) < 1000
+
+
+def test_bytes_of_tokens_join_to_those_of_the_text(chat_tokenizers):
+    for name, tokenizer in chat_tokenizers.items():
+        text = "a 😀 größe\n你好"
+        found = [tokenizer.token_bytes(token) for token in tokenizer.encode(text, False)]
+        joined = b"".join(one or b"" for one in found).decode(errors="replace")
+        assert joined.removeprefix(" ") == tokenizer.decode(tokenizer.encode(text, False)).removeprefix(" "), name
+        assert all(tokenizer.token_bytes(token) is None for token in tokenizer.special_ids), name

@@ -40,6 +40,7 @@ SOURCES = {
         "assistant",
         ["<|im_end|>", "<|end_of_text|>"],
     ),
+    "lfm2": (["lfm2_v2.jinja", "lfm2_2_5_v2.jinja"], "<|im_start|>assistant\n", ["<|im_end|>"]),
     "llama3_json": (["llama3_1.jinja", "llama3_2.jinja"], "assistant<|end_header_id|>\n\n", ["<|eot_id|>"]),
 }
 USER = "Hi there, Marvin"
@@ -172,7 +173,7 @@ def renderings(folder: Path, name: str, cases: list[dict]) -> list[dict]:
     )
     found = []
     for index, case in enumerate(cases):
-        file = templates[index % len(templates)]
+        file, values = templates[index % len(templates)], json.dumps(case["calls"])
         for as_text in (False, True):
             messages = [{"role": "user", "content": USER}, assistant_message(case, as_text, name)]
             tools = [{"type": "function", "function": tool} for tool in TOOLS]
@@ -185,7 +186,9 @@ def renderings(folder: Path, name: str, cases: list[dict]) -> list[dict]:
             text = text.partition(begin)[2].removeprefix("<|end_of_role|>").removeprefix("<think>\n\n</think>\n\n")
             for end in ends:
                 text = text.partition(end)[0]
-            if is_complete(text, case):
+            # LFM2's template writes quotes and backslashes as they are.
+            is_lost = name == "lfm2" and ("'" in values or "\\\\" in values)
+            if is_complete(text, case) and not is_lost:
                 content = (
                     f"<|channel|>analysis<|message|>{case['content']}<|end|>" if name == "openai" else case["content"]
                 )
@@ -214,7 +217,7 @@ def _python(call: dict) -> str:
     return f"{call['name']}({', '.join(f'{key}={value!r}' for key, value in call['arguments'].items())})"
 
 
-def _json(call: dict) -> str:
+def _json(call: object) -> str:
     return json.dumps(call, ensure_ascii=False)
 
 
@@ -228,7 +231,21 @@ def _gemma(value: object) -> str:
     return json.dumps(value)
 
 
+def _dsml(block: str, calls: list[dict]) -> str:
+    lines = [f"<｜DSML｜{block}>"]
+    for call in calls:
+        lines.append(f'<｜DSML｜invoke name="{call["name"]}">')
+        for key, value in call["arguments"].items():
+            text, is_text = (value, "true") if isinstance(value, str) else (_json(value), "false")
+            lines.append(f'<｜DSML｜parameter name="{key}" string="{is_text}">{text}</｜DSML｜parameter>')
+        lines.append("</｜DSML｜invoke>")
+    return "\n".join([*lines, f"</｜DSML｜{block}>"])
+
+
 WRITERS = {
+    # The models' own encoding, a program beside the checkpoint in place of a template
+    "deepseek_v32": lambda case: "\n" * bool(case["content"]) + _dsml("function_calls", case["calls"]),
+    "deepseek_v4": lambda case: "\n" * bool(case["content"]) + _dsml("tool_calls", case["calls"]),
     # ai.google.dev: FunctionGemma, formatting and best practices
     "functiongemma": lambda case: "".join(
         f"<start_function_call>call:{call['name']}{_gemma(call['arguments'])}<end_function_call>"

@@ -72,15 +72,26 @@ def test_special_tags_are_kept_until_the_answer_is_read(tokenizer):
     offer = answers.offer([WEATHER])
     assert not answers.params(SamplingParams(), offer).skip_special_tokens
     text = '[THINK]a[/THINK]Yes.[TOOL_CALLS]weather[ARGS]{"city": "x"}<|endoftext|>'
-    read, calls = offer.read(text, PROMPT, 3)
-    assert (read, [(one.name, one.arguments) for one in calls]) == ("aYes.", [("weather", '{"city": "x"}')])
-    assert offer.read(text, PROMPT, 3)[1] == calls  # their ids too
-    assert offer.read(text, PROMPT, 4)[1] != calls
-    kept, _ = offer.read(text, PROMPT, 3, skip_special_tokens=False)
-    assert kept.startswith("[THINK]a[/THINK]Yes.")
+    reasoning, read, calls = answers.read(text, PROMPT, 3, offer)
+    assert (reasoning, read) == ("a", "Yes.")
+    assert [(one.name, one.arguments) for one in calls] == [("weather", '{"city": "x"}')]
+    assert answers.read(text, PROMPT, 3, offer)[2] == calls  # their ids too
+    assert answers.read(text, PROMPT, 4, offer)[2] != calls
+    assert answers.read(text, PROMPT, 3, offer, skip_special_tokens=False)[1].endswith("Yes.<|endoftext|>")
+    assert answers.read(text[:20], PROMPT, 3) == ("a", "Yes.", [])
     grammar = answers.offer([WEATHER], "required").structured()
     assert f"<[{tokenizer.token_to_id('[TOOL_CALLS]')}]>" in grammar.grammar
     assert grammar.reasoning == "mistral"
+
+
+def test_a_template_gets_the_fields_of_a_tool_that_it_cannot_do_without():
+    bare = {"type": "function", "function": {"name": "time", "description": None}}
+    for read, is_left in (("description + ''", False), ("name", True), ("parameters.properties | length", False)):
+        template = f"{{{{ messages[0].content }}}}{{% for one in tools %}}{{{{ one.function.{read} }}}}{{% endfor %}}"
+        tokenizer = Tokenizer(demo_files(chat_templates={"default": template}))
+        (shown,) = AnswerFormat(tokenizer, "hermes").offer([bare]).shown
+        tokenizer.render_chat([{"role": "user", "content": "a"}], tools=[shown])
+        assert (shown == bare) == is_left
 
 
 def test_structured_output_of_a_chat_begins_after_the_reasoning(tokenizer):

@@ -3,59 +3,26 @@
 import functools
 import json
 import random
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 
 from jaxinfer.tool_calls import TOOL_FORMS, Tool, tool_form
 from tests.tool_calls.record import TOOLS
+from tests.tool_calls.samples import ByteTokenizer, matcher, tokenizer, walk
 from tests.tool_calls.test_forms import recorded
 from tests.tool_calls.test_parser import some
 
-llguidance = pytest.importorskip("llguidance")
-masks = pytest.importorskip("llguidance.numpy")
+pytest.importorskip("llguidance")
 
 NAMES = sorted(TOOL_FORMS)
-END = 256
 
 
 @functools.cache
 def tools() -> tuple[Tool, ...]:
     return tuple(Tool(tool["name"], {**tool["parameters"], "additionalProperties": False}) for tool in TOOLS)
-
-
-class ByteTokenizer:
-    """A token for each byte, one for the end, and one for each special token."""
-
-    eos_token_id, bos_token_id = END, None
-
-    def __init__(self, special: tuple[str, ...]):
-        self.special = {text: END + 1 + index for index, text in enumerate(special)}
-        self.tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"] + [text.encode() for text in special]
-        self.special_token_ids = [END, *self.special.values()]
-        self.wrapped = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
-
-    def encode(self, text: str) -> list[int]:
-        parts = re.split(f"({'|'.join(map(re.escape, self.special))})", text) if self.special else [text]
-        return [token for part in parts for token in ([self.special[part]] if part in self.special else self(part))]
-
-
-@functools.cache
-def tokenizer(special: tuple[str, ...]) -> ByteTokenizer:
-    return ByteTokenizer(special)
-
-
-def matcher(grammar: str, tokens: ByteTokenizer) -> "llguidance.LLMatcher":
-    found = llguidance.LLMatcher(tokens.wrapped, llguidance.LLMatcher.grammar_from_lark(grammar))
-    assert not found.is_error(), found.get_error()
-    return found
 
 
 def num_accepted(grammar: str, tokens: ByteTokenizer, text: str) -> tuple[int, int, bool]:
@@ -84,8 +51,9 @@ def spoken(name: str, *, parallel: bool = True, content: bool = True) -> list[di
     for answer in recorded(name):
         values = json.dumps(answer["calls"], ensure_ascii=False)
         text = answer["text"].strip("\n").removesuffix("<|call|>")
-        if name in ("pythonic", "llama4_pythonic"):
+        if name in ("pythonic", "llama4_pythonic", "lfm2"):
             text = f"[{', '.join(map(python_call, answer['calls']))}]"
+            text = f"<|tool_call_start|>{text}<|tool_call_end|>" if name == "lfm2" else text
             answer = {**answer, "content": ""}
         is_spoken = not any(one in values for one in special_of(name, answer))
         is_spoken &= name != "seed_oss" or not ("'" in text or "[" in text)  # lists as Python writes them
@@ -217,44 +185,6 @@ WALKED = {
     "additionalProperties": False,
     "$defs": {"d": {"type": ["null", "boolean"]}},
 }
-ENDINGS = (
-    '"',
-    "}",
-    "]",
-    ")",
-    "\n</parameter>",
-    "</parameter>",
-    "</arg_value>",
-    "<escape>",
-    '<|"|>',
-    "<|end|><|start|>assistant",
-)
-
-
-def walk(grammar: str, tokens: ByteTokenizer, seed: int) -> str | None:
-    """A random answer of the grammar; None where it does not end in time."""
-    rng = random.Random(seed)
-    one = matcher(grammar, tokens)
-    bitmask = np.zeros((1, -(-len(tokens.tokens) // 32)), np.int32)
-    ids: list[int] = []
-    while len(ids) < 3_000:
-        if one.is_accepting() and rng.random() < 0.3:
-            return b"".join(tokens.tokens[token] for token in ids).decode()
-        chosen = None
-        if rng.random() < 0.5:
-            endings = [tokens.encode(text) for text in ENDINGS]
-            possible = [ending for ending in endings if one.validate_tokens(ending) == len(ending)]
-            chosen = rng.choice(possible) if possible else None
-        if chosen is None:
-            masks.fill_next_token_bitmask(one, bitmask)
-            allowed = [t for t in range(len(tokens.tokens)) if t != END and bitmask[0, t // 32] >> (t % 32) & 1]
-            allowed = [token for token in allowed if token >= END or 32 <= token < 127] or allowed
-            if not allowed:
-                return b"".join(tokens.tokens[token] for token in ids).decode()
-            chosen = [rng.choice(allowed)]
-        assert one.consume_tokens(chosen)
-        ids += chosen
-    return None
 
 
 def check_walks(name: str, seeds: range) -> None:
@@ -262,7 +192,8 @@ def check_walks(name: str, seeds: range) -> None:
     num_calls = 0
     for seed in seeds:
         tokens = tokenizer(tool_form(name).special_texts if seed % 2 or name == "openai" else ())
-        text = walk(tool_form(name).grammar(offered, "required", seed % 3 > 0, tokens.special), tokens, seed)
+        grammar = tool_form(name).grammar(offered, "required", seed % 3 > 0, tokens.special)
+        text = walk(matcher(grammar, tokens), tokens, random.Random(seed), is_hard=seed % 2 > 0)
         if text is None:
             continue
         content, calls = tool_form(name).parse(text, offered)

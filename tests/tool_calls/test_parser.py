@@ -1,6 +1,7 @@
 """What is a call and what is content; ids; hostile texts."""
 
 import json
+import math
 
 import pytest
 
@@ -28,6 +29,7 @@ WEATHER = Tool(
             "any": {},
             "list": {"$ref": "#/$defs/list"},
             "mixed": {"anyOf": [{"type": "string"}, {"type": "number"}]},
+            "fixed": {"type": ["string", "null"], "enum": ["None", "a"]},
         },
         "$defs": {"list": {"type": "array"}},
     },
@@ -56,6 +58,9 @@ def pieces(name: str, text: str, size: int) -> list[Content | ToolCallDelta]:
         (CALL.replace("get_weather", "rm"), CALL.replace("get_weather", "rm"), 0),
         (CALL[:-20], CALL[:-20], 0),  # within the arguments
         (CALL[:-3], "</tool_ca", 1),  # the call is complete
+        (CALL.replace("}}", "}}}"), "", 1),
+        (CALL.replace("}}\n", "}} }\n}"), "", 1),
+        (CALL.replace("}}", "}}]"), "]\n</tool_call>", 1),
         (CALL.replace("}}", "},}"), CALL.replace("}}", "},}"), 0),
         (CALL.replace('{"city"', "{city"), CALL.replace('{"city"', "{city"), 0),
         ("a <tool_cal b", "a <tool_cal b", 0),
@@ -109,6 +114,8 @@ def test_arguments_are_passed_on_as_the_model_wrote_them():
         ("list", "['a', (1, None)]", ["a", [1, None]]),
         ("list", '["</parameter>"]', ["</parameter>"]),
         ("list", "[1, f(2)]", "[1, f(2)]"),
+        ("list", '["a\nb"]', ["a\nb"]),
+        ("fixed", "None", "None"),
         ("mixed", "1e3", 1000.0),
         ("mixed", "007", "007"),
         ("unknown", "7", 7),
@@ -138,14 +145,26 @@ def test_json_without_a_tag_streams_unless_it_is_a_call():
         ("city = 'a' \"b\" ,list=[1, (2.5e-1,), {'k': None}],", {"city": "ab", "list": [1, [0.25], {"k": None}]}),
         ("on=true, any=null", {"on": True, "any": None}),
         ("city='a\\'b\\n\\d\nc'", {"city": "a'b\n\\d\nc"}),
+        ("from=1, None='a', True=[], lambda={}", {"from": 1, "None": "a", "True": [], "lambda": {}}),
+        ("größe=1_000, any=(1), list=(1,), on=-2.", {"größe": 1000, "any": 1, "list": [1], "on": -2.0}),
+        ('city="a\\/b\\ud83d\\ude00", any="\\ud83d"', {"city": "a/b😀", "any": "\ud83d"}),
         ("", {}),
         *(
             (code, None)
-            for code in ("'Rome'", "city=x", "city=f'x'", "city=b'x'", "any={1: 2}", "any={1}", "**{'a': 1}")
+            for code in (
+                "'Rome'",
+                "city=x",
+                "city=f'x'",
+                "city=b'x'",
+                "any={1: 2}",
+                "any={1}",
+                "**{'a': 1}",
+                "on=1 any=1",
+            )
         ),
         *((f"any=1{chain * 50_000}", None) for chain in ("+1", " -1", ".a", "()", "[0]", " if 1 else 1")),
         *((f"any={chain * 50_000}1", None) for chain in ("-", "not ", "lambda:", "1,")),
-        ("any=1e999", None),
+        ("any=1e999", {"any": math.inf}),  # a JSON number, as the grammar allows it
     ],
 )
 def test_python_literals_are_written_as_json(code, arguments):
@@ -245,6 +264,9 @@ TEMPLATES = {
     "functiongemma": "<start_function_call>call:",
     "granite": "respond only with <|tool_call|> followed by a JSON list",
     "pythonic": "[func_name1(params_name1=params_value1)]",
+    "lfm2": "List of tools: <|tool_list_start|>[",
+    "deepseek_v32": "'<｜DSML｜function_calls>'",
+    "deepseek_v4": "{% set dsml = '｜DSML｜' %}'<' + dsml + 'tool_calls>'",
 }
 
 

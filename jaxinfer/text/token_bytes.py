@@ -1,0 +1,82 @@
+"""The bytes that a token adds to a text, which may be a part of a character."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+
+def byte_decoder(spec: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
+    """What gives the bytes of a token within a text, and whether a space at the start of a text is dropped.
+
+    Args:
+      spec: the `decoder` of a tokenizer.json.
+
+    Raises ValueError if a token's text depends on its neighbours (WordPiece, and tokenizers without a decoder).
+    """
+    replacements: list[tuple[str, str]] = []
+    has_byte_tokens, is_fused, drops_leading_space = False, False, False
+    for step in _steps(spec):
+        kind = step["type"]
+        if kind == "ByteLevel" and not replacements and not has_byte_tokens:
+            return _byte_level, False
+        if kind == "Replace" and "String" in step["pattern"]:
+            pattern = step["pattern"]["String"]
+            if not pattern or (is_fused and len(pattern) > 1):
+                break
+            replacements.append((pattern, step["content"]))
+        elif kind == "ByteFallback":
+            has_byte_tokens = True
+        elif kind == "Metaspace":
+            replacements.append((step["replacement"], " "))
+            drops_leading_space = step.get("prepend_scheme", "always") != "never"
+        elif kind == "Fuse":
+            is_fused = True
+        elif kind == "Strip" and is_fused and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
+            drops_leading_space = True
+        else:
+            break
+    else:
+        if spec is not None:
+            return _sentencepiece(replacements, has_byte_tokens), drops_leading_space
+    kind = spec.get("type") if spec else None
+    raise ValueError(
+        f"structured output needs a tokenizer whose tokens have texts of their own, not the decoder {kind!r}"
+    )
+
+
+def _steps(spec: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if spec is None or spec["type"] != "Sequence":
+        return [] if spec is None else [spec]
+    return [step for child in spec["decoders"] for step in _steps(child)]
+
+
+def _byte_level(token: str) -> bytes:
+    """GPT-2's alphabet of printable characters for bytes. A token with any other character is its own text."""
+    alphabet = _byte_alphabet()
+    try:
+        return bytes([alphabet[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def _sentencepiece(replacements: Sequence[tuple[str, str]], has_byte_tokens: bool) -> Callable[[str], bytes]:
+    def to_bytes(token: str) -> bytes:
+        if has_byte_tokens and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        for pattern, content in replacements:
+            token = token.replace(pattern, content)
+        return token.encode()
+
+    return to_bytes
