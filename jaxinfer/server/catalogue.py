@@ -29,7 +29,6 @@ from jaxinfer.server.options import ServerOptions
 from jaxinfer.speculative import ModelDraft
 from jaxinfer.store import FoundModel, find_model, list_models
 
-
 _LOG = logging.getLogger("jaxinfer.server")
 
 
