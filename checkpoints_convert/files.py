@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
+from jaxinfer.checks import whole_numbers
 from jaxinfer.files import naming, open_regular, write_text_atomically
 
 MAX_JSON_BYTES = 100_000_000
@@ -128,7 +129,7 @@ def _token_ids(directory: str | Path, field: str, vocab_size: int | None) -> lis
     found = []
     for name in (GENERATION_CONFIG, CONFIG):
         path = Path(directory) / name
-        value = special_token(read_json(path), field) if path.exists() else None
+        value = whole_numbers(special_token(read_json(path), field)) if path.exists() else None
         values = value if isinstance(value, list) else [] if value is None else [value]
         for id in values:
             if isinstance(id, bool) or not isinstance(id, int) or id < 0:

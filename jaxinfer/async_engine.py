@@ -218,7 +218,7 @@ class AsyncEngine:
 
     def _check_alive(self) -> None:
         if self._death is not None:
-            raise EngineDeadError(f"the engine has failed: {self._death}") from self._death
+            raise _dead(self._death) from self._death
         if self._is_closed:
             raise EngineDeadError("the engine is closed")
 
@@ -237,6 +237,7 @@ class AsyncEngine:
                     self._deliver(answer)
                 self._wake_readers()
         except BaseException as error:  # whatever it is, the readers must not wait for ever
+            _LOG.critical("the engine has failed", exc_info=error)
             self._death = error
         finally:
             self._end()
@@ -315,23 +316,33 @@ class AsyncEngine:
             while not self._commands.empty():
                 command = self._commands.get()
                 if command is not None:
-                    command()
+                    self._end_command(command)
             for reader in list(self._readers.values()):
                 if self._death is None:
                     self._end_reader(reader)
                 else:
-                    error = EngineDeadError(f"the engine has failed: {self._death}")
+                    error = _dead(self._death)
                     error.__cause__ = self._death
                     reader.fail(error)
         finally:
             self._readers.clear()
             self.llm.close()
 
+    def _end_command(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception:  # the others are ended all the same
+            _LOG.exception("a command failed while the engine ended")
+
     def _end_reader(self, reader: "_Reader") -> None:
         try:
             self._abort(reader, "the engine was closed")
         except Exception as error:
             reader.fail(error)
+
+
+def _dead(death: BaseException) -> EngineDeadError:
+    return EngineDeadError(f"the engine has failed: {type(death).__name__}: {death}")
 
 
 class AnswerStream:

@@ -1,8 +1,8 @@
-"""Parts that messages on options share: the nearest known name, bytes with a unit; and how many cores there are."""
+"""Parts that checks of options and of files share: the nearest known name, whole numbers, bytes with a unit."""
 
 import difflib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -15,6 +15,15 @@ def did_you_mean(name: Any, known: Iterable[str], *, cutoff: float = 0.6, otherw
     """The clause ": did you mean 'x'?" with the nearest known name, or `otherwise` if none is near."""
     near = nearest(name, known, cutoff=cutoff)
     return f": did you mean {near!r}?" if near else otherwise
+
+
+def whole_numbers(value: Any) -> Any:
+    """A JSON value with an integer for each whole number that its writer spelled as a float, such as 32.0."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 2**53 else value
+    if isinstance(value, Mapping):
+        return {key: whole_numbers(one) for key, one in value.items()}
+    return [whole_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 def need_plotting(what: str) -> None:

@@ -113,7 +113,12 @@ class LoadedModel:
         has a policy.
         """
         config, length = for_length(self.config, max_model_len, has_policy=has_policy)
-        return replace(self, config=config), length
+        params = self.default_params
+        if (
+            params.max_tokens is not None and params.max_tokens >= length
+        ):  # a default that no prompt would leave room for
+            params = replace(params, max_tokens=None)
+        return replace(self, config=config, default_params=params), length
 
 
 def for_length(config: ModelConfig, max_model_len: int | None, *, has_policy: bool = False) -> tuple[ModelConfig, int]:

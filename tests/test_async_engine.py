@@ -12,6 +12,7 @@ from jaxinfer import async_engine as module
 from jaxinfer.async_engine import EngineDeadError
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.models import init_params
+from jaxinfer.server.errors import as_api_error
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=97, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4,
@@ -136,7 +137,7 @@ def test_what_cannot_be_served_raises_and_the_others_go_on(model):
     assert all(len(tokens[0]) == 150 for tokens, _ in asyncio.run(run()))
 
 
-def test_an_engine_that_fails_tells_every_reader_and_those_who_come_later(model, monkeypatch):
+def test_an_engine_that_fails_tells_every_reader_and_those_who_come_later(model, monkeypatch, caplog):
     async def run():
         async with AsyncEngine(model, **OPTIONS) as engine:
             tasks = [
@@ -146,17 +147,24 @@ def test_an_engine_that_fails_tells_every_reader_and_those_who_come_later(model,
             await until(lambda: len(engine.llm.engine.scheduler.running) == 3)
 
             def fail(*_):
+                # A command that comes now, and fails too, keeps nobody waiting.
+                engine._commands.put(lambda: {}["later"])
                 raise RuntimeError("the device has gone")
 
             monkeypatch.setattr(engine.llm.engine, "step", fail)
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(result, EngineDeadError)
-                assert "the device has gone" in str(result)
-            with pytest.raises(EngineDeadError):
+                assert str(result) == "the engine has failed: RuntimeError: the device has gone"
+                assert as_api_error(result).status == 503
+                assert "RuntimeError: the device has gone" in as_api_error(result).message
+            with pytest.raises(EngineDeadError, match="the device has gone"):
                 await collect(engine, [1], SamplingParams())
             assert not engine.is_alive
 
     asyncio.run(run())
+    (death,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert death.message == "the engine has failed"
+    assert str(death.exc_info[1]) == "the device has gone"
 
 
 def test_closing_aborts_what_runs(model):

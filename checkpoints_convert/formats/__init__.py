@@ -12,7 +12,7 @@ from checkpoints_convert.formats.gptq import autoround, awq, gptq
 from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.formats.module import FormatError, Method, ModuleReader
 from checkpoints_convert.formats.mxfp4 import mxfp4, mxfp4_experts, mxfp4_weight
-from jaxinfer.checks import did_you_mean
+from jaxinfer.checks import did_you_mean, whole_numbers
 
 __all__ = [
     "METHODS",
@@ -61,7 +61,7 @@ def quantization_method(hf_config: Mapping[str, Any]) -> Method | None:
 
 
 def _declared(hf_config: Mapping[str, Any]) -> Any:
-    return hf_config.get("quantization_config") or hf_config.get("compression_config")
+    return whole_numbers(hf_config.get("quantization_config") or hf_config.get("compression_config"))
 
 
 def quantization_name(hf_config: Mapping[str, Any]) -> str | None:

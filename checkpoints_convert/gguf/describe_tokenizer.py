@@ -16,16 +16,8 @@ import numpy as np
 import tokenizers
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.gguf.tokenizer import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    PRE_TOKENIZERS,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    PreTokenizer,
-)
+from checkpoints_convert.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from checkpoints_convert.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
 Files = Mapping[str, Path | str]
 # Words, digits, runs of spaces and line ends, contractions, scripts, marks, symbols: what pre-tokenizers differ in.

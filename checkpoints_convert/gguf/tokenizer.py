@@ -5,101 +5,17 @@ pre-tokenizer is named by `tokenizer.ggml.pre`; or "llama", SentencePiece's BPE 
 Richardson 2018) with a score per token and byte fallback."""
 
 import json
-from dataclasses import dataclass
+import logging
 from typing import Any
 
 import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.gguf.index import GGUFIndex
+from checkpoints_convert.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from jaxinfer.checks import did_you_mean
 
-Component = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class PreTokenizer:
-    """Attributes:
-    steps: of tokenizer.json's pre-tokenizer, in order. normalizes: whether text is normalized to NFC first.
-    ignores_merges: whether a piece that is a token stays whole without merges.
-    adds_bos: whether BOS is added if the file has no `add_bos_token`.
-    """
-
-    steps: tuple[Component, ...]
-    normalizes: bool = False
-    ignores_merges: bool = False
-    adds_bos: bool = False
-
-
-def _byte_level(*, splits: bool) -> Component:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": splits}
-
-
-def _split(regex: str) -> Component:
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-
-
-def _by_regexes(*regexes: str) -> tuple[Component, ...]:
-    return (*map(_split, regexes), _byte_level(splits=False))
-
-
-def _digits(*, each: bool) -> Component:
-    return {"type": "Digits", "individual_digits": each}
-
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_CL100K = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}"
-
-# A word is capitals, then small letters; either may be missing, but not both.
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_WORD_STARTS = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
-_SLASHED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = "|".join((*_WORD_STARTS, r"\p{N}", _SLASHED_REST))
-_O200K = "|".join((*(f"{start}{_CONTRACTIONS}?" for start in _WORD_STARTS), r"\p{N}{1,3}", _SLASHED_REST))
-
-_DEEPSEEK3 = _by_regexes(
-    r"\p{N}{1,3}",
-    "[一-龥぀-ゟ゠-ヿ]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
-)
-# What llama.cpp falls back to; no Hugging Face tokenizer has it.
-_DEFAULT = _by_regexes(
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    "[0-9][0-9][0-9]",
-)
-_FALCON = (
-    {"type": "Punctuation", "behavior": "Contiguous"},
-    _byte_level(splits=True),
-    _digits(each=False),
-    _split("[0-9][0-9][0-9]"),
-)
-
-_GPT2 = PreTokenizer((_byte_level(splits=True),))
-_LLAMA3 = PreTokenizer(_by_regexes(_CL100K), ignores_merges=True, adds_bos=True)
-_QWEN = PreTokenizer(_by_regexes(_QWEN2), normalizes=True)
-_SINGLE_DIGITS = PreTokenizer((_digits(each=True), _byte_level(splits=True)))
-
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "default": PreTokenizer(_DEFAULT),
-    **dict.fromkeys(("gpt-2", "phi-2"), _GPT2),
-    "olmo": PreTokenizer(_GPT2.steps, normalizes=True),  # GPT-NeoX's
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), _LLAMA3),
-    "dbrx": PreTokenizer(_by_regexes(_CL100K)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), _SINGLE_DIGITS),
-    "command-r": PreTokenizer(_SINGLE_DIGITS.steps, normalizes=True),
-    "deepseek-v3": PreTokenizer(_DEEPSEEK3),
-    "falcon": PreTokenizer(_FALCON),
-    "tekken": PreTokenizer(_by_regexes(_TEKKEN), ignores_merges=True, adds_bos=True),
-    "gpt-4o": PreTokenizer(_by_regexes(_O200K)),
-}
-
+logger = logging.getLogger(__name__)
 
 _GGML = "tokenizer.ggml."
 _HUGGING_FACE = "tokenizer.huggingface.json"
@@ -115,6 +31,12 @@ _NAMED = {
     "pad_token": "padding_token_id",
 }
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# llama.cpp's assumption where the metadata name no id; gpt2's are those of Falcon.
+_DEFAULT_IDS = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
+    "gpt2": {"bos_token_id": 11, "eos_token_id": 11},
+}
+_WITHOUT_BOS = ("glm4", "chatglm-bpe")
 # Tokens that end an answer whether or not the metadata name their id: those of llama.cpp (llama-vocab.cpp), since many
 # files name only the end of the sequence, which a chat model does not write at the end of its turn.
 _END_SPELLINGS = (
@@ -167,17 +89,34 @@ def _spelled_ends(index: GGUFIndex) -> dict[str, int]:
 
 
 def token_id(index: GGUFIndex, name: str) -> int | None:
-    """A token by its role, such as "bos_token_id"; None where the file has none. Raises CheckpointError."""
+    """A token by its role, such as "bos_token_id"; None where the file has none. Raises CheckpointError.
+
+    Where the key is missing it is llama.cpp's assumption: of a byte-level tokenizer only if that token is a control
+    token, since it may be a comma.
+    """
     key = f"{_GGML}{name}"
     value = index.scalar(key)
     if value is None and key not in index.keys:
-        return None
+        id = _default_id(index, name)
+        return id if index.text(f"{_GGML}model") == "llama" or _is_control(index, id) else None
     count = index.count(f"{_GGML}tokens")
     is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if not is_id or (count is not None and int(value or 0) >= count):
         of = "" if count is None else f" of {count} tokens"
         raise CheckpointError(index.path, f"{key} is {index.describe(key)}, not the id of a token{of}")
     return int(value)  # type: ignore[arg-type]  # an int, as just checked
+
+
+def _default_id(index: GGUFIndex, name: str) -> int | None:
+    if name == "bos_token_id" and index.text(f"{_GGML}pre") in _WITHOUT_BOS:
+        return None
+    id = _DEFAULT_IDS.get(index.text(f"{_GGML}model") or "", {}).get(name)
+    return id if id is not None and id < (index.count(f"{_GGML}tokens") or 0) else None
+
+
+def _is_control(index: GGUFIndex, id: int | None) -> bool:
+    kinds = index.numbers(f"{_GGML}token_type")
+    return id is not None and kinds is not None and id < len(kinds) and kinds[id] == CONTROL
 
 
 class _TokenizerReader:
@@ -188,7 +127,7 @@ class _TokenizerReader:
         tokens = index.texts(f"{_GGML}tokens")
         if tokens is None:
             raise self._error("tokens", "not an array of strings")
-        self.tokens = tokens
+        self.tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]  # as llama.cpp calls them
         kinds = self._numbers("token_type")
         self.kinds = kinds if kinds is not None else np.full(len(self.tokens), NORMAL)
 
@@ -279,7 +218,12 @@ class _TokenizerReader:
         ]
         unknown = token_id(self.index, "unknown_token_id")
         kinds = self.kinds.tolist()
-        skipped = {token for token, id in vocab.items() if kinds[id] in (UNKNOWN, CONTROL, USER_DEFINED, BYTE)}
+        # A user-defined piece with U+2581 is spelled as after normalization, and found by merges, as in llama.cpp.
+        skipped = {
+            token
+            for token, id in vocab.items()
+            if kinds[id] in (UNKNOWN, CONTROL, BYTE) or (kinds[id] == USER_DEFINED and _SPACE not in token)
+        }
         if (longest := max(map(len, vocab), default=0)) > MAX_TOKEN_LENGTH:
             raise self._error("tokens", f"one of {longest} characters, the limit is {MAX_TOKEN_LENGTH}")
         return {
@@ -298,12 +242,12 @@ class _TokenizerReader:
     def _respell_spaces(self) -> None:
         """Gemma stores runs of spaces as spaces, and other tokens with U+2581 for a space.
 
-        User-defined runs keep their spelling: they are matched in the text before any merge, the longest first, as in
-        SentencePiece (33 spaces are 31 and 2; by merges they would be 16 and 17).
+        User-defined runs are spelled with spaces: they are matched in the text before any merge, the longest first, as
+        in SentencePiece (33 spaces are 31 and 2; by merges they would be 16 and 17).
         """
         for id, token in enumerate(self.tokens):
-            if token and not token.strip(" ") and self.kinds[id] != USER_DEFINED:
-                self.tokens[id] = _SPACE * len(token)
+            if not token.strip(f" {_SPACE}"):
+                self.tokens[id] = (" " if self.kinds[id] == USER_DEFINED else _SPACE) * len(token)
 
     def _added_tokens(self) -> list[dict[str, Any]]:
         """Control tokens, the unknown token and user-defined tokens, which are matched before any other."""
@@ -311,7 +255,6 @@ class _TokenizerReader:
         return [
             {"id": id, "content": self.tokens[id], **flags, "special": bool(self.kinds[id] != USER_DEFINED)}
             for id in np.flatnonzero(np.isin(self.kinds, (UNKNOWN, CONTROL, USER_DEFINED))).tolist()
-            if self.tokens[id]
         ]
 
     def _post_processor(self) -> dict[str, Any] | None:
@@ -326,9 +269,12 @@ class _TokenizerReader:
                 continue
             id = token_id(self.index, f"{name}_token_id")
             if id is None:
-                if f"{_GGML}add_{name}_token" not in self.index.keys:
-                    continue
-                raise self._error(f"add_{name}_token", f"true, but there is no {_GGML}{name}_token_id")
+                id = _default_id(self.index, f"{name}_token_id")
+                added = "nothing is added" if id is None else f"llama.cpp's default, {id}, is added"
+                what = f"a text gets {name.upper()}, and there is no {_GGML}{name}_token_id"
+                logger.warning("%s: %s: %s", self.index.path, what, added)
+            if id is None:
+                continue
             tokens[name] = (self.tokens[id], id)
         if not tokens:
             return None

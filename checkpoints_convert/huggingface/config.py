@@ -17,7 +17,7 @@ from checkpoints_convert.huggingface.families import (
 )
 from checkpoints_convert.huggingface.family import Bias, Family, Fields, Setting
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
-from jaxinfer.checks import did_you_mean
+from jaxinfer.checks import did_you_mean, whole_numbers
 from jaxinfer.models import ModelConfig, RopeConfig
 
 MAX_LAYERS = 1000
@@ -118,7 +118,7 @@ def family_for(data: Mapping[str, Any], where: str | Path = CONFIG) -> tuple[Fam
 
     Raises CheckpointError for an unsupported architecture, with the nearest name.
     """
-    data = text_part(data)
+    data = text_part(whole_numbers(data))
     family = _family(data, where)
     data = {**family.defaults, **data, **({"tie_word_embeddings": True} if is_headless(data) else {})}
     return family, data if family.normalize is None else family.normalize(data)

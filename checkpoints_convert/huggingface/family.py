@@ -69,6 +69,13 @@ class Fields:
         self.problem(name, f"must be a positive number{limit}, got {value!r}")
         return 1.0
 
+    def optional(self, name: str, default: float | None = None) -> float | None:
+        """A positive float, or the default where the field is absent, null or 0, which means off."""
+        own = self._names.get(name, name)
+        value = None if own is None else self.data.get(own)
+        is_zero = isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+        return default if is_zero else self.number(name, default)
+
     def boolean(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):

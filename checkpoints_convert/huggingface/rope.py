@@ -76,10 +76,10 @@ def rope_config(
     if kind == "proportional":
         common |= {"num_rotated": 2 * min(int(partial * head_dim // 2), head_dim // 2)}
     if form.has_query_scale:
-        common["query_scale_beta"] = fields.number("llama_4_scaling_beta", None)
+        common["query_scale_beta"] = fields.optional("llama_4_scaling_beta")
         if common["query_scale_beta"] is not None:
             common["original_length"] = fields.integer("original_max_position_embeddings", max_position_embeddings)
-    if form.has_alpha and kind == "dynamic" and (alpha := fields.number("alpha", None)):
+    if form.has_alpha and kind == "dynamic" and (alpha := fields.optional("alpha")):
         stretched = theta * alpha ** (rotary_dim / (rotary_dim - 2)) if rotary_dim > 2 else theta
         return RopeConfig("default", stretched, rotary_dim)
     if form.has_mscales and kind == "longrope":
@@ -238,9 +238,9 @@ def _llama3(fields: Fields) -> dict[str, Any]:
 def _yarn(fields: Fields) -> dict[str, Any]:
     defaults = RopeConfig()
     return {
-        "beta_fast": fields.number("beta_fast", defaults.beta_fast),
-        "beta_slow": fields.number("beta_slow", defaults.beta_slow),
-        "mscale": fields.number("mscale", None),
-        "mscale_all_dim": fields.number("mscale_all_dim", None),
+        "beta_fast": fields.optional("beta_fast", defaults.beta_fast),
+        "beta_slow": fields.optional("beta_slow", defaults.beta_slow),
+        "mscale": fields.optional("mscale"),
+        "mscale_all_dim": fields.optional("mscale_all_dim"),
         "truncate": fields.boolean("truncate", True),
     }

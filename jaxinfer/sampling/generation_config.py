@@ -1,9 +1,11 @@
 """Defaults from a checkpoint's generation_config.json."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
+from jaxinfer.checks import whole_numbers
+from jaxinfer.sampling.params import MIN_TEMPERATURE, SamplingParams, SamplingParamsError
 
 _APPLIED = {
     "temperature": "temperature",
@@ -13,6 +15,7 @@ _APPLIED = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+_INTEGERS = ("top_k", "max_new_tokens")
 _SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p")
 
 # Fields that do not affect which tokens a decoder-only model generates.
@@ -63,7 +66,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class GenerationDefaults(NamedTuple):
-    """Contents of a generation_config.json: parameters, end-of-sequence ids, and the names that were not applied."""
+    """Contents of a generation_config.json: parameters, end-of-sequence ids, and what was not applied: names, or
+    names and values that are invalid."""
 
     params: SamplingParams
     eos_token_ids: tuple[int, ...]
@@ -78,34 +82,45 @@ def from_generation_config(config: Mapping[str, Any], **overrides: Any) -> Gener
     as Transformers does. Without `do_sample`, the file's values and our defaults apply, as in vLLM; Transformers would
     decode greedily.
 
-    `ignored` lists, sorted, the options that are set but not supported (beams, n-gram bans, `max_length`, ...), for the
-    caller to warn about. Raises `SamplingParamsError` for an invalid value, naming the field of the file.
+    `ignored` lists, sorted, the options that are set but not supported (beams, n-gram bans, `max_length`, ...), and
+    those with a value that `SamplingParams` refuses, as `top_p=1.5`, for the caller to warn about: a default, which
+    each request can override, does not close a model. A temperature below the least one means greedy. Raises
+    `SamplingParamsError` for invalid overrides and ends of sequences.
     """
     do_sample = config.get("do_sample")
-    if do_sample is not None and not isinstance(do_sample, bool):
-        raise SamplingParamsError("do_sample", f"do_sample must be true, false or null, got {do_sample!r}")
     is_greedy = do_sample is False
-
     values: dict[str, Any] = {"temperature": 0.0} if is_greedy else {}
-    ignored = []
+    ignored = [] if do_sample is None or isinstance(do_sample, bool) else [_shown("do_sample", do_sample)]
     for name, value in config.items():
         if name in _APPLIED:
             if value is None:
                 continue
             if is_greedy and name in _SAMPLING_ONLY:
                 ignored.append(name)
+            elif (applied := _applied(name, value)) is None:
+                ignored.append(_shown(name, value))
             else:
-                values[_APPLIED[name]] = value
+                values |= applied
         elif name not in _DESCRIPTIVE and not _is_neutral(name, value):
             ignored.append(name)
-    try:
-        params = SamplingParams.from_dict({**values, **overrides})
-    except SamplingParamsError as error:
-        theirs = {ours: name for name, ours in _APPLIED.items() if ours not in overrides}.get(error.parameter)
-        if theirs is None:
-            raise
-        raise SamplingParamsError(theirs, str(error).replace(error.parameter, theirs, 1)) from None
+    params = SamplingParams.from_dict({**values, **overrides})
     return GenerationDefaults(params, _eos_token_ids(config.get("eos_token_id")), tuple(sorted(ignored)))
+
+
+def _applied(name: str, value: Any) -> dict[str, Any] | None:
+    """The value by the name of our field; None for one that is invalid."""
+    value = whole_numbers(value) if name in _INTEGERS else value
+    if name == "temperature" and isinstance(value, float) and 0 < value < MIN_TEMPERATURE:
+        value = 0.0
+    try:
+        SamplingParams.from_dict({_APPLIED[name]: value})
+    except SamplingParamsError:
+        return None
+    return {_APPLIED[name]: value}
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{name}={reprlib.repr(value)}"
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -115,7 +130,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 def _eos_token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    ids = value if isinstance(value, list | tuple) else [value]
+    ids = whole_numbers(list(value) if isinstance(value, list | tuple) else [value])
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise SamplingParamsError(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,8 @@ from jaxinfer.server.models import ModelNeeds, ModelSource
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.speculative import ModelDraft
 from jaxinfer.store import FoundModel, find_model, list_models
+
+_LOG = logging.getLogger("jaxinfer.server")
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,9 @@ class LocalModels:
         engine = AsyncEngine(name, **{**arguments, "num_pages": needs.num_pages})
         try:
             found = resident_bytes(engine)
-            if found > needs.num_bytes:
-                raise RuntimeError(
-                    f"{name} holds {format_bytes(found)}, and {format_bytes(needs.num_bytes)} were counted beforehand"
-                )
+            if found > needs.num_bytes:  # it is loaded: to load it again would count the same
+                counted = format_bytes(needs.num_bytes)
+                _LOG.warning("%s holds %s, and %s were counted beforehand", name, format_bytes(found), counted)
             if not self.options.lazy and name not in self.compiled:
                 engine.llm.warm_up()
                 self.compiled.add(name)
@@ -119,7 +121,7 @@ def count_needs(name: str, arguments: Mapping[str, Any], budget: int) -> ModelNe
     check_is_here(name, arguments)
     options = checked_options(name, arguments)
     spec, copied, shared = _abstract_spec(name, options)
-    parts = {**spec.with_pages(1).parts, "activations": activation_bytes(spec), "float32 copies": copied}
+    parts = _parts(spec.with_pages(1), copied)
     num_pages, sizes = options.num_pages, spec.pool_sizes
     fixed = sum(parts.values()) - sizes.bytes_of(1)  # the caches' parts have the states of all slots too
     if num_pages is None:
@@ -130,7 +132,13 @@ def count_needs(name: str, arguments: Mapping[str, Any], budget: int) -> ModelNe
                 f"cache, and the budget is {format_bytes(budget)}: raise --model-memory, or lower --max-model-len"
             )
         num_pages = min(sizes.default, fitting)
-    return ModelNeeds({**parts, **spec.with_pages(num_pages).parts}, num_pages, shared)
+    return ModelNeeds(_parts(spec.with_pages(num_pages), copied), num_pages, shared)
+
+
+def _parts(spec: EngineSpec, copied: int) -> dict[str, int]:
+    """Bytes of a device by what they are for, of a model that is counted or loaded. Packed weights take at most what
+    is counted of their shapes: scales are stored in 16 bits where that is exact."""
+    return {**spec.parts, "activations": activation_bytes(spec), "float32 copies": copied}
 
 
 def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int, dict[Hashable, int]]:
@@ -196,7 +204,6 @@ def _copied_bytes(params: Any) -> int:
 def resident_bytes(engine: AsyncEngine) -> int:
     """What a loaded model holds of a device, and the estimate of a step's activations."""
     spec, copies = getattr(engine.llm.engine, "engines", [engine.llm.engine])[0].spec, engine.llm._copies
-    parts = {**spec.parts, "activations": activation_bytes(spec)}
-    if copies is not None:
-        parts["weights"] = num_bytes(engine.llm.params) + copies.num_bytes
-    return sum(parts.values())
+    if copies is None:
+        return sum(_parts(spec, 0).values())
+    return sum({**_parts(spec, copies.num_bytes), "weights": num_bytes(engine.llm.params)}.values())

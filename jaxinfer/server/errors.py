@@ -126,7 +126,7 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, QueueFullError):
         return APIError(429, str(error), headers={"retry-after": "1"})
     if isinstance(error, EngineDeadError):
-        return unavailable("the engine has stopped; the server is restarting or going away", 5)
+        return unavailable(f"{error}; the server is restarting or going away", 5)
     _LOG.error("a request failed", exc_info=error)
     return APIError(500, "the server failed to answer; its log has the reason")
 

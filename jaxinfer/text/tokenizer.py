@@ -22,10 +22,8 @@ from jaxinfer.text.messages import check_text, num_chars
 from jaxinfer.text.spec_checks import FieldError, check_added, check_spec, parse_json
 from jaxinfer.text.token_bytes import byte_decoder
 
-# The classes whose fast tokenizers take BOS and EOS from add_bos_token and add_eos_token.
-_FLAG_DRIVEN_CLASSES = frozenset(
-    f"{family}Tokenizer{speed}" for family in ("Llama", "CodeLlama", "Gemma", "Cohere") for speed in ("", "Fast")
-)
+# Named tokens that a class of Transformers 5 puts before a text, whatever post-processor tokenizer.json has.
+_ADDED_BY_CLASS = {"CodeLlamaTokenizer": ("bos_token",), "GPTNeoXTokenizer": ()}
 
 # Messages are refused before they are rendered if they are as many times longer than any prompt that fits.
 _DROPPED_BY_TEMPLATES = 16
@@ -75,7 +73,7 @@ class Tokenizer:
         )
         self._is_control_reachable = facts.is_control_reachable
         self._num_ids = 1 + max(facts.largest_id, *added, -1)
-        self._bos_prefix, self._eos_suffix = self._declared_bos_eos()
+        self._add_tokens_of_class()
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -130,8 +128,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
         """Token ids of trusted text: control tokens written in it are recognised.
 
-        With `add_special_tokens`, what tokenizer.json's post-processor adds (usually BOS). For Llama-class tokenizers
-        whose post-processor adds no BOS (EOS) though `add_bos_token` (`add_eos_token`) is true, it is added.
+        With `add_special_tokens`, what tokenizer.json's post-processor adds (usually BOS): as in Transformers 5, it
+        decides alone, and `add_bos_token` and `add_eos_token` of the configuration add nothing.
 
         Raises:
             TextTooLongError: `text` surely has more than `max_tokens` tokens; it was not tokenized whole to find out.
@@ -139,8 +137,7 @@ class Tokenizer:
             ValueError: `text` has a lone surrogate, or the tokenizer fails on it.
         """
         self._length_check.check(check_text(text, "text"), max_tokens)
-        ids = run(self._backend.encode, text, add_special_tokens=add_special_tokens).ids
-        return [*self._bos_prefix, *ids, *self._eos_suffix] if add_special_tokens else ids
+        return run(self._backend.encode, text, add_special_tokens=add_special_tokens).ids
 
     def encode_content(self, text: str) -> list[int]:
         """Token ids of text from an untrusted user: no control token is recognised, so no id is in `control_ids`.
@@ -282,19 +279,14 @@ class Tokenizer:
         text = self._files.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
 
-    def _declared_bos_eos(self) -> tuple[list[int], list[int]]:
-        config = self._files.config
-        if config.get("tokenizer_class") not in _FLAG_DRIVEN_CLASSES:
-            return [], []
-        bare = run(self._backend.encode, "a", add_special_tokens=False).ids
-        whole = run(self._backend.encode, "a", add_special_tokens=True).ids
-        bos, eos = self.bos_token_id, self.eos_token_id
-        is_longer = len(whole) > len(bare)
-        needs_bos = config.get("add_bos_token") is True and not (is_longer and whole[0] == bos)
-        needs_eos = config.get("add_eos_token") is True and not (is_longer and whole[-1] == eos)
-        return (
-            [bos] if needs_bos and bos is not None else [],
-            [eos] if needs_eos and eos is not None else [],
+    def _add_tokens_of_class(self) -> None:
+        names = _ADDED_BY_CLASS.get(str(self._files.config.get("tokenizer_class")).removesuffix("Fast"))
+        if names is None:
+            return
+        ids = {self._files.special_tokens[name]: id for name in names if (id := self._named_id(name)) is not None}
+        single = " ".join((*ids, "$A"))
+        self._backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=single, pair=f"{single} $B:1", special_tokens=list(ids.items())
         )
 
     @cached_property

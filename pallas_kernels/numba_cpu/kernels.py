@@ -127,7 +127,8 @@ def load_kept(kernels: dict[str, int | None]) -> bool:
 
 def address_of_shared(name: str) -> int:
     """The address of zeroed memory that all kernels of the process share, under the name that they have for it."""
-    return ctypes.addressof(_shared(name))
+    with _lock:  # a second block under the name would leave kernels with the first
+        return ctypes.addressof(_shared(name))
 
 
 @cache

@@ -54,7 +54,7 @@ def rewrite(source, **changes):
         ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, the 21 tensors name 2 layers"),
         ("head_dim", 10**400, "head_dim must be an integer from 1 to 2147483647, got 1000"),
         ("max_position_embeddings", 2**63, "max_position_embeddings must be an integer from 1 to 2147483647"),
-        ("rms_norm_eps", 1e9, r"rms_norm_eps must be a positive number of at most 1, got 1000000000\.0"),
+        ("rms_norm_eps", 1e9, r"rms_norm_eps must be a positive number of at most 1, got 1000000000"),
         ("rms_norm_eps", 10**400, "rms_norm_eps must be a positive number of at most 1, got 1000"),
         ("rope_theta", 1e308, r"rope_theta must be a positive number of at most 1e\+15, got 1e\+308"),
         ("rope_scaling", {"rope_type": "linear", "factor": 10**400}, r"rope_scaling\.factor must be a positive number"),

@@ -200,6 +200,18 @@ def test_a_model_is_planned_once(checkpoint, monkeypatch):
     assert (plan.call_count, loaded.eos_token_ids) == (1, (2, 7))
 
 
+def test_a_generation_config_closes_no_model(checkpoint):
+    directory = checkpoint().write()
+    config = {"temperature": 0.000001, "max_new_tokens": 32768.0, "eos_token_id": [7.0, 2], "top_p": -1}
+    (directory / "generation_config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match=r"generation_config.json asks for top_p=-1, which is not applied"):
+        loaded = load_model(directory)
+    assert (loaded.default_params.temperature, loaded.default_params.max_tokens) == (0, 32768)
+    assert loaded.eos_token_ids == (2, 7)
+    shorter, length = loaded.for_length(16)
+    assert (shorter.default_params.max_tokens, length) == (None, 16)
+
+
 def test_functions_of_a_path_are_deprecated(checkpoint):
     directory = checkpoint().write()
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))

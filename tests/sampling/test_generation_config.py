@@ -82,14 +82,44 @@ def test_one_eos_id():
 
 
 @pytest.mark.parametrize(
-    "config", [{"eos_token_id": "2"}, {"eos_token_id": [2, -1]}, {"eos_token_id": True}, {"do_sample": 1}]
+    "config", [{"eos_token_id": "2"}, {"eos_token_id": [2, -1]}, {"eos_token_id": True}, {"eos_token_id": 2.5}]
 )
-def test_malformed_values_raise(config):
+def test_malformed_ends_raise(config):
     with pytest.raises(SamplingParamsError, match=next(iter(config))):
         from_generation_config(config)
 
 
-def test_bad_values_name_the_field_of_the_file():
-    with pytest.raises(SamplingParamsError, match=r"^max_new_tokens must be an integer") as caught:
-        from_generation_config({"max_new_tokens": -5})
-    assert caught.value.parameter == "max_new_tokens"
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_new_tokens": -5},
+        {"max_new_tokens": "many"},
+        {"temperature": -1},
+        {"temperature": 1e9},
+        {"temperature": float("nan")},
+        {"temperature": [0.5]},
+        {"top_p": 1.5},
+        {"top_k": 2.5},
+        {"top_k": -7},
+        {"min_p": None, "repetition_penalty": 0},
+        {"do_sample": "yes"},
+    ],
+)
+def test_a_default_that_is_invalid_is_reported_and_closes_nothing(config):
+    defaults = from_generation_config({"top_p": 0.5, **config})
+    name = next(name for name, value in config.items() if value is not None)
+    assert defaults.params == SamplingParams(top_p=1.0 if name == "top_p" else 0.5)
+    (ignored,) = defaults.ignored
+    assert ignored.startswith(f"{name}=")
+    with pytest.raises(SamplingParamsError, match="top_p"):
+        from_generation_config(config, top_p=7)
+
+
+def test_a_tiny_temperature_is_greedy():
+    assert from_generation_config({"temperature": 0.000001}) == (SamplingParams(temperature=0), (), ())
+
+
+def test_whole_numbers_may_be_floats():
+    defaults = from_generation_config({"top_k": 20.0, "max_new_tokens": 64.0, "eos_token_id": [2.0, 3]})
+    assert defaults.params == SamplingParams(top_k=20, max_tokens=64)
+    assert [type(value) for value in (defaults.params.top_k, *defaults.eos_token_ids)] == [int] * 3

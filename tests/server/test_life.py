@@ -59,7 +59,7 @@ def test_a_dead_engine_answers_everybody_and_ends_the_server():
     with Process("60", "dies") as server:
         server.until_ready()
         text = server.stream(240).read().decode()
-        assert "the engine has stopped" in text
+        assert "the engine has failed: " in text
         assert server.process.wait(60) == 1
 
 

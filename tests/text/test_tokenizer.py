@@ -167,16 +167,21 @@ def test_nothing_is_cut_padded_or_random(toy):
 
 
 BOS_CASES = [
-    # tokenizer_class, add_bos_token, add_eos_token, post-processor adds BOS, expected
+    # tokenizer_class, add_bos_token, add_eos_token, post-processor adds BOS, expected: those of Transformers 5.24
     ("LlamaTokenizerFast", True, None, True, "b"),
-    ("LlamaTokenizerFast", True, None, False, "b"),
-    ("LlamaTokenizer", True, True, True, "be"),
-    ("LlamaTokenizer", True, True, False, "be"),
+    ("LlamaTokenizerFast", True, None, False, ""),  # DeepSeek-V3 declares this, and a byte-level post-processor
+    ("LlamaTokenizer", True, True, True, "b"),
+    ("LlamaTokenizer", True, True, False, ""),
     ("LlamaTokenizer", None, None, True, "b"),
     ("LlamaTokenizer", None, None, False, ""),
     ("LlamaTokenizer", False, None, True, "b"),
+    ("GemmaTokenizer", True, True, False, ""),
+    ("CohereTokenizerFast", True, True, True, "b"),
     ("PreTrainedTokenizerFast", True, True, False, ""),
     ("PreTrainedTokenizerFast", None, None, True, "b"),
+    ("CodeLlamaTokenizerFast", None, None, False, "b"),
+    ("CodeLlamaTokenizer", False, True, True, "b"),
+    ("GPTNeoXTokenizerFast", True, True, True, ""),
 ]
 
 

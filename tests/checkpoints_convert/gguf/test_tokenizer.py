@@ -9,11 +9,14 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from checkpoints_convert import CheckpointError, convert, tokenizer_files
 from checkpoints_convert.gguf.index import GGUFIndex
-from checkpoints_convert.gguf.tokenizer import PRE_TOKENIZERS, end_token_ids, token_id
+from checkpoints_convert.gguf.pre_tokenizers import PRE_TOKENIZERS
+from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id
 from jaxinfer.loaded_tokenizers import tokenizer_of
 from jaxinfer.loading import load_model
 from tests.checkpoints_convert.gguf.gguf_models import metadata_of, tensors_of
 from tests.checkpoints_convert.gguf.gguf_writer import write
+from tests.checkpoints_convert.gguf.vocabularies import byte_level as byte_level_metadata
+from tests.checkpoints_convert.gguf.vocabularies import sentencepiece
 
 
 def eos_token_ids(path):
@@ -203,10 +206,55 @@ def test_gemma_has_no_space_in_front_and_merges_in_the_order_of_its_tokens(tmp_p
     assert rebuilt.decode(rebuilt.encode("he  own")) == "he  own"
 
 
+def test_a_user_defined_piece_is_matched_after_normalization(tmp_path):
+    """`▁▁` is spelled as after normalization, and its text is two spaces."""
+    data = sentencepiece()
+    tokenizer = tokenizer_of(write(tmp_path / "m.gguf", data, {}))
+    tokens = data["tokenizer.ggml.tokens"]
+    ids = [tokens.index(token) for token in ("<s>", "▁a", "▁▁", "b")]
+    assert tokenizer.encode("a  b") == [1, 263, 269, 261] == ids
+    assert tokenizer.encode_content("a  b") == ids[1:]
+    assert tokenizer.decode(ids) == "a  b"
+
+
+@pytest.mark.parametrize("add", [None, True])
+def test_missing_ids_are_those_that_llama_cpp_assumes(tmp_path, add):
+    without = {"bos_token_id": None, "eos_token_id": None, "unknown_token_id": None}
+    path = write(tmp_path / "m.gguf", sentencepiece(**without, add_bos_token=add), {})
+    tokenizer = tokenizer_of(path)
+    assert tokenizer.encode("a") == [1, 263]
+    assert (tokenizer.bos_token_id, bos_token_id(path), eos_token_ids(path)) == (1, 1, (2,))
+
+
+def test_a_missing_id_of_a_byte_level_tokenizer_is_no_comma(tmp_path, caplog):
+    """llama.cpp assumes token 11, Falcon's; here it ends no answer unless it is a control token."""
+    data = byte_level_metadata("gpt-2", bos_token_id=None, eos_token_id=None, add_bos_token=True)
+    path = write(tmp_path / "m.gguf", data, {})
+    assert (tokenizer_of(path).encode("a")[0], bos_token_id(path), eos_token_ids(path)) == (11, None, ())
+    assert "there is no tokenizer.ggml.bos_token_id: llama.cpp's default, 11, is added" in caplog.text
+    data["tokenizer.ggml.token_type"][11] = 3
+    path = write(tmp_path / "control.gguf", data, {})
+    assert (tokenizer_of(path).encode("a")[0], bos_token_id(path), eos_token_ids(path)) == (11, 11, (11,))
+    path = write(tmp_path / "glm.gguf", byte_level_metadata("glm4", bos_token_id=None, add_bos_token=True), {})
+    assert tokenizer_of(path).encode("a") == [ord("a")]
+    assert "there is no tokenizer.ggml.bos_token_id: nothing is added" in caplog.text
+
+
+def test_two_tokens_without_text_have_names_of_their_own(tmp_path):
+    data = sentencepiece()
+    data["tokenizer.ggml.tokens"] = [*data["tokenizer.ggml.tokens"], "", ""]
+    data["tokenizer.ggml.scores"] = [*data["tokenizer.ggml.scores"], 0.0, 0.0]
+    data["tokenizer.ggml.token_type"] = np.append(data["tokenizer.ggml.token_type"], [5, 5]).astype(np.int32)
+    tokenizer = tokenizer_of(write(tmp_path / "m.gguf", data, {}))
+    assert tokenizer.encode("a  b") == [1, 263, 269, 261]
+    assert [tokenizer.id_to_token(id) for id in (272, 273)] == ["[EMPTY_272]", "[EMPTY_273]"]
+
+
+@pytest.mark.parametrize("spelled", [" ", "▁"])
 @pytest.mark.parametrize(("kind", "lengths"), [(4, [4, 4, 1]), (1, [4, 2, 3])])
-def test_user_defined_runs_of_spaces_match_longest_first_and_others_are_merged(tmp_path, kind, lengths):
+def test_user_defined_runs_of_spaces_match_longest_first_and_others_are_merged(tmp_path, kind, lengths, spelled):
     data = sentencepiece_like() | {"general.architecture": "gemma3"}
-    runs = ["  ", "   ", "    "]
+    runs = [spelled * 2, spelled * 3, spelled * 4]
     data["tokenizer.ggml.tokens"] = [*data["tokenizer.ggml.tokens"][:-2], *runs]
     data["tokenizer.ggml.token_type"] = np.array([*data["tokenizer.ggml.token_type"][:-2], *[kind] * 3], np.int32)
     del data["tokenizer.ggml.scores"]
@@ -247,7 +295,6 @@ def test_a_file_without_a_tokenizer(tmp_path):
         ({"bos_token_id": 10**6}, "bos_token_id is 1000000, not the id of a token of 514 tokens"),
         ({"eos_token_id": "x"}, "eos_token_id is a string of 1 bytes, not the id of a token"),
         ({"add_bos_token": 1}, "add_bos_token is 1, not true or false"),
-        ({"bos_token_id": None, "add_bos_token": True}, "add_bos_token is true, but there is no"),
     ],
 )
 def test_what_cannot_be_rebuilt_is_named(tmp_path, change, message):

@@ -152,7 +152,7 @@ def test_model_type_stands_in_for_missing_architectures():
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"vocab_size": None}, "vocab_size is null"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers must be an integer of at least 1, got '4'"),
-        ({"num_hidden_layers": 4.0}, "num_hidden_layers must be an integer"),
+        ({"num_hidden_layers": 4.5}, "num_hidden_layers must be an integer"),
         ({"num_attention_heads": True}, "num_attention_heads must be an integer"),
         ({"num_attention_heads": 0}, "num_attention_heads must be an integer of at least 1, got 0"),
         ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),

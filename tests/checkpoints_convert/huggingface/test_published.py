@@ -1,12 +1,15 @@
 """Configurations of published models, in the fields and forms of their repositories, have the published sizes."""
 
+import json
 import math
 
 import jax
 import pytest
+from safetensors import safe_open
 
 from checkpoints_convert.huggingface.config import huggingface_config, model_config
 from jaxinfer.models import abstract_params
+from tests.checkpoints_convert.family_files import GOLDEN
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
@@ -148,3 +151,20 @@ def test_published_models_have_their_sizes(data, billions, max_length):
     assert round(count / 1e9, 1) == billions
     assert config.max_length == max_length
     assert model_config(huggingface_config(config)) == config
+
+
+def _as_floats(value):
+    """Every integer spelled as a float, as some writers of JSON do."""
+    if isinstance(value, dict):
+        return {key: _as_floats(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_as_floats(one) for one in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_whole_numbers_may_be_floats_in_every_field_of_every_family(path):
+    with safe_open(path, "numpy") as file:
+        configs = json.loads(file.metadata()["made"])["configs"]
+    for fields in configs.values():
+        assert model_config(_as_floats(fields)) == model_config(fields)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.huggingface.rope import rope_config
+from jaxinfer.checks import whole_numbers
 from jaxinfer.models import RopeConfig
 from jaxinfer.models.rope import inverse_frequencies
 
@@ -15,7 +16,7 @@ REFERENCE = json.loads((Path(__file__).parent / "rope_reference.json").read_text
 
 def read(data, **changes):
     problems = []
-    rope = rope_config(data, problems, **{"head_dim": 16, "max_position_embeddings": 512, **changes})
+    rope = rope_config(whole_numbers(data), problems, **{"head_dim": 16, "max_position_embeddings": 512, **changes})
     return rope, problems
 
 

@@ -5,8 +5,13 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import jax
 import pytest
 
 pytest.importorskip("numba", reason="kernels for CPUs need Numba")
@@ -55,6 +60,46 @@ del used
 assert not np.asarray(calls.untouched_zeros((5_000,), jnp.dtype(jnp.float32))).view(np.uint8).any()
 print(is_ready, "numba" in sys.modules)
 """
+
+
+class _Slow:
+    """A kernel whose compilation lets other threads run."""
+
+    object_code, symbol = b"", "slow"
+
+    def __init__(self, counts, address):
+        counts.append(self)
+        time.sleep(0.02)
+        self.address = address
+
+
+@pytest.mark.parametrize("kind", ["register", "place", "function", "shared"])
+def test_threads_that_need_a_kernel_at_once_share_it(monkeypatch, kind):
+    """The engine's thread and that of `compile_ahead` meet: XLA refuses a second handler under a name."""
+    made, gate = [], threading.Barrier(8)
+    pointer = ctypes.cast(ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda frame: 0), ctypes.c_void_p)
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(kernels, "_functions", {})
+    monkeypatch.setattr(kernels, "_SHARED", {**kernels._SHARED, "test_shared": 64})
+    registered = []
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))
+
+    def call(_):
+        gate.wait()
+        if kind == "shared":
+            return kernels.address_of_shared("test_shared")
+        compile_kernel = partial(_Slow, made, pointer.value)
+        if kind == "register":
+            return kernels.register("test_slow", compile_kernel)
+        if kind == "place":
+            return kernels.place("test_slow", LAST_PLACE, compile_kernel)
+        return kernels.function("test_slow", 1, compile_kernel)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(call, range(8)))
+    assert all(one == found[0] for one in found)
+    assert len(made) == (0 if kind == "shared" else 1)
+    assert registered == (["test_slow"] if kind == "register" else [])
 
 
 class Kept(dict):
