@@ -20,6 +20,7 @@ from jaxinfer.server.service import Service
 from tests.real.chats import CHATS, TAKES_TEXT, chats_of, undated
 from tests.real.test_tokenizers import GOLDEN, opened
 from tests.server.asgi import Client
+from tests.server.test_doors import Doors
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.real
@@ -45,28 +46,31 @@ def served(request):
     config = replace(TINY, vocab_size=1 + max(tokenizer.tokens_by_id()), num_layers=1, max_position_embeddings=2048)
     model = config, init_params(config, jax.random.key(0)), tokenizer
     engine = AsyncEngine(model, max_seqs=2, max_model_len=2048, prefill_chunk=256)
-    service = Service(ServerOptions(), "tiny")
-    service.attach(engine)
-    yield SimpleNamespace(name=request.param, llm=engine.llm, client=Client(make_app(service)))
+    yield SimpleNamespace(name=request.param, engine=engine, llm=engine.llm, client=Client(make_app(service(engine))))
     asyncio.run(engine.close())
+
+
+def service(engine):
+    found = Service(ServerOptions(), "tiny")
+    found.attach(engine)
+    return found
 
 
 def chats(name):
     return {chat: (CHATS[chat], text) for chat, text in GOLDEN[name]["renderings"].items() if chat in chats_of(name)}
 
 
-def test_histories_are_rendered_as_transformers_renders_them(served):
-    tokenizer = served.llm.tokenizer
+def test_histories_are_rendered_as_transformers_renders_them(served, monkeypatch, tmp_path):
+    doors = Doors(served.engine, lambda: service(served.engine), monkeypatch, tmp_path, served.llm.tokenizer)
     for chat, ((messages, tools, arguments), text) in chats(served.name).items():
         tools = None if served.name in TAKES_TEXT else tools
-        ids = served.llm.chat_prompt(messages, tools=tools, **arguments)
-        assert undated(tokenizer.decode(ids, skip_special_tokens=False)) == text, chat
-        if arguments:  # which HTTP does not take
-            continue
-        body = {"model": "tiny", "messages": messages, "max_tokens": 1, "return_token_ids": True}
-        answer = asyncio.run(served.client.post("/v1/chat/completions", body | ({"tools": tools} if tools else {})))
-        assert answer.status == 200, (chat, answer.body)
-        assert answer.json["prompt_token_ids"] == ids, chat
+        if arguments:  # which not every door takes
+            ids = served.llm.chat_prompt(messages, tools=tools, **arguments)
+            found = {"LLM.chat_prompt": served.llm.tokenizer.decode(ids, skip_special_tokens=False)}
+        else:
+            found = doors.ask(messages, **({"tools": tools} if tools else {}))
+            assert len(found) == 7
+        assert {door: undated(one) for door, one in found.items()} == dict.fromkeys(found, text), chat
 
 
 @pytest.mark.parametrize(

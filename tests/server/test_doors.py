@@ -66,6 +66,12 @@ def anthropic_messages(messages):
     return found
 
 
+def anthropic_tool(tool):
+    function = tool["function"]
+    about = {"description": function["description"]} if "description" in function else {}
+    return {"name": function["name"], "input_schema": function["parameters"], **about}
+
+
 def ollama_messages(messages):
     """OpenAI's messages as Ollama has them."""
     return [
@@ -75,11 +81,9 @@ def ollama_messages(messages):
 
 
 class Doors:
-    """Every door to one engine whose tokenizer has this chat template."""
+    """Every door to one engine, as if it had this tokenizer."""
 
-    def __init__(self, engine, make_service, monkeypatch, tmp_path, template):
-        files = read_tokenizer_files(resources.files("jaxinfer") / "data" / "demo")
-        tokenizer = Tokenizer(dataclasses.replace(files, chat_templates={"default": template}))
+    def __init__(self, engine, make_service, monkeypatch, tmp_path, tokenizer):
         self.llm, self._folder, self.prompts = engine.llm, tmp_path, []
         for owner in (self.llm, self.llm.client):
             monkeypatch.setattr(owner, "tokenizer", tokenizer)
@@ -115,8 +119,7 @@ class Doors:
         if (theirs := anthropic_messages(messages)) is not None:
             bodies[MESSAGES] = {"messages": theirs, "max_tokens": 9}
             if "tools" in fields:
-                names = [one["function"]["name"] for one in fields["tools"]]
-                bodies[MESSAGES]["tools"] = [{"name": name, "input_schema": {}} for name in names]
+                bodies[MESSAGES]["tools"] = list(map(anthropic_tool, fields["tools"]))
         found = {
             path: self._taken(lambda path=path, body=body: self._post(path, body)) for path, body in bodies.items()
         }
@@ -162,7 +165,14 @@ class Doors:
 
 @pytest.fixture
 def make_doors(engine, make_service, monkeypatch, tmp_path):
-    return lambda template=TEMPLATE: Doors(engine, make_service, monkeypatch, tmp_path, template)
+    """Every door to an engine whose tokenizer has a chat template."""
+
+    def make(template=TEMPLATE):
+        files = read_tokenizer_files(resources.files("jaxinfer") / "data" / "demo")
+        tokenizer = Tokenizer(dataclasses.replace(files, chat_templates={"default": template}))
+        return Doors(engine, make_service, monkeypatch, tmp_path, tokenizer)
+
+    return make
 
 
 def turn(content, **more):
