@@ -81,8 +81,51 @@ _IPV6 = "|".join(
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9]|[A-Za-z0-9-](?:{0}(?:[A-Za-z0-9-]{{0,59}}{0})?|-{0}(?:[A-Za-z0-9-]{{0,58}}{0})?))?"
 _NAME = _NAME.format("[A-Za-z0-9]")
 _POINTER = r"(?:/(?:[^/~]|~[01])*)*"
-# RFC 3339, RFC 4122, RFC 2673, RFC 4291, RFC 1123; RFC 5321 without quoted names and addresses in brackets;
-# RFC 6901.
+_PERCENT = "%[0-9A-Fa-f]{2}"
+_BEYOND_ASCII = (
+    "\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
+    + "".join(f"{chr(plane << 16)}-{chr((plane << 16) + 0xFFFD)}" for plane in range(1, 14))
+    + "\U000e1000-\U000efffd"
+)  # ucschar of RFC 3987
+
+
+def _reference(beyond: str, *, is_relative: bool) -> str:
+    """A URI of RFC 3986, whose names may have the characters `beyond`, too, or such a URI or a relative reference."""
+    own = rf"A-Za-z0-9._~!$&'()*+,;={beyond}\-"
+    of_path, of_query = rf"(?:[{own}:@]|{_PERCENT})", rf"(?:[{own}:@/?]|{_PERCENT})*"
+    authority = rf"(?:(?:[{own}:]|{_PERCENT})*@)?(?:\[(?:{_IPV6})\]|(?:[{own}]|{_PERCENT})*)(?::\d*)?"
+    ends = rf"(?:\?{of_query})?(?:#{of_query})?"
+    rooted = rf"//{authority}(?:/{of_path}*)*|/(?:{of_path}+(?:/{of_path}*)*)?"
+    absolute = rf"[A-Za-z][A-Za-z0-9+.-]*:(?:{rooted}|{of_path}+(?:/{of_path}*)*)?{ends}"
+    if not is_relative:
+        return absolute
+    return rf"{absolute}|(?:{rooted}|(?:[{own}@]|{_PERCENT})+(?:/{of_path}*)*)?{ends}"
+
+
+_TEMPLATE_NAME = rf"(?:[A-Za-z0-9_]|{_PERCENT})(?:\.?(?:[A-Za-z0-9_]|{_PERCENT}))*(?::[1-9]\d{{0,3}}|\*)?"
+_TEMPLATE_TEXT = rf"[!#$&()*+,./0-9:;=?@A-Z\[\]_a-z~{_BEYOND_ASCII}-]|{_PERCENT}"
+# Letters of names beyond ASCII that IDNA 2008 allows in any place, of scripts written from left to right.
+_WIDE_ATOM = rf"[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~{_BEYOND_ASCII}-]+"
+_WIDE_LABEL = (
+    "[a-z0-9\u00df-\u00f6\u00f8-\u00ff\u03b1-\u03c9\u0430-\u044f\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]"
+    "{1,12}"
+)
+_WIDE_NAME = rf"(?:(?:{_NAME}|{_WIDE_LABEL})\.){{0,2}}(?:{_NAME}|{_WIDE_LABEL})"  # short enough as ASCII, too
+
+
+def _regular_expression(depth: int) -> str:
+    """Regular expressions of ECMA-262, with groups in groups down to a depth, and without looks ahead or behind."""
+    escaped = r"\\[dDwWsSfnrtv.*+?^$()\[\]{}|\\/]"
+    of_class = rf"(?:[^\\\[\]^-]|{escaped}|a-z|A-Z|0-9)"
+    atoms = [r"[^\\^$*+?()\[\]{}|/]", escaped, rf"\[\^?{of_class}+\]"]
+    if depth:
+        atoms.append(rf"\((?:\?:)?(?:{_regular_expression(depth - 1)})\)")
+    term = rf"(?:(?:{'|'.join(atoms)})(?:(?:[*+?]|\{{[1-9]\d?,?\}})\??)?|[$^]|\\[bB])"
+    return rf"{term}*(?:\|{term}*)*"
+
+
+# RFC 3339, RFC 4122, RFC 2673, RFC 4291, RFC 1123; RFC 5321 without quoted names and addresses in brackets, and RFC 6531
+# likewise; RFC 6901; RFC 3986 and RFC 3987; RFC 6570; RFC 5890.
 FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -94,9 +137,16 @@ FORMATS = {
     "hostname": rf"{_NAME}(?:\.{_NAME})*",
     "json-pointer": _POINTER,
     "relative-json-pointer": rf"(?:0|[1-9]\d*)(?:#|{_POINTER})",
+    "uri-reference": _reference("", is_relative=True),
+    "iri": _reference(_BEYOND_ASCII, is_relative=False),
+    "iri-reference": _reference(_BEYOND_ASCII, is_relative=True),
+    "uri-template": rf"(?:{_TEMPLATE_TEXT}|\{{[+#./;?&]?{_TEMPLATE_NAME}(?:,{_TEMPLATE_NAME})*\}})*",
+    "idn-hostname": _WIDE_NAME,
+    "idn-email": rf"{_WIDE_ATOM}(?:\.{_WIDE_ATOM})*@{_WIDE_NAME}",
+    "regex": _regular_expression(2),
 }
 OTHER_FORMATS = ("duration", "uri")
-"""Formats that llguidance has. Any other is an annotation, which says nothing about texts (JSON Schema 2020-12)."""
+"""Formats that llguidance has: with `FORMATS` all of JSON Schema 2020-12. Any other is an annotation, which says nothing about texts (JSON Schema 2020-12)."""
 FORMAT_LENGTHS = {"hostname": 253}
 
 

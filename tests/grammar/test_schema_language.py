@@ -9,10 +9,12 @@ from decimal import Decimal
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies
 
 from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.schema import check_schema
 from jaxinfer.grammar.schema_language import language_of
+from jaxinfer.grammar.schema_strings import FORMATS, OTHER_FORMATS
 
 CLOSED = {"type": "object", "additionalProperties": False}
 
@@ -43,6 +45,37 @@ EXAMPLES = [
     ({"type": "string", "format": "time"}, ['"23:59:60Z"', '"08:30:06.2+01:00"'], ['"22:59:60Z"', '"08:30:06"']),
     ({"type": "string", "format": "json-pointer"}, ['""', '"/a~1b/0"'], ['"a"', '"/~2"']),
     ({"type": "string", "format": "relative-json-pointer"}, ['"0"', '"12#"', '"1/a"'], ['"01"', '"/a"', '"1#/"']),
+    (
+        {"type": "string", "format": "uri-reference"},
+        ['""', '"a/b?c#d"', '"//h:80/x"', '"http://u@[::1]:8/p%20q"', '"?q"', '"../x:y"', '"urn:a:b"'],
+        ['"a b"', '"%zz"', '"http://[::1"', '"é"', '"a#b#c"'],
+    ),
+    (
+        {"type": "string", "format": "iri"},
+        ['"http://bücher.example/ä?ö"', '"urn:x"'],
+        ['"/a"', '"bücher"', '"http://a b"'],
+    ),
+    ({"type": "string", "format": "iri-reference"}, ['"ä/ö"', '""', '"//ü"'], ['"a b"', '"<"']),
+    (
+        {"type": "string", "format": "uri-template"},
+        ['""', '"/a{/b*,c:3}{?q}"', '"é{+x.y}"'],
+        ['"{"', '"{}"', '"a}"', '"{a b}"', '"{a:0}"', '" "'],
+    ),
+    (
+        {"type": "string", "format": "idn-hostname"},
+        ['"пример.com"', '"a-b.c"', '"例え.jp"'],
+        ['""', '"-a"', '"a..b"', '"a b"', '"א"'],
+    ),
+    (
+        {"type": "string", "format": "idn-email"},
+        ['"é@bücher.de"', '"a@b"', '"用户@例.cn"'],
+        ['"@b"', '"a@"', '"a b@c"'],
+    ),
+    (
+        {"type": "string", "format": "regex"},
+        ['""', r'"^a(b|c)*[^xy]?\\d{2,}$"', '"(?:a(b))"', '"[a-z]+|x"', r'"\\/"'],
+        ['"("', '"a**"', '"["', '"a)"', r'"\\q"', '"{2}"', '"^*"'],
+    ),
     ({"type": "string", "format": "color"}, ['""', '"red"'], ["1"]),
     ({"type": "string", "format": "color", "maxLength": 1}, ['"r"'], ['"red"']),
     ({"type": "string", "format": "ipv6"}, ['"::ffff:192.168.0.1"', '"::"'], ['"1::2::3"', '"12345::"']),
@@ -95,6 +128,18 @@ def test_examples(index):
     is_accepted = accepts(schema)
     assert [text for text in right if not is_accepted(text)] == []
     assert [text for text in wrong if is_accepted(text)] == []
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(strategies.from_regex(FORMATS["regex"], fullmatch=True))
+def test_what_the_format_regex_allows_is_a_regular_expression(text):
+    re.compile(text)
+
+
+def test_every_format_of_the_standard_is_applied():
+    formats = {"date", "time", "date-time", "duration", "uuid", "email", "idn-email", "hostname", "idn-hostname"}
+    formats |= {"ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uri-template", "regex"}
+    assert {*FORMATS, *OTHER_FORMATS} == formats | {"json-pointer", "relative-json-pointer"}
 
 
 def test_optional_properties_come_in_order_in_any_combination():
