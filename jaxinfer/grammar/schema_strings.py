@@ -124,8 +124,8 @@ def _regular_expression(depth: int) -> str:
     return rf"{term}*(?:\|{term}*)*"
 
 
-# RFC 3339, RFC 4122, RFC 2673, RFC 4291, RFC 1123; RFC 5321 without quoted names and addresses in brackets, and RFC 6531
-# likewise; RFC 6901; RFC 3986 and RFC 3987; RFC 6570; RFC 5890.
+# RFC 3339, RFC 4122, RFC 2673, RFC 4291, RFC 1123; RFC 5321 and RFC 6531 without quoted names and addresses in brackets;
+# RFC 6901; RFC 3986 and RFC 3987; RFC 6570; RFC 5890.
 FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -146,7 +146,8 @@ FORMATS = {
     "regex": _regular_expression(2),
 }
 OTHER_FORMATS = ("duration", "uri")
-"""Formats that llguidance has: with `FORMATS` all of JSON Schema 2020-12. Any other is an annotation, which says nothing about texts (JSON Schema 2020-12)."""
+"""Formats that llguidance has: with `FORMATS` all of JSON Schema 2020-12. Any other is an annotation, which says nothing
+about texts."""
 FORMAT_LENGTHS = {"hostname": 253}
 
 
