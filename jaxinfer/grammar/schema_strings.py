@@ -116,15 +116,17 @@ _WIDE_NAME = rf"(?:(?:{_NAME}|{_WIDE_LABEL})\.){{0,2}}(?:{_NAME}|{_WIDE_LABEL})"
 def _regular_expression(depth: int) -> str:
     """Regular expressions of ECMA-262, with groups in groups down to a depth, and without looks ahead or behind."""
     escaped = r"\\[dDwWsSfnrtv.*+?^$()\[\]{}|\\/]"
-    of_class = rf"(?:[^\\\[\]^-]|{escaped}|a-z|A-Z|0-9)"
-    atoms = [r"[^\\^$*+?()\[\]{}|/]", escaped, rf"\[\^?{of_class}+\]"]
+    # Named one by one: to llguidance a backslash is in `[^\\]`.
+    plain = " !\"#%&',0-9:;<=>@A-Z_`a-z~\u00a1-\ud7ff\ue000-\U0010ffff"
+    of_class = rf"(?:[{plain}$*+?.(){{}}|/]|{escaped}|a-z|A-Z|0-9)"
+    atoms = [rf"[{plain}.\-]", escaped, rf"\[\^?{of_class}+\]"]
     if depth:
         atoms.append(rf"\((?:\?:)?(?:{_regular_expression(depth - 1)})\)")
     term = rf"(?:(?:{'|'.join(atoms)})(?:(?:[*+?]|\{{[1-9]\d?,?\}})\??)?|[$^]|\\[bB])"
     return rf"{term}*(?:\|{term}*)*"
 
 
-# RFC 3339, RFC 4122, RFC 2673, RFC 4291, RFC 1123; RFC 5321 and RFC 6531 without quoted names and addresses in brackets;
+# RFC 3339, RFC 4122, RFC 2673, RFC 4291, RFC 1123; RFC 5321 and RFC 6531 without quoted names, addresses in brackets;
 # RFC 6901; RFC 3986 and RFC 3987; RFC 6570; RFC 5890.
 FORMATS = {
     "date": _DATE,
@@ -146,7 +148,7 @@ FORMATS = {
     "regex": _regular_expression(2),
 }
 OTHER_FORMATS = ("duration", "uri")
-"""Formats that llguidance has: with `FORMATS` all of JSON Schema 2020-12. Any other is an annotation, which says nothing
+"""Formats that llguidance has, with `FORMATS` all of JSON Schema 2020-12. Any other is an annotation: it says nothing
 about texts."""
 FORMAT_LENGTHS = {"hostname": 253}
 
