@@ -287,6 +287,9 @@ class Job:
     def _fail(self, row: BatchRow | BadRow, error: Exception, stage: Stage, *, status_code: int = 400) -> None:
         is_plain = self.scan.is_plain if row.is_plain is None else row.is_plain
         job_id = self._identity.job_id
+        if isinstance(row, BatchRow) and getattr(error, "parameter", None) == "structured":
+            name = row.request.structured_name
+            error = RowError(str(error).replace("structured", name, 1), name)
         record = error_line(row.line, row.custom_id, error, job_id=job_id, status_code=status_code, is_plain=is_plain)
         self._ledger.add_error(record)
         self._on_line(record)

@@ -22,23 +22,22 @@ _SAMPLING = tuple(one.name for one in fields(SamplingParams))
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _CHAT = ("messages", *_TOOLS, "chat_template_kwargs")
 _CHAT_BODY = (*_CHAT, "max_completion_tokens", "top_logprobs")
-_COMPLETIONS_BODY = ("prompt", "echo", "best_of")
+_COMPLETIONS_BODY = ("prompt", "echo")
 # What OpenAI and vLLM call `structured`.
 STRUCTURED_NAMES = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-_EVERY_BODY = ("model", "user", "return_token_ids")
+_EVERY_BODY = ("model", "user", "metadata", "best_of", "return_token_ids")
 
 UNSET: tuple[Any, ...] = (None, "", [], {})
 """What clients send for a field of text, or of a list, that they leave empty."""
 
-# Fields of OpenAI's API that are not supported, with the values that have no effect, besides null and "".
+# Fields of OpenAI's API that are not supported, with the values that have no effect, besides those in UNSET.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
     "functions": (),
-    "metadata": ({},),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": (),
@@ -62,6 +61,7 @@ class BatchRequest:
       messages, template_kwargs: for the chat template.
       tools, tool_choice, parallel_tool_calls: of OpenAI's chat completions.
       sampling: the fields of `SamplingParams` that the row gives.
+      structured_name: what the row calls `structured`.
       echo: the answer's text starts with the prompt's. return_token_ids: bodies list token ids too.
     """
 
@@ -74,6 +74,7 @@ class BatchRequest:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
+    structured_name: str = "structured"
     echo: bool = False
     return_token_ids: bool = False
 
@@ -87,6 +88,7 @@ def read_chat(body: Mapping[str, Any]) -> BatchRequest:
         **_tools(body),
         template_kwargs=_template_kwargs(body),
         sampling={**_sampling(body), **_chat_max_tokens(body), **_chat_logprobs(body)},
+        structured_name=structured_name(body),
         **_common(body),
     )
 
@@ -94,12 +96,11 @@ def read_chat(body: Mapping[str, Any]) -> BatchRequest:
 def read_completions(body: Mapping[str, Any]) -> BatchRequest:
     """A body of /v1/completions; several prompts make one group of choices each. Raises RowError, with the field."""
     body = _known(body, (*_COMPLETIONS_BODY, *_EVERY_BODY, *_SAMPLING, *STRUCTURED_NAMES))
-    if body.get("best_of", 1) not in (1, body.get("n", 1)):
-        raise RowError("best_of is not supported: n answers are generated and all are returned", "best_of")
     return BatchRequest(
         "completions",
         prompts=_prompts(body),
         sampling=_sampling(body),
+        structured_name=structured_name(body),
         echo=_flag(body, "echo"),
         **_common(body),
     )
@@ -148,7 +149,7 @@ def _known(body: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
     _check_known(body, (*known, *_NEUTRAL))
     for name, neutral in _NEUTRAL.items():
         value = body.get(name)
-        if value not in (None, "") and value not in neutral:
+        if value not in UNSET and value not in neutral:
             reason = "a batch does not stream" if name == "stream" else "the option has no implementation"
             raise RowError(f"{name}={value!r:.60} is not supported: {reason}", name)
     return {name: value for name, value in body.items() if value is not None and name not in _NEUTRAL}
@@ -162,6 +163,10 @@ def _check_known(record: Mapping[str, Any], known: Sequence[str]) -> None:
 
 
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
+    if body.get("best_of", 1) not in (1, body.get("n", 1)):
+        raise RowError("best_of is not supported: n answers are generated and all are returned", "best_of")
+    if not isinstance(body.get("metadata", {}), dict):
+        raise RowError(f"metadata must be an object, got {body['metadata']!r:.60}", "metadata")
     for name in ("model", "user"):
         if not isinstance(body.get(name, ""), str):
             raise RowError(f"{name} must be a string, got {body[name]!r:.60}", name)
@@ -187,6 +192,11 @@ def structured_of(record: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise RowError(f"{name}: {error}", name) from None
     return {}
+
+
+def structured_name(record: Mapping[str, Any]) -> str:
+    """The name under which `structured` is given."""
+    return next((name for name in STRUCTURED_NAMES if not _is_unset(name, record.get(name))), "structured")
 
 
 def _is_unset(name: str, value: Any) -> bool:

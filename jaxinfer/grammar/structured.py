@@ -18,6 +18,9 @@ class GrammarError(ValueError):
     """What cannot be served: not a schema, a pattern or a grammar, or too large."""
 
 
+_JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+
+
 @dataclass(frozen=True)
 class StructuredOutputs:
     r"""What an answer must match: exactly one of the first five, by the names of vLLM.
@@ -83,10 +86,17 @@ class StructuredOutputs:
             return _object_of_format(value)
         if value.get("type") == "json_schema":
             return cls(json=_schema_of_format(value))
+        if value.get("type") == "text":
+            raise GrammarError(f"type text has no other fields, got {reprlib.repr(value)}")
+        if "type" in value and not isinstance(value.get("properties"), Mapping):
+            hint = "; a schema goes under 'json'" if value["type"] in _JSON_TYPES else ""
+            raise GrammarError(
+                f"its type must be text, json_object or json_schema, not {reprlib.repr(value['type'])}{hint}"
+            )
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = [name for name in value if name not in names]
         if unknown:
-            hint = "; a schema goes under 'json'" if "type" in value or "properties" in value else ""
+            hint = "; a schema goes under 'json'" if "properties" in value else ""
             raise GrammarError(f"has no field {unknown[0]!r}, only {', '.join(names)}{hint}")
         return cls(**value)
 

@@ -8,15 +8,18 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxinfer.batch.requests import STRUCTURED_NAMES, structured_name
 from jaxinfer.batch.responses import usage
 from jaxinfer.engine.request import RequestOutput
-from jaxinfer.server.errors import APIError, refused
+from jaxinfer.server.errors import OWN_FIELDS, APIError, as_api_error, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import json_response, lease_for, record_of, while_connected, work_for
 from jaxinfer.server.models import Lease, ServedModel
+from jaxinfer.server.ollama_types import OllamaRequest
 from jaxinfer.server.params import Job
 from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
 from jaxinfer.server.service import Service
+from jaxinfer.server.types import ResponsesRequest
 
 _MANY_LOGPROBS = 1 << 12  # of an answer: they take some 10 ms
 
@@ -44,9 +47,20 @@ async def begin(
     lease = await lease_for(request, service, body)
     try:
         return await _begin(request, service, lease, body, make_job, has_reasoning, echo, can_resume)
-    except BaseException:
+    except BaseException as error:
         lease.release()
-        raise
+        found = as_api_error(error) if isinstance(error, OWN_FIELDS) else error
+        if not isinstance(found, APIError) or found.param not in ("structured", "response_format"):
+            raise
+        name = _structured_name(body)
+        raise refused(name, found.message.replace(found.param, name, 1)) from error
+
+
+def _structured_name(body: Any) -> str:
+    """What the client calls the form that answers must match."""
+    if isinstance(body, (ResponsesRequest, OllamaRequest)):
+        return "text.format" if isinstance(body, ResponsesRequest) else "format"
+    return structured_name({name: getattr(body, name, None) for name in STRUCTURED_NAMES})
 
 
 async def _begin(

@@ -28,7 +28,7 @@ _TYPES = {
     429: ("rate_limit_error", "rate_limit_error"),
     503: ("service_unavailable", "overloaded_error"),
 }  # of OpenAI and of Anthropic
-_OWN_FIELDS = (
+OWN_FIELDS = (
     *(msgspec.MsgspecError, SamplingParamsError, RowError, MessageError),
     *(TextTooLongError, RequestTooLargeError),
 )
@@ -100,7 +100,7 @@ def client_errors(param: str | None = None) -> Iterator[None]:
     except APIError:
         raise
     except (ValueError, TypeError, ChatTemplateError) as error:
-        found = as_api_error(error) if isinstance(error, _OWN_FIELDS) else APIError(400, str(error), param=param)
+        found = as_api_error(error) if isinstance(error, OWN_FIELDS) else APIError(400, str(error), param=param)
         raise found from error
 
 

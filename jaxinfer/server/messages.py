@@ -19,6 +19,7 @@ from jaxinfer.server.params import Conversation, Job, make_job, offered_tools, r
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import CountTokensRequest, MessagesRequest
+from jaxinfer.text.messages import check_call
 from jaxinfer.text.reasoning import Family
 from jaxinfer.tool_calls import ToolCallDelta, ToolOffer
 
@@ -121,7 +122,7 @@ def _conversation(
         found += _turns(message, f"messages[{number}]")
         places += [f"messages[{number}]"] * (len(found) - len(places))
     # An answer that the client has begun is continued.
-    continues = bool(found) and found[-1]["role"] == "assistant"
+    continues = bool(found) and found[-1]["role"] == "assistant" and "tool_calls" not in found[-1]
     kwargs: dict[str, Any] = {"add_generation_prompt": not continues, "continue_final_message": continues}
     kwargs |= _thinking(body, model.llm, model.tags)
     return Conversation(read_messages(found, places), None if offer is None else offer.shown, kwargs)
@@ -171,6 +172,9 @@ def _turns(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind == "redacted_thinking":
             continue
         elif kind == "tool_use" and role == "assistant":
+            check_call({"name": block.get("name")}, at)
+            if not isinstance(block.get("input") or {}, dict):
+                raise refused(f"{at}.input", f"{at}.input must be an object, not {block['input']!r:.60}")
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":

@@ -82,14 +82,9 @@ async def _answer(
     request: Request, service: Service, body: Any, lines: "type[_ChatLines] | type[_TextLines]"
 ) -> Response:
     body.model = await known_name(service, body.model)
-    try:
-        generation, position = await begin(
-            request, service, body, lambda model: _job(body, model), has_reasoning=True, can_resume=False
-        )
-    except APIError as error:
-        if error.param != "structured":
-            raise
-        raise refused("format", error.message.replace("structured", "format", 1)) from None
+    generation, position = await begin(
+        request, service, body, lambda model: _job(body, model), has_reasoning=True, can_resume=False
+    )
     headers = answer_headers(generation.model, position)
     written = lines(generation, record_of(request.scope))
     if body.stream is not False:
@@ -147,7 +142,6 @@ def _job(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel) ->
     prompt, offer = _prompt(body, model)
     names = {ours: f"options.{name}" for name, ours in _NAMES.items()} | {
         "max_tokens": "options.num_predict",
-        "structured": "format",
     }
     job = make_job((prompt,), body, values, limit, model.llm, 1, names=names, answers=model.answers, offer=offer)
     return job if options.num_ctx is None else replace(job, max_length=_length(options.num_ctx, model))
@@ -202,7 +196,7 @@ def _prompt(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel)
         turns = [_turn(message, f"messages[{number}]") for number, message in enumerate(body.messages or ())]
         offer = offered_tools(model.answers, body.tools or None, None, None)
     kwargs = {"add_generation_prompt": True, "continue_final_message": False}
-    if turns[-1]["role"] == "assistant":  # an answer that the client has begun is continued
+    if turns[-1]["role"] == "assistant" and "tool_calls" not in turns[-1]:  # begun by the client: it is continued
         kwargs = {"add_generation_prompt": False, "continue_final_message": True}
     kwargs |= _thinking(body.think, template or "", model.tags)
     return Conversation(read_messages(turns), None if offer is None else offer.shown, kwargs), offer
@@ -214,7 +208,7 @@ def _turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     content = message.get("content")
     turn: dict[str, Any] = {"role": message.get("role"), "content": "" if content is None else content}
     if message.get("thinking"):
-        turn["reasoning_content"] = message["thinking"]
+        turn["thinking"] = message["thinking"]
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):

@@ -310,8 +310,10 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _part(part: Any, where: str) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+    if kind not in ("text", "input_text", "output_text"):
         raise refused(where, f"{where}: only parts of type text are supported, not {reprlib.repr(kind or part)}")
+    if not isinstance(part.get("text"), str):
+        raise refused(f"{where}.text", f"{where}.text must be a string, not {reprlib.repr(part.get('text'))}")
     return {"type": "text", "text": part["text"]}
 
 

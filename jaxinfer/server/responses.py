@@ -20,6 +20,7 @@ from jaxinfer.server.params import Conversation, Job, make_job, offered_tools, r
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import ResponsesRequest
+from jaxinfer.text.messages import check_call
 from jaxinfer.tool_calls import ToolCall, ToolCallDelta
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
@@ -137,9 +138,10 @@ def _turns(items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
         return turn
 
     for number, item in enumerate(items):
-        kind, where = item.get("type", "message"), f"input[{number}]"
+        kind, where = item.get("type") or "message", f"input[{number}]"
         if kind == "reasoning":
-            thoughts += _texts(item.get("content") or item.get("summary") or [], f"{where}.content")
+            name = "content" if item.get("content") else "summary"
+            thoughts += _texts(item.get(name) or [], f"{where}.{name}")
             continue
         is_assistants = kind == "function_call" or (kind == "message" and item.get("role") == "assistant")
         if thoughts and not is_assistants:
@@ -148,6 +150,7 @@ def _turns(items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
         if kind == "message":
             last = add({"role": item.get("role"), "content": item.get("content")}, where)
         elif kind == "function_call":
+            check_call(item, where)
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             if last.get("role") != "assistant":
                 last = add({"role": "assistant"}, where)
@@ -155,6 +158,8 @@ def _turns(items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
             calls.append({"id": item.get("call_id"), "type": "function", "function": function})
         elif kind == "function_call_output":
             output = item.get("output")
+            if output is None:
+                raise refused(f"{where}.output", f"{where}.output is missing; it may be an empty text")
             text = output if isinstance(output, (str, list)) else json.dumps(output)
             last = add({"role": "tool", "tool_call_id": item.get("call_id"), "content": text}, where)
         else:
@@ -170,13 +175,10 @@ def _turns(items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
 def _texts(parts: Any, where: str) -> list[str]:
     if not isinstance(parts, list):
         raise refused(where, f"{where} must be a list of parts")
-    texts: list[str] = []
-    for part in parts:
-        if isinstance(part, dict) and "text" in part:
-            if not isinstance(part["text"], str):
-                raise refused(where, f"{where} has a text that is no string")
-            texts.append(part["text"])
-    return texts
+    for number, part in enumerate(parts):
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise refused(f"{where}[{number}]", f"{where}[{number}] must be a part with a text, not {part!r:.60}")
+    return [part["text"] for part in parts]
 
 
 # To the form of the responses API.

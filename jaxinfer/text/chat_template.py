@@ -121,6 +121,8 @@ class ChatTemplate:
                 "add_generation_prompt=False to continue the last message"
             )
         chat = check_messages(messages)
+        if continue_final_message and chat[-1].get("tool_calls"):
+            raise ValueError("continue_final_message: a message with tool_calls cannot be continued")
         chat = fitted(chat, self.form if needs_form(chat) else None)
         plain_tools = check_tools(tools) or None
         keywords = check_template_kwargs(template_kwargs or {}, self._special_tokens)

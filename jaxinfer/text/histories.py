@@ -198,7 +198,7 @@ def _json_of(call: Message) -> str:
 def _arguments(function: Message, form: HistoryForm) -> Any:
     """Arguments as an object or as JSON text; text that is no object, such as that of a call that was cut, stays."""
     given = function.get("arguments")
-    if given is None or (isinstance(given, str) and not given.strip()):
+    if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
         given = {}
     if form.has_text_arguments:
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)

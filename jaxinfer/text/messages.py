@@ -74,12 +74,20 @@ def _check_message(message: Any, path: str) -> Message:
     role = plain.get("role")
     if not isinstance(role, str) or ROLE_PATTERN.fullmatch(role) is None:
         raise MessageError(f"{path}.role must be 1 to 64 letters, digits, '_' or '-', not {role!r:.80}")
+    if "function_call" in plain:
+        raise MessageError(f"{path}.function_call is not supported: give the call in a list, as tool_calls")
     calls = plain.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise MessageError(f"{path}.tool_calls must be a list of dicts")
+    if calls is not None:
+        _check_calls(calls, f"{path}.tool_calls")
+    given = next((name for name in _REASONING_FIELDS if name in plain), None)
+    reasoning = None if given is None else plain[given]
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise MessageError(f"{path}.{given} must be a string, not {type(reasoning).__name__}")
     content = plain.get("content")
     if content is None:
-        if not calls:
+        if reasoning and not calls:  # an answer that was cut within its reasoning
+            plain["content"] = ""
+        elif not calls:
             raise MessageError(f"{path}.content is missing; only a message with tool_calls may leave it out")
     elif isinstance(content, list):
         for index, part in enumerate(content):
@@ -88,8 +96,35 @@ def _check_message(message: Any, path: str) -> Message:
                 raise MessageError(f"{path}.content[{index}] must be {{'type': 'text', 'text': ...}}, not {part!r:.80}")
     elif not isinstance(content, str):
         raise MessageError(f"{path}.content must be a string or a list of text parts, not {type(content).__name__}")
-    reasoning = next((plain[name] for name in _REASONING_FIELDS if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _check_calls(calls: Any, path: str) -> None:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise MessageError(f"{path} must be a list of dicts")
+    for index, call in enumerate(calls):
+        place = f"{path}[{index}]"
+        if call.get("type") not in (None, "", "function"):
+            raise MessageError(f"{place}.type must be function, not {call['type']!r:.60}")
+        if "function" in call:
+            check_call(call["function"], f"{place}.function")
+        else:
+            check_call(call, place)
+
+
+def check_call(function: Any, path: str) -> None:
+    """Refuse a call without a name, or with arguments that are neither JSON text nor an object.
+
+    Raises:
+        MessageError: Naming the field.
+    """
+    if not isinstance(function, dict):
+        raise MessageError(f"{path} must be a dict with a name and arguments, not {type(function).__name__}")
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str):
+        raise MessageError(f"{path}.name must be a string, not {type(name).__name__}")
+    if arguments is not None and not isinstance(arguments, (str, dict)):
+        raise MessageError(f"{path}.arguments must be JSON text or an object, not {type(arguments).__name__}")
 
 
 def with_system(messages: Sequence[Mapping[str, Any]], system: str | None) -> Sequence[Mapping[str, Any]]:

@@ -60,14 +60,15 @@ def test_tools_are_checked_before_the_model_is_loaded():
     ("read", "body", "parameter", "message"),
     [
         (read_chat, {"stream": True}, "stream", "a batch does not stream"),
-        (read_chat, {"response_format": {"type": "yaml"}}, "response_format", "no field 'type'"),
+        (read_chat, {"response_format": {"type": "yaml"}}, "response_format", "or json_schema, not 'yaml'"),
+        (read_chat, {"metadata": 1}, "metadata", "an object"),
         (read_chat, {"response_format": {"type": "json_schema"}}, "response_format", "a schema"),
         (read_chat, {"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "say the same"),
         (read_chat, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         (read_chat, {"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "must be 'none'"),
         (read_chat, {"tools": [*TOOLS, *TOOLS]}, "tools", "two tools"),
         (read_chat, {"tools": TOOLS, "parallel_tool_calls": 2}, "parallel_tool_calls", "true or false"),
-        (read_chat, {"functions": []}, "functions", "not supported"),
+        (read_chat, {"functions": [{}]}, "functions", "not supported"),
         (read_chat, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differ"),
         (read_chat, {"logprobs": 3}, "logprobs", "true or false"),
         (read_chat, {"top_logprobs": 3}, "top_logprobs", '"logprobs": true'),
@@ -96,3 +97,11 @@ def test_what_is_not_served_is_refused_by_name(read, body, parameter, message):
     with pytest.raises(RowError, match=message) as caught:
         read({**needed, **body})
     assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("field", ["functions", "stream_options", "audio", "service_tier", "metadata", "best_of"])
+@pytest.mark.parametrize("value", [None, {}])
+def test_what_a_row_leaves_empty_is_not_given(field, value):
+    if (field, value) != ("best_of", {}):
+        assert read_chat({"messages": MESSAGES, field: value}) == read_chat({"messages": MESSAGES})
+    assert read_chat({"messages": MESSAGES, "metadata": {"a": "b"}, "best_of": 1}) == read_chat({"messages": MESSAGES})

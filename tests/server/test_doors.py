@@ -193,6 +193,11 @@ HISTORIES = {
         [ASK, turn("Look.", reasoning_content="why", tool_calls=[call()]), RESULT, ASK],
         'user:Q;assistant:(why)Look.<look {"a": 1}>;tool:R;user:Q;',
     ),
+    "only reasoning": ([ASK, turn(None, reasoning_content="why"), ASK], "user:Q;assistant:(why);user:Q;"),
+    "null as arguments": (
+        [ASK, turn("A", tool_calls=[call("null")]), RESULT],
+        "user:Q;assistant:A<look {}>;tool:R;",
+    ),
     "no arguments": ([ASK, turn(None, tool_calls=[call("")]), RESULT], "user:Q;assistant:<look {}>;tool:R;"),
     "no calls": ([ASK, turn("ANSWER", tool_calls=[]), ASK], "user:Q;assistant:ANSWER;user:Q;"),
     "a developer": ([{"role": "developer", "content": "Be."}, ASK], "system:Be.;user:Q;"),
@@ -278,3 +283,89 @@ def test_a_wrong_message_is_refused_by_its_place(make_doors, message, field):
     assert error.value.parameter == f"messages[1].{field}"
     sentence, name = doors._batch({"custom_id": "a", "url": CHAT, "body": {"messages": [ASK, message]}})
     assert name == f"messages[1].{field}"
+
+
+def named(arguments: object = "{}", **fields):
+    return {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": arguments, **fields}}
+
+
+WRONG_TURNS = [
+    (turn("A", tool_calls=[named(name=None)]), "tool_calls[0].function.name"),
+    (turn("A", tool_calls=[named(), named([1])]), "tool_calls[1].function.arguments"),
+    (turn("A", tool_calls=[{"id": "a", "function": "look"}]), "tool_calls[0].function"),
+    (turn("A", tool_calls=[{"id": "a", "function": None}]), "tool_calls[0].function"),
+    (turn("A", tool_calls=[{"name": 5, "arguments": {}}]), "tool_calls[0].name"),
+    (turn("A", tool_calls=[{"type": "custom", "custom": {"name": "look", "input": "x"}}]), "tool_calls[0].type"),
+    (turn("A", function_call={"name": "look", "arguments": "{}"}), "function_call"),
+    (turn("A", reasoning_content=5), "reasoning_content"),
+    (turn("A", thinking=["why"]), "thinking"),
+    (turn([{"type": "text", "text": None}]), "content[0]"),
+]
+
+
+@pytest.mark.parametrize(("message", "field"), WRONG_TURNS)
+def test_no_door_prints_a_turn_that_is_none(make_doors, message, field):
+    doors, name = make_doors(), f"messages[1].{field}"
+    sentence, found = doors._post(CHAT, {"messages": [ASK, message, ASK]})
+    assert found.startswith(name)
+    assert found in sentence
+    assert doors._taken(lambda: doors.llm.chat([ASK, message, ASK]))[1] == name
+    assert doors._batch({"messages": [ASK, message, ASK]})[1] == name
+
+
+def test_other_doors_name_a_wrong_call_by_its_place(make_doors):
+    doors = make_doors()
+    for call, field in (({"function": None}, ".function"), ({"function": {"name": 5}}, ".function.name")):
+        turns = [ASK, turn("", tool_calls=[call]), ASK]
+        sentence, _ = doors._post(OLLAMA, {"model": "tiny", "messages": turns, "stream": False})
+        assert sentence.startswith(f"messages[1].tool_calls[0]{field} must be")
+    for fields, field in (({"name": None}, "name"), ({"input": [1]}, "input")):
+        block = {"type": "tool_use", "id": "a", "name": "look", "input": {}, **fields}
+        body = {"messages": [ASK, turn([block]), ASK], "max_tokens": 3}
+        assert doors._post(MESSAGES, body)[0].startswith(f"messages[1].content[0].{field} must be")
+    made = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "a", "output": "R"}
+    for items, field in (
+        ([made | {"name": None}, result], "input[0].name"),
+        ([made | {"arguments": 5}, result], "input[0].arguments"),
+        ([made, {**result, "output": None}], "input[1].output"),
+        ([{"type": "reasoning", "summary": "why"}], "input[0].summary"),
+        ([{"type": "reasoning", "summary": [], "content": ["why"]}], "input[0].content[0]"),
+        ([{"type": "reasoning", "content": [{"type": "reasoning_text"}]}], "input[0].content[0]"),
+    ):
+        sentence, name = doors._post(RESPONSES, {"input": items})
+        assert name == field
+        assert field in sentence
+
+
+def test_an_item_without_a_type_is_a_message(make_doors):
+    doors = make_doors()
+    for given in (None, ""):
+        assert doors._post(RESPONSES, {"input": [{**ASK, "type": given}]}) is None
+        assert doors.llm.tokenizer.decode(doors.prompts.pop(), False) == "user:Q;"
+
+
+def test_calls_at_the_end_are_never_lost(make_doors):
+    doors, turns = make_doors(), [ASK, turn("A", tool_calls=[named()])]
+    found = doors.ask(turns)
+    assert found == dict.fromkeys(found, "user:Q;assistant:A<look {}>;")
+    sentence, _ = doors._post(CHAT, {"messages": turns, "continue_final_message": True})
+    assert "a message with tool_calls cannot be continued" in sentence
+    begun = doors.ask([ASK, turn("A")])
+    assert {begun[path] for path in (OLLAMA, MESSAGES)} == {"user:Q;assistant:A"}
+
+
+def test_a_form_is_refused_by_the_name_under_which_it_was_given(make_doors):
+    doors, schema = make_doors(), {"$ref": "#/none"}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for path, body, name in (
+        (CHAT, {"messages": [ASK], "response_format": form}, "response_format"),
+        (CHAT, {"messages": [ASK], "guided_regex": "("}, "guided_regex"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+        (RESPONSES, {"input": "Q", "text": {"format": {"type": "json_schema", "schema": schema}}}, "text.format"),
+        (RESPONSES, {"input": "Q", "text": {"format": {"type": "yaml"}}}, "text.format"),
+        (OLLAMA, {"model": "tiny", "messages": [ASK], "stream": False, "format": schema}, None),
+    ):
+        sentence, found = doors._post(path, body)
+        assert found == name
+        assert sentence.startswith(f"{name or 'format'}: ")

@@ -29,6 +29,22 @@ FAULTS = (
         "a prompt has a random character where the template prints the last content first",
     ),
     Fault(
+        "histories/calls-are-not-checked",
+        "jaxinfer/text/messages.py",
+        '        _check_calls(calls, f"{path}.tool_calls")',
+        "        pass",
+        (f"{DOORS}::test_no_door_prints_a_turn_that_is_none",),
+        "a call without a name is printed as None, and a call that is no object is status 500",
+    ),
+    Fault(
+        "doors/calls-at-the-end-are-continued",
+        "jaxinfer/server/messages.py",
+        ' and "tool_calls" not in found[-1]',
+        "",
+        (f"{DOORS}::test_calls_at_the_end_are_never_lost",),
+        "a history that ends with calls loses them",
+    ),
+    Fault(
         "doors/reasoning-moves-to-the-next-answer",
         "jaxinfer/server/responses.py",
         "        if thoughts and not is_assistants:",
