@@ -251,11 +251,10 @@ def _check_any_token_possible(arrays: dict[str, np.ndarray], i: int, row: Sampli
         ids = arrays["min_tokens_ids"][i]
         is_possible[ids[ids < vocab_size]] = False
     if not is_possible.any():
-        raise SamplingParamsError(
-            "allowed_token_ids",
-            "no token can be generated: bad_words or, before "
-            f"min_tokens={row.params.min_tokens}, the stop ids forbid all allowed_token_ids",
-        )
+        causes = ["bad_words"] if row.bad_words else []
+        causes += [f"before min_tokens={row.params.min_tokens} the stop ids"] if row.params.min_tokens > 0 else []
+        told = f"{' and '.join(causes) or 'other parameters'} forbid all allowed_token_ids"
+        raise SamplingParamsError("allowed_token_ids", f"no token can be generated: {told}")
 
 
 def _ids(name: str, ids: Any, vocab_size: int) -> np.ndarray:

@@ -113,9 +113,11 @@ class Job:
                 raise APIError(400, message, param="options.num_ctx", code="context_length_exceeded")
             room = self.max_length - num_prompt
             return replace(self.params, max_tokens=min(self.params.max_tokens or room, room))
-        limit, room = self.params.max_tokens, max(max_model_len - num_prompt, 1)
+        limit, room = self.params.max_tokens, max_model_len - num_prompt
         if self.has_limit or limit is None or limit <= room:
             return self.params
+        if room < 1:  # too long: the error names no max_tokens, which the client did not give
+            return replace(self.params, max_tokens=None)
         return replace(self.params, max_tokens=max(room, self.params.min_tokens))
 
 

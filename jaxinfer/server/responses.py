@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.batch.requests import UNSET, structured_of
+from jaxinfer.batch.requests import structured_of
 from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.llm import LLM
 from jaxinfer.server.answering import answer_headers, begin, usage_of
@@ -16,7 +16,7 @@ from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation, WholeAnswer
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.models import ServedModel
-from jaxinfer.server.params import Conversation, Job, make_job, offered_tools, read_messages
+from jaxinfer.server.params import Conversation, Job, check_neutral, make_job, offered_tools, read_messages
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import ResponsesRequest
@@ -62,10 +62,13 @@ async def responses(request: Request, service: Service) -> Response:
 
 def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
     for name, neutral in NEUTRAL.items():
-        value = getattr(body, name)
-        if value not in UNSET and value not in neutral:
-            why = ": nothing is stored, send the whole conversation" if name in _STORED else ""
-            raise refused(name, f"{name}={value!r:.60} is not supported{why}")
+        why = ", nothing is stored: send the whole conversation" if name in _STORED else ""
+        check_neutral(body, {name: neutral}, why=why)
+    if "message.output_text.logprobs" in (body.include or ()):
+        raise refused("include", "include: message.output_text.logprobs is not supported: leave it out")
+    if (verbosity := (body.text or {}).get("verbosity")) not in (None, "", "medium"):
+        told = f"text.verbosity={verbosity!r:.60} is not supported: leave it out, or send 'medium'"
+        raise refused("text.verbosity", told)
     tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
     others = sorted({f"{tool.get('type')!s:.80}" for tool in body.tools or () if tool.get("type") != "function"})
     service.log_unknown([f"tools of type {kind}" for kind in others], "/v1/responses")  # agents send them unasked

@@ -369,3 +369,34 @@ def test_a_form_is_refused_by_the_name_under_which_it_was_given(make_doors):
         sentence, found = doors._post(path, body)
         assert found == name
         assert sentence.startswith(f"{name or 'format'}: ")
+
+
+def test_no_error_names_what_was_not_given(make_doors):
+    doors, path = make_doors(), "/v1/completions"
+    sentence, _ = doors._post(path, {"prompt": [5] * 256})
+    assert "256 tokens are too many and leave no room for an answer" in sentence
+    sentence, name = doors._post(path, {"prompt": "a", "allowed_token_ids": [66], "bad_words": ["a"]})
+    assert (sentence, name) == (
+        "no token can be generated: bad_words forbid all allowed_token_ids",
+        "allowed_token_ids",
+    )
+    sentence, _ = doors._post(path, {"prompt": "a", "allowed_token_ids": [0], "min_tokens": 3})
+    assert "bad_words" not in sentence
+    assert "before min_tokens=3" in sentence
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("background", True, "or send False"),
+        ("truncation", "auto", "or send 'disabled'"),
+        ("conversation", "c", "send the whole conversation"),
+        ("include", ["message.output_text.logprobs"], "leave it out"),
+        ("text", {"verbosity": "low"}, "or send 'medium'"),
+    ],
+)
+def test_responses_say_the_value_to_use(make_doors, field, value, told):
+    sentence, name = make_doors()._post(RESPONSES, {"input": "Q", field: value})
+    assert told in sentence
+    assert name is not None
+    assert name.startswith(field)
