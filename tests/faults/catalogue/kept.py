@@ -155,7 +155,7 @@ FAULTS = (
         "a command that has failed leaves a process behind that takes a core",
     ),
     Fault(
-        "cache/a-second-process-although-the-kernel-is-kept",
+        "kernels/a-second-process-although-the-kernel-is-kept",
         COMPILATION_CACHE,
         " or kernels.is_kept(numba_cpu.NAME):",
         ":",
@@ -163,7 +163,7 @@ FAULTS = (
         "each start compiles attention beside itself, for nothing",
     ),
     Fault(
-        "cache/a-second-process-for-each-model",
+        "kernels/a-second-process-for-each-model",
         KERNELS,
         "name in _loaded or is_coming or",
         "name in _loaded or",
@@ -171,7 +171,7 @@ FAULTS = (
         "a server of four models starts four compilers of one kernel",
     ),
     Fault(
-        "cache/a-second-process-runs-files-of-the-working-folder",
+        "kernels/a-second-process-runs-files-of-the-working-folder",
         COMPILATION_CACHE,
         '[sys.executable, "-P", "-c", program]',
         '[sys.executable, "-c", program]',
