@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
-from jaxinfer.checks import whole_numbers
+from jaxinfer.checks import NO_TOKEN, whole_numbers
 from jaxinfer.files import naming, open_regular, write_text_atomically
 
 MAX_JSON_BYTES = 100_000_000
@@ -130,7 +130,7 @@ def _token_ids(directory: str | Path, field: str, vocab_size: int | None) -> lis
     for name in (GENERATION_CONFIG, CONFIG):
         path = Path(directory) / name
         value = whole_numbers(special_token(read_json(path), field)) if path.exists() else None
-        values = value if isinstance(value, list) else [] if value is None else [value]
+        values = [id for id in (value if isinstance(value, list) else [value]) if id not in NO_TOKEN]
         for id in values:
             if isinstance(id, bool) or not isinstance(id, int) or id < 0:
                 raise CheckpointError(path, f"{field} must be a token id or a list of them, got {value!r}")

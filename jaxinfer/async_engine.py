@@ -254,7 +254,7 @@ class AsyncEngine:
     def _add(self, reader: "_Reader") -> None:
         try:
             reader.answers = self.llm.submit(reader.request)
-        except (ValueError, RuntimeError) as error:  # this request's own: the others go on
+        except Exception as error:  # this request's own, of whatever type: the others go on
             reader.fail(error)
             return
         self._readers |= dict.fromkeys(reader.answers, reader)

@@ -5,6 +5,8 @@ import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+NO_TOKEN = (None, -1)  # what files have for the id of a token that a model does not have
+
 
 def nearest(name: Any, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The known name most like `name`, or None if none has a similarity of at least `cutoff` (difflib's, 0 to 1)."""

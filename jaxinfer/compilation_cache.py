@@ -32,6 +32,7 @@ from jaxinfer.files import cache_folder
 from jaxinfer.kept_files import KeptFiles
 from pallas_kernels.numba_cpu import kernels
 from pallas_kernels.paged_attention import numba_cpu
+from pallas_kernels.platform import num_cores
 
 _LOG = logging.getLogger(__name__)
 _PART = ".part"  # ends the names of entries that are being written
@@ -76,15 +77,18 @@ def compile_attention_beside() -> None:
 
     It takes Numba five seconds, a third of what all kernels of a model take.
     """
-    can_start = compiles_beside and os.cpu_count() != 1 and not getattr(sys, "frozen", False)
+    # Without an interpreter of its own, this process is a program that has Python inside.
+    can_start = compiles_beside and num_cores() > 1 and sys.executable and not getattr(sys, "frozen", False)
     if not can_start or jax.default_backend() != "cpu" or kernels.store is None:
         return
     if importlib.util.find_spec("numba") is None or kernels.is_kept(numba_cpu.NAME):
         return
-    program = f"from {__name__} import compile_attention; compile_attention()"
+    # -P: files of the working folder, which may be a model's, are not taken for modules.
+    folder = str(Path(__file__).parents[1])
+    program = f"import sys; sys.path.append({folder!r}); from {__name__} import compile_attention; compile_attention()"
     nowhere = subprocess.DEVNULL
     with contextlib.suppress(OSError):  # then it is compiled when it is needed
-        process = subprocess.Popen([sys.executable, "-c", program], stdin=nowhere, stdout=nowhere, stderr=nowhere)
+        process = subprocess.Popen([sys.executable, "-P", "-c", program], stdin=nowhere, stdout=nowhere, stderr=nowhere)
         kernels.expect(numba_cpu.NAME, process)
 
 
@@ -252,10 +256,12 @@ def _give_memory_back() -> None:
     """From here on the memory that a compiler has freed goes back to the system. The C library of Linux keeps it: 70 MB
     for each large program that is read, and 230 for one that is compiled. Threads that allocate in few places leave
     less behind that cannot go back: 300 MB less after eight programs, in two places as in one."""
+    if sys.platform == "win32":  # whose programs have no names of their own
+        return
     library = ctypes.CDLL(None)
     if (trim := getattr(library, "malloc_trim", None)) is None:
         return
-    if "MALLOC_ARENA_MAX" not in os.environ:
+    if "MALLOC_ARENA_MAX" not in os.environ and "arena_max" not in os.environ.get("GLIBC_TUNABLES", ""):
         library.mallopt(_M_ARENA_MAX, 2)
 
     def record_duration(event: str, duration_secs: float, **_: object) -> None:

@@ -137,6 +137,20 @@ def test_what_cannot_be_served_raises_and_the_others_go_on(model):
     assert all(len(tokens[0]) == 150 for tokens, _ in asyncio.run(run()))
 
 
+@pytest.mark.parametrize("error", [TypeError("odd"), KeyError("odd"), MemoryError("odd"), ValueError("odd")])
+def test_a_request_that_cannot_be_added_fails_alone_whatever_the_error(model, monkeypatch, error):
+    async def run():
+        async with AsyncEngine(model, **OPTIONS) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.llm, "submit", lambda *_: (_ for _ in ()).throw(error))
+                with pytest.raises(type(error), match="odd"):
+                    await asyncio.wait_for(collect(engine, [1], SamplingParams()), 20)
+            assert engine.is_alive
+            await collect(engine, [1], SamplingParams(max_tokens=1))
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_fails_tells_every_reader_and_those_who_come_later(model, monkeypatch, caplog):
     async def run():
         async with AsyncEngine(model, **OPTIONS) as engine:

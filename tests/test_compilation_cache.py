@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -143,10 +144,14 @@ def no_kernels(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "_loaded", {})
     monkeypatch.setattr(kernels, "_expected", {})
     monkeypatch.setattr(compilation_cache, "compiles_beside", True)
-    monkeypatch.setattr(compilation_cache.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(
-        compilation_cache.subprocess, "Popen", lambda command, **_: started.append(command) or "process"
-    )
+    monkeypatch.setattr(kernels.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(compilation_cache, "num_cores", lambda: 2)
+
+    def start(command, **_):
+        started.append(command)
+        return SimpleNamespace(poll=lambda: None)
+
+    monkeypatch.setattr(compilation_cache.subprocess, "Popen", start)
     kernels.keep_in(KeptFiles(tmp_path, 2**20))
     yield started
     kernels.keep_in(before)
@@ -154,21 +159,32 @@ def no_kernels(tmp_path, monkeypatch):
 
 def test_a_second_process_compiles_attention_where_it_is_not_kept(no_kernels):
     compilation_cache.compile_attention_beside()
-    name = compilation_cache.compile_attention.__name__
-    assert no_kernels == [[sys.executable, "-c", f"from {compilation_cache.__name__} import {name}; {name}()"]]
-    assert kernels._expected == {numba_cpu.NAME: "process"}
+    (command,) = no_kernels
+    *start, program = command
+    assert start == [sys.executable, "-P", "-c"]  # no file of the working folder is run
+    assert program.endswith(f"from {compilation_cache.__name__} import compile_attention; compile_attention()")
+    assert list(kernels._expected) == [numba_cpu.NAME]
+    compilation_cache.compile_attention_beside()  # another model, while it runs
+    assert len(no_kernels) == 1
+    kernels._expected[numba_cpu.NAME].poll = lambda: 1  # it has failed
+    compilation_cache.compile_attention_beside()
+    assert len(no_kernels) == 2
 
 
-@pytest.mark.parametrize("why", ["it is kept", "nothing is kept", "one core", "no Numba", "one executable"])
+@pytest.mark.parametrize(
+    "why", ["it is kept", "nothing is kept", "one core", "no Numba", "one executable", "no interpreter", "none"]
+)
 def test_no_second_process_is_started(no_kernels, monkeypatch, why):
     if why == "it is kept":
         monkeypatch.setattr(kernels, "_loaded", {numba_cpu.NAME: None})
     elif why == "nothing is kept":
         kernels.keep_in(None)
     elif why == "one core":
-        monkeypatch.setattr(compilation_cache.os, "cpu_count", lambda: 1)
+        monkeypatch.setattr(compilation_cache, "num_cores", lambda: 1)
     elif why == "no Numba":
         monkeypatch.setattr(compilation_cache.importlib.util, "find_spec", lambda name: None)
+    elif why in ("no interpreter", "none"):  # what Python has where it is part of another program
+        monkeypatch.setattr(sys, "executable", None if why == "none" else "")
     else:
         monkeypatch.setattr(sys, "frozen", True, raising=False)
     compilation_cache.compile_attention_beside()

@@ -6,6 +6,7 @@ Richardson 2018) with a score per token and byte fallback."""
 
 import json
 import logging
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ _DEFAULT_IDS = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
     "gpt2": {"bos_token_id": 11, "eos_token_id": 11},
 }
+_NO_IDS = (-1, 2**32 - 1)
 _WITHOUT_BOS = ("glm4", "chatglm-bpe")
 # Tokens that end an answer whether or not the metadata name their id: those of llama.cpp (llama-vocab.cpp), since many
 # files name only the end of the sequence, which a chat model does not write at the end of its turn.
@@ -91,20 +93,26 @@ def _spelled_ends(index: GGUFIndex) -> dict[str, int]:
 def token_id(index: GGUFIndex, name: str) -> int | None:
     """A token by its role, such as "bos_token_id"; None where the file has none. Raises CheckpointError.
 
-    Where the key is missing it is llama.cpp's assumption: of a byte-level tokenizer only if that token is a control
-    token, since it may be a comma.
+    Where the key is missing, or names no token (-1 means none), it is llama.cpp's assumption: of a byte-level
+    tokenizer only if that token is a control token, since it may be a comma.
     """
     key = f"{_GGML}{name}"
-    value = index.scalar(key)
-    if value is None and key not in index.keys:
-        id = _default_id(index, name)
-        return id if index.text(f"{_GGML}model") == "llama" or _is_control(index, id) else None
-    count = index.count(f"{_GGML}tokens")
-    is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if not is_id or (count is not None and int(value or 0) >= count):
-        of = "" if count is None else f" of {count} tokens"
-        raise CheckpointError(index.path, f"{key} is {index.describe(key)}, not the id of a token{of}")
-    return int(value)  # type: ignore[arg-type]  # an int, as just checked
+    value, count = index.scalar(key), index.count(f"{_GGML}tokens")
+    if key in index.keys:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise CheckpointError(index.path, f"{key} is {index.describe(key)}, not the id of a token")
+        if value >= 0 and (count is None or value < count):
+            return value
+    id = _default_id(index, name)
+    id = id if index.text(f"{_GGML}model") == "llama" or _is_control(index, id) else None
+    if value not in (None, *_NO_IDS):
+        _warn(f"{index.path}: {key} is {value}, not the id of one of {count} tokens: {id} is used")
+    return id
+
+
+@cache
+def _warn(text: str) -> None:
+    logger.warning(text)
 
 
 def _default_id(index: GGUFIndex, name: str) -> int | None:

@@ -34,6 +34,7 @@ _MSCALES = {"short_mscale", "long_mscale"}
 _UNUSED_BESIDE_ALPHA = {"alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 # Fields that no implementation computes with.
 _INERT_FIELDS = {"finetuned", "mrope_section", "mrope_interleaved", "original_max_position_embeddings"}
+_NEUTRAL = {"factor": (0, 1)}  # values without effect where a field belongs to another type; others have 0
 _MAX_PROBLEMS = 100  # more are not looked for
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
@@ -104,7 +105,8 @@ def _kind(settings: Mapping[str, Any], fields: Fields, form: RopeForm) -> str:
     for key, value in settings.items():
         if len(fields.problems) > _MAX_PROBLEMS:
             break
-        if value is not None and key not in _SHARED_FIELDS | known | _INERT_FIELDS:
+        has_effect = value is not None and (isinstance(value, bool) or value not in _NEUTRAL.get(key, (0,)))
+        if has_effect and key not in _SHARED_FIELDS | known | _INERT_FIELDS:
             fields.problem(key, f"is not a setting of rope type {kind!r}{did_you_mean(key, _FIELDS[kind])}")
     return kind
 
@@ -128,8 +130,8 @@ def _kind_settings(
         return {"original_length": original, **_llama3(fields)}
     found = {
         "original_length": original,
-        "factor": fields.number("factor", None) or max_position_embeddings / original,
-        "attention_factor": fields.number("attention_factor", None),
+        "factor": fields.optional("factor") or max_position_embeddings / original,
+        "attention_factor": fields.optional("attention_factor"),
     }
     if kind == "yarn":
         return {**found, **_yarn(fields)}

@@ -61,6 +61,7 @@ def check_schema(schema: Mapping[str, Any] | str) -> Mapping[str, Any]:
         _check_keywords(link, node)
         if node.get("format") not in (*FORMATS, *OTHER_FORMATS):
             node.pop("format", None)  # an annotation
+        node |= {key: int(node[key]) for key in _COUNTS if key in node}  # 2.0 is 2, which llguidance refuses
         patterns_length += sum(len(pattern) for pattern in _patterns(node))
     if patterns_length > MAX_PATTERNS_LENGTH:
         raise ValueError(

@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxinfer.checks import whole_numbers
+from jaxinfer.checks import NO_TOKEN, whole_numbers
 from jaxinfer.sampling.params import MIN_TEMPERATURE, SamplingParams, SamplingParamsError
 
 _APPLIED = {
@@ -128,9 +128,8 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _eos_token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    ids = whole_numbers(list(value) if isinstance(value, list | tuple) else [value])
+    listed = whole_numbers(list(value) if isinstance(value, list | tuple) else [value])
+    ids = [token for token in listed if token not in NO_TOKEN]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise SamplingParamsError(

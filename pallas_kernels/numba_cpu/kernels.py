@@ -5,6 +5,7 @@ each is therefore kept where `keep_in` says, and linked by LLVM alone. Without s
 fit, Numba is asked. No kernel is linked whose symbols are not all there: LLVM would end the process.
 """
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -13,6 +14,7 @@ import platform
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
@@ -56,7 +58,9 @@ _loaded: dict[str, _Loaded] = {}
 _functions: dict[str, tuple[Callable[..., int], Any]] = {}
 _expected: dict[str, subprocess.Popen[bytes]] = {}
 _lock = threading.RLock()
-_POLL_SECONDS = 0.05
+# Its own: modules that a kernel is made of take it while they are imported, by any thread.
+_shared_lock = threading.Lock()
+_POLL_SECONDS, _PATIENCE_SECONDS = 0.05, 60  # compiling takes five seconds; one that hangs is not waited for
 
 
 def keep_in(given: Store | None) -> None:
@@ -96,15 +100,23 @@ def function(name: str, num_arguments: int, compile_kernel: Callable[[], Compile
 
 
 def is_kept(name: str) -> bool:
-    """Tells whether a handler of this name is loaded, or would be without Numba."""
+    """Tells whether a handler of this name is loaded, or would be without Numba, or another process compiles it."""
     with _lock:
-        return name in _loaded or (store is not None and store.read(_key(name, None)) is not None)
+        is_coming = name in _expected and _expected[name].poll() is None
+        return name in _loaded or is_coming or (store is not None and store.read(_key(name, None)) is not None)
 
 
 def expect(name: str, process: subprocess.Popen[bytes]) -> None:
-    """Another process compiles a handler and writes it to the store; whoever needs it waits as long as that runs."""
+    """Another process compiles a handler and writes it to the store; whoever needs it waits as long as that runs, for a
+    minute at most. It does not outlive this process."""
     with _lock:
         _expected[name] = process
+        atexit.register(_end, process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def loaded() -> dict[str, int | None]:
@@ -127,7 +139,7 @@ def load_kept(kernels: dict[str, int | None]) -> bool:
 
 def address_of_shared(name: str) -> int:
     """The address of zeroed memory that all kernels of the process share, under the name that they have for it."""
-    with _lock:  # a second block under the name would leave kernels with the first
+    with _shared_lock:  # a second block under the name would leave kernels with the first
         return ctypes.addressof(_shared(name))
 
 
@@ -175,9 +187,9 @@ def _kept(name: str, index: int | None) -> tuple[int, Any] | None:
 
 def _expected_one(name: str) -> tuple[int, Any] | None:
     """A handler of another process, once it is there; None if that ends without it."""
-    process = _expected.pop(name, None)
+    process, patience = _expected.pop(name, None), time.monotonic() + _PATIENCE_SECONDS
     while process is not None:
-        is_over = process.poll() is not None
+        is_over = process.poll() is not None or time.monotonic() > patience
         if (found := _kept(name, None)) is not None or is_over:
             return found
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -69,6 +69,18 @@ def test_a_program_is_traced_once(tmp_path):
     assert len(entries(tmp_path)) == 1
 
 
+def test_results_are_on_no_device_by_name():
+    """As those of a traced program: what takes them, such as sampling, would be compiled twice."""
+    arguments = Static(2), State(jnp.zeros(4)), jnp.arange(4.0)
+    traced = jax.jit(accumulate, static_argnums=0)(*arguments)
+    made, read = (new_program()(Static(2), State(jnp.zeros(4)), jnp.arange(4.0)) for _ in range(2))
+    assert len(TRACES) == 2  # without the program and where it was made
+    for result in (traced, made, read):
+        assert [leaf.committed for leaf in jax.tree.leaves(result)] == [False, False]
+    placed = new_program()(Static(2), *jax.device_put((State(jnp.zeros(4)), jnp.arange(4.0)), jax.devices()[0]))
+    assert all(leaf.committed for leaf in jax.tree.leaves(placed))
+
+
 def test_it_stays_off_in_the_suite_and_without_a_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(kept_programs, "is_on", False)
     assert run()

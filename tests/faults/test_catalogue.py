@@ -11,7 +11,8 @@ from tests.faults.fault import ROOT, DoesNotApplyError, Fault
 from tests.faults.runner import BROKEN, MISSED, NOTICED, Run, environments, is_part_of
 
 AREAS = {
-    *("batch", "cache", "calibration", "checkpoints", "cli", "determinism", "engine", "grammar", "kernels", "measure"),
+    *("batch", "cache", "calibration", "checkpoints", "cli", "determinism", "doors", "engine"),
+    *("grammar", "histories", "kernels", "measure"),
     *("models", "parallel", "planning", "policies", "quantization", "sampling", "schemas", "server", "speculative"),
     *("store", "text", "tool-calls", "training"),
 }

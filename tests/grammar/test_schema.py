@@ -80,6 +80,15 @@ def test_hostile_schemas_are_refused_within_a_second(name):
         check_schema(schema)
 
 
+def test_counts_that_are_written_as_floats_are_whole_numbers():
+    """llguidance refuses 2.0, which JSON Schema has for 2."""
+    given = {"type": "array", "minItems": 1.0, "maxItems": 2.0, "items": {"type": "string", "maxLength": 3.0}}
+    checked = check_schema({**given, "const": [2.0]})
+    counts = [checked["minItems"], checked["maxItems"], checked["items"]["maxLength"]]
+    assert [(count, type(count)) for count in counts] == [(1, int), (2, int), (3, int)]
+    assert type(checked["const"][0]) is float
+
+
 def test_a_checked_schema_is_a_copy_without_shared_objects():
     inner = {"type": "string"}
     schema = {"type": "object", "properties": {"a": inner, "b": inner}}

@@ -82,7 +82,7 @@ def test_one_eos_id():
 
 
 @pytest.mark.parametrize(
-    "config", [{"eos_token_id": "2"}, {"eos_token_id": [2, -1]}, {"eos_token_id": True}, {"eos_token_id": 2.5}]
+    "config", [{"eos_token_id": "2"}, {"eos_token_id": [2, -2]}, {"eos_token_id": True}, {"eos_token_id": 2.5}]
 )
 def test_malformed_ends_raise(config):
     with pytest.raises(SamplingParamsError, match=next(iter(config))):
@@ -123,3 +123,10 @@ def test_whole_numbers_may_be_floats():
     defaults = from_generation_config({"top_k": 20.0, "max_new_tokens": 64.0, "eos_token_id": [2.0, 3]})
     assert defaults.params == SamplingParams(top_k=20, max_tokens=64)
     assert [type(value) for value in (defaults.params.top_k, *defaults.eos_token_ids)] == [int] * 3
+
+
+@pytest.mark.parametrize("value", [None, -1, [], [None], [-1, None]])
+def test_values_that_mean_no_end(value):
+    assert from_generation_config({"eos_token_id": value}) == (SamplingParams(), (), ())
+    listed = value if isinstance(value, list) else [value]
+    assert from_generation_config({"eos_token_id": [*listed, 7]}).eos_token_ids == (7,)

@@ -281,6 +281,12 @@ def test_end_of_sequence_ids_are_those_of_both_files(tmp_path):
         eos_token_ids(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_minus_one_and_null_are_no_token(tmp_path, name):
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": [None, -1, 7.0], "bos_token_id": -1}))
+    assert (eos_token_ids(tmp_path), bos_token_id(tmp_path)) == ((7,), None)
+
+
 # Outer fields, those of `text_config`, and what counts: as Transformers' GenerationConfig.from_model_config.
 NESTED = [
     ({}, {"eos_token_id": [3, 5], "bos_token_id": 4}, ([3, 5], 4)),

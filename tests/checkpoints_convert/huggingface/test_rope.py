@@ -43,6 +43,27 @@ def test_su_is_longrope(data):
     assert (rope.kind, rope.factor, rope.short_factor, rope.long_factor) == ("longrope", 4.0, (1.0,) * 8, (2.0,) * 8)
 
 
+@pytest.mark.parametrize(
+    ("zeros", "same"),
+    [
+        ({"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}, {"rope_type": "yarn", "factor": 2.0}),
+        (
+            {"rope_type": "yarn", "factor": 0, "original_max_position_embeddings": 128},
+            {"rope_type": "yarn", "factor": 4},
+        ),
+        ({"rope_type": "linear", "factor": 2.0, "mscale": 0, "beta_fast": 0.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 0}, {"rope_type": "dynamic", "factor": 2.0}),
+        ({"rope_type": "default", "factor": 1.0, "attention_factor": 0}, {}),
+        ({"rope_type": "default", "factor": 0}, {}),
+    ],
+)
+def test_zero_is_as_a_field_that_is_missing(zeros, same):
+    original = zeros.get("original_max_position_embeddings")
+    same = {**same, "original_max_position_embeddings": original} if original else same
+    assert read({"rope_scaling": zeros}) == read({"rope_scaling": same})
+    assert read({"rope_scaling": zeros})[1] == []
+
+
 def test_mrope_is_the_default_rotation_for_text():
     rope, problems = read({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "rope_theta": 1e6})
     assert (rope, problems) == (RopeConfig(theta=1e6, rotary_dim=16), [])

@@ -23,6 +23,22 @@ FAULTS = (
         "a GGUF file without tokenizer.ggml.bos_token_id loses BOS",
     ),
     Fault(
+        "checkpoints/an-id-of-no-token-is-refused",
+        "checkpoints_convert/gguf/tokenizer.py",
+        "        if value >= 0 and (count is None or value < count):\n            return value",
+        "        return value",
+        ("tests/checkpoints_convert/gguf/test_tokenizer.py::test_an_id_of_no_token_is_as_a_missing_one",),
+        "a GGUF file whose padding token is -1, or the number of tokens, does not open",
+    ),
+    Fault(
+        "checkpoints/zero-of-another-rope-type-is-refused",
+        "checkpoints_convert/huggingface/rope.py",
+        "        if has_effect and key not in",
+        "        if value is not None and key not in",
+        (f"{_ROPE}::test_zero_is_as_a_field_that_is_missing",),
+        "a checkpoint whose file says mscale 0 beside linear scaling does not open",
+    ),
+    Fault(
         "checkpoints/seed-coder-splits-as-qwen2",
         "checkpoints_convert/gguf/pre_tokenizers.py",
         '"seed-coder": PreTokenizer(_by_regexes(_SEED))',
@@ -61,6 +77,14 @@ FAULTS = (
         "        pass\n    return {_APPLIED[name]: value}",
         ("tests/sampling/test_generation_config.py",),
         "a checkpoint with a temperature that is out of range does not open",
+    ),
+    Fault(
+        "engine/a-request-that-cannot-be-added-waits-for-ever",
+        "jaxinfer/async_engine.py",
+        "        except Exception as error:  # this request's own, of whatever type: the others go on",
+        "        except (ValueError, RuntimeError) as error:",
+        ("tests/test_async_engine.py::test_a_request_that_cannot_be_added_fails_alone_whatever_the_error",),
+        "one request ends the engine, and never gets an answer itself",
     ),
     Fault(
         "engine/a-death-without-its-cause",

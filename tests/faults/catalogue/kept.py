@@ -6,6 +6,7 @@ PROGRAMS = "jaxinfer/engine/kept_programs.py"
 PROGRAM_TESTS = "tests/engine/test_kept_programs.py::"
 KERNELS = "pallas_kernels/numba_cpu/kernels.py"
 KERNEL_TESTS = "tests/pallas_kernels/numba_cpu/test_kernels.py::"
+COMPILATION_CACHE, COMPILATION_TESTS = "jaxinfer/compilation_cache.py", "tests/test_compilation_cache.py::"
 PACKING_TESTS = "tests/pallas_kernels/packed_matmul/test_packing.py::"
 
 FAULTS = (
@@ -128,6 +129,62 @@ FAULTS = (
         'for symbol in facts["needs"] if False',
         (KERNEL_TESTS + "test_content_of_no_use_is_removed_and_compiled_again",),
         "LLVM ends the process",
+    ),
+    Fault(
+        "kernels/another-process-s-kernel-is-not-waited-for",
+        KERNELS,
+        "_kept(name, None) or _expected_one(name) or",
+        "_kept(name, None) or",
+        (KERNEL_TESTS + "test_a_kernel_that_another_process_compiles_is_waited_for",),
+        "a first start compiles the largest kernel twice",
+    ),
+    Fault(
+        "kernels/a-process-that-hangs-is-waited-for",
+        KERNELS,
+        " or time.monotonic() > patience",
+        " or process.num_waits > 99",
+        (KERNEL_TESTS + "test_a_process_that_hangs_is_not_waited_for",),
+        "an engine never starts, and says nothing",
+    ),
+    Fault(
+        "kernels/a-second-process-outlives-the-first",
+        KERNELS,
+        "    process.kill()\n",
+        "    return\n",
+        (KERNEL_TESTS + "test_a_process_that_is_expected_ends_with_this_one",),
+        "a command that has failed leaves a process behind that takes a core",
+    ),
+    Fault(
+        "kernels/a-second-process-although-the-kernel-is-kept",
+        COMPILATION_CACHE,
+        " or kernels.is_kept(numba_cpu.NAME):",
+        ":",
+        (COMPILATION_TESTS + "test_no_second_process_is_started",),
+        "each start compiles attention beside itself, for nothing",
+    ),
+    Fault(
+        "kernels/a-second-process-for-each-model",
+        KERNELS,
+        "name in _loaded or is_coming or",
+        "name in _loaded or",
+        (COMPILATION_TESTS + "test_a_second_process_compiles_attention_where_it_is_not_kept",),
+        "a server of four models starts four compilers of one kernel",
+    ),
+    Fault(
+        "kernels/a-second-process-runs-files-of-the-working-folder",
+        COMPILATION_CACHE,
+        '[sys.executable, "-P", "-c", program]',
+        '[sys.executable, "-c", program]',
+        (COMPILATION_TESTS + "test_a_second_process_compiles_attention_where_it_is_not_kept",),
+        "a numpy.py in a folder with a model that someone sent is run",
+    ),
+    Fault(
+        "engine/kept-programs-have-results-on-a-device-by-name",
+        PROGRAMS,
+        "_call.bind(*leaves, exported=found)",
+        "found.call(*leaves)",
+        (PROGRAM_TESTS + "test_results_are_on_no_device_by_name",),
+        "programs that take the results of a kept one are compiled a second time",
     ),
     Fault(
         "kernels/strided-weights-are-packed-as-contiguous-ones",

@@ -260,11 +260,36 @@ def test_a_kernel_that_another_process_compiles_is_waited_for(kept, comes, monke
     ((key, content),) = kept.items()
     for one in (compiled_here, kept, kernels._loaded):
         one.clear()
+    monkeypatch.setattr(kernels.atexit, "register", lambda *_: None)
     process = Beside(kept, key, content if comes else None)
     kernels.expect("test_beside", process)
     kernels.register("test_beside", compile_here)
     assert (process.num_waits, bool(compiled_here)) == ((2, False) if comes else (3, True))
     assert kernels.is_kept("test_beside")
+
+
+def test_a_process_that_hangs_is_not_waited_for(kept, monkeypatch):
+    monkeypatch.setattr(kernels, "_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(kernels.jax.ffi, "register_ffi_target", lambda *_, **__: None)
+    monkeypatch.setattr(kernels.atexit, "register", lambda *_: None)
+    process = Beside(kept, None, None)
+    process.poll = lambda: None
+    kernels.expect("test_hangs", process)
+    assert kernels.is_kept("test_hangs")  # it is coming
+    assert kernels.register("test_hangs", zeros.zeros_handler) == "test_hangs"
+    assert process.num_waits <= 1
+
+
+def test_a_process_that_is_expected_ends_with_this_one(monkeypatch):
+    registered = []
+    monkeypatch.setattr(kernels.atexit, "register", lambda *entry: registered.append(entry))
+    monkeypatch.setattr(kernels, "_expected", {})
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(20)"])
+    kernels.expect("test_ends", process)
+    ((end, *arguments),) = registered
+    for _ in range(2):  # as often as it was expected
+        end(*arguments)
+    assert process.returncode not in (None, 0)
 
 
 def with_facts(content, **changed):
