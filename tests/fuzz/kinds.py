@@ -452,7 +452,7 @@ class _Answers:
     def __init__(self, folder: Path):
         from jaxinfer import LLM
 
-        self.llm = LLM(folder, max_seqs=2)
+        self.llm = LLM(folder, max_seqs=2, tool_parser="hermes")  # whose template shows none
         self.name, self.seed, self.default_params = "tiny", 0, self.llm.default_params
         self.tokenizer, self.chat_prompt = self.llm.tokenizer, self.llm.chat_prompt
         self.fingerprint, self.answer_format = self.llm.fingerprint, self.llm.answer_format
