@@ -17,8 +17,8 @@ class WireError(ValueError):
 
 
 class Codec:
-    """Encodes None, booleans, numbers, strings, lists, tuples, dicts, NumPy arrays and scalars, and instances of the
-    dataclasses given to the constructor.
+    """Encodes None, booleans, numbers, strings, bytes, lists, tuples, dicts, NumPy arrays and scalars, and instances of
+    the dataclasses given to the constructor.
 
     A message is the length of the header (8 bytes, little-endian), the header as JSON, and the bytes of the arrays;
     arrays of at least `MIN_DEFLATED` bytes are compressed.
@@ -44,6 +44,8 @@ class Codec:
     def _packed(self, value: Any, parts: list[bytes]) -> Any:
         if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
             return value
+        if isinstance(value, bytes):
+            return {_TAG: "bytes", "hex": value.hex()}
         if isinstance(value, list):
             return [self._packed(item, parts) for item in value]
         if isinstance(value, tuple):
@@ -82,6 +84,8 @@ class Codec:
         if not isinstance(value, dict):
             return value
         kind = value[_TAG]
+        if kind == "bytes":
+            return bytes.fromhex(value["hex"])
         if kind == "tuple":
             return tuple(self._unpacked(item, data) for item in value["items"])
         if kind == "dict":

@@ -16,7 +16,7 @@ from jaxinfer.sampling import SamplingParams, SamplingRow, make_batch
 
 CODEC = Codec(CLASSES)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: (
         st.lists(inner)
         | st.tuples(inner, inner)
@@ -49,7 +49,9 @@ def test_scalars_infinities_and_dataclasses():
     assert isinstance(scalar, np.int32)
     assert scalar == 7
     assert CODEC.decode(CODEC.encode([math.inf, -math.inf])) == [math.inf, -math.inf]
-    answer = CompletionOutput(0, "a", [1, 2], seed=3, logprobs=[{1: Logprob(-0.5, 1), 5: Logprob(-math.inf, 2)}])
+    answer = CompletionOutput(
+        0, "a", [1, 2], seed=3, logprobs=[{1: Logprob(-0.5, 1, "�", b"\xf0"), 5: Logprob(-math.inf, 2)}]
+    )
     assert CODEC.decode(CODEC.encode([answer])) == [answer]
     batch = make_batch([SamplingRow(SamplingParams(seed=1, logit_bias={3: 2.0}), seed=1)], 5000)
     message = CODEC.encode(batch)
