@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from jaxinfer import __version__
+from jaxinfer.batch.requests import UNSET
 from jaxinfer.server import answer_types as answers
 from jaxinfer.server import embedding_types as embedding
 from jaxinfer.server import ollama_types as ollama
@@ -13,6 +14,7 @@ from jaxinfer.server import params, responses
 from jaxinfer.server.message_types import AnthropicError, Message, MessageEvent, TokenCount
 from jaxinfer.server.response_types import Response, ResponseEvent
 from jaxinfer.server.types import BODIES as OTHER_BODIES
+from jaxinfer.server.types import ChatRequest, CompletionRequest, ResponsesRequest
 
 BODIES = OTHER_BODIES | embedding.BODIES | ollama.BODIES
 _ANSWERS: dict[str, Any] = {
@@ -116,14 +118,25 @@ def openapi(routes: Sequence[tuple[str, str, str]], open_paths: Sequence[str], h
 
 
 def _describe_neutral(components: dict[str, Any]) -> None:
-    """Fields that are not supported take the values that change nothing."""
-    neutral = dict.fromkeys(("ChatRequest", "CompletionRequest"), params.NEUTRAL)
-    more = {"ResponsesRequest": responses.NEUTRAL, "OllamaOptions": ollama.NEUTRAL_OPTIONS}
-    more |= dict.fromkeys(("OllamaChatRequest", "OllamaGenerateRequest", "OllamaModelRequest"), ollama.NEUTRAL)
-    for name, fields in {**neutral, **more}.items():
-        properties = components[name]["properties"]
-        for field in fields.keys() & properties.keys():
-            properties[field] = {"enum": [None, *fields[field]]}
+    """Fields that are not supported take the values that change nothing, and those that stand for none."""
+    neutral: dict[type, Mapping[str, tuple[Any, ...]]] = dict.fromkeys((ChatRequest, CompletionRequest), params.NEUTRAL)
+    neutral |= {ResponsesRequest: responses.NEUTRAL, ollama.OllamaOptions: ollama.NEUTRAL_OPTIONS}
+    neutral |= dict.fromkeys(
+        (ollama.OllamaChatRequest, ollama.OllamaGenerateRequest, ollama.OllamaModelRequest), ollama.NEUTRAL
+    )
+    for body, values in neutral.items():
+        types = {one.encode_name: one.type for one in msgspec.structs.fields(body)}
+        for field in values.keys() & types.keys():
+            unset = [value for value in UNSET if _has_type(value, types[field])]
+            components[body.__name__]["properties"][field] = {"enum": [*unset, *values[field]]}
+
+
+def _has_type(value: Any, wanted: Any) -> bool:
+    try:
+        msgspec.convert(value, wanted)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def _responses(path: str, whole: Mapping[str, Any], events: Mapping[str, Any]) -> dict[str, Any]:

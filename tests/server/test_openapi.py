@@ -7,6 +7,8 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
+from jaxinfer.batch.requests import UNSET
+from jaxinfer.server import params, responses
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.metrics import STATUSES
@@ -198,3 +200,29 @@ def test_metrics_know_each_status_that_is_described():
     description = openapi([("POST", path, "") for path, _ in BODIES], (), True)
     answers = [status for one in description["paths"].values() for status in one["post"]["responses"]]
     assert {int(status) for status in answers} <= set(STATUSES)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fields"),
+    [
+        (CHAT, {"messages": TURNS, "max_tokens": 1}, params.NEUTRAL),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1}, params.NEUTRAL),
+        (RESPONSES, {"input": "a", "max_output_tokens": 1}, responses.NEUTRAL),
+    ],
+)
+def test_values_that_stand_for_none_are_described_where_they_are_taken(client, path, body, fields):
+    async def ask():
+        description = (await client.get("/openapi.json")).json
+        name = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        is_valid = Draft202012Validator({"$ref": name, "components": description["components"]}).is_valid
+        found = {}
+        for field in sorted(fields.keys() & description["components"]["schemas"][name.split("/")[-1]]["properties"]):
+            for value in UNSET:
+                status = (await client.post(path, {**body, field: value})).status
+                assert status == (200 if is_valid({**body, field: value}) else 400), (field, value)
+                found[field, str(value)] = status
+        return found
+
+    found = run(ask())
+    if path == RESPONSES:
+        assert (found["prompt", "{}"], found["background", "{}"]) == (200, 400)
