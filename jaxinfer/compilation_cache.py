@@ -255,7 +255,7 @@ def _replace_jax_functions() -> None:
 def _give_memory_back() -> None:
     """From here on the memory that a compiler has freed goes back to the system. The C library of Linux keeps it: 70 MB
     for each large program that is read, and 230 for one that is compiled. Threads that allocate in few places leave
-    less behind that cannot go back: 300 MB less after eight programs, in two places as in one."""
+    less behind that cannot go back: 200 MB less after eight programs."""
     if sys.platform == "win32":  # whose programs have no names of their own
         return
     library = ctypes.CDLL(None)

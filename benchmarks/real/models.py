@@ -186,17 +186,18 @@ def fetch_all(names: Sequence[str]) -> None:
         print(f"{name}: {model.license}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)} (default: all)")
-    names = parser.parse_args().names or list(MODELS)
-    if unknown := [name for name in names if name not in MODELS]:
-        parser.error(f"{unknown[0]!r} is none of {', '.join(MODELS)}")
+def run(about: str | None, known: Sequence[str], fetch_names: Callable[[Sequence[str]], None]) -> None:
+    """A command that fetches what its arguments name, of what is known, or all."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)} (default: all)")
+    names = parser.parse_args().names or known
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
     try:
-        fetch_all(names)
+        fetch_names(names)
     except (ModelFetchError, ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, list(MODELS), fetch_all)

@@ -8,7 +8,6 @@ below jaxinfer's folder for data, with tokenizer.json, tokenizer_config.json and
 it is ever committed. What is there already is kept. Without npm there are none, and that is said.
 """
 
-import argparse
 import base64
 import hashlib
 import json
@@ -19,13 +18,13 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real.models import ModelFetchError, Part, download
+from benchmarks.real.models import ModelFetchError, Part, download, run
 from jaxinfer.files import write_text_atomically
 from jaxinfer.store import home
+from jaxinfer.text.token_bytes import byte_alphabet
 
 FOLDER = "published-tokenizers"
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -146,7 +145,7 @@ QWEN_PATTERN = (
 
 
 def folder_of(name: str) -> Path:
-    """Where a tokenizer lies, or will."""
+    """The folder of a tokenizer, whether it is there or not."""
     return home() / FOLDER / name
 
 
@@ -234,7 +233,7 @@ def vocabulary(content: bytes) -> tuple[dict[str, int], list[list[str]]]:
     """Tokens and merges of tiktoken's ranks: every pair of tokens that joins to a token, in order of its rank, and then
     of theirs."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())}
-    chars = _byte_chars()
+    chars = {byte: char for char, byte in byte_alphabet().items()}
     spelled = {token: "".join(chars[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -242,14 +241,6 @@ def vocabulary(content: bytes) -> tuple[dict[str, int], list[list[str]]]:
         pairs = [(left, right) for left, right in cuts if left in ranks and right in ranks]
         merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     return {spelled[token]: rank for token, rank in ranks.items()}, [[spelled[a], spelled[b]] for a, b in merges]
-
-
-@cache
-def _byte_chars() -> tuple[str, ...]:
-    """The characters that stand for bytes in byte-level BPE (Radford et al. 2019), by byte."""
-    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return tuple(chr(byte if byte in kept else next(others)) for byte in range(256))
 
 
 def missing() -> str | None:
@@ -267,17 +258,5 @@ def fetch_all(names: Sequence[str]) -> None:
             fetch(TOKENIZERS[name], Path(packages))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TOKENIZERS)} (default: all)")
-    names = parser.parse_args().names or list(TOKENIZERS)
-    if unknown := [name for name in names if name not in TOKENIZERS]:
-        parser.error(f"{unknown[0]!r} is none of {', '.join(TOKENIZERS)}")
-    try:
-        fetch_all(names)
-    except (ModelFetchError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, list(TOKENIZERS), fetch_all)

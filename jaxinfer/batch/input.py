@@ -219,7 +219,7 @@ def scan(path: Path) -> Scan:
 
 
 def _other_kind(path: Path) -> str | None:
-    """What a file is by its start, where that is no JSON lines; None where it may be."""
+    """The kind of a file by its start, where that is no JSON lines; None where it may be."""
     with path.open("rb") as file:
         start = file.read(16)
         kind = next((kind for magic, kind in _KINDS if start.startswith(magic)), None)

@@ -31,7 +31,7 @@ STRUCTURED_NAMES = (
 _EVERY_BODY = ("model", "user", "metadata", "best_of", "return_token_ids")
 
 UNSET: tuple[Any, ...] = (None, "", [], {})
-"""What clients send for a field of text, or of a list, that they leave empty."""
+"""Values that clients send for a field of text, or of a list, that they leave empty."""
 
 # Fields of OpenAI's API that are not supported, with the values that have no effect, besides those in UNSET.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -273,7 +273,7 @@ class LogprobLists:
         self._offsets.append(self._place(token, decoded or ""))
 
     def _place(self, token: int, own: str) -> int:
-        """Where a token with this text of its own begins; moves on to its end."""
+        """The place where a token with this text of its own begins; moves on to its end."""
         before, tokenizer, is_whole = self._offset, self._tokenizer, "\ufffd" not in own
         if tokenizer is None or self._detokenizer is None or not tokenizer.has_id(token):
             text = own if is_whole and tokenizer is None else ""

@@ -110,7 +110,7 @@ def pooled_of(answer: SequenceState) -> np.ndarray | None:
 
 
 def timings(answers: Sequence[SequenceState]) -> RequestTimings:
-    """Of a request with these answers: the first token of any, the end of the last."""
+    """Timings of a request with these answers: the first token of any, the end of the last."""
     arrived = min(answer.arrived for answer in answers)
     admitted = min(answer.admitted or answer.finished for answer in answers)
     first = min(answer.first_token or answer.finished for answer in answers)

@@ -57,7 +57,7 @@ async def begin(
 
 
 def _structured_name(body: Any) -> str:
-    """What the client calls the form that answers must match."""
+    """The client's name of the form that answers must match."""
     if isinstance(body, (ResponsesRequest, OllamaRequest)):
         return "text.format" if isinstance(body, ResponsesRequest) else "format"
     return structured_name({name: getattr(body, name, None) for name in STRUCTURED_NAMES})

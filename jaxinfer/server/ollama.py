@@ -25,7 +25,6 @@ from jaxinfer.server.ollama_types import (
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaOptions,
-    OllamaRequest,
 )
 from jaxinfer.server.params import Conversation, Job, check_neutral, make_job, offered_tools, read_messages
 from jaxinfer.server.record import Record
@@ -52,7 +51,8 @@ async def chat(request: Request, service: Service) -> Response:
     service.check_accepts()
     body = await read_body(request, OllamaChatRequest, service)
     if not body.messages:
-        return await _load(request, service, body, {"message": {"role": "assistant", "content": ""}})
+        asked = msgspec.structs.replace(body, messages=[{"role": "user", "content": "a"}])
+        return await _load(request, service, asked, {"message": {"role": "assistant", "content": ""}})
     return await _answer(request, service, body, _ChatLines)
 
 
@@ -61,19 +61,22 @@ async def generate(request: Request, service: Service) -> Response:
     service.check_accepts()
     body = await read_body(request, OllamaGenerateRequest, service)
     if not body.prompt:
-        return await _load(request, service, body, {"response": ""})
+        return await _load(request, service, msgspec.structs.replace(body, prompt="a"), {"response": ""})
     return await _answer(request, service, body, _TextLines)
 
 
-async def _load(request: Request, service: Service, body: OllamaRequest, answer: Mapping[str, Any]) -> Response:
-    """Loads the model; with keep_alive 0, unloads it."""
+async def _load(
+    request: Request, service: Service, body: OllamaChatRequest | OllamaGenerateRequest, answer: Mapping[str, Any]
+) -> Response:
+    """Loads the model; with keep_alive 0, unloads it. The body has a question, which only checks its options."""
     body.model = await known_name(service, body.model)
     is_unloaded = body.keep_alive in (0, "0", "0s") and not service.is_one
     if is_unloaded:
         model = await while_connected(request.receive, service.models.unload(body.model))
     else:
         async with using(request, service, body) as model:
-            pass
+            with client_errors():
+                _job(body, model)
     reason = "unload" if is_unloaded else "load"
     return json_response({"model": model.name, "created_at": now(), **answer, "done": True, "done_reason": reason})
 

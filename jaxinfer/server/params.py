@@ -50,7 +50,7 @@ _RENDERER = ("messages", "tools", "add_generation_prompt", "continue_final_messa
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template renders. `name`: of the field that has the messages."""
+    """Messages for a chat template. `name`: of the field that has them."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None

@@ -150,7 +150,7 @@ class ChatTemplate:
 
     @cached_property
     def form(self) -> HistoryForm:
-        """What the template reads, found by trying it."""
+        """The form that the template reads, found by trying it."""
         return probe(self._try)
 
     def _try(self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
@@ -283,7 +283,7 @@ def _tagged(chat: Sequence[Message], tag: str) -> list[Message]:
 
 
 def _end_of_content(text: str, tagged: str, tag: str) -> int:
-    """Where the last message's content ends in `text`, by the same chat with a tag and a space after that content. If
+    """The end of the last message's content in `text`, by the same chat with a tag and a space after that content. If
     the template trimmed the space, it trims the content too. A template may print the content more than once: its last
     end counts."""
     at = tagged.rfind(tag)

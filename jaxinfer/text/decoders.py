@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from jaxinfer.text.token_bytes import byte_level
+
 
 class Stage(Protocol):
     """One streaming stage. `push` takes a piece and returns the finished ones; `flush` returns what is left."""
@@ -240,21 +242,7 @@ class _ByteLevel:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, piece: str) -> Sequence[str]:
-        try:
-            data = bytes([_BYTE_OF_CHAR[char] for char in piece])
-        except KeyError:  # a token outside of the alphabet (an added one, say) stands for itself
-            data = piece.encode()
-        return (self._utf8.decode(data),)
+        return (self._utf8.decode(byte_level(piece)),)
 
     def flush(self) -> Sequence[str]:
         return (self._utf8.decode(b"", final=True),)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte (openai/gpt-2 src/encoder.py, bytes_to_unicode)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_alphabet()

@@ -37,7 +37,7 @@ _TOOLS = [
 
 @dataclass(frozen=True)
 class HistoryForm:
-    """What a template reads.
+    """The form of chats that a template reads.
 
     Attributes:
       shows_tools, shows_calls: whether tools and calls are printed at all.
@@ -99,7 +99,7 @@ def _calling(is_text: bool, empty: Empty, content: str = "", names: Sequence[str
 
 
 def _is_good(text: str) -> bool:
-    """Whether the call is printed, with arguments that are neither encoded twice nor Python's."""
+    """Tells whether the call is printed, with arguments that are neither encoded twice nor Python's."""
     return all(one in text for one in (_CALLED, _KEY, _VALUE)) and f'\\"{_KEY}' not in text and f"'{_KEY}'" not in text
 
 
@@ -113,7 +113,7 @@ def _with_empty(message: Message, empty: Empty) -> Message:
 
 
 def needs_form(messages: Sequence[Message]) -> bool:
-    """Whether `fitted` asks for the template's form."""
+    """Tells whether `fitted` asks for the template's form."""
     return any(one.get("tool_calls") for one in messages) or _num_systems(messages) > 1
 
 

@@ -14,7 +14,7 @@ _TO_TOOL = re.compile(r"(?:^|\s)to=(?!assistant\b|user\b|all\b)")
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands before and after the reasoning, which is the first part of an answer. `label`: a word behind
+    """The texts before and after the reasoning, which is the first part of an answer. `label`: a word behind
     `opening` that is no part of it."""
 
     opening: str

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def byte_decoder(spec: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
-    """What gives the bytes of a token within a text, and whether a space at the start of a text is dropped.
+    """A function from a token to its bytes within a text, and whether a space at the start of a text is dropped.
 
     Args:
       spec: the `decoder` of a tokenizer.json.
@@ -20,7 +20,7 @@ def byte_decoder(spec: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes]
     for step in _steps(spec):
         kind = step["type"]
         if kind == "ByteLevel" and not replacements and not has_byte_tokens:
-            return _byte_level, False
+            return byte_level, False
         if kind == "Replace" and "String" in step["pattern"]:
             pattern = step["pattern"]["String"]
             if not pattern or (is_fused and len(pattern) > 1):
@@ -52,9 +52,9 @@ def _steps(spec: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     return [step for child in spec["decoders"] for step in _steps(child)]
 
 
-def _byte_level(token: str) -> bytes:
+def byte_level(token: str) -> bytes:
     """GPT-2's alphabet of printable characters for bytes. A token with any other character is its own text."""
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     try:
         return bytes([alphabet[char] for char in token])
     except KeyError:
@@ -62,7 +62,8 @@ def _byte_level(token: str) -> bytes:
 
 
 @cache
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte, by the characters (openai/gpt-2 src/encoder.py, bytes_to_unicode)."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -116,7 +116,7 @@ class Tokenizer:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the chat template for tools prints them."""
+        """Tells whether the chat template for tools prints them."""
         template = self._templates.get("tool_use") or self._templates.get("default")
         return template is not None and template.form.shows_tools
 

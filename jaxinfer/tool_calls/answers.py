@@ -81,7 +81,7 @@ class AnswerFormat:
 
     @cached_property
     def _needs_whole_tools(self) -> bool:
-        """Whether the chat template fails at a function that has a name alone, and not at one with all fields."""
+        """Tells whether the chat template fails at a function that has a name alone, and not at one with all fields."""
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             return False
         tool: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
@@ -97,7 +97,7 @@ class AnswerFormat:
         return next((name for name, one in FAMILIES.items() if one == self.reasoning), "none")
 
     def is_read(self, params: SamplingParams, offer: ToolOffer | None) -> bool:
-        """Whether answers may have more than content. Structured output without reasoning has that alone."""
+        """Tells whether answers may have more than content. Structured output without reasoning has that alone."""
         if offer is not None and offer.is_read:
             return True
         return self.reasoning is not None and (params.structured is None or params.structured.reasoning != "none")

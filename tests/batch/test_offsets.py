@@ -1,4 +1,4 @@
-"""Where the tokens of completions are in their text: placeholders of parts of characters do not count."""
+"""Places of tokens of completions in their text: placeholders of parts of characters do not count."""
 
 import random
 from importlib import resources
@@ -70,7 +70,7 @@ def test_special_tokens_count_where_the_text_has_them():
 
 @pytest.mark.parametrize(("prompt", "second"), [("hello", 0), ("<s>hello", 3)])
 def test_an_echo_begins_with_the_prompts_text(prompt, second):
-    """What the tokenizer adds is not in the text; what the client wrote is."""
+    """Special tokens that the tokenizer adds are not in the text; those that the client wrote are."""
     tokenizer = TOKENIZERS["byte fallback"]()
     bos, a = tokenizer.token_to_id("<s>"), tokenizer.encode("hello", False)
     ids = [bos, *a]

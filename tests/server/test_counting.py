@@ -1,4 +1,4 @@
-"""What a model is counted to need before it is loaded, next to what it holds: weights of GGUF files, packed."""
+"""Bytes that a model is counted to need before it is loaded, next to what it holds: weights of GGUF files, packed."""
 
 import asyncio
 from dataclasses import replace

@@ -107,7 +107,7 @@ class Doors:
         ]
 
     def ask(self, messages, **fields):
-        """What each door made of the messages: the text of the prompt, or the sentence of its refusal, with the name
+        """The messages through each door: the text of the prompt, or the sentence of its refusal, with the name
         of the field."""
         bodies = {
             CHAT: {"messages": messages, **fields},

@@ -367,7 +367,7 @@ EXTREMES = {
 
 @pytest.mark.parametrize("path", UNSET)
 def test_stand_ins_for_not_given(client, path):
-    """What clients of other engines send where they leave a field empty."""
+    """Clients of other engines send these where they leave a field empty."""
     limit = {CHAT: "max_tokens", "/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens"}.get(path)
     base = {"input": "hi"} if path == "/v1/responses" else {"messages": MESSAGES}
     base |= {limit: 2} if limit else {"model": "tiny", "stream": False, "options": {"num_predict": 2}}

@@ -177,7 +177,7 @@ def test_system_and_developer_messages(source, expected):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_templates_show(name):
-    """What is found of a template is what it prints of another chat."""
+    """The form that is found by trying a template is what it prints of another chat."""
     template = ChatTemplate(TEMPLATES[name], special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"})
     tools = [
         {"type": "function", "function": {"name": "forecast", "description": "d", "parameters": {"type": "object"}}}

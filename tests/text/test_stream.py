@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders
 
 from jaxinfer.text import StreamingDetokenizer
-from jaxinfer.text.decoders import _BYTE_OF_CHAR
+from jaxinfer.text.token_bytes import byte_level
 
 FUZZ = settings(max_examples=60, derandomize=True, deadline=None)
 PIECES = ["[UNK]", "a", "##b", "c</w>", "</w>d", "▁e", "▁▁", " .", "n't", "<0xE4>", "<0xBD>", "<0xA0>", "<0x+F>", "Ġé"]
@@ -88,7 +88,7 @@ def test_a_character_comes_with_its_last_byte(stream_tokenizers, text):
     stream, sent, raw = StreamingDetokenizer(tokenizer, False), "", b""
     for token_id in ids:
         sent += stream.add(token_id)
-        raw += bytes(_BYTE_OF_CHAR[char] for char in tokenizer.id_to_token(token_id))
+        raw += byte_level(tokenizer.id_to_token(token_id))
         complete = raw.decode("utf-8", errors="ignore")
         assert sent == complete
         assert "\ufffd" not in sent or "\ufffd" in text

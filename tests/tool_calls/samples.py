@@ -54,7 +54,7 @@ def random_tool(numbers: random.Random, name: str) -> Tool:
 
 
 def random_schema(numbers: random.Random, depth: int) -> dict[str, Any]:
-    """Of an argument. Each form can express it, or leaves it free."""
+    """A schema of an argument, which each form can express or leaves free."""
     kinds = ["string", "string", "text", "integer", "number", "boolean", "null", "enum", "mixed", "any"]
     kind = numbers.choice([*kinds, *(["array", "object"] if depth else [])])
     if kind == "text":

@@ -349,8 +349,8 @@ TEXT = (
     Fault(
         "text/stream-splits-utf-8",
         "jaxinfer/text",
-        "return (self._utf8.decode(data),)",
-        "return (self._utf8.decode(data, final=True),)",
+        "return (self._utf8.decode(byte_level(piece)),)",
+        "return (self._utf8.decode(byte_level(piece), final=True),)",
         ("tests/text/test_stream.py",),
         "streamed Chinese and emoji are full of replacement characters",
     ),
