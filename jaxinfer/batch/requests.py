@@ -33,6 +33,12 @@ _EVERY_BODY = ("model", "user", "metadata", "best_of", "return_token_ids")
 UNSET: tuple[Any, ...] = (None, "", [], {})
 """Values that clients send for a field of text, or of a list, that they leave empty."""
 
+
+def is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
+    """Tells whether a value of a field that is not supported changes nothing. JSON's false is not 0."""
+    return value in UNSET or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
 # Fields of OpenAI's API that are not supported, with the values that have no effect, besides those in UNSET.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -149,7 +155,7 @@ def _known(body: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
     _check_known(body, (*known, *_NEUTRAL))
     for name, neutral in _NEUTRAL.items():
         value = body.get(name)
-        if value not in UNSET and value not in neutral:
+        if not is_neutral(value, neutral):
             reason = "a batch does not stream" if name == "stream" else "the option has no implementation"
             raise RowError(f"{name}={value!r:.60} is not supported: {reason}", name)
     return {name: value for name, value in body.items() if value is not None and name not in _NEUTRAL}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, STRUCTURED_NAMES, UNSET, structured_of
+from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, STRUCTURED_NAMES, is_neutral, structured_of
 from jaxinfer.llm import LLM
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.sampling.params import SamplingParamsError
@@ -241,7 +241,7 @@ def check_neutral(body: Any, neutral: Mapping[str, tuple[Any, ...]], prefix: str
     """Raises APIError for a field that is not supported, unless its value changes nothing."""
     for name, values in neutral.items():
         value = getattr(body, name, None)
-        if value in UNSET or value in values:
+        if is_neutral(value, values):
             continue
         use = f", or send {values[0]!r}" if values else ""
         raise refused(prefix + name, f"{prefix}{name}={value!r:.60} is not supported{why}: leave it out{use}")
