@@ -33,13 +33,13 @@ class OllamaOptions(Struct, kw_only=True):
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repeat_last_n: Any = None
+    repeat_last_n: int | None = None
     num_keep: Any = None
     typical_p: Any = None
     tfs_z: Any = None
     mirostat: Any = None
-    mirostat_tau: Any = None
-    mirostat_eta: Any = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
     penalize_newline: Any = None
     numa: Any = None
     num_batch: Any = None
@@ -154,6 +154,8 @@ NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "use_mlock": (False,),
     "embedding_only": (False,),
 }
+OF_OTHERS = frozenset(("repeat_last_n", "mirostat_tau", "mirostat_eta"))
+"""Those that change nothing where the penalties or mirostat, to which they belong, are off."""
 ON_LOADING = frozenset(
     ("numa", "num_batch", "num_gpu", "main_gpu", "num_thread", "low_vram", "f16_kv", "use_mmap", "use_mlock")
 )

@@ -126,7 +126,7 @@ def _describe_neutral(components: dict[str, Any]) -> None:
     )
     for body, values in neutral.items():
         types = {one.encode_name: one.type for one in msgspec.structs.fields(body)}
-        for field in values.keys() & types.keys():
+        for field in values.keys() & types.keys() - ollama.OF_OTHERS:
             unset = [value for value in UNSET if _has_type(value, types[field])]
             components[body.__name__]["properties"][field] = {"enum": [*unset, *values[field]]}
 

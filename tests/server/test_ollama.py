@@ -69,7 +69,13 @@ def test_formats_and_tags_of_names(client):
     missing = ask(client, CHAT, model="other", messages=ASK)
     assert (missing.status, missing.json["error"][:27]) == (404, "the model 'other' is not se")
     assert ask(client, CHAT, messages=[]).json["done_reason"] == "load"
-    for more in ({"cache_salt": "x" * 1025}, {"format": "xml"}, {"options": {"mirostat": 2}}, {"top_logprobs": False}):
+    for more in (
+        {"cache_salt": "x" * 1025},
+        {"format": "xml"},
+        {"options": {"mirostat": 2}},
+        {"top_logprobs": False},
+        {"options": {"mirostat_eta": "x"}},
+    ):
         assert ask(client, CHAT, messages=[], **more).status == 400
         assert ask(client, GENERATE, prompt="", **more).status == 400
 
