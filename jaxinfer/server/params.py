@@ -348,15 +348,23 @@ def _template_kwargs(request: ChatRequest | TokenizeRequest, llm: LLM) -> dict[s
     for name in _RENDERER:
         if name in kwargs:
             raise refused("chat_template_kwargs", f"{name} cannot be one of chat_template_kwargs: it is set by a field")
-    effort = getattr(request, "reasoning_effort", None)
-    if effort:
-        source = llm.tokenizer.chat_template if llm.tokenizer is not None else None
-        if "reasoning_effort" not in (source or ""):
-            raise refused("reasoning_effort", "the model's chat template does not know reasoning_effort")
-        kwargs["reasoning_effort"] = effort
+    kwargs |= effort_variables(getattr(request, "reasoning_effort", None), llm, "reasoning_effort")
     continues = bool(request.continue_final_message)
     generates = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
+
+
+def effort_variables(effort: Any, llm: LLM, field: str) -> dict[str, Any]:
+    """Variables of the chat template that set the effort of reasoning; "none" switches it off where a template has
+    only a switch. Raises APIError, with the body's field."""
+    if not effort:
+        return {}
+    template = (llm.tokenizer.chat_template if llm.tokenizer is not None else None) or ""
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    if effort == "none" and "enable_thinking" in template:
+        return {"enable_thinking": False}
+    raise refused(field, f"{field}={effort!r:.60}: the model's chat template does not know reasoning_effort")
 
 
 def tokenize_ids(request: TokenizeRequest, llm: LLM) -> list[int]:

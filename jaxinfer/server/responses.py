@@ -9,14 +9,21 @@ from starlette.responses import Response
 
 from jaxinfer.batch.requests import structured_of
 from jaxinfer.engine.request import RequestOutput, StreamDelta
-from jaxinfer.llm import LLM
 from jaxinfer.server.answering import answer_headers, begin, usage_of
 from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation, WholeAnswer
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.models import ServedModel
-from jaxinfer.server.params import Conversation, Job, check_neutral, make_job, offered_tools, read_messages
+from jaxinfer.server.params import (
+    Conversation,
+    Job,
+    check_neutral,
+    effort_variables,
+    make_job,
+    offered_tools,
+    read_messages,
+)
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import ResponsesRequest
@@ -85,7 +92,9 @@ def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
         found += _turns(body.input)
     shown = None if offer is None else offer.shown
     messages = read_messages([one for one, _ in found], [place for _, place in found])
-    conversation = Conversation(messages, shown, _effort(body, model.llm), "input")
+    conversation = Conversation(
+        messages, shown, effort_variables((body.reasoning or {}).get("effort"), model.llm, "reasoning"), "input"
+    )
     names = {"max_tokens": "max_output_tokens"}
     return make_job(
         (conversation,),
@@ -98,15 +107,6 @@ def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
         answers=model.answers,
         offer=offer,
     )
-
-
-def _effort(body: ResponsesRequest, llm: LLM) -> dict[str, Any]:
-    effort = (body.reasoning or {}).get("effort")
-    if not effort:
-        return {}
-    if "reasoning_effort" not in ((llm.tokenizer.chat_template if llm.tokenizer is not None else None) or ""):
-        raise refused("reasoning", "the model's chat template does not know reasoning_effort")
-    return {"reasoning_effort": effort}
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import jsonschema
 import pytest
 
 from benchmarks.real.tokenizers import TOKENIZERS
-from jaxinfer import AsyncEngine
+from jaxinfer import AsyncEngine, SamplingParams
 from jaxinfer.models import init_params
 from jaxinfer.server.app import make_app
 from jaxinfer.server.options import ServerOptions
@@ -20,7 +21,7 @@ from jaxinfer.server.service import Service
 from tests.real.chats import CHATS, TAKES_TEXT, chats_of, undated
 from tests.real.test_tokenizers import GOLDEN, opened
 from tests.server.asgi import Client
-from tests.server.test_doors import Doors
+from tests.server.test_doors import Doors, anthropic_tool
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.real
@@ -46,7 +47,9 @@ def served(request):
     config = replace(TINY, vocab_size=1 + max(tokenizer.tokens_by_id()), num_layers=1, max_position_embeddings=2048)
     model = config, init_params(config, jax.random.key(0)), tokenizer
     engine = AsyncEngine(model, max_seqs=2, max_model_len=2048, prefill_chunk=256)
-    yield SimpleNamespace(name=request.param, engine=engine, llm=engine.llm, client=Client(make_app(service(engine))))
+    thinks = "enable_thinking" in tokenizer.chat_template
+    client = Client(make_app(service(engine)))
+    yield SimpleNamespace(name=request.param, engine=engine, llm=engine.llm, client=client, thinks=thinks)
     asyncio.run(engine.close())
 
 
@@ -73,29 +76,77 @@ def test_histories_are_rendered_as_transformers_renders_them(served, monkeypatch
         assert {door: undated(one) for door, one in found.items()} == dict.fromkeys(found, text), chat
 
 
+ASK = [{"role": "user", "content": "Pack it."}]
+# Random weights would not stop thinking: it is switched off, or the seed does not begin it (gpt-oss).
+NO_THINKING = {"enable_thinking": False}
+
+
+def calls_of_chat(answer):
+    calls = answer["choices"][0]["message"]["tool_calls"]
+    return [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in calls]
+
+
+def demanded(served, choice, folder):
+    """The calls that each door makes, names and arguments; Ollama's clients cannot demand one."""
+    named = None if choice == "required" else choice["function"]["name"]
+    chat = {"messages": ASK, "tools": [PACK], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
+    chat |= {"chat_template_kwargs": NO_THINKING, "seed": 1}
+
+    def post(path, body):
+        answer = asyncio.run(served.client.post(path, body))
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    yield "chat", calls_of_chat(post("/v1/chat/completions", chat))
+    answer = post(
+        "/v1/responses",
+        {
+            "input": "Pack it.",
+            "tools": [{"type": "function", **PACK["function"]}],
+            "tool_choice": {"type": "function", "name": named} if named else choice,
+            "parallel_tool_calls": False,
+            "max_output_tokens": 200,
+            "seed": 1,
+            **({"reasoning": {"effort": "none"}} if served.thinks else {}),
+        },
+    )
+    calls = [one for one in answer["output"] if one["type"] == "function_call"]
+    yield "responses", [(one["name"], json.loads(one["arguments"])) for one in calls]
+    theirs = {"type": "tool", "name": named} if named else {"type": "any"}
+    answer = post(
+        "/v1/messages",
+        {
+            "messages": ASK,
+            "tools": [anthropic_tool(PACK)],
+            "tool_choice": {**theirs, "disable_parallel_tool_use": True},
+            "max_tokens": 200,
+            "seed": 1,
+            **({"thinking": {"type": "disabled"}} if served.thinks else {}),
+        },
+    )
+    yield "messages", [(one["name"], one["input"]) for one in answer["content"] if one["type"] == "tool_use"]
+    rows = folder / "in.jsonl"
+    rows.write_text(json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": chat}))
+    assert served.llm.generate_file(rows, folder / "out.jsonl", use_tqdm=False).ok
+    yield "batch", calls_of_chat(json.loads((folder / "out.jsonl").read_text())["response"]["body"])
+    kwargs = {"tools": [PACK], "tool_choice": choice, "parallel_tool_calls": False}
+    (output,) = served.llm.chat(ASK, SamplingParams(max_tokens=200, seed=1), use_tqdm=False, **kwargs, **NO_THINKING)
+    yield "LLM.chat", [(one.name, json.loads(one.arguments)) for one in output.outputs[0].tool_calls]
+
+
 @pytest.mark.parametrize(
     "choice",
     ["required", {"type": "function", "function": {"name": "pack"}}],
     ids=["required", "named"],
 )
-def test_a_demanded_call_is_made_and_validates(served, choice):
+def test_a_demanded_call_is_made_and_validates_through_every_door(served, choice, tmp_path):
     if served.name in (*TAKES_TEXT, "gemma-3"):
         pytest.skip("its template shows no tools")
-    body = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "Pack it."}],
-        "tools": [PACK],
-        "tool_choice": choice,
-        "parallel_tool_calls": False,
-        "max_tokens": 200,
-        "chat_template_kwargs": {"enable_thinking": False},  # random weights would not stop thinking
-        "seed": 1,
-    }
-    answer = asyncio.run(served.client.post("/v1/chat/completions", body))
-    assert answer.status == 200, answer.body
-    (call,) = answer.json["choices"][0]["message"]["tool_calls"]
-    arguments = json.loads(call["function"]["arguments"])
-    assert call["function"]["name"] == "pack"
-    assert arguments["size"] in ("small", "größer")
-    assert isinstance(arguments["fragile"], bool)
-    assert arguments.keys() == {"size", "fragile"}
+    doors = []
+    for door, calls in demanded(served, choice, tmp_path):
+        assert len(calls) == 1, door
+        ((name, arguments),) = calls
+        assert name == "pack", door
+        jsonschema.validate(arguments, PACK["function"]["parameters"])
+        doors.append(door)
+    assert len(doors) == 5
