@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from jaxinfer.batch.errors import BatchError, RowError
-from jaxinfer.batch.requests import FORMS_BY_URL, BatchRequest, read_chat, read_completions, read_plain
+from jaxinfer.batch.requests import FORMS_BY_URL, BatchRequest, read_plain, read_row_body
 
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 
@@ -45,7 +45,7 @@ class BadRow:
 
     line: int
     custom_id: str
-    error: RowError
+    error: ValueError
     is_plain: bool | None = None
 
 
@@ -65,7 +65,7 @@ def parse_row(data: bytes, line: int) -> BatchRow | BadRow:
             raise RowError("custom_id is missing", "custom_id")
         custom_id = _custom_id(record, custom_id)
         return BatchRow(line, custom_id, _read_openai(record) if has_body else _read_plain(record))
-    except RowError as error:
+    except ValueError as error:
         return BadRow(line, custom_id, error, is_plain)
 
 
@@ -119,7 +119,7 @@ def _read_openai(record: Mapping[str, Any]) -> BatchRequest:
         raise RowError(f"url must be {' or '.join(FORMS_BY_URL)}, got {url!r:.60}", "url")
     if not isinstance(body, dict):
         raise RowError(f"body must be an object, got {type(body).__name__}", "body")
-    return read_chat(body) if form == "chat" else read_completions(body)
+    return read_row_body(form, body)
 
 
 def _read_plain(record: Mapping[str, Any]) -> BatchRequest:
@@ -211,8 +211,8 @@ def scan(path: Path) -> Scan:
         if isinstance(row, BadRow):
             num_bad += 1
             bad_rows += [row] * (num_bad <= _NUM_SHOWN)
-        elif row.request.model is not None:
-            models[row.request.model] += 1
+        elif row.request.text.model is not None:
+            models[row.request.text.model] += 1
     if not line_of:
         raise BatchError(f"{path} has no rows")
     return Scan(path, whole.hexdigest(), len(line_of), num_bad, tuple(bad_rows), models, is_plain, line_of, digests)

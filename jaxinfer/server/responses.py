@@ -7,51 +7,39 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.batch.requests import structured_of
-from jaxinfer.engine.request import RequestOutput, StreamDelta
+from jaxinfer.engine.request import CompletionOutput, RequestOutput, StreamDelta
+from jaxinfer.openai.bodies import Names, ResponsesRequest, any_of
+from jaxinfer.openai.fields import check_names, check_neutral
+from jaxinfer.openai.requests import BoundRequest, TextRequest, renamed, structured_of
 from jaxinfer.server.answering import answer_headers, begin, usage_of
 from jaxinfer.server.chunks import named_event
-from jaxinfer.server.errors import APIError, client_errors, refused
-from jaxinfer.server.generation import Generation, WholeAnswer
+from jaxinfer.server.errors import APIError, refused
+from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.models import ServedModel
-from jaxinfer.server.params import (
-    Conversation,
-    Job,
-    check_neutral,
-    effort_variables,
-    make_job,
-    offered_tools,
-    read_messages,
-)
+from jaxinfer.server.params import bind, check_sizes
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
-from jaxinfer.server.types import ResponsesRequest
 from jaxinfer.text.messages import check_call
 from jaxinfer.tool_calls import ToolCall, ToolCallDelta
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "background": (False,),
-    "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
-    "top_logprobs": (0,),
-}  # with the values that change nothing
+_TOOL = any_of("type", "name", "description", "parameters", "strict")
+_CHOICE: Names = {**_TOOL, "mode": None, "tools": _TOOL}
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of the ids of items
 _DELTAS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
-_STORED = ("previous_response_id", "conversation")
 
 
 async def responses(request: Request, service: Service) -> Response:
     """Answers a conversation, at once or as a stream of events."""
     service.check_accepts()
     body = await read_body(request, ResponsesRequest, service)
-    generation, position = await begin(
-        request, service, body, lambda model: _job(body, model, service), has_reasoning=True, can_resume=False
-    )
+
+    def read(model: ServedModel) -> BoundRequest:
+        check_sizes(body, model)
+        return bind(_read(body, service), model)
+
+    generation, position = await begin(request, service, body, read, can_resume=False)
     headers = answer_headers(generation.model, position)
     about = _About(body, generation, position)
     if body.stream:
@@ -61,28 +49,27 @@ async def responses(request: Request, service: Service) -> Response:
         (output,) = await while_connected(request.receive, generation.run())
     finally:
         generation.close()
-    return json_response(about.whole(about.items(generation.read(0, output.outputs[0])), output), headers)
+    return json_response(about.whole(about.items(generation.read(output).outputs[0]), output), headers)
 
 
 # From the form of the responses API.
 
 
-def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
-    for name, neutral in NEUTRAL.items():
-        why = ", nothing is stored: send the whole conversation" if name in _STORED else ""
-        check_neutral(body, {name: neutral}, why=why)
+def _read(body: ResponsesRequest, service: Service) -> TextRequest:
     if "message.output_text.logprobs" in (body.include or ()):
         raise refused("include", "include: message.output_text.logprobs is not supported: leave it out")
-    if (verbosity := (body.text or {}).get("verbosity")) not in (None, "", "medium"):
-        told = f"text.verbosity={verbosity!r:.60} is not supported: leave it out, or send 'medium'"
-        raise refused("text.verbosity", told)
-    tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
+    check_neutral("text.verbosity", (body.text or {}).get("verbosity"), ("medium",))
     others = sorted({f"{tool.get('type')!s:.80}" for tool in body.tools or () if tool.get("type") != "function"})
     service.log_unknown([f"tools of type {kind}" for kind in others], "/v1/responses")  # agents send them unasked
-    offer = offered_tools(model.answers, tools, _choice(body.tool_choice), body.parallel_tool_calls)
-    values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    with client_errors("text"):
-        values |= structured_of({"response_format": (body.text or {}).get("format")})
+    tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
+    if not service.options.ignore_unknown_fields:
+        check_names([tool for tool in body.tools or () if tool.get("type") == "function"], _TOOL, "tools")
+        check_names(body.tool_choice, _CHOICE, "tool_choice")
+    sampling = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    if body.max_output_tokens is not None:
+        sampling["max_tokens"] = body.max_output_tokens
+    with renamed("response_format", "text.format"):
+        sampling |= structured_of({"response_format": (body.text or {}).get("format")})
     found = [({"role": "system", "content": body.instructions}, "instructions")] if body.instructions else []
     if isinstance(body.input, str):
         found.append(({"role": "user", "content": body.input}, "input"))
@@ -90,22 +77,21 @@ def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
         raise refused("input", "input is empty: a conversation needs at least one item")
     else:
         found += _turns(body.input)
-    shown = None if offer is None else offer.shown
-    messages = read_messages([one for one, _ in found], [place for _, place in found])
-    conversation = Conversation(
-        messages, shown, effort_variables((body.reasoning or {}).get("effort"), model.llm, "reasoning"), "input"
-    )
-    names = {"max_tokens": "max_output_tokens"}
-    return make_job(
-        (conversation,),
-        body,
-        values,
-        body.max_output_tokens,
-        model.llm,
-        1,
-        names=names,
-        answers=model.answers,
-        offer=offer,
+    return TextRequest(
+        sampling,
+        {"max_tokens": "max_output_tokens", "structured": "text.format"},
+        messages=[one for one, _ in found],
+        places=[place for _, place in found],
+        source="input",
+        tools=tools,
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        tool_path="",
+        effort=(body.reasoning or {}).get("effort"),
+        effort_name="reasoning.effort",
+        priority=body.priority or 0,
+        timeout=body.timeout,
+        cache_salt=body.cache_salt or "",
     )
 
 
@@ -223,13 +209,16 @@ class _About:
         if body.user is not None:
             self._base["user"] = body.user
 
-    def items(self, whole: WholeAnswer) -> list[dict[str, Any]]:
+    def items(self, answer: CompletionOutput) -> list[dict[str, Any]]:
         """A whole answer as items."""
-        found = [self._item("reasoning", whole.reasoning, 0)] if whole.reasoning else []
-        if whole.content or not (whole.reasoning or whole.calls):
-            status = "incomplete" if whole.finish_reason == "length" else "completed"
-            found.append(self._item("message", whole.content, 0, status))
-        return found + [self._item("function_call", one.arguments, i, call=one) for i, one in enumerate(whole.calls)]
+        found, calls = (
+            [self._item("reasoning", answer.reasoning, 0)] if answer.reasoning else [],
+            answer.tool_calls or (),
+        )
+        if answer.text or not (answer.reasoning or calls):
+            status = "incomplete" if answer.finish_reason == "length" else "completed"
+            found.append(self._item("message", answer.text, 0, status))
+        return found + [self._item("function_call", one.arguments, i, call=one) for i, one in enumerate(calls)]
 
     def whole(self, items: list[dict[str, Any]], output: RequestOutput) -> dict[str, Any]:
         """The object of the response when it is complete."""
@@ -242,11 +231,11 @@ class _About:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": items,
             "usage": {
-                "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
-                "output_tokens": counted["completion_tokens"],
+                "input_tokens": counted.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": counted.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._generation.count_tokens(thought)},
-                "total_tokens": counted["total_tokens"],
+                "total_tokens": counted.total_tokens,
             },
         }
 
