@@ -228,14 +228,14 @@ class Job:
         pending = self._pending[line]
         pending.num_left -= 1
         if isinstance(result, ValueError):
-            pending.error = pending.error or result
+            pending.error = pending.error or pending.request.refused(result, index)
         else:
             pending.outputs[index] = result
         if pending.num_left:
             return
         del self._pending[line]
         if pending.error is not None:
-            self._fail(pending.row, pending.request.refused(pending.error), stage)
+            self._fail(pending.row, pending.error, stage)
         else:
             self._finish(pending, [output for output in pending.outputs if output is not None], stage)
 

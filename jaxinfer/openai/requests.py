@@ -141,7 +141,9 @@ class TextRequest:
     ) -> "BoundRequest":
         """The request for a model, over the checkpoint's sampling parameters and those `given` for all requests.
 
-        `choose_seed` gives the seed of a request that has none; by default the engine does. Raises RequestError or SamplingParamsError.
+        `choose_seed` gives the seed of a request that has none; by default the engine does.
+
+        Raises RequestError or SamplingParamsError.
         """
         values = {one.name: getattr(model.default_params, one.name) for one in fields(SamplingParams)}
         if self.is_chat and self.has_openai_limits and values["max_tokens"] == SamplingParams().max_tokens:
@@ -302,13 +304,17 @@ class BoundRequest:
             found.append(prompt if isinstance(prompt, str) else self._cut(prompt))
         return found
 
-    def refused(self, error: Exception) -> RequestError:
-        """The error of a request that the engine does not take: with the body's field, and OpenAI's code."""
+    def refused(self, error: Exception, number: int = 0) -> RequestError:
+        """The error of a request that the engine does not take, or of the prompt with this number: with the body's
+        field, and OpenAI's code."""
         found = self.asked.explained(error) if isinstance(error, ValueError) else error
         name, code = getattr(found, "parameter", None), getattr(found, "code", None)
         if name is None and code is None:
             name = self.asked.source if self.asked.is_chat else "prompt"
-        return RequestError(str(found), name, code)
+        sentence = str(found)
+        if sentence.startswith("the prompt:"):
+            sentence = sentence.replace("the prompt", self.name_of(number), 1)
+        return RequestError(sentence, name, code)
 
     def name_of(self, number: int) -> str:
         """A prompt's name in errors."""
