@@ -9,10 +9,10 @@ from jaxinfer import __version__
 from jaxinfer.openai import answers
 from jaxinfer.openai.bodies import Body
 from jaxinfer.openai.fields import UNSET
+from jaxinfer.openai.response_types import Response, ResponseEvent
 from jaxinfer.server import embedding_types as embedding
 from jaxinfer.server import ollama_types as ollama
 from jaxinfer.server.message_types import AnthropicError, Message, MessageEvent, TokenCount
-from jaxinfer.server.response_types import Response, ResponseEvent
 from jaxinfer.server.types import BODIES as OTHER_BODIES
 
 BODIES = OTHER_BODIES | embedding.BODIES | ollama.BODIES

@@ -10,8 +10,9 @@ import pytest
 from jaxinfer.engine.request import CompletionOutput, RequestOutput, StreamDelta
 from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.openai import answers as answer_types
+from jaxinfer.openai import response_types
 from jaxinfer.sampling.seeds import sample_seed
-from jaxinfer.server import message_types, response_types
+from jaxinfer.server import message_types
 from jaxinfer.server.app import make_app
 from jaxinfer.text.reasoning import FAMILIES
 from jaxinfer.tool_calls import AnswerFormat
