@@ -155,3 +155,10 @@ def test_a_machine_without_a_chip_is_told_so(tmp_path):
         "on_chip: no chip found: this machine has only a CPU; give --tiny to run the same pieces on tiny sizes\n"
     )
     assert not file.exists()
+
+
+def test_a_piece_that_is_not_there_is_told(tmp_path):
+    command = [*COMMAND, str(tmp_path / "results.json"), "--only", "no-such"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=_env())
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "--only 'no-such' is in no piece's name; they are " in ended.stderr
