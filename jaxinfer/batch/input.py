@@ -234,7 +234,7 @@ def _other_kind(path: Path) -> str | None:
     has_braces = any(line.startswith((b"{", b"[")) for line in (first, *rest))
     separator = next((one for one in (b",", b";", b"\t") if one in first), None)
     if not has_braces and separator is not None:
-        return f"seems to be a table with the separator {separator.decode()!r} (CSV): name it .csv"
+        return f"seems to be a table with the separator {separator.decode()!r} (CSV): give it a name that ends in .csv"
     return None
 
 

@@ -13,7 +13,7 @@ from jaxinfer.batch.errors import BatchError, BatchWriteError
 from jaxinfer.batch.input import Scan
 from jaxinfer.batch.responses import usage_of_line
 from jaxinfer.batch.results import ResultsFile, write_atomically
-from jaxinfer.batch.table import is_table
+from jaxinfer.batch.table import check_output
 from jaxinfer.files import sync
 
 FORMAT = 1
@@ -186,8 +186,7 @@ class Ledger:
         for path in (self.path_out, self.path_errors):
             if not path.parent.is_dir():
                 raise BatchError(f"{path}: there is no folder {path.parent}")
-            if is_table(path):
-                raise BatchError(f"{path}: answers are written as JSON lines, so name it {path.stem}.jsonl")
+            check_output(path)
 
     def _read_stored(self) -> dict[str, Any]:
         stored = read_identity(self._path_job)

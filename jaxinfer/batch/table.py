@@ -59,6 +59,12 @@ def is_table(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
 
 
+def check_output(path: Path) -> None:
+    """Raises BatchError for a file of answers that is named as a table."""
+    if is_table(path) and path.suffix.lower() != ".txt":
+        raise BatchError(f"{path}: answers are written as JSON lines, so name it {path.stem}.jsonl")
+
+
 class TableSource:
     """The rows of a table.
 

@@ -76,10 +76,10 @@ class BatchOptions:
 
 
 def batch(
-    model_options: ChatServingOptions,
-    hosts_options: HostsOptions,
-    sampling_options: SamplingOptions,
     options: BatchOptions,
+    model_options: ChatServingOptions,
+    sampling_options: SamplingOptions,
+    hosts_options: HostsOptions,
 ) -> int:
     """Answer a file of requests.
 

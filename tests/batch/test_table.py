@@ -276,3 +276,4 @@ def test_answers_are_not_written_to_a_table(tmp_path, run, write_rows):
     with pytest.raises(BatchError, match=r"out.csv: answers are written as JSON lines, so name it out.jsonl"):
         run(write_rows([{"prompt": "x"}]), tmp_path / "out.csv")
     assert not (tmp_path / "out.csv").exists()
+    assert run(tmp_path / "in.jsonl", tmp_path / "out.txt").ok == 1
