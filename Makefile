@@ -19,7 +19,7 @@ ALONE_TESTS := tests/engine tests/parallel tests/scale_out tests/speculative
 # Cheap tests of every package.
 QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/engine/test_pages.py \
     tests/engine/test_scheduler_examples.py tests/batch/test_requests.py tests/batch/test_responses.py tests/batch/test_results.py \
-    tests/batch/test_rows.py tests/batch/test_scan.py tests/batch/test_defaults.py tests/cli/test_command.py \
+    tests/batch/test_rows.py tests/batch/test_scan.py tests/batch/test_table.py tests/batch/test_defaults.py tests/cli/test_command.py \
     tests/cli/test_output.py tests/measure tests/models/test_config.py tests/models/test_basic.py \
     tests/server/page/test_page.py tests/sampling/test_params.py tests/sampling/test_keys.py \
     tests/sampling/test_generation_config.py tests/text/test_stream.py \

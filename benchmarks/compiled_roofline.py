@@ -232,8 +232,7 @@ def main(argv: list[str] | None = None) -> int:
         for weights in options.weights or WEIGHTS
         for chip in options.chip or CHIPS
     ]
-    missing = {chip: ahead_of_time.missing_compiler(chip) for chip in {cell.chip for cell in cells}}
-    if reasons := [reason for reason in missing.values() if reason]:
+    if reasons := ahead_of_time.missing_compilers(cell.chip for cell in cells):
         print(*reasons, sep="\n", file=sys.stderr)
         return 2
     columns = f"{'moved':>9}{'ideal':>9}{'ratio':>8}{'temp':>9}{'step':>9}"

@@ -207,7 +207,8 @@ def main(argv: list[str] | None = None) -> int:
         metavar="FILE",
         help="JSON of the figures, such as benchmarks/results/deterministic_cost.json; what it has is not compiled",
     )
-    parser.add_argument("--program", action="append", help="compile these only, such as 'uniform decode'; default: all")
+    names = ["uniform decode", "uniform prefill", *(f"decode {batch}" for batch in BATCHES), "prefill"]
+    parser.add_argument("--program", action="append", choices=names, help="compile these only; default: all")
     parser.add_argument("--only-report", action="store_true", help="compile nothing")
     parser.add_argument("--table", action="store_true", help="print the table of docs/engine.md, and compile nothing")
     options = parser.parse_args(argv)
@@ -219,6 +220,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.table:
         print(table(found), end="")
         return 0
+    if not options.only_report and (reasons := ahead_of_time.missing_compilers(options.chip or CHIPS)):
+        print(*reasons, sep="\n", file=sys.stderr)
+        return 2
     print(f"{'chip':7}{'weights':11}{'rows':>5}  {'':18}{'without':>9}{'with':>9}{'ratio':>8}; ms  no cache")
     for weights in options.weights or WEIGHTS:
         for chip in options.chip or CHIPS:

@@ -131,6 +131,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.compile:
         _compile(*options.compile)
         return 0
+    from pallas_kernels import ahead_of_time  # imports JAX, which the processes that compile do anyway
+
+    if reasons := ahead_of_time.missing_compilers(options.chip or CHIPS):
+        print(*reasons, sep="\n", file=sys.stderr)
+        return 2
     print(f"{'chip':7}{'program':9}{'cache':15}{'keys':>6}{'bundles':>9}{'compute':>9}{'copy':>8}{'ratio':>7}")
     found = []
     for chip in options.chip or CHIPS:

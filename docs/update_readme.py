@@ -184,6 +184,16 @@ def models() -> str:
     return "\n".join(rows)
 
 
+def short_names() -> str:
+    """Names that stand for repositories of the hub."""
+    from jaxinfer.store.library import short_names
+
+    rows = ["| name | tags | the name alone is |", "| --- | --- | --- |"]
+    for name, tags in sorted(short_names().items()):
+        rows.append(f"| `{name}` | {', '.join(f'`{tag}`' for tag in tags)} | {next(iter(tags.values()))} |")
+    return "\n".join(rows)
+
+
 @contextlib.contextmanager
 def server(*arguments: str) -> Iterator[str]:
     """`jaxinfer serve` with these arguments, at port 8000, while the context is open; what it printed until it was
@@ -331,7 +341,12 @@ def main() -> None:
     """All blocks, or those named on the command line."""
     documents = {
         ROOT / "README.md": {"demo": demo, "chat": chat, "run": run, "serve": serve, "real": real},
-        ROOT / "docs" / "models.md": {"store": store, "models": models, "completions": completions},
+        ROOT / "docs" / "models.md": {
+            "store": store,
+            "short_names": short_names,
+            "models": models,
+            "completions": completions,
+        },
         ROOT / "docs" / "speed.md": {
             "bench": bench,
             "ratios": ratios,

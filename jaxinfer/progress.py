@@ -278,12 +278,19 @@ _programs: dict[int, list[str]] = {}
 
 
 _num_compiled = 0  # since the first stage that was shown
+_compile_seconds = 0.0
 _reading: set[int] = set()  # threads that have found a program in JAX's cache
 
 
 def num_compiled() -> int:
     """How many programs JAX has compiled since the first stage that was shown, each for over `COMPILED_SECONDS`."""
     return _num_compiled
+
+
+def compile_seconds() -> float:
+    """Seconds that JAX has spent compiling since `follow_compiler` was first called, added over threads; programs read
+    from its cache count with the time of reading."""
+    return _compile_seconds
 
 
 def programs() -> str:
@@ -307,8 +314,9 @@ def _listen() -> None:
             _programs.setdefault(threading.get_ident(), []).append(f"{_COMPILER_EVENTS[event]} {name}")
 
     def ended(event: str, duration_secs: float, **_: object) -> None:
-        global _num_compiled
+        global _num_compiled, _compile_seconds
         if event == _COMPILED:
+            _compile_seconds += duration_secs
             is_read = threading.get_ident() in _reading
             _reading.discard(threading.get_ident())
             _num_compiled += not is_read and duration_secs > COMPILED_SECONDS

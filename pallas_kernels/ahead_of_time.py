@@ -11,7 +11,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -108,6 +108,11 @@ def missing_compiler(chip: str) -> str | None:
     if importlib.util.find_spec(module) is None:
         return f"no compiler for {chip}: pip install 'jaxinfer[aot]' ({module} is missing)"
     return None
+
+
+def missing_compilers(chips: Iterable[str]) -> list[str]:
+    """The reasons why this installation cannot compile for some of the chips; [] if it can for all."""
+    return [reason for chip in dict.fromkeys(chips) if (reason := missing_compiler(chip)) is not None]
 
 
 def mesh(chip: str, num_devices: int = 1, axis: str = "x") -> Mesh:

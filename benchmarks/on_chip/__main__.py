@@ -81,13 +81,18 @@ def supervise(file: Path, settings: dict, seconds: float, *, again: bool = False
         command += ["--tiny"] * settings["tiny"]
         command += [part for text in settings["only"] for part in ("--only", text)]
         begin, num_before = time.time(), _num_done(file)
+        num_logged = log.stat().st_size if log.exists() else 0
         with log.open("ab") as output, subprocess.Popen(command, stdin=subprocess.PIPE, stderr=output) as process:
             try:
                 ended = _watch(process, file, until)
             finally:
                 process.kill()
-        if ended in (0, 2, 3):
-            return 2 if ended == 2 else 0
+        if ended == 2:
+            said = log.read_bytes()[num_logged:].decode(errors="replace").strip()
+            print(said.rpartition("\n")[2] or f"on_chip: the process refused to run; see {log}", file=sys.stderr)
+            return 2
+        if ended in (0, 3):
+            return 0
         if not file.exists():
             print(f"on_chip: the process ended with {ended} before its first result; see {log}", file=sys.stderr)
             return 1

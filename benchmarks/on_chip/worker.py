@@ -29,7 +29,12 @@ def main(file: Path, settings: dict, until: float) -> int:
     from benchmarks.on_chip.pieces import pieces
 
     only = settings["only"]
-    for piece in pieces(sizes, file.parent):
+    every = pieces(sizes, file.parent)
+    if unknown := [text for text in only if not any(text in piece.name for piece in every)]:
+        raise ValueError(
+            f"--only {unknown[0]!r} is in no piece's name; they are {', '.join(one.name for one in every)}"
+        )
+    for piece in every:
         if piece.name in results.pieces or (only and not any(part in piece.name for part in only)):
             continue
         if time.time() + piece.seconds / 2 > until and not settings["tiny"]:

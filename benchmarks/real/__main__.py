@@ -23,11 +23,10 @@ from benchmarks.peers.compare import SystemFailedError, run_process, versions
 from benchmarks.peers.systems import why_not
 from benchmarks.real.cpu import describe_cpu
 from benchmarks.real.measures import QUICK, SYSTEMS, TITLES, figure_of, job_of
-from benchmarks.real.models import MODELS
+from benchmarks.real.models import MODELS, ModelFetchError, fetched_path
 from benchmarks.real.report import to_markdown
 from jaxinfer.files import cache_folder, write_text_atomically
 from jaxinfer.measure.bench.model import machine
-from jaxinfer.store import find_path
 
 _SETTINGS = ("cpu", "instruction_sets", "num_threads", "options", "jax", "packages")  # those of a run that is continued
 
@@ -45,7 +44,7 @@ def dense_checkpoint(name: str, folder: Path) -> Path:
     path = folder / f"{name}-dense"
     if not (path / "config.json").exists():
         shutil.rmtree(path, ignore_errors=True)
-        command = [sys.executable, "-m", "jaxinfer.cli", "convert", str(find_path(name)), str(path)]
+        command = [sys.executable, "-m", "jaxinfer.cli", "convert", str(fetched_path(name)), str(path)]
         subprocess.run(
             [*command, "--to", "huggingface", "--requantize", "dense", "--dtype", "float32"],
             check=True,
@@ -103,7 +102,7 @@ def measure(
         if len(figures) > number or system in report["failed"]:
             continue
         try:
-            path = dense_checkpoint(model, folder) if system.startswith("transformers") else find_path(model)
+            path = dense_checkpoint(model, folder) if system.startswith("transformers") else fetched_path(model)
             job = job_of(system, path, [name], report["num_threads"], report["options"])
             figures.append(figure_of(name, system, run_job(job, name, folder)))
         except (SystemFailedError, subprocess.CalledProcessError) as error:
@@ -132,7 +131,7 @@ def quick(models: list[str], measures: list[str], report: dict[str, Any]) -> dic
     """jaxinfer alone, all measures in one process."""
     folder = work_folder()
     for model in models:
-        job = job_of("jaxinfer", find_path(model), measures, report["num_threads"], report["options"])
+        job = job_of("jaxinfer", fetched_path(model), measures, report["num_threads"], report["options"])
         found = run_process(job, sys.executable, folder)
         row = {name: [figure_of(name, "jaxinfer", found)] for name in measures}
         report["models"][model] = {"jaxinfer": row}
@@ -163,6 +162,11 @@ def main() -> None:
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: at least 1")
     models = _names(options.models, list(MODELS), "--models", parser)
+    try:
+        for name in models:
+            fetched_path(name)
+    except ModelFetchError as error:
+        raise SystemExit(f"error: {error}") from None
     default = ",".join(QUICK if options.quick else TITLES)
     measures = _names(options.measures or default, list(TITLES), "--measures", parser)
     given = {} if options.activations is None else {"activations": options.activations}

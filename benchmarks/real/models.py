@@ -175,6 +175,17 @@ def give_name(model: PublishedModel, path: Path) -> None:
     write_alias(Alias(model.name, str(path), sampling=model.sampling), overwrite=True)
 
 
+def fetched_path(name: str) -> Path:
+    """Where a model lies that was fetched: a short name of the store may be the same and stand for another model.
+
+    Raises ModelFetchError for one that was not fetched.
+    """
+    alias = read_alias(name)
+    if alias is None or not Path(alias.model).is_file():
+        raise ModelFetchError(f"{name} was not fetched: make models")
+    return Path(alias.model)
+
+
 def fetch_all(names: Sequence[str]) -> None:
     """Fetches models, names them and prints their licences. Raises ModelFetchError and StoreError, OSError."""
     folder = cache_folder("models")

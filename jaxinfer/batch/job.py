@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from jaxinfer.batch.errors import BatchWriteError
-from jaxinfer.batch.input import BadRow, BatchRow, Scan, scan
+from jaxinfer.batch.input import Scan, scan
 from jaxinfer.batch.ledger import Identity, Ledger
 from jaxinfer.batch.responses import error_line, result_line
+from jaxinfer.batch.rows import BadRow, BatchRow
+from jaxinfer.batch.table import TableOptions
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.requests import BoundRequest, Prompt, TextModel
 from jaxinfer.openai.writer import scored, usage
-from jaxinfer.progress import Stage
+from jaxinfer.progress import Stage, compile_seconds, follow_compiler
 from jaxinfer.sampling.params import SamplingParams, our_names
 from jaxinfer.sampling.seeds import derive_seed
 from jaxinfer.tool_calls import AnswerFormat
@@ -52,6 +54,7 @@ class BatchSummary:
       rows, ok, failed: numbers of rows of the whole job. resumed: rows that were written before this run.
       prompt_tokens, output_tokens: of all successful rows.
       seconds, tokens_per_second: of this run; tokens are output tokens.
+      compile_seconds: spent compiling programs in this run, in this process; a part of `seconds`.
       out, errors: paths of the two files; the second exists only if rows failed.
       other_models: names of other models that rows give, with the numbers of these rows; the job's model served them.
     """
@@ -67,6 +70,7 @@ class BatchSummary:
     out: str
     errors: str
     other_models: Mapping[str, int] = field(default_factory=dict)
+    compile_seconds: float = 0.0
 
 
 @contextlib.contextmanager
@@ -78,24 +82,36 @@ def open_job(
     resume: bool = True,
     overwrite: bool = False,
     retry_errors: bool = False,
+    sort: bool = False,
+    prompt_column: str | None = None,
+    prompt: str | None = None,
+    chat: bool = False,
+    keep: Sequence[str] = (),
     on_line: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator["Job"]:
     """Reads the input and the results of earlier runs. No model is needed, and no results change before `Job.run`.
+
+    The input is JSON lines, or a table or text whose name ends in .csv, .tsv, .parquet or .txt.
 
     Args:
       errors: the file for failed rows; by default OUT.errors.jsonl beside the results.
       resume: continue after earlier results; False raises if there are any.
       overwrite: discard earlier results. retry_errors: retry rows that failed.
+      sort: when all rows are written, put the lines in the order of the input.
+      prompt_column: the column of a table that has the prompts; by default "prompt".
+      prompt: instead, a template filled from columns, such as "Translate: {text}"; {{ and }} are braces.
+      chat: prompts of a table are users' messages for the chat template. keep: columns copied to the answers' lines.
       on_line: called with each line, of a result or an error, once it is written.
 
     Raises:
-      BatchError: two rows with the same custom_id; results of another job; files that another process has locked.
+      BatchError: two rows with the same custom_id; results of another job; files that another process has locked; a
+        column that the table lacks; a missing extra.
     """
     path_errors = None if errors is None else Path(errors)
-    rows = scan(Path(path_in))
+    rows = scan(Path(path_in), TableOptions(prompt_column, prompt, chat, keep))
     ledger = Ledger(rows, Path(path_out), path_errors, resume=resume, overwrite=overwrite, retry_errors=retry_errors)
     with contextlib.closing(ledger):
-        yield Job(rows, ledger, on_line)
+        yield Job(rows, ledger, on_line, sort=sort)
 
 
 @dataclass
@@ -112,8 +128,16 @@ class _Pending:
 class Job:
     """One input and its files. Use `open_job`."""
 
-    def __init__(self, rows: Scan, ledger: Ledger, on_line: Callable[[dict[str, Any]], None] | None = None):
+    def __init__(
+        self,
+        rows: Scan,
+        ledger: Ledger,
+        on_line: Callable[[dict[str, Any]], None] | None = None,
+        *,
+        sort: bool = False,
+    ):
         self.scan = rows
+        self._sort = sort
         self._ledger = ledger
         self._on_line = on_line or (lambda record: None)
         self._pending: dict[int, _Pending] = {}
@@ -149,18 +173,10 @@ class Job:
             raise ValueError("acceptance='maximal' gives other tokens after a resume: a batch needs acceptance='exact'")
         self._model = model
         self._defaults = Defaults.of(model.default_params, params, model.seed)
-        asked = self._defaults.to_dict()
-        if (parser := model.answer_format.parser) != "auto":
-            asked["given"] = {**asked["given"], "tool_parser": parser}
-        self._identity = Identity(
-            self.scan.sha256,
-            self.num_rows,
-            self._ledger.relative_errors(),
-            model.fingerprint(),
-            self._defaults.seed,
-            asked,
-        )
+        self._identity = self._identify()
         counts = self._ledger.counts
+        follow_compiler()
+        compiled_before = compile_seconds()
         started, num_resumed, tokens_before = time.monotonic(), self.num_done, counts.output_tokens
         try:
             self._ledger.begin(self._identity, model.name)
@@ -168,6 +184,8 @@ class Job:
                 if self.num_done < self.num_rows:
                     self._serve(stage)
             self._ledger.sync()
+            if self._sort:
+                self._ledger.sort()
         except BatchWriteError as error:
             raise BatchWriteError(
                 f"{error}; {self.num_done} of {self.num_rows} rows are written completely. "
@@ -182,7 +200,22 @@ class Job:
             out=str(self._ledger.path_out),
             errors=str(self._ledger.path_errors),
             other_models=self._other_models(model.name),
+            compile_seconds=compile_seconds() - compiled_before,
             **vars(counts),
+        )
+
+    def _identify(self) -> Identity:
+        asked = self._defaults.to_dict()
+        if (parser := self._model.answer_format.parser) != "auto":
+            asked["given"] = {**asked["given"], "tool_parser": parser}
+        return Identity(
+            self.scan.sha256,
+            self.num_rows,
+            self._ledger.relative_errors(),
+            self._model.fingerprint(),
+            self._defaults.seed,
+            asked,
+            table=self.scan.table,
         )
 
     def _other_models(self, name: str) -> dict[str, int]:
@@ -273,6 +306,7 @@ class Job:
         except RequestError as error:
             self._fail(pending.row, error, stage)
             return
+        record |= _columns(pending.row)
         self._ledger.add_result(record, msgspec.to_builtins(usage(outputs)))
         self._on_line(record)
         stage.update()
@@ -281,9 +315,14 @@ class Job:
         is_plain = self.scan.is_plain if row.is_plain is None else row.is_plain
         job_id = self._identity.job_id
         record = error_line(row.line, row.custom_id, error, job_id=job_id, status_code=status_code, is_plain=is_plain)
+        record |= _columns(row)
         self._ledger.add_error(record)
         self._on_line(record)
         stage.update()
+
+
+def _columns(row: BatchRow | BadRow) -> dict[str, Any]:
+    return {"columns": row.columns} if row.columns else {}
 
 
 def _with_own_seed(row: BatchRow, params: SamplingParams, index: int) -> SamplingParams:
@@ -316,9 +355,10 @@ class Defaults:
 
     def bind(self, row: BatchRow, model: Model) -> BoundRequest:
         """The request of one row, with its seed. Raises RequestError or SamplingParamsError."""
-        return row.request.text.bind(
-            model, model.answer_format, lambda params: derive_seed(self.seed, row.number), self.given
-        )
+        asked = row.request.text
+        if row.is_table and asked.is_chat:
+            asked = replace(asked, has_openai_limits=True)
+        return asked.bind(model, model.answer_format, lambda params: derive_seed(self.seed, row.number), self.given)
 
     def to_dict(self) -> dict[str, Any]:
         """What answers depend on, as JSON values."""

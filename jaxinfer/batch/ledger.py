@@ -13,6 +13,7 @@ from jaxinfer.batch.errors import BatchError, BatchWriteError
 from jaxinfer.batch.input import Scan
 from jaxinfer.batch.responses import usage_of_line
 from jaxinfer.batch.results import ResultsFile, write_atomically
+from jaxinfer.batch.table import check_output
 from jaxinfer.files import sync
 
 FORMAT = 1
@@ -20,7 +21,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that the answers depend on, and the path of the errors relative to the results."""
+    """Everything that the answers depend on, and the path of the errors relative to the results.
+
+    `table`: how a table's rows become requests; None for JSON lines.
+    """
 
     input_sha256: str
     rows: int
@@ -29,19 +33,25 @@ class Identity:
     seed: int
     params: dict[str, Any]
     format: int = FORMAT
+    table: dict[str, Any] | None = None
 
     @property
     def job_id(self) -> str:
         """The part of the answers' ids that identifies the job."""
-        return hashlib.sha256(json.dumps({**asdict(self), "errors": ""}, sort_keys=True).encode()).hexdigest()
+        values = {**self._values(), "errors": ""}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """The values as they are read from a file."""
-        return json.loads(json.dumps(asdict(self)))
+        return {"table": None, **json.loads(json.dumps(self._values()))}
+
+    def _values(self) -> dict[str, Any]:
+        values = asdict(self)
+        return {name: value for name, value in values.items() if name != "table" or value is not None}
 
     def write(self, path: Path, model: str) -> None:
         """Writes the identity, with the model's name for people. Raises BatchWriteError."""
-        write_atomically(path, json.dumps({**asdict(self), "model": model, "job_id": self.job_id}, indent=2) + "\n")
+        write_atomically(path, json.dumps({**self._values(), "model": model, "job_id": self.job_id}, indent=2) + "\n")
 
 
 def read_identity(path: Path) -> dict[str, Any] | None:
@@ -152,6 +162,11 @@ class Ledger:
         for file in self._files:
             file.sync()
 
+    def sort(self) -> None:
+        """Puts the lines of both files in the order of the input's rows. Raises BatchWriteError."""
+        for file in self._files:
+            file.sort(lambda record: self._scan.line_of(record["custom_id"]) or 0)
+
     def close(self) -> None:
         """Syncs as far as possible, and unlocks. Removes empty files that were created only for locking."""
         with contextlib.ExitStack() as closing:
@@ -171,6 +186,7 @@ class Ledger:
         for path in (self.path_out, self.path_errors):
             if not path.parent.is_dir():
                 raise BatchError(f"{path}: there is no folder {path.parent}")
+            check_output(path)
 
     def _read_stored(self) -> dict[str, Any]:
         stored = read_identity(self._path_job)
@@ -184,7 +200,12 @@ class Ledger:
 
     def _known(self) -> dict[str, Any]:
         """The part of the identity that is known before the model is loaded."""
-        return {"input_sha256": self._scan.sha256, "rows": self._scan.num_rows, "errors": self.relative_errors()}
+        return {
+            "input_sha256": self._scan.sha256,
+            "rows": self._scan.num_rows,
+            "errors": self.relative_errors(),
+            "table": self._scan.table,
+        }
 
     def _check_same(self, values: Mapping[str, Any]) -> None:
         changed = differences(self._stored or {}, values)
@@ -230,6 +251,8 @@ def _difference(name: str, was: Any, now: Any) -> str:
         return "the model (its configuration, weights, tokenizer or max_model_len)"
     if name == "params" and isinstance(was, dict):
         return "; ".join(_changed_params(was, now))
+    if name == "table":
+        return "; ".join(_changed_params({"table": was or {}}, {"table": now or {}}))
     return f"{name} (was {was}, is {now})"
 
 

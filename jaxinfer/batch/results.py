@@ -6,12 +6,12 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxinfer.batch.errors import BatchError, BatchWriteError
-from jaxinfer.files import write_text_atomically
+from jaxinfer.files import atomic_writer, write_text_atomically
 
 SYNC_SECONDS = 0.5
 _SYNC_SHARE = 20  # on a slow disk, syncing takes at most a twentieth of the time
@@ -73,6 +73,37 @@ class ResultsFile:
         self._end = 0
         if not self.is_empty:
             self._cut(0)
+
+    def sort(self, key: Callable[[dict[str, Any]], int]) -> None:
+        """Orders the lines by a key of their records. The file is replaced in one step, and stays locked.
+
+        Raises BatchWriteError: there is no room for a second copy; the file is then as it was.
+        """
+        places: list[tuple[int, int, int]] = []  # key, offset, bytes
+        offset, fd = 0, -1
+        try:
+            with self.path.open("rb") as file:
+                for data in file:
+                    places.append((key(json.loads(data)), offset, len(data)))
+                    offset += len(data)
+                ordered = sorted(places)
+                if ordered == places:
+                    return
+                with atomic_writer(self.path.resolve()) as sorted_file:
+                    # Locked before it has the file's name, which another process could lock first.
+                    fd = os.open(sorted_file.name, os.O_RDWR | os.O_APPEND)
+                    _lock(fd, self.path)
+                    for _, start, size in ordered:
+                        file.seek(start)
+                        sorted_file.write(file.read(size))
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            if isinstance(error, OSError):
+                raise self._write_error(error) from error
+            raise
+        os.close(self._fd)
+        self._fd = fd
 
     def append(self, record: dict[str, Any]) -> None:
         """Adds one line, or none if it cannot be written completely.

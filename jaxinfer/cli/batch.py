@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jaxinfer.fleet import RayPool
 
 _files = partial(option, group="Files")
+_table = partial(option, group="Tables (.csv, .tsv, .parquet) and texts (.txt)")
 _fleet = partial(option, group="A fleet")
 _NUM_NAMED = 5  # other models
 
@@ -41,17 +42,30 @@ _NUM_NAMED = 5  # other models
 class BatchOptions:
     paths: list[str] | None = argument(
         None,
-        "Requests, and answers as they finish: one JSON object per line; -: standard input, standard output.",
+        "The file of requests (JSON lines, .csv, .tsv, .parquet or .txt), and the file for the answers (JSON lines). "
+        "-: standard input (JSON lines), standard output.",
         "IN OUT",
     )
     input: str | None = _files(None, "IN by name.", "PATH", "--input --input-file -i")
     output: str | None = _files(None, "OUT by name.", "PATH", "--output --output-file -o")
     errors: Path | None = _files(None, "File for failed rows; default: OUT with .errors.jsonl.", "PATH")
+    sort: bool = _files(False, "At the end, put the answers in the order of the rows in IN.")
     resume: bool = _files(
-        True, "Continue OUT if it belongs to the same job; or refuse an existing OUT.", flag="--resume/--no-resume"
+        True,
+        "Continue an OUT that an earlier run of this job began; --no-resume: refuse an OUT that has answers.",
+        flag="--resume/--no-resume",
     )
-    retry_errors: bool = _files(False, "Retry rows that failed before.")
-    overwrite: bool = _files(False, "Discard what OUT holds and start again.")
+    retry_errors: bool = _files(False, "Run rows again that failed in an earlier run.")
+    overwrite: bool = _files(False, "Delete the answers in OUT and start again.")
+    prompt_column: str | None = _table(None, "The column that has the prompts; default: prompt.", "NAME")
+    prompt: str | None = _table(
+        None,
+        "Make each prompt from columns: 'Translate: {text}' puts the cell of the column text there; {{ and }} are "
+        "braces. The column of a .txt file is named prompt.",
+        "TEMPLATE",
+    )
+    chat: bool = _table(False, "Prompts are messages of a user, for the model's chat template.")
+    keep: list[str] | None = _table(None, "Copy this column to the answers.", "NAME", is_repeated=True)
     ray: bool = _fleet(False, "Run on a pool of engines in Ray actors.")
     workers: int | None = _fleet(None, "Number of engines; default: 2.", "N", min=1)
     ray_address: str | None = _fleet(None, "A running cluster, such as auto; default: this machine.", "ADDRESS")
@@ -62,34 +76,34 @@ class BatchOptions:
 
 
 def batch(
-    model_options: ChatServingOptions,
-    hosts_options: HostsOptions,
-    sampling_options: SamplingOptions,
     options: BatchOptions,
+    model_options: ChatServingOptions,
+    sampling_options: SamplingOptions,
+    hosts_options: HostsOptions,
 ) -> int:
-    """Serve a file of requests.
+    """Answer a file of requests.
 
-    IN and OUT may be - for standard input and standard output, where failed lines are written too, or follow
-    -i and -o.
+    [bold]jaxinfer batch requests.jsonl answers.jsonl -m MODEL[/bold] reads one JSON object a line:
+    [bold]{"prompt": "...", "temperature": 0.7}[/bold], or with "messages" for a chat, or OpenAI's batch form
+    (custom_id, url, body).
 
-    A line of IN has OpenAI's batch form, with custom_id, url (/v1/chat/completions or /v1/completions) and body; or it
-    is [bold]{"prompt": "...", "temperature": 0.7}[/bold], or the same with "messages". Sampling options given here
-    apply where a line has none of its own. --seed is that of the whole job, from which each line's seed is derived.
-    The default length is OpenAI's: what fits for chat, 16 tokens for completions.
+    [bold]jaxinfer batch table.csv answers.jsonl --prompt 'Translate: {text}' --chat -m MODEL[/bold] makes prompts from
+    the columns of a table.
 
-    After a kill, Ctrl-C or a full disk, run the same command again: it continues where it stopped, every line is
-    answered once, with the same tokens. The exit code is 3 if some lines failed, 1 if all did.
+    Answers are written as they finish, one JSON object a line, with the custom_id of their row; rows that fail are
+    written to a file beside OUT. With - as OUT, both are printed.
+
+    Sampling options given here apply to rows that do not set their own. --seed is the seed of the job, from which each
+    row's own is derived. Without --max-tokens, answers of OpenAI's chat rows and of --chat are as long as fits, those
+    of /v1/completions have 16 tokens, and others as many as the model's generation_config.json says, or 16.
+
+    After a kill, Ctrl-C or a full disk, run the same command again: it continues where it stopped. Each row is answered
+    once, with the tokens that it would have had. The exit code is 3 if some rows failed, 1 if all did.
     """
     path_in, path_out = _paths(options)
-    if options.overwrite and options.retry_errors:
-        raise UsageError("--overwrite discards earlier results, so there is nothing to retry: omit --retry-errors")
     values = sampling_values(sampling_options)
-    for name in ("workers", "ray_address", "worker_resources"):
-        if getattr(options, name) is not None and not options.ray:
-            raise UsageError(f"--{name.replace('_', '-')} is for a fleet: add --ray")
+    _check(options, hosts_options, values)
     resources = _resources(options.worker_resources)
-    if options.ray and hosts_options.is_given:
-        raise UsageError("--ray starts workers by itself, so omit --coordinator and the like")
     if not join_hosts(hosts_options):
         return follow(model_options)
     with _opened_job(options) as job:
@@ -114,6 +128,22 @@ def batch(
     return PARTIAL if summary.ok else ERROR
 
 
+def _check(options: BatchOptions, hosts_options: HostsOptions, values: Mapping[str, Any]) -> None:
+    """Raises UsageError for options that exclude each other, ImportError where an extra for `values` is missing."""
+    if options.overwrite and options.retry_errors:
+        raise UsageError("--overwrite discards earlier results, so there is nothing to retry: omit --retry-errors")
+    for name in ("workers", "ray_address", "worker_resources"):
+        if getattr(options, name) is not None and not options.ray:
+            raise UsageError(f"--{name.replace('_', '-')} is for a fleet: add --ray")
+    if options.ray and hosts_options.is_given:
+        raise UsageError("--ray starts workers by itself, so omit --coordinator and the like")
+    if "structured" in values:
+        from jaxinfer.batch.input import NO_STRUCTURED, has_structured
+
+        if not has_structured():
+            raise ImportError(NO_STRUCTURED)
+
+
 def _paths(options: BatchOptions) -> tuple[str, str]:
     """IN and OUT, each by position or by name. Raises UsageError for too few or too many."""
     by_position = list(options.paths or ())
@@ -124,7 +154,7 @@ def _paths(options: BatchOptions) -> tuple[str, str]:
     if by_position:
         raise UsageError(f"{by_position[0]!r} is one path too many: a batch has one IN and one OUT")
     if path_out == STDIN:
-        for name in ("as_json", "retry_errors", "overwrite"):
+        for name in ("as_json", "retry_errors", "overwrite", "sort"):
             if getattr(options, name):
                 flag = name.removeprefix("as_").replace("_", "-")
                 raise UsageError(f"--{flag} is for answers in a file, and {STDIN} writes them to standard output")
@@ -139,7 +169,8 @@ def _opened_job(options: BatchOptions) -> "Iterator[Job]":
     from jaxinfer.batch.errors import BatchError
 
     path_in, path_out = _paths(options)
-    flags = {name: getattr(options, name) for name in ("errors", "resume", "overwrite", "retry_errors")}
+    names = ("errors", "resume", "overwrite", "retry_errors", "sort", "prompt_column", "prompt", "chat")
+    flags = {**{name: getattr(options, name) for name in names}, "keep": options.keep or ()}
     on_line = None
     with contextlib.ExitStack() as stack:
         copied = path_in
@@ -190,11 +221,12 @@ def _open_fleet(
 
 
 def _print_start(job: "Job", where: str) -> None:
+    unit = job.scan.source.unit
     for row in job.scan.bad_rows:
-        say(f"{where} line {row.line}: {row.error}")
+        say(f"{where} {unit} {row.line}: {row.error}")
     num_more = job.scan.num_bad - len(job.scan.bad_rows)
     if num_more:
-        say(f"and {num_more:,} more invalid lines")
+        say(f"and {num_more:,} more invalid {unit}s")
     if job.num_done:
         note(f"{job.num_done:,} of {job.num_rows:,} rows are done")
 
@@ -206,8 +238,10 @@ def _print_end(summary: "BatchSummary", *, is_piped: bool) -> None:
     else:
         if summary.resumed:
             parts.append(f"{summary.resumed:,} were done before")
-        parts.append(f"{summary.output_tokens:,} tokens{' in all' if summary.resumed else ''}")
-        parts.append(f"{_duration(summary.seconds)}, {summary.tokens_per_second:.0f} tokens/s")
+        tokens = f"{summary.prompt_tokens:,} prompt tokens, {summary.output_tokens:,} output tokens"
+        parts.append(f"{tokens}{' in all' if summary.resumed else ''}")
+        compiling = f" ({_duration(summary.compile_seconds)} compiling)" if summary.compile_seconds >= 0.05 else ""
+        parts.append(f"{_duration(summary.seconds)}{compiling}, {summary.tokens_per_second:.0f} output tokens/s")
     if not is_piped:
         parts.append(f"answers in {summary.out}")
     if summary.failed and not is_piped:

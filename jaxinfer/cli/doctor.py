@@ -38,6 +38,7 @@ EXTRAS = {
     "cpu": ("numba",),
     "serve": ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus-client"),
     "structured": ("llguidance",),
+    "parquet": ("pyarrow",),
     "tracing": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
     "ray": ("ray",),
     "notebooks": ("jupytext", "nbmake", "ipykernel", "matplotlib"),

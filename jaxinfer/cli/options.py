@@ -24,7 +24,10 @@ as_json = partial(option, False, flag="--json")
 overwrite = partial(option, False, flag="--overwrite")
 
 
-def model_argument(help: str = "A checkpoint's folder, a GGUF file, a Hugging Face hub id, an alias, or demo.") -> Any:
+def model_argument(
+    help: str = "A checkpoint's folder, a GGUF file, a Hugging Face hub id or a short name (qwen3:0.6b), an alias, or "
+    "demo.",
+) -> Any:
     """The model of commands that take it by position."""
     return argument(MISSING, help, "MODEL")
 
@@ -71,7 +74,8 @@ ON_LOADING = ("tokenizer", "dtype", "quantize", "requantize", "quantization", "v
 class ModelOptions:
     model: str = option(
         MISSING,
-        "A checkpoint's folder or URL (gs://, s3://), a GGUF file, a Hugging Face hub id, an alias, or demo.",
+        "A checkpoint's folder or URL (gs://, s3://), a GGUF file, a Hugging Face hub id or a short name (qwen3:0.6b), "
+        "an alias, or demo.",
         "MODEL",
         "--model -m",
         group="Model",

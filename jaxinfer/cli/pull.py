@@ -19,7 +19,8 @@ RECIPES = ("int8", "int4-g128")
 class PullOptions:
     name: str = argument(
         MISSING,
-        "user/model, with @revision if not the newest, and with :Q4_K_M for its GGUF file; or an alias.",
+        "user/model, with @revision if not the newest, and with :Q4_K_M for its GGUF file; a short name such as "
+        "qwen3:0.6b; or an alias.",
         "NAME",
     )
     revision: str | None = option(None, "Branch, tag or commit.", "NAME")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class RunModelOptions(DraftedModelOptions):
     """The model by position, and a draft."""
 
-    model: str = model_argument("user/model, user/model:Q4_K_M, an alias, a folder, a GGUF file, or demo.")
+    model: str = model_argument("user/model, user/model:Q4_K_M, qwen3:0.6b, an alias, a folder, a GGUF file, or demo.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,18 +9,23 @@ from typing import Any
 
 from jaxinfer.data import embedded_path
 from jaxinfer.store.aliases import Alias, read_alias
+from jaxinfer.store.library import hint, repository_of
 from jaxinfer.store.pull import Download, prepare_download
-from jaxinfer.store.pulled import MAIN, HubName, PulledModel, StoreError, find_pulled, is_offline
+from jaxinfer.store.pulled import (
+    MAIN,
+    HubName,
+    PulledModel,
+    StoreError,
+    UnknownModelError,
+    find_pulled,
+    is_offline,
+)
 
 _MAX_CHAIN = 8
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.\-]*"
 _HUB_NAME = re.compile(
     rf"(?P<repository>{_PART}(?:/{_PART})?)(?::(?P<first>[^@:\s]+))?(?:@(?P<revision>[^@:\s]+))?(?::(?P<last>[^@:\s]+))?"
 )
-
-
-class UnknownModelError(StoreError, FileNotFoundError):
-    """No model of that name is here."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,10 @@ class FoundModel:
 
 
 def parse_hub_name(name: str, revision: str | None = None) -> HubName | None:
-    """`user/model[@revision]`, `user/model:variant[@revision]`; None for what is no such name.
+    """`user/model[@revision]`, `user/model:variant[@revision]`, or a short name `qwen3[:tag][@revision]`; None for what
+    is no such name.
 
-    Raises StoreError for two revisions.
+    Raises StoreError for two revisions, UnknownModelError for a tag that a short name does not have.
     """
     match = _HUB_NAME.fullmatch(name)
     if match is None or ".." in name or "://" in name or name.endswith(("/", ".safetensors", ".bin", ".pt")):
@@ -68,13 +74,17 @@ def parse_hub_name(name: str, revision: str | None = None) -> HubName | None:
     if revision is not None and match["revision"]:
         raise StoreError(f"{name} names a revision, and revision={revision!r} another one")
     variant = match["first"] or match["last"]
-    return HubName(match["repository"], revision or match["revision"] or MAIN, variant)
+    at = revision or match["revision"] or MAIN
+    if (repository := repository_of(match["repository"], variant)) is not None:
+        return HubName(repository, at)
+    return HubName(match["repository"], at, variant)
 
 
 def find_model(
     model: str | Path, revision: str | None = None, *, offline: bool | None = None, fetch: bool = True
 ) -> FoundModel:
-    """Finds an embedded model, an alias, a folder, a GGUF file, a URL, or a repository, in this order.
+    """Finds an embedded model, an alias, a folder, a GGUF file, a URL, or a repository, also by a short name, in this
+    order.
 
     A repository that was pulled is used as it was pulled, without asking the hub. Another one is pulled if `fetch`,
     unless `offline` (None: as HF_HUB_OFFLINE says), where only the hub's cache is looked in.
@@ -202,6 +212,8 @@ def _in_hub(name: str, hub: HubName, offline: bool, fetch: bool) -> FoundModel:
     if not fetch:
         return FoundModel(name, None, hub)
     if hub.variant is not None:
-        raise UnknownModelError(f"{name} was not pulled, and the hub is not to be asked (offline)")
+        raise UnknownModelError(
+            f"{name} was not pulled, and the hub is not to be asked (offline){hint(hub.repository, 'no network')}"
+        )
     path = cached(hub.repository, hub.revision)
     return FoundModel(name, path, replace(hub, revision=path.name))

@@ -13,6 +13,7 @@ from typing import Any
 from jaxinfer.checks import format_bytes
 from jaxinfer.progress import Stage
 from jaxinfer.store.download import Transfer, missing_bytes, set_reference
+from jaxinfer.store.library import hint
 from jaxinfer.store.pulled import (
     HubName,
     PulledFile,
@@ -124,12 +125,7 @@ def prepare_download(name: HubName) -> Download:
     Raises CheckpointError for a repository that is not there, needs a token, has no safetensors, or whose model is not
     supported: before anything large is downloaded.
     """
-    from huggingface_hub import HfApi
-
-    from checkpoints_convert.hub import explained
-
-    with Stage(f"asking for {name}"), explained(name.repository, name.revision):
-        info = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True)
+    info = _ask(name)
     assert info.sha is not None
     every = tuple(_file(one) for one in info.siblings or ())
     license = getattr(info.card_data, "license", None) if info.card_data is not None else None
@@ -139,6 +135,23 @@ def prepare_download(name: HubName) -> Download:
     else:
         files = _checkpoint_files(name, info.sha, every)
     return Download(name, info.sha, files, missing_bytes(name, files), str(license) if license else None)
+
+
+def _ask(name: HubName) -> Any:
+    """What the hub says of a repository. Raises CheckpointNotFoundError, with the short name that may be meant."""
+    from huggingface_hub import HfApi
+
+    from checkpoints_convert import CheckpointNotFoundError
+    from checkpoints_convert.hub import explained
+
+    try:
+        with Stage(f"asking for {name}"), explained(name.repository, name.revision):
+            return HfApi().model_info(name.repository, revision=name.revision, files_metadata=True)
+    except CheckpointNotFoundError as error:
+        reason = "; ".join(error.problems)
+        if not (more := hint(name.repository, reason)):
+            raise
+        raise type(error)(name.repository, reason + more) from None
 
 
 def _file(sibling: Any) -> PulledFile:

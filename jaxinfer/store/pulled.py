@@ -23,6 +23,10 @@ class StoreError(ValueError):
     """A name, an alias or a manifest that cannot be used; the message says what to do."""
 
 
+class UnknownModelError(StoreError, FileNotFoundError):
+    """No model of that name is here."""
+
+
 @dataclass(frozen=True)
 class HubName:
     """`user/model`, of a revision (a branch, tag or commit), and of a GGUF variant such as "Q4_K_M"."""

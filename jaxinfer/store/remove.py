@@ -105,7 +105,10 @@ def _names_in_aliases() -> Iterator[tuple[str, HubName]]:
     """Names of aliases, with the repositories that they name as a model or a draft."""
     for alias in aliases():
         for name, revision in ((alias.model, alias.revision), (alias.draft or "", None)):
-            hub = None if not name or is_alias(name) else parse_hub_name(name, revision)
+            try:
+                hub = None if not name or is_alias(name) else parse_hub_name(name, revision)
+            except StoreError:  # two revisions, or a tag that a short name does not have
+                continue
             if hub is not None:
                 yield alias.name, hub
 

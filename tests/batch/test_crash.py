@@ -1,5 +1,6 @@
 """Killed at every operation on the files, and at every kind of place inside a write."""
 
+import json
 import os
 import random
 
@@ -129,6 +130,27 @@ def test_kills_while_results_are_overwritten(expected, run_until, run, left, fak
         assert run_until(path_in, last, 0.5, overwrite=True)
         run(path_in, overwrite=True)
         assert left() == whole
+
+
+def test_kills_while_results_are_sorted(expected, run_until, run, left, records, tmp_path):
+    path_in, whole = expected(9)
+    wanted = [row for row in whole_order(path_in) if not row.startswith("bad")]
+    last = 0
+    while True:
+        run(path_in)
+        has_died = run_until(path_in, last, 0.5, sort=True)
+        run(path_in, sort=True)
+        assert [one["custom_id"] for one in records(tmp_path / "out.jsonl")] == wanted
+        assert left() == whole
+        if not has_died:
+            break
+        last += 1
+    assert last >= 2  # the copy is synced, and replaces the file
+
+
+def whole_order(path_in):
+    rows = map(json.loads, path_in.read_text().splitlines())
+    return [row.get("custom_id", f"row-{number}") for number, row in enumerate(rows, 1)]
 
 
 @pytest.mark.parametrize("fault", ["trim", "read"])

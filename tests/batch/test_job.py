@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxinfer.batch import BatchError, open_job
+from jaxinfer.batch import BatchError, BatchWriteError, open_job
 from jaxinfer.sampling.params import SamplingParams
 
 
@@ -211,3 +211,47 @@ def test_the_job_file_says_whose_the_results_are(path_in, run, tmp_path):
 def test_the_package_needs_no_jax():
     code = "import sys, jaxinfer.batch; print([name for name in ('jax', 'numpy', 'tqdm') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.fixture
+def lines(records, tmp_path):
+    return lambda: [one["custom_id"] for one in records(tmp_path / "out.jsonl")]
+
+
+def test_sort_puts_answers_in_the_order_of_the_input(path_in, run, records, outcome, lines, mixed, tmp_path):
+    run(path_in)
+    assert run(path_in, tmp_path / "other.jsonl", sort=True).ok == 21
+    assert outcome(tmp_path, "other") == outcome(tmp_path)
+    wanted = [row.get("custom_id", f"row-{number}") for number, row in enumerate(mixed(24), 1)]
+    for name, is_bad in (("other.jsonl", False), ("other.errors.jsonl", True)):
+        found = [one["custom_id"] for one in records(tmp_path / name)]
+        assert found == [one for one in wanted if one.startswith("bad") == is_bad]
+    before = lines()
+    run(path_in, sort=True)  # all were done before
+    assert sorted(before) == sorted(lines())
+    assert before != lines() == [one for one in wanted if not one.startswith("bad")]
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".part"]
+
+
+def test_a_sorted_file_stays_locked_and_can_be_continued(path_in, run, outcome, fake_llm, tmp_path):
+    with open_job(path_in, tmp_path / "out.jsonl", sort=True) as job:
+        job.run(fake_llm(), use_tqdm=False)
+        with pytest.raises(BatchError, match=r"out\.jsonl is being written by another process"):
+            run(path_in)
+    whole = outcome(tmp_path)
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[3:9]))
+    assert run(path_in, sort=True).resumed == 9  # and 3 errors
+    assert outcome(tmp_path) == whole
+
+
+def test_without_room_for_sorting_the_answers_stay(path_in, run, outcome, tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("jaxinfer.batch.results.atomic_writer", full)
+    with pytest.raises(BatchWriteError, match="No space left on device; 24 of 24 rows are written completely"):
+        run(path_in, sort=True)
+    assert len(outcome(tmp_path)) == 24
+    monkeypatch.undo()
+    assert run(path_in, sort=True).resumed == 24

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxinfer.batch.input import BadRow, BatchRow, parse_row
+from jaxinfer.batch.rows import BadRow, BatchRow, parse_row
 
 CHAT = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "hi"}]}}
 
@@ -45,7 +45,13 @@ def test_a_plain_row_is_named_by_its_line():
         (json.dumps({**CHAT, "url": "/v1/embeddings"}).encode(), "url must be /v1/chat/completions or", "a"),
         (json.dumps({**CHAT, "url": ["x"]}).encode(), "url must be", "a"),
         (json.dumps({**CHAT, "body": "x"}).encode(), "body must be an object", "a"),
-        (json.dumps({**CHAT, "seed": 1}).encode(), "unknown field 'seed' beside the body", "a"),
+        (json.dumps({**CHAT, "seed": 1}).encode(), "unknown field 'seed' beside the body; known are custom_id", "a"),
+        (json.dumps({**CHAT, "methods": "POST"}).encode(), "'methods' beside the body: did you mean 'method'?", "a"),
+        (json.dumps({**CHAT, "url": "/v1/chat/completion"}).encode(), "did you mean '/v1/chat/completions'?", "a"),
+        (b'{"promt": "x"}', "unknown field 'promt': did you mean 'prompt'?", "row-2"),
+        (b'{"message": []}', "unknown field 'message': did you mean 'messages'?", "row-2"),
+        (b'{"prompt": "x", "customid": "a"}', "unknown field 'customid': did you mean 'custom_id'?", "row-2"),
+        (b'{"prompt": "x", "temprature": 1}', "unknown field 'temprature': did you mean 'temperature'?", "row-2"),
     ],
 )
 def test_a_line_that_cannot_be_served_keeps_its_name_where_it_has_one(line, message, custom_id):

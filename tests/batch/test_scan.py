@@ -7,6 +7,7 @@ import lzma
 
 import pytest
 
+from jaxinfer.batch import input
 from jaxinfer.batch.errors import BatchError
 from jaxinfer.batch.input import scan
 
@@ -76,6 +77,7 @@ OTHER_KINDS = {
     "one JSON array": json.dumps([{"prompt": "x"}], indent=1).encode(),
     "one JSON object": b'\xef\xbb\xbf{\n "prompt": "x"\n}\n',
     "separator ','": b'prompt,max_tokens\n"Hello, you",5\n',
+    "a JSON text sequence, whose records begin with byte 0x1E": b'\x1e{"prompt": "x", "max_tokens": 5}\n',
     "separator ';'": b"prompt;max_tokens\nHello;5\n",
 }
 
@@ -93,3 +95,25 @@ def test_a_bad_first_row_is_a_bad_row(write_rows, first):
     found = scan(write_rows([first, {"prompt": "x"}])) if first != "{" else scan(write_rows([{"prompt": "x"}, first]))
     assert found.num_rows == 2 - (not first)
     assert found.num_bad == bool(first)
+
+
+def test_a_missing_extra_is_told_with_its_line(write_rows, monkeypatch):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    plain = write_rows([{"prompt": "x"}, chat])
+    needing = {
+        "regex": {"prompt": "x", "guided_regex": "a+"},
+        "format": {
+            "custom_id": "a",
+            "url": "/v1/completions",
+            "body": {"prompt": "x", "response_format": {"type": "json_object"}},
+        },
+        "tools": {**chat, "tool_choice": "required"},
+    }
+    paths = [write_rows([{"prompt": "x"}, "nonsense", row], f"{name}.jsonl") for name, row in needing.items()]
+    assert [scan(path).num_rows for path in (plain, *paths)] == [2, 3, 3, 3]
+    monkeypatch.setattr(input, "has_structured", lambda: False)
+    assert scan(plain).num_rows == 2
+    for path in paths:
+        with pytest.raises(BatchError, match=r"line 3: structured output .* pip install 'jaxinfer\[structured\]'"):
+            scan(path)

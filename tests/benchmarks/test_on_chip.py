@@ -142,3 +142,23 @@ def test_table_says_what_is_wrong():
     assert "one (2 s): failed: no room" in found
     assert any("50.0% of copy" in line and "(goal 90%)" in line and "SHORT" in line for line in found)
     assert found[-1] == "1 pieces, 1 that did not end well; of the figures with a bound 0 ok, 1 SHORT, 1 WRONG"
+
+
+def test_a_machine_without_a_chip_is_told_so(tmp_path):
+    """What a worker refuses is told where the command was given, not in the log alone."""
+    command = [part for part in COMMAND if part != "--tiny"]
+    file = tmp_path / "results.json"
+    file.with_suffix(".log").write_text("of an earlier run\n")
+    ended = subprocess.run([*command, str(file)], capture_output=True, text=True, env=_env() | {"JAX_PLATFORMS": "cpu"})
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        "on_chip: no chip found: this machine has only a CPU; give --tiny to run the same pieces on tiny sizes\n"
+    )
+    assert not file.exists()
+
+
+def test_a_piece_that_is_not_there_is_told(tmp_path):
+    command = [*COMMAND, str(tmp_path / "results.json"), "--only", "no-such"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=_env())
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "--only 'no-such' is in no piece's name; they are " in ended.stderr

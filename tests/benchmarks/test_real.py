@@ -65,7 +65,7 @@ def run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(real, "run_job", run_job)
     monkeypatch.setattr(real, "work_folder", lambda: tmp_path)
-    monkeypatch.setattr(real, "find_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(real, "fetched_path", lambda name: tmp_path / name)
     file = tmp_path / "figures.json"
 
     def run():

@@ -6,6 +6,7 @@ import zipfile
 import pytest
 
 from benchmarks.real import models
+from benchmarks.real.__main__ import main
 from benchmarks.real.models import ModelFetchError, Part, PublishedModel, fetch, give_name
 from jaxinfer.store import find_model, list_models, read_alias
 
@@ -97,3 +98,13 @@ def test_names_are_aliases_that_are_listed_and_not_taken_from_others(tmp_path, m
     give_name(MODEL, other)
     assert (alias := read_alias("tiny")) is not None
     assert alias.model == str(other)
+
+
+def test_a_model_that_was_not_fetched_is_not_another_one_of_its_name(tmp_path, monkeypatch):
+    """smollm2 is a short name too, of a larger model of the hub."""
+    monkeypatch.setenv("JAXINFER_HOME", str(tmp_path))
+    with pytest.raises(ModelFetchError, match="smollm2 was not fetched: make models"):
+        models.fetched_path("smollm2")
+    monkeypatch.setattr("sys.argv", ["real", "--quick", "--models", "smollm2"])
+    with pytest.raises(SystemExit, match="error: smollm2 was not fetched: make models"):
+        main()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import resource
 import signal
 import time
@@ -239,6 +240,41 @@ def test_paths_by_name(jaxinfer, model, tmp_path):
     assert len(answers(tmp_path / "out.jsonl")) == 1
 
 
+def test_a_table_in_the_order_of_its_rows(jaxinfer, model, tmp_path):
+    (tmp_path / "in.csv").write_text("text,n\n" + "".join(f"line {i},{i}\n" for i in range(9)) + ",9\n")
+    path_out = tmp_path / "out.jsonl"
+    options = ("--prompt", "# {text}\n", "--keep", "n", "--sort", "--max-tokens", 2)
+    result = jaxinfer("batch", tmp_path / "in.csv", path_out, "-m", model, *SLOTS, *options)
+    assert result.exit_code == 3, result.stderr
+    assert f"{tmp_path / 'in.csv'} row 10: the cell of text is empty" in result.stderr
+    assert re.search(r" · \d+ prompt tokens, 18 output tokens · .* output tokens/s", result.stderr)
+    found = [json.loads(line) for line in path_out.read_text().splitlines()]
+    assert [one["columns"] for one in found] == [{"n": str(i)} for i in range(9)]
+    assert found[3]["prompt"] == "# line 3\n"
+    result = jaxinfer("batch", tmp_path / "in.csv", path_out, "-m", model, *SLOTS)
+    assert "has no column 'prompt': its columns are 'text', 'n'" in result.stderr
+
+
+def test_a_chat_of_a_table(jaxinfer, model, tmp_path, llm):
+    (tmp_path / "in.txt").write_text("hi\n")
+    result = jaxinfer("batch", tmp_path / "in.txt", "-", "-m", model, *SLOTS, "--chat", "--max-tokens", 3)
+    record = json.loads(result.stdout)
+    messages = [{"role": "user", "content": "hi"}]
+    assert record["messages"] == messages
+    answer = record["outputs"][0]
+    expected = llm.chat(messages, SamplingParams(max_tokens=3, seed=answer["seed"]))[0].outputs[0]
+    assert answer["text"] == expected.text
+
+
+def test_the_time_of_compiling_is_told(jaxinfer, model, tmp_path):
+    path = write(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 1}])
+    own = ("--max-seqs", 3, "--prefill-chunk", 20)  # whose programs no other test has compiled in this process
+    result = jaxinfer("batch", path, tmp_path / "out.jsonl", "-m", model, *own, "--json")
+    summary = json.loads(result.stdout)
+    assert 0 < summary["compile_seconds"] < summary["seconds"] * 3
+    assert " compiling), " in result.stderr
+
+
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
@@ -248,6 +284,7 @@ def test_paths_by_name(jaxinfer, model, tmp_path):
         (["-i", "in", "out", "more"], "'more' is one path too many"),
         (["in", "-", "--json"], "--json is for answers in a file"),
         (["in", "-", "--overwrite"], "--overwrite is for answers in a file"),
+        (["in", "-", "--sort"], "--sort is for answers in a file"),
     ],
 )
 def test_wrong_paths(jaxinfer, paths, message):

@@ -51,7 +51,7 @@ ANSWERS = [
     ("jaxinfer --model demo generate hi", 2, "options follow the command: jaxinfer generate ... --model"),
     # Something is missing or wrong.
     ("jaxinfer", 2, "Usage: jaxinfer"),
-    ("jaxinfer generate hi", 2, "a Hugging Face hub id, an alias, or demo"),
+    ("jaxinfer generate hi", 2, "a Hugging Face hub id or a short name (qwen3:0.6b), an alias, or demo"),
     ("jaxinfer generate demo hi", 2, "Missing option '--model'"),
     ("jaxinfer generate -m demo", 2, "no prompt: standard input is empty"),
     ("jaxinfer plan demo", 2, "Missing option '--on'. Chips, such as v6e:2x2"),

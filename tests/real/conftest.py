@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.real.models import MODELS
-from jaxinfer.store import StoreError, find_path
+from benchmarks.real.models import MODELS, ModelFetchError, fetched_path
+from jaxinfer.store import StoreError
 
 GOLDEN = Path(__file__).parents[1] / "oracle" / "golden" / "real_models.json"
 
@@ -17,8 +17,8 @@ def model_path():
 
     def find(name: str) -> Path:
         try:
-            path = find_path(name)
-        except (StoreError, ValueError, OSError) as error:
+            path = fetched_path(name)
+        except (ModelFetchError, StoreError) as error:
             pytest.fail(f"--real needs {name} ({error}): make models", pytrace=False)
         if (num_bytes := path.stat().st_size) != MODELS[name].num_bytes:
             pytest.fail(f"{path} has {num_bytes:,} bytes, not {MODELS[name].num_bytes:,}: make models", pytrace=False)

@@ -486,8 +486,8 @@ BATCH = (
     Fault(
         "batch/another-input-is-gone-on-with",
         "jaxinfer/batch",
-        "return json.loads(json.dumps(asdict(self)))",
-        'return {"format": self.format}',
+        "json.loads(json.dumps(self._values()))",
+        '{"format": self.format}',
         ("tests/batch/test_job.py",),
         "answers of two models or seeds end up in one file",
     ),

@@ -1,0 +1,140 @@
+"""Rows of an input, and how a line of JSON is read as one."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxinfer.batch.errors import RowError
+from jaxinfer.batch.requests import FORMS_BY_URL, BatchRequest, read_plain, read_row_body
+from jaxinfer.checks import did_you_mean, nearest
+from jaxinfer.openai.errors import RequestError
+
+_OPENAI_KEYS = ("custom_id", "method", "url", "body")
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """A valid row.
+
+    `line` counts lines from 1, in a table rows; `number` counts from 0, and the row's seed is derived from it.
+    `is_table`: whether it is of a table or a text. `columns`: its cells that are copied to the answer.
+    """
+
+    line: int
+    custom_id: str
+    request: BatchRequest
+    is_table: bool = False
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        return self.line - 1
+
+    @property
+    def is_plain(self) -> bool:
+        return self.request.form == "plain"
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """An invalid row, with its custom_id if that can be read, else with the default one.
+
+    `is_plain`: whether it has the plain form; None where that cannot be read.
+    """
+
+    line: int
+    custom_id: str
+    error: ValueError
+    is_plain: bool | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+def default_custom_id(line: int) -> str:
+    return f"row-{line}"
+
+
+def parse_row(data: bytes, line: int) -> BatchRow | BadRow:
+    """Reads one line, in OpenAI's batch form (with a "body") or the plain form."""
+    custom_id = default_custom_id(line)
+    is_plain = None
+    try:
+        record = _read_json(data)
+        has_body = "body" in record or "url" in record
+        is_plain = not has_body
+        if has_body and "custom_id" not in record:
+            raise RowError("custom_id is missing", "custom_id")
+        custom_id = _custom_id(record, custom_id)
+        return BatchRow(line, custom_id, _read_openai(record) if has_body else _read_plain(record))
+    except ValueError as error:
+        return BadRow(line, custom_id, error, is_plain)
+
+
+def _read_json(data: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise RowError(f"not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
+    except json.JSONDecodeError as error:
+        raise RowError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise RowError("not valid JSON: nested too deeply") from None
+    except RowError:
+        raise
+    except ValueError as error:  # an integer with thousands of digits
+        raise RowError(f"not valid JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise RowError(f"a row must be a JSON object, got {type(record).__name__}")
+    return record
+
+
+def _refuse_constant(name: str) -> None:
+    raise RowError(f"not JSON: {name} is not allowed")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowError(f"{twice!r:.60} is given twice", twice)
+    return record
+
+
+def _custom_id(record: Mapping[str, Any], default: str) -> str:
+    custom_id = record.get("custom_id", default)
+    if not isinstance(custom_id, str) or not custom_id:
+        raise RowError(f"custom_id must be a non-empty string, got {custom_id!r:.60}", "custom_id")
+    return custom_id
+
+
+def _read_openai(record: Mapping[str, Any]) -> BatchRequest:
+    for name in record:
+        if name not in _OPENAI_KEYS:
+            hint = did_you_mean(name, _OPENAI_KEYS, otherwise=f"; known are {', '.join(_OPENAI_KEYS)}")
+            raise RowError(f"unknown field {name!r:.60} beside the body{hint}", name)
+    if record.get("method", "POST") != "POST":
+        raise RowError(f"method must be POST, got {record['method']!r:.60}", "method")
+    url, body = record.get("url"), record.get("body")
+    form = FORMS_BY_URL.get(url) if isinstance(url, str) else None
+    if form is None:
+        hint = did_you_mean(url, FORMS_BY_URL, cutoff=0.8)
+        raise RowError(f"url must be {' or '.join(FORMS_BY_URL)}, got {url!r:.60}{hint}", "url")
+    if not isinstance(body, dict):
+        raise RowError(f"body must be an object, got {type(body).__name__}", "body")
+    return read_row_body(form, body)
+
+
+def _read_plain(record: Mapping[str, Any]) -> BatchRequest:
+    if "prompt" not in record and "messages" not in record:
+        for name in record:
+            if near := nearest(name, ("prompt", "messages", "body", "url"), cutoff=0.75):
+                raise RowError(f"unknown field {name!r:.60}: did you mean {near!r}?", name)
+        raise RowError('a row has "prompt" or "messages", or "url" and "body"')
+    try:
+        return read_plain({name: value for name, value in record.items() if name != "custom_id"})
+    except RequestError as error:
+        name = error.parameter
+        if name in record and nearest(name, ("custom_id",), cutoff=0.8):
+            raise RowError(f"unknown field {name!r:.60}: did you mean 'custom_id'?", name) from None
+        raise
