@@ -48,6 +48,7 @@ from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.parallel import hosts
+from jaxinfer.param_dict import ParamDict, refuse
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
@@ -118,7 +119,7 @@ class LLM(ScoringMethods):
         )
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
         self.answer_format = AnswerFormat(self.tokenizer, chosen.tool_parser)
-        self.params = loaded.params
+        self._params = ParamDict.read_only(loaded.params)
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
         self.default_params, self.ignored_generation_config = loaded.default_params, loaded.ignored_defaults
         self.eos_token_ids, self._weights = loaded.eos_token_ids, [loaded.weights]
@@ -309,6 +310,16 @@ class LLM(ScoringMethods):
 
     # The engine.
 
+    @property
+    def params(self) -> Params:
+        """The parameters, a nested dict that `bind` takes (docs/guides/own_code.md). It is read-only: `params.copy()`
+        is one of the same arrays to change, for a new `LLM((config, params, tokenizer))`."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        refuse("llm.params = ...")
+
     @together
     def warm_up(self, *, jobs: int | None = None, use_tqdm: bool | None = None) -> int:
         """Compiles every program that a request can need, so that none compiles later; returns how many.
@@ -390,7 +401,7 @@ class LLM(ScoringMethods):
         self.client.close()
         for weights in self._weights:
             weights.release()
-        self.params, self._weights = {}, []
+        self._params, self._weights = ParamDict.read_only({}), []
 
     # Several hosts.
 

@@ -29,6 +29,7 @@ from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_t
 from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
 from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, moved_layers
 from jaxinfer.option_names import check_format
+from jaxinfer.param_dict import plain
 from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_device import (
     Copies,
@@ -444,7 +445,7 @@ def load_draft(
 def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenizer | None]:
     if len(model) not in (2, 3) or not isinstance(model[0], ModelConfig):
         raise TypeError("a live model is (ModelConfig, params) or (ModelConfig, params, tokenizer)")
-    config, params = model[0], model[1]
+    config, params = model[0], plain(model[1])
     wanted = jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
     given = jax.tree.map(jnp.shape, params, is_leaf=is_weight)
     if wanted != given:
