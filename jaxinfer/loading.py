@@ -64,6 +64,7 @@ class LoadedModel:
     has_head: False where its files have no head. embedding: how it embeds texts, where its files say so.
     system: the system prompt of an alias.
     activations: "int8" where products with packed weights round activations to 8 bits.
+    source: the folder or GGUF file that it was read from; None for live parameters.
     fit: how the `mesh` runs it, where there is one; then `config` is the fit's.
     """
 
@@ -81,6 +82,7 @@ class LoadedModel:
     mesh: Mesh | None = None
     system: str | None = None
     activations: str = "float32"
+    source: Path | None = None
 
     @property
     def params(self) -> Params:
@@ -174,10 +176,10 @@ def load_model(
         opening = {"requantize": requantize, "verify": verify}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization, "activations": activations}
         found = _read(named, dtype, chosen, mesh, offload, opening=opening, from_disk=from_disk, **needed)
-    if tokenizer is not None:
-        chosen_tokenizer = Tokenizer.from_dir(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
-    else:
-        chosen_tokenizer = found.tokenizer
+        found = replace(found, source=named.path)
+    chosen_tokenizer = found.tokenizer if tokenizer is None else tokenizer
+    if isinstance(chosen_tokenizer, (str, Path)):
+        chosen_tokenizer = Tokenizer.from_dir(chosen_tokenizer)
     if found.ignored_defaults:
         warnings.warn(
             f"{found.name}: generation_config.json asks for {', '.join(found.ignored_defaults)}, which is not applied",
