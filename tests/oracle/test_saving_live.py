@@ -1,6 +1,7 @@
 """What `LLM.save` writes, opened by Transformers as a model and a tokenizer: `make test-oracle`."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.oracle.cases import CASES, prompt_tokens
 pytestmark = [pytest.mark.oracle, pytest.mark.optimized]
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "phi3", "mixtral", "qwen3_moe", "gpt_neox"]
 SEED = 2000
-OPTIONS = {"max_seqs": 1, "max_model_len": 64}
+OPTIONS: Any = {"max_seqs": 1, "max_model_len": 64}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -31,7 +32,7 @@ def test_transformers_opens_it(reference, name, tmp_path):
         ours = llm.generate([tokens.tolist()], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         llm.save(tmp_path / "out")
         text = "def f(x):\n    return 'é'"
-        ids, chat = llm.tokenizer.encode(text), llm.chat_prompt([{"role": "user", "content": text}])
+        ids, chat = llm.get_tokenizer().encode(text), llm.chat_prompt([{"role": "user", "content": text}])
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     wanted, _ = reference.states(model, tokens)
     found, _ = reference.states(opened, tokens)
@@ -50,7 +51,7 @@ def test_transformers_generates_with_the_saved_generation_config(reference, tmp_
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     with LLM("demo", **OPTIONS) as llm:
-        ids = llm.tokenizer.encode("def read_lines(path):")
+        ids = llm.get_tokenizer().encode("def read_lines(path):")
         wanted = (
             llm.generate([ids], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)[0].outputs[0].token_ids
         )
