@@ -4,7 +4,7 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
-        "api/parameters-take-changes-that-no-engine-sees",
+        "doors/parameters-take-changes-that-no-engine-sees",
         "jaxinfer/param_dict.py",
         "if self.is_read_only:",
         "if not self.is_read_only:",
@@ -12,7 +12,7 @@ FAULTS = (
         "weights are set, nothing changes, and nothing is said",
     ),
     Fault(
-        "api/only-the-outer-dict-refuses-changes",
+        "doors/only-the-outer-dict-refuses-changes",
         "jaxinfer/param_dict.py",
         "cls.read_only(one) if isinstance(one, dict) else one",
         "one",
@@ -20,7 +20,7 @@ FAULTS = (
         "a layer's weights are set, nothing changes, and nothing is said",
     ),
     Fault(
-        "api/a-text-is-scored-from-its-third-token",
+        "doors/a-text-is-scored-from-its-third-token",
         "jaxinfer/engine/client.py",
         "start = 1\n",
         "start = 2\n",
@@ -28,7 +28,7 @@ FAULTS = (
         "losses and perplexities of texts leave a token out",
     ),
     Fault(
-        "api/a-score-ignores-its-parameters",
+        "doors/a-score-ignores-its-parameters",
         "jaxinfer/engine/request.py",
         "self.score_from is not None and not self.params.keeps_distribution",
         "False",
@@ -36,7 +36,7 @@ FAULTS = (
         "processed log-probabilities are raw ones, whatever the temperature",
     ),
     Fault(
-        "api/another-tokenizer-is-not-saved",
+        "doors/another-tokenizer-is-not-saved",
         "jaxinfer/saving.py",
         "own is None or own.parent != loaded.source",
         "own is None",
@@ -44,7 +44,7 @@ FAULTS = (
         "what was saved reads texts as other tokens than the model that was saved",
     ),
     Fault(
-        "api/an-exported-function-has-kernels-of-this-platform",
+        "kernels/an-exported-function-has-kernels-of-this-platform",
         "pallas_kernels/platform.py",
         "if _is_portable.value:",
         "if not _is_portable:",
