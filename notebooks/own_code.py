@@ -21,7 +21,7 @@
 # Nothing is downloaded; it takes less than a minute on a CPU.
 
 # %%
-from functools import partial
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,7 @@ print(before.shape)
 optimizer = optax.adam(3e-4)
 
 
-@partial(jax.jit, donate_argnames=("params", "state"))
+@functools.partial(jax.jit, donate_argnames=("params", "state"))
 def train_step(params, state, tokens):
     loss, gradients = jax.value_and_grad(loss_of)(params, tokens)
     updates, state = optimizer.update(gradients, state, params)
@@ -176,7 +176,7 @@ def step(params, cache, tokens, starts, lengths):
     return attend.cache, decoder.logits(last).argmax(axis=-1)
 
 
-@partial(jax.jit, donate_argnames="cache")
+@functools.partial(jax.jit, donate_argnames="cache")
 def generate(params, cache, tokens, lengths):
     cache, token = step(params, cache, tokens, jnp.zeros_like(lengths), lengths)
 
@@ -213,7 +213,7 @@ def ragged_step(params, cache, page_table, tokens, positions, starts, lengths, k
     return attend.cache, decoder.logits(hidden[starts + lengths - 1]).argmax(axis=-1)
 
 
-@partial(jax.jit, donate_argnames="cache")
+@functools.partial(jax.jit, donate_argnames="cache")
 def generate_paged(params, cache, page_table, tokens, positions, lengths):
     ones, rows = jnp.ones_like(lengths), jnp.arange(lengths.shape[0])
     starts = jnp.cumsum(lengths) - lengths
