@@ -72,7 +72,13 @@ class ScoringMethods(Closable):
         requests = [
             self.client.prepare_score(*pair, params, what=f"{what} {number}") for number, pair in enumerate(pairs)
         ]
-        return [score_of(answer) for (answer,) in self._run(requests, "scoring", what, use_tqdm)]
+        scores: dict[SequenceState, Score] = {}
+
+        def take(answer: SequenceState) -> None:
+            scores[answer] = score_of(answer)
+            answer.prompt_logprobs = []  # ten times as large, while others of a long list run
+
+        return [scores[answer] for (answer,) in self._run(requests, "scoring", what, use_tqdm, take)]
 
     @takes_other_names
     @together
@@ -155,9 +161,14 @@ class ScoringMethods(Closable):
         return job.result([self.client.collect(one) for one in answers])
 
     def _run(
-        self, requests: list[Request], description: str, unit: str, use_tqdm: bool | None
+        self,
+        requests: list[Request],
+        description: str,
+        unit: str,
+        use_tqdm: bool | None,
+        take: Callable[[SequenceState], None] = lambda answer: None,
     ) -> list[list[SequenceState]]:
-        """Runs requests to their end; the answers of each."""
+        """Runs requests to their end; the answers of each. `take` is called with each answer as it ends."""
         submitted: list[list[SequenceState]] = []
         try:
             for request in requests:
@@ -169,6 +180,7 @@ class ScoringMethods(Closable):
                 for answer, delta in self.client.run(running):
                     num_tokens += len(delta.token_ids)
                     if answer.is_finished:
+                        take(answer)
                         stage.update()
         except BaseException:
             for answers in submitted:

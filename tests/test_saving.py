@@ -62,7 +62,7 @@ def test_dtype(checkpoint, tmp_path):
     assert (config.dtype, params["embed"].dtype) == ("bfloat16", jnp.bfloat16)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int4-g32"])
+@pytest.mark.parametrize("recipe", [pytest.param("int8", marks=pytest.mark.slow), "int4-g32"])
 def test_quantized_weights_keep_their_values(checkpoint, tmp_path, recipe):
     before, after = saved(str(checkpoint), tmp_path / "out", quantize=recipe)
     assert before == after
@@ -70,7 +70,7 @@ def test_quantized_weights_keep_their_values(checkpoint, tmp_path, recipe):
     assert data["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+@pytest.mark.parametrize("kind", [pytest.param("F16", marks=pytest.mark.slow), "Q8_0"])
 def test_a_gguf_file_with_its_tokenizer_and_template(tmp_path, kind):
     found = embedded_path("demo")
     assert found is not None
@@ -95,6 +95,14 @@ def test_a_scheme_that_the_files_cannot_have_is_refused_with_what_works(checkpoi
     with LLM(str(tmp_path / "out"), **OPTIONS) as llm:
         assert answers(llm) == before
         assert "quantized" not in llm.explain().to_dict()["model"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"offload": 1}, pytest.param({"offload": 2, "quantize": "int4-g32"}, marks=pytest.mark.slow)], ids=repr
+)
+def test_layers_in_the_hosts_memory_are_saved_too(checkpoint, tmp_path, options):
+    before, after = saved(str(checkpoint), tmp_path / "out", **options)
+    assert before == after
 
 
 def test_live_parameters(tmp_path):
@@ -148,5 +156,10 @@ def test_what_cannot_be_saved_says_why(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="load without mesh="):
         llm.save(tmp_path / "out")
     llm.close()
+    with (
+        LLM(str(checkpoint), offload="disk", **OPTIONS) as from_disk,
+        pytest.raises(ValueError, match="are on the disk, not in memory; copy its checkpoint"),
+    ):
+        from_disk.save(tmp_path / "out")
     with pytest.raises(RuntimeError, match="this LLM is closed"):
         llm.save(tmp_path / "out")
