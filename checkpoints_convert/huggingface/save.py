@@ -86,9 +86,10 @@ def save_huggingface(
         leaf = leaves[path]
         return leaf.num_bytes if isinstance(leaf, QuantizedArray) else _num_bytes(config, path)
 
-    extra: Mapping[str, Path | str] = (
-        extra_files if isinstance(extra_files, Mapping) else {Path(file).name: Path(file) for file in extra_files}
-    )
+    if isinstance(extra_files, Mapping):
+        extra = {str(name): content for name, content in extra_files.items()}
+    else:
+        extra = {Path(file).name: Path(file) for file in extra_files}
     with staged(Path(dst), sum(map(size_of, leaves)), overwrite=overwrite, also_own=extra) as partial:
         write_companions(extra, partial)
         quantization = write_shards(
