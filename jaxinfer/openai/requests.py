@@ -105,10 +105,10 @@ class TextRequest:
 
     def __post_init__(self) -> None:
         if self.messages is not None:
-            check_messages(self.messages, self.places)
             if not self.ignore_unknown:
                 check_names(self.tools, TOOL, "tools")
                 check_names(self.tool_choice, TOOL_CHOICE, "tool_choice")
+            check_messages(self.messages, self.places)
             with self._errors_of_tools():
                 check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         if not -_MAX_PRIORITY <= self.priority < _MAX_PRIORITY:
