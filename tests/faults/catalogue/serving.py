@@ -977,6 +977,14 @@ SERVER = (
 
 SECURITY = (
     Fault(
+        "server/forms-of-other-sites-are-taken",
+        "jaxinfer/server/http.py",
+        "any(name in request.headers for name in _OF_BROWSERS)",
+        "False",
+        ("tests/server/test_security.py::test_json_is_taken_from_curl_as_a_form_and_from_no_browser",),
+        "any web page that somebody opens on this machine uses, pulls and deletes models",
+    ),
+    Fault(
         "server/a-trailer-is-taken-for-a-header",
         "jaxinfer/server/connection.py",
         "if self._is_in_head:  # a trailer",
