@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import UsageError, say
 from jaxinfer.cli.options import ChatServingOptions, llm_arguments
+from jaxinfer.extras import install_hint
 from jaxinfer.options import argument
 from jaxinfer.server.options import ServerOptions
 
@@ -35,7 +36,7 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
     try:
         from jaxinfer.server.run import run_server, run_service
     except ImportError as error:
-        raise ImportError(f"jaxinfer serve needs {error.name}: pip install 'jaxinfer[serve]'") from None
+        raise ImportError(f"jaxinfer serve needs {error.name}: {install_hint('serve')}") from None
     from jaxinfer.async_engine import AsyncEngine
     from jaxinfer.server.names import split_name
     from jaxinfer.server.service import Service

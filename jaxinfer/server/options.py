@@ -106,8 +106,8 @@ class ServerOptions:
     models: list[str] | None = _many(
         None,
         "A model that requests may name, beside MODEL, the one of requests that name none: a folder, a file, a hub id "
-        "or an alias, named by its folder or file unless as NAME=MODEL. It is loaded when a request names it, the first "
-        "at the start unless --lazy. Without any model, those that are stored on this machine may be named.",
+        "or an alias, named by its folder or file unless as NAME=MODEL. It is loaded when a request names it, the "
+        "first at the start unless --lazy. Without any model, those that are stored on this machine may be named.",
         "[NAME=]MODEL",
         "--model",
         is_repeated=True,

@@ -18,6 +18,7 @@ import uvloop
 
 from jaxinfer import progress
 from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.extras import install_hint
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.catalogue import locate, paths_of
@@ -114,7 +115,7 @@ def _tracer(options: ServerOptions, name: str) -> "RequestTracer | None":
     try:
         from jaxinfer.server.tracing import open_tracer
     except ImportError as error:
-        told = f"traces need {error.name}: pip install 'jaxinfer[tracing]'"
+        told = f"traces need {error.name}: {install_hint('tracing')}"
         if options.otlp_endpoint is None:
             _LOG.warning("%s; there are none", told)
             return None

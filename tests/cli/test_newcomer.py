@@ -13,6 +13,7 @@ import typer.main
 
 import jaxinfer
 from jaxinfer.cli.main import app
+from jaxinfer.extras import install_hint
 from tests.cli.conftest import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -172,7 +173,7 @@ def test_commands_of_the_readme_run(command_line, folder, command):
     words = shlex.split(PLACEHOLDER.sub("demo", command).replace("texts.txt", str(texts)))[1:]
     result = command_line(*words, input="hi\n")
     if words[0] == "plan" and result.exit_code == 1:  # without the compilers
-        check(result, 1, "pip install 'jaxinfer[aot]'")
+        check(result, 1, install_hint("aot"))
     else:
         check(result, 0)
 
