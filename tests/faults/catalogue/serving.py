@@ -1047,6 +1047,30 @@ PAGE = (
 
 MANY = (
     Fault(
+        "server/errors-have-the-path-of-a-model",
+        "jaxinfer/server/models.py",
+        "llm.client.name = self.name",
+        "pass",
+        ("tests/server/test_names.py::test_no_client_sees_a_path_of_the_server",),
+        "a client learns the folders of the server from the error of a request",
+    ),
+    Fault(
+        "server/a-name-stands-for-the-first-of-two-models",
+        "jaxinfer/server/names.py",
+        "if found.setdefault(name, model) != model:",
+        "if found.setdefault(name, model) is None:",
+        ("tests/server/test_names.py::test_one_name_stands_for_one_model",),
+        "of two files of the same name in two folders one is never served, and nobody is told",
+    ),
+    Fault(
+        "server/the-pooling-of-the-command-line-is-dropped",
+        "jaxinfer/server/models.py",
+        "llm.embedder.default_pooling = self._pooling",
+        "llm.embedder.default_pooling = None",
+        ("tests/server/test_embeddings.py::test_a_server_pools_as_it_is_told_where_a_request_is_silent",),
+        "vectors are those of another pooling than the one asked for",
+    ),
+    Fault(
         "server/a-busy-model-is-unloaded",
         "jaxinfer/server/pool.py",
         "idle = next((one for one in loaded if not one.num_users), None)",
