@@ -57,8 +57,9 @@ def pieces(text: str, size: int = 7) -> list[str]:
 @dataclass
 class FakeServer:
     """What the handler needs and records. `answers` are texts by question that replace the usual one; `delay` is the
-    time in seconds before each piece, `load_seconds` that before an answer begins. While it `is_down`, streams break and requests are refused; while it
-    `is_loading`, it says so. `statuses` are more fields of models in their list, by their names."""
+    time in seconds before each piece, `load_seconds` that before an answer begins. While it `is_down`, streams break
+    and requests are refused; while it `is_loading`, it says so. `statuses` are more fields of models in their list, by
+    their names."""
 
     url: str = ""
     needs_key: bool = False
@@ -209,7 +210,5 @@ def running() -> Iterator[FakeServer]:
 
 if __name__ == "__main__":
     with running() as fake_server:
-        print(
-            f"{fake_server.url}: say markdown, think, slow, resume, busy, refused, too large, broken or lost. Ctrl+C ends."
-        )
+        print(f"{fake_server.url}: say markdown, think, slow, resume, busy, refused, too large, broken or lost.")
         threading.Event().wait()
