@@ -57,7 +57,7 @@ def public_name(model: str) -> str:
 
 
 def is_path(model: str) -> bool:
-    """Whether the model is a folder or a file of this machine: not the embedded model or the alias of that name."""
+    """True for a folder or a file of this machine that is not hidden by an embedded model or an alias of that name."""
     if model.startswith(("/", "~", "./", "../")) or model in (".", ".."):
         return True
     return _exists(model) and embedded_path(model) is None and read_alias(model) is None

@@ -292,7 +292,7 @@ class ModelPool:
             self._changed.set()
 
     def _progress(self, model: ServedModel) -> str:
-        """What a model that is not usable is about to be, for the log."""
+        """A few words for the log on a model that a request has to wait for."""
         if model in self._line:
             return "being loaded" if model.state == "loading" else "waiting for other models to be loaded"
         return f"loaded after {self._line[-1].name}" if self._line else "loaded now"
