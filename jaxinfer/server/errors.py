@@ -133,7 +133,7 @@ def as_api_error(error: BaseException) -> APIError:
 
 
 def load_error(name: str, error: Exception, reason: str) -> APIError:
-    """What those are told who wait for a model that could not be loaded, with the reason in words for clients."""
+    """The error for requests that wait for a model that could not be loaded, with the reason in words for clients."""
     status = 503 if isinstance(error, OutOfMemoryError) else 500
     message = f"the model {name!r:.80} could not be loaded: {reason}"
     found = APIError(status, message, param="model", code="model_not_loaded", headers={"retry-after": "10"})
