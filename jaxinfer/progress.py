@@ -287,7 +287,7 @@ def num_compiled() -> int:
 
 
 def programs(threads: tuple[str, ...] = ("",)) -> str:
-    """The programs being traced and compiled, such as "compiling step", in threads whose names begin so; "" for none."""
+    """The programs that are traced and compiled, such as "compiling step", in threads whose names begin so, or ""."""
     named = {thread.ident for thread in threading.enumerate() if thread.name.startswith(threads)}
     found = [running[-1] for ident, running in list(_programs.items()) if running and ident in named]
     return ", ".join(dict.fromkeys(found))
