@@ -29,6 +29,7 @@ from checkpoints_convert.files import (
     QUANTIZATION_FILES,
     WEIGHTS_INDEX,
 )
+from jaxinfer.extras import install_hint
 
 
 class ByteFile(Protocol):
@@ -217,7 +218,7 @@ def _listed(url: str) -> RemoteDirectory:
         import fsspec
     except ImportError:
         raise CheckpointNotFoundError(
-            url, f"object stores need the package fsspec, which is not installed: pip install 'jaxinfer[{EXTRA}]'"
+            url, f"object stores need the package fsspec, which is not installed: {install_hint(EXTRA)}"
         ) from None
     if "::" in url:
         raise CheckpointNotFoundError(url, "chained URLs are not read: name the directory itself")

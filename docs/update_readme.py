@@ -203,7 +203,7 @@ def server(*arguments: str) -> Iterator[str]:
         assert process.stderr is not None
         lines = []
         for line in process.stderr:
-            if not line.startswith("compiling:"):  # with an empty compilation cache only
+            if not re.match(r"compiling:|[\d-]+ [\d:,]+ INFO ", line):  # of an empty compilation cache, and of the log
                 lines.append(line.rstrip())
             if line.startswith(("ready:", "error:")):
                 break
@@ -258,10 +258,12 @@ def run() -> str:
     return f"```\n{typed(command)}\n```"
 
 
+CHAT = r"printf 'What is the capital of France?\nAnd of Italy?\n' | jaxinfer run smollm2"
+
+
 def chat() -> str:
     """A chat with a published model, which `make models` fetched."""
-    command = "jaxinfer run smollm2 'What is the capital of France?'"
-    return f"```\n{typed(command)}\n```"
+    return f"```\n{typed(CHAT)}\n```"
 
 
 def several_models() -> str:
@@ -303,7 +305,7 @@ def serving_start() -> str:
 
 def serve() -> str:
     """The same, in a few lines."""
-    ask = r"""curl -s http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \
+    ask = r"""curl -s http://127.0.0.1:8000/v1/completions \
     -d '{"prompt": "def read_lines(path):", "max_tokens": 20, "temperature": 0}' \
     | grep -oE '"text":"([^"\\]|\\.)*"'"""
     with server("demo") as start:

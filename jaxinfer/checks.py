@@ -5,6 +5,8 @@ import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxinfer.extras import install_hint
+
 NO_TOKEN = (None, -1)  # what files have for the id of a token that a model does not have
 
 
@@ -49,7 +51,7 @@ def whole_numbers(value: Any) -> Any:
 def need_plotting(what: str) -> None:
     """Raises ImportError, with the extra to install, where matplotlib is missing. `what` needs it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"{what} needs matplotlib: pip install 'jaxinfer[plot]'")
+        raise ImportError(f"{what} needs matplotlib: {install_hint('plot')}")
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -51,10 +51,17 @@ class VectorJob:
 
 
 class Embedder:
-    """Makes jobs for one model. `config` is its checkpoint's, None where that says nothing of embedding."""
+    """Makes jobs for one model.
+
+    Attributes:
+      config: its checkpoint's, None where that says nothing of embedding.
+      default_pooling: of texts for which `embed` is given none, in place of the checkpoint's; of no effect on a model
+        whose checkpoint says that it scores pairs. A model whose checkpoint says nothing is taken for one that embeds.
+    """
 
     def __init__(self, client: Client, config: EmbeddingConfig | None):
         self._client, self.config = client, config
+        self.default_pooling: str | None = None
 
     # Embedding.
 
@@ -104,9 +111,11 @@ class Embedder:
         return VectorJob(requests, finish)
 
     def _config(self, pooling: str | None) -> EmbeddingConfig:
+        config = self.config
+        if pooling is None and (config is None or config.labels is None):
+            pooling = self.default_pooling
         if pooling is not None and pooling not in POOLINGS:
             raise ValueError(f"pooling={pooling!r} is none of {', '.join(POOLINGS)}")
-        config = self.config
         if pooling is not None:
             return replace(config or EmbeddingConfig(), pooling=POOLINGS[POOLINGS.index(pooling)], labels=None)
         if config is None:
@@ -170,7 +179,8 @@ class Embedder:
                     raise TypeError(f"{name} {number} must be a text, got {type(text).__name__}")
         if len(queries) not in (1, len(documents)):
             raise ValueError(f"{len(queries)} queries and {len(documents)} documents do not pair up")
-        if self.config is not None and self.config.labels is None:
+        embeds = self.default_pooling is not None if self.config is None else self.config.labels is None
+        if embeds:
             return self._cosines(queries, documents, instruction, truncate, options)
         tokenizer, labels = self._reranker()
         before, after = tokenizer.encode(_BEFORE, False), tokenizer.encode(_AFTER, False)

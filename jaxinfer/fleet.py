@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.batch.errors import BatchError
 from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, RequestOptions
+from jaxinfer.extras import install_hint
 from jaxinfer.files import Closable
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.seeds import derive_seed
@@ -317,7 +318,7 @@ def _import_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise BatchError("Ray is not installed: pip install 'jaxinfer[ray]'") from None
+        raise BatchError(f"Ray is not installed: {install_hint('ray')}") from None
 
 
 def _tokenizer_of(model: str, options: Mapping[str, Any]) -> "Tokenizer | None":

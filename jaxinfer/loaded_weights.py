@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxinfer.extras import install_hint
 from jaxinfer.models import ModelConfig, Params, compute_dtype
 from jaxinfer.models.host_layers import disk_layers
 from jaxinfer.quantization import Selection
@@ -156,5 +157,5 @@ def tell_what_is_slower() -> None:
     if jax.default_backend() == "cpu" and importlib.util.find_spec("numba") is None:
         _LOG.warning(
             "Numba is not installed: on this CPU, products with quantized and 16-bit weights, attention and decoding "
-            "are several times slower, and weights take more memory. Install it with: pip install 'jaxinfer[cpu]'"
+            f"are several times slower, and weights take more memory. Install it with: {install_hint('cpu')}"
         )

@@ -293,9 +293,11 @@ def compile_seconds() -> float:
     return _compile_seconds
 
 
-def programs() -> str:
-    """What is being traced and compiled, such as "compiling step"; empty if nothing is."""
-    return ", ".join(dict.fromkeys(running[-1] for running in list(_programs.values()) if running))
+def programs(threads: tuple[str, ...] = ("",)) -> str:
+    """The programs that are traced and compiled, such as "compiling step", in threads whose names begin so, or ""."""
+    named = {thread.ident for thread in threading.enumerate() if thread.name.startswith(threads)}
+    found = [running[-1] for ident, running in list(_programs.items()) if running and ident in named]
+    return ", ".join(dict.fromkeys(found))
 
 
 def follow_compiler() -> None:

@@ -1,4 +1,5 @@
-"""Attention and matrix products on TPU, GPU and CPU: raw arrays in and out, no import of jaxinfer."""
+"""Attention and matrix products on TPU, GPU and CPU: raw arrays in and out, no import of jaxinfer but of what
+names its extras."""
 
 from pallas_kernels.dense_matmul import dense_matmul
 from pallas_kernels.flash_attention import flash_attention

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parent.parent
 COLUMNS = 100
 TICK = 0.1  # seconds between two looks
@@ -55,6 +57,8 @@ class Watched:
     returncode: of the process. stdout, stderr: its output; on a terminal "\\r" separates drawings of a bar.
     silence: seconds, the longest without output on either, from the first output on.
     after: what was shown before it.
+    busy_silence: as `silence`, counted only as far as the process had the processor: on a machine that is shared, a
+      process that waits for its turn is not silent by its own doing.
     """
 
     returncode: int
@@ -62,6 +66,7 @@ class Watched:
     stderr: str
     silence: float
     after: str
+    busy_silence: float = 0.0
 
     @property
     def drawings(self) -> list[str]:
@@ -88,12 +93,13 @@ def watch(
         os.close(writing)
         assert process.stdout is not None
         try:
-            outputs, silence, after = _read({"stderr": reading, "stdout": process.stdout.fileno()}, timeout)
+            sources = {"stderr": reading, "stdout": process.stdout.fileno()}
+            outputs, silence, after, busy = _read(sources, timeout, psutil.Process(process.pid))
             returncode = process.wait(timeout)
         finally:
             process.kill()
             process.stdout.close()
-    return Watched(returncode, outputs["stdout"], outputs["stderr"], silence, after)
+    return Watched(returncode, outputs["stdout"], outputs["stderr"], silence, after, busy)
 
 
 @contextlib.contextmanager
@@ -107,10 +113,13 @@ def _channel(is_terminal: bool) -> Iterator[tuple[int, int]]:
         os.close(reading)
 
 
-def _read(sources: Mapping[str, int], timeout: float) -> tuple[dict[str, str], float, str]:
-    """The outputs, the longest silence, and what was shown before it."""
+def _read(
+    sources: Mapping[str, int], timeout: float, process: psutil.Process
+) -> tuple[dict[str, str], float, str, float]:
+    """The outputs, the longest silence, what was shown before it, and the longest one in processor seconds."""
     end, tick = time.monotonic() + timeout, time.monotonic()
     quiet, silence, after = None, 0.0, ""
+    busy, busy_silence, used = 0.0, 0.0, 0.0
     found, left = dict.fromkeys(sources, b""), dict(sources)
     while left:
         ready, _, _ = select.select(list(left.values()), [], [], TICK)
@@ -118,6 +127,8 @@ def _read(sources: Mapping[str, int], timeout: float) -> tuple[dict[str, str], f
         assert now < end, f"no end after {timeout} s; at last {found}"
         if quiet is not None:
             quiet += min(now - tick, 3 * TICK)  # a machine that stood still, this process too, was not silent
+        before, used = used, _used(process, used)
+        busy += min(used - before, now - tick)  # of several threads as of one
         tick = now
         if quiet is not None and quiet > silence:
             silence, after = quiet, b"".join(found.values())[-80:].decode(errors="replace")
@@ -129,10 +140,20 @@ def _read(sources: Mapping[str, int], timeout: float) -> tuple[dict[str, str], f
             except OSError:  # a terminal whose last user has gone
                 data = b""
             found[name] += data
-            quiet = 0.0
+            busy_silence = max(busy, busy_silence) if quiet is not None else 0.0
+            quiet = busy = 0.0
             if not data:
                 del left[name]
-    return {name: data.decode(errors="replace") for name, data in found.items()}, silence, after
+    return {name: data.decode(errors="replace") for name, data in found.items()}, silence, after, busy_silence
+
+
+def _used(process: psutil.Process, otherwise: float) -> float:
+    """Processor seconds of a process; of one that has gone, as before."""
+    try:
+        times = process.cpu_times()
+        return times.user + times.system
+    except psutil.Error:
+        return otherwise
 
 
 def slowed(seconds: float, log_seconds: float = 1.0) -> str:

@@ -16,6 +16,7 @@ import xxhash
 from jaxinfer.batch.errors import BatchError
 from jaxinfer.batch.rows import BadRow, BatchRow, parse_row
 from jaxinfer.batch.table import SUFFIXES, TableOptions, TableSource, is_table
+from jaxinfer.extras import install_hint
 from jaxinfer.openai.requests import TextRequest
 from jaxinfer.tool_calls import check_tools
 
@@ -191,7 +192,7 @@ def scan(path: Path, options: TableOptions | None = None) -> Scan:
     return Scan(source, whole.hexdigest(), len(line_of), num_bad, tuple(bad_rows), models, is_plain, line_of, digests)
 
 
-NO_STRUCTURED = "structured output and demanded calls of tools need llguidance: pip install 'jaxinfer[structured]'"
+NO_STRUCTURED = f"structured output and demanded calls of tools need llguidance: {install_hint('structured')}"
 
 
 def has_structured() -> bool:

@@ -16,6 +16,7 @@ from jaxinfer.batch.errors import BatchError, RowError
 from jaxinfer.batch.requests import read_plain
 from jaxinfer.batch.rows import BadRow, BatchRow, default_custom_id
 from jaxinfer.checks import did_you_mean
+from jaxinfer.extras import install_hint
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".txt")
 PROMPT = "prompt"  # the column that is taken by default, and that of a text file
@@ -347,7 +348,7 @@ def _parquet(path: Path) -> Any:
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise BatchError(f"reading {path} needs pyarrow: pip install 'jaxinfer[parquet]'") from None
+        raise BatchError(f"reading {path} needs pyarrow: {install_hint('parquet')}") from None
     return ParquetFile(path)
 
 

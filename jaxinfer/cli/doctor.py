@@ -18,6 +18,7 @@ from jaxinfer.checks import format_bytes
 from jaxinfer.cli.command import ERROR, OK, sentence
 from jaxinfer.cli.options import as_json
 from jaxinfer.cli.output import console, plain_cell, write_json
+from jaxinfer.extras import install_hint
 from jaxinfer.progress import Stage
 from jaxinfer.tables import facts_text
 
@@ -89,7 +90,7 @@ def examine() -> dict[str, Any]:
             problems.append(f"{name}: {sentence(error)}")
     report["embedded models"] = _embedded_models()
     report["extras"] = {
-        extra: "installed" if all(map(_version, names)) else f"not installed: pip install 'jaxinfer[{extra}]'"
+        extra: "installed" if all(map(_version, names)) else f"not installed: {install_hint(extra)}"
         for extra, names in EXTRAS.items()
     }
     return {**report, "problems": problems}
@@ -125,7 +126,7 @@ def _packages(problems: list[str]) -> dict[str, str]:
         version = _version(name)
         found[name] = version or "missing"
         if version is None:
-            problems.append(f"packages: {name} is missing: pip install jaxinfer installs it")
+            problems.append(f"packages: {name} is missing: {install_hint()} installs it")
     return found
 
 
@@ -141,7 +142,7 @@ def _devices() -> dict[str, Any]:
     if backend == "cpu":
         facts["accelerator"] = "none found: models run on the CPU, in float32"
         if Path("/dev/nvidiactl").exists():
-            facts["accelerator"] = "an NVIDIA GPU is present, but JAX cannot use it: pip install 'jaxinfer[cuda12]'"
+            facts["accelerator"] = f"an NVIDIA GPU is present, but JAX cannot use it: {install_hint('cuda12')}"
     return facts
 
 
@@ -191,7 +192,7 @@ def _attention() -> dict[str, Any]:
     }
     missing = [chip for chip in ahead_of_time.CHIPS if ahead_of_time.missing_compiler(chip) is not None]
     compilers = [chip for chip in ahead_of_time.CHIPS if chip not in missing]
-    found["can compile ahead for"] = ", ".join(compilers) or "no other chip: pip install 'jaxinfer[aot]'"
+    found["can compile ahead for"] = ", ".join(compilers) or f"no other chip: {install_hint('aot')}"
     return found
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Control characters except tab and newline are made visible, so that generated text cannot control the terminal.
 _VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if code not in (0x09, 0x0A)}
+_SLOW_FIRST_TOKEN = 1.0  # seconds, in which programs that are kept are traced or read
 _VISIBLE |= {0x7F: "\u2421"} | dict.fromkeys(range(128, 160), "�")
 
 
@@ -71,16 +72,17 @@ def stream_answer(
     `splitter`, reasoning is written before the text, which is returned without.
 
     Until the first token progress may use the current line, which must be empty. On a terminal, if programs were
-    compiled for it, it is written with the second one, since those that decode are still to be compiled.
+    compiled for it or it took long, it is written with the second one: those that decode may be still to be compiled.
     """
     deltas = llm.stream(prompt, params)
     texts: list[str] = []
     output = None
     try:
-        with progress.Stage("waiting for the first token", show=None if shows_waiting else False):
+        with progress.Stage("waiting for the first token", show=None if shows_waiting else False) as stage:
             num_compiled = progress.num_compiled()
             first = list(itertools.islice(deltas, 1))
-            if progress.is_shown() and progress.num_compiled() > num_compiled:
+            is_cold = progress.num_compiled() > num_compiled or stage.seconds > _SLOW_FIRST_TOKEN
+            if progress.is_shown() and is_cold:
                 first += itertools.islice(deltas, 1)
         has_reasoning = False
         for delta in itertools.chain(first, deltas):

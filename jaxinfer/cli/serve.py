@@ -2,11 +2,12 @@
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import UsageError, say
 from jaxinfer.cli.options import ChatServingOptions, llm_arguments
+from jaxinfer.extras import install_hint
 from jaxinfer.options import argument
 from jaxinfer.server.options import ServerOptions
 
@@ -20,8 +21,8 @@ class ServeModelOptions(ChatServingOptions):
 
     model: str = argument(
         "",
-        "A checkpoint's folder, a GGUF file, a Hugging Face hub id, or demo. It is loaded at the start; without it, "
-        "models are loaded as requests name them.",
+        "A checkpoint's folder, a GGUF file, a Hugging Face hub id, or demo; NAME=MODEL names it in requests. It is "
+        "loaded at the start; without it, models are loaded as requests name them.",
         "[MODEL]",
     )
 
@@ -35,15 +36,16 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
     try:
         from jaxinfer.server.run import run_server, run_service
     except ImportError as error:
-        raise ImportError(f"jaxinfer serve needs {error.name}: pip install 'jaxinfer[serve]'") from None
+        raise ImportError(f"jaxinfer serve needs {error.name}: {install_hint('serve')}") from None
     from jaxinfer.async_engine import AsyncEngine
+    from jaxinfer.server.names import split_name
     from jaxinfer.server.service import Service
 
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("jaxinfer").setLevel(logging.INFO)
-    model, arguments = model_options.model, llm_arguments(model_options)
-    own = [model] if model else []
-    is_one = model and not (options.models or options.allow_any)
+    name, model = split_name(model_options.model) if model_options.model else ("", "")
+    arguments = llm_arguments(model_options)
+    first = [options.served_model_name or name] if name else []
 
     def open_engine() -> AsyncEngine:
         engine = AsyncEngine(model, **arguments)
@@ -60,43 +62,53 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
 
     def say_ready(service: Service) -> None:
         page = "; the chat page is at /" if options.ui else ""
-        name = model or "models are loaded as requests name them"
-        if is_one:
-            name = f"{service.default.name}, system_fingerprint {service.default.fingerprint}"
-        say(f"ready: {name}{page}")
+        told = ", ".join(first) or "models are loaded as requests name them"
+        if service.is_one:
+            told = f"{service.default.name}, system_fingerprint {service.default.fingerprint}"
+        say(f"ready: {told}{page}")
 
-    if is_one:
-        for name in ("pin", "model_memory", "keep_alive"):
-            if getattr(options, name) is not None:
-                flag = "--" + name.replace("_", "-")
+    if model and not (options.models or options.allow_any):
+        for field in ("pin", "model_memory", "keep_alive"):
+            if getattr(options, field) is not None:
+                flag = "--" + field.replace("_", "-")
                 raise UsageError(f"{flag} is for several models: add --model or --allow-any")
-        first = [model]
-        return run_server(options, model, open_engine, on_listening=say_listening, on_ready=say_ready)
+        return run_server(options, name, open_engine, model=model, on_listening=say_listening, on_ready=say_ready)
     if options.served_model_name is not None:
-        raise UsageError("--served-model-name is for one model: several are named as they are given")
-    service = several_models(model, arguments, options)
-    first = list(dict.fromkeys([*own, *(options.pin or ())]))
+        raise UsageError("--served-model-name is for one model: several are named as in --model NAME=MODEL")
+    service = several_models(model_options.model, arguments, options)
+    if not first and options.models and not options.lazy:
+        first.append(split_name(options.models[0])[0])
+    first += [one for one in service.options.pin or () if one not in first]
     return run_service(service, first, on_listening=say_listening, on_ready=say_ready)
 
 
 def several_models(model: str, arguments: dict[str, Any], options: ServerOptions) -> "Service":
-    """The service of a server of several models. Raises UsageError for one that is not here."""
+    """The service of a server of several models, with `model`, "" for none, as the one of requests that name none.
+
+    Raises UsageError for one that is not here, ValueError for two of one name.
+    """
     from jaxinfer import compilation_cache
     from jaxinfer.llm_arguments import checked_options
     from jaxinfer.server.catalogue import LocalModels, locate
+    from jaxinfer.server.names import served_models, split_name
     from jaxinfer.server.service import Service
 
     compilation_cache.enable()
-    own = [model] if model else []
-    given = tuple(dict.fromkeys([*own, *(options.models or ()), *(options.pin or ())]))
-    for name in given:
-        if (found := locate(name)) is None or found.path is None:
-            raise UsageError(f"{name} is not on this machine")
+    given = [*([model] if model else []), *(options.models or ())]
+    names = served_models(given)
+    pins = [one for one in options.pin or () if one not in names]
+    served = served_models([*given, *pins])
+    for one in served.values():
+        if (found := locate(one)) is None or found.path is None:
+            raise UsageError(f"{one} is not on this machine")
     checked_options("demo", arguments)  # before the server listens
-    catalogue = LocalModels(given if options.models or model else None, arguments, options)
-    for name in options.pin or ():
-        if catalogue.find(name) is None:
-            raise UsageError(f"--pin {name}: requests cannot name it; add --model {name}")
-    service = Service(options, model or None, catalogue)
+    pin_names = [one if one in names else split_name(one)[0] for one in options.pin or ()]
+    options = replace(options, pin=pin_names or None)
+    catalogue = LocalModels(served if given else None, arguments, options)
+    for flag, wanted in (("--pin", pin_names), ("--keep-alive", filter(None, options.keep_alive_seconds))):
+        for one in wanted:
+            if catalogue.find(one) is None:
+                raise UsageError(f"{flag} {one}: requests cannot name it; add --model {one}")
+    service = Service(options, split_name(model)[0] if model else None, catalogue)
     service.max_model_len = arguments.get("max_model_len") or service.max_model_len
     return service

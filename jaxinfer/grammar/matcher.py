@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxinfer.extras import install_hint
 from jaxinfer.grammar.spelling import MAX_FORCED, Spelling
 from jaxinfer.grammar.structured import GrammarError
 
@@ -40,7 +41,7 @@ class MatcherLibrary:
         try:
             import llguidance
         except ImportError:
-            raise ImportError("structured output needs llguidance: pip install 'jaxinfer[structured]'") from None
+            raise ImportError(f"structured output needs llguidance: {install_hint('structured')}") from None
         self._library, self.spelling = llguidance, spelling
         self.vocabulary = spelling.vocabulary
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.extras import install_hint
 from jaxinfer.planning.plan import Memory, MemoryPlan
 
 _COLOURS = {
@@ -22,7 +23,7 @@ def draw(plan: MemoryPlan, file: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a picture needs matplotlib: pip install 'jaxinfer[plot]'") from None
+        raise ImportError(f"a picture needs matplotlib: {install_hint('plot')}") from None
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     figure.suptitle(_title(plan), fontsize=11)
     if plan.roofline:

@@ -106,7 +106,7 @@ class SamplingParams:
     None in place of an empty list to ().
 
     `structured` is what the answer must match: `StructuredOutputs`, a mapping of its fields such as
-    {"json": schema}, or a pydantic or msgspec type; needs `pip install "jaxinfer[structured]"`.
+    {"json": schema}, or a pydantic or msgspec type; needs the extra `structured`.
 
     The other fields are described where they are declared, and in docs/options.md.
     """

@@ -25,6 +25,7 @@ from jaxinfer.models import fit_to_mesh
 from jaxinfer.quantization.on_device import Copies, float32_copies
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.server.models import ModelNeeds, ModelSource
+from jaxinfer.server.names import is_path, public_name
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.speculative import ModelDraft
 from jaxinfer.store import FoundModel, find_model, list_models
@@ -37,11 +38,11 @@ class LocalModels:
     """Models of this machine, each with the same options of `LLM`.
 
     Attributes:
-      given: names that may be used; None for all that are stored. arguments: of `LLM`.
+      given: the models that may be used, by their names; None for all that are stored. arguments: of `LLM`.
       compiled: those whose programs this process has, so that loading them again is loading weights.
     """
 
-    given: tuple[str, ...] | None
+    given: Mapping[str, str] | None
     arguments: Mapping[str, Any]
     options: ServerOptions
     compiled: set[str] = field(default_factory=set)
@@ -51,18 +52,26 @@ class LocalModels:
         return self.given is None
 
     def names(self) -> Sequence[str]:
-        return [one.name for one in list_models()] if self.given is None else self.given
+        return [one.name for one in list_models()] if self.given is None else tuple(self.given)
 
     def find(self, name: str) -> ModelSource | None:
         if name not in self.names() and not (self.options.allow_any and "://" not in name):
             return None
-        found = locate(name)
+        model = (self.given or {}).get(name, name)
+        found = locate(model)
         if found is None or found.path is None:
             return None
         own = {"options": dict(found.options), "sampling": dict(found.sampling), "system": found.system}
         key = json.dumps([str(found.path.resolve()), own], sort_keys=True, default=repr)
-        count = partial(count_needs, name, self.arguments)
-        return ModelSource((name,), name, partial(self._open, name, self.arguments), count, key)
+        return ModelSource(
+            (name,),
+            public_name(model),
+            open=partial(self._open, name, model, self.arguments),
+            count=partial(count_needs, model, self.arguments),
+            key=key,
+            given=model,
+            paths=paths_of(model, found),
+        )
 
     def budget(self) -> int | None:
         """Raises ValueError where the device does not report its memory, and none was given."""
@@ -74,9 +83,9 @@ class LocalModels:
         fraction = self.arguments.get("memory_fraction", LLMOptions.memory_fraction)
         return int(fraction * available)
 
-    def _open(self, name: str, arguments: Mapping[str, Any], needs: ModelNeeds) -> AsyncEngine:
-        check_is_here(name, arguments)
-        engine = AsyncEngine(name, **{**arguments, "num_pages": needs.num_pages})
+    def _open(self, name: str, model: str, arguments: Mapping[str, Any], needs: ModelNeeds) -> AsyncEngine:
+        check_is_here(model, arguments)
+        engine = AsyncEngine(model, **{**arguments, "num_pages": needs.num_pages})
         try:
             found = resident_bytes(engine)
             if found > needs.num_bytes:  # it is loaded: to load it again would count the same
@@ -97,6 +106,14 @@ def locate(name: str) -> FoundModel | None:
         return find_model(name, offline=True, fetch=False)
     except (ValueError, OSError):
         return None
+
+
+def paths_of(model: str, found: FoundModel | None) -> tuple[str, ...]:
+    """How errors may spell where a model lies: as it was given, and in full. () for a repository that is not here."""
+    paths = [] if found is None or found.path is None else [str(found.path), str(found.path.resolve())]
+    if "://" in model or is_path(model):
+        paths += [model, str(Path(model))]
+    return tuple(dict.fromkeys(one for one in paths if one not in (".", "..")))
 
 
 def check_is_here(name: str, arguments: Mapping[str, Any]) -> None:

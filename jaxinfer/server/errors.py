@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -127,10 +128,18 @@ def as_api_error(error: BaseException) -> APIError:
     return APIError(500, "the server failed to answer; its log has the reason")
 
 
-def load_error(name: str, error: Exception) -> APIError:
-    """What those are told who wait for a model that could not be loaded."""
+def load_error(name: str, error: Exception, reason: str) -> APIError:
+    """The error for requests that wait for a model that could not be loaded, with the reason in words for clients."""
     status = 503 if isinstance(error, OutOfMemoryError) else 500
-    message = f"the model {name!r:.80} could not be loaded: {error}"
+    message = f"the model {name!r:.80} could not be loaded: {reason}"
     found = APIError(status, message, param="model", code="model_not_loaded", headers={"retry-after": "10"})
     found.__cause__ = error
     return found
+
+
+def drop_locals(error: BaseException | None) -> None:
+    """Drops the local variables of the frames that a load has left, which hold weights for as long as somebody holds
+    the error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -26,6 +26,8 @@ _BODIES_AT_ONCE = 8  # of the largest size
 _MAX_UNKNOWN = 20  # names of unknown fields that are logged
 _KEEP_ALIVE_SECONDS = 15.0
 _BODY_SECONDS = 60.0
+_FORM = "application/x-www-form-urlencoded"
+_OF_BROWSERS = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Result = TypeVar("Result")
@@ -41,10 +43,15 @@ def record_of(scope: Scope) -> Record:
 
 async def read_body(request: Request, kind: type[Body], service: Service) -> Body:
     """The typed body. Raises APIError for another media type, a body that is too large or late, or is not as it should
-    be."""
+    be.
+
+    JSON under the media type of forms, which `curl -d` sends unless told otherwise, is taken from any client but a
+    browser: a page of another site may send it without asking the server first.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise APIError(415, f"the body must be application/json, got content-type {media_type!r:.60}")
+    is_form = media_type == _FORM and not any(name in request.headers for name in _OF_BROWSERS)
+    if media_type != "application/json" and not is_form:
+        raise _wrong_type(media_type)
     limit = service.options.max_body_bytes
     try:
         if int(request.headers.get("content-length", 0)) > limit:
@@ -58,7 +65,7 @@ async def read_body(request: Request, kind: type[Body], service: Service) -> Bod
     record.num_bytes = len(data)
     record.is_large = is_large(len(data), num_values)
     is_lenient = service.options.ignore_unknown_fields
-    body, unknown = await work_for(record, lambda: _decode(data, kind, is_lenient))
+    body, unknown = await work_for(record, lambda: _decode(data, kind, is_lenient, is_form))
     if unknown:
         service.log_unknown(unknown, record.route)
     return body
@@ -102,7 +109,7 @@ async def in_thread(record: Record, work: Callable[[], Result]) -> Result:
     return await (off_loop(work) if record.is_large else asyncio.to_thread(work))
 
 
-def _decode(data: bytes, kind: type[Body], ignore_unknown: bool) -> tuple[Body, list[str]]:
+def _decode(data: bytes, kind: type[Body], ignore_unknown: bool, is_form: bool) -> tuple[Body, list[str]]:
     """The body, and the first names of fields that it has and the type has not, where those are ignored."""
     try:
         given = msgspec.json.decode(data)
@@ -110,9 +117,14 @@ def _decode(data: bytes, kind: type[Body], ignore_unknown: bool) -> tuple[Body, 
             raise APIError(400, f"the body must be a JSON object, got {type(given).__name__}")
         body, unknown = fields.read_body(given, kind, ignore_unknown=ignore_unknown)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, RequestError) as error:
-        raise as_api_error(error) from None
+        is_json = isinstance(error, (msgspec.ValidationError, RequestError))
+        raise (_wrong_type(_FORM) if is_form and not is_json else as_api_error(error)) from None
     check_fields(body)
     return body, heapq.nsmallest(_MAX_UNKNOWN, unknown)
+
+
+def _wrong_type(media_type: str) -> APIError:
+    return APIError(415, f"the body must be application/json, got content-type {media_type!r:.60}")
 
 
 def _too_large(limit: int) -> APIError:

@@ -49,10 +49,12 @@ class ModelSource:
 
     Attributes:
       names: of the model in requests; answers have the first.
-      root: its folder, file or hub id, as it was given.
+      root: what clients see of where it comes from: a hub id, an alias, or the name of a folder or a file.
       open: loads it, in a thread. count: what it will need, of a budget in bytes, in a thread; raises
         OutOfMemoryError where it needs more than the budget.
       key: equal for names of the same weights, options and defaults, which share one engine.
+      given: what loads it; "" where that is its name. paths: where it lies on this machine, as errors may spell it;
+        clients see its name instead.
     """
 
     names: tuple[str, ...]
@@ -60,6 +62,18 @@ class ModelSource:
     open: Callable[[ModelNeeds], AsyncEngine]
     count: Callable[[int], ModelNeeds] = lambda budget: ModelNeeds({})
     key: str = ""
+    given: str = ""
+    paths: tuple[str, ...] = ()
+
+    @property
+    def is_gguf(self) -> bool:
+        return any(path.endswith(".gguf") for path in (*self.paths, self.root))
+
+    def without_paths(self, text: str) -> str:
+        """A text for clients, with the model's name in place of its paths."""
+        for path in sorted(self.paths, key=len, reverse=True):
+            text = text.replace(path, self.names[0])
+        return text
 
 
 class Catalogue(Protocol):
@@ -132,7 +146,7 @@ class ServedModel:
         self._timer: asyncio.TimerHandle | None = None
         self.fingerprint = ""
         self.answers = AnswerFormat(None)
-        self._reasoning, self._all_metrics = options.reasoning, metrics
+        self._reasoning, self._pooling, self._all_metrics = options.reasoning, options.pooling, metrics
         self._engine: AsyncEngine | None = None
         self._watched = self.name
 
@@ -148,6 +162,8 @@ class ServedModel:
     def attach(self, engine: AsyncEngine) -> None:
         """The model is loaded."""
         llm = engine.llm
+        llm.client.name = self.name  # in what clients are told, where it would be a path
+        llm.embedder.default_pooling = self._pooling
         spec = llm.engine.spec
         num_slots = spec.max_seqs * (len(getattr(llm.engine, "engines", ())) or 1)
         # A few more than run at once, so that no slot stays free until the next turn.

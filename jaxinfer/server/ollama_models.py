@@ -86,9 +86,10 @@ async def show(request: Request, service: Service) -> Response:
     model = await service.models.find(await known_name(service, _name(body)))
     is_loaded = model.state == "ready" and not model.is_dead
     try:
-        facts = _loaded_facts(model) if is_loaded else await asyncio.to_thread(show_model, model.name)
+        stored = model.source.given or model.name
+        facts = _loaded_facts(model) if is_loaded else await asyncio.to_thread(show_model, stored)
     except (ValueError, OSError) as error:
-        raise _store_error(error) from None
+        raise _store_error(error, model.source.without_paths(str(error))) from None
     name = facts["architecture"]
     alias = facts.get("alias") or {}
     lines = [f"{key} {value}" for key, value in (alias.get("sampling") or {}).items()]
@@ -197,9 +198,9 @@ def _check_store(service: Service) -> None:
         raise APIError(403, message)
 
 
-def _store_error(error: Exception) -> APIError:
+def _store_error(error: Exception, message: str = "") -> APIError:
     is_unknown = isinstance(error, FileNotFoundError)
-    return APIError(404 if is_unknown else 400, str(error), param="model")
+    return APIError(404 if is_unknown else 400, message or str(error), param="model")
 
 
 # Entries.
@@ -227,7 +228,7 @@ def _details(model: ServedModel) -> dict[str, Any]:
         size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
     return {
         "parent_model": "",
-        "format": "gguf" if model.source.root.endswith(".gguf") else "safetensors",
+        "format": "gguf" if model.source.is_gguf else "safetensors",
         "family": family,
         "families": [family] if family else None,
         "parameter_size": size,

@@ -56,7 +56,7 @@ _ERRORS = {
     408: "The body did not come in time, or the answer not within the timeout that the request set",
     409: "The stream cannot be resumed",
     413: "The body is too large",
-    415: "The body is not application/json",
+    415: "The body is not JSON, or said to be something else",
     429: "Too many requests wait",
     431: "The headers are too large",
     500: "The server failed; its log has the reason",

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from jaxinfer.options import option
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+PoolingName = Literal["last", "mean", "cls"]  # those of jaxinfer.embedding_files, which imports JAX
+POOLINGS = get_args(PoolingName)
 REASONING = ("auto", "none", "think", "mistral", "seed", "gpt-oss")
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s,*A-Z]+")
@@ -33,7 +36,11 @@ class ServerOptions:
     host: str = _server("127.0.0.1", "Address to listen at. Any but a loopback address needs --api-keys.", "ADDRESS")
     port: int = _server(8000, "Port to listen at; 0 takes a free one.", "N", min=0, max=65535)
     served_model_name: str | None = _server(
-        None, "Name of the model in requests and answers; by default the MODEL argument.", "NAME", "--served-model-name"
+        None,
+        "Name of the one model in requests and answers; by default that of its folder or file, or its hub id. "
+        "NAME=MODEL names it too.",
+        "NAME",
+        "--served-model-name",
     )
     lazy: bool = _server(
         False,
@@ -44,6 +51,11 @@ class ServerOptions:
         "Tags of the model's reasoning, which answers have apart as reasoning_content: think, mistral, gemma4, seed, "
         "gpt-oss (its channels) or none; auto takes those that the chat template names.",
         "FAMILY",
+    )
+    pooling: PoolingName | None = _server(
+        None,
+        "How vectors of texts are pooled where a request has no field pooling: last, mean or cls (the first token); by "
+        "default as the checkpoint says. Models whose checkpoint says nothing then score and rerank by cosines.",
     )
     drain_timeout: float = _server(
         30.0, "Seconds that running answers have to end after SIGTERM; then they end with an error.", "SECONDS", min=0
@@ -96,9 +108,10 @@ class ServerOptions:
 
     models: list[str] | None = _many(
         None,
-        "A model that requests may name, beside MODEL, the one of requests that name none. It is loaded when one does. "
-        "Without any model, those that are stored on this machine may be named.",
-        "NAME",
+        "A model that requests may name, beside MODEL, the one of requests that name none: a folder, a file, a hub id "
+        "or an alias, named by its folder or file unless as NAME=MODEL. It is loaded when a request names it, the "
+        "first at the start unless --lazy. Without any model, those that are stored on this machine may be named.",
+        "[NAME=]MODEL",
         "--model",
         is_repeated=True,
     )
@@ -125,6 +138,8 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         _ = self.keep_alive_seconds, self.memory_bytes
+        if self.pooling not in (None, *POOLINGS):
+            raise ValueError(f"pooling={self.pooling!r} is none of {', '.join(POOLINGS)}")
         if self.reasoning not in REASONING:
             raise ValueError(f"reasoning={self.reasoning!r} is none of {', '.join(REASONING)}")
         if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):

@@ -13,7 +13,6 @@ import logging
 import math
 import threading
 import time
-import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -21,7 +20,7 @@ from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.server.admission import Admission
-from jaxinfer.server.errors import APIError, load_error, unavailable
+from jaxinfer.server.errors import APIError, drop_locals, load_error, unavailable
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.models import Catalogue, Lease, ModelNeeds, ModelSource, OneModel, ServedModel, bytes_together
 from jaxinfer.server.options import ServerOptions
@@ -163,12 +162,14 @@ class ModelPool:
         priority: int = 0,
         timeout: float | None = None,
         keep_alive: float | None = None,
+        request_id: str = "",
     ) -> Lease:
         """The use of a model, which is loaded first if it is not. The caller releases it.
 
         Args:
           key, num_tokens, priority: as of `Admission.enter`, in whose queue the request counts while it waits.
           timeout: seconds that the request has. keep_alive: seconds that the model stays after it.
+          request_id: what the log calls a request that waits; "" for the server's own.
 
         Raises APIError: as `find`; 429 where too many wait; 503 where the model cannot be ready in time, with the
         seconds until it may be; 500, with the reason, where it cannot be loaded.
@@ -179,6 +180,8 @@ class ModelPool:
             model.num_users += 1
         else:
             with model.admission.enter(key, 1, num_tokens, priority):
+                if request_id:
+                    _LOG.info("%s waits for %s, which is %s", request_id, model.name, self._progress(model))
                 await self._wait_for(model, timeout)
         model.last_used = time.monotonic()
         model.set_expiry(None)
@@ -288,6 +291,12 @@ class ModelPool:
             future.cancel()
             self._changed.set()
 
+    def _progress(self, model: ServedModel) -> str:
+        """A few words for the log on a model that a request has to wait for."""
+        if model in self._line:
+            return "being loaded" if model.state == "loading" else "waiting for other models to be loaded"
+        return f"loaded after {self._line[-1].name}" if self._line else "loaded now"
+
     def _late(self, model: ServedModel, timeout: float) -> APIError:
         message = f"the model {model.name!r:.80} is not loaded, and cannot be within the {timeout:g} s of the request"
         own = _FIRST_LOAD_SECONDS if model.load_seconds is None else model.load_seconds
@@ -329,7 +338,7 @@ class ModelPool:
                         await self._load(model)
             except Exception as found:
                 _LOG.warning("the model %s could not be loaded: %s", model.name, found)
-                error = load_error(model.name, found)
+                error = load_error(model.name, found, model.source.without_paths(str(found)))
             self._line.remove(model)
             if error is not None or model.is_usable:
                 self._answer_waiters(model, error)
@@ -370,8 +379,9 @@ class ModelPool:
             if self._options.lazy and model.load_seconds is None:
                 self.compiling.append(engine.compile_ahead())
         except Exception as error:
-            _drop_locals(error)
-            model.state, model.error, model.needs = "failed", str(error), ModelNeeds({})
+            drop_locals(error)
+            model.state, model.needs = "failed", ModelNeeds({})
+            model.error = model.source.without_paths(str(error))
             raise
         model.load_seconds = time.monotonic() - self._load_start
         model.last_used = time.monotonic()
@@ -487,10 +497,3 @@ class ModelPool:
     def is_loading(self) -> bool:
         """Whether a model is being loaded, which cannot be interrupted."""
         return any(model.state == "loading" for model in self.models)
-
-
-def _drop_locals(error: BaseException | None) -> None:
-    """Of the frames that a load has left: they would hold weights for as long as somebody holds the error."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,16 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 import uvloop
 
+from jaxinfer import progress
 from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.extras import install_hint
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
+from jaxinfer.server.catalogue import locate, paths_of
 from jaxinfer.server.connection import limited_protocol
 from jaxinfer.server.errors import unavailable
 from jaxinfer.server.models import ModelSource, OneModel
+from jaxinfer.server.names import public_name
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.service import Service
 
@@ -32,6 +37,8 @@ _POLL_SECONDS = 0.1
 _FLUSH_SECONDS = 2.0  # for the last events of streams that were ended
 
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_ENGINE_THREADS = ("jaxinfer engine", "jaxinfer-compile")  # that run a request's programs, and compile for them
+_COMPILED_AFTER = 1.0  # seconds without a program: several follow one another
 _BACKLOG = 2048  # connections that wait to be accepted
 
 OK, FAILED = 0, 1
@@ -42,13 +49,20 @@ def run_server(
     name: str,
     open_engine: Callable[[], AsyncEngine],
     *,
+    model: str = "",
     on_listening: Callable[[str], None] = lambda url: None,
     on_ready: Callable[[Service], None] = lambda service: None,
 ) -> int:
-    """Serves one model, as `run_service`; `open_engine` loads it, in a thread. `name` also names it where the options
-    give it another one."""
+    """Serves one model, as `run_service`; `open_engine` loads it, in a thread.
+
+    Args:
+      name: of the model in requests, beside that of the options, which answers have. model: what is loaded; "" for the
+        model of that name.
+    """
+    model = model or name
     names = tuple(dict.fromkeys((options.served_model_name or name, name)))
-    source = ModelSource(names, name, lambda _: open_engine())
+    paths = paths_of(model, locate(model))
+    source = ModelSource(names, public_name(model), lambda _: open_engine(), given=model, paths=paths)
     service = Service(options, names[0], OneModel(source))
     return run_service(service, names[:1], on_listening=on_listening, on_ready=on_ready)
 
@@ -101,7 +115,7 @@ def _tracer(options: ServerOptions, name: str) -> "RequestTracer | None":
     try:
         from jaxinfer.server.tracing import open_tracer
     except ImportError as error:
-        told = f"traces need {error.name}: pip install 'jaxinfer[tracing]'"
+        told = f"traces need {error.name}: {install_hint('tracing')}"
         if options.otlp_endpoint is None:
             _LOG.warning("%s; there are none", told)
             return None
@@ -152,10 +166,12 @@ class _Server:
                 loop.add_signal_handler(number, self._on_signal)
         serving = asyncio.create_task(self._uvicorn.serve([listener]))
         loading = asyncio.create_task(self._load())
+        compilations = CompilationLog(self._service)
         try:
             while not self._stopping.is_set() and not serving.done():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), _POLL_SECONDS)
+                compilations.look()
                 if not self._service.is_healthy:
                     _LOG.error("the engine has died; the server ends")
                     self.exit_code = FAILED
@@ -213,6 +229,37 @@ class _Server:
             deadline = asyncio.get_running_loop().time() + _FLUSH_SECONDS
             while service.generations and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(_POLL_SECONDS / 4)
+
+
+class CompilationLog:
+    """Says in the log when answers wait for a program that is compiled at their request, and for how long they did.
+
+    Programs that are compiled ahead of requests, in other threads, are not mentioned.
+    """
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._since: float | None = None  # when a look first found something
+        self._seen = 0.0  # when one last did
+        self._is_said = False
+        progress.follow_compiler()
+
+    def look(self) -> None:
+        """Called every `_POLL_SECONDS`. What takes less than one of them is not mentioned."""
+        now = time.monotonic()
+        # What loads a model compiles in threads of the second kind too.
+        threads = _ENGINE_THREADS[:1] if self._service.models.is_loading else _ENGINE_THREADS
+        if self._service.generations and (programs := progress.programs(threads)):
+            if self._since is None:
+                self._since = now
+            elif not self._is_said:
+                _LOG.info("answers wait for programs to be compiled: %s", programs)
+                self._is_said = True
+            self._seen = now
+        elif self._since is not None and now - self._seen > _COMPILED_AFTER:
+            if self._is_said:
+                _LOG.info("compiled in %.1f s", self._seen - self._since)
+            self._since, self._is_said = None, False
 
 
 class _Uvicorn(uvicorn.Server):

@@ -88,6 +88,7 @@ class Service:
             priority=getattr(body, "priority", None) or 0,
             timeout=timeout,
             keep_alive=keep_alive,
+            request_id=record.request_id,
         )
         record.model = lease.model.name
         record.load_seconds = time.perf_counter() - start

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxinfer.extras import install_hint
 from jaxinfer.models import abstract_params
 from jaxinfer.training.acceptance import NUM_DRAFT_TOKENS
 from jaxinfer.training.corpus import HELD_OUT_IN
@@ -170,7 +171,7 @@ def _pyplot():
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("plotting needs matplotlib: pip install 'jaxinfer[plot]'") from None
+        raise ImportError(f"plotting needs matplotlib: {install_hint('plot')}") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -1,5 +1,6 @@
 """Checkpoints at URLs, in fsspec's memory and on disk as if it were a store; no test opens a connection."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from checkpoints_convert import (
 from checkpoints_convert.huggingface.checkpoint import HuggingFaceCheckpoint
 from checkpoints_convert.load import read_ahead
 from jaxinfer.data import embedded_path
+from jaxinfer.extras import install_hint
 from jaxinfer.loading import load_model
 from tests.checkpoints_convert.family_files import read
 
@@ -241,7 +243,7 @@ def test_forms_that_are_read_from_disks_only(checkpoint, put, tmp_path):
 def test_what_is_not_installed_is_named(monkeypatch):
     with pytest.raises(CheckpointNotFoundError, match=r"gs:// needs a package of its own .*gcsfs"):
         load_without("gs://bucket/model", "gcsfs", monkeypatch)
-    with pytest.raises(CheckpointNotFoundError, match=r"pip install 'jaxinfer\[object-store\]'"):
+    with pytest.raises(CheckpointNotFoundError, match=re.escape(install_hint("object-store"))):
         load_without("gs://bucket/model", "fsspec", monkeypatch)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from jaxinfer import LLM
 from jaxinfer.cli.demo import PROMPTS
+from jaxinfer.extras import install_hint
 
 
 def test_demo_reports_json(jaxinfer, json_lines, model):
@@ -126,7 +127,7 @@ def quick_training(monkeypatch):
 
 
 def test_train_demo_writes_models_that_load(jaxinfer, json_lines, quick_training, tmp_path):
-    pytest.importorskip("matplotlib", reason="the model cards have plots: pip install 'jaxinfer[plot]'")
+    pytest.importorskip("matplotlib", reason=f"the model cards have plots: {install_hint('plot')}")
     arguments = ["train-demo", "--work-dir", tmp_path / "work", "--out", tmp_path / "out", "--steps", "7"]
     result = jaxinfer(*arguments, "--draft-steps", "5", "--json")
     assert result.exit_code == 0

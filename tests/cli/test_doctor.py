@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxinfer.cli.doctor import EXTRAS, REQUIRED
+from jaxinfer.extras import install_hint
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -50,8 +51,8 @@ def test_a_missing_package_is_a_finding(jaxinfer, json_lines, monkeypatch):
     assert result.exit_code == 1
     [data] = json_lines(result.stdout)
     assert data["packages"]["orbax-checkpoint"] == "missing"
-    assert data["problems"] == ["packages: orbax-checkpoint is missing: pip install jaxinfer installs it"]
-    assert data["extras"]["oracle"] == "not installed: pip install 'jaxinfer[oracle]'"
+    assert data["problems"] == [f"packages: orbax-checkpoint is missing: {install_hint()} installs it"]
+    assert data["extras"]["oracle"] == f"not installed: {install_hint('oracle')}"
 
 
 def test_jax_that_does_not_start_is_a_finding(jaxinfer, monkeypatch):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import typer.main
 
 import jaxinfer
 from jaxinfer.cli.main import app
+from jaxinfer.extras import install_hint
+from tests import silence
 from tests.cli.conftest import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +82,13 @@ ANSWERS = [
     ("jaxinfer serve demo --host 0.0.0.0", 1, "give api_keys (--api-keys FILE)"),
     ("jaxinfer serve demo --api-keys none.txt", 1, "none.txt: No such file"),
     ("jaxinfer serve demo --otlp-endpoint localhost:4318", 1, "is not a URL such as http://localhost:4318"),
+    ("jaxinfer serve --model a=demo --model a=demo-draft", 1, "would both be served as 'a': name one of them"),
+    ("jaxinfer serve =demo", 1, "'=demo' is no NAME=MODEL: a name has 1 to 200"),
+    ("jaxinfer serve demo --model a=./none", 2, "./none is not on this machine"),
+    ("jaxinfer serve --model a=demo --pin b", 2, "b is not on this machine"),
+    ("jaxinfer serve --model a=demo --keep-alive b=5m", 2, "--keep-alive b: requests cannot name it; add --model b"),
+    ("jaxinfer serve demo --model a=demo-draft --served-model-name b", 2, "named as in --model NAME=MODEL"),
+    ("jaxinfer serve demo --pooling max", 2, "'max' is not one of 'last', 'mean', 'cls'"),
     ("jaxinfer serve demo --ssl-keyfile key.pem", 2, "put a proxy such as nginx in front"),
     ("jaxinfer generate hi -m demo -ngl 99", 2, "--offload 8 keeps 8 layers in the host"),
     ("jaxinfer generate hi -m demo --load-in-4bit", 2, "--quantize nf4"),
@@ -172,7 +182,7 @@ def test_commands_of_the_readme_run(command_line, folder, command):
     words = shlex.split(PLACEHOLDER.sub("demo", command).replace("texts.txt", str(texts)))[1:]
     result = command_line(*words, input="hi\n")
     if words[0] == "plan" and result.exit_code == 1:  # without the compilers
-        check(result, 1, "pip install 'jaxinfer[aot]'")
+        check(result, 1, install_hint("aot"))
     else:
         check(result, 0)
 
@@ -282,3 +292,87 @@ class Borrowed(contextlib.AbstractContextManager):
 
     def __exit__(self, *exception):
         return None
+
+
+# A process that runs a command as a terminal does: to import is a part of what one waits for.
+TYPED = """
+import sys
+sys.argv[0] = "jaxinfer"
+print("typed", file=sys.stderr, flush=True)
+from jaxinfer.cli.main import main
+main()
+"""
+# Beside a server, what somebody else does with it: curl without a content type, one model after the other.
+VISITOR = """
+import json, os, signal, sys, threading, time, urllib.error, urllib.request
+
+def ask(path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", data, timeout=200) as answer:
+        return json.load(answer)
+
+def visit():
+    while True:
+        time.sleep(0.1)
+        try:
+            ask("/ready")
+            break
+        except OSError:
+            pass
+    loaded = [one["id"] for one in ask("/v1/models")["data"] if one["status"]["value"] == "ready"]
+    texts = []
+    for model in ("mine", "demo-draft"):
+        found = ask("/v1/completions", {"model": model, "prompt": "def f(", "max_tokens": 2, "temperature": 0})
+        texts.append(found["choices"][0]["text"])
+    print(json.dumps({"loaded": loaded, "texts": texts}), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=visit, daemon=True).start()
+"""
+MOST_SILENT_SECONDS = 2.0  # of a processor
+LONG = [
+    "jaxinfer run demo hi --max-tokens 3",
+    "jaxinfer generate hi -m demo --max-tokens 3",
+    "jaxinfer chat demo",
+    "jaxinfer score -m demo -p a -c b",
+    "jaxinfer list",
+    "jaxinfer show demo",
+    "jaxinfer doctor",
+    "jaxinfer batch requests.jsonl answers.jsonl -m demo",
+    "jaxinfer plan demo --on v6e:1x1 --no-compile",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("typed", LONG)
+def test_nothing_that_is_typed_is_silent_for_long(folder, typed):
+    """The first time, with no program compiled, on a terminal."""
+    found = silence.watch(
+        TYPED, *shlex.split(typed)[1:], on_terminal=True, variables={"JAXINFER_CACHE_DIR": str(folder / "cache")}
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.busy_silence < MOST_SILENT_SECONDS, found.after
+
+
+@pytest.mark.slow
+def test_a_server_says_what_its_first_visitors_wait_for(folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    typed = f"serve --model mine=demo --model demo-draft --port {port} --model-memory 8GiB"
+    found = silence.watch(f"PORT = {port}\n{VISITOR}\n{TYPED}", *typed.split(), on_terminal=True)
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)
+    assert told["loaded"] == ["mine"]  # the first one, before the server was ready
+    assert len(told["texts"]) == 2
+    lines = [line for line in found.drawings if not line.startswith(("loading demo", "compiling"))]
+    first, ready, waits = (
+        next(number for number, line in enumerate(lines) if text in line)
+        for text in (
+            "; loading mine",
+            "ready: mine; the chat page is at /",
+            "waits for demo-draft, which is loaded now",
+        )
+    )
+    assert first < ready < waits
+    assert found.busy_silence < MOST_SILENT_SECONDS, found.after

@@ -38,8 +38,11 @@ def test_control_characters_are_shown_on_a_terminal_and_kept_in_a_pipe():
     assert pipe.getvalue() == text
 
 
-@pytest.mark.parametrize(("is_terminal", "is_cold"), [(True, False), (True, True), (False, True)])
-def test_a_first_token_that_waits_for_programs_is_written_with_the_second(monkeypatch, is_terminal, is_cold):
+@pytest.mark.parametrize(
+    ("is_terminal", "is_cold", "is_slow"),
+    [(True, False, False), (True, True, False), (False, True, False), (True, False, True), (False, False, True)],
+)
+def test_a_first_token_that_waits_for_programs_is_written_with_the_second(monkeypatch, is_terminal, is_cold, is_slow):
     events, counts = [], itertools.count()
 
     def stream(prompt, params):
@@ -48,10 +51,12 @@ def test_a_first_token_that_waits_for_programs_is_written_with_the_second(monkey
             yield StreamDelta(0, text, [0])
 
     monkeypatch.setattr(progress, "is_shown", lambda: is_terminal)
+    if is_slow:
+        monkeypatch.setattr("jaxinfer.cli.output._SLOW_FIRST_TOKEN", 0.0)
     monkeypatch.setattr(progress, "num_compiled", lambda: next(counts) if is_cold else 0)
     text, output = stream_answer(SimpleNamespace(stream=stream), "x", SamplingParams(), events.append)
     assert (text, output) == ("abc", None)
-    first = ["made a", "made b", "a", "b"] if is_terminal and is_cold else ["made a", "a", "made b", "b"]
+    first = ["made a", "made b", "a", "b"] if is_terminal and (is_cold or is_slow) else ["made a", "a", "made b", "b"]
     assert events == [*first, "made c", "c"]
 
 

@@ -41,6 +41,11 @@ def test_options_of_several_models_are_checked():
     found = run("--model", "no/such-model")
     assert (found.exit_code, "no/such-model is not on this machine" in found.output) == (2, True)
     assert "--served-model-name is for one model" in run("--model", "demo", "--served-model-name", "x").output
+    found = run("--model", "demo", "--keep-alive", "other=5m")
+    assert (found.exit_code, "--keep-alive other: requests cannot name it; add --model other" in found.output) == (
+        2,
+        True,
+    )
     for flag, value in {"--pin": "demo", "--model-memory": "1GiB", "--keep-alive": "5m"}.items():
         found = run("demo", flag, value)
         assert (found.exit_code, f"{flag} is for several models: add --model" in found.output) == (2, True)
@@ -50,6 +55,36 @@ def test_a_pinned_model_is_one_that_can_be_named(tmp_path):
     folder = write_checkpoint(tmp_path / "own")
     found = run("--pin", str(folder))
     assert (found.exit_code, "requests cannot name it; add --model" in found.output) == (2, True)
+
+
+def test_two_models_have_two_names(tmp_path):
+    folders = [str(write_checkpoint(tmp_path / one / "own")) for one in "ab"]
+    found = run("--model", folders[0], "--model", folders[1])
+    assert (found.exit_code, "would both be served as 'own'" in found.output) == (1, True)
+    found = run(folders[0], "--model", f"own={folders[1]}")
+    assert (found.exit_code, f"--model OTHER={folders[1]}" in found.output) == (1, True)
+    assert "is no NAME=MODEL" in run("=demo").output
+
+
+def test_a_model_is_served_by_its_name_and_not_by_its_path(tmp_path, monkeypatch):
+    """One model or several: the names that requests take, the first of which answers have."""
+    folder, served = str(write_checkpoint(tmp_path / "own")), []
+    monkeypatch.setattr("jaxinfer.server.run.run_service", lambda service, first, **how: served.append(service) or 0)
+    for arguments, wanted in {
+        (folder,): ["own"],
+        (f"mine={folder}",): ["mine"],
+        (folder, "--served-model-name", "mine"): ["mine", "own"],
+        ("user/model",): ["user/model"],
+        (folder, "--model", f"mine={folder}", "--pin", "mine"): ["own", "mine"],
+        (folder, "--pin", folder, "--allow-any"): ["own"],
+    }.items():
+        assert run(*arguments).exit_code == 0
+        service = served[-1]
+        sources = [service.models._catalogue.find(name) for name in wanted]
+        assert all(source is not None and str(tmp_path) not in source.root for source in sources)
+        assert service.models.default_name == wanted[0]
+        assert service.models._catalogue.names()[0] == wanted[0]
+    assert service.options.pin == ["own"]
 
 
 STATUS = {

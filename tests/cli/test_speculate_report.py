@@ -6,6 +6,7 @@ import struct
 import pytest
 
 from jaxinfer.cli.speculate_report import Run, compare, conclusion
+from jaxinfer.extras import install_hint
 from jaxinfer.speculative.statistics import SpeculationStats, mean_tokens
 
 # Few sizes of a step, so few programs.
@@ -138,4 +139,4 @@ def test_a_plot_needs_matplotlib(jaxinfer, prompts, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = jaxinfer("speculate-report", prompts, "-m", "/nowhere", "-d", "ngram", "--plot", "x.png")
     assert result.exit_code == 1
-    assert "pip install 'jaxinfer[plot]'" in result.stderr
+    assert install_hint("plot") in result.stderr

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jaxinfer.extras import install_hint
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent.parent / "notebooks").glob("*.py"))
 
@@ -20,7 +21,7 @@ def test_there_are_notebooks():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_it_imports_exists_and_takes_the_keywords_it_gives(path):
-    pytest.importorskip("matplotlib", reason="notebooks plot: pip install 'jaxinfer[notebooks]'")
+    pytest.importorskip("matplotlib", reason=f"notebooks plot: {install_hint('notebooks')}")
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     imported = {}
     for node in ast.walk(tree):
@@ -42,7 +43,7 @@ def test_what_it_imports_exists_and_takes_the_keywords_it_gives(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom(path, tmp_path):
-    pytest.importorskip("matplotlib", reason="notebooks plot: pip install 'jaxinfer[notebooks]'")
+    pytest.importorskip("matplotlib", reason=f"notebooks plot: {install_hint('notebooks')}")
     root = str(path.parent.parent)  # a process of its own: found where the package is not installed, too
     environment = {**os.environ, "MPLBACKEND": "Agg", "JAX_NUM_CPU_DEVICES": "1", "TMPDIR": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -60,7 +61,7 @@ def test_it_runs_from_top_to_bottom(path, tmp_path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_its_two_forms_agree(path):
-    jupytext = pytest.importorskip("jupytext", reason="pairs are read by jupytext: pip install 'jaxinfer[notebooks]'")
+    jupytext = pytest.importorskip("jupytext", reason=f"pairs are read by jupytext: {install_hint('notebooks')}")
     script, notebook = jupytext.read(path), jupytext.read(path.with_suffix(".ipynb"))
     assert [(cell.cell_type, cell.source) for cell in script.cells] == [
         (cell.cell_type, cell.source) for cell in notebook.cells

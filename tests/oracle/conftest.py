@@ -2,6 +2,8 @@
 
 import pytest
 
+from jaxinfer.extras import install_hint
+
 
 @pytest.fixture(scope="session")
 def reference():
@@ -9,6 +11,6 @@ def reference():
     try:
         from tests.oracle import reference
     except ImportError as error:
-        pytest.fail(f"--oracle needs torch and Transformers ({error}): pip install 'jaxinfer[oracle]'", pytrace=False)
+        pytest.fail(f"--oracle needs torch and Transformers ({error}): {install_hint('oracle')}", pytrace=False)
     reference.set_up()
     return reference

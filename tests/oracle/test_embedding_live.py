@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM
+from jaxinfer.extras import install_hint
 from tests.oracle.embedding_cases import CASES, INSTRUCTION, write
 from tests.oracle.test_embedding_golden import BOUND, OPTIONS, distance
 
@@ -15,7 +16,7 @@ def reference():
     try:
         from tests.oracle import embedding_reference
     except ImportError as error:
-        pytest.fail(f"--oracle needs sentence-transformers ({error}): pip install 'jaxinfer[oracle]'", pytrace=False)
+        pytest.fail(f"--oracle needs sentence-transformers ({error}): {install_hint('oracle')}", pytrace=False)
     return embedding_reference
 
 

@@ -18,6 +18,7 @@ from checkpoints_convert.gguf.index import GGUFIndex
 from checkpoints_convert.gguf.write import save_gguf
 from checkpoints_convert.load import open_checkpoint
 from jaxinfer.data import embedded_path
+from jaxinfer.extras import install_hint
 from tests.oracle import parity
 from tests.oracle.cases import CASES, weights
 from tests.oracle.gguf_families import with_all_layers_alike
@@ -79,7 +80,7 @@ def test_gguf_py_reads_the_embedded_model(gguf, kind, tmp_path):
 
 def llama_cpp_logits(path: Path, tokens: list[int]) -> np.ndarray:
     """float32 [tokens, vocabulary] of llama.cpp, on the CPU."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install '.[peers]'")
+    llama_cpp = pytest.importorskip("llama_cpp", reason=f"llama.cpp is not installed: {install_hint('peers')}")
     model = llama_cpp.Llama(
         str(path), n_ctx=256, n_batch=256, n_threads=1, logits_all=True, verbose=False, n_gpu_layers=0,
         type_k=0, type_v=0,  # float32, where its default is float16
@@ -141,7 +142,7 @@ def test_llama_cpp_has_the_logits_of_the_embedded_model(kind, tolerance, tmp_pat
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2", "smollm", "tekken", "gpt-4o", "command-r", "olmo"])
 def test_llama_cpp_encodes_as_the_tokenizer_of_the_source(pre, tmp_path):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install '.[peers]'")
+    llama_cpp = pytest.importorskip("llama_cpp", reason=f"llama.cpp is not installed: {install_hint('peers')}")
     from tests.checkpoints_convert.gguf.test_tokenizer import TEXTS, trained
 
     made, folder = trained(pre), source_of("qwen3", tmp_path / "hf")

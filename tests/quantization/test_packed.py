@@ -1,6 +1,7 @@
 """Weights packed for a CPU: nothing is lost, and products, rows and whole models are those of the weights that were
 packed."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.extras import install_hint
 from jaxinfer.loading import load_model, load_shapes
 from jaxinfer.models import MoEConfig
 from jaxinfer.quantization import NestedScales, QuantizedArray, Recipe, Scheme, check, quantize, quantize_params
@@ -320,7 +322,7 @@ def test_the_option_activations(params, caplog):
 
 def test_activations_without_numba(params, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"activations='int8': it needs Numba: pip install 'jaxinfer\[cpu\]'"):
+    with pytest.raises(ValueError, match=re.escape(f"activations='int8': it needs Numba: {install_hint('cpu')}")):
         LLM((TINY, quantize_params(params, "int8")), activations="int8", **OPTIONS)
 
 
@@ -333,5 +335,5 @@ def test_a_plain_installation_is_told_once(monkeypatch, caplog):
         tell_what_is_slower()
     (record,) = caplog.records
     assert "several times slower" in record.message
-    assert "pip install 'jaxinfer[cpu]'" in record.message
+    assert install_hint("cpu") in record.message
     tell_what_is_slower.cache_clear()

@@ -3,6 +3,7 @@
 import pytest
 
 from checkpoints_convert import CheckpointError, compare_tensors, convert
+from jaxinfer.extras import install_hint
 from jaxinfer.loaded_tokenizers import tokenizer_of
 from tests.real.exports import command, dense, log_probs
 from tests.real.requests import greedy, opened
@@ -48,7 +49,7 @@ def test_a_file_without_a_form_names_the_option(model_path, tmp_path, name):
 
 
 def test_llama_cpp_answers_alike_from_what_is_written(model_path, tmp_path_factory, tmp_path):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install '.[peers]'")
+    llama_cpp = pytest.importorskip("llama_cpp", reason=f"llama.cpp is not installed: {install_hint('peers')}")
     folder = dense(model_path("smollm2"), tmp_path_factory.getbasetemp() / "smollm2-dense")
     path = tmp_path / "smollm2-f32.gguf"
     command("quantize", folder, path, "--to", "gguf", "--type", "f32")

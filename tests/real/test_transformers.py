@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from jaxinfer.extras import install_hint
 from tests.real.exports import dense, log_probs
 from tests.real.requests import greedy, opened
 from tests.real.texts import HELD_OUT
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install '.[oracle]'")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[oracle]'")
+torch = pytest.importorskip("torch", reason=f"torch is not installed: {install_hint('oracle')}")
+transformers = pytest.importorskip("transformers", reason=f"transformers is not installed: {install_hint('oracle')}")
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.optimized]
 NUM_TOKENS = 16

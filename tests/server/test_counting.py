@@ -22,7 +22,7 @@ CASES = [
 
 
 def opened(path, arguments, needs):
-    return LocalModels((path,), arguments, ServerOptions(lazy=True)).find(path).open(needs)
+    return LocalModels({path: path}, arguments, ServerOptions(lazy=True)).find(path).open(needs)
 
 
 @pytest.mark.parametrize(("kind", "options"), CASES)

@@ -7,8 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxinfer.embedding_files import EmbeddingConfig
-from jaxinfer.server import embedding_types
+from jaxinfer.embedding_files import POOLINGS, EmbeddingConfig
+from jaxinfer.server import embedding_types, options
+from jaxinfer.server.app import make_app
+from tests.server.asgi import Client
 from tests.server.conftest import is_idle
 
 TEXTS = ["def read(path):", "import os\n" * 20, "x"]
@@ -120,3 +122,37 @@ def test_refused(client, engine, route, body, status, param, message):
     assert message in answer.error["message"]
     assert answer.error["param"] == param
     assert is_idle(engine)
+
+
+def test_a_server_pools_as_it_is_told_where_a_request_is_silent(make_service, engine, monkeypatch):
+    """For clients that cannot say how: OpenAI's and Ollama's."""
+
+    def vectors(client, path="/v1/embeddings", **more):
+        answer = post(client, path, {"model": "tiny", "input": TEXTS[:1], **more}).json
+        return np.array(
+            answer["embeddings"] if "embeddings" in answer else [answer["data"][0]["embedding"]], np.float32
+        )
+
+    silent = Client(make_app(make_service()))
+    wanted = {kind: vectors(silent, pooling=kind) for kind in ("mean", "cls")}
+    monkeypatch.setattr(engine.llm.embedder, "config", EmbeddingConfig("last"))
+    wanted["last"] = vectors(silent)
+    for config in (EmbeddingConfig("last"), None):
+        monkeypatch.setattr(engine.llm.embedder, "config", config)
+        client = Client(make_app(make_service(pooling="mean")))
+        assert np.allclose(vectors(client), wanted["mean"], atol=1e-6)
+        assert np.allclose(vectors(client, "/api/embed"), wanted["mean"], atol=1e-6)
+        assert np.allclose(vectors(client, pooling="cls"), wanted["cls"], atol=1e-6)
+        scored = post(client, "/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS[0]}).json["data"]
+        assert abs(scored[0]["score"] - 1) < 1e-6
+    assert not np.allclose(wanted["mean"], wanted["last"], atol=1e-3)
+    monkeypatch.setattr(engine.llm.embedder, "config", EmbeddingConfig("last", labels=(1, 2)))
+    refused = post(client, "/v1/embeddings", {"input": TEXTS[:1]})
+    assert "scores pairs of texts and does not pool" in refused.error["message"]
+    make_service()  # the shared engine as it was
+
+
+def test_poolings_are_those_of_embed():
+    assert options.POOLINGS == POOLINGS
+    with pytest.raises(ValueError, match="pooling='max' is none of last, mean, cls"):
+        options.ServerOptions(pooling="max")  # type: ignore

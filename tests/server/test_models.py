@@ -512,7 +512,7 @@ def test_loading_downloads_nothing(monkeypatch, tmp_path):
         with pytest.raises(FileNotFoundError, match="nobody/none is not on this machine: jaxinfer pull nobody/n"):
             count_needs(name, arguments, 2**40)
         with pytest.raises(FileNotFoundError, match="nobody/none is not on this machine"):
-            LocalModels((name,), arguments, ServerOptions())._open(name, arguments, ModelNeeds({}))
+            LocalModels({name: name}, arguments, ServerOptions())._open(name, name, arguments, ModelNeeds({}))
 
 
 def test_a_failed_load_holds_nothing(pool_of, monkeypatch):
@@ -732,7 +732,7 @@ def served(checkpoints, num_fitting, **options):
     budget = num_fitting * count_needs(checkpoints[0], arguments, 2**40).num_bytes
     options = ServerOptions(**{"model_memory": str(budget), "models": checkpoints, **options})
     # As if they had been compiled: what a request needs is compiled then.
-    catalogue = LocalModels(tuple(checkpoints), arguments, options, compiled=set(checkpoints))
+    catalogue = LocalModels({name: name for name in checkpoints}, arguments, options, compiled=set(checkpoints))
     service = Service(options, None, catalogue)
     service.state = "ready"
     return service, budget
@@ -892,7 +892,7 @@ def test_states_are_a_part_of_the_budget(tmp_path, family, draft):
     assert needs.num_bytes <= budget
     with pytest.raises(OutOfMemoryError, match="raise --model-memory"):
         count_needs(name, arguments, needs.num_bytes // 2)
-    engine = LocalModels((name,), arguments, ServerOptions(lazy=True)).find(name).open(needs)
+    engine = LocalModels({name: name}, arguments, ServerOptions(lazy=True)).find(name).open(needs)
     assert resident_bytes(engine) == needs.num_bytes
     asyncio.run(engine.close())
 
@@ -908,7 +908,9 @@ def test_a_server_of_models_with_states_and_room_for_one(tmp_path):
         arguments = {**ENGINE, "page_size": 8, "draft": "layers:1"}
         budget = max(count_needs(name, arguments, 2**40).num_bytes for name in names)
         options = ServerOptions(model_memory=str(budget), models=names)
-        service = Service(options, None, LocalModels(tuple(names), arguments, options, compiled=set(names)))
+        service = Service(
+            options, None, LocalModels({name: name for name in names}, arguments, options, compiled=set(names))
+        )
         service.state = "ready"
         client, found = Client(make_app(service)), {}
         for turn in range(2):

@@ -17,6 +17,7 @@
 | pickle | CVE-2026-3059 | test_nothing_runs_what_was_received |
 | timing of the prefix cache | CVE-2025-46570 | test_cached_prefixes_are_of_one_key |
 | DNS rebinding, CORS | | test_guard.py, test_origins |
+| forms of other sites, which need no preflight | | test_json_is_taken_from_curl_as_a_form_and_from_no_browser |
 | request smuggling, slow clients, open connections | | test_connections.py |
 """
 
@@ -309,6 +310,30 @@ def test_texts_that_are_none(client):
         for name, (body, status) in TEXTS.items():
             answer = await client.post(COMPLETIONS, body=body)
             assert answer.status == status, (name, answer.body)
+
+    run(ask())
+
+
+FORM = "application/x-www-form-urlencoded"
+
+
+def test_json_is_taken_from_curl_as_a_form_and_from_no_browser(client):
+    """`curl -d '{...}'` says that the body is a form, and so may any web page without a preflight."""
+    told = "the body must be application/json, got content-type 'application/x-www-form-urlencoded'"
+
+    async def ask():
+        valid = {"prompt": "a", "max_tokens": 1}
+        assert (await client.post(COMPLETIONS, valid, content_type=FORM)).status == 200
+        assert (await client.post(COMPLETIONS, valid, content_type=f"{FORM}; charset=UTF-8")).status == 200
+        wrong = await client.post(COMPLETIONS, {"prompt": "a", "max_tokens": "x"}, content_type=FORM)
+        assert (wrong.status, wrong.error["param"]) == (400, "max_tokens")
+        for body in (b"prompt=a&max_tokens=1", b"{'prompt': 'a'}", b'{"prompt": "\xff"}', b'{"prompt": "a"'):
+            answer = await client.post(COMPLETIONS, body=body, content_type=FORM)
+            assert (answer.status, answer.error["message"]) == (415, told), body[:20]
+        for name, value in {"origin": "null", "referer": "http://x/", "sec_fetch_site": "cross-site"}.items():
+            for body in (msgspec.json.encode(valid), b"prompt=a"):
+                answer = await client.post(COMPLETIONS, body=body, content_type=FORM, **{name: value})
+                assert (answer.status, answer.error["message"]) == (415, told), name
 
     run(ask())
 

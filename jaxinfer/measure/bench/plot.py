@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.extras import install_hint
+
 LATENCIES = {"ttft": "time to first token (TTFT)", "tpot": "time per output token (TPOT)"}
 PERCENTS = {"p50": ("#4269d0", "o-"), "p90": ("#efb118", "s-"), "p99": ("#ff725c", "^-")}
 COLOURS = ("#4269d0", "#3ca951", "#ff725c", "#a463f2", "#9c6b4e", "#efb118")
@@ -19,7 +21,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> list[str]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a picture needs matplotlib: pip install 'jaxinfer[plot]'") from None
+        raise ImportError(f"a picture needs matplotlib: {install_hint('plot')}") from None
     panels: list[tuple[str, Any]] = []
     loads = [one for one in results if one["command"] == "load" and one["runs"]]
     batches = [one for one in results if one["command"] == "latency" and one["runs"]]

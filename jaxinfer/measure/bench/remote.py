@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from jaxinfer.extras import install_hint
 from jaxinfer.measure.bench.metrics import Trace, distribution, figures
 from jaxinfer.measure.bench.runs import RunOptions
 from jaxinfer.measure.bench.workload import WorkloadRequest
@@ -39,7 +40,7 @@ class Server:
         try:
             from httptools import HttpResponseParser
         except ImportError:
-            raise ImportError("--url needs httptools: pip install 'jaxinfer[serve]'") from None
+            raise ImportError(f"--url needs httptools: {install_hint('serve')}") from None
         parts = urlsplit(url)
         if parts.scheme not in _PORTS or not parts.hostname:
             raise ValueError(f"--url: {url!r} is not a URL such as http://127.0.0.1:8000")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxinfer.extras import install_hint
 from jaxinfer.measure.kv_report.report import ALL, CacheFigures
 
 _COLOURS = ("#4269d0", "#3ca951", "#ff725c", "#a463f2", "#9c6b4e", "#efb118", "#97bbf5")
@@ -15,7 +16,7 @@ def draw(rows: Sequence[CacheFigures], file: Path, title: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a picture needs matplotlib: pip install 'jaxinfer[plot]'") from None
+        raise ImportError(f"a picture needs matplotlib: {install_hint('plot')}") from None
     measured = [row for row in rows if row.kl is not None and row.sequence_bytes is not None]
     dtypes = list(dict.fromkeys(row.kv_dtype for row in measured))
     policies = list(dict.fromkeys(row.choice.kv_policy for row in measured))

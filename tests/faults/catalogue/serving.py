@@ -837,8 +837,8 @@ PROGRESS = (
     Fault(
         "cli/the-first-token-stands-alone-while-the-rest-compiles",
         "jaxinfer/cli/output.py",
-        "if progress.is_shown() and progress.num_compiled() > num_compiled:",
-        "if progress.is_shown() and progress.num_compiled() < num_compiled:",
+        "if progress.is_shown() and is_cold:",
+        "if False:",
         ("tests/cli/test_output.py",),
         "after one word nothing is shown for as long as decoding compiles",
     ),
@@ -977,6 +977,14 @@ SERVER = (
 
 SECURITY = (
     Fault(
+        "server/forms-of-other-sites-are-taken",
+        "jaxinfer/server/http.py",
+        "any(name in request.headers for name in _OF_BROWSERS)",
+        "False",
+        ("tests/server/test_security.py::test_json_is_taken_from_curl_as_a_form_and_from_no_browser",),
+        "any web page that somebody opens on this machine uses, pulls and deletes models",
+    ),
+    Fault(
         "server/a-trailer-is-taken-for-a-header",
         "jaxinfer/server/connection.py",
         "if self._is_in_head:  # a trailer",
@@ -1038,6 +1046,30 @@ PAGE = (
 )
 
 MANY = (
+    Fault(
+        "server/errors-have-the-path-of-a-model",
+        "jaxinfer/server/models.py",
+        "llm.client.name = self.name",
+        "pass",
+        ("tests/server/test_names.py::test_no_client_sees_a_path_of_the_server",),
+        "a client learns the folders of the server from the error of a request",
+    ),
+    Fault(
+        "server/a-name-stands-for-the-first-of-two-models",
+        "jaxinfer/server/names.py",
+        "if found.setdefault(name, model) != model:",
+        "if found.setdefault(name, model) is None:",
+        ("tests/server/test_names.py::test_one_name_stands_for_one_model",),
+        "of two files of the same name in two folders one is never served, and nobody is told",
+    ),
+    Fault(
+        "server/the-pooling-of-the-command-line-is-dropped",
+        "jaxinfer/server/models.py",
+        "llm.embedder.default_pooling = self._pooling",
+        "llm.embedder.default_pooling = None",
+        ("tests/server/test_embeddings.py::test_a_server_pools_as_it_is_told_where_a_request_is_silent",),
+        "vectors are those of another pooling than the one asked for",
+    ),
     Fault(
         "server/a-busy-model-is-unloaded",
         "jaxinfer/server/pool.py",

@@ -57,18 +57,21 @@ def pieces(text: str, size: int = 7) -> list[str]:
 @dataclass
 class FakeServer:
     """What the handler needs and records. `answers` are texts by question that replace the usual one; `delay` is the
-    time in seconds before each piece. While it `is_down`, streams break and requests are refused; while it
-    `is_loading`, it says so."""
+    time in seconds before each piece, `load_seconds` that before an answer begins. While it `is_down`, streams break
+    and requests are refused; while it `is_loading`, it says so. `statuses` are more fields of models in their list, by
+    their names."""
 
     url: str = ""
     needs_key: bool = False
     is_down: bool = False
     is_loading: bool = False
+    statuses: dict[str, dict] = field(default_factory=dict)
     answers: dict[str, str] = field(default_factory=dict)
     requests: list[dict] = field(default_factory=list)
     positions: list[str | None] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     delay: float = 0.0
+    load_seconds: float = 0.0
     num_disconnects: int = 0
 
     def events(self, question: str, position: str | None) -> Iterator[bytes]:
@@ -135,7 +138,8 @@ def handler_of(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
                 if not self.is_refused():
                     self.answer(200, b'{"status": "ready"}')
             elif self.path == "/v1/models" and (fake.is_loading or not self.is_refused()):
-                self.answer(200, json.dumps({"data": [{"id": name, "object": "model"} for name in MODELS]}).encode())
+                data = [{"id": name, "object": "model", **fake.statuses.get(name, {})} for name in MODELS]
+                self.answer(200, json.dumps({"data": data}).encode())
             elif self.path != "/v1/models":
                 self.answer(404, b"<html>a proxy's page</html>")
 
@@ -145,6 +149,7 @@ def handler_of(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             if self.is_refused():
                 return
             fake.requests.append(body)
+            time.sleep(fake.load_seconds)
             question = body["messages"][-1]["content"]
             fake.positions.append(self.headers["Last-Event-ID"])
             if question.startswith("busy"):
@@ -152,6 +157,9 @@ def handler_of(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             elif question.startswith("refused"):
                 error = {"message": "top_k=5 is not supported", "param": "top_k", "code": 400}
                 self.answer(400, json.dumps({"error": error}).encode())
+            elif question.startswith("too large"):
+                error = {"message": "demo needs 20 GiB, and the budget is 10 GiB", "code": "model_not_loaded"}
+                self.answer(503, json.dumps({"error": error}).encode(), {"Retry-After": "10"})
             else:
                 self.stream(question)
 
@@ -202,5 +210,5 @@ def running() -> Iterator[FakeServer]:
 
 if __name__ == "__main__":
     with running() as fake_server:
-        print(f"{fake_server.url}: say markdown, think, slow, resume, busy, refused, broken or lost. Ctrl+C ends.")
+        print(f"{fake_server.url}: say markdown, think, slow, resume, busy, refused, too large, broken or lost.")
         threading.Event().wait()

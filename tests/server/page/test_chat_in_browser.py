@@ -406,7 +406,7 @@ def test_a_key_is_asked_for_sent_and_not_kept(opened, server, context):
     ("question", "sentence"),
     [
         ("busy", "The queue is full. Try again in 3 seconds."),
-        ("refused", "top_k=5 is not supported."),
+        ("too large", "Demo needs 20 GiB, and the budget is 10 GiB. Try again in 10 seconds."),
         ("broken", "The engine stopped."),
         ("lost", "The connection was lost in the middle of the answer."),
     ],
@@ -423,6 +423,80 @@ def test_a_failure_is_a_sentence_with_a_retry(page, server, question, sentence):
     assert server.requests[-1] == server.requests[-2]
     # An attempt without any text is replaced; one with a part of the answer stays as a version.
     assert page.locator(f"{ANSWERS} .branches").count() == (question in ("broken", "lost"))
+
+
+def test_a_failure_that_would_come_again_has_no_retry(page, server):
+    ask(page, "refused")
+    assert page.inner_text(".failure:visible span") == "top_k=5 is not supported."
+    assert page.inner_text(".failure:visible") == "top_k=5 is not supported."  # no button
+    page.reload()
+    page.wait_for_selector(".failure:visible")
+    assert page.locator(".failure [data-action=retry]").count() == 0
+    page.click(DONE)  # with other settings it may succeed
+    settled(page)
+    assert page.locator(".failure:visible").count() == 1
+    page.click("#new-chat")
+    ask(page, "busy")
+    assert page.locator(".failure [data-action=retry]").count() == 1
+
+
+def test_it_says_which_models_are_loaded(opened, server):
+    state = {"status": {"value": "unloaded", "error": None}}
+    server.statuses = {"demo": state, "demo-large": {"status": {"value": "ready", "error": None}}}
+    page = opened()
+    options = "#model-picker option"
+    assert page.locator(options).all_inner_texts() == ["demo (not loaded)", "demo-large (loaded)"]
+    assert page.input_value("#model-picker") == "demo-large"  # nothing has to be loaded for it
+    page.wait_for_selector("text=demo-large is ready.")
+    page.select_option("#model-picker", "demo")
+    page.wait_for_selector("text=demo is loaded by the first message.")
+    server.load_seconds = 1.0
+    send(page, "slow")
+    page.wait_for_selector("text=Loading demo…")
+    page.wait_for_selector("text=word1")
+    assert page.locator("text=Loading demo…").is_hidden()
+    state["status"]["value"] = "ready"
+    page.click("#send")
+    page.wait_for_selector(f"{options} >> text=demo (loaded)", state="attached")  # it looked again
+    state["status"] = {"value": "failed", "error": "demo/config.json is not JSON"}
+    page.click("#new-chat")
+    page.hover("#model-picker")
+    page.wait_for_selector("text=demo could not be loaded: demo/config.json is not JSON")
+
+
+def test_the_readers_own_markdown_is_shown_and_sent_as_it_was_written(page, server):
+    text = "**Compare** `a*b*c` in __init__.py, 2*3*x:\n\n- one\n- two\n\n```python\n# comment\n    x = 1\n```"
+    send(page, text)
+    settled(page)
+    bubble = page.locator(".message.user .text")
+    assert bubble.locator("strong").all_inner_texts() == ["Compare"]
+    assert bubble.locator("p").first.inner_text() == "Compare a*b*c in __init__.py, 2*3*x:"
+    assert bubble.locator("li").all_inner_texts() == ["one", "two"]
+    assert bubble.locator("pre").inner_text() == "# comment\n    x = 1"
+    assert server.requests[0]["messages"][0]["content"] == text
+    assert page.inner_text(".row-title") == "Compare a*b*c in __init__.py, 2*3*x:"
+    assert page.evaluate("state.settings.isPlain = true, showConversation(), null") is None
+    assert bubble.text_content() == text
+    page.keyboard.press("ArrowUp")
+    assert page.input_value(".edit textarea") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("```python\n\ndef f(x):\n```\nwhy?", "def f(x):"),
+        ("# A *title*", "A title"),
+        ("\n> - [ ] **first**\nsecond", "first"),
+        ("12. see [here](https://a.b)", "see here"),
+        ("| a | b |\n|---|---|", "a | b |"),
+        ("😀", "😀"),
+        ("***", "***"),
+        ("x" * 56 + "😀😀😀😀😀", "x" * 56 + "😀…"),
+        ("<b>bold</b> a < b && c", "<b>bold</b> a < b && c"),
+    ],
+)
+def test_titles_have_no_marks_of_markdown(page, text, title):
+    assert page.evaluate("titleFrom", text) == title
 
 
 def test_a_lost_connection_is_taken_up_where_it_broke(page, server):
