@@ -99,7 +99,6 @@ def _parameters(generator: random.Random, path: str, vocab_size: int) -> dict[st
         "truncate_prompt_tokens": (10,),
         "priority": (-1,),  # a higher number waits for ever while the queue is full of others
         "user": ("x",),
-        "unknown_field": (1,),
         "n": (2, 3),
         "echo": (True,),
     }
@@ -298,6 +297,8 @@ _BAD_BODIES: dict[str, tuple[str | None, dict[str, Any] | bytes]] = {
     "no allowed ids": (None, {"allowed_token_ids": [2**31 - 1]}),
     "a high priority": (None, {"priority": 2**40}),
     "a long salt": (None, {"cache_salt": "x" * 5000}),
+    "an unknown field": (None, {"frobnicate": 1}),
+    "an unknown field of a tool": (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{"kind": "f"}]}),
     "unknown model": (None, {"model": "gpt-9"}),
     "an unknown format": (None, {"response_format": {"type": "xml"}}),
     "a pattern that does not parse": (None, {"structured_outputs": {"regex": "(a"}}),

@@ -19,6 +19,24 @@ def did_you_mean(name: Any, known: Iterable[str], *, cutoff: float = 0.6, otherw
     return f": did you mean {near!r}?" if near else otherwise
 
 
+def first_unknown(value: Any, names: Mapping[str, Any], place: str = "") -> tuple[str, str, Iterable[str]] | None:
+    """The first name in JSON data that `names` lacks: its object's place, itself, and the names there are.
+
+    `names` are those of an object, or of each object of a list, with those below them, or None where anything may be.
+    """
+    if isinstance(value, (list, tuple)):
+        found = (first_unknown(one, names, f"{place}[{index}]") for index, one in enumerate(value))
+        return next((one for one in found if one is not None), None)
+    if not isinstance(value, Mapping):
+        return None
+    for name, item in value.items():
+        if name not in names:
+            return place, str(name), names
+        if names[name] is not None and (found := first_unknown(item, names[name], f"{place}.{name}")) is not None:
+            return found
+    return None
+
+
 def whole_numbers(value: Any) -> Any:
     """A JSON value with an integer for each whole number that its writer spelled as a float, such as 32.0."""
     if isinstance(value, float):

@@ -9,17 +9,17 @@ import importlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.batch.errors import BatchError
-from jaxinfer.batch.requests import Prompt
+from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, RequestOptions
 from jaxinfer.files import Closable
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.seeds import derive_seed
-from jaxinfer.text.messages import with_system
+from jaxinfer.text.prompts import TakesPrompts
 from jaxinfer.tool_calls import AnswerFormat
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class _Row:
     key: Any
     prompt: Prompt
     params: SamplingParams
+    options: RequestOptions = DEFAULT_REQUEST_OPTIONS
     num_losses: int = 0
 
 
@@ -62,20 +63,24 @@ class _Worker:
             "acceptance": llm.acceptance,
             "fingerprint": llm.fingerprint(),
             "max_seqs": llm.engine.spec.max_seqs,
+            "vocab_size": llm.config.vocab_size,
+            "max_model_len": llm.max_model_len,
         }
 
-    async def generate(self, prompt: Prompt, params: SamplingParams) -> "RequestOutput | ValueError":
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions
+    ) -> "RequestOutput | ValueError":
         """The whole answer, or why the row cannot be served."""
         output = None
         try:
-            async for delta in self._engine.generate(prompt, params):
+            async for delta in self._engine.generate(prompt, params, **vars(options)):
                 output = delta.output or output
         except (ValueError, TypeError) as error:
             return ValueError(str(error))
         return output if output is not None else ValueError("the row ended without an answer")
 
 
-class RayPool(Closable):
+class RayPool(TakesPrompts, Closable):
     """Engines in Ray actors, for a batch job: what `open_job(...).run` takes in place of an `LLM`.
 
     Args:
@@ -116,10 +121,11 @@ class RayPool(Closable):
             raise
         self.name, self.seed, self.acceptance = (self._facts[name] for name in ("name", "seed", "acceptance"))
         self.default_params: SamplingParams = self._facts["default_params"]
+        self.vocab_size, self.max_model_len = self._facts["vocab_size"], self._facts["max_model_len"]
         self.num_lost = 0  # workers, since the start
 
     @property
-    def tokenizer(self) -> "Tokenizer | None":
+    def tokenizer(self) -> "Tokenizer | None":  # type: ignore[override]
         """The model's, for the rows' texts."""
         if not self._has_tokenizer:
             self._tokenizer_of, self._has_tokenizer = _tokenizer_of(self._model, self._options), True
@@ -136,23 +142,20 @@ class RayPool(Closable):
         """As `LLM.fingerprint`."""
         return self._facts["fingerprint"]
 
-    def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **template_kwargs: Any,
-    ) -> list[int]:
-        """As `LLM.chat_prompt`."""
-        if self.tokenizer is None:
-            raise ValueError(f"model {self.name!r} has no tokenizer, and chat needs one")
+    @property
+    def client(self) -> TakesPrompts:
+        """What tokenizes the rows' prompts: this pool, in the job's own process."""
+        return self
+
+    @property
+    def system(self) -> str | None:  # type: ignore[override]
+        """The system prompt of the model's alias."""
         from jaxinfer.store import find_model
 
-        messages = with_system(messages, find_model(self._model, fetch=False).system)
-        return self.tokenizer.apply_chat_template(messages, tools=tools, **template_kwargs)
+        return find_model(self._model, fetch=False).system
 
     def generate_each(
-        self, requests: Iterable[tuple[Any, Prompt, SamplingParams]], *, max_queued: int | None = None
+        self, requests: Iterable[tuple[Any, ...]], *, max_queued: int | None = None
     ) -> Iterator[tuple[Any, "RequestOutput | ValueError"]]:
         """As `LLM.generate_each`: every row once, whichever workers are lost on the way.
 
@@ -179,7 +182,7 @@ class RayPool(Closable):
                         row = _Row(*item)
                         if row.params.temperature > 0 and row.params.seed is None:
                             raise ValueError(f"row {row.key} is sampled, so it needs a seed")
-                    running[worker.generate.remote(row.prompt, row.params)] = row, worker
+                    running[worker.generate.remote(row.prompt, row.params, row.options)] = row, worker
                     counts[worker] += 1
                 if not running:
                     return

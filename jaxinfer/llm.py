@@ -47,13 +47,15 @@ from jaxinfer.llm_scoring import ScoringMethods, together
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
 from jaxinfer.models.host_layers import all_layers
+from jaxinfer.openai.fields import check_message_names
+from jaxinfer.openai.requests import TextRequest
 from jaxinfer.parallel import hosts
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.speculative import SpeculationStats
 from jaxinfer.text import Tokenizer
-from jaxinfer.tool_calls import AnswerFormat
+from jaxinfer.tool_calls import AnswerFormat, as_tools
 
 if TYPE_CHECKING:
     from jaxinfer.batch import BatchSummary
@@ -227,13 +229,19 @@ class LLM(ScoringMethods):
         an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). Raises
         TypeError for what is no conversation, ValueError as `generate`, and for tools that cannot be served.
         """
-        conversations = as_conversations(messages)
-        offer = self.answer_format.offer(tools, tool_choice, parallel_tool_calls)
-        prompts = [self.chat_prompt(one, tools=offer and offer.shown, **template_kwargs) for one in conversations]
-        each = params_of_each(params, self.default_params, len(prompts))
-        outputs = self.generate(prompts, [self.answer_format.params(one, offer) for one in each], use_tqdm=use_tqdm)
-        answers = self.answer_format
-        return [read_answers(output, one, answers, offer) for output, one in zip(outputs, each, strict=True)]
+        conversations, answers = as_conversations(messages), self.answer_format
+        given = {"tools": as_tools(tools), "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
+        each = params_of_each(params, self.default_params, len(conversations))
+        requests = [
+            TextRequest(messages=one, template_kwargs=template_kwargs, **given).bind(self, answers, given=vars(its))
+            for one, its in zip(conversations, each, strict=True)
+        ]
+        inputs = [request.inputs(self, answers)[0] for request in requests]
+        outputs = self.generate([one for one, _ in inputs], [one for _, one in inputs], use_tqdm=use_tqdm)
+        return [
+            read_answers(output, request.params, answers, request.offer)
+            for output, request in zip(outputs, requests, strict=True)
+        ]
 
     def chat_prompt(
         self,
@@ -242,7 +250,9 @@ class LLM(ScoringMethods):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation, ready for `generate` or `stream`."""
+        """Token ids of a conversation, ready for `generate` or `stream`. Raises ValueError, with the place, for a name
+        in a message that neither the chat template nor anybody else reads."""
+        check_message_names(messages, None if self.tokenizer is None else self.tokenizer.chat_template)
         return self.client.tokenize_chat(messages, tools, template_kwargs)
 
     @takes_other_names
@@ -254,12 +264,16 @@ class LLM(ScoringMethods):
 
     @takes_other_names
     def generate_each(
-        self, requests: Iterable[tuple[Key, Prompt, SamplingParams]], *, max_queued: int | None = None
+        self,
+        requests: Iterable[tuple[Key, Prompt, SamplingParams] | tuple[Key, Prompt, SamplingParams, RequestOptions]],
+        *,
+        max_queued: int | None = None,
     ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
         """Answers to a stream of requests, in the order in which they finish.
 
         Args:
-          requests: tuples of a key that you choose, a prompt and its parameters (or None); taken only as there is room.
+          requests: tuples of a key that you choose, a prompt and its parameters (or None), or of these and
+            RequestOptions; taken only as there is room.
           max_queued: answers that wait or run at once; by default 2 * max_seqs + 4.
 
         Yields the key with the output, or with the ValueError for which the request was refused; the others go on.

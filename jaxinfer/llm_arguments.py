@@ -11,7 +11,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 import numpy as np
 
 from jaxinfer.checks import did_you_mean
-from jaxinfer.engine.request import Prompt
+from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, RequestOptions
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loading import LiveModel
 from jaxinfer.option_names import NAMES, find, translated
@@ -214,19 +214,26 @@ def as_pairs(prompts: Any, continuations: Any) -> list[tuple[Prompt, Prompt]]:
     return list(zip(before, after, strict=True))
 
 
-def each_request(requests: Any, default: SamplingParams) -> Iterator[tuple[Any, Prompt, SamplingParams]]:
+def each_request(
+    requests: Any, default: SamplingParams
+) -> Iterator[tuple[Any, Prompt, SamplingParams, RequestOptions]]:
     """The requests of `generate_each`, checked one by one as they are taken."""
     form = "(key, prompt, params)"
     if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
         raise TypeError(f"generate_each takes tuples {form}, got {_shown(requests)}")
 
-    def checked() -> Iterator[tuple[Any, Prompt, SamplingParams]]:
+    def checked() -> Iterator[tuple[Any, Prompt, SamplingParams, RequestOptions]]:
         for number, one in zip(itertools.count(), requests, strict=False):
-            if isinstance(one, (str, bytes)) or not isinstance(one, Sequence) or len(one) != 3:
-                raise TypeError(f"request {number} must be {form}, params may be None; got {_shown(one)}")
-            key, prompt, params = one
+            if isinstance(one, (str, bytes)) or not isinstance(one, Sequence) or len(one) not in (3, 4):
+                told = f"{form}, params may be None and RequestOptions may follow"
+                raise TypeError(f"request {number} must be {told}; got {_shown(one)}")
+            key, prompt, params, *more = one
             what = f"request {number} with key {key!r:.40}"
-            yield key, as_prompt(prompt, f"{what}: the prompt"), as_params(params, default, f"{what}: params")
+            options = more[0] if more else DEFAULT_REQUEST_OPTIONS
+            if not isinstance(options, RequestOptions):
+                raise TypeError(f"{what}: options must be RequestOptions, got {_shown(options)}")
+            prompt = as_prompt(prompt, f"{what}: the prompt")
+            yield key, prompt, as_params(params, default, f"{what}: params"), options
 
     return checked()
 

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxinfer import LLM, ModelConfig, RopeConfig, SamplingParams, Tokenizer, progress
-from jaxinfer.batch.responses import token_entry
 from jaxinfer.engine.request import Logprob
 from jaxinfer.models import init_params
+from jaxinfer.openai.writer import token_entry
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps. " * 4
 
@@ -286,7 +286,7 @@ def test_bytes_of_tokens_join_to_those_of_the_text(llm, tokenizer):
     assert tokenizer.token_bytes(special) is None
     assert tokenizer.token_bytes(special, skip_special_tokens=False) == tokenizer.id_to_token(special).encode()
     entry = token_entry({7: Logprob(-1.0, 1, "�", b"\xf0\x9f")}, 1)
-    assert (entry["bytes"], entry["top_logprobs"][0]["bytes"]) == ([240, 159], [240, 159])
+    assert (entry.bytes, entry.top_logprobs[0].bytes) == ([240, 159], [240, 159])
 
 
 def test_score_says_what_the_parameters_forbid(llm):

@@ -1,12 +1,10 @@
 """Errors of a row, of the whole job, and of the disk."""
 
+from jaxinfer.openai.errors import RequestError
 
-class RowError(ValueError):
+
+class RowError(RequestError):
     """A row is invalid. `parameter` is the name of the field, if one is the reason."""
-
-    def __init__(self, message: str, parameter: str | None = None):
-        super().__init__(message)
-        self.parameter = parameter
 
 
 class BatchError(ValueError):

@@ -182,8 +182,8 @@ def scan(path: Path, options: TableOptions | None = None) -> Scan:
             num_bad += 1
             bad_rows += [row] * (num_bad <= _NUM_SHOWN)
             continue
-        if row.request.model is not None:
-            models[row.request.model] += 1
+        if row.request.text.model is not None:
+            models[row.request.text.model] += 1
         if not can_constrain and _needs_structured(row.request):
             raise BatchError(f"{path} {source.unit} {line}: {NO_STRUCTURED}")
     if not line_of:
@@ -200,12 +200,13 @@ def has_structured() -> bool:
 
 
 def _needs_structured(request: BatchRequest) -> bool:
-    if request.sampling.get("structured") is not None:
+    text = request.text
+    if text.sampling.get("structured") is not None:
         return True
-    return (
-        bool(request.tools)
-        and check_tools(request.tools, request.tool_choice, request.parallel_tool_calls).needs_grammar
-    )
+    try:
+        return bool(text.tools) and check_tools(text.tools, text.tool_choice, text.parallel_tool_calls).needs_grammar
+    except ValueError:  # the row fails when it is served
+        return False
 
 
 def _kind_by_start(path: Path) -> str | None:

@@ -7,51 +7,42 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxinfer.batch.errors import BatchWriteError, RowError
+import msgspec
+
+from jaxinfer.batch.errors import BatchWriteError
 from jaxinfer.batch.input import Scan, scan
 from jaxinfer.batch.ledger import Identity, Ledger
-from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, Prompt
-from jaxinfer.batch.responses import error_line, result_line, usage
+from jaxinfer.batch.responses import error_line, result_line
 from jaxinfer.batch.rows import BadRow, BatchRow
 from jaxinfer.batch.table import TableOptions
+from jaxinfer.openai.errors import RequestError
+from jaxinfer.openai.requests import BoundRequest, Prompt, TextModel
+from jaxinfer.openai.writer import scored, usage
 from jaxinfer.progress import Stage, compile_seconds, follow_compiler
 from jaxinfer.sampling.params import SamplingParams, our_names
 from jaxinfer.sampling.seeds import derive_seed
-from jaxinfer.tool_calls import AnswerFormat, ToolOffer
+from jaxinfer.tool_calls import AnswerFormat
 
 if TYPE_CHECKING:
-    from jaxinfer.engine.request import RequestOutput
-    from jaxinfer.text import Tokenizer
+    from jaxinfer.engine.request import RequestOptions, RequestOutput
 
 
 Key = tuple[int, int]  # line, number of the prompt among the row's
 
 
-class Model(Protocol):
+class Model(TextModel, Protocol):
     """The part of `LLM` that a job uses."""
 
     name: str
     seed: int
-    default_params: SamplingParams
-
-    @property
-    def tokenizer(self) -> "Tokenizer | None": ...
 
     @property
     def answer_format(self) -> AnswerFormat: ...
 
     def fingerprint(self) -> str: ...
 
-    def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **template_kwargs: Any,
-    ) -> list[int]: ...
-
     def generate_each(
-        self, requests: Iterable[tuple[Any, Prompt, SamplingParams]], *, max_queued: int | None = None
+        self, requests: Iterable[tuple[Any, Prompt, SamplingParams, "RequestOptions"]], *, max_queued: int | None = None
     ) -> Iterator[tuple[Any, "RequestOutput | ValueError"]]: ...
 
 
@@ -128,10 +119,9 @@ class _Pending:
     """A row whose prompts are running."""
 
     row: BatchRow
-    params: SamplingParams
+    request: BoundRequest
     outputs: list["RequestOutput | None"]
     num_left: int
-    offer: ToolOffer | None = None
     error: ValueError | None = None
 
 
@@ -243,39 +233,35 @@ class Job:
         finally:
             results.close()  # type: ignore[attr-defined]
 
-    def _requests(self, stage: Stage) -> Iterator[tuple[Key, Prompt, SamplingParams]]:
+    def _requests(self, stage: Stage) -> Iterator[tuple[Key, Prompt, SamplingParams, "RequestOptions"]]:
         """The requests of the remaining rows, read from the input as needed. Invalid rows are written as errors."""
+
+        from jaxinfer.engine.request import RequestOptions
+
+        answers = self._model.answer_format
         for row in self.scan.rows(self._ledger.done):
             if isinstance(row, BadRow):
                 self._fail(row, row.error, stage)
                 continue
+            request = None
             try:
-                params, offer, prompts = self._prompts(row)
-                is_chat = row.request.messages is not None
-                asked = self._model.answer_format.params(params, offer) if is_chat else params
+                request = self._defaults.bind(row, self._model)
+                inputs = request.inputs(self._model, answers)
             except ValueError as error:
-                self._fail(row, error, stage)
+                self._fail(row, error if request is None else request.refused(error), stage)
                 continue
-            self._pending[row.line] = _Pending(row, params, [None] * len(prompts), len(prompts), offer)
-            for index, prompt in enumerate(prompts):
-                yield (row.line, index), prompt, _with_own_seed(row, asked, index)
-
-    def _prompts(self, row: BatchRow) -> tuple[SamplingParams, ToolOffer | None, Sequence[Prompt]]:
-        request = row.request
-        params = self._defaults.params(row)
-        if request.messages is None:
-            return params, None, request.prompts
-        answers = self._model.answer_format
-        offer = answers.offer(request.tools, request.tool_choice, request.parallel_tool_calls)
-        tools = None if offer is None else offer.shown
-        return params, offer, [self._model.chat_prompt(request.messages, tools=tools, **request.template_kwargs)]
+            self._pending[row.line] = _Pending(row, request, [None] * len(inputs), len(inputs))
+            asked = request.asked
+            options = RequestOptions(asked.priority, asked.timeout, asked.cache_salt)
+            for index, (prompt, params) in enumerate(inputs):
+                yield (row.line, index), prompt, _with_own_seed(row, params, index), options
 
     def _take(self, line: int, index: int, result: "RequestOutput | ValueError", stage: Stage) -> None:
         """Takes the result of one prompt; the row is written with its last one."""
         pending = self._pending[line]
         pending.num_left -= 1
         if isinstance(result, ValueError):
-            pending.error = pending.error or result
+            pending.error = pending.error or pending.request.refused(result, index)
         else:
             pending.outputs[index] = result
         if pending.num_left:
@@ -291,39 +277,43 @@ class Job:
             if answer.finish_reason not in ("stop", "length"):
                 from jaxinfer.engine.results import EXCLUDED
 
+                if answer.finish_reason == "abort" and (timeout := pending.request.asked.timeout) is not None:
+                    told = f"the answer was not complete within {timeout} s, the limit that the row set"
+                    self._fail(pending.row, RequestError(told, "timeout"), stage, status_code=408)
+                    return
                 error = RuntimeError(answer.error or f"the answer ended with {answer.finish_reason!r}")
                 is_clients = str(error).startswith(EXCLUDED)
                 self._fail(pending.row, error, stage, status_code=400 if is_clients else 500)
                 return
-        if pending.row.request.messages is not None:
+        request = pending.request
+        if request.asked.num_kept == 0:
+            outputs = [scored(output) for output in outputs]
+        if request.asked.is_chat:
             from jaxinfer.engine.tool_calls import read_answers
 
             answers = self._model.answer_format
-            outputs = [read_answers(output, pending.params, answers, pending.offer) for output in outputs]
+            outputs = [read_answers(output, request.params, answers, request.offer) for output in outputs]
         try:
             record = result_line(
                 pending.row,
+                request,
                 outputs,
-                pending.params,
                 job_id=self._identity.job_id,
                 model=self._model.name,
                 fingerprint=self._identity.model_sha256,
                 tokenizer=self._model.tokenizer,
             )
-        except RowError as error:
+        except RequestError as error:
             self._fail(pending.row, error, stage)
             return
         record |= _columns(pending.row)
-        self._ledger.add_result(record, usage(outputs))
+        self._ledger.add_result(record, msgspec.to_builtins(usage(outputs)))
         self._on_line(record)
         stage.update()
 
     def _fail(self, row: BatchRow | BadRow, error: Exception, stage: Stage, *, status_code: int = 400) -> None:
         is_plain = self.scan.is_plain if row.is_plain is None else row.is_plain
         job_id = self._identity.job_id
-        if isinstance(row, BatchRow) and getattr(error, "parameter", None) == "structured":
-            name = row.request.structured_name
-            error = RowError(str(error).replace("structured", name, 1), name)
         record = error_line(row.line, row.custom_id, error, job_id=job_id, status_code=status_code, is_plain=is_plain)
         record |= _columns(row)
         self._ledger.add_error(record)
@@ -337,7 +327,7 @@ def _columns(row: BatchRow | BadRow) -> dict[str, Any]:
 
 def _with_own_seed(row: BatchRow, params: SamplingParams, index: int) -> SamplingParams:
     """Prompts of one row share a seed only if the row gives one."""
-    if index == 0 or row.request.sampling.get("seed") is not None:
+    if index == 0 or row.request.text.sampling.get("seed") is not None:
         return params
     return replace(params, seed=derive_seed(params.seed or 0, index))
 
@@ -347,7 +337,7 @@ class Defaults:
     """The sampling parameters of rows: from the row, the job, the form, the checkpoint.
 
     Attributes:
-      checkpoint: from generation_config. given: fields of `SamplingParams` given for the whole job.
+      checkpoint: from generation_config, which the model has. given: fields of `SamplingParams`, for the whole job.
       seed: of the job; a row without a seed has `derive_seed(seed, row.number)`.
     """
 
@@ -363,19 +353,11 @@ class Defaults:
         own_seed = given.pop("seed", None)
         return cls(checkpoint, given, seed if own_seed is None else own_seed)
 
-    def params(self, row: BatchRow) -> SamplingParams:
-        """The sampling parameters of one row, with its seed. Raises SamplingParamsError."""
-        values = {**_values(self.checkpoint), "seed": None}
-        if row.request.form == "chat" or (row.is_table and row.request.messages is not None):
-            values["max_tokens"] = None
-        elif row.request.form == "completions":
-            values["max_tokens"] = COMPLETIONS_MAX_TOKENS
-        values |= {**self.given, **row.request.sampling}
-        if row.request.echo and values["prompt_logprobs"] is None:
-            values["prompt_logprobs"] = values["logprobs"]  # the text starts with the prompt
-        if values["seed"] is None:
-            values["seed"] = derive_seed(self.seed, row.number)
-        return SamplingParams.from_dict(values)
+    def bind(self, row: BatchRow, model: Model) -> BoundRequest:
+        """The request of one row, with its seed. Raises RequestError or SamplingParamsError."""
+        return row.request.text.bind(
+            model, model.answer_format, lambda params: derive_seed(self.seed, row.number), self.given
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """What answers depend on, as JSON values."""

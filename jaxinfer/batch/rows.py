@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer.batch.errors import RowError
-from jaxinfer.batch.requests import FORMS_BY_URL, BatchRequest, read_chat, read_completions, read_plain
+from jaxinfer.batch.requests import FORMS_BY_URL, BatchRequest, read_plain, read_row_body
 from jaxinfer.checks import did_you_mean, nearest
+from jaxinfer.openai.errors import RequestError
 
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 
@@ -17,13 +18,12 @@ class BatchRow:
     """A valid row.
 
     `line` counts lines from 1, in a table rows; `number` counts from 0, and the row's seed is derived from it.
-    `is_table`: whether it is of a table or a text. `columns`: its cells that are copied to the answer.
+    `columns`: cells of a table that are copied to the answer.
     """
 
     line: int
     custom_id: str
     request: BatchRequest
-    is_table: bool = False
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -44,7 +44,7 @@ class BadRow:
 
     line: int
     custom_id: str
-    error: RowError
+    error: ValueError
     is_plain: bool | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ def parse_row(data: bytes, line: int) -> BatchRow | BadRow:
             raise RowError("custom_id is missing", "custom_id")
         custom_id = _custom_id(record, custom_id)
         return BatchRow(line, custom_id, _read_openai(record) if has_body else _read_plain(record))
-    except RowError as error:
+    except ValueError as error:
         return BadRow(line, custom_id, error, is_plain)
 
 
@@ -121,7 +121,7 @@ def _read_openai(record: Mapping[str, Any]) -> BatchRequest:
         raise RowError(f"url must be {' or '.join(FORMS_BY_URL)}, got {url!r:.60}{hint}", "url")
     if not isinstance(body, dict):
         raise RowError(f"body must be an object, got {type(body).__name__}", "body")
-    return read_chat(body) if form == "chat" else read_completions(body)
+    return read_row_body(form, body)
 
 
 def _read_plain(record: Mapping[str, Any]) -> BatchRequest:
@@ -132,7 +132,7 @@ def _read_plain(record: Mapping[str, Any]) -> BatchRequest:
         raise RowError('a row has "prompt" or "messages", or "url" and "body"')
     try:
         return read_plain({name: value for name, value in record.items() if name != "custom_id"})
-    except RowError as error:
+    except RequestError as error:
         name = error.parameter
         if name in record and nearest(name, ("custom_id",), cutoff=0.8):
             raise RowError(f"unknown field {name!r:.60}: did you mean 'custom_id'?", name) from None

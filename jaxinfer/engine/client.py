@@ -31,14 +31,14 @@ from jaxinfer.grammar.gate import Gate
 from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ModelConfig
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, derive_seed, make_batch, tokenize_bad_words
-from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, TextTooLongError, Tokenizer, read_token_ids
-from jaxinfer.text.messages import check_messages, with_system
+from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, Tokenizer
+from jaxinfer.text.prompts import TakesPrompts
 from jaxinfer.text.reasoning import FAMILIES, prompt_end
 
 Key = TypeVar("Key")
 
 
-class Client:
+class Client(TakesPrompts):
     """Prepares requests for one engine, drives it, and turns tokens into text.
 
     A request without a seed gets one derived from `seed` and its number since the start. Methods that take a prompt
@@ -65,7 +65,8 @@ class Client:
         self._engine: Engine | Replicas | None = engine
         self.has_head = has_head
         self.name, self.config, self.tokenizer, self.system = name, config, tokenizer, system
-        self.eos_token_ids, self.max_model_len, self.seed = eos_token_ids, engine.spec.max_model_len, seed
+        self.vocab_size, self.max_model_len = config.vocab_size, engine.spec.max_model_len
+        self.eos_token_ids, self.seed = eos_token_ids, seed
         self._numbers = itertools.count()
         self._request_ids = itertools.count()
         self._compiler: GrammarCompiler | None = None
@@ -176,51 +177,6 @@ class Client:
             raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no scores of pairs")
         self._check_fits(what, len(token_ids), 0)
         return Request(list(token_ids), params, 1, 0, pooling=pooling, options=options, deadline=_deadline(options))
-
-    def tokenize(
-        self, prompt: Prompt, add_special_tokens: bool = True, *, what: str = "the prompt"
-    ) -> tuple[str | None, list[int]]:
-        """The text, if it is one, and its token ids.
-
-        Raises ValueError, with `what`, for what is no token id, and TextTooLongError for a text that is too long for
-        any request, before all of it is tokenized.
-        """
-        try:
-            if not isinstance(prompt, str):
-                return None, read_token_ids(prompt, self.config.vocab_size)
-            tokenizer = self.need_tokenizer("a text prompt")
-            return prompt, tokenizer.encode(prompt, add_special_tokens, max_tokens=self.max_model_len)
-        except TextTooLongError as error:
-            raise TextTooLongError(f"{what}: {error}, and max_model_len={self.max_model_len}") from None
-        except ValueError as error:
-            raise ValueError(f"{what}: {error}") from None
-
-    def tokenize_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_kwargs: Mapping[str, Any],
-    ) -> list[int]:
-        """Token ids of a conversation; raises as `Tokenizer.apply_chat_template`.
-
-        One without a system message begins with the system prompt of the model's alias, if it has one.
-        """
-        if self.system is not None:
-            check_messages(messages)  # before another one moves their numbers
-        messages = with_system(messages, self.system)
-        limit = self.max_model_len
-        try:
-            return self.need_tokenizer("chat").apply_chat_template(
-                messages, tools=tools, max_prompt_tokens=limit, **template_kwargs
-            )
-        except TextTooLongError as error:
-            raise TextTooLongError(f"the messages: {error}, and max_model_len={limit}") from None
-
-    def need_tokenizer(self, what: str) -> Tokenizer:
-        """The tokenizer; raises ValueError where there is none."""
-        if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, and {self.name} has none: pass token ids or tokenizer=...")
-        return self.tokenizer
 
     def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Checks sampling parameters against the model; returns the token sequences of `bad_words`."""
@@ -342,7 +298,7 @@ class Client:
             self.abort(answers)
 
     def generate_each(
-        self, requests: Iterator[tuple[Key, Prompt, SamplingParams]], limit: int
+        self, requests: Iterator[tuple[Key, Prompt, SamplingParams, RequestOptions]], limit: int
     ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
         """Runs requests as there is room, at most `limit` answers at once; yields each output, or the error for which
         the request was refused, as it is there. Closing the iterator aborts what runs."""
@@ -356,9 +312,9 @@ class Client:
                     elif (item := next(requests, None)) is None:
                         break
                     else:
-                        key, prompt, params = item
+                        key, prompt, params, options = item
                         try:
-                            request = self.prepare(prompt, params)
+                            request = self.prepare(prompt, params, options)
                         except ValueError as error:
                             yield key, error
                             continue

@@ -16,7 +16,16 @@ import jax
 from jaxinfer.cache.compaction import PromptPages
 from jaxinfer.engine.programs.compaction import CompactionWork
 from jaxinfer.engine.programs.grammar import GrammarRows, TableBlock
-from jaxinfer.engine.request import CompletionOutput, Logprob, Prompt, RequestOutput, RequestTimings, Score, StreamDelta
+from jaxinfer.engine.request import (
+    CompletionOutput,
+    Logprob,
+    Prompt,
+    RequestOptions,
+    RequestOutput,
+    RequestTimings,
+    Score,
+    StreamDelta,
+)
 from jaxinfer.engine.scoring import ScoreWork
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.wire import Codec
@@ -137,8 +146,11 @@ class Lockstep:
 
     def each_request(
         self,
-        requests: Iterator[tuple[Key, Prompt, SamplingParams]],
-        run: Callable[[Iterator[tuple[Any, Prompt, SamplingParams]]], Iterator[tuple[Any, RequestOutput | ValueError]]],
+        requests: Iterator[tuple[Key, Prompt, SamplingParams, RequestOptions]],
+        run: Callable[
+            [Iterator[tuple[Any, Prompt, SamplingParams, RequestOptions]]],
+            Iterator[tuple[Any, RequestOutput | ValueError]],
+        ],
     ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
         """`Client.generate_each`, which is `run`, on host 0. Keys are what the caller likes: the other hosts find them,
         by number, among requests of their own."""
@@ -148,10 +160,10 @@ class Lockstep:
         keys: dict[int, Key] = {}
         numbers = itertools.count()
 
-        def numbered() -> Iterator[tuple[int, Prompt, SamplingParams]]:
-            for number, (key, prompt, params) in zip(numbers, requests, strict=False):
+        def numbered() -> Iterator[tuple[int, Prompt, SamplingParams, RequestOptions]]:
+            for number, (key, prompt, params, options) in zip(numbers, requests, strict=False):
                 keys[number] = key
-                yield number, prompt, params
+                yield number, prompt, params, options
 
         def items() -> Iterator[tuple[int, RequestOutput | str]]:
             for number, result in run(numbered()):

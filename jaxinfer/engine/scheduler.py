@@ -35,7 +35,9 @@ class QueueFullError(RuntimeError):
 
 
 class RequestTooLargeError(ValueError):
-    """A sequence that the pool could never hold, even alone."""
+    """A sequence that the pool could never hold, even alone. `code`: OpenAI's, for programs."""
+
+    code = "context_length_exceeded"
 
 
 @dataclass

@@ -8,18 +8,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.batch.requests import STRUCTURED_NAMES, structured_name
-from jaxinfer.batch.responses import usage
 from jaxinfer.engine.request import RequestOutput
-from jaxinfer.server.errors import OWN_FIELDS, APIError, as_api_error, refused
+from jaxinfer.openai.answers import Answer, Usage
+from jaxinfer.openai.requests import BoundRequest
+from jaxinfer.openai.writer import usage
+from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import json_response, lease_for, record_of, while_connected, work_for
 from jaxinfer.server.models import Lease, ServedModel
-from jaxinfer.server.ollama_types import OllamaRequest
-from jaxinfer.server.params import Job
 from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
 from jaxinfer.server.service import Service
-from jaxinfer.server.types import ResponsesRequest
 
 _MANY_LOGPROBS = 1 << 12  # of an answer: they take some 10 ms
 
@@ -28,9 +26,8 @@ async def begin(
     request: Request,
     service: Service,
     body: Any,
-    make_job: Callable[[ServedModel], Job],
+    make_job: Callable[[ServedModel], BoundRequest],
     *,
-    has_reasoning: bool = False,
     echo: bool = False,
     can_resume: bool = True,
 ) -> tuple[Generation, StreamPosition]:
@@ -38,7 +35,6 @@ async def begin(
 
     Args:
       make_job: from the model that the body names; called when that is loaded.
-      has_reasoning: whether the model's reasoning is told apart.
 
     Raises APIError for what cannot be served; the caller closes the generation.
     """
@@ -46,21 +42,10 @@ async def begin(
     record.is_stream = bool(body.stream)
     lease = await lease_for(request, service, body)
     try:
-        return await _begin(request, service, lease, body, make_job, has_reasoning, echo, can_resume)
-    except BaseException as error:
+        return await _begin(request, service, lease, body, make_job, echo, can_resume)
+    except BaseException:
         lease.release()
-        found = as_api_error(error) if isinstance(error, OWN_FIELDS) else error
-        if not isinstance(found, APIError) or found.param not in ("structured", "response_format"):
-            raise
-        name = _structured_name(body)
-        raise refused(name, found.message.replace(found.param, name, 1)) from error
-
-
-def _structured_name(body: Any) -> str:
-    """The client's name of the form that answers must match."""
-    if isinstance(body, (ResponsesRequest, OllamaRequest)):
-        return "text.format" if isinstance(body, ResponsesRequest) else "format"
-    return structured_name({name: getattr(body, name, None) for name in STRUCTURED_NAMES})
+        raise
 
 
 async def _begin(
@@ -68,21 +53,20 @@ async def _begin(
     service: Service,
     lease: Lease,
     body: Any,
-    make_job: Callable[[ServedModel], Job],
-    has_reasoning: bool,
+    make_job: Callable[[ServedModel], BoundRequest],
     echo: bool,
     can_resume: bool,
 ) -> tuple[Generation, StreamPosition]:
     record, model = record_of(request.scope), lease.model
 
-    def read() -> tuple[StreamPosition | None, Job, str]:
+    def read() -> tuple[StreamPosition | None, BoundRequest, str]:
         digest = request_digest(body, model.fingerprint)
         resumed = _resumed(request, model, body, digest, can_resume)
         if resumed is not None:
             body.seed = resumed.seed
         job = make_job(model)
         if service.options.log_prompts:
-            record.prompt = repr(job.prompts)[:10_000]
+            record.prompt = repr(job.asked.messages or job.asked.prompts)[:10_000]
         job.num_estimated  # noqa: B018 (computed once, here)
         return resumed, job, digest
 
@@ -92,9 +76,8 @@ async def _begin(
     if resumed is not None and len(resumed.choices) != job.num_answers:
         raise refused("Last-Event-ID", "the event's id is of a request with another number of answers")
     position = resumed or StreamPosition(new_answer_id(), digest, seed, job.num_answers)
-    tags = model.tags if has_reasoning else None
     resumed = resumed if body.stream else None
-    generation = Generation(service, lease, job, record, tags=tags, resumed=resumed, echo=echo)
+    generation = Generation(service, lease, job, record, resumed=resumed, echo=echo)
     record.received_seconds = time.perf_counter() - record.start
     try:
         await while_connected(request.receive, generation.prepare())
@@ -138,7 +121,7 @@ def answer_headers(model: ServedModel, position: StreamPosition) -> dict[str, st
 
 
 async def respond(
-    request: Request, generation: Generation, make: Callable[[], dict[str, Any]], headers: dict[str, str]
+    request: Request, generation: Generation, make: Callable[[], Answer], headers: dict[str, str]
 ) -> Response:
     """A whole answer; where log-probabilities make it long, it is not put together in the event loop."""
     record, params = record_of(request.scope), generation.job.params
@@ -148,10 +131,9 @@ async def respond(
     return await work_for(record, lambda: json_response(make(), headers))
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     """Numbers of tokens in OpenAI's form."""
-    cached = sum(output.num_cached_tokens for output in outputs)
-    return {**usage(outputs), "prompt_tokens_details": {"cached_tokens": cached}}
+    return usage(outputs, has_cached=True)
 
 
 def wants_usage(body: Any) -> bool:

@@ -5,35 +5,33 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.batch.responses import call_entries, prompt_entries, token_entry
-from jaxinfer.engine.request import CompletionOutput, StreamDelta, TokenLogprob
+from jaxinfer.engine.request import StreamDelta
+from jaxinfer.openai.answers import ChatCompletion
+from jaxinfer.openai.bodies import ChatRequest
+from jaxinfer.openai.requests import BoundRequest, read_chat
+from jaxinfer.openai.writer import chat_completion, chat_logprobs
 from jaxinfer.server.answering import answer_headers, begin, respond, stream_error, usage_of, wants_usage
 from jaxinfer.server.chunks import DONE, ChatChunks
-from jaxinfer.server.errors import refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, read_body, while_connected
-from jaxinfer.server.params import chat_job
+from jaxinfer.server.models import ServedModel
+from jaxinfer.server.params import bind, check_sizes
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
-from jaxinfer.server.types import ChatRequest
 from jaxinfer.tool_calls import ToolCallDelta, text_of
-
-KIND = "chat.completion"
 
 
 async def chat_completions(request: Request, service: Service) -> Response:
     """Answers a conversation, at once or as a stream."""
     service.check_accepts()
     body = await read_body(request, ChatRequest, service)
-    if body.stream and body.prompt_logprobs is not None:
-        raise refused("prompt_logprobs", "log-probabilities of the prompt cannot be streamed")
-    generation, position = await begin(
-        request,
-        service,
-        body,
-        lambda model: chat_job(body, model.llm, model.answers, service.options.max_n),
-        has_reasoning=True,
-    )
+
+    def read(model: ServedModel) -> BoundRequest:
+        check_sizes(body, model)
+        asked = read_chat(body, ignore_unknown=service.options.ignore_unknown_fields)
+        return bind(asked, model, service.options.max_n)
+
+    generation, position = await begin(request, service, body, read)
     headers = answer_headers(generation.model, position)
     if body.stream:
         events = generation.events(_ChatEvents(body, generation, position))
@@ -44,51 +42,12 @@ async def chat_completions(request: Request, service: Service) -> Response:
         generation.close()
     (output,) = outputs
 
-    def make() -> dict[str, Any]:
-        answer: dict[str, Any] = {
-            "id": f"chatcmpl-{position.answer_id}",
-            "object": KIND,
-            "created": position.created,
-            "model": generation.model.name,
-            "system_fingerprint": generation.model.fingerprint,
-            "choices": [_choice(one, body, generation) for one in output.outputs],
-            "usage": usage_of(outputs),
-            "seed": position.seed,
-        }
-        if body.return_token_ids:
-            answer["prompt_token_ids"] = output.prompt_token_ids
-        if output.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_entries(output, generation.job.params)
-        return answer
+    def make() -> ChatCompletion:
+        return chat_completion(
+            generation.job, generation.read(output), generation.about("chatcmpl", position), has_cached=True
+        )
 
     return await respond(request, generation, make, headers)
-
-
-def _choice(answer: CompletionOutput, body: ChatRequest, generation: Generation) -> dict[str, Any]:
-    whole = generation.read(0, answer)
-    content = None if whole.calls and not whole.content else whole.content
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if whole.reasoning:
-        message["reasoning_content"] = whole.reasoning
-    if whole.calls:
-        message["tool_calls"] = call_entries(whole.calls)
-    logprobs = _logprobs(answer.logprobs, generation)
-    choice: dict[str, Any] = {
-        "index": answer.index,
-        "message": message,
-        "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
-        "finish_reason": whole.finish_reason,
-        "stop_reason": answer.stop_reason,
-    }
-    if body.return_token_ids:
-        choice["token_ids"] = answer.token_ids
-    return choice
-
-
-def _logprobs(entries: list[TokenLogprob] | None, generation: Generation) -> list[dict[str, Any]] | None:
-    if entries is None:
-        return None
-    return [token_entry(entry, generation.job.params.logprobs or 0) for entry in entries]
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
@@ -105,10 +64,7 @@ class _ChatEvents:
     def __init__(self, body: ChatRequest, generation: Generation, position: StreamPosition):
         self._generation, self._position, self._has_usage = generation, position, wants_usage(body)
         self._has_ids = bool(body.return_token_ids)
-        answer_id, model = f"chatcmpl-{position.answer_id}", generation.model
-        self._chunks = ChatChunks(
-            f"{KIND}.chunk", answer_id, position.created, model.name, model.fingerprint, self._has_usage
-        )
+        self._chunks = ChatChunks("chat.completion.chunk", generation.about("chatcmpl", position), self._has_usage)
 
     def begin(self) -> bytes:
         if self._generation.is_resumed:
@@ -133,7 +89,7 @@ class _ChatEvents:
             else:
                 name, text = "reasoning_content", reasoning
         if delta.logprobs or self._has_ids:
-            logprobs = _logprobs(delta.logprobs, self._generation)
+            logprobs = chat_logprobs(delta.logprobs, self._generation.job.params)
             ids = list(delta.token_ids) if self._has_ids else None
             if text or logprobs or ids:
                 event = chunks.add(index, name, text, logprobs, ids)

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from jaxinfer.openai.answers import Usage
+
 encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
@@ -16,12 +18,12 @@ class _Chunks:
     """Chunks of one stream; all begin alike.
 
     Args:
-      kind: "chat.completion.chunk" or "text_completion". has_usage: whether chunks have `usage`, null but for the last.
+      kind: "chat.completion.chunk" or "text_completion". about: id, time, model and fingerprint. has_usage: whether
+        chunks have `usage`, null but for the last.
     """
 
-    def __init__(self, kind: str, answer_id: str, created: int, model: str, fingerprint: str, has_usage: bool):
-        head = {"id": answer_id, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint}
-        self._head = b"data: " + encode(head)[:-1]
+    def __init__(self, kind: str, about: Mapping[str, Any], has_usage: bool):
+        self._head = b"data: " + encode({"object": kind, **about})[:-1]
         self._start = self._head + b',"choices":[{"index":'
         self._end = b',"usage":null}\n\n' if has_usage else b"}\n\n"
         self._rest = b',"logprobs":null,"finish_reason":null}]' + self._end
@@ -48,7 +50,7 @@ class _Chunks:
             self._end,
         )
 
-    def usage(self, usage: Mapping[str, Any]) -> bytes:
+    def usage(self, usage: Usage) -> bytes:
         """The last chunk of the stream, where it was asked for."""
         return b'%b,"choices":[],"usage":%b}\n\n' % (self._head, encode(usage))
 
@@ -68,9 +70,7 @@ class ChatChunks(_Chunks):
     ) -> bytes:
         """What is new: content or reasoning_content, which are texts, or tool_calls."""
         delta = b',"delta":{"%b":%b}' % (name.encode(), encode(value))
-        return self._choice(
-            index, delta, None if logprobs is None else {"content": logprobs, "refusal": None}, token_ids
-        )
+        return self._choice(index, delta, logprobs, token_ids)
 
     def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
         """The last chunk of a choice."""

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from jaxinfer.server.answer_types import Answer
-from jaxinfer.server.types import KeepAlive
+from jaxinfer.openai.answers import Answer
+from jaxinfer.openai.bodies import KeepAlive
 
 _Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]

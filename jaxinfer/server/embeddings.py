@@ -17,8 +17,8 @@ from jaxinfer.server.embedding_types import EmbeddingsRequest, RerankRequest, Sc
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
-from jaxinfer.server.params import CHARS_PER_TOKEN
 from jaxinfer.server.service import Service
+from jaxinfer.server.sizes import CHARS_PER_TOKEN
 
 MAX_TEXTS = 2048  # of a request, as OpenAI allows
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,9 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from jaxinfer.async_engine import EngineDeadError
-from jaxinfer.batch.errors import RowError
 from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
+from jaxinfer.openai.errors import RequestError
 from jaxinfer.sampling.params import SamplingParamsError
 from jaxinfer.text import ChatTemplateError, TextTooLongError
 from jaxinfer.text.messages import MessageError
@@ -29,11 +28,10 @@ _TYPES = {
     503: ("service_unavailable", "overloaded_error"),
 }  # of OpenAI and of Anthropic
 OWN_FIELDS = (
-    *(msgspec.MsgspecError, SamplingParamsError, RowError, MessageError),
+    *(msgspec.MsgspecError, SamplingParamsError, RequestError, MessageError),
     *(TextTooLongError, RequestTooLargeError),
 )
 _MAX_MESSAGE = 1000  # characters
-_AT = re.compile(r" - at `\$\.?(.*)`$")
 
 
 class APIError(Exception):
@@ -111,15 +109,13 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, HTTPException):  # of Starlette's router
         message = {404: "there is no such route", 405: "this route does not take this method"}.get(error.status_code)
         return APIError(error.status_code, message or error.detail, headers=error.headers)
-    if isinstance(error, msgspec.ValidationError):
-        found = _AT.search(str(error))
-        param = found[1] or None if found else None
-        return APIError(400, f"{param or 'the body'}: {_AT.sub('', str(error))}", param=param)
     if isinstance(error, (msgspec.DecodeError, RecursionError)):
         return APIError(400, f"the body is not JSON: {error}")
     if isinstance(error, UnicodeDecodeError):
         return APIError(400, "the body is not UTF-8")
-    if isinstance(error, (SamplingParamsError, RowError, MessageError)):
+    if isinstance(error, RequestError):
+        return APIError(400, str(error), param=error.parameter, code=error.code)
+    if isinstance(error, (SamplingParamsError, MessageError)):
         return APIError(400, str(error), param=error.parameter)
     if isinstance(error, (TextTooLongError, RequestTooLargeError)):
         return APIError(400, str(error), code="context_length_exceeded")

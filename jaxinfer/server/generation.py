@@ -1,34 +1,33 @@
 """Runs a job: tokenized in a thread, admitted in turn, submitted; its events as they come, its outputs at the end."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from jaxinfer.async_engine import AnswerStream
 from jaxinfer.engine.request import (
-    CompletionOutput,
     Request,
     RequestOptions,
     RequestOutput,
     StreamDelta,
 )
 from jaxinfer.engine.results import EXCLUDED
-from jaxinfer.sampling import SamplingParamsError
+from jaxinfer.engine.tool_calls import read_answers
+from jaxinfer.openai.requests import BoundRequest
+from jaxinfer.openai.writer import prompt_text, scored
 from jaxinfer.sampling.seeds import sample_seed
 from jaxinfer.server.admission import Ticket
-from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
+from jaxinfer.server.errors import APIError, unavailable
 from jaxinfer.server.http import in_thread
 from jaxinfer.server.models import Lease
-from jaxinfer.server.params import Conversation, Job
 from jaxinfer.server.record import Record
 from jaxinfer.server.resume import Skipper, StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.text import Tokenizer
-from jaxinfer.text.reasoning import AnswerSplitter, Family, prompt_end, split, starts_inside
-from jaxinfer.tool_calls import AnswerReader, Content, Reasoning, ToolCall, ToolCallDelta, collect, text_of
+from jaxinfer.text.reasoning import AnswerSplitter, prompt_end, starts_inside
+from jaxinfer.tool_calls import AnswerReader, Content, Reasoning, ToolCallDelta, text_of
 
 
 class StreamFormat(Protocol):
@@ -52,21 +51,11 @@ Shown = tuple[StreamDelta, str, ToolCallDelta | None]
 """What `StreamFormat.add` takes."""
 
 
-@dataclass(frozen=True)
-class WholeAnswer:
-    """One answer, told apart. `finish_reason` is "tool_calls" where it ended with some."""
-
-    reasoning: str
-    content: str
-    calls: Sequence[ToolCall]
-    finish_reason: str | None
-
-
 class Generation:
     """One job of one client. `prepare`, then `events` to the end, or `run`; `close` in any case.
 
     Args:
-      lease: of the model, released with `close`. tags: of the model's reasoning, where it is to be told apart.
+      lease: of the model, released with `close`.
       resumed: what the client has already. echo: whether texts begin with the prompt's.
     """
 
@@ -74,20 +63,19 @@ class Generation:
         self,
         service: Service,
         lease: Lease,
-        job: Job,
+        job: BoundRequest,
         record: Record,
         *,
-        tags: Family | None = None,
         resumed: StreamPosition | None = None,
         echo: bool = False,
     ):
         self._service, self._lease, self.model = service, lease, lease.model
-        self.job, self._record, self._tags, self._echo = job, record, tags, echo
+        self.job, self._record, self._echo = job, record, echo
+        answers = self.model.answers
+        is_read = job.asked.is_chat and answers.is_read(job.params, job.offer)
+        self._offer, self._tags = job.read_offer, answers.reasoning if is_read else None
         # Special tokens to be removed from the text, where the tags can only be seen beside them.
-        hidden = self.model.hidden if job.offer is None else job.offer.format.hidden
-        self._hidden = (
-            hidden if job.params.skip_special_tokens and (tags is not None or job.offer is not None) else None
-        )
+        self._hidden = answers.hidden_with(job.offer) if is_read and job.params.skip_special_tokens else None
         self.requests: list[Request] = []
         self.outputs: list[RequestOutput] = []
         self._streams: list[AnswerStream] = []
@@ -97,7 +85,9 @@ class Generation:
         self._skippers = None if resumed is None else [Skipper(one) for one in resumed.choices]
         self._start = time.perf_counter()
         self._deadline = lease.deadline
-        self._ticket: Ticket = self.model.admission.enter(record.key, job.num_answers, job.num_estimated, job.priority)
+        self._ticket: Ticket = self.model.admission.enter(
+            record.key, job.num_answers, job.num_estimated, job.asked.priority
+        )
         service.generations.add(self)
 
     async def prepare(self) -> None:
@@ -106,27 +96,16 @@ class Generation:
         self._record.num_prompt = sum(request.num_prompt for request in self.requests)
 
     def _prepare(self) -> list[Request]:
-        llm, job, requests = self.model.llm, self.job, []
-        calls: dict[str, Any] = {}  # sampling parameters under which answers call tools as asked for
-        if job.offer is not None:
-            with client_errors("tools"):
-                calls = {"structured": job.offer.structured()}
-        options = RequestOptions(
-            job.priority, self._seconds_left(), self._service.salt(self._record.key, job.cache_salt)
-        )
-        for number, prompt in enumerate(job.prompts):
-            what = "the prompt" if len(job.prompts) == 1 else f"prompt {number}"
-            with client_errors(prompt.name if isinstance(prompt, Conversation) else "prompt"), _errors_of_tools(job):
-                prepared = job.token_ids(llm, prompt)
-                if isinstance(prepared, str) and not (job.has_limit and job.max_length is None):
-                    prepared = llm.client.tokenize(prepared, what=what)[1]
-                num_prompt = 0 if isinstance(prepared, str) else len(prepared)
-                params = job.params_for(num_prompt, llm.max_model_len)
-                if self._hidden is not None:
-                    params = replace(params, skip_special_tokens=False)
-                params = replace(params, **calls) if calls else params
-                requests.append(llm.prepare(prepared, params, options, what=what, keeps_answer=job.num_kept != 0))
-        return requests
+        llm, job = self.model.llm, self.job
+        salt = self._service.salt(self._record.key, job.asked.cache_salt)
+        options = RequestOptions(job.asked.priority, self._seconds_left(), salt)
+        try:
+            return [
+                llm.prepare(prompt, params, options, what=job.name_of(number), keeps_answer=job.asked.num_kept != 0)
+                for number, (prompt, params) in enumerate(job.inputs(llm, self.model.answers))
+            ]
+        except (ValueError, TypeError) as error:
+            raise job.refused(error) from error
 
     @property
     def is_resumed(self) -> bool:
@@ -148,15 +127,6 @@ class Generation:
         """About as many tokens as the text was made of: a model may write it with others than the tokenizer would."""
         return len(self.tokenizer.encode(text, add_special_tokens=False)) if text and self.tokenizer is not None else 0
 
-    def prompt_text(self, number: int) -> str:
-        """A prompt as text. Raises APIError where there is no tokenizer to make one of token ids."""
-        request = self.requests[number]
-        if request.text is not None:
-            return request.text
-        if self.model.llm.tokenizer is None:
-            raise refused("echo", "echo of token ids needs a tokenizer, and this model has none")
-        return self.model.llm.tokenizer.decode(request.token_ids, self.job.params.skip_special_tokens)
-
     async def run(self) -> list[RequestOutput]:
         """The outputs of the whole job. Raises APIError if an answer failed."""
         source = await self._submit()
@@ -171,7 +141,7 @@ class Generation:
             yield begun
         source = await self._submit()
         readers = self._readers()
-        is_plain = not readers and self._skippers is None and self.job.num_kept is None
+        is_plain = not readers and self._skippers is None and self.job.asked.num_kept is None
         while not source.is_done:
             found = b""
             for delta in await source.read():
@@ -189,16 +159,20 @@ class Generation:
         """Events of the prompts' texts, if they are part of the answers."""
         found = b""
         for index in range(self.job.num_answers if self._echo else 0):
-            delta = StreamDelta(index, self.prompt_text(index // self.job.params.n), [])
+            delta = StreamDelta(index, self._prompt_text(index // self.job.params.n), [])
             if self._skippers is not None:
                 delta, *_ = self._skip(delta, "", None)
             if delta.text:
                 found += form.add(delta)
         return found
 
+    def _prompt_text(self, number: int) -> str:
+        request, skips = self.requests[number], self.job.params.skip_special_tokens
+        return prompt_text(request.text, request.token_ids, self.tokenizer, skips)
+
     def _readers(self) -> dict[int, AnswerSplitter | AnswerReader]:
         """Of each choice whose text is more than content."""
-        if self._tags is None and self.job.offer is None:
+        if self._tags is None and self._offer is None:
             return {}
         num = self.job.params.n
         return {
@@ -208,7 +182,7 @@ class Generation:
         }
 
     def _reader(self, number: int, index: int) -> AnswerSplitter | AnswerReader:
-        offer, is_inside = self.job.offer, self.is_inside(number)
+        offer, is_inside = self._offer, self.is_inside(number)
         if offer is not None:
             seed = sample_seed(self.job.params.seed or 0, index)
             return offer.reader(self.requests[number].token_ids, seed, self._tags, is_inside, self._hidden)
@@ -217,7 +191,7 @@ class Generation:
 
     def _shown(self, delta: StreamDelta, readers: Mapping[int, AnswerSplitter | AnswerReader]) -> list[Shown]:
         """A delta with its reasoning and calls apart, and without what the client has."""
-        if self.job.num_kept is not None:
+        if self.job.asked.num_kept is not None:
             delta = replace(delta, text="", token_ids=[], logprobs=None)
         reader = readers.get(delta.index)
         shown: list[Shown]
@@ -292,34 +266,30 @@ class Generation:
     def _expired(self) -> APIError:
         # Clients would try again, and be as late.
         headers = {"x-should-retry": "false"}
-        message = f"the answer was not complete within {self.job.timeout} s, the limit that the request set"
+        message = f"the answer was not complete within {self.job.asked.timeout} s, the limit that the request set"
         return APIError(408, message, param="timeout", code="deadline_exceeded", headers=headers)
 
     def _end(self) -> list[RequestOutput]:
-        self.outputs = [self._kept(output) for output in self._outputs if output is not None]
+        self.outputs = [output for output in self._outputs if output is not None]
+        if self.job.asked.num_kept == 0:
+            self.outputs = [scored(output) for output in self.outputs]
         self._record.end(self.outputs)
         return self.outputs
 
-    def _kept(self, output: RequestOutput) -> RequestOutput:
-        if self.job.num_kept is None:
+    def read(self, output: RequestOutput) -> RequestOutput:
+        """A whole output with its answers told apart."""
+        if self._tags is None and self._offer is None:
             return output
-        answers = [
-            replace(one, text="", token_ids=[], logprobs=None if one.logprobs is None else [], finish_reason="length")
-            for one in output.outputs
-        ]
-        return replace(output, outputs=answers)
+        return read_answers(output, self.job.params, self.model.answers, self.job.offer)
 
-    def read(self, number: int, answer: CompletionOutput) -> WholeAnswer:
-        """A whole answer to a prompt, told apart."""
-        end = answer.finish_reason
-        if self.job.offer is None:
-            return WholeAnswer(*split(answer.text, self._tags, self.is_inside(number), self._hidden), (), end)
-        reader = self._reader(number, answer.index)
-        assert isinstance(reader, AnswerReader)
-        parts = reader.feed(answer.text, is_end=True)
-        reasoning = "".join(one.text for one in parts if isinstance(one, Reasoning))
-        content, calls = collect(one for one in parts if not isinstance(one, Reasoning))
-        return WholeAnswer(reasoning, content, calls, "tool_calls" if calls and end == "stop" else end)
+    def about(self, prefix: str, position: StreamPosition) -> dict[str, Any]:
+        """What OpenAI's answers say of themselves."""
+        return {
+            "id": f"{prefix}-{position.answer_id}",
+            "created": position.created,
+            "model": self.model.name,
+            "system_fingerprint": self.model.fingerprint,
+        }
 
     def close(self) -> None:
         """Gives back what it holds: the place in the queue, slots and pages."""
@@ -361,17 +331,6 @@ def _check(delta: StreamDelta) -> None:
         raise APIError(500, f"the answer failed: {delta.error or 'the model computed invalid numbers'}")
     if delta.finish_reason == "abort":
         raise unavailable(f"the answer was aborted: {delta.error or 'the server is going away'}", 5)
-
-
-@contextlib.contextmanager
-def _errors_of_tools(job: Job) -> Iterator[None]:
-    """A grammar that cannot be compiled is the fault of the tools that it was made from."""
-    try:
-        yield
-    except SamplingParamsError as error:
-        if job.offer is None or error.parameter != "structured":
-            raise
-        raise refused("tools", str(error).replace("structured: ", "tools: ")) from None
 
 
 class _Several:

@@ -12,13 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jaxinfer.openai import fields
+from jaxinfer.openai.errors import RequestError
 from jaxinfer.server.chunks import KEEP_ALIVE
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
 from jaxinfer.server.models import Lease, ServedModel
 from jaxinfer.server.record import RECORD, Record
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_fields, count_values, is_large, max_values, off_loop
-from jaxinfer.server.types import known_fields
 
 _FREE_BYTES = 1 << 18  # of each body; what is more is limited for all bodies together
 _BODIES_AT_ONCE = 8  # of the largest size
@@ -56,7 +57,8 @@ async def read_body(request: Request, kind: type[Body], service: Service) -> Bod
     record = record_of(request.scope)
     record.num_bytes = len(data)
     record.is_large = is_large(len(data), num_values)
-    body, unknown = await work_for(record, lambda: _decode(data, kind))
+    is_lenient = service.options.ignore_unknown_fields
+    body, unknown = await work_for(record, lambda: _decode(data, kind, is_lenient))
     if unknown:
         service.log_unknown(unknown, record.route)
     return body
@@ -100,15 +102,17 @@ async def in_thread(record: Record, work: Callable[[], Result]) -> Result:
     return await (off_loop(work) if record.is_large else asyncio.to_thread(work))
 
 
-def _decode(data: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
-    """The body and the first names of fields that it has and the type has not."""
+def _decode(data: bytes, kind: type[Body], ignore_unknown: bool) -> tuple[Body, list[str]]:
+    """The body, and the first names of fields that it has and the type has not, where those are ignored."""
     try:
-        body = msgspec.json.decode(data, type=kind)
-        given = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        given = msgspec.json.decode(data)
+        if not isinstance(given, dict):
+            raise APIError(400, f"the body must be a JSON object, got {type(given).__name__}")
+        body, unknown = fields.read_body(given, kind, ignore_unknown=ignore_unknown)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, RequestError) as error:
         raise as_api_error(error) from None
     check_fields(body)
-    return body, heapq.nsmallest(_MAX_UNKNOWN, given.keys() - known_fields(kind))
+    return body, heapq.nsmallest(_MAX_UNKNOWN, unknown)
 
 
 def _too_large(limit: int) -> APIError:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from jaxinfer.server.answer_types import Answer
+from jaxinfer.openai.answers import Answer
 
 
 class AnthropicErrorFields(Answer):

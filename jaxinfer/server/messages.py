@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -9,19 +10,21 @@ from starlette.responses import Response
 
 from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.llm import LLM
+from jaxinfer.openai.requests import BoundRequest, TextRequest
+from jaxinfer.openai.writer import ending
 from jaxinfer.server.answering import answer_headers, begin
 from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, in_thread, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
-from jaxinfer.server.params import Conversation, Job, make_job, offered_tools, read_messages
+from jaxinfer.server.params import bind, check_sizes
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import CountTokensRequest, MessagesRequest
 from jaxinfer.text.messages import check_call
 from jaxinfer.text.reasoning import Family
-from jaxinfer.tool_calls import ToolCallDelta, ToolOffer
+from jaxinfer.tool_calls import ToolCallDelta
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed")
 _PING = named_event("ping", {"type": "ping"})
@@ -31,9 +34,12 @@ async def messages(request: Request, service: Service) -> Response:
     """Answers a conversation, at once or as a stream."""
     service.check_accepts()
     body = await read_body(request, MessagesRequest, service)
-    generation, position = await begin(
-        request, service, body, lambda model: _job(body, model), has_reasoning=True, can_resume=False
-    )
+
+    def read(model: ServedModel) -> BoundRequest:
+        check_sizes(body, model)
+        return bind(_read(body, model), model)
+
+    generation, position = await begin(request, service, body, read, can_resume=False)
     headers = answer_headers(generation.model, position)
     if body.stream:
         events = generation.events(_MessageEvents(generation, position))
@@ -42,19 +48,18 @@ async def messages(request: Request, service: Service) -> Response:
         (output,) = await while_connected(request.receive, generation.run())
     finally:
         generation.close()
-    answer = output.outputs[0]
-    whole = generation.read(0, answer)
+    (answer,) = generation.read(output).outputs
     blocks: list[dict[str, Any]] = []
-    if whole.reasoning:
-        blocks.append({"type": "thinking", "thinking": whole.reasoning, "signature": ""})
-    if whole.content or not (whole.reasoning or whole.calls):
-        blocks.append({"type": "text", "text": whole.content})
-    for call in whole.calls:
+    if answer.reasoning:
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.text or not (answer.reasoning or answer.tool_calls):
+        blocks.append({"type": "text", "text": answer.text})
+    for call in answer.tool_calls or ():
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
     about = {
         **_message(generation.model, position),
         "content": blocks,
-        **_ending(whole.finish_reason, answer.stop_reason),
+        **_ending(ending(answer), answer.stop_reason),
         "usage": _usage(output),
     }
     return json_response(about, headers)
@@ -68,7 +73,9 @@ async def count_tokens(request: Request, service: Service) -> Response:
     async with using(request, service, body) as model:
 
         def read() -> int:
-            return len(_conversation(body, model, _offer(body, model)).token_ids(model.llm))
+            check_sizes(body, model)
+            (ids,) = bind(_read(body, model), model).prompts(model.llm)
+            return len(ids)
 
         with client_errors("messages"):
             num_tokens = await in_thread(record_of(request.scope), read)
@@ -78,24 +85,50 @@ async def count_tokens(request: Request, service: Service) -> Response:
 # From Anthropic's form.
 
 
-def _job(body: MessagesRequest, model: ServedModel) -> Job:
-    if body.service_tier not in (None, "", "auto", "standard_only"):
-        raise refused("service_tier", f"service_tier={body.service_tier!r:.60} is not supported")
+def _read(body: MessagesRequest | CountTokensRequest, model: ServedModel) -> TextRequest:
+    found: list[dict[str, Any]] = []
+    if body.system:
+        system = body.system if isinstance(body.system, str) else "\n".join(_texts(body.system, "system"))
+        found.append({"role": "system", "content": system})
+    places = ["system"] * len(found)
+    for number, message in enumerate(body.messages):
+        found += _turns(message, f"messages[{number}]")
+        places += [f"messages[{number}]"] * (len(found) - len(places))
+    if not found:
+        raise refused("messages", "messages is empty; a chat needs at least one message")
+    # An answer that the client has begun is continued.
+    continues = found[-1]["role"] == "assistant" and "tool_calls" not in found[-1]
+    kwargs: dict[str, Any] = {"add_generation_prompt": not continues, "continue_final_message": continues}
+    choice, is_alone = _choice(body.tool_choice or {})
+    asked = TextRequest(
+        messages=found,
+        places=places,
+        tools=[_tool(tool) for tool in body.tools or ()],
+        tool_choice=choice,
+        parallel_tool_calls=not is_alone,
+        tool_path="",
+        names={"stop": "stop_sequences"},
+        template_kwargs=kwargs | _thinking(body, model.llm, model.tags),
+    )
+    if isinstance(body, CountTokensRequest):
+        return asked
     if body.max_tokens < 1:
         raise refused("max_tokens", f"max_tokens={body.max_tokens} must be at least 1")
-    values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    sampling = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.stop_sequences:
-        values["stop"] = body.stop_sequences
-    names, offer = {"stop": "stop_sequences"}, _offer(body, model)
-    prompts = (_conversation(body, model, offer),)
-    return make_job(
-        prompts, body, values, body.max_tokens, model.llm, 1, names=names, answers=model.answers, offer=offer
+        sampling["stop"] = body.stop_sequences
+    return replace(
+        asked,
+        sampling={**sampling, "max_tokens": body.max_tokens},
+        priority=body.priority or 0,
+        timeout=body.timeout,
+        cache_salt=body.cache_salt or "",
     )
 
 
-def _offer(body: MessagesRequest | CountTokensRequest, model: ServedModel) -> ToolOffer | None:
-    choice, wanted = body.tool_choice or {}, None
-    kind = choice.get("type", "auto")
+def _choice(choice: Mapping[str, Any]) -> tuple[Any, bool]:
+    """A choice of tools as OpenAI has it, and whether at most one call may be made."""
+    kind, wanted = choice.get("type", "auto"), None
     if kind in ("auto", "none"):
         wanted = kind
     elif kind == "any":
@@ -107,25 +140,7 @@ def _offer(body: MessagesRequest | CountTokensRequest, model: ServedModel) -> To
     is_alone = choice.get("disable_parallel_tool_use")
     if is_alone not in (None, True, False):
         raise refused("tool_choice", f"disable_parallel_tool_use must be true or false, not {is_alone!r:.60}")
-    return offered_tools(model.answers, [_tool(tool) for tool in body.tools or ()], wanted, not is_alone)
-
-
-def _conversation(
-    body: MessagesRequest | CountTokensRequest, model: ServedModel, offer: ToolOffer | None
-) -> Conversation:
-    found: list[dict[str, Any]] = []
-    if body.system:
-        system = body.system if isinstance(body.system, str) else "\n".join(_texts(body.system, "system"))
-        found.append({"role": "system", "content": system})
-    places = ["system"] * len(found)
-    for number, message in enumerate(body.messages):
-        found += _turns(message, f"messages[{number}]")
-        places += [f"messages[{number}]"] * (len(found) - len(places))
-    # An answer that the client has begun is continued.
-    continues = bool(found) and found[-1]["role"] == "assistant" and "tool_calls" not in found[-1]
-    kwargs: dict[str, Any] = {"add_generation_prompt": not continues, "continue_final_message": continues}
-    kwargs |= _thinking(body, model.llm, model.tags)
-    return Conversation(read_messages(found, places), None if offer is None else offer.shown, kwargs)
+    return wanted, bool(is_alone)
 
 
 def _thinking(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Family | None) -> dict[str, Any]:

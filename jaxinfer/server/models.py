@@ -15,7 +15,7 @@ from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import unavailable
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.options import ServerOptions
-from jaxinfer.text.reasoning import Family, family_of, hidden_tokens
+from jaxinfer.text.reasoning import Family, family_of
 from jaxinfer.tool_calls import AnswerFormat
 
 ModelState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
@@ -131,8 +131,6 @@ class ServedModel:
         self.expires: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.fingerprint = ""
-        self.tags: Family | None = None
-        self.hidden: tuple[str, ...] | None = None  # special tokens beside the tags, where the tags are special too
         self.answers = AnswerFormat(None)
         self._reasoning, self._all_metrics = options.reasoning, metrics
         self._engine: AsyncEngine | None = None
@@ -141,6 +139,11 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def tags(self) -> Family | None:
+        """The tags of the model's reasoning, where it has any."""
+        return self.answers.reasoning
 
     def attach(self, engine: AsyncEngine) -> None:
         """The model is loaded."""
@@ -154,10 +157,8 @@ class ServedModel:
         facts = [llm.fingerprint(), llm.acceptance, spec.dtype.name, spec.determinism.rows, __version__]
         self.fingerprint = "fp_" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         template = None if llm.tokenizer is None else llm.tokenizer.chat_template
-        self.tags = family_of(self._reasoning, template)
-        self.hidden = hidden_tokens(self.tags, llm.tokenizer)
-        own = llm.answer_format
-        self.answers = own if own.reasoning == self.tags else AnswerFormat(llm.tokenizer, own.parser, self.tags)
+        own, family = llm.answer_format, family_of(self._reasoning, template)
+        self.answers = own if own.reasoning == family else AnswerFormat(llm.tokenizer, own.parser, family)
         self._engine = engine
         self._watched = self.name  # it may lose this name
         self._all_metrics.watch(self._watched, engine, lambda: self.admission.num_waiting)

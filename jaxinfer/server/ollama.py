@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,22 +10,21 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.batch.requests import structured_of
 from jaxinfer.engine.request import RequestOutput, StreamDelta
+from jaxinfer.openai.fields import check_neutral
+from jaxinfer.openai.requests import BoundRequest, TextRequest, renamed, structured_of
 from jaxinfer.server.answering import answer_headers, begin
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.ollama_types import (
-    NEUTRAL,
     NEUTRAL_OPTIONS,
-    ON_LOADING,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaOptions,
 )
-from jaxinfer.server.params import Conversation, Job, check_neutral, make_job, offered_tools, read_messages
+from jaxinfer.server.params import bind, check_sizes
 from jaxinfer.server.record import Record
 from jaxinfer.server.service import Service
 from jaxinfer.text.reasoning import Family
@@ -76,7 +74,7 @@ async def _load(
     else:
         async with using(request, service, body) as model:
             with client_errors():
-                _job(body, model)
+                _read(body, model)
     reason = "unload" if is_unloaded else "load"
     return json_response({"model": model.name, "created_at": now(), **answer, "done": True, "done_reason": reason})
 
@@ -85,9 +83,7 @@ async def _answer(
     request: Request, service: Service, body: Any, lines: "type[_ChatLines] | type[_TextLines]"
 ) -> Response:
     body.model = await known_name(service, body.model)
-    generation, position = await begin(
-        request, service, body, lambda model: _job(body, model), has_reasoning=True, can_resume=False
-    )
+    generation, position = await begin(request, service, body, lambda model: _read(body, model), can_resume=False)
     headers = answer_headers(generation.model, position)
     written = lines(generation, record_of(request.scope))
     if body.stream is not False:
@@ -98,10 +94,10 @@ async def _answer(
         (output,) = await while_connected(request.receive, generation.run())
     finally:
         generation.close()
-    whole = generation.read(0, output.outputs[0])
-    calls = [one for call in whole.calls for one in _calls(call.name, call.arguments)]
-    message = written.message(whole.content, whole.reasoning, calls)
-    return json_response(written.last(message, _reason(whole.finish_reason)), headers)
+    (answer,) = generation.read(output).outputs
+    calls = [one for call in answer.tool_calls or () for one in _calls(call.name, call.arguments)]
+    message = written.message(answer.text, answer.reasoning or "", calls)
+    return json_response(written.last(message, _reason(answer.finish_reason)), headers)
 
 
 async def known_name(service: Service, name: str) -> str:
@@ -128,26 +124,34 @@ def error_line(error: APIError) -> bytes:
 # From Ollama's form.
 
 
-def _job(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel) -> Job:
-    check_neutral(body, NEUTRAL)
+def _read(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel) -> BoundRequest:
     options = body.options or OllamaOptions()
     _check_options(options)
-    values = {ours: value for name, ours in _NAMES.items() if (value := getattr(options, name)) is not None}
-    if values.get("top_k") == 0:  # all tokens
-        values["top_k"] = -1
-    with client_errors("format"):
-        values |= structured_of({"response_format": _format(body.format)})
-    limit = options.num_predict
-    if limit is not None and limit < 0:
-        limit = None  # to the model's length
-    elif limit == 0:
-        raise refused("options.num_predict", "options.num_predict=0 must be at least 1, or -1 for no limit")
-    prompt, offer = _prompt(body, model)
-    names = {ours: f"options.{name}" for name, ours in _NAMES.items()} | {
-        "max_tokens": "options.num_predict",
+    check_sizes(body, model)
+    sampling: dict[str, Any] = {
+        ours: value for name, ours in _NAMES.items() if (value := getattr(options, name)) is not None
     }
-    job = make_job((prompt,), body, values, limit, model.llm, 1, names=names, answers=model.answers, offer=offer)
-    return job if options.num_ctx is None else replace(job, max_length=_length(options.num_ctx, model))
+    if sampling.get("top_k") == 0:  # all tokens
+        sampling["top_k"] = -1
+    with renamed("response_format", "format"):
+        sampling |= structured_of({"response_format": _format(body.format)})
+    if options.num_predict == 0:
+        told = "options.num_predict=0 must be at least 1, or -1 for no limit"
+        raise refused("options.num_predict", told)
+    if options.num_predict is not None:
+        sampling["max_tokens"] = options.num_predict if options.num_predict > 0 else None
+    names = {ours: f"options.{name}" for name, ours in _NAMES.items()}
+    asked = TextRequest(
+        sampling,
+        names | {"max_tokens": "options.num_predict", "structured": "format"},
+        max_length=None if options.num_ctx is None else _length(options.num_ctx, model),
+        length_name="options.num_ctx",
+        priority=body.priority or 0,
+        timeout=body.timeout,
+        cache_salt=body.cache_salt or "",
+        **_prompt(body, model),
+    )
+    return bind(asked, model)
 
 
 def _check_options(options: OllamaOptions) -> None:
@@ -157,8 +161,7 @@ def _check_options(options: OllamaOptions) -> None:
     off |= {"mirostat_tau", "mirostat_eta"} if not options.mirostat else set()
     for name, neutral in NEUTRAL_OPTIONS.items():
         if name not in off:
-            why = ", it is for loading, which the options of jaxinfer serve say" if name in ON_LOADING else ""
-            check_neutral(options, {name: neutral}, "options.", why)
+            check_neutral(f"options.{name}", getattr(options, name), neutral)
 
 
 def _length(num_ctx: int, model: ServedModel) -> int:
@@ -180,29 +183,33 @@ def _format(wanted: Any) -> Any:
     raise refused("format", f"format={wanted!r:.60} must be json or a JSON schema")
 
 
-def _prompt(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel) -> tuple[Any, Any]:
-    """The prompt, and the tools that its answer may call."""
+def _is_raw(body: OllamaChatRequest | OllamaGenerateRequest, template: str | None) -> bool:
+    """Tells whether a prompt is given to the model as it is."""
+    return isinstance(body, OllamaGenerateRequest) and bool(body.raw or not template)
+
+
+def _prompt(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel) -> dict[str, Any]:
+    """The fields of a request for the prompt or the messages."""
     template = model.llm.tokenizer.chat_template if model.llm.tokenizer is not None else None
+    tools = None
     if isinstance(body, OllamaGenerateRequest):
-        is_raw = body.raw or not template
-        if is_raw and body.system:
-            why = "raw is true" if body.raw else "the model has no chat template"
-            raise refused("system", f"system cannot be applied: {why}")
-        if is_raw:
+        if _is_raw(body, template):
+            if body.system:
+                why = "raw is true" if body.raw else "the model has no chat template"
+                raise refused("system", f"system cannot be applied: {why}")
             if body.think not in (None, False):
                 raise refused("think", "think is for prompts that a chat template renders")
-            return body.prompt or "", None
+            return {"prompts": (body.prompt or "",)}
         turns: list[dict[str, Any]] = [{"role": "system", "content": body.system}] if body.system else []
         turns.append({"role": "user", "content": body.prompt})
-        offer = None
     else:
         turns = [_turn(message, f"messages[{number}]") for number, message in enumerate(body.messages or ())]
-        offer = offered_tools(model.answers, body.tools or None, None, None)
+        tools = body.tools
     kwargs = {"add_generation_prompt": True, "continue_final_message": False}
     if turns[-1]["role"] == "assistant" and "tool_calls" not in turns[-1]:  # begun by the client: it is continued
         kwargs = {"add_generation_prompt": False, "continue_final_message": True}
     kwargs |= _thinking(body.think, template or "", model.tags)
-    return Conversation(read_messages(turns), None if offer is None else offer.shown, kwargs), offer
+    return {"messages": turns, "tools": tools, "template_kwargs": kwargs}
 
 
 def _turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -29,13 +29,12 @@ from jaxinfer.server.http import EventStream, json_response, read_body, record_o
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.ollama import LINES, error_line, known_name
 from jaxinfer.server.ollama_types import (
-    NEUTRAL,
+    LOADING,
     OllamaCopyRequest,
     OllamaEmbedRequest,
     OllamaModelRequest,
     OllamaOptions,
 )
-from jaxinfer.server.params import check_neutral
 from jaxinfer.server.service import Service
 from jaxinfer.store import (
     Download,
@@ -115,7 +114,6 @@ async def pull(request: Request, service: Service) -> Response:
     """Downloads a repository of the hub, as lines of JSON unless `stream` is false."""
     _check_store(service)
     body = await read_body(request, OllamaModelRequest, service)
-    check_neutral(body, NEUTRAL)
     name = _name(body)
     for hub in _HUBS:
         name = name.removeprefix(hub)
@@ -138,7 +136,7 @@ async def embed(request: Request, service: Service) -> Response:
     service.check_accepts()
     body = await read_body(request, OllamaEmbedRequest, service)
     for name in OllamaOptions.__struct_fields__ if body.options is not None else ():
-        if getattr(body.options, name) is not None:
+        if name not in LOADING and getattr(body.options, name) is not None:
             raise refused(f"options.{name}", f"options.{name} is not supported for embeddings")
     if body.dimensions is not None and not 1 <= body.dimensions < 2**31:
         raise refused("dimensions", f"dimensions={body.dimensions} must be at least 1, at most a vector's length")

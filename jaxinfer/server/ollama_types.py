@@ -1,13 +1,17 @@
-"""Bodies of Ollama's API. Fields that are not listed are ignored, and logged once; null means not given."""
+"""Bodies of Ollama's API; null means not given."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from jaxinfer.server.types import (
+from jaxinfer.openai.bodies import (
+    TOOL,
+    Body,
     CacheSalt,
     KeepAlive,
     MinP,
+    Names,
+    Neutral,
     Penalty,
     Priority,
     RepetitionPenalty,
@@ -17,10 +21,12 @@ from jaxinfer.server.types import (
     TopK,
     TopP,
 )
+from jaxinfer.text.messages import MESSAGE_NAMES
 
 
 class OllamaOptions(Struct, kw_only=True):
-    """Sampling, as Ollama names it. Of how a model is loaded only `num_ctx` is a request's."""
+    """Sampling, as Ollama names it. How a model is loaded, the options of jaxinfer serve say: of those that Ollama has
+    for that, only `num_ctx` is a request's, and the others (`num_gpu` to `use_mlock`) change nothing."""
 
     seed: Seed | None = None
     temperature: Temperature | None = None
@@ -41,22 +47,24 @@ class OllamaOptions(Struct, kw_only=True):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     penalize_newline: Any = None
-    numa: Any = None
-    num_batch: Any = None
-    num_gpu: Any = None
-    main_gpu: Any = None
-    num_thread: Any = None
-    low_vram: Any = None
-    f16_kv: Any = None
     logits_all: Any = None
     vocab_only: Any = None
-    use_mmap: Any = None
-    use_mlock: Any = None
     embedding_only: Any = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    num_batch: int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
 
 
-class OllamaRequest(Struct, kw_only=True):
+class OllamaRequest(Body, kw_only=True):
     """What chat and generate share; `priority`, `timeout` and `cache_salt` are ours."""
+
+    NEUTRAL: ClassVar[Neutral] = {"logprobs": (False,), "top_logprobs": (0,), "truncate": (False,), "shift": (False,)}
 
     model: str
     stream: bool | None = None
@@ -66,6 +74,8 @@ class OllamaRequest(Struct, kw_only=True):
     think: Any = None
     logprobs: Any = None
     top_logprobs: Any = None
+    truncate: Any = None
+    shift: Any = None
     priority: Priority | None = None
     timeout: Timeout | None = None
     cache_salt: CacheSalt | None = None
@@ -74,12 +84,19 @@ class OllamaRequest(Struct, kw_only=True):
 class OllamaChatRequest(OllamaRequest, kw_only=True):
     """The body of /api/chat. Without messages, the model is loaded, or with keep_alive 0 unloaded."""
 
+    NESTED: ClassVar[Names] = {"tools": TOOL, "messages": dict(MESSAGE_NAMES)}
+
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     """The body of /api/generate. Without a prompt, the model is loaded, or with keep_alive 0 unloaded."""
+
+    NEUTRAL: ClassVar[Neutral] = {
+        **OllamaRequest.NEUTRAL,
+        **dict.fromkeys(("suffix", "template", "context", "images", "width", "height", "steps"), ()),
+    }
 
     prompt: str | None = None
     system: str | None = None
@@ -88,10 +105,15 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     template: Any = None
     context: Any = None
     images: Any = None
+    width: Any = None
+    height: Any = None
+    steps: Any = None
 
 
-class OllamaModelRequest(Struct, kw_only=True):
+class OllamaModelRequest(Body, kw_only=True):
     """The body of /api/show, /api/pull and /api/delete; `name` is the older form of `model`."""
+
+    NEUTRAL: ClassVar[Neutral] = {"insecure": (False,)}
 
     model: str | None = None
     name: str | None = None
@@ -124,15 +146,6 @@ class OllamaError(Struct, kw_only=True):
     error: str
 
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "template": ("",),
-    "context": ([],),
-    "images": ([],),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "insecure": (False,),
-}  # with the values that change nothing, besides null
 NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "repeat_last_n": (-1,),
     "typical_p": (1, 1.0),
@@ -141,24 +154,16 @@ NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "mirostat_tau": (),
     "mirostat_eta": (),
     "penalize_newline": (True,),
-    "numa": (False,),
-    "num_batch": (),
-    "num_gpu": (-1,),
-    "main_gpu": (0,),
-    "num_thread": (0,),
-    "low_vram": (False,),
-    "f16_kv": (),
     "logits_all": (False,),
     "vocab_only": (False,),
-    "use_mmap": (),
-    "use_mlock": (False,),
     "embedding_only": (False,),
 }
+LOADING = frozenset(
+    ("num_gpu", "main_gpu", "num_thread", "num_batch", "numa", "low_vram", "f16_kv", "use_mmap", "use_mlock")
+)
+"""Those of how a model is loaded, which change nothing."""
 OF_OTHERS = frozenset(("repeat_last_n", "mirostat_tau", "mirostat_eta"))
 """Those that change nothing where the penalties or mirostat, to which they belong, are off."""
-ON_LOADING = frozenset(
-    ("numa", "num_batch", "num_gpu", "main_gpu", "num_thread", "low_vram", "f16_kv", "use_mmap", "use_mlock")
-)
 BODIES: dict[str, type[Struct]] = {
     "/api/chat": OllamaChatRequest,
     "/api/generate": OllamaGenerateRequest,

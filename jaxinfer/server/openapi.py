@@ -6,15 +6,14 @@ from typing import Any
 import msgspec
 
 from jaxinfer import __version__
-from jaxinfer.batch.requests import UNSET
-from jaxinfer.server import answer_types as answers
+from jaxinfer.openai import answers
+from jaxinfer.openai.bodies import Body
+from jaxinfer.openai.fields import UNSET
+from jaxinfer.openai.response_types import Response, ResponseEvent
 from jaxinfer.server import embedding_types as embedding
 from jaxinfer.server import ollama_types as ollama
-from jaxinfer.server import params, responses
 from jaxinfer.server.message_types import AnthropicError, Message, MessageEvent, TokenCount
-from jaxinfer.server.response_types import Response, ResponseEvent
 from jaxinfer.server.types import BODIES as OTHER_BODIES
-from jaxinfer.server.types import ChatRequest, CompletionRequest, ResponsesRequest
 
 BODIES = OTHER_BODIES | embedding.BODIES | ollama.BODIES
 _ANSWERS: dict[str, Any] = {
@@ -119,12 +118,10 @@ def openapi(routes: Sequence[tuple[str, str, str]], open_paths: Sequence[str], h
 
 def _describe_neutral(components: dict[str, Any]) -> None:
     """Fields that are not supported take the values that change nothing, and those that stand for none."""
-    neutral: dict[type, Mapping[str, tuple[Any, ...]]] = dict.fromkeys((ChatRequest, CompletionRequest), params.NEUTRAL)
-    neutral |= {ResponsesRequest: responses.NEUTRAL, ollama.OllamaOptions: ollama.NEUTRAL_OPTIONS}
-    neutral |= dict.fromkeys(
-        (ollama.OllamaChatRequest, ollama.OllamaGenerateRequest, ollama.OllamaModelRequest), ollama.NEUTRAL
-    )
-    for body, values in neutral.items():
+    neutral: dict[type, Mapping[str, tuple[Any, ...]]] = {
+        one: one.NEUTRAL for one in BODIES.values() if issubclass(one, Body)
+    }
+    for body, values in (neutral | {ollama.OllamaOptions: ollama.NEUTRAL_OPTIONS}).items():
         types = {one.encode_name: one.type for one in msgspec.structs.fields(body)}
         for field in values.keys() & types.keys() - ollama.OF_OTHERS:
             unset = [value for value in UNSET if _has_type(value, types[field])]

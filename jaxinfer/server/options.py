@@ -87,6 +87,9 @@ class ServerOptions:
         4096, "Open connections, or fewer where the limit on open files is lower; one beyond them gets 503.", "N", min=1
     )
     max_n: int = _load(16, "Answers of one request, its prompts times n; beyond it 400.", "N", min=1)
+    ignore_unknown_fields: bool = _load(
+        False, "Ignore fields of requests that are not known, and log each once; by default such a request gets 400."
+    )
     send_timeout: float = _load(
         60.0, "Seconds after which a client that does not read its answer is disconnected.", "SECONDS", min=1
     )

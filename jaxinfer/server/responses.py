@@ -1,267 +1,61 @@
 """/v1/responses without a store: every request brings its whole conversation."""
 
-import json
-from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.batch.requests import structured_of
-from jaxinfer.engine.request import RequestOutput, StreamDelta
-from jaxinfer.server.answering import answer_headers, begin, usage_of
+from jaxinfer.engine.request import StreamDelta
+from jaxinfer.openai.bodies import ResponsesRequest
+from jaxinfer.openai.requests import BoundRequest
+from jaxinfer.openai.responses import Item, ResponseWriter, part, read_response
+from jaxinfer.server.answering import answer_headers, begin
 from jaxinfer.server.chunks import named_event
-from jaxinfer.server.errors import APIError, client_errors, refused
-from jaxinfer.server.generation import Generation, WholeAnswer
+from jaxinfer.server.errors import APIError
+from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.models import ServedModel
-from jaxinfer.server.params import (
-    Conversation,
-    Job,
-    check_neutral,
-    effort_variables,
-    make_job,
-    offered_tools,
-    read_messages,
-)
-from jaxinfer.server.resume import StreamPosition
+from jaxinfer.server.params import bind, check_sizes
 from jaxinfer.server.service import Service
-from jaxinfer.server.types import ResponsesRequest
-from jaxinfer.text.messages import check_call
 from jaxinfer.tool_calls import ToolCall, ToolCallDelta
 
-_SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "background": (False,),
-    "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
-    "top_logprobs": (0,),
-}  # with the values that change nothing
-_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of the ids of items
 _DELTAS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
-_STORED = ("previous_response_id", "conversation")
 
 
 async def responses(request: Request, service: Service) -> Response:
     """Answers a conversation, at once or as a stream of events."""
     service.check_accepts()
     body = await read_body(request, ResponsesRequest, service)
-    generation, position = await begin(
-        request, service, body, lambda model: _job(body, model, service), has_reasoning=True, can_resume=False
-    )
+    others = sorted({f"{tool.get('type')!s:.80}" for tool in body.tools or () if tool.get("type") != "function"})
+    service.log_unknown([f"tools of type {kind}" for kind in others], "/v1/responses")  # agents send them unasked
+
+    def read(model: ServedModel) -> BoundRequest:
+        check_sizes(body, model)
+        return bind(read_response(body, ignore_unknown=service.options.ignore_unknown_fields), model)
+
+    generation, position = await begin(request, service, body, read, can_resume=False)
     headers = answer_headers(generation.model, position)
-    about = _About(body, generation, position)
+    about = {"id": position.answer_id, "created": position.created, "model": generation.model.name}
+    writer = ResponseWriter(body, generation.job, about, generation.count_tokens)
     if body.stream:
-        events = generation.events(about)
-        return EventStream(events, generation.close, about.error_event, service.options.send_timeout, headers)
+        stream = _Events(writer, generation)
+        events = generation.events(stream)
+        return EventStream(events, generation.close, stream.error_event, service.options.send_timeout, headers)
     try:
         (output,) = await while_connected(request.receive, generation.run())
     finally:
         generation.close()
-    return json_response(about.whole(about.items(generation.read(0, output.outputs[0])), output), headers)
+    return json_response(writer.whole(generation.read(output)), headers)
 
 
-# From the form of the responses API.
+class _Events:
+    """The events of a streamed response."""
 
-
-def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
-    for name, neutral in NEUTRAL.items():
-        why = ", nothing is stored: send the whole conversation" if name in _STORED else ""
-        check_neutral(body, {name: neutral}, why=why)
-    if "message.output_text.logprobs" in (body.include or ()):
-        raise refused("include", "include: message.output_text.logprobs is not supported: leave it out")
-    if (verbosity := (body.text or {}).get("verbosity")) not in (None, "", "medium"):
-        told = f"text.verbosity={verbosity!r:.60} is not supported: leave it out, or send 'medium'"
-        raise refused("text.verbosity", told)
-    tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
-    others = sorted({f"{tool.get('type')!s:.80}" for tool in body.tools or () if tool.get("type") != "function"})
-    service.log_unknown([f"tools of type {kind}" for kind in others], "/v1/responses")  # agents send them unasked
-    offer = offered_tools(model.answers, tools, _choice(body.tool_choice), body.parallel_tool_calls)
-    values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    with client_errors("text"):
-        values |= structured_of({"response_format": (body.text or {}).get("format")})
-    found = [({"role": "system", "content": body.instructions}, "instructions")] if body.instructions else []
-    if isinstance(body.input, str):
-        found.append(({"role": "user", "content": body.input}, "input"))
-    elif not body.input:
-        raise refused("input", "input is empty: a conversation needs at least one item")
-    else:
-        found += _turns(body.input)
-    shown = None if offer is None else offer.shown
-    messages = read_messages([one for one, _ in found], [place for _, place in found])
-    conversation = Conversation(
-        messages, shown, effort_variables((body.reasoning or {}).get("effort"), model.llm, "reasoning"), "input"
-    )
-    names = {"max_tokens": "max_output_tokens"}
-    return make_job(
-        (conversation,),
-        body,
-        values,
-        body.max_output_tokens,
-        model.llm,
-        1,
-        names=names,
-        answers=model.answers,
-        offer=offer,
-    )
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
-
-
-def _choice(choice: Any) -> Any:
-    """A choice of tools as chat completions have it: there the name of a function is in an object of its own."""
-    if not isinstance(choice, Mapping):
-        return choice
-    if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        named = [_choice(tool) for tool in tools] if isinstance(tools, list) else tools
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
-    return choice
-
-
-def _turns(items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
-    """Items of an input as messages of a chat template, each with the place of its first item.
-
-    Reasoning belongs to the assistant's turn that goes on after it, with text or with calls; where none does, it is a
-    turn of its own.
-    """
-    found: list[tuple[dict[str, Any], str]] = []
-    thoughts: list[str] = []
-    last: dict[str, Any] = {}
-
-    def add(turn: dict[str, Any], where: str) -> dict[str, Any]:
-        found.append((turn, where))
-        return turn
-
-    for number, item in enumerate(items):
-        kind, where = item.get("type") or "message", f"input[{number}]"
-        if kind == "reasoning":
-            name = "content" if item.get("content") else "summary"
-            thoughts += _texts(item.get(name) or [], f"{where}.{name}")
-            continue
-        is_assistants = kind == "function_call" or (kind == "message" and item.get("role") == "assistant")
-        if thoughts and not is_assistants:
-            last = add({"role": "assistant", "content": ""}, where)
-            last["reasoning_content"], thoughts = "\n".join(thoughts), []
-        if kind == "message":
-            last = add({"role": item.get("role"), "content": item.get("content")}, where)
-        elif kind == "function_call":
-            check_call(item, where)
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            if last.get("role") != "assistant":
-                last = add({"role": "assistant"}, where)
-            calls = last.setdefault("tool_calls", [])
-            calls.append({"id": item.get("call_id"), "type": "function", "function": function})
-        elif kind == "function_call_output":
-            output = item.get("output")
-            if output is None:
-                raise refused(f"{where}.output", f"{where}.output is missing; it may be an empty text")
-            text = output if isinstance(output, (str, list)) else json.dumps(output)
-            last = add({"role": "tool", "tool_call_id": item.get("call_id"), "content": text}, where)
-        else:
-            raise refused(where, f"{where}: an item of type {kind!r:.60} is not supported")
-        if thoughts:
-            before = [last["reasoning_content"]] if "reasoning_content" in last else []
-            last["reasoning_content"], thoughts = "\n".join([*before, *thoughts]), []
-    if thoughts:
-        add({"role": "assistant", "content": "", "reasoning_content": "\n".join(thoughts)}, f"input[{len(items) - 1}]")
-    return found
-
-
-def _texts(parts: Any, where: str) -> list[str]:
-    if not isinstance(parts, list):
-        raise refused(where, f"{where} must be a list of parts")
-    for number, part in enumerate(parts):
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise refused(f"{where}[{number}]", f"{where}[{number}] must be a part with a text, not {part!r:.60}")
-    return [part["text"] for part in parts]
-
-
-# To the form of the responses API.
-
-
-class _About:
-    """The object of one response, and the events of its stream."""
-
-    def __init__(self, body: ResponsesRequest, generation: Generation, position: StreamPosition):
-        self._body, self._generation, self._id = body, generation, position.answer_id
-        self._number = -1
+    def __init__(self, writer: ResponseWriter, generation: Generation):
+        self._writer, self._generation, self._number = writer, generation, -1
         # What was streamed: items that are complete, and the kind, the text and the call of the one that is not.
-        self._items: list[dict[str, Any]] = []
+        self._items: list[Item] = []
         self._kind, self._text, self._call = "", "", ToolCall("", "", "")
-        params = generation.job.params
-        self._base: dict[str, Any] = {
-            "id": f"resp_{self._id}",
-            "object": "response",
-            "created_at": position.created,
-            "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "model": generation.model.name,
-            "output": [],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
-            "store": False,
-            "temperature": params.temperature,
-            "text": {"format": {"type": "text"}, **(body.text or {})},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": [_shown(tool) for tool in body.tools or ()],
-            "top_p": params.top_p,
-            "truncation": "disabled",
-        }
-        if body.user is not None:
-            self._base["user"] = body.user
-
-    def items(self, whole: WholeAnswer) -> list[dict[str, Any]]:
-        """A whole answer as items."""
-        found = [self._item("reasoning", whole.reasoning, 0)] if whole.reasoning else []
-        if whole.content or not (whole.reasoning or whole.calls):
-            status = "incomplete" if whole.finish_reason == "length" else "completed"
-            found.append(self._item("message", whole.content, 0, status))
-        return found + [self._item("function_call", one.arguments, i, call=one) for i, one in enumerate(whole.calls)]
-
-    def whole(self, items: list[dict[str, Any]], output: RequestOutput) -> dict[str, Any]:
-        """The object of the response when it is complete."""
-        is_cut = output.outputs[0].finish_reason == "length"
-        counted = usage_of([output])
-        thought = "".join(part["text"] for item in items if item["type"] == "reasoning" for part in item["content"])
-        return {
-            **self._base,
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": items,
-            "usage": {
-                "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
-                "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self._generation.count_tokens(thought)},
-                "total_tokens": counted["total_tokens"],
-            },
-        }
-
-    def _item(
-        self, kind: str, text: str, number: int, status: str = "completed", call: ToolCall | None = None
-    ) -> dict[str, Any]:
-        """An item. `number`: how many of its kind are before it."""
-        item_id = f"{_PREFIXES[kind]}_{self._id}{f'_{number}' if number else ''}"
-        if call is not None:
-            about = {"call_id": call.id, "name": call.name, "arguments": text}
-            return {"id": item_id, "type": kind, "status": status, **about}
-        content = [_part(kind, text)] if text or status != "in_progress" else []
-        if kind == "reasoning":
-            return {"id": item_id, "type": kind, "summary": [], "content": content}
-        return {"id": item_id, "type": kind, "status": status, "role": "assistant", "content": content}
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         self._number += 1
@@ -273,8 +67,8 @@ class _About:
     # The format of its stream.
 
     def begin(self) -> bytes:
-        created = self._event("response.created", response=self._base)
-        return created + self._event("response.in_progress", response=self._base)
+        created = self._event("response.created", response=self._writer.begun)
+        return created + self._event("response.in_progress", response=self._writer.begun)
 
     def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
         found = b""
@@ -294,8 +88,8 @@ class _About:
         found = b"" if self._kind else self._open("message")
         is_cut = output.outputs[0].finish_reason == "length"
         found += self._close("incomplete" if is_cut and self._kind == "message" else "completed")
-        whole = self.whole(self._items, output)
-        return found + self._event(f"response.{whole['status']}", response=whole)
+        whole = self._writer.whole(output, self._items)
+        return found + self._event(f"response.{whole.status}", response=whole)
 
     def _extend(self, kind: str, text: str) -> bytes:
         """Adds text to the open item, or to a new one where that is of another kind."""
@@ -311,7 +105,7 @@ class _About:
         found += self._event("response.output_item.added", output_index=len(self._items), item=item)
         if kind == "function_call":
             return found
-        return found + self._event("response.content_part.added", **self._where(), part=_part(kind, ""))
+        return found + self._event("response.content_part.added", **self._where(), part=part(kind, ""))
 
     def _close(self, status: str = "completed") -> bytes:
         """Ends the open item, if there is one."""
@@ -325,29 +119,17 @@ class _About:
         else:
             more = {"logprobs": []} if kind == "message" else {}
             done = self._event(f"response.{_DELTAS[kind]}.done", **self._where(), text=text, **more)
-            done += self._event("response.content_part.done", **self._where(), part=_part(kind, text))
+            done += self._event("response.content_part.done", **self._where(), part=part(kind, text))
         item = self._open_item(status)
         done += self._event("response.output_item.done", output_index=len(self._items), item=item)
         self._items.append(item)
         return done
 
-    def _open_item(self, status: str) -> dict[str, Any]:
-        number = sum(item["type"] == self._kind for item in self._items)
+    def _open_item(self, status: str) -> Item:
+        number = sum(item.__struct_config__.tag == self._kind for item in self._items)
         call = self._call if self._kind == "function_call" else None
-        return self._item(self._kind, self._text, number, status, call)
+        return self._writer.item(self._kind, self._text, number, status, call)
 
     def _where(self) -> dict[str, Any]:
-        where = {"item_id": self._open_item("in_progress")["id"], "output_index": len(self._items)}
+        where = {"item_id": self._open_item("in_progress").id, "output_index": len(self._items)}
         return where if self._kind == "function_call" else {**where, "content_index": 0}
-
-
-def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool as an answer repeats it: a function's optional fields are there."""
-    return tool if tool.get("type") != "function" else {"strict": False, "parameters": None, **tool}
-
-
-def _part(kind: str, text: str) -> dict[str, Any]:
-    """The only part of a message or of the reasoning."""
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

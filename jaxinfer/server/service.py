@@ -12,6 +12,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 
 from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.openai.bodies import MAX_TIMEOUT
 from jaxinfer.server.errors import refused, unavailable
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.models import Catalogue, Lease, ModelSource, OneModel, ServedModel
@@ -19,7 +20,6 @@ from jaxinfer.server.options import ServerOptions, parse_duration
 from jaxinfer.server.pool import ModelPool
 from jaxinfer.server.record import RECORD, Record
 from jaxinfer.server.sizes import CHARS_PER_TOKEN
-from jaxinfer.server.types import MAX_TIMEOUT
 
 State = Literal["loading", "ready", "draining", "stopped"]
 _REQUEST_LOG = logging.getLogger("jaxinfer.server.requests")

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from jaxinfer.openai.bodies import CompletionRequest
+from jaxinfer.openai.requests import CHARS_PER_TOKEN as CHARS_PER_TOKEN
 from jaxinfer.server.errors import APIError, refused
-from jaxinfer.server.types import CompletionRequest
 
-CHARS_PER_TOKEN = 4  # of English text, about; for limits that are checked before a text is tokenized
 MAX_FIELD = 1 << 16  # characters and values of a field beside the prompt
 _SPARE_VALUES = 1 << 16
 _VALUES_PER_TOKEN = 4  # commas and brackets of a text count too, and one token may hold several

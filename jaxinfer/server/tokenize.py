@@ -20,7 +20,7 @@ async def tokenize(request: Request, service: Service) -> Response:
         llm = model.llm
 
         def read() -> dict[str, Any]:
-            ids = tokenize_ids(body, llm)
+            ids = tokenize_ids(body, model, ignore_unknown=service.options.ignore_unknown_fields)
             answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
             if body.return_token_strs:
                 tokenizer = llm.get_tokenizer()

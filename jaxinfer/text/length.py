@@ -35,7 +35,9 @@ _KEEPING = ("ByteLevel", "Metaspace", "Digits", "Punctuation", "Split", "Unicode
 
 
 class TextTooLongError(ValueError):
-    """A text that has more tokens than are allowed; the message has its bytes."""
+    """A text that has more tokens than are allowed; the message has its bytes. `code`: OpenAI's, for programs."""
+
+    code = "context_length_exceeded"
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 ROLE_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _KEYWORD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _MAX_DEPTH = 32
+_MAX_ARGUMENT_VALUES = 1 << 16  # of a call's arguments: the time to read them follows the number of their values
+
+# Names of a message, at every depth, that are here for a reason: those that templates read, and those that clients of
+# OpenAI and Ollama send back with an answer. A template may read others.
+_OTHER_PARTS = ("image_url", "image", "input_audio", "file", "video_url", "refusal")  # refused by their type
+_PART_NAMES = dict.fromkeys(("type", "text", "annotations", "logprobs", "citations", "cache_control", *_OTHER_PARTS))
+_CALL_NAMES = {
+    **dict.fromkeys(("id", "type", "index", "name", "arguments", "custom")),
+    "function": dict.fromkeys(("name", "arguments", "index", "description")),
+}
+MESSAGE_NAMES: Mapping[str, Any] = {
+    **dict.fromkeys(("role", "name", "tool_call_id", "tool_name", "reasoning_content", "reasoning", "thinking")),
+    **dict.fromkeys(("refusal", "annotations", "audio", "function_call", "id", "index", "type", "status", "images")),
+    "content": _PART_NAMES,
+    "tool_calls": _CALL_NAMES,
+}
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 # The names a message's reasoning is passed under; templates read the first (gpt-oss the second).
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -38,9 +56,9 @@ def check_messages(messages: Sequence[Mapping[str, Any]], places: Sequence[str] 
     """Return the messages as fresh plain JSON data.
 
     A message is a dict with a `role` of letters, digits, `_` and `-`, and a `content`: a string, a list of
-    `{"type": "text", "text": ...}` parts, or None where there are `tool_calls`. Other keys are passed on to the
-    template. Keys with the value None are dropped and a reasoning field is copied to the names templates use, both
-    as Transformers does.
+    `{"type": "text", "text": ...}` parts, of which nothing else is kept, or None where there are `tool_calls`. Other
+    keys are passed on to the template. Keys with the value None are dropped and a reasoning field is copied to the
+    names templates use, both as Transformers does. A `refusal` is the content where there is no other.
 
     Args:
         places: Names of the messages for errors, `messages[0]` and so on by default.
@@ -76,6 +94,12 @@ def _check_message(message: Any, path: str) -> Message:
         raise MessageError(f"{path}.role must be 1 to 64 letters, digits, '_' or '-', not {role!r:.80}")
     if "function_call" in plain:
         raise MessageError(f"{path}.function_call is not supported: give the call in a list, as tool_calls")
+    for name in ("audio", "images"):
+        if plain.pop(name, None):
+            raise MessageError(f"{path}.{name} is not supported: models here read text")
+    refusal = plain.pop("refusal", None)
+    if refusal and not plain.get("content"):
+        plain["content"] = refusal
     calls = plain.get("tool_calls")
     if calls is not None:
         _check_calls(calls, f"{path}.tool_calls")
@@ -90,13 +114,19 @@ def _check_message(message: Any, path: str) -> Message:
         elif not calls:
             raise MessageError(f"{path}.content is missing; only a message with tool_calls may leave it out")
     elif isinstance(content, list):
-        for index, part in enumerate(content):
-            is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-            if not is_text or not isinstance(part["text"], str):
-                raise MessageError(f"{path}.content[{index}] must be {{'type': 'text', 'text': ...}}, not {part!r:.80}")
+        plain["content"] = [_text_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)]
     elif not isinstance(content, str):
         raise MessageError(f"{path}.content must be a string or a list of text parts, not {type(content).__name__}")
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _text_part(part: Any, path: str) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in _TEXT_PARTS:
+        raise MessageError(f"{path}: only parts of type text are supported, not {reprlib.repr(kind or part)}")
+    if not isinstance(part.get("text"), str):
+        raise MessageError(f"{path}.text must be a string, not {reprlib.repr(part.get('text'))}")
+    return {"type": "text", "text": part["text"]}
 
 
 def _check_calls(calls: Any, path: str) -> None:
@@ -121,6 +151,8 @@ def check_call(function: Any, path: str) -> None:
     if not isinstance(function, dict):
         raise MessageError(f"{path} must be a dict with a name and arguments, not {type(function).__name__}")
     name, arguments = function.get("name"), function.get("arguments")
+    if isinstance(arguments, str) and sum(map(arguments.count, ",[{")) > _MAX_ARGUMENT_VALUES:
+        raise MessageError(f"{path}.arguments has more than {_MAX_ARGUMENT_VALUES:,} values")
     if not isinstance(name, str):
         raise MessageError(f"{path}.name must be a string, not {type(name).__name__}")
     if arguments is not None and not isinstance(arguments, (str, dict)):

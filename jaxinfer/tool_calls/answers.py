@@ -38,6 +38,13 @@ class Reasoning:
     text: str
 
 
+def as_tools(tools: Any) -> Any:
+    """Tools of OpenAI's form, in place of Python functions; what is no list stays, to be refused."""
+    if not isinstance(tools, (list, tuple)):
+        return tools
+    return [_function_tool(one) if callable(one) else one for one in tools]
+
+
 AnswerPart = Reasoning | Content | ToolCallDelta
 
 
@@ -169,9 +176,7 @@ class AnswerFormat:
         Raises:
           ValueError: with the place of what is wrong, too large, or cannot be served by this model.
         """
-        given: Any = tools
-        if isinstance(tools, (list, tuple)):
-            given = [_function_tool(one) if callable(one) else one for one in tools]
+        given: Any = as_tools(tools)
         use = check_tools(given, tool_choice, parallel_tool_calls)
         if use.mode == "none" or not tools:
             return None

@@ -22,6 +22,7 @@ class FakeLLM:
     """What a job needs of a model. `order` decides which answers end first; `weights` which tokens come."""
 
     tokenizer = None
+    max_model_len = MAX_MODEL_LEN
 
     def __init__(
         self,
@@ -42,20 +43,27 @@ class FakeLLM:
     def fingerprint(self) -> str:
         return hashlib.sha256(self.weights.encode()).hexdigest()
 
-    def chat_prompt(self, messages, *, tools=None, **template_kwargs) -> list[int]:
+    @property
+    def client(self):
+        return self
+
+    def tokenize(self, prompt, add_special_tokens=True, *, what="the prompt"):
+        return (prompt, list(prompt.encode())) if isinstance(prompt, str) else (None, list(prompt))
+
+    def tokenize_chat(self, messages, tools, template_kwargs) -> list[int]:
         if any("refuse" in str(message.get("content")) for message in messages):
             raise ValueError("the chat template refuses this")
         return list(json.dumps([messages, tools, template_kwargs]).encode())[:40]
 
     def generate_each(self, requests, *, max_queued=None) -> Iterator[tuple[Any, Any]]:
         requests = iter(requests)
-        running: list[tuple[Any, Any, SamplingParams]] = []
+        running: list[tuple[Any, Any, SamplingParams, Any]] = []
         while True:
             while len(running) < self.num_slots and (request := next(requests, None)) is not None:
                 running.append(request)
             if not running:
                 return
-            key, prompt, params = running.pop(self._random.randrange(len(running)))
+            key, prompt, params, _ = running.pop(self._random.randrange(len(running)))
             yield key, self._answer(prompt, params)
 
     def _answer(self, prompt, params: SamplingParams) -> RequestOutput | ValueError:

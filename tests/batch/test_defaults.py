@@ -5,15 +5,20 @@ import pytest
 from jaxinfer.batch.input import BatchRow
 from jaxinfer.batch.job import Defaults
 from jaxinfer.batch.requests import BatchRequest
+from jaxinfer.openai.errors import RequestError
+from jaxinfer.openai.requests import TextRequest
 from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
 from jaxinfer.sampling.seeds import derive_seed
+from tests.batch.conftest import FakeLLM
 
 CHECKPOINT = SamplingParams(temperature=0.6, top_k=20, max_tokens=96)
 
 
-def params(given=None, form="plain", line=1, seed=0, echo=False, **sampling):
-    row = BatchRow(line, "a", BatchRequest(form, prompts=("x",), sampling=sampling, echo=echo))
-    return Defaults.of(CHECKPOINT, given, seed).params(row)
+def params(given=None, form="plain", line=1, seed=0, echo=False, checkpoint=CHECKPOINT, **sampling):
+    has = {"messages": [{"role": "user", "content": "x"}]} if form == "chat" else {"prompts": ("x",)}
+    text = TextRequest(sampling, echo=echo, has_openai_limits=form != "plain", **has)
+    model = FakeLLM(**vars(checkpoint))
+    return Defaults.of(checkpoint, given, seed).bind(BatchRow(line, "a", BatchRequest(form, text)), model).params
 
 
 def test_the_row_goes_before_the_job_before_the_checkpoint():
@@ -21,9 +26,10 @@ def test_the_row_goes_before_the_job_before_the_checkpoint():
     assert (found.temperature, found.top_k, found.min_p) == (0.6, 30, 0.2)
 
 
-@pytest.mark.parametrize(("form", "own"), [("chat", None), ("completions", 16), ("plain", 96)])
+@pytest.mark.parametrize(("form", "own"), [("chat", None), ("completions", 16), ("plain", 16)])
 def test_each_form_has_a_length_of_its_own(form, own):
-    assert params(form=form).max_tokens == own
+    assert params(form=form).max_tokens == 96  # the checkpoint's
+    assert params(form=form, checkpoint=SamplingParams()).max_tokens == own
     assert params({"max_tokens": 5}, form=form).max_tokens == 5
     assert params({"max_tokens": 5}, form=form, max_tokens=7).max_tokens == 7
 
@@ -52,5 +58,11 @@ def test_what_is_out_of_range_is_refused():
         Defaults.of(CHECKPOINT, {"top_p": 2}, 0)
     with pytest.raises(SamplingParamsError, match="did you mean 'temperature'"):
         Defaults.of(CHECKPOINT, {"temprature": 2}, 0)
-    with pytest.raises(SamplingParamsError, match="top_p"):
+    with pytest.raises(RequestError, match="top_p"):
         params(top_p=2)
+
+
+def test_a_default_length_is_no_less_than_min_tokens():
+    assert params(min_tokens=100).max_tokens == 100
+    with pytest.raises(RequestError, match="min_tokens=100 is larger than max_tokens=9"):
+        params(min_tokens=100, max_tokens=9)

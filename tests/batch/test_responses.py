@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxinfer.batch.responses import LOWEST_LOGPROB
 from jaxinfer.engine.request import CompletionOutput
+from jaxinfer.openai.writer import LOWEST_LOGPROB
 from jaxinfer.sampling.seeds import derive_seed, sample_seed
 from jaxinfer.tool_calls import AnswerFormat
 
@@ -121,8 +121,14 @@ def test_a_plain_chat_keeps_its_messages(serve):
     ("row", "status_code", "kind", "parameter", "message"),
     [
         ({"prompt": "x", "top_p": 2}, 400, "invalid_request_error", "top_p", "top_p must be"),
-        ({"prompt": "x" * 90}, 400, "invalid_request_error", None, "90 prompt tokens are too many"),
-        ({"messages": [{"content": "refuse"}]}, 400, "invalid_request_error", None, "the chat template refuses this"),
+        ({"prompt": "x" * 90}, 400, "invalid_request_error", "prompt", "90 prompt tokens are too many"),
+        (
+            {"messages": [{**MESSAGES[0], "content": "refuse"}]},
+            400,
+            "invalid_request_error",
+            "messages",
+            "template refuses",
+        ),
         ({"prompt": "broken"}, 500, "server_error", None, "the logits hold NaN"),
     ],
 )

@@ -46,7 +46,7 @@ def write_kind(path):
 def prompts(path, **options):
     rows = list(scan(path, TableOptions(**options)).rows())
     assert not [row.error for row in rows if isinstance(row, BadRow)]
-    return [row.request.prompts[0] if row.request.prompts else row.request.messages for row in rows]
+    return [row.request.text.prompts[0] if row.request.text.prompts else row.request.text.messages for row in rows]
 
 
 @pytest.mark.parametrize("name", ["in.csv", "in.TSV", "in.parquet"])
@@ -80,7 +80,7 @@ def test_separators_line_ends_and_a_mark_at_the_start(tmp_path, separator, end):
 def test_lines_of_a_text_are_prompts(tmp_path):
     path = write(tmp_path / "in.txt", b"\xef\xbb\xbf one\r\n\n  \ntwo, {x}")
     found = scan(path)
-    assert [(row.line, row.request.prompts) for row in found.rows()] == [(1, (" one",)), (4, ("two, {x}",))]
+    assert [(row.line, row.request.text.prompts) for row in found.rows()] == [(1, (" one",)), (4, ("two, {x}",))]
     assert prompts(path, prompt="say {prompt}") == ["say  one", "say two, {x}"]
 
 
@@ -101,7 +101,7 @@ def test_bad_rows_say_why(tmp_path):
         "the row has 4 cells, and the first line names 3 columns",
     ]
     two = list(scan(path, TableOptions(prompt="{prompt}{b}")).rows())
-    assert two[0].request.prompts == ("1",)  # one of two cells is enough
+    assert two[0].request.text.prompts == ("1",)  # one of two cells is enough
 
 
 def test_cells_of_parquet_files(tmp_path):
@@ -278,12 +278,12 @@ def test_rows_that_fail_keep_their_columns(tmp_path, run, records):
     }
 
 
-def test_chats_of_a_table_have_as_many_tokens_as_fit(tmp_path):
+def test_chats_of_a_table_have_as_many_tokens_as_fit(tmp_path, fake_llm):
     path = write(tmp_path / "in.csv", "prompt\nx\n")
     for chat, expected in ((True, None), (False, 16)):
         (row,) = scan(path, TableOptions(chat=chat)).rows()
-        assert Defaults.of(SamplingParams(), None, 0).params(row).max_tokens == expected
-        assert Defaults.of(SamplingParams(), {"max_tokens": 5}, 0).params(row).max_tokens == 5
+        assert Defaults.of(SamplingParams(), None, 0).bind(row, fake_llm()).params.max_tokens == expected
+        assert Defaults.of(SamplingParams(), {"max_tokens": 5}, 0).bind(row, fake_llm()).params.max_tokens == 5
 
 
 def test_answers_are_not_written_to_a_table(tmp_path, run, write_rows):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxinfer.batch.requests import structured_of
 from jaxinfer.grammar.structured import GrammarError, StructuredOutputs
+from jaxinfer.openai.requests import structured_of
 from tests.engine.grammars import make_compiler
 
 

@@ -149,7 +149,8 @@ class Doors:
 
     def _batch(self, row):
         model = FakeLLM()
-        model.answer_format, model.chat_prompt = self.llm.answer_format, self.llm.chat_prompt
+        model.answer_format, model.tokenizer = self.llm.answer_format, self.llm.tokenizer
+        model.tokenize_chat, model.max_model_len = self.llm.client.tokenize_chat, self.llm.max_model_len
         answer = model._answer
         model._answer = lambda prompt, params: (self.prompts.append(prompt), answer(prompt[:9], params))[1]
         path = self._folder / "in.jsonl"
@@ -299,7 +300,7 @@ WRONG_TURNS = [
     (turn("A", function_call={"name": "look", "arguments": "{}"}), "function_call"),
     (turn("A", reasoning_content=5), "reasoning_content"),
     (turn("A", thinking=["why"]), "thinking"),
-    (turn([{"type": "text", "text": None}]), "content[0]"),
+    (turn([{"type": "text", "text": None}]), "content[0].text"),
 ]
 
 

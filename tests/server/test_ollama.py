@@ -84,7 +84,7 @@ def test_formats_and_tags_of_names(client):
     ("path", "body", "name"),
     [
         (CHAT, {"options": {"mirostat": 1}}, "options.mirostat"),
-        (CHAT, {"options": {"num_gpu": 99}}, "options.num_gpu"),
+        (CHAT, {"options": {"vocab_only": True}}, "options.vocab_only"),
         (CHAT, {"options": {"num_ctx": 100_000}}, "options.num_ctx"),
         (CHAT, {"options": {"num_predict": 0}}, "options.num_predict"),
         (CHAT, {"options": {"temperature": -1}}, "options.temperature"),

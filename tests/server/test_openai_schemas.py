@@ -80,7 +80,9 @@ def test_reasoning_and_an_answer_that_was_ended(make_service, engine):
     text = offline(engine, engine.llm.chat_prompt(MESSAGES), seed=3, max_tokens=16).outputs[0].text
     middle = text[len(text) // 2 : len(text) // 2 + 3]
     service = make_service()
-    service.default.tags = Tags("file", middle)  # the prompt ends with the opening tag
+    service.default.answers = AnswerFormat(
+        engine.llm.tokenizer, "auto", Tags("file", middle)
+    )  # the prompt ends with the opening tag
     client = Client(make_app(service))
 
     async def ask():

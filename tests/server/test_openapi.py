@@ -7,13 +7,14 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from jaxinfer.batch.requests import UNSET
-from jaxinfer.server import params, responses
+from jaxinfer.openai import bodies
+from jaxinfer.openai.fields import UNSET
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.metrics import STATUSES
 from jaxinfer.server.openapi import openapi
 from jaxinfer.text.reasoning import Tags
+from jaxinfer.tool_calls import AnswerFormat
 from tests.server.asgi import Client
 from tests.server.conftest import offline
 
@@ -164,7 +165,9 @@ def test_reasoning(make_service, engine):
     text = offline(engine, engine.llm.chat_prompt(TURNS), seed=3, max_tokens=16).outputs[0].text
     service = make_service()
     middle = text[len(text) // 2 : len(text) // 2 + 3]
-    service.default.tags = Tags("file", middle)  # the prompt ends with the opening tag
+    service.default.answers = AnswerFormat(
+        engine.llm.tokenizer, "auto", Tags("file", middle)
+    )  # the prompt ends with the opening tag
     client = Client(make_app(service))
     limits = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
 
@@ -205,9 +208,9 @@ def test_metrics_know_each_status_that_is_described():
 @pytest.mark.parametrize(
     ("path", "body", "fields"),
     [
-        (CHAT, {"messages": TURNS, "max_tokens": 1}, params.NEUTRAL),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 1}, params.NEUTRAL),
-        (RESPONSES, {"input": "a", "max_output_tokens": 1}, responses.NEUTRAL),
+        (CHAT, {"messages": TURNS, "max_tokens": 1}, bodies.ChatRequest.NEUTRAL),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1}, bodies.CompletionRequest.NEUTRAL),
+        (RESPONSES, {"input": "a", "max_output_tokens": 1}, bodies.ResponsesRequest.NEUTRAL),
     ],
 )
 def test_values_that_stand_for_none_are_described_where_they_are_taken(client, path, body, fields):

@@ -6,6 +6,7 @@ import pytest
 
 from jaxinfer.server.app import make_app
 from jaxinfer.text.reasoning import FAMILIES, Tags, hidden_tokens
+from jaxinfer.tool_calls import AnswerFormat
 from tests.server.asgi import Client
 from tests.server.conftest import offline
 
@@ -147,7 +148,7 @@ def test_reasoning_is_told_apart_on_every_route(make_service, engine):
     tags = type(FAMILIES["think"])("file", middle)  # the prompt ends with the opening tag
     before, after = text.split(middle, 1)
     service = make_service()
-    service.default.tags = tags
+    service.default.answers = AnswerFormat(engine.llm.tokenizer, "auto", tags)
     client = Client(make_app(service))
 
     async def ask():
@@ -186,7 +187,7 @@ def test_tags_that_are_special_tokens(engine, make_service):
     assert not {one, other} & set(hidden)
     assert hidden_tokens(FAMILIES["think"], tokenizer) is None
     service = make_service()
-    service.default.tags, service.default.hidden = family, hidden
+    service.default.answers = AnswerFormat(tokenizer, "auto", family)
     client = Client(make_app(service))
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "seed": 1, "ignore_eos": True}
     body["logit_bias"] = {str(sorted(tokenizer.special_ids)[0]): 100}  # only opening tags

@@ -300,7 +300,7 @@ TEXTS = {
     "two bodies": (b'{"prompt": "a"}{"prompt": "b"}', 400),
     "no object": (b'["prompt"]', 400),
     "nothing": (b"", 415),
-    "a name of a type of its own": (b'{"prompt": "a", "__class__": "x", "max_tokens": 1}', 200),
+    "a name of a type of its own": (b'{"prompt": "a", "__class__": "x", "max_tokens": 1}', 400),
 }
 
 
@@ -565,14 +565,16 @@ def test_template_kwargs_override_nothing(client):
     run(ask())
 
 
-def test_templates_come_from_the_checkpoint_only(client):
+def test_templates_come_from_the_checkpoint_only(client, make_service):
+    lenient = Client(make_app(make_service(ignore_unknown_fields=True)))
     hostile = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 
     async def ask():
         assert (await client.post(CHAT, {**VALID[CHAT], "chat_template": hostile})).status == 400
         plain = (await client.post("/tokenize", {"messages": ASK})).json
-        unknown = (await client.post("/tokenize", {"messages": ASK, "chat_template": hostile})).json
-        assert unknown == plain
+        assert (await client.post("/tokenize", {"messages": ASK, "chat_template": hostile})).status == 400
+        ignored = (await lenient.post("/tokenize", {"messages": ASK, "chat_template": hostile})).json
+        assert ignored == plain
         content = (await client.post("/tokenize", {"messages": [{"role": "user", "content": hostile}]})).json["tokens"]
         assert hostile in (await client.post("/detokenize", {"tokens": content})).json["prompt"]
 
@@ -636,7 +638,8 @@ def test_nothing_runs_what_was_received():
         "requests",
         "httpx",
     }
-    for path in (Path(__file__).parents[2] / "jaxinfer" / "server").rglob("*.py"):
+    root = Path(__file__).parents[2] / "jaxinfer"
+    for path in (*(root / "server").rglob("*.py"), *(root / "openai").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -650,7 +653,8 @@ def test_nothing_runs_what_was_received():
 # What is told and logged.
 
 
-def test_no_line_is_added_to_the_log(client, caplog):
+def test_no_line_is_added_to_the_log(make_service, caplog):
+    client = Client(make_app(make_service(ignore_unknown_fields=True)))
     caplog.set_level(logging.INFO, "jaxinfer.server")
     line = "a\n2026-01-01 CRITICAL forged\r\n\x1b[31m\u2028"
 

@@ -9,8 +9,10 @@ import pytest
 
 from jaxinfer.engine.request import CompletionOutput, RequestOutput, StreamDelta
 from jaxinfer.grammar.structured import StructuredOutputs
+from jaxinfer.openai import answers as answer_types
+from jaxinfer.openai import response_types
 from jaxinfer.sampling.seeds import sample_seed
-from jaxinfer.server import answer_types, message_types, response_types
+from jaxinfer.server import message_types
 from jaxinfer.server.app import make_app
 from jaxinfer.text.reasoning import FAMILIES
 from jaxinfer.tool_calls import AnswerFormat
@@ -78,7 +80,6 @@ class _Script:
 def make_client(make_service, engine):
     def make(text=None, form="hermes", tags=None, **script):
         service = make_service()
-        service.default.tags = tags
         service.default.answers = AnswerFormat(engine.llm.tokenizer, form, tags)
         if text is not None:
             service.default._engine = Scripted(engine, text, **script)

@@ -36,9 +36,15 @@ def test_reasoning_is_found_under_every_name():
         ([{"role": "u" * 65, "content": "hi"}], r"messages\[0\].role must be"),
         ([USER, {"role": "user"}], r"messages\[1\].content is missing"),
         ([{"role": "user", "content": 3}], r"messages\[0\].content must be a string or a list of text parts, not int"),
-        ([{"role": "user", "content": ["a"]}], r"messages\[0\].content\[0\] must be"),
-        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], r"messages\[0\].content\[0\] must be"),
-        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"messages\[0\].content\[0\] must be"),
+        ([{"role": "user", "content": ["a"]}], r"messages\[0\].content\[0\]: only parts of type text"),
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
+            r"content\[0\]: only parts of type text .* not 'image'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 1}]}],
+            r"messages\[0\].content\[0\].text must be a string",
+        ),
         ([{"role": "user", "content": "a", "tool_calls": "f"}], r"messages\[0\].tool_calls must be a list"),
         ([{"role": "user", "content": "a", "x": object()}], r"messages\[0\].x must be plain JSON data, not object"),
         ([{"role": "user", "content": "a", "x": {1: 2}}], r"messages\[0\].x has the key 1"),

@@ -46,7 +46,7 @@ FAULTS = (
     ),
     Fault(
         "doors/reasoning-moves-to-the-next-answer",
-        "jaxinfer/server/responses.py",
+        "jaxinfer/openai/responses.py",
         "        if thoughts and not is_assistants:",
         "        if False:",
         (f"{DOORS}::test_reasoning_of_responses_belongs_to_the_assistants_turn_after_it",),
@@ -62,10 +62,10 @@ FAULTS = (
     ),
     Fault(
         "doors/offsets-count-placeholders",
-        "jaxinfer/batch/responses.py",
+        "jaxinfer/openai/writer.py",
         "        self._offset += len(text)",
         "        self._offset += len(own)",
-        ("tests/batch/test_offsets.py",),
+        ("tests/openai/test_offsets.py",),
         "offsets after an emoji point behind their token",
     ),
     Fault(
@@ -75,5 +75,46 @@ FAULTS = (
         "is_stuck = may_exclude & False",
         ("tests/engine/test_structured.py::test_what_contradicts_the_grammar",),
         "structured output with min_tokens is status 500",
+    ),
+    Fault(
+        "doors/unknown-fields-pass",
+        "jaxinfer/openai/fields.py",
+        "        if unknown is None:\n            raise",
+        "        if unknown is None and place:\n            raise",
+        ("tests/openai/test_second_turn.py::test_names_that_are_not_known_are_refused_where_they_stand",),
+        "a misspelled max_tokens is dropped, and the answer is as long as the model",
+    ),
+    Fault(
+        "doors/unknown-names-of-messages-pass",
+        "jaxinfer/openai/requests.py",
+        "            if not self.ignore_unknown:",
+        "            if self.ignore_unknown:",
+        ("tests/openai/test_second_turn.py::test_names_that_are_not_known_are_refused_where_they_stand",),
+        "a message with contents for content is rendered without them",
+    ),
+    Fault(
+        "doors/what-clients-send-back-is-refused",
+        "jaxinfer/text/messages.py",
+        '("refusal", "annotations", "audio", ',
+        '("refusal", "audio", ',
+        ("tests/openai/test_second_turn.py::test_a_chat",),
+        "the second turn of every client of OpenAI's package fails",
+    ),
+    Fault(
+        "doors/a-batch-forgets-the-truncation",
+        "jaxinfer/batch/job.py",
+        "                inputs = request.inputs(self._model, answers)",
+        "                inputs = replace(request, truncate_to=None).inputs(self._model, answers)",
+        ("tests/openai/test_one_reader.py",),
+        "a row has another prompt than the same request to the server",
+    ),
+    Fault(
+        "doors/the-server-forgets-that-calls-are-alone",
+        "jaxinfer/server/params.py",
+        "found = asked.bind(model.llm, model.answers, _seed)",
+        "found = asked.bind(model.llm, model.answers, _seed)\n    found = __import__('dataclasses').replace(asked, parallel_tool_calls=None)"
+        ".bind(model.llm, model.answers, _seed)",
+        ("tests/openai/test_one_reader.py",),
+        "the server lets a model call several tools where a row may call one",
     ),
 )

@@ -32,6 +32,8 @@ def messages():
     events = [event.type for event in client.messages.create(**BODY, stream=True)]
     assert events[:2] == ["message_start", "content_block_start"]
     assert events[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    turns = [*BODY["messages"], {"role": final.role, "content": [one.model_dump() for one in final.content]}]
+    assert client.messages.create(**{**BODY, "messages": [*turns, *BODY["messages"]]}).content
     stopped = client.messages.create(**BODY, stop_sequences=[text[2:5]])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[2:5])
 
@@ -57,7 +59,7 @@ def tools():
     assert (final.stop_reason, final.content[0].id, final.content[0].input) == ("tool_use", block.id, block.input)
     results = [
         *BODY["messages"],
-        {"role": "assistant", "content": [block.model_dump(include={"type", "id", "name", "input"})]},
+        {"role": "assistant", "content": [block.model_dump()]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "empty"}]},
     ]
     assert client.messages.create(**{**BODY, "messages": results, "tools": [tool]}).usage.output_tokens <= 12

@@ -58,6 +58,8 @@ def tools():
     first = client.chat(MODEL, ASK, tools=[add], options=OPTIONS)
     assert first.message.role == "assistant"
     call = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    said = client.chat(MODEL, ASK, options=OPTIONS).message.model_dump()
+    assert client.chat(MODEL, [*ASK, said, *ASK], options=OPTIONS).message.content is not None
     turns = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
     turns.append({"role": "tool", "tool_name": "add", "content": "3"})
     # The demo's template may know no role tool.

@@ -97,6 +97,10 @@ def responses():
     assert answer.output_text.startswith(stopped.output_text)
     items = {**body, "input": [{"role": "user", "content": [{"type": "input_text", "text": "read a file"}]}]}
     assert client.responses.create(**items).output_text == stopped.output_text
+    turns = [*items["input"], *(item.model_dump() for item in answer.output), {"role": "user", "content": "more"}]
+    assert client.responses.create(**{**body, "input": turns}).output
+    said = client.chat.completions.create(**CHAT).choices[0].message.model_dump()
+    assert client.chat.completions.create(**{**CHAT, "messages": [*MESSAGES, said, MESSAGES[1]]}).choices
 
 
 SCHEMA = {
@@ -127,7 +131,7 @@ def tools():
     assert streamed.function.parsed_arguments == json.loads(call.function.arguments)
     results = [
         *MESSAGES,
-        {"role": "assistant", "tool_calls": [call.model_dump()]},
+        choice.message.model_dump(),  # with every field that the package has
         {"role": "tool", "tool_call_id": call.id, "content": "empty"},
     ]
     answer = client.chat.completions.create(**{**body, "messages": results, "tool_choice": "auto"}, max_tokens=4)

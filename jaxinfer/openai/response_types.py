@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
-from jaxinfer.server.answer_types import Answer
+from jaxinfer.openai.answers import Answer
 
 Empty = Annotated[list[Any], Meta(max_length=0)]
 

@@ -5,8 +5,8 @@ from importlib import resources
 
 import pytest
 
-from jaxinfer.batch.responses import LogprobLists
 from jaxinfer.engine.request import Logprob, RequestOutput
+from jaxinfer.openai.writer import LogprobLists
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.text import Tokenizer
 from tests.text.conftest import byte_level, llama2, unigram, wrap
@@ -36,8 +36,8 @@ def test_an_emoji_is_one_character():
     tokenizer = TOKENIZERS["demo"]()
     ids = tokenizer.encode("😀 a")
     found = lists_of(tokenizer, ids)
-    assert found["tokens"] == ["\ufffd"] * 4 + [" a"]
-    assert found["text_offset"] == [0, 0, 0, 0, 1]
+    assert found.tokens == ["\ufffd"] * 4 + [" a"]
+    assert found.text_offset == [0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -46,11 +46,11 @@ def test_offsets_are_places_in_the_text(name):
     for _ in range(30):
         ids = tokenizer.encode("".join(numbers.choices(PIECES, k=8)), False)
         text, found = tokenizer.decode(ids), lists_of(tokenizer, ids, offset=5)
-        offsets = [offset - 5 for offset in found["text_offset"]]
+        offsets = [offset - 5 for offset in found.text_offset]
         assert offsets == sorted(offsets)
         assert offsets[0] == 0
         num_whole = 0
-        for number, (token, start) in enumerate(zip(found["tokens"], offsets, strict=True)):
+        for number, (token, start) in enumerate(zip(found.tokens, offsets, strict=True)):
             end = [*offsets[1:], len(text)][number]
             if "\ufffd" not in token:
                 assert text[start:end].strip(" ") == token.strip(" ")
@@ -63,9 +63,9 @@ def test_offsets_are_places_in_the_text(name):
 def test_special_tokens_count_where_the_text_has_them():
     tokenizer = TOKENIZERS["byte fallback"]()
     bos, a = tokenizer.token_to_id("<s>"), tokenizer.encode("hello", False)
-    assert lists_of(tokenizer, [*a, bos, *a])["text_offset"][len(a)] == 5
-    assert lists_of(tokenizer, [*a, bos, *a])["text_offset"][len(a) + 1] == 5
-    assert lists_of(tokenizer, [*a, bos, *a], skip_special_tokens=False)["text_offset"][len(a) + 1] == 8
+    assert lists_of(tokenizer, [*a, bos, *a]).text_offset[len(a)] == 5
+    assert lists_of(tokenizer, [*a, bos, *a]).text_offset[len(a) + 1] == 5
+    assert lists_of(tokenizer, [*a, bos, *a], skip_special_tokens=False).text_offset[len(a) + 1] == 8
 
 
 @pytest.mark.parametrize(("prompt", "second"), [("hello", 0), ("<s>hello", 3)])
@@ -79,6 +79,6 @@ def test_an_echo_begins_with_the_prompts_text(prompt, second):
     lists = LogprobLists(tokenizer)
     lists.add_prompt(prompt, output, SamplingParams(prompt_logprobs=0))
     lists.add(a[0], scores[1], 0)
-    found = lists.take()["text_offset"]
+    found = lists.take().text_offset
     assert found[:2] == [0, second]
     assert found[-1] == len(prompt)

@@ -1,6 +1,6 @@
-"""Answers of OpenAI's chat and completions and of the small routes, for /openapi.json.
+"""Answers of OpenAI's chat and completions and of the small routes: what the writer makes and /openapi.json tells.
 
-The routes write their answers by hand; tests hold them to these types.
+Events of streams are written from templates (`jaxinfer.server.chunks`); tests hold them to these types.
 """
 
 from typing import Literal
@@ -49,7 +49,7 @@ class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: CachedTokens | UnsetType = UNSET
 
 
 class TokenEntry(Answer):

@@ -1,0 +1,314 @@
+"""Bodies of OpenAI's chat, completions, responses and embeddings; null means not given.
+
+Each type names what a body may have, at every depth that is not the caller's own (JSON schemas, metadata, arguments of
+calls, variables of templates). What clients send and this package does not do is listed too, as `Any`, with the values
+that change nothing in `NEUTRAL`: the reader refuses the others by name. What is in neither is an unknown field.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from jaxinfer.grammar.structured import StructuredOutputs
+from jaxinfer.sampling.params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+)
+
+MAX_SALT_CHARS = 1024
+MAX_TIMEOUT = 86_400.0  # seconds
+
+
+def described(**schema: Any) -> Meta:
+    """Limits that /openapi.json names. They are checked elsewhere, with a message that says more."""
+    return Meta(extra_json_schema=schema)
+
+
+Ids = list[Annotated[int, Meta(ge=0, lt=2**31)]]
+_TEXT_OR_IDS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}, "minItems": 1}]}
+Prompts = Annotated[
+    list[Any],
+    described(minItems=1, anyOf=[{"items": {"type": "integer"}}, {"items": _TEXT_OR_IDS}]),
+]
+Prompt = str | Prompts  # a text, token ids, or a list of either
+NumAnswers = Annotated[int, described(minimum=1, maximum=MAX_N)]
+Seed = Annotated[int, described(minimum=0, maximum=2**64 - 1)]
+Temperature = Annotated[float, described(minimum=0, maximum=MAX_TEMPERATURE)]
+TopP = Annotated[float, described(exclusiveMinimum=0, maximum=1)]
+TopK = Annotated[int, described(minimum=-1)]
+MinP = Annotated[float, described(minimum=0, maximum=1)]
+Penalty = Annotated[float, described(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)]
+RepetitionPenalty = Annotated[float, described(minimum=MIN_REPETITION_PENALTY, maximum=MAX_REPETITION_PENALTY)]
+Bias = Annotated[float, described(minimum=-MAX_LOGIT_BIAS, maximum=MAX_LOGIT_BIAS)]
+TokenText = Annotated[str, described(pattern="^[0-9]+$")]
+LogitBias = Annotated[dict[TokenText, Bias], described(maxProperties=MAX_LOGIT_BIAS_ENTRIES)]
+StopText = Annotated[str, described(minLength=1, maxLength=MAX_STOP_CHARS)]
+Stop = StopText | Annotated[list[StopText], described(maxItems=MAX_STOP_STRINGS)]
+Limit = Annotated[int, described(minimum=1)]
+NumTokens = Annotated[int, described(minimum=0)]
+NumLogprobs = Annotated[int, described(minimum=0, maximum=MAX_LOGPROBS)]
+Priority = Annotated[int, described(minimum=-(2**31), maximum=2**31 - 1)]
+KeepAlive = Annotated[
+    int | float | str,
+    described(
+        description="Seconds, or a time such as 5m, that the model stays loaded after the request; below 0 it stays"
+    ),
+]
+Timeout = Annotated[float, described(exclusiveMinimum=0, maximum=MAX_TIMEOUT)]
+CacheSalt = Annotated[str, described(maxLength=MAX_SALT_CHARS)]
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_OBJECTS = {"type": "array", "items": {"type": "object"}}
+Message = Annotated[
+    dict[str, Any],
+    described(
+        properties={
+            "role": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]},
+            "tool_calls": {"anyOf": [_OBJECTS, {"type": "null"}]},
+        },
+        required=["role"],
+        anyOf=[{"required": ["content"]}, {"required": ["tool_calls"]}],
+    ),
+]
+Messages = Annotated[list[Message], described(minItems=1)]
+_ITEM_TYPES = ["message", "reasoning", "function_call", "function_call_output"]
+InputItem = Annotated[dict[str, Any], described(properties={"type": {"enum": _ITEM_TYPES}})]
+InputItems = Annotated[list[InputItem], described(minItems=1)]
+# Names at the depths below a field: of an object, or of each object of a list; None for a value of any kind.
+Names = dict[str, Any]
+Neutral = dict[str, tuple[Any, ...]]
+
+
+def any_of(*names: str) -> Names:
+    """Names with values of any kind."""
+    return dict.fromkeys(names)
+
+
+_FUNCTION = any_of("name", "description", "parameters", "strict")
+TOOL: Names = {"type": None, "function": _FUNCTION}
+_NAMED: Names = {"type": None, "function": {"name": None}}
+_FORMAT: Names = {
+    **any_of("type", "schema"),
+    "json_schema": any_of("name", "description", "schema", "strict"),
+}
+_STRUCTURED = any_of(*(one.name for one in fields(StructuredOutputs)))
+
+
+class Body(Struct, kw_only=True):
+    """A body of a request.
+
+    Attributes:
+      NESTED: names within its fields. NEUTRAL: of fields that are not supported, the values that change nothing,
+        besides null and those that stand for it. WHY: of such a field, a clause for its error.
+    """
+
+    NESTED: ClassVar[Names] = {}
+    NEUTRAL: ClassVar[Neutral] = {}
+    WHY: ClassVar[Mapping[str, str]] = {}
+
+
+class StreamOptions(Struct, kw_only=True):
+    """How an answer is streamed."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # no answer has any
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class SamplingFields(Body, kw_only=True):
+    """Fields of `SamplingParams`, and what chat and completions share. `user`, `safety_identifier`, the two of prompt
+    caching and `metadata` are the client's notes."""
+
+    NEUTRAL: ClassVar[Neutral] = {"service_tier": ("auto", "default"), "store": (False,)}
+    NESTED: ClassVar[Names] = {"response_format": _FORMAT, "structured_outputs": _STRUCTURED}
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: NumAnswers | None = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: list[str] | None = None
+    stop: Stop | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: NumTokens | None = None
+    min_tokens: NumTokens | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    keep_alive: KeepAlive | None = None
+    cache_salt: CacheSalt | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Any = None
+    store: Any = None
+    response_format: Any = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    best_of: Any = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    NEUTRAL: ClassVar[Neutral] = SamplingFields.NEUTRAL | {
+        "chat_template": (),
+        "functions": (),
+        "function_call": ("none", "auto"),
+        "audio": (),
+        "modalities": (["text"],),
+        "prediction": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "moderation": (),
+    }
+    NESTED: ClassVar[Names] = SamplingFields.NESTED | {
+        "tools": TOOL,
+        "tool_choice": {**_NAMED, "allowed_tools": {"mode": None, "tools": _NAMED}},
+    }
+
+    messages: Messages
+    max_completion_tokens: Limit | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: Any = None
+    prediction: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    moderation: Any = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """The body of /v1/completions."""
+
+    NEUTRAL: ClassVar[Neutral] = SamplingFields.NEUTRAL | {"suffix": ()}
+
+    prompt: Prompt
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    suffix: Any = None
+    add_special_tokens: bool | None = None
+
+
+_OTHER_PARTS = (
+    "image_url",
+    "detail",
+    "file_id",
+    "file_data",
+    "file_url",
+    "filename",
+    "refusal",
+)  # refused by their type
+_PART = any_of("type", "text", "annotations", "logprobs", *_OTHER_PARTS)
+_ITEM: Names = {
+    **any_of("type", "id", "status", "role", "phase", "call_id", "name", "namespace", "arguments", "caller"),
+    **any_of("encrypted_content", "created_by", "async"),
+    **dict.fromkeys(("content", "summary", "output"), _PART),
+}
+_STORED = ", nothing is stored: send the whole conversation"
+
+
+class ResponsesRequest(Body, kw_only=True):
+    """The body of /v1/responses; nothing is stored."""
+
+    NEUTRAL: ClassVar[Neutral] = {
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "service_tier": ("auto", "default"),
+        "top_logprobs": (0,),
+        "context_management": (),
+        "moderation": (),
+    }
+    WHY: ClassVar[Mapping[str, str]] = dict.fromkeys(("previous_response_id", "conversation"), _STORED)
+    NESTED: ClassVar[Names] = {
+        "input": _ITEM,
+        "reasoning": any_of("effort", "summary", "generate_summary"),
+        "text": {"format": any_of("type", "name", "description", "schema", "strict"), "verbosity": None},
+    }
+
+    model: str | None = None
+    input: str | InputItems
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: Any = None
+    max_output_tokens: Limit | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    top_logprobs: NumLogprobs | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    keep_alive: KeepAlive | None = None
+    cache_salt: CacheSalt | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    service_tier: Any = None
+    truncation: str | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    max_tool_calls: int | None = None
+    prompt: Any = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    context_management: Any = None
+    moderation: Any = None

@@ -1,0 +1,506 @@
+"""From typed bodies to what the engine takes: the one reader of chat, completions and plain rows.
+
+A `TextRequest` is a body that was checked as far as that is possible without a model; bound to one it is a
+`BoundRequest`, with complete sampling parameters. Routes of other forms (responses, Anthropic's, Ollama's) translate to
+the first.
+"""
+
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jaxinfer.grammar.structured import StructuredOutputs
+from jaxinfer.openai.bodies import MAX_SALT_CHARS, ChatRequest, CompletionRequest, SamplingFields
+from jaxinfer.openai.errors import RequestError
+from jaxinfer.openai.fields import UNSET, check_message_names
+from jaxinfer.sampling.params import SamplingParams, SamplingParamsError, our_names
+from jaxinfer.text.messages import check_messages, num_chars
+from jaxinfer.text.token_ids import read_token_ids
+from jaxinfer.tool_calls import AnswerFormat, ToolOffer, check_tools
+
+if TYPE_CHECKING:
+    from jaxinfer.text import Tokenizer
+
+Prompt = str | Sequence[int]
+
+COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default; chat has no limit
+CHARS_PER_TOKEN = 4  # of English text, about; for limits that are checked before a text is tokenized
+STRUCTURED_NAMES = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+"""Names of OpenAI and vLLM for `structured`."""
+_SAMPLING = tuple(
+    one.name
+    for one in fields(SamplingParams)
+    if one.name in SamplingFields.__struct_fields__ and one.name != "logprobs"
+)
+_SET_BY_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "max_prompt_tokens")
+_MAX_PRIORITY = 2**31
+
+
+class Client(Protocol):
+    """The part of the engine's client that tokenizes."""
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+    ) -> list[int]: ...
+
+    def tokenize(
+        self, prompt: Prompt, add_special_tokens: bool = True, *, what: str = "the prompt"
+    ) -> tuple[str | None, list[int]]: ...
+
+
+class TextModel(Protocol):
+    """The part of `LLM` that requests are bound to."""
+
+    default_params: SamplingParams
+
+    @property
+    def client(self) -> Client: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> "Tokenizer | None": ...
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """What a body asks for, checked without a model.
+
+    Attributes:
+      sampling: fields of `SamplingParams` that the body gives. names: what it calls them, where that differs.
+      prompts: texts or token ids; none where there are `messages`, with their places in the body. source: the field
+        that has either. ignore_unknown: whether messages may have names that nothing reads.
+      tools, tool_choice, parallel_tool_calls: of OpenAI's chat completions. tool_path: what stands for `.function` in
+        the places of tools. template_kwargs: variables of the chat template.
+      effort: of reasoning. effort_name: its field.
+      num_kept: answer tokens that are returned at most; 0 where only the prompt is scored.
+      truncate_to: tokens that are kept of a prompt, the last ones; -1 for as many as fit, None for all.
+      adds_special_tokens: as of a tokenizer. priority, timeout, cache_salt: as of `RequestOptions`.
+      max_length: tokens of a prompt with its answer, where that is less than the model's length. length_name: its
+        field.
+      model, echo, return_token_ids: of the body. has_openai_limits: whether the default of max_tokens is OpenAI's.
+    """
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    prompts: tuple[Prompt, ...] = ()
+    messages: Sequence[Mapping[str, Any]] | None = None
+    places: Sequence[str] | None = None
+    source: str = "messages"
+    ignore_unknown: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    tool_path: str = ".function"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    effort: str | None = None
+    effort_name: str = "reasoning_effort"
+    num_kept: int | None = None
+    truncate_to: int | None = None
+    adds_special_tokens: bool = True
+    priority: int = 0
+    timeout: float | None = None
+    cache_salt: str = ""
+    max_length: int | None = None
+    length_name: str = "max_length"
+    model: str | None = None
+    echo: bool = False
+    return_token_ids: bool = False
+    has_openai_limits: bool = True
+
+    def __post_init__(self) -> None:
+        if self.messages is not None:
+            check_messages(self.messages, self.places)
+            with self._errors_of_tools():
+                check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if not -_MAX_PRIORITY <= self.priority < _MAX_PRIORITY:
+            raise RequestError(f"priority={self.priority} must be an integer of 32 bits", "priority")
+        if len(self.cache_salt) > MAX_SALT_CHARS:
+            told = f"cache_salt has {len(self.cache_salt)} characters, at most {MAX_SALT_CHARS} are allowed"
+            raise RequestError(told, "cache_salt")
+
+    @property
+    def is_chat(self) -> bool:
+        return self.messages is not None
+
+    def bind(
+        self,
+        model: TextModel,
+        answers: AnswerFormat,
+        choose_seed: Callable[[SamplingParams], int | None] = lambda params: None,
+        given: Mapping[str, Any] | None = None,
+    ) -> "BoundRequest":
+        """The request for a model, over the checkpoint's sampling parameters and those `given` for all requests.
+
+        `choose_seed` gives the seed of a request that has none; by default the engine does.
+
+        Raises RequestError or SamplingParamsError.
+        """
+        values = {one.name: getattr(model.default_params, one.name) for one in fields(SamplingParams)}
+        if self.is_chat and self.has_openai_limits and values["max_tokens"] == SamplingParams().max_tokens:
+            values["max_tokens"] = None  # a conversation has no other limit than the model's length
+        limits = {**(given or {}), **self.sampling}
+        values |= limits
+        if self.echo and values["logprobs"] is not None and values["prompt_logprobs"] is None:
+            values["prompt_logprobs"] = values["logprobs"]  # the text starts with the prompt
+        is_short = self.has_openai_limits and not self.is_chat
+        if is_short and values["max_tokens"] is None and "max_tokens" not in limits:
+            values["max_tokens"] = COMPLETIONS_MAX_TOKENS
+        if self.num_kept == 0:
+            values["min_tokens"] = 0
+        if "max_tokens" not in limits and values["max_tokens"] is not None:
+            values["max_tokens"] = max(values["max_tokens"], _number(values["min_tokens"]))
+        offer = None
+        template = (None if model.tokenizer is None else model.tokenizer.chat_template) or ""
+        if self.is_chat:
+            if not self.ignore_unknown:
+                check_message_names(self.messages, template)
+            with self._errors_of_tools():
+                offer = answers.offer(self.tools, self.tool_choice, self.parallel_tool_calls)
+        with self.errors():
+            params = SamplingParams.from_dict(values)
+        if offer is not None and offer.is_read and params.structured is not None:
+            told = "tools and structured output exclude each other: leave one out, or use tool_choice none"
+            raise RequestError(told, "tools")
+        if params.seed is None:
+            params = replace(params, seed=choose_seed(params))
+        return BoundRequest(
+            self,
+            params,
+            offer,
+            has_limit=limits.get("max_tokens") is not None,
+            template_kwargs={**self.template_kwargs, **self._effort(template)},
+            truncate_to=self._truncation(model.max_model_len),
+        )
+
+    def _truncation(self, max_model_len: int) -> int | None:
+        wanted = max_model_len - 1 if self.truncate_to == -1 else self.truncate_to
+        if wanted is not None and not 1 <= wanted <= max_model_len:
+            name = "truncate_prompt_tokens"
+            raise RequestError(f"{name}={wanted} must be 1 to {max_model_len}, or -1 for all", name)
+        return wanted
+
+    def _effort(self, template: str) -> dict[str, Any]:
+        """Variables of the chat template that set the effort of reasoning; "none" switches it off where a template has
+        only a switch."""
+        if not self.effort:
+            return {}
+        if "reasoning_effort" in template:
+            return {"reasoning_effort": self.effort}
+        if self.effort == "none" and "enable_thinking" in template:
+            return {"enable_thinking": False}
+        name = self.effort_name
+        told = f"{name}={self.effort!r:.60}: the model's chat template does not know reasoning_effort"
+        raise RequestError(told, name)
+
+    def errors(self) -> "_Errors":
+        """A block whose errors name the body's fields."""
+        return _Errors(self.explained)
+
+    def explained(self, error: ValueError) -> ValueError:
+        """An error of the engine with the body's name of what it is about."""
+        parameter = getattr(error, "parameter", None)
+        if not isinstance(error, SamplingParamsError) or parameter is None:
+            return error
+        if parameter == "structured" and "structured" not in self.sampling:  # the grammar of calls
+            return RequestError(str(error).replace("structured: ", "tools: "), "tools")
+        name = self.names.get(parameter, parameter)
+        return RequestError(str(error).replace(parameter, name, 1), name)
+
+    def _errors_of_tools(self) -> "_Errors":
+        def explained(error: ValueError) -> ValueError:
+            sentence = str(error).replace(".function", self.tool_path)
+            name = sentence.partition("[")[0].partition(".")[0].partition("=")[0].partition(" ")[0]
+            return RequestError(sentence, name if name in ("tool_choice", "parallel_tool_calls") else "tools")
+
+        return _Errors(explained)
+
+
+class _Errors:
+    """A block of which a ValueError is explained."""
+
+    def __init__(self, explained: Callable[[ValueError], ValueError]):
+        self._explained = explained
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ValueError) and (found := self._explained(error)) is not error:
+            raise found from None
+
+
+@dataclass(frozen=True)
+class BoundRequest:
+    """A request for one model.
+
+    Attributes:
+      asked: the body's. params: complete, with a seed, as the body has them; answers are generated under `inputs`.
+      offer: tools, where there are any. has_limit: whether somebody chose max_tokens; else it is lowered to what fits.
+        template_kwargs, truncate_to: of the model.
+    """
+
+    asked: TextRequest
+    params: SamplingParams
+    offer: ToolOffer | None = None
+    has_limit: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    truncate_to: int | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        return 1 if self.asked.is_chat else len(self.asked.prompts)
+
+    @property
+    def num_answers(self) -> int:
+        return self.num_prompts * self.params.n
+
+    @property
+    def read_offer(self) -> ToolOffer | None:
+        """The tools, where calls are told from the text of answers."""
+        return self.offer if self.offer is not None and self.offer.is_read else None
+
+    @cached_property
+    def num_estimated(self) -> int:
+        """Prompt tokens, estimated without tokenizing."""
+        asked = self.asked
+        if asked.messages is not None:
+            return -(-num_chars([asked.messages, asked.tools]) // CHARS_PER_TOKEN) + 1
+        return sum(-(-len(one) // (CHARS_PER_TOKEN if isinstance(one, str) else 1)) for one in asked.prompts)
+
+    def inputs(self, model: TextModel, answers: AnswerFormat) -> list[tuple[Prompt, SamplingParams]]:
+        """Each prompt with the sampling parameters that its answers are generated under.
+
+        A text stays one where nothing is to be known of its tokens. Raises RequestError or ValueError.
+        """
+        params = self.params
+        if self.asked.is_chat:
+            with self.asked.errors():
+                params = answers.params(params, self.offer)
+        return [(prompt, self._params_for(params, prompt, model)) for prompt in self.prompts(model)]
+
+    def prompts(self, model: TextModel) -> list[Prompt]:
+        """The prompts, of a chat its token ids. Raises as `inputs`."""
+        asked = self.asked
+        if asked.messages is not None:
+            shown = None if self.offer is None else self.offer.shown
+            return [self._cut(model.client.tokenize_chat(asked.messages, shown, self.template_kwargs))]
+        # The number of tokens is known where a limit may be lowered, or tokens are left out.
+        is_told = self.has_limit and asked.max_length is None and self.truncate_to is None and asked.adds_special_tokens
+        found: list[Prompt] = []
+        for number, prompt in enumerate(asked.prompts):
+            if isinstance(prompt, str) and not is_told:
+                what = self.name_of(number)
+                prompt = self._cut(model.client.tokenize(prompt, asked.adds_special_tokens, what=what)[1])
+            found.append(prompt if isinstance(prompt, str) else self._cut(prompt))
+        return found
+
+    def refused(self, error: Exception, number: int = 0) -> RequestError:
+        """The error of a request that the engine does not take, or of the prompt with this number: with the body's
+        field, and OpenAI's code."""
+        found = self.asked.explained(error) if isinstance(error, ValueError) else error
+        name, code = getattr(found, "parameter", None), getattr(found, "code", None)
+        if name is None and code is None:
+            name = self.asked.source if self.asked.is_chat else "prompt"
+        sentence = str(found)
+        if sentence.startswith("the prompt:"):
+            sentence = sentence.replace("the prompt", self.name_of(number), 1)
+        return RequestError(sentence, name, code)
+
+    def name_of(self, number: int) -> str:
+        """A prompt's name in errors."""
+        return "the prompt" if self.num_prompts == 1 else f"prompt {number}"
+
+    def _cut(self, ids: Sequence[int]) -> Sequence[int]:
+        return ids if self.truncate_to is None else ids[-self.truncate_to :]
+
+    def _params_for(self, params: SamplingParams, prompt: Prompt, model: TextModel) -> SamplingParams:
+        if isinstance(prompt, str):
+            return params
+        asked, limit, room = self.asked, params.max_tokens, model.max_model_len - len(prompt)
+        if asked.max_length is not None:
+            room = asked.max_length - len(prompt)
+            if room < 1:
+                told = f"the prompt has {len(prompt)} tokens, and {asked.length_name}={asked.max_length}"
+                raise RequestError(told, asked.length_name, "context_length_exceeded")
+            return replace(params, max_tokens=min(limit or room, room))
+        if self.has_limit or limit is None or limit <= room:
+            return params
+        if room < 1:  # too long: the error names no max_tokens, which nobody gave
+            return replace(params, max_tokens=None)
+        return replace(params, max_tokens=max(room, params.min_tokens))
+
+
+# From bodies.
+
+
+def read_chat(body: ChatRequest, *, ignore_unknown: bool = False) -> TextRequest:
+    """A chat's request; with `ignore_unknown` its messages may have names that nothing reads.
+
+    Raises RequestError, MessageError or SamplingParamsError.
+    """
+    _check_common(body)
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if body.max_tokens not in (None, limit):
+        told = f"max_tokens={body.max_tokens} and max_completion_tokens={limit} are one limit and differ"
+        raise RequestError(told, "max_completion_tokens")
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError("log-probabilities of the prompt cannot be streamed", "prompt_logprobs")
+    sampling = _sampling(body)
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError('top_logprobs needs "logprobs": true', "top_logprobs")
+    if body.logprobs:
+        sampling["logprobs"] = body.top_logprobs or 0
+    if limit is not None:
+        sampling["max_tokens"] = limit
+    names = {"logprobs": "top_logprobs", "structured": structured_name(body)}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return TextRequest(
+        sampling,
+        names,
+        messages=body.messages,
+        ignore_unknown=ignore_unknown,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        template_kwargs=template_kwargs(body),
+        effort=body.reasoning_effort,
+        return_token_ids=bool(body.return_token_ids),
+        **_common(body),
+    )
+
+
+def read_completion(body: CompletionRequest) -> TextRequest:
+    """A request of completions. Raises RequestError or SamplingParamsError."""
+    _check_common(body)
+    sampling = _sampling(body)
+    if body.logprobs is not None:
+        sampling["logprobs"] = body.logprobs
+    if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
+        told = "log-probabilities of the prompt cannot be streamed: leave out stream, or echo"
+        raise RequestError(told, "stream")
+    if body.max_tokens == 0:  # only the prompt is scored: one token is made, and dropped
+        sampling["max_tokens"] = 1
+    return TextRequest(
+        sampling,
+        {"structured": structured_name(body)},
+        prompts=_prompts(body.prompt),
+        num_kept=0 if body.max_tokens == 0 else None,
+        adds_special_tokens=body.add_special_tokens is not False,
+        echo=bool(body.echo),
+        return_token_ids=bool(body.return_token_ids),
+        **_common(body),
+    )
+
+
+def _check_common(body: SamplingFields) -> None:
+    if body.best_of not in (None, 1, body.n):
+        told = "best_of is not supported: n answers are generated and all are returned; leave it out"
+        raise RequestError(told, "best_of")
+    if body.stream_options is not None and body.stream_options.include_usage and not body.stream:
+        raise RequestError('stream_options needs "stream": true', "stream_options")
+
+
+def _common(body: SamplingFields) -> dict[str, Any]:
+    return {
+        "truncate_to": body.truncate_prompt_tokens,
+        "priority": body.priority or 0,
+        "timeout": body.timeout,
+        "cache_salt": body.cache_salt or "",
+        "model": body.model or None,
+    }
+
+
+def _sampling(body: SamplingFields) -> dict[str, Any]:
+    values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    return values | structured_of({name: getattr(body, name) for name in STRUCTURED_NAMES})
+
+
+def structured_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`structured`, from whatever name it is given under; nothing where it is not. Raises RequestError."""
+    forms = {name: value for name in STRUCTURED_NAMES if not is_unset(name, value := given.get(name))}
+    if "structured" in given:
+        forms["structured"] = given["structured"]
+    if len(forms) > 1:
+        raise RequestError(f"{' and '.join(forms)} say the same: give one of them", list(forms)[1])
+    for name, value in forms.items():
+        try:
+            found = our_names({name: value}).get("structured")
+            return {} if found is None else {"structured": StructuredOutputs.of(found)}
+        except ValueError as error:
+            raise RequestError(f"{name}: {error}", name) from None
+    return {}
+
+
+def renamed(ours: str, theirs: str) -> "_Errors":
+    """A block whose RequestErrors about one field name another."""
+
+    def explained(error: ValueError) -> ValueError:
+        if not isinstance(error, RequestError) or error.parameter != ours:
+            return error
+        return RequestError(str(error).replace(ours, theirs, 1), theirs, error.code)
+
+    return _Errors(explained)
+
+
+def structured_name(body: SamplingFields) -> str:
+    """The name under which `structured` is given."""
+    given = (name for name in STRUCTURED_NAMES if not is_unset(name, getattr(body, name)))
+    return next(given, "structured")
+
+
+def is_unset(name: str, value: Any) -> bool:
+    """Tells whether a value of `structured`, or null, stands for none; a max_tokens of null is as many as fit."""
+    if name not in STRUCTURED_NAMES:
+        return value is None and name != "max_tokens"
+    return value in UNSET and not (value == {} and name == "guided_json")  # the schema of any JSON
+
+
+def template_kwargs(body: Any) -> dict[str, Any]:
+    """Variables of the chat template that a body gives."""
+    kwargs = check_template_kwargs(body.chat_template_kwargs)
+    continues = bool(body.continue_final_message)
+    generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A body's `chat_template_kwargs`. Raises RequestError for what has a field of its own."""
+    for name in _SET_BY_FIELDS:
+        if name in (kwargs or ()):
+            told = f"{name} cannot be one of chat_template_kwargs: it is set by a field"
+            raise RequestError(told, "chat_template_kwargs")
+    return dict(kwargs or {})
+
+
+def _prompts(prompt: str | list[Any]) -> tuple[Prompt, ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    if prompt and {str, list}.isdisjoint(map(type, prompt)):
+        return (read_ids(prompt, "prompt"),)
+    if not prompt or not all(isinstance(one, str) or (isinstance(one, list) and one) for one in prompt):
+        told = f"prompt must be a text, token ids, or a list of either, got {reprlib.repr(prompt)}"
+        raise RequestError(told, "prompt")
+    return tuple(one if isinstance(one, str) else read_ids(one, f"prompt[{i}]") for i, one in enumerate(prompt))
+
+
+def read_ids(prompt: list[Any], where: str) -> list[int]:
+    """Token ids of JSON data. Raises RequestError."""
+    try:
+        return list(read_token_ids(prompt))
+    except ValueError as error:
+        raise RequestError(f"{where}: {error}", "prompt") from None
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0  # what is no number is refused with the other parameters
