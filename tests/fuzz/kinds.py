@@ -457,11 +457,12 @@ class _Answers:
         self.name, self.seed, self.default_params = "tiny", 0, self.llm.default_params
         self.tokenizer, self.chat_prompt = self.llm.tokenizer, self.llm.chat_prompt
         self.fingerprint, self.answer_format = self.llm.fingerprint, self.llm.answer_format
+        self.client, self.max_model_len = self.llm.client, self.llm.max_model_len
 
     def generate_each(self, requests: Any, *, max_queued: int | None = None) -> Iterator[tuple[Any, Any]]:
         from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput
 
-        for key, prompt, params in requests:
+        for key, prompt, params, _ in requests:
             try:
                 request = self.llm.prepare(prompt, params)
             except ValueError as error:
