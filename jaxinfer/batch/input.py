@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import xxhash
 
 from jaxinfer.batch.errors import BatchError
-from jaxinfer.batch.requests import BatchRequest
 from jaxinfer.batch.rows import BadRow, BatchRow, parse_row
 from jaxinfer.batch.table import SUFFIXES, TableOptions, TableSource, is_table
+from jaxinfer.openai.requests import TextRequest
 from jaxinfer.tool_calls import check_tools
 
 _NUM_SHOWN = 5
@@ -184,7 +184,7 @@ def scan(path: Path, options: TableOptions | None = None) -> Scan:
             continue
         if row.request.text.model is not None:
             models[row.request.text.model] += 1
-        if not can_constrain and _needs_structured(row.request):
+        if not can_constrain and _needs_structured(row.request.text):
             raise BatchError(f"{path} {source.unit} {line}: {NO_STRUCTURED}")
     if not line_of:
         raise BatchError(f"{path} has no rows")
@@ -199,14 +199,14 @@ def has_structured() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-def _needs_structured(request: BatchRequest) -> bool:
-    text = request.text
-    if text.sampling.get("structured") is not None:
+def _needs_structured(request: TextRequest) -> bool:
+    if request.sampling.get("structured") is not None:
         return True
     try:
-        return bool(text.tools) and check_tools(text.tools, text.tool_choice, text.parallel_tool_calls).needs_grammar
+        use = check_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
     except ValueError:  # the row fails when it is served
         return False
+    return use.needs_grammar
 
 
 def _kind_by_start(path: Path) -> str | None:

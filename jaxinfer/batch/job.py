@@ -355,9 +355,10 @@ class Defaults:
 
     def bind(self, row: BatchRow, model: Model) -> BoundRequest:
         """The request of one row, with its seed. Raises RequestError or SamplingParamsError."""
-        return row.request.text.bind(
-            model, model.answer_format, lambda params: derive_seed(self.seed, row.number), self.given
-        )
+        asked = row.request.text
+        if row.is_table and asked.is_chat:
+            asked = replace(asked, has_openai_limits=True)
+        return asked.bind(model, model.answer_format, lambda params: derive_seed(self.seed, row.number), self.given)
 
     def to_dict(self) -> dict[str, Any]:
         """What answers depend on, as JSON values."""

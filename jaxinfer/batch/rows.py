@@ -18,12 +18,13 @@ class BatchRow:
     """A valid row.
 
     `line` counts lines from 1, in a table rows; `number` counts from 0, and the row's seed is derived from it.
-    `columns`: cells of a table that are copied to the answer.
+    `is_table`: whether it is of a table or a text. `columns`: its cells that are copied to the answer.
     """
 
     line: int
     custom_id: str
     request: BatchRequest
+    is_table: bool = False
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property

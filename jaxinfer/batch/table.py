@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,11 @@ class TableSource:
             custom_id = _text(cells.get(_ID)) or custom_id
             prompt = self._prompt(cells)
             if not self.options.chat:
-                return BatchRow(number, custom_id, read_plain({"prompt": prompt}), columns)
-            messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-            request = read_plain({"messages": messages})
-            as_long_as_fits = replace(request.text, has_openai_limits=True)
-            return BatchRow(number, custom_id, replace(request, text=as_long_as_fits), columns)
+                record = {"prompt": prompt}
+            else:
+                is_history = isinstance(prompt, list)
+                record = {"messages": prompt if is_history else [{"role": "user", "content": prompt}]}
+            return BatchRow(number, custom_id, read_plain(record), True, columns)
         except ValueError as error:
             return BadRow(number, custom_id, error, True, columns)
 

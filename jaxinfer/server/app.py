@@ -68,6 +68,7 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         [(method, path, (endpoint.__doc__ or "").strip()) for (method, path), endpoint in endpoints.items()],
         OPEN_PATHS,
         keys is not None,
+        is_strict=not service.options.ignore_unknown_fields,
     )
 
     async def schema(request: Request, service: Service) -> Response:

@@ -7,13 +7,15 @@ import msgspec
 
 from jaxinfer import __version__
 from jaxinfer.openai import answers
-from jaxinfer.openai.bodies import Body
-from jaxinfer.openai.fields import UNSET
+from jaxinfer.openai.bodies import Body, ChatRequest
+from jaxinfer.openai.fields import UNSET, names_of
 from jaxinfer.openai.response_types import Response, ResponseEvent
 from jaxinfer.server import embedding_types as embedding
 from jaxinfer.server import ollama_types as ollama
 from jaxinfer.server.message_types import AnthropicError, Message, MessageEvent, TokenCount
 from jaxinfer.server.types import BODIES as OTHER_BODIES
+from jaxinfer.server.types import TokenizeRequest
+from jaxinfer.text.messages import MESSAGE_NAMES
 
 BODIES = OTHER_BODIES | embedding.BODIES | ollama.BODIES
 _ANSWERS: dict[str, Any] = {
@@ -87,15 +89,21 @@ _GENERATED_HEADERS = {
 }
 
 
-def openapi(routes: Sequence[tuple[str, str, str]], open_paths: Sequence[str], has_keys: bool) -> dict[str, Any]:
+def openapi(
+    routes: Sequence[tuple[str, str, str]], open_paths: Sequence[str], has_keys: bool, *, is_strict: bool = True
+) -> dict[str, Any]:
     """The description of the routes: of each its method, its path and what it does.
 
     Args:
-      open_paths: those that need no key. has_keys: whether the others need one.
+      open_paths: those that need no key. has_keys: whether the others need one. is_strict: whether names that are not
+        known are refused.
     """
     types = [*BODIES.values(), *_ANSWERS.values(), *_EVENTS.values(), answers.Error, AnthropicError, ollama.OllamaError]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     _describe_neutral(components)
+    if is_strict:
+        for body in BODIES.values():
+            _close(components[body.__name__], {**names_of(body), **_NESTED.get(body, {})}, components)
     found = iter(schemas)
     bodies, whole, events = (dict(zip(one, found, strict=False)) for one in (BODIES, _ANSWERS, _EVENTS))
     paths: dict[str, dict[str, Any]] = {}
@@ -114,6 +122,29 @@ def openapi(routes: Sequence[tuple[str, str, str]], open_paths: Sequence[str], h
         described["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     info = {"title": "jaxinfer", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": described}
+
+
+# Names of messages that a body does not check itself: the chat template may read others.
+_NESTED: dict[type, Mapping[str, Any]] = {
+    body: {"messages": MESSAGE_NAMES} for body in (ChatRequest, TokenizeRequest)
+}
+
+
+def _close(schema: dict[str, Any], names: Mapping[str, Any], components: Mapping[str, Any]) -> None:
+    """Objects that a schema describes have these names only, and so have those within them."""
+    for one in schema.get("anyOf", ()):
+        _close(one, names, components)
+    if "$ref" in schema:
+        _close(components[schema["$ref"].rpartition("/")[2]], names, components)
+    elif schema.get("type") == "array":
+        _close(schema.get("items", {}), names, components)
+    elif schema.get("type") == "object":
+        properties = schema.setdefault("properties", {})
+        for name, below in names.items():
+            inner = properties.setdefault(name, {})
+            if below is not None:
+                _close(inner, below, components)
+        schema["additionalProperties"] = False
 
 
 def _describe_neutral(components: dict[str, Any]) -> None:

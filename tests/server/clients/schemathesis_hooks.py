@@ -24,3 +24,5 @@ def before_call(context, case, kwargs):
     longer = body.get("max_completion_tokens")
     if type(longer) is int and MAX_TOKENS < longer < 2**31:
         body["max_completion_tokens"] = MAX_TOKENS
+    if body.get("max_completion_tokens") == MAX_TOKENS:  # they are one limit
+        body["max_tokens"] = MAX_TOKENS
