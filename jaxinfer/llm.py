@@ -50,6 +50,7 @@ from jaxinfer.models.host_layers import all_layers
 from jaxinfer.openai.fields import check_message_names
 from jaxinfer.openai.requests import TextRequest
 from jaxinfer.parallel import hosts
+from jaxinfer.param_dict import ParamDict, refuse
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
@@ -96,6 +97,7 @@ class LLM(ScoringMethods):
             plain = {name: value for name, value in vars(chosen).items() if isinstance(value, (str, int, float, Path))}
             compilation_cache.begin_start(f"{model} {plain}")
         self._lockstep: Lockstep | None = None
+        self._loaded: LoadedModel | None = None
         self._fingerprint: str | None = None
         self._hosts = hosts.current()
         self.mesh = None if chosen.mesh is None else parallel.make_mesh(chosen.mesh)
@@ -115,12 +117,13 @@ class LLM(ScoringMethods):
             offload=layers_chooser(chosen),
             from_disk=is_from_disk(chosen, is_live=isinstance(model, tuple)),
         )
+        self._loaded = loaded
         loaded, self.max_model_len = loaded.for_length(
             chosen.max_model_len, has_policy=extends_length(chosen.kv_policy)
         )
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
         self.answer_format = AnswerFormat(self.tokenizer, chosen.tool_parser)
-        self.params = loaded.params
+        self._params = ParamDict.read_only(loaded.params)
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
         self.default_params, self.ignored_generation_config = loaded.default_params, loaded.ignored_defaults
         self.eos_token_ids, self._weights = loaded.eos_token_ids, [loaded.weights]
@@ -323,6 +326,38 @@ class LLM(ScoringMethods):
 
     # The engine.
 
+    @property
+    def params(self) -> Params:
+        """The parameters, a nested dict that `bind` takes (docs/guides/own_code.md). It is read-only: `params.copy()`
+        is one of the same arrays to change, for a new `LLM((config, params, tokenizer))`."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        refuse("llm.params = ...")
+
+    def save(
+        self, folder: str | Path, *, dtype: str = "auto", dequantize: bool = False, overwrite: bool = False
+    ) -> Path:
+        """Writes the model as a Hugging Face checkpoint that Transformers opens, and `LLM` with the same answers:
+        config.json, generation_config.json, the tokenizer with its chat template, and safetensors.
+
+        Args:
+          folder: appears when it is complete; one that is there must be empty.
+          dtype: of weights that are not quantized; "auto" writes that in which they compute: on a CPU float32.
+          dequantize: write quantized weights as floating-point ones; they are compressed-tensors otherwise.
+          overwrite: replace a checkpoint at `folder`.
+
+        Nothing is left after a failure. Raises CheckpointError, a ValueError, for a folder that is not empty, too
+        little space, and a kind of quantization that compressed-tensors lacks; ValueError on a mesh.
+        """
+        from jaxinfer.saving import save_model
+
+        if self._loaded is None:
+            raise RuntimeError("this LLM is closed")
+        with Stage(f"saving {self.name} to {folder}"):
+            return save_model(self._loaded, folder, dtype=dtype, dequantize=dequantize, overwrite=overwrite)
+
     @together
     def warm_up(self, *, jobs: int | None = None, use_tqdm: bool | None = None) -> int:
         """Compiles every program that a request can need, so that none compiles later; returns how many.
@@ -404,7 +439,7 @@ class LLM(ScoringMethods):
         self.client.close()
         for weights in self._weights:
             weights.release()
-        self.params, self._weights = {}, []
+        self._params, self._weights, self._loaded = ParamDict.read_only({}), [], None
 
     # Several hosts.
 

@@ -44,23 +44,41 @@ class ScoringMethods(Closable):
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
-        continuations: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt] | None = None,
         params: SamplingParams | None = None,
         *,
         use_tqdm: bool | None = None,
     ) -> list[Score]:
-        """Log-probabilities of each continuation after its prompt: raw, and processed by `params` (default: none).
+        """Log-probabilities of texts, or of each continuation after its prompt: of each token, their sum, mean loss and
+        perplexity.
 
-        Prompt and continuation are tokenized apart; give token ids to choose the split yourself. Memory does not grow
-        with length times vocabulary: logits exist for a few positions at a time. Raises ValueError for other numbers of
-        prompts and continuations, and as `generate`.
+        Args:
+          prompts: a text or a list of token ids, or a list of these. Without continuations, all their tokens are
+            scored but the first, which none predicts: it is BOS where the tokenizer adds one.
+          continuations: as many; only their tokens are scored. They are tokenized apart from the prompts; give token
+            ids to choose the split yourself.
+          params: for `processed` log-probabilities beside `raw` ones; by default they are the same.
+          use_tqdm: as of `generate`.
+
+        All run in one batch, in any number. Memory does not grow with length times vocabulary: logits exist for a few
+        positions at a time. Raises ValueError, with its number and both lengths, for a text that is longer than
+        `max_model_len`, for other numbers of prompts and continuations, and as `generate`.
         """
         params = as_params(params, SamplingParams())
+        if continuations is None:
+            what, pairs = "text", [(text, None) for text in as_prompts(prompts, "text")]
+        else:
+            what, pairs = "pair", as_pairs(prompts, continuations)
         requests = [
-            self.client.prepare_score(prompt, continuation, params, what=f"pair {number}")
-            for number, (prompt, continuation) in enumerate(as_pairs(prompts, continuations))
+            self.client.prepare_score(*pair, params, what=f"{what} {number}") for number, pair in enumerate(pairs)
         ]
-        return [score_of(answer) for (answer,) in self._run(requests, "scoring", "pair", use_tqdm)]
+        scores: dict[SequenceState, Score] = {}
+
+        def take(answer: SequenceState) -> None:
+            scores[answer] = score_of(answer)
+            answer.prompt_logprobs = []  # ten times as large, while others of a long list run
+
+        return [scores[answer] for (answer,) in self._run(requests, "scoring", what, use_tqdm, take)]
 
     @takes_other_names
     @together
@@ -143,9 +161,14 @@ class ScoringMethods(Closable):
         return job.result([self.client.collect(one) for one in answers])
 
     def _run(
-        self, requests: list[Request], description: str, unit: str, use_tqdm: bool | None
+        self,
+        requests: list[Request],
+        description: str,
+        unit: str,
+        use_tqdm: bool | None,
+        take: Callable[[SequenceState], None] = lambda answer: None,
     ) -> list[list[SequenceState]]:
-        """Runs requests to their end; the answers of each."""
+        """Runs requests to their end; the answers of each. `take` is called with each answer as it ends."""
         submitted: list[list[SequenceState]] = []
         try:
             for request in requests:
@@ -157,6 +180,7 @@ class ScoringMethods(Closable):
                 for answer, delta in self.client.run(running):
                     num_tokens += len(delta.token_ids)
                     if answer.is_finished:
+                        take(answer)
                         stage.update()
         except BaseException:
             for answers in submitted:

@@ -29,6 +29,7 @@ from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_t
 from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
 from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, moved_layers
 from jaxinfer.option_names import check_format
+from jaxinfer.param_dict import plain
 from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_device import (
     Copies,
@@ -63,6 +64,7 @@ class LoadedModel:
     has_head: False where its files have no head. embedding: how it embeds texts, where its files say so.
     system: the system prompt of an alias.
     activations: "int8" where products with packed weights round activations to 8 bits.
+    source: the folder or GGUF file that it was read from; None for live parameters.
     fit: how the `mesh` runs it, where there is one; then `config` is the fit's.
     """
 
@@ -80,6 +82,7 @@ class LoadedModel:
     mesh: Mesh | None = None
     system: str | None = None
     activations: str = "float32"
+    source: Path | None = None
 
     @property
     def params(self) -> Params:
@@ -173,10 +176,10 @@ def load_model(
         opening = {"requantize": requantize, "verify": verify}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization, "activations": activations}
         found = _read(named, dtype, chosen, mesh, offload, opening=opening, from_disk=from_disk, **needed)
-    if tokenizer is not None:
-        chosen_tokenizer = Tokenizer.from_dir(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
-    else:
-        chosen_tokenizer = found.tokenizer
+        found = replace(found, source=named.path)
+    chosen_tokenizer = found.tokenizer if tokenizer is None else tokenizer
+    if isinstance(chosen_tokenizer, (str, Path)):
+        chosen_tokenizer = Tokenizer.from_dir(chosen_tokenizer)
     if found.ignored_defaults:
         warnings.warn(
             f"{found.name}: generation_config.json asks for {', '.join(found.ignored_defaults)}, which is not applied",
@@ -444,7 +447,7 @@ def load_draft(
 def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenizer | None]:
     if len(model) not in (2, 3) or not isinstance(model[0], ModelConfig):
         raise TypeError("a live model is (ModelConfig, params) or (ModelConfig, params, tokenizer)")
-    config, params = model[0], model[1]
+    config, params = model[0], plain(model[1])
     wanted = jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
     given = jax.tree.map(jnp.shape, params, is_leaf=is_weight)
     if wanted != given:

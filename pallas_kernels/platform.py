@@ -1,13 +1,28 @@
 """The platform that a program is traced for, and its processor."""
 
 import os
+from typing import Any
 
 import jax
 from jax._src import config
 
+_is_portable = jax.make_user_context(default_value=False)
+
+
+def portable() -> Any:
+    """A context in which programs are traced with operations of XLA alone, without the kernels of any platform, so that
+    `jax.export` can write them for all: `with portable(): jax.export.export(function, platforms=["cpu", "tpu"])(...)`.
+
+    Functions that were traced outside are traced again.
+    """
+    return _is_portable(True)
+
 
 def current_platform() -> str:
-    """ "cpu", "tpu" or "gpu": the platform of the mesh that is set (`jax.set_mesh`), else JAX's default backend."""
+    """ "cpu", "tpu" or "gpu": the platform of the mesh that is set (`jax.set_mesh`), else JAX's default backend; "any"
+    within `portable`."""
+    if _is_portable.value:
+        return "any"
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return "gpu" if platform in ("cuda", "rocm") else platform

@@ -11,6 +11,7 @@ FILES = sorted(path for top in PACKAGES for path in (ROOT / top).rglob("*.py"))
 MAY_IMPORT_CHECKPOINTS = (
     "jaxinfer.loading",
     "jaxinfer.loaded_tokenizers",
+    "jaxinfer.saving",
     "jaxinfer.store",
     "jaxinfer.cli",
     "checkpoints_convert",

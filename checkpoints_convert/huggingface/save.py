@@ -3,7 +3,6 @@
 Quantized parameters are written as compressed-tensors.
 """
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from checkpoints_convert.checkpoint import (
     param_shapes,
 )
 from checkpoints_convert.errors import CheckpointError, UnwritableSchemeError
-from checkpoints_convert.files import CONFIG, WEIGHTS_INDEX, write_json
+from checkpoints_convert.files import CONFIG, WEIGHTS_INDEX, write_companions, write_json
 from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.host_arrays import count_nonfinite
 from checkpoints_convert.huggingface.compress import StoredForm, compress, quantization_config, stored_form
@@ -50,7 +49,7 @@ def save_huggingface(
     dst: str | Path,
     dtype: str = "bfloat16",
     *,
-    extra_files: Iterable[str | Path] = (),
+    extra_files: Iterable[str | Path] | Mapping[str, Path | str] = (),
     extra_config: Mapping[str, Any] | None = None,
     kv_scales: Sequence[LayerKVScales] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -63,7 +62,8 @@ def save_huggingface(
         bits per tensor, output or group are written as pack-quantized, those with int8 activations as int-quantized,
         FP8 as float-quantized (naive-quantized without quantized activations), MXFP4 as mxfp4-pack-quantized.
       kv_scales: of an 8-bit key-value cache, one per layer.
-      extra_files: copied beside the weights under their own names, such as tokenizer files.
+      extra_files: copied beside the weights under their own names, such as tokenizer files; or files and texts by the
+        name to write, which may be in a folder.
       extra_config: further fields of config.json, such as `eos_token_id`. Without them the special tokens are null,
         since Transformers would otherwise use those of the first Llama.
 
@@ -86,11 +86,12 @@ def save_huggingface(
         leaf = leaves[path]
         return leaf.num_bytes if isinstance(leaf, QuantizedArray) else _num_bytes(config, path)
 
-    extra = [Path(file) for file in extra_files]
-    names = [file.name for file in extra]
-    with staged(Path(dst), sum(map(size_of, leaves)), overwrite=overwrite, also_own=names) as partial:
-        for file in extra:
-            shutil.copyfile(file, partial / file.name)
+    if isinstance(extra_files, Mapping):
+        extra = {str(name): content for name, content in extra_files.items()}
+    else:
+        extra = {Path(file).name: Path(file) for file in extra_files}
+    with staged(Path(dst), sum(map(size_of, leaves)), overwrite=overwrite, also_own=extra) as partial:
+        write_companions(extra, partial)
         quantization = write_shards(
             config, partial, leaves.__getitem__, size_of, kv_scales=kv_scales, max_shard_bytes=max_shard_bytes
         )

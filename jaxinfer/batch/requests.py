@@ -7,16 +7,8 @@ from typing import Any, Literal
 from jaxinfer.openai.bodies import ChatRequest, CompletionRequest
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.fields import read_body, unknown_field
-from jaxinfer.openai.requests import (
-    Prompt,
-    TextRequest,
-    check_template_kwargs,
-    is_unset,
-    read_chat,
-    read_completion,
-    read_ids,
-    structured_of,
-)
+from jaxinfer.openai.reader import check_template_kwargs, is_unset, read_chat, read_completion, read_ids, structured_of
+from jaxinfer.openai.requests import Prompt, TextRequest
 from jaxinfer.option_names import find
 from jaxinfer.sampling.params import SamplingParams, SamplingParamsError, our_names
 

@@ -24,6 +24,7 @@ from jaxinfer.tables import facts_text
 REQUIRED = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "safetensors", "tokenizers"),
     *("jinja2", "huggingface_hub", "tqdm", "rich", "typer", "prompt_toolkit", "xxhash", "flatbuffers"),
+    "msgspec",
 )
 # An extra is installed when all these distributions are.
 EXTRAS = {
@@ -36,7 +37,7 @@ EXTRAS = {
     "docs": ("mkdocs-material", "mkdocstrings"),
     "object-store": ("fsspec",),
     "cpu": ("numba",),
-    "serve": ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus-client"),
+    "serve": ("starlette", "uvicorn", "uvloop", "httptools", "prometheus-client"),
     "structured": ("llguidance",),
     "parquet": ("pyarrow",),
     "tracing": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),

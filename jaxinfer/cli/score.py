@@ -1,13 +1,14 @@
-"""`jaxinfer score`: how probable a model finds given continuations."""
+"""`jaxinfer score`: how probable a model finds texts, or continuations of prompts."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import LogitOptions, ServingOptions, as_json, open_llm, sampling_values
-from jaxinfer.cli.output import brief, console, open_output, write_json
-from jaxinfer.cli.prompts import read_records
+from jaxinfer.cli.output import brief, console, open_output, write_json, write_text
+from jaxinfer.cli.prompts import read_prompts, read_records
 from jaxinfer.options import option
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tables import make_table
@@ -16,11 +17,17 @@ if TYPE_CHECKING:
     from jaxinfer.engine.request import Score
     from jaxinfer.llm import LLM
 
-Pair = tuple[Any, Any]
+Named = dict[str, Any]  # a text, or a prompt and its continuation, by these names
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
+    text: list[str] | None = option(
+        None, "A text to score, all tokens but its first; may be repeated.", "TEXT", "--text -t"
+    )
+    texts: Path | None = option(
+        None, 'A file of texts, one a line, or JSON lines {"text": "..."} in *.jsonl; -: standard input.', "PATH"
+    )
     prompt: list[str] | None = option(None, "The text before the continuation; may be repeated.", "TEXT", "--prompt -p")
     continuation: list[str] | None = option(
         None, "The text to score; one for each prompt, or several for one prompt.", "TEXT", "--continuation -c"
@@ -28,61 +35,81 @@ class ScoreOptions:
     file: Path | None = option(
         None, 'JSON lines {"prompt": "...", "continuation": "..."}; -: standard input.', "PATH", "--file -f"
     )
-    tokens: bool = option(False, "Show each token of the continuations.")
+    tokens: bool = option(False, "Show each token that is scored.")
     output: Path | None = option(None, "Write to this file when all scores are computed.", "PATH", "--output -o")
-    as_json: bool = as_json("JSON lines: one object for each pair.")
+    as_json: bool = as_json("JSON lines: one object for each text or pair.")
 
 
 def score(model_options: ServingOptions, logit_options: LogitOptions, options: ScoreOptions) -> None:
     """Show how probable texts are under a model.
 
-    Prints log-probabilities of continuations after their prompts, in nats. Raw ones are the model's own. Processed ones
-    are computed under the sampling options given here; without any, both are the same. The checkpoint's
+    Prints log-probabilities, in nats, of whole texts (--text, --texts) or of continuations after their prompts. The
+    first token of a text is not scored: it is BOS where the tokenizer adds one. Raw ones are the model's own. Processed
+    ones are computed under the sampling options given here; without any, both are the same. The checkpoint's
     generation_config is not used. Prompt and continuation are tokenized separately.
     """
-    values = sampling_values(logit_options)
-    pairs = _pairs(options.prompt or [], options.continuation or [], options.file)
+    params = SamplingParams.from_dict(sampling_values(logit_options))
+    items = _items(options)
+    columns = [[one[name] for one in items] for name in items[0]]
     with open_output(options.output) as target, open_llm(model_options) as llm:
-        scores = llm.score(
-            [before for before, _ in pairs], [after for _, after in pairs], SamplingParams.from_dict(values)
-        )
-        data = [_data(llm, index, pair, one) for index, (pair, one) in enumerate(zip(pairs, scores, strict=True))]
+        scores = llm.score(*columns, params=params)
+        data = [_data(llm, index, one, found) for index, (one, found) in enumerate(zip(items, scores, strict=True))]
         if options.as_json:
             for one in data:
                 write_json(one, target)
         else:
             _print_totals(data, target)
+            if "text" in items[0] and len(scores) > 1:
+                write_text(_summary(scores), target)
             if options.tokens:
                 _print_tokens(data, target)
 
 
-def _pairs(prompts: list[str], continuations: list[str], file: Path | None) -> list[Pair]:
+def _items(options: ScoreOptions) -> list[Named]:
+    """What is scored. Raises UsageError for nothing, and for texts and pairs together."""
+    texts, pairs = (options.text, options.texts), (options.prompt, options.continuation, options.file)
+    if any(texts) and any(pairs):
+        raise UsageError("score takes texts (--text, --texts) or pairs (--prompt and --continuation, --file), not both")
+    return _texts(*texts) if any(texts) else _pairs(options.prompt or [], options.continuation or [], options.file)
+
+
+def _texts(texts: list[str] | None, file: Path | None) -> list[Named]:
+    if texts and file is not None:
+        raise UsageError("texts come from --text or from --texts, not from both")
+    if file is None:
+        return [{"text": text} for text in texts or ()]
+    if file.suffix in (".jsonl", ".ndjson", ".json"):
+        return [record for _, record in read_records(file, ("text",))]
+    return [{"text": line.prompt} for line in read_prompts((), file)]
+
+
+def _pairs(prompts: list[str], continuations: list[str], file: Path | None) -> list[Named]:
     if file is not None:
         if prompts or continuations:
             raise UsageError("pairs come from --prompt and --continuation or from --file, not from both")
-        return [
-            (record["prompt"], record["continuation"]) for _, record in read_records(file, ("prompt", "continuation"))
-        ]
+        names = ("prompt", "continuation")
+        return [{name: record[name] for name in names} for _, record in read_records(file, names)]
     if not prompts or not continuations:
-        raise UsageError("score needs --prompt and --continuation, or --file")
+        raise UsageError("score needs --prompt and --continuation, or --file, or texts (--text, --texts)")
     if len(prompts) == 1:
         prompts = prompts * len(continuations)
     if len(prompts) != len(continuations):
         raise UsageError(f"{len(prompts)} prompts and {len(continuations)} continuations do not pair up")
-    return list(zip(prompts, continuations, strict=True))
+    return [{"prompt": one, "continuation": other} for one, other in zip(prompts, continuations, strict=True)]
 
 
-def _data(llm: "LLM", index: int, pair: Pair, score: "Score") -> dict[str, Any]:
+def _data(llm: "LLM", index: int, item: Named, score: "Score") -> dict[str, Any]:
     tokenizer = llm.tokenizer
     texts = [None if tokenizer is None else tokenizer.decode([token], False) for token in score.token_ids]
     each = zip(score.token_ids, texts, score.raw, score.processed, strict=True)
     return {
         "index": index,
-        "prompt": pair[0],
-        "continuation": pair[1],
+        **item,
         "num_tokens": len(score.token_ids),
         "raw_total": score.raw_total,
         "processed_total": score.processed_total,
+        "loss": score.loss,
+        "perplexity": score.perplexity,
         "is_greedy": score.is_greedy,
         "tokens": [
             {"token_id": token, "token": text, "raw": raw, "processed": processed}
@@ -92,27 +119,35 @@ def _data(llm: "LLM", index: int, pair: Pair, score: "Score") -> dict[str, Any]:
 
 
 def _print_totals(data: list[dict[str, Any]], file: Any) -> None:
-    titles = ("", "prompt", "continuation", "tokens", "raw", "per token", "processed", "greedy")
+    names = [name for name in ("text", "prompt", "continuation") if name in data[0]]
+    titles = ("", *names, "tokens", "raw", "per token", "perplexity", "processed", "greedy")
     rows = [
         (
             one["index"] + 1,
-            brief(one["prompt"], from_end=True),
-            brief(one["continuation"]),
+            *(brief(one[name], from_end=name == "prompt") for name in names),
             one["num_tokens"],
             f"{one['raw_total']:.4f}",
             f"{one['raw_total'] / one['num_tokens']:.4f}",
+            f"{one['perplexity']:.4g}",
             f"{one['processed_total']:.4f}",
             "yes" if one["is_greedy"] else "no",
         )
         for one in data
     ]
-    console(file).print(make_table(titles, rows, num_left=3))
+    console(file).print(make_table(titles, rows, num_left=1 + len(names)))
+
+
+def _summary(scores: "Sequence[Score]") -> str:
+    """A line on all texts as one, in which each token counts alike."""
+    raw = [value for one in scores for value in one.raw]
+    whole = replace(scores[0], raw=raw)
+    return f"{len(scores)} texts, {len(raw)} tokens: loss {whole.loss:.4f}, perplexity {whole.perplexity:.4g}\n"
 
 
 def _print_tokens(data: list[dict[str, Any]], file: Any) -> None:
     target = console(file)
     for one in data:
-        target.print(f"\n{one['index'] + 1}: {brief(one['continuation'])}", markup=False)
+        target.print(f"\n{one['index'] + 1}: {brief(one.get('text', one.get('continuation')))}", markup=False)
         rows = [
             (
                 repr(token["token"]) if token["token"] is not None else "",

@@ -154,20 +154,26 @@ class Client(TakesPrompts):
             return grammar, None
         return grammar, self._compiler.gate(FAMILIES[structured.reasoning], prompt_end(tokenizer, prompt))
 
-    def prepare_score(self, prompt: Prompt, continuation: Prompt, params: SamplingParams, *, what: str) -> Request:
-        """A request that scores `continuation` after `prompt`; they are tokenized apart."""
+    def prepare_score(
+        self, prompt: Prompt, continuation: Prompt | None, params: SamplingParams, *, what: str
+    ) -> Request:
+        """A request that scores `continuation` after `prompt`, tokenized apart; without one, all tokens of the prompt
+        but its first."""
         _, ids = self.tokenize(prompt, what=what)
-        _, more = self.tokenize(continuation, add_special_tokens=False, what=f"the continuation of {what}")
-        if not ids or not more:
-            raise ValueError(f"{what}: {len(ids)} prompt and {len(more)} continuation tokens; both need one")
+        start = 1
+        if continuation is not None:
+            _, more = self.tokenize(continuation, add_special_tokens=False, what=f"the continuation of {what}")
+            if not ids or not more:
+                raise ValueError(f"{what}: {len(ids)} prompt and {len(more)} continuation tokens; both need one")
+            start, ids = len(ids), [*ids, *more]
+        elif len(ids) < 2:
+            raise ValueError(f"{what}: a score needs at least 2 tokens, got {len(ids)}: nothing predicts the first")
         if params.structured is not None:
             raise SamplingParamsError("structured", f"{what}: a score is not taken under structured output")
-        params = replace(params, n=1, max_tokens=1, prompt_logprobs=1, stop=(), logprobs=None)
-        self._check_fits(what, len(ids) + len(more), 0)
+        params = replace(params, n=1, max_tokens=None, prompt_logprobs=0, stop=(), logprobs=None)
+        self._check_fits(what, len(ids), 0)
         bad_words = self._check_params(params)
-        return Request(
-            [*ids, *more], params, 1, 0, eos_token_ids=self.eos_token_ids, bad_words=bad_words, score_from=len(ids)
-        )
+        return Request(ids, params, 1, 0, eos_token_ids=self.eos_token_ids, bad_words=bad_words, score_from=start)
 
     def prepare_pooled(
         self, token_ids: Sequence[int], params: SamplingParams, pooling: Pooling, options: RequestOptions, *, what: str

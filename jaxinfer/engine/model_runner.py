@@ -488,7 +488,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         )
 
     def _warm_up_scores(self) -> None:
-        request = Request([0], SamplingParams(seed=0, prompt_logprobs=0), max_tokens=1, score_from=0)
+        request = Request([0], SamplingParams(seed=0, prompt_logprobs=0, top_k=1), max_tokens=1, score_from=0)
         sequence = SequenceState(request)
         self._keep_empty_hidden()
         self._scorer.start(sequence)

@@ -1,5 +1,7 @@
 """Requests, the state of their answers while they run, and what callers get. Plain Python: no JAX here."""
 
+import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +16,7 @@ from jaxinfer.speculative.statistics import SpeculationStats
 from jaxinfer.tool_calls import ToolCall
 
 Prompt = str | Sequence[int]  # a text, or token ids
+_MAX_EXPONENT = math.log(sys.float_info.max)
 MAX_PREEMPTIONS = 3  # after so many a sequence goes first, and is spared while any other can be preempted
 
 
@@ -128,6 +131,11 @@ class Request:
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of the prompt are wanted."""
         return self.params.prompt_logprobs is not None or self.score_from is not None
+
+    @property
+    def scores_under_params(self) -> bool:
+        """Whether log-probabilities under the sampling parameters are wanted that are not the model's own."""
+        return self.score_from is not None and not self.params.keeps_distribution
 
     @property
     def reads_hidden(self) -> bool:
@@ -419,9 +427,11 @@ class StreamDelta:
 
 @dataclass(frozen=True)
 class Score:
-    """Log-probabilities of a continuation's tokens given its prompt and the tokens before.
+    """Log-probabilities, in nats, of the tokens of a continuation given its prompt and the tokens before; of a text, of
+    all its tokens but the first.
 
     Attributes:
+      token_ids: the tokens that are scored.
       raw: under the model's own distribution. processed: under the sampling parameters' distribution (-inf where
         they forbid the token). The sums are `raw_total` and `processed_total`.
       is_greedy: whether every token was the model's most probable one.
@@ -439,3 +449,13 @@ class Score:
     @property
     def processed_total(self) -> float:
         return float(sum(self.processed))
+
+    @property
+    def loss(self) -> float:
+        """Mean of -raw: the cross-entropy per token, in nats."""
+        return -self.raw_total / len(self.raw)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinity where that is no float."""
+        return math.exp(self.loss) if self.loss < _MAX_EXPONENT else math.inf

@@ -93,10 +93,11 @@ def score_of(answer: SequenceState) -> Score:
     if answer.finish_reason == "error" or len(entries) != len(tokens):
         raise FloatingPointError(answer.error or "the score was not computed")
     pairs = [(entry or {})[token] for entry, token in zip(entries, tokens, strict=True)]
+    raw = [pair.logprob for pair in pairs]
     return Score(
         token_ids=tokens,
-        raw=[pair.logprob for pair in pairs],
-        processed=answer.processed_logprobs,
+        raw=raw,
+        processed=answer.processed_logprobs if answer.request.scores_under_params else list(raw),
         is_greedy=all(pair.rank == 1 for pair in pairs),
     )
 

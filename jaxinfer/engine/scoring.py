@@ -122,7 +122,7 @@ class PromptScorer:
         """Before the first chunk, and again where the prompt is computed once more."""
         sequence.prompt_logprobs, sequence.processed_logprobs, sequence.pooled = [], [], None
         self.stop(sequence)
-        if sequence.request.score_from is not None:
+        if sequence.request.score_from is not None and sequence.request.scores_under_params:
             history = make_state([sequence.tokens[: sequence.request.score_from]], self._vocab_size)
             self._numbers[sequence] = number = self._next_number
             self._next_number += 1
@@ -166,7 +166,7 @@ class PromptScorer:
 
     def _processed(self, piece: ScoredChunk) -> tuple[int, np.ndarray, SamplingBatch] | None:
         sequence = piece.sequence
-        if sequence.request.score_from is None:
+        if sequence.request.score_from is None or not sequence.request.scores_under_params:
             return None
         end = piece.row + piece.num_targets
         first = piece.row + max(sequence.request.score_from - piece.start - 1, 0)

@@ -101,6 +101,7 @@ def any_of(*names: str) -> Names:
 _FUNCTION = any_of("name", "description", "parameters", "strict")
 TOOL: Names = {"type": None, "function": _FUNCTION}
 _NAMED: Names = {"type": None, "function": {"name": None}}
+TOOL_CHOICE: Names = {**_NAMED, "allowed_tools": {"mode": None, "tools": _NAMED}}
 _FORMAT: Names = {
     **any_of("type", "schema"),
     "json_schema": any_of("name", "description", "schema", "strict"),
@@ -198,7 +199,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     }
     NESTED: ClassVar[Names] = SamplingFields.NESTED | {
         "tools": TOOL,
-        "tool_choice": {**_NAMED, "allowed_tools": {"mode": None, "tools": _NAMED}},
+        "tool_choice": TOOL_CHOICE,
     }
 
     messages: Messages

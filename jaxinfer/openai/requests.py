@@ -5,19 +5,16 @@ A `TextRequest` is a body that was checked as far as that is possible without a 
 the first.
 """
 
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxinfer.grammar.structured import StructuredOutputs
-from jaxinfer.openai.bodies import MAX_SALT_CHARS, ChatRequest, CompletionRequest, SamplingFields
+from jaxinfer.openai.bodies import MAX_SALT_CHARS, TOOL, TOOL_CHOICE
 from jaxinfer.openai.errors import RequestError
-from jaxinfer.openai.fields import UNSET, check_message_names
-from jaxinfer.sampling.params import SamplingParams, SamplingParamsError, our_names
+from jaxinfer.openai.fields import check_message_names, check_names
+from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
 from jaxinfer.text.messages import check_messages, num_chars
-from jaxinfer.text.token_ids import read_token_ids
 from jaxinfer.tool_calls import AnswerFormat, ToolOffer, check_tools
 
 if TYPE_CHECKING:
@@ -27,17 +24,6 @@ Prompt = str | Sequence[int]
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default; chat has no limit
 CHARS_PER_TOKEN = 4  # of English text, about; for limits that are checked before a text is tokenized
-STRUCTURED_NAMES = (
-    *("response_format", "structured_outputs"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
-"""Names of OpenAI and vLLM for `structured`."""
-_SAMPLING = tuple(
-    one.name
-    for one in fields(SamplingParams)
-    if one.name in SamplingFields.__struct_fields__ and one.name != "logprobs"
-)
-_SET_BY_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "max_prompt_tokens")
 _MAX_PRIORITY = 2**31
 
 
@@ -119,6 +105,9 @@ class TextRequest:
 
     def __post_init__(self) -> None:
         if self.messages is not None:
+            if not self.ignore_unknown:
+                check_names(self.tools, TOOL, "tools")
+                check_names(self.tool_choice, TOOL_CHOICE, "tool_choice")
             check_messages(self.messages, self.places)
             with self._errors_of_tools():
                 check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
@@ -223,6 +212,17 @@ class TextRequest:
             return RequestError(sentence, name if name in ("tool_choice", "parallel_tool_calls") else "tools")
 
         return _Errors(explained)
+
+
+def renamed(ours: str, theirs: str) -> "_Errors":
+    """A block whose RequestErrors about one field name another."""
+
+    def explained(error: ValueError) -> ValueError:
+        if not isinstance(error, RequestError) or error.parameter != ours:
+            return error
+        return RequestError(str(error).replace(ours, theirs, 1), theirs, error.code)
+
+    return _Errors(explained)
 
 
 class _Errors:
@@ -338,168 +338,6 @@ class BoundRequest:
         if room < 1:  # too long: the error names no max_tokens, which nobody gave
             return replace(params, max_tokens=None)
         return replace(params, max_tokens=max(room, params.min_tokens))
-
-
-# From bodies.
-
-
-def read_chat(body: ChatRequest, *, ignore_unknown: bool = False) -> TextRequest:
-    """A chat's request; with `ignore_unknown` its messages may have names that nothing reads.
-
-    Raises RequestError, MessageError or SamplingParamsError.
-    """
-    _check_common(body)
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    if body.max_tokens not in (None, limit):
-        told = f"max_tokens={body.max_tokens} and max_completion_tokens={limit} are one limit and differ"
-        raise RequestError(told, "max_completion_tokens")
-    if body.stream and body.prompt_logprobs is not None:
-        raise RequestError("log-probabilities of the prompt cannot be streamed", "prompt_logprobs")
-    sampling = _sampling(body)
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError('top_logprobs needs "logprobs": true', "top_logprobs")
-    if body.logprobs:
-        sampling["logprobs"] = body.top_logprobs or 0
-    if limit is not None:
-        sampling["max_tokens"] = limit
-    names = {"logprobs": "top_logprobs", "structured": structured_name(body)}
-    if body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    return TextRequest(
-        sampling,
-        names,
-        messages=body.messages,
-        ignore_unknown=ignore_unknown,
-        tools=body.tools,
-        tool_choice=body.tool_choice,
-        parallel_tool_calls=body.parallel_tool_calls,
-        template_kwargs=template_kwargs(body),
-        effort=body.reasoning_effort,
-        return_token_ids=bool(body.return_token_ids),
-        **_common(body),
-    )
-
-
-def read_completion(body: CompletionRequest) -> TextRequest:
-    """A request of completions. Raises RequestError or SamplingParamsError."""
-    _check_common(body)
-    sampling = _sampling(body)
-    if body.logprobs is not None:
-        sampling["logprobs"] = body.logprobs
-    if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
-        told = "log-probabilities of the prompt cannot be streamed: leave out stream, or echo"
-        raise RequestError(told, "stream")
-    if body.max_tokens == 0:  # only the prompt is scored: one token is made, and dropped
-        sampling["max_tokens"] = 1
-    return TextRequest(
-        sampling,
-        {"structured": structured_name(body)},
-        prompts=_prompts(body.prompt),
-        num_kept=0 if body.max_tokens == 0 else None,
-        adds_special_tokens=body.add_special_tokens is not False,
-        echo=bool(body.echo),
-        return_token_ids=bool(body.return_token_ids),
-        **_common(body),
-    )
-
-
-def _check_common(body: SamplingFields) -> None:
-    if body.best_of not in (None, 1, body.n):
-        told = "best_of is not supported: n answers are generated and all are returned; leave it out"
-        raise RequestError(told, "best_of")
-    if body.stream_options is not None and body.stream_options.include_usage and not body.stream:
-        raise RequestError('stream_options needs "stream": true', "stream_options")
-
-
-def _common(body: SamplingFields) -> dict[str, Any]:
-    return {
-        "truncate_to": body.truncate_prompt_tokens,
-        "priority": body.priority or 0,
-        "timeout": body.timeout,
-        "cache_salt": body.cache_salt or "",
-        "model": body.model or None,
-    }
-
-
-def _sampling(body: SamplingFields) -> dict[str, Any]:
-    values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    return values | structured_of({name: getattr(body, name) for name in STRUCTURED_NAMES})
-
-
-def structured_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`structured`, from whatever name it is given under; nothing where it is not. Raises RequestError."""
-    forms = {name: value for name in STRUCTURED_NAMES if not is_unset(name, value := given.get(name))}
-    if "structured" in given:
-        forms["structured"] = given["structured"]
-    if len(forms) > 1:
-        raise RequestError(f"{' and '.join(forms)} say the same: give one of them", list(forms)[1])
-    for name, value in forms.items():
-        try:
-            found = our_names({name: value}).get("structured")
-            return {} if found is None else {"structured": StructuredOutputs.of(found)}
-        except ValueError as error:
-            raise RequestError(f"{name}: {error}", name) from None
-    return {}
-
-
-def renamed(ours: str, theirs: str) -> "_Errors":
-    """A block whose RequestErrors about one field name another."""
-
-    def explained(error: ValueError) -> ValueError:
-        if not isinstance(error, RequestError) or error.parameter != ours:
-            return error
-        return RequestError(str(error).replace(ours, theirs, 1), theirs, error.code)
-
-    return _Errors(explained)
-
-
-def structured_name(body: SamplingFields) -> str:
-    """The name under which `structured` is given."""
-    given = (name for name in STRUCTURED_NAMES if not is_unset(name, getattr(body, name)))
-    return next(given, "structured")
-
-
-def is_unset(name: str, value: Any) -> bool:
-    """Tells whether a value of `structured`, or null, stands for none; a max_tokens of null is as many as fit."""
-    if name not in STRUCTURED_NAMES:
-        return value is None and name != "max_tokens"
-    return value in UNSET and not (value == {} and name == "guided_json")  # the schema of any JSON
-
-
-def template_kwargs(body: Any) -> dict[str, Any]:
-    """Variables of the chat template that a body gives."""
-    kwargs = check_template_kwargs(body.chat_template_kwargs)
-    continues = bool(body.continue_final_message)
-    generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
-
-
-def check_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A body's `chat_template_kwargs`. Raises RequestError for what has a field of its own."""
-    for name in _SET_BY_FIELDS:
-        if name in (kwargs or ()):
-            told = f"{name} cannot be one of chat_template_kwargs: it is set by a field"
-            raise RequestError(told, "chat_template_kwargs")
-    return dict(kwargs or {})
-
-
-def _prompts(prompt: str | list[Any]) -> tuple[Prompt, ...]:
-    if isinstance(prompt, str):
-        return (prompt,)
-    if prompt and {str, list}.isdisjoint(map(type, prompt)):
-        return (read_ids(prompt, "prompt"),)
-    if not prompt or not all(isinstance(one, str) or (isinstance(one, list) and one) for one in prompt):
-        told = f"prompt must be a text, token ids, or a list of either, got {reprlib.repr(prompt)}"
-        raise RequestError(told, "prompt")
-    return tuple(one if isinstance(one, str) else read_ids(one, f"prompt[{i}]") for i, one in enumerate(prompt))
-
-
-def read_ids(prompt: list[Any], where: str) -> list[int]:
-    """Token ids of JSON data. Raises RequestError."""
-    try:
-        return list(read_token_ids(prompt))
-    except ValueError as error:
-        raise RequestError(f"{where}: {error}", "prompt") from None
 
 
 def _number(value: Any) -> int:

@@ -10,7 +10,8 @@ from jaxinfer.openai import response_types as types
 from jaxinfer.openai.bodies import Names, ResponsesRequest, any_of
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.fields import check_names, check_neutral
-from jaxinfer.openai.requests import BoundRequest, TextRequest, renamed, structured_of
+from jaxinfer.openai.reader import structured_of
+from jaxinfer.openai.requests import BoundRequest, TextRequest, renamed
 from jaxinfer.openai.writer import usage
 from jaxinfer.text.messages import check_call
 from jaxinfer.tool_calls import ToolCall

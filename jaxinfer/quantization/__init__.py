@@ -1,6 +1,7 @@
 """Quantized weights: the array type, its schemes, and quantization methods."""
 
 from jaxinfer.quantization.array import NestedScales, QuantizedArray, Scheme, check
+from jaxinfer.quantization.on_device import dequantize_params
 from jaxinfer.quantization.rtn import RECIPES, Recipe, Selection, quantize, quantize_params, recipe
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Scheme",
     "Selection",
     "check",
+    "dequantize_params",
     "quantize",
     "quantize_params",
     "recipe",

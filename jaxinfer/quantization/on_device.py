@@ -113,6 +113,20 @@ def unpack_params(params: Any) -> Any:
     return jax.tree.map(lambda leaf: unpacked(leaf, dtype), params, is_leaf=is_weight)
 
 
+def dequantize_params(params: Any) -> Any:
+    """The parameters as plain arrays in the dtype of the norms, as `bind` takes them where gradients are computed.
+
+    Arrays that are plain are shared, not copied. Quantized weights get the values that they stand for.
+    """
+    dtype = params["final_norm"]["weight"].dtype
+
+    def dense(leaf: Any) -> Any:
+        leaf = unpacked(leaf, dtype)
+        return leaf.dequantize(dtype) if is_quantized(leaf) else leaf
+
+    return jax.tree.map(dense, params, is_leaf=is_weight)
+
+
 def unpacked(leaf: Any, dtype: Any) -> Any:
     """A weight as it was before packing, on the device; one that was not quantized in `dtype`."""
     if not isinstance(leaf, PackedArray):

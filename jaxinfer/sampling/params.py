@@ -27,6 +27,13 @@ MAX_VOCAB_SIZE = 2**22
 MAX_TOKENS = 2**24
 
 
+# Fields that change no logit: how many answers, where they end, and what is reported.
+_NOT_OF_LOGITS = (
+    *("n", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logprobs", "prompt_logprobs"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
+)
+
+
 class SamplingParamsError(ValueError):
     """An invalid sampling parameter. `parameter` is the name of the field, for an API's error body."""
 
@@ -180,6 +187,16 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether each token is the most probable one."""
         return self.temperature == 0
+
+    @property
+    def keeps_distribution(self) -> bool:
+        """Whether log-probabilities under these parameters are the model's own: no logit is changed. Temperature 0
+        chooses otherwise, and changes none."""
+        return self.temperature in (0, 1) and all(
+            getattr(self, field.name) == field.default
+            for field in fields(self)
+            if field.name not in ("temperature", *_NOT_OF_LOGITS)
+        )
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "SamplingParams":

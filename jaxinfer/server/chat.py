@@ -8,7 +8,8 @@ from starlette.responses import Response
 from jaxinfer.engine.request import StreamDelta
 from jaxinfer.openai.answers import ChatCompletion
 from jaxinfer.openai.bodies import ChatRequest
-from jaxinfer.openai.requests import BoundRequest, read_chat
+from jaxinfer.openai.reader import read_chat
+from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.writer import chat_completion, chat_logprobs
 from jaxinfer.server.answering import answer_headers, begin, respond, stream_error, usage_of, wants_usage
 from jaxinfer.server.chunks import DONE, ChatChunks

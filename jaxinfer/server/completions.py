@@ -6,7 +6,8 @@ from starlette.responses import Response
 from jaxinfer.engine.request import StreamDelta
 from jaxinfer.openai.answers import Completion, CompletionLogprobs
 from jaxinfer.openai.bodies import CompletionRequest
-from jaxinfer.openai.requests import BoundRequest, read_completion
+from jaxinfer.openai.reader import read_completion
+from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.writer import LogprobLists, completion
 from jaxinfer.server.answering import answer_headers, begin, respond, stream_error, usage_of, wants_usage
 from jaxinfer.server.chunks import DONE, CompletionChunks

@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.openai.fields import check_neutral
-from jaxinfer.openai.requests import BoundRequest, TextRequest, renamed, structured_of
+from jaxinfer.openai.reader import structured_of
+from jaxinfer.openai.requests import BoundRequest, TextRequest, renamed
 from jaxinfer.server.answering import answer_headers, begin
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation

@@ -125,9 +125,7 @@ def openapi(
 
 
 # Names of messages that a body does not check itself: the chat template may read others.
-_NESTED: dict[type, Mapping[str, Any]] = {
-    body: {"messages": MESSAGE_NAMES} for body in (ChatRequest, TokenizeRequest)
-}
+_NESTED: dict[type, Mapping[str, Any]] = {body: {"messages": MESSAGE_NAMES} for body in (ChatRequest, TokenizeRequest)}
 
 
 def _close(schema: dict[str, Any], names: Mapping[str, Any], components: Mapping[str, Any]) -> None:

@@ -4,7 +4,8 @@ import secrets
 from typing import Any
 
 from jaxinfer.openai.errors import RequestError
-from jaxinfer.openai.requests import BoundRequest, TextRequest, template_kwargs
+from jaxinfer.openai.reader import template_kwargs
+from jaxinfer.openai.requests import BoundRequest, TextRequest
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.server.errors import refused
 from jaxinfer.server.models import ServedModel

@@ -12,6 +12,7 @@ from jaxinfer.batch.job import Defaults
 from jaxinfer.batch.rows import BadRow
 from jaxinfer.batch.table import TableOptions
 from jaxinfer.sampling.params import SamplingParams
+from tests.batch.conftest import FakeLLM
 
 TABLE = [
     {"id": 1, "text": "eins", "note": "a, b"},
@@ -278,12 +279,12 @@ def test_rows_that_fail_keep_their_columns(tmp_path, run, records):
     }
 
 
-def test_chats_of_a_table_have_as_many_tokens_as_fit(tmp_path, fake_llm):
+def test_chats_of_a_table_have_as_many_tokens_as_fit(tmp_path):
     path = write(tmp_path / "in.csv", "prompt\nx\n")
     for chat, expected in ((True, None), (False, 16)):
         (row,) = scan(path, TableOptions(chat=chat)).rows()
-        assert Defaults.of(SamplingParams(), None, 0).bind(row, fake_llm()).params.max_tokens == expected
-        assert Defaults.of(SamplingParams(), {"max_tokens": 5}, 0).bind(row, fake_llm()).params.max_tokens == 5
+        assert Defaults.of(SamplingParams(), None, 0).bind(row, FakeLLM()).params.max_tokens == expected
+        assert Defaults.of(SamplingParams(), {"max_tokens": 5}, 0).bind(row, FakeLLM()).params.max_tokens == 5
 
 
 def test_answers_are_not_written_to_a_table(tmp_path, run, write_rows):

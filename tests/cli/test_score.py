@@ -47,10 +47,32 @@ def test_pairs_from_a_file(jaxinfer, json_lines, model, tmp_path):
     assert [data["num_tokens"] for data in json_lines(out.read_text())] == [1, 1]
 
 
+def test_texts_are_scored_from_their_second_token(jaxinfer, json_lines, model, llm):
+    found = json_lines(jaxinfer("score", "-m", model, "-t", "def f(x)", "--text", "[y]", "--json").stdout)
+    for data, score in zip(found, llm.score(["def f(x)", "[y]"]), strict=True):
+        assert [token["token_id"] for token in data["tokens"]] == score.token_ids
+        assert (data["loss"], data["perplexity"]) == pytest.approx((score.loss, score.perplexity))
+    assert [data["text"] for data in found] == ["def f(x)", "[y]"]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"), [("a.txt", "ab\n\n[y]\n"), ("a.jsonl", '{"text": "ab"}\n{"text": "[y]"}\n')]
+)
+def test_a_file_of_texts(jaxinfer, model, tmp_path, name, lines):
+    (tmp_path / name).write_text(lines)
+    result = jaxinfer("score", "-m", model, "--texts", tmp_path / name, "--tokens")
+    assert (result.exit_code, result.stderr) == (0, "")
+    for words in ("'ab'", "'[y]'", "perplexity", "2 texts, 3 tokens: loss "):
+        assert words in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["-p", "a"], 2, "needs --prompt and --continuation"),
+        (["-p", "a"], 2, "needs --prompt and --continuation, or --file, or texts"),
+        (["-t", "a", "-p", "a"], 2, "texts (--text, --texts) or pairs"),
+        (["-t", "a", "--texts", "x.txt"], 2, "from --text or from --texts, not from both"),
+        (["-t", "ab", "-t", "a"], 1, "text 1: a score needs at least 2 tokens, got 1"),
         (["-p", "a", "-p", "b", "-c", "d", "-c", "e", "-c", "f"], 2, "2 prompts and 3 continuations do not pair up"),
         (["-p", "a", "-c", "b", "--top-p", "2"], 2, "top_p must be"),
         (["-p", "a", "-c", ""], 1, "pair 0: 1 prompt and 0 continuation tokens"),

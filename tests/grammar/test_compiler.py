@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.grammar.structured import GrammarError, StructuredOutputs
-from jaxinfer.openai.requests import structured_of
+from jaxinfer.openai.reader import structured_of
 from tests.engine.grammars import make_compiler
 
 

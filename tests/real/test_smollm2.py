@@ -25,6 +25,17 @@ def test_the_loss_is_that_of_llama_cpp(llm, golden):
     assert -score.raw_total / len(rest) == pytest.approx(golden["smollm2"]["loss"], abs=0.03)
 
 
+def test_a_saved_model_chats_alike_and_finds_the_text_as_probable(llm, tmp_path):
+    """Q4_1 has minima that the files of quantized weights cannot have: they are written as floating-point ones."""
+    llm.save(tmp_path / "saved", dequantize=True)
+    (score,) = llm.score(HELD_OUT, use_tqdm=False)
+    with opened(tmp_path / "saved") as again:
+        assert texts(again, [again.chat_prompt(QUESTION)], greedy(32)) == [ANSWER]
+        (found,) = again.score(HELD_OUT, use_tqdm=False)
+    assert found.token_ids == score.token_ids
+    assert found.loss == pytest.approx(score.loss, abs=1e-3)
+
+
 def test_a_chat_is_answered_and_ends_at_the_end_of_its_turn(llm):
     (output,) = llm.chat(QUESTION, greedy(32), use_tqdm=False)
     answer = output.outputs[0]
