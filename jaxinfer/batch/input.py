@@ -203,10 +203,11 @@ def has_structured() -> bool:
 def _needs_structured(request: TextRequest) -> bool:
     if request.sampling.get("structured") is not None:
         return True
-    return (
-        bool(request.tools)
-        and check_tools(request.tools, request.tool_choice, request.parallel_tool_calls).needs_grammar
-    )
+    try:
+        use = check_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+    except ValueError:  # the row fails when it is served
+        return False
+    return use.needs_grammar
 
 
 def _kind_by_start(path: Path) -> str | None:

@@ -354,11 +354,16 @@ def _parquet(path: Path) -> Any:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Errors of pyarrow as BatchError."""
+    """Errors of a file that is no Parquet file, or damaged, as BatchError."""
     try:
         yield
+    except BatchError:
+        raise
     except Exception as error:
-        is_damage = isinstance(error, OSError) and error.errno is None  # Arrow's error of input is Python's
+        # Arrow's errors of input are Python's; texts that are not UTF-8 and dates without a calendar are ValueErrors.
+        is_damage = isinstance(error, (ValueError, OverflowError)) or (
+            isinstance(error, OSError) and error.errno is None
+        )
         if not (is_damage or type(error).__module__.startswith("pyarrow")):
             raise
         reason = str(error).strip().partition("\n")[0]

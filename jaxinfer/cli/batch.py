@@ -94,8 +94,8 @@ def batch(
     written to a file beside OUT. With - as OUT, both are printed.
 
     Sampling options given here apply to rows that do not set their own. --seed is the seed of the job, from which each
-    row's own is derived. Without --max-tokens, answers of OpenAI's chat rows and of --chat are as long as fits, those
-    of /v1/completions have 16 tokens, and others as many as the model's generation_config.json says, or 16.
+    row's own is derived. Without --max-tokens, the model's generation_config.json sets the longest answer; if it does
+    not, OpenAI's chat rows and those of --chat have as many tokens as fit, others 16.
 
     After a kill, Ctrl-C or a full disk, run the same command again: it continues where it stopped. Each row is answered
     once, with the tokens that it would have had. The exit code is 3 if some rows failed, 1 if all did.

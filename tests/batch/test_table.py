@@ -162,6 +162,20 @@ def test_columns_that_are_not_there(tmp_path, kind, options, message):
         scan(write_kind(tmp_path / f"in.{kind}"), TableOptions(**options))
 
 
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pa.array([b"\xff\xfe"]).view(pa.string()), "in.parquet cannot be read .* 'utf-8' codec can't decode"),
+        (pa.array([10**8], pa.date32()), "in.parquet cannot be read .* out of range"),
+    ],
+    ids=["text", "date"],
+)
+def test_cells_that_are_damaged(tmp_path, column, message):
+    pq.write_table(pa.table({"prompt": column}), tmp_path / "in.parquet")
+    with pytest.raises(BatchError, match=message):
+        scan(tmp_path / "in.parquet")
+
+
 def test_two_ways_to_say_the_prompt():
     with pytest.raises(BatchError, match="exclude each other"):
         TableOptions(prompt_column="a", prompt="{b}")

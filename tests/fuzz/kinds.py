@@ -4,6 +4,7 @@ A damaged file is refused, with one error that names it, or is harmless: it open
 values are those of the whole file. Everything else is a failure.
 """
 
+import csv
 import hashlib
 import json
 import logging
@@ -456,11 +457,12 @@ class _Answers:
         self.name, self.seed, self.default_params = "tiny", 0, self.llm.default_params
         self.tokenizer, self.chat_prompt = self.llm.tokenizer, self.llm.chat_prompt
         self.fingerprint, self.answer_format = self.llm.fingerprint, self.llm.answer_format
+        self.client, self.max_model_len = self.llm.client, self.llm.max_model_len
 
     def generate_each(self, requests: Any, *, max_queued: int | None = None) -> Iterator[tuple[Any, Any]]:
         from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput
 
-        for key, prompt, params in requests:
+        for key, prompt, params, _ in requests:
             try:
                 request = self.llm.prepare(prompt, params)
             except ValueError as error:
@@ -532,6 +534,52 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
+# Tables of a batch.
+
+_CELLS = ({"prompt": 'a "b", c', "n": 1}, {"prompt": "two\nlines", "n": 2}, {"prompt": "naïve 你好", "n": 3})
+_SEPARATORS = {"csv": ",", "tsv": "\t"}
+
+
+def _prepare_tables(folder: Path, most: int) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    for number, kind in enumerate(("csv", "parquet", "txt", "tsv")[:most]):
+        path = folder / str(number) / f"in.{kind}"
+        path.parent.mkdir(parents=True)
+        if kind == "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(list(_CELLS)), path)
+        elif kind == "txt":
+            path.write_text("".join(f"prompt {row['n']}: naïve\n" for row in _CELLS), encoding="utf-8")
+        else:
+            with path.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, list(_CELLS[0]), delimiter=_SEPARATORS[kind])
+                writer.writeheader()
+                writer.writerows(_CELLS)
+
+
+def _damage_table(folder: Path, random: Random) -> Damage:
+    [path] = folder.glob("in.*")
+    what, raw = mutate_bytes(path.read_bytes(), random)
+    return f"{path.name}: {what}", {path.name: raw}
+
+
+def _check_table(folder: Path) -> None:
+    from jaxinfer.batch.input import scan
+    from jaxinfer.batch.rows import BadRow
+    from jaxinfer.batch.table import TableOptions
+
+    [path] = folder.glob("in.*")
+    found = scan(path, TableOptions(prompt="say {prompt}", keep=["prompt"]))
+    rows = list(found.rows())
+    if len(rows) != found.num_rows:
+        raise AssertionError(f"{len(rows)} rows, and {found.num_rows} were counted")
+    for row in rows:
+        json.dumps(row.columns, allow_nan=False)
+    if bad := [row for row in rows if isinstance(row, BadRow)]:
+        raise Refusal(f"{path}: {bad[0].error}")
+
+
 # Errors of one text or chat name the tokenizer or the template, not a file.
 _REQUESTS = "the tokenizer|the chat template|the rendered chat"
 KINDS: dict[str, Kind] = {
@@ -548,6 +596,7 @@ KINDS: dict[str, Kind] = {
         Kind("gguf", _prepare_gguf, _damage_gguf, _check_gguf, _REQUESTS),
         Kind("store", _prepare_store, _damage_store, _check_store),
         Kind("batch", _prepare_batch, _damage_batch, _check_batch),
+        Kind("table", _prepare_tables, _damage_table, _check_table),
     )
 }  # fmt: skip
 
