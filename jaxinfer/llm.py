@@ -295,23 +295,18 @@ class LLM(ScoringMethods):
         path_out: str | Path,
         *,
         params: SamplingParams | Mapping[str, Any] | None = None,
-        errors: str | Path | None = None,
-        resume: bool = True,
-        overwrite: bool = False,
-        retry_errors: bool = False,
         use_tqdm: bool | None = None,
+        **files: Any,
     ) -> "BatchSummary":
-        """Serves a file of requests, one JSON object a line, and writes each answer as it finishes.
+        """Serves a file of requests and writes each answer as it finishes. See docs/batch.md.
 
-        A line is `{"prompt": ..., "temperature": ..., ...}`, the same with "messages", or OpenAI's batch form:
-        "custom_id", "url" and "body". Killed at any point, the same call goes on where it was, and every row has the
-        tokens that it would have had. See docs/batch.md.
+        A line is `{"prompt": ..., "temperature": ..., ...}`, the same with "messages", or OpenAI's batch form; tables are
+        read too. Killed at any point, the same call goes on where it was, with the tokens that there would have been.
 
         Args:
           params: for what rows do not say, whole or only some fields; its seed, or the LLM's, is the job's.
-          errors: where rows that fail go; by default beside path_out: OUT.errors.jsonl.
-          resume: go on where earlier results end; False refuses them. overwrite: drop them and start anew.
-          retry_errors: try rows again that failed in an earlier run.
+          files: as of `jaxinfer.batch.open_job`: errors, resume, overwrite, retry_errors, sort; for tables
+            prompt_column, prompt, chat, keep.
 
         Raises:
           BatchError: two rows with one custom_id; results of another job; files that another process writes.
@@ -320,8 +315,7 @@ class LLM(ScoringMethods):
         """
         from jaxinfer.batch import open_job
 
-        options = {"errors": errors, "resume": resume, "overwrite": overwrite, "retry_errors": retry_errors}
-        with open_job(path_in, path_out, **options) as job:
+        with open_job(path_in, path_out, **files) as job:
             return job.run(self, params, use_tqdm=use_tqdm)
 
     # The engine.

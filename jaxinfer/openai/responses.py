@@ -57,6 +57,7 @@ def read_response(body: ResponsesRequest, *, ignore_unknown: bool = False) -> Te
         messages=[one for one, _ in found],
         places=[place for _, place in found],
         source="input",
+        ignore_unknown=ignore_unknown,
         tools=tools,
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,

@@ -75,7 +75,7 @@ async def _load(
     else:
         async with using(request, service, body) as model:
             with client_errors():
-                _read(body, model)
+                _read(body, model, service)
     reason = "unload" if is_unloaded else "load"
     return json_response({"model": model.name, "created_at": now(), **answer, "done": True, "done_reason": reason})
 
@@ -84,7 +84,9 @@ async def _answer(
     request: Request, service: Service, body: Any, lines: "type[_ChatLines] | type[_TextLines]"
 ) -> Response:
     body.model = await known_name(service, body.model)
-    generation, position = await begin(request, service, body, lambda model: _read(body, model), can_resume=False)
+    generation, position = await begin(
+        request, service, body, lambda model: _read(body, model, service), can_resume=False
+    )
     headers = answer_headers(generation.model, position)
     written = lines(generation, record_of(request.scope))
     if body.stream is not False:
@@ -125,7 +127,7 @@ def error_line(error: APIError) -> bytes:
 # From Ollama's form.
 
 
-def _read(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel) -> BoundRequest:
+def _read(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel, service: Service) -> BoundRequest:
     options = body.options or OllamaOptions()
     _check_options(options)
     check_sizes(body, model)
@@ -150,6 +152,7 @@ def _read(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel) -
         priority=body.priority or 0,
         timeout=body.timeout,
         cache_salt=body.cache_salt or "",
+        ignore_unknown=service.options.ignore_unknown_fields,
         **_prompt(body, model),
     )
     return bind(asked, model)

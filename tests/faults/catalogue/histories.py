@@ -87,8 +87,8 @@ FAULTS = (
     Fault(
         "doors/unknown-names-of-messages-pass",
         "jaxinfer/openai/requests.py",
-        "            if not self.ignore_unknown:",
-        "            if self.ignore_unknown:",
+        "            if not self.ignore_unknown:\n                check_message_names",
+        "            if self.ignore_unknown:\n                check_message_names",
         ("tests/openai/test_second_turn.py::test_names_that_are_not_known_are_refused_where_they_stand",),
         "a message with contents for content is rendered without them",
     ),
