@@ -300,8 +300,8 @@ class LLM(ScoringMethods):
     ) -> "BatchSummary":
         """Serves a file of requests and writes each answer as it finishes. See docs/batch.md.
 
-        A line is `{"prompt": ..., "temperature": ..., ...}`, the same with "messages", or OpenAI's batch form; tables are
-        read too. Killed at any point, the same call goes on where it was, with the tokens that there would have been.
+        A line is `{"prompt": ..., "temperature": ..., ...}`, the same with "messages", or OpenAI's batch form; tables
+        are read too. Killed at any point, the same call goes on where it was, with the tokens that it would have made.
 
         Args:
           params: for what rows do not say, whole or only some fields; its seed, or the LLM's, is the job's.

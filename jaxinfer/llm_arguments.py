@@ -11,7 +11,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 import numpy as np
 
 from jaxinfer.checks import did_you_mean
-from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, RequestOptions
+from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, Request, RequestOptions
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loading import LiveModel
 from jaxinfer.option_names import NAMES, find, translated
@@ -216,13 +216,13 @@ def as_pairs(prompts: Any, continuations: Any) -> list[tuple[Prompt, Prompt]]:
 
 def each_request(
     requests: Any, default: SamplingParams
-) -> Iterator[tuple[Any, Prompt, SamplingParams, RequestOptions]]:
+) -> Iterator[tuple[Any, Prompt | Request, SamplingParams, RequestOptions]]:
     """The requests of `generate_each`, checked one by one as they are taken."""
     form = "(key, prompt, params)"
     if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
         raise TypeError(f"generate_each takes tuples {form}, got {_shown(requests)}")
 
-    def checked() -> Iterator[tuple[Any, Prompt, SamplingParams, RequestOptions]]:
+    def checked() -> Iterator[tuple[Any, Prompt | Request, SamplingParams, RequestOptions]]:
         for number, one in zip(itertools.count(), requests, strict=False):
             if isinstance(one, (str, bytes)) or not isinstance(one, Sequence) or len(one) not in (3, 4):
                 told = f"{form}, params may be None and RequestOptions may follow"
@@ -232,7 +232,8 @@ def each_request(
             options = more[0] if more else DEFAULT_REQUEST_OPTIONS
             if not isinstance(options, RequestOptions):
                 raise TypeError(f"{what}: options must be RequestOptions, got {_shown(options)}")
-            prompt = as_prompt(prompt, f"{what}: the prompt")
+            if not isinstance(prompt, Request):  # of an `Embedder`, for one
+                prompt = as_prompt(prompt, f"{what}: the prompt")
             yield key, prompt, as_params(params, default, f"{what}: params"), options
 
     return checked()

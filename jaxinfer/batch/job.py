@@ -12,9 +12,10 @@ import msgspec
 from jaxinfer.batch.errors import BatchWriteError
 from jaxinfer.batch.input import Scan, scan
 from jaxinfer.batch.ledger import Identity, Ledger
-from jaxinfer.batch.responses import error_line, result_line
+from jaxinfer.batch.responses import embeddings_line, error_line, result_line
 from jaxinfer.batch.rows import BadRow, BatchRow
 from jaxinfer.batch.table import TableOptions
+from jaxinfer.openai.embeddings import options_of, read_inputs
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.requests import BoundRequest, Prompt, TextModel
 from jaxinfer.openai.writer import scored, usage
@@ -24,6 +25,7 @@ from jaxinfer.sampling.seeds import derive_seed
 from jaxinfer.tool_calls import AnswerFormat
 
 if TYPE_CHECKING:
+    from jaxinfer.embedding import VectorJob
     from jaxinfer.engine.request import RequestOptions, RequestOutput
 
 
@@ -119,7 +121,7 @@ class _Pending:
     """A row whose prompts are running."""
 
     row: BatchRow
-    request: BoundRequest
+    request: "BoundRequest | VectorJob"
     outputs: list["RequestOutput | None"]
     num_left: int
     error: ValueError | None = None
@@ -235,13 +237,15 @@ class Job:
 
     def _requests(self, stage: Stage) -> Iterator[tuple[Key, Prompt, SamplingParams, "RequestOptions"]]:
         """The requests of the remaining rows, read from the input as needed. Invalid rows are written as errors."""
-
         from jaxinfer.engine.request import RequestOptions
 
         answers = self._model.answer_format
         for row in self.scan.rows(self._ledger.done):
             if isinstance(row, BadRow):
                 self._fail(row, row.error, stage)
+                continue
+            if row.request.form == "embeddings":
+                yield from self._vectors(row, stage)
                 continue
             request = None
             try:
@@ -256,12 +260,33 @@ class Job:
             for index, (prompt, params) in enumerate(inputs):
                 yield (row.line, index), prompt, _with_own_seed(row, params, index), options
 
+    def _vectors(self, row: BatchRow, stage: Stage) -> Iterator[tuple[Key, Any, Any, "RequestOptions"]]:
+        """The requests of a row of embeddings, one for each text."""
+        from jaxinfer.engine.request import RequestOptions
+
+        body, options = row.request.body, RequestOptions(row.request.text.priority)
+        embedder = getattr(self._model, "embedder", None)
+        if embedder is None:  # of workers in other processes
+            told = "rows of /v1/embeddings need a model in this process: leave out --ray"
+            self._fail(row, RequestError(told, "url"), stage)
+            return
+        try:
+            vectors = embedder.embed(read_inputs(body), **options_of(body), options=options, what="input")
+        except (ValueError, TypeError) as error:
+            self._fail(row, RequestError(str(error), getattr(error, "parameter", None) or "input"), stage)
+            return
+        num = len(vectors.requests)
+        self._pending[row.line] = _Pending(row, vectors, [None] * num, num)
+        for index, request in enumerate(vectors.requests):
+            yield (row.line, index), request, request.params, options
+
     def _take(self, line: int, index: int, result: "RequestOutput | ValueError", stage: Stage) -> None:
         """Takes the result of one prompt; the row is written with its last one."""
         pending = self._pending[line]
         pending.num_left -= 1
         if isinstance(result, ValueError):
-            pending.error = pending.error or pending.request.refused(result, index)
+            error = pending.request.refused(result, index) if isinstance(pending.request, BoundRequest) else result
+            pending.error = pending.error or error
         else:
             pending.outputs[index] = result
         if pending.num_left:
@@ -273,11 +298,15 @@ class Job:
             self._finish(pending, [output for output in pending.outputs if output is not None], stage)
 
     def _finish(self, pending: _Pending, outputs: list["RequestOutput"], stage: Stage) -> None:
+        request = pending.request
+        if not isinstance(request, BoundRequest):
+            self._finish_vectors(pending.row, request, outputs, stage)
+            return
         for answer in (answer for output in outputs for answer in output.outputs):
             if answer.finish_reason not in ("stop", "length"):
                 from jaxinfer.engine.results import EXCLUDED
 
-                if answer.finish_reason == "abort" and (timeout := pending.request.asked.timeout) is not None:
+                if answer.finish_reason == "abort" and (timeout := request.asked.timeout) is not None:
                     told = f"the answer was not complete within {timeout} s, the limit that the row set"
                     self._fail(pending.row, RequestError(told, "timeout"), stage, status_code=408)
                     return
@@ -285,7 +314,6 @@ class Job:
                 is_clients = str(error).startswith(EXCLUDED)
                 self._fail(pending.row, error, stage, status_code=400 if is_clients else 500)
                 return
-        request = pending.request
         if request.asked.num_kept == 0:
             outputs = [scored(output) for output in outputs]
         if request.asked.is_chat:
@@ -306,8 +334,23 @@ class Job:
         except RequestError as error:
             self._fail(pending.row, error, stage)
             return
-        record |= _columns(pending.row)
-        self._ledger.add_result(record, msgspec.to_builtins(usage(outputs)))
+        self._write(pending.row, record, msgspec.to_builtins(usage(outputs)), stage)
+
+    def _finish_vectors(
+        self, row: BatchRow, vectors: "VectorJob", outputs: list["RequestOutput"], stage: Stage
+    ) -> None:
+        try:
+            found = vectors.result(outputs)
+        except FloatingPointError as error:
+            self._fail(row, error, stage, status_code=500)
+            return
+        job_id = self._identity.job_id
+        record = embeddings_line(row, found, vectors.num_tokens, job_id=job_id, model=self._model.name)
+        self._write(row, record, record["response"]["body"]["usage"], stage)
+
+    def _write(self, row: BatchRow, record: dict[str, Any], used: Mapping[str, int], stage: Stage) -> None:
+        record |= _columns(row)
+        self._ledger.add_result(record, used)
         self._on_line(record)
         stage.update()
 

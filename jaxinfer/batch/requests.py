@@ -4,17 +4,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from jaxinfer.openai.bodies import ChatRequest, CompletionRequest
+from jaxinfer.openai.bodies import ChatRequest, CompletionRequest, EmbeddingsRequest, ResponsesRequest
+from jaxinfer.openai.embeddings import options_of, read_inputs
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.fields import read_body, unknown_field
 from jaxinfer.openai.reader import check_template_kwargs, is_unset, read_chat, read_completion, read_ids, structured_of
 from jaxinfer.openai.requests import Prompt, TextRequest
+from jaxinfer.openai.responses import read_response
 from jaxinfer.option_names import find
 from jaxinfer.sampling.params import SamplingParams, SamplingParamsError, our_names
 
-Form = Literal["chat", "completions", "plain"]
+Form = Literal["chat", "completions", "responses", "embeddings", "plain"]
 
-FORMS_BY_URL: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+FORMS_BY_URL: dict[str, Form] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+}
+_BODIES = {
+    "chat": ChatRequest,
+    "completions": CompletionRequest,
+    "responses": ResponsesRequest,
+    "embeddings": EmbeddingsRequest,
+}
 _SAMPLING = tuple(one.name for one in fields(SamplingParams))
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _CHAT = ("messages", *_TOOLS, "chat_template_kwargs")
@@ -22,19 +35,37 @@ _CHAT = ("messages", *_TOOLS, "chat_template_kwargs")
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """The request of one row, checked as far as possible without the model, and the form of its answer."""
+    """The request of one row, checked as far as possible without the model, and the form of its answer.
+
+    Attributes:
+      text: what is to be generated; of embeddings it has the model's name and the scheduling only. body: in OpenAI's
+        form.
+    """
 
     form: Form
     text: TextRequest
+    body: Any = None
 
 
 def read_row_body(form: Form, given: Mapping[str, Any]) -> BatchRequest:
-    """A body of /v1/chat/completions or of /v1/completions. Raises RequestError or another ValueError, with the
-    field."""
-    body, _ = read_body(given, ChatRequest if form == "chat" else CompletionRequest)
-    if body.stream:
+    """A body of one of OpenAI's endpoints. Raises RequestError or another ValueError, with the field."""
+    body, _ = read_body(given, _BODIES[form])
+    if getattr(body, "stream", None):
         raise RequestError("stream=True is not supported: a batch does not stream", "stream")
-    return BatchRequest(form, read_chat(body) if isinstance(body, ChatRequest) else read_completion(body))
+    match body:
+        case ChatRequest():
+            text = read_chat(body)
+        case CompletionRequest():
+            text = read_completion(body)
+        case ResponsesRequest():
+            text = read_response(body)
+        case EmbeddingsRequest():
+            read_inputs(body)
+            options_of(body)
+            text = TextRequest(priority=body.priority or 0, model=body.model or None)
+        case _:
+            raise TypeError(type(body).__name__)
+    return BatchRequest(form, text, body)
 
 
 def read_plain(record: Mapping[str, Any]) -> BatchRequest:

@@ -9,10 +9,14 @@ import msgspec
 
 from jaxinfer.batch.input import BatchRow
 from jaxinfer.openai import writer
+from jaxinfer.openai.embeddings import embeddings
 from jaxinfer.openai.requests import BoundRequest
+from jaxinfer.openai.responses import ResponseWriter
 from jaxinfer.openai.writer import finite, prompt_entries, token_entry, usage
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxinfer.engine.request import RequestOutput
     from jaxinfer.text import Tokenizer
 
@@ -31,17 +35,29 @@ def result_line(
     if row.is_plain:
         return _plain_line(row, request, outputs[0])
     answer_id, form = _hashed(job_id, row.custom_id), row.request.form
-    about = {
-        "id": f"{'chatcmpl' if form == 'chat' else 'cmpl'}-{answer_id}",
-        "created": int(time.time()),
-        "model": request.asked.model or model,
-        "system_fingerprint": f"fp_{fingerprint[:12]}",
-    }
-    if form == "chat":
-        body = writer.chat_completion(request, outputs[0], about)
+    prefix = {"chat": "chatcmpl-", "completions": "cmpl-"}.get(form, "")
+    about = {"id": f"{prefix}{answer_id}", "created": int(time.time()), "model": request.asked.model or model}
+    if form == "responses":
+
+        def count_tokens(text: str) -> int:
+            return len(tokenizer.encode(text, add_special_tokens=False)) if text and tokenizer is not None else 0
+
+        body = ResponseWriter(row.request.body, request, about, count_tokens).whole(outputs[0])
     else:
-        body = writer.completion(request, outputs, about, tokenizer)
+        about["system_fingerprint"] = f"fp_{fingerprint[:12]}"
+        if form == "chat":
+            body = writer.chat_completion(request, outputs[0], about)
+        else:
+            body = writer.completion(request, outputs, about, tokenizer)
     return _line(row.custom_id, answer_id, 200, msgspec.to_builtins(body), None)
+
+
+def embeddings_line(
+    row: BatchRow, vectors: "np.ndarray", num_tokens: int, *, job_id: str, model: str
+) -> dict[str, Any]:
+    """The line of a successful row of embeddings."""
+    body = embeddings(vectors, num_tokens, row.request.body, row.request.text.model or model)
+    return _line(row.custom_id, _hashed(job_id, row.custom_id), 200, msgspec.to_builtins(body), None)
 
 
 def error_line(

@@ -304,7 +304,7 @@ class Client(TakesPrompts):
             self.abort(answers)
 
     def generate_each(
-        self, requests: Iterator[tuple[Key, Prompt, SamplingParams, RequestOptions]], limit: int
+        self, requests: Iterator[tuple[Key, Prompt | Request, SamplingParams, RequestOptions]], limit: int
     ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
         """Runs requests as there is room, at most `limit` answers at once; yields each output, or the error for which
         the request was refused, as it is there. Closing the iterator aborts what runs."""
@@ -320,7 +320,8 @@ class Client(TakesPrompts):
                     else:
                         key, prompt, params, options = item
                         try:
-                            request = self.prepare(prompt, params, options)
+                            is_ready = isinstance(prompt, Request)
+                            request = prompt if is_ready else self.prepare(prompt, params, options)
                         except ValueError as error:
                             yield key, error
                             continue

@@ -20,6 +20,7 @@ from jaxinfer.engine.request import (
     CompletionOutput,
     Logprob,
     Prompt,
+    Request,
     RequestOptions,
     RequestOutput,
     RequestTimings,
@@ -146,9 +147,9 @@ class Lockstep:
 
     def each_request(
         self,
-        requests: Iterator[tuple[Key, Prompt, SamplingParams, RequestOptions]],
+        requests: Iterator[tuple[Key, Prompt | Request, SamplingParams, RequestOptions]],
         run: Callable[
-            [Iterator[tuple[Any, Prompt, SamplingParams, RequestOptions]]],
+            [Iterator[tuple[Any, Prompt | Request, SamplingParams, RequestOptions]]],
             Iterator[tuple[Any, RequestOutput | ValueError]],
         ],
     ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
@@ -160,7 +161,7 @@ class Lockstep:
         keys: dict[int, Key] = {}
         numbers = itertools.count()
 
-        def numbered() -> Iterator[tuple[int, Prompt, SamplingParams, RequestOptions]]:
+        def numbered() -> Iterator[tuple[int, Prompt | Request, SamplingParams, RequestOptions]]:
             for number, (key, prompt, params, options) in zip(numbers, requests, strict=False):
                 keys[number] = key
                 yield number, prompt, params, options

@@ -234,6 +234,33 @@ class CompletionChunk(Answer):
     usage: Usage | UnsetType | None = UNSET
 
 
+# Embeddings.
+
+
+class TokenCounts(Answer):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Answer):
+    """The vector of one text; base64 of its float32 values, little-endian, where that is asked for."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Answer):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: TokenCounts
+
+
 # Other routes.
 
 

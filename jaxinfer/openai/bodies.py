@@ -313,3 +313,34 @@ class ResponsesRequest(Body, kw_only=True):
     safety_identifier: str | None = None
     context_management: Any = None
     moderation: Any = None
+
+
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_ID_LIST = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_Inputs = Annotated[
+    list[Any],
+    Meta(extra_json_schema={"minItems": 1, "anyOf": [_ID_LIST, {"items": {"anyOf": [{"type": "string"}, _ID_LIST]}}]}),
+]
+
+
+class VectorFields(Body, kw_only=True):
+    """What the bodies of all three routes have. `truncate_prompt_tokens` may be -1, vLLM's way to say `truncate`."""
+
+    model: str | None = None
+    truncate: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: Priority | None = None
+    keep_alive: KeepAlive | None = None
+    user: str | None = None
+
+
+class EmbeddingsRequest(VectorFields, kw_only=True):
+    """The body of /v1/embeddings."""
+
+    input: str | _Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive | None = None
+    prompt_name: str | None = None
+    prompt: str | None = None
+    pooling: Literal["last", "mean", "cls"] | None = None
+    normalize: bool | None = None

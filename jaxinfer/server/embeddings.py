@@ -1,6 +1,5 @@
 """/v1/embeddings, /v1/score and /v1/rerank, in the forms of OpenAI, vLLM, Jina and Cohere."""
 
-import base64
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -13,37 +12,32 @@ from starlette.responses import Response
 
 from jaxinfer.embedding import VectorJob, best_first
 from jaxinfer.engine.request import Prompt, RequestOptions
-from jaxinfer.server.embedding_types import EmbeddingsRequest, RerankRequest, ScoreRequest, VectorFields
+from jaxinfer.openai.bodies import EmbeddingsRequest
+from jaxinfer.openai.embeddings import check_number, options_of, read_inputs, truncates
+from jaxinfer.openai.embeddings import embeddings as answer_of
+from jaxinfer.server.embedding_types import RerankRequest, ScoreRequest
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import CHARS_PER_TOKEN
 
-MAX_TEXTS = 2048  # of a request, as OpenAI allows
-
 
 async def embeddings(request: Request, service: Service) -> Response:
     """Vectors of texts, as the checkpoint's files of sentence-transformers make them."""
     service.check_accepts()
     body = await read_body(request, EmbeddingsRequest, service)
-    texts = _inputs(body.input)
-    names = ("prompt_name", "prompt", "pooling", "dimensions", "normalize")
-    given = {name: getattr(body, name) for name in names}
+    texts, given = read_inputs(body), options_of(body)
 
     async with using(request, service, body) as model:
 
         def make(options: RequestOptions) -> VectorJob:
-            return model.llm.embedder.embed(texts, **given, truncate=_truncates(body), options=options, what="input")
+            return model.llm.embedder.embed(texts, **given, options=options, what="input")
 
         vectors, num_tokens = await run_vectors(request, service, model, texts, make, "input", body.priority)
 
     def answer() -> Response:
-        as_base64 = body.encoding_format == "base64"
-        rows = [base64.b64encode(row).decode() for row in vectors.astype("<f4")] if as_base64 else vectors.tolist()
-        data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
+        return json_response(answer_of(vectors, num_tokens, body, model.name))
 
     return await in_thread(record_of(request.scope), answer)
 
@@ -94,7 +88,7 @@ async def _relevance(
 
         def make(options: RequestOptions) -> VectorJob:
             return model.llm.embedder.relevance(
-                queries, documents, instruction=body.instruction, truncate=_truncates(body), options=options
+                queries, documents, instruction=body.instruction, truncate=truncates(body), options=options
             )
 
         texts = [*queries, *documents]
@@ -111,8 +105,7 @@ async def run_vectors(
     priority: int | None = None,
 ) -> tuple[np.ndarray, int]:
     """The result of a job, in its turn, and how many tokens it took. Raises APIError for what cannot be served."""
-    if len(texts) > MAX_TEXTS:
-        raise refused(param, f"{param}: {len(texts):,} texts, at most {MAX_TEXTS:,} are allowed")
+    check_number(texts, param)
     record, place = record_of(request.scope), object()
     estimate = sum(-(-len(one) // (CHARS_PER_TOKEN if isinstance(one, str) else 1)) for one in texts)
     num_answers = max(min(len(texts), model.admission.capacity), 1)
@@ -137,26 +130,6 @@ async def run_vectors(
                 raise APIError(500, str(error), code="invalid_logits") from None
     finally:
         service.generations.discard(place)
-
-
-def _truncates(body: VectorFields) -> bool:
-    if body.truncate_prompt_tokens not in (None, -1):
-        raise refused("truncate_prompt_tokens", "truncate_prompt_tokens must be -1, for as many tokens as fit, or null")
-    return bool(body.truncate) or body.truncate_prompt_tokens == -1
-
-
-def _inputs(given: str | list[Any]) -> list[Prompt]:
-    """A text, token ids, or a list of either, as a list."""
-    if isinstance(given, str):
-        return [given]
-    if given and all(isinstance(one, int) and not isinstance(one, bool) for one in given):
-        return [given]
-    if not given:
-        raise refused("input", "input is empty: it needs at least 1 text")
-    for number, one in enumerate(given):
-        if not isinstance(one, (str, list)) or one == []:
-            raise refused("input", f"input[{number}] must be a text or a list of token ids, got {one!r:.60}")
-    return given
 
 
 def _document(given: str | dict[str, Any], number: int) -> str:

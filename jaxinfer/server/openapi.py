@@ -34,7 +34,7 @@ _ANSWERS: dict[str, Any] = {
     "/tokenize": answers.Tokens,
     "/detokenize": answers.Text,
     "/tokenizer_info": answers.TokenizerInfo,
-    "/v1/embeddings": embedding.Embeddings,
+    "/v1/embeddings": answers.Embeddings,
     **dict.fromkeys(("/v1/score", "/score"), embedding.Scores),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), embedding.Reranked),
 }

@@ -42,7 +42,7 @@ def test_a_plain_row_is_named_by_its_line():
         (json.dumps({**CHAT, "custom_id": None}).encode(), "custom_id must be a non-empty string", "row-2"),
         (json.dumps({k: v for k, v in CHAT.items() if k != "custom_id"}).encode(), "custom_id is missing", "row-2"),
         (json.dumps({**CHAT, "method": "GET"}).encode(), "method must be POST, got 'GET'", "a"),
-        (json.dumps({**CHAT, "url": "/v1/embeddings"}).encode(), "url must be /v1/chat/completions or", "a"),
+        (json.dumps({**CHAT, "url": "/v1/rerank"}).encode(), "url must be /v1/chat/completions or", "a"),
         (json.dumps({**CHAT, "url": ["x"]}).encode(), "url must be", "a"),
         (json.dumps({**CHAT, "body": "x"}).encode(), "body must be an object", "a"),
         (json.dumps({**CHAT, "seed": 1}).encode(), "unknown field 'seed' beside the body; known are custom_id", "a"),

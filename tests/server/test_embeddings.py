@@ -35,15 +35,13 @@ def check(answer, kind):
 
 def test_embeddings(client, engine, embeds):
     wanted = post(client, "/v1/embeddings", {"model": "tiny", "input": TEXTS})
-    found = check(wanted, embedding_types.Embeddings)
+    found = check(wanted, answers.Embeddings)
     vectors = np.array([one["embedding"] for one in found["data"]], np.float32)
     assert [one["index"] for one in found["data"]] == [0, 1, 2]
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
     count = sum(len(engine.llm.tokenizer.encode(text)) for text in TEXTS)
     assert found["usage"] == {"prompt_tokens": count, "total_tokens": count}
-    one = check(
-        post(client, "/v1/embeddings", {"input": TEXTS[1], "encoding_format": "base64"}), embedding_types.Embeddings
-    )
+    one = check(post(client, "/v1/embeddings", {"input": TEXTS[1], "encoding_format": "base64"}), answers.Embeddings)
     decoded = np.frombuffer(base64.b64decode(one["data"][0]["embedding"]), "<f4")
     assert np.abs(decoded - vectors[1]).max() <= 1e-5
     ids = engine.llm.tokenizer.encode(TEXTS[0])
