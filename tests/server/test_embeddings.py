@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.embedding_files import POOLINGS, EmbeddingConfig
+from jaxinfer.openai import answers
 from jaxinfer.server import embedding_types, options
 from jaxinfer.server.app import make_app
 from tests.server.asgi import Client
