@@ -143,7 +143,7 @@ class Embedder:
             why = f"max_model_len={self._client.max_model_len}"
             if limit < self._client.max_model_len:
                 why = f"the checkpoint's max_seq_length is {limit}"
-            raise RequestTooLargeError(f"{what} has {len(ids)} tokens, but {why}; truncate=True cuts it")
+            raise RequestTooLargeError(f"{what} has {len(ids)} tokens, but {why}; set truncate to cut it")
         return ids[:limit]
 
     def _num_prompt_tokens(self, prompt: str) -> int:
@@ -192,7 +192,7 @@ class Embedder:
             if len(ids) > room and not truncate:
                 raise RequestTooLargeError(
                     f"document {number} has {len(ids)} tokens with its query, but max_model_len="
-                    f"{self._client.max_model_len} leaves room for {room}; truncate=True cuts it"
+                    f"{self._client.max_model_len} leaves room for {room}; set truncate to cut it"
                 )
             whole = [*before, *ids[: max(room, 0)], *after]
             requests.append(self._request(whole, Pooling("last", token_ids=labels), options, f"document {number}"))

@@ -94,7 +94,7 @@ def test_dimensions_are_cut_before_the_length_is_made_one(llm):
 
 def test_what_cannot_be_embedded_is_refused(llm):
     long = [*TEXTS[:2], [1] * 513]
-    with pytest.raises(ValueError, match=r"text 2 has 513 tokens, but max_model_len=512; truncate=True cuts it"):
+    with pytest.raises(ValueError, match=r"text 2 has 513 tokens, but max_model_len=512; set truncate to cut it"):
         llm.embed(long, pooling="last")
     cut = llm.embed(long, pooling="last", truncate=True)[2]
     assert np.abs(cut - llm.embed([[1] * 512], pooling="last")).max() <= BOUND

@@ -109,7 +109,7 @@ class TextRequest:
                 check_names(self.tools, TOOL, "tools")
                 check_names(self.tool_choice, TOOL_CHOICE, "tool_choice")
             check_messages(self.messages, self.places)
-            with self._errors_of_tools():
+            with self.errors_of_tools():
                 check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         if not -_MAX_PRIORITY <= self.priority < _MAX_PRIORITY:
             raise RequestError(f"priority={self.priority} must be an integer of 32 bits", "priority")
@@ -153,7 +153,7 @@ class TextRequest:
         if self.is_chat:
             if not self.ignore_unknown:
                 check_message_names(self.messages, template)
-            with self._errors_of_tools():
+            with self.errors_of_tools():
                 offer = answers.offer(self.tools, self.tool_choice, self.parallel_tool_calls)
         with self.errors():
             params = SamplingParams.from_dict(values)
@@ -200,12 +200,12 @@ class TextRequest:
         parameter = getattr(error, "parameter", None)
         if not isinstance(error, SamplingParamsError) or parameter is None:
             return error
-        if parameter == "structured" and "structured" not in self.sampling:  # the grammar of calls
-            return RequestError(str(error).replace("structured: ", "tools: "), "tools")
         name = self.names.get(parameter, parameter)
         return RequestError(str(error).replace(parameter, name, 1), name)
 
-    def _errors_of_tools(self) -> "_Errors":
+    def errors_of_tools(self) -> "_Errors":
+        """A block whose errors are about tools."""
+
         def explained(error: ValueError) -> ValueError:
             sentence = str(error).replace(".function", self.tool_path)
             name = sentence.partition("[")[0].partition(".")[0].partition("=")[0].partition(" ")[0]
@@ -284,7 +284,7 @@ class BoundRequest:
         """
         params = self.params
         if self.asked.is_chat:
-            with self.asked.errors():
+            with self.asked.errors_of_tools():  # whose grammar is made here
                 params = answers.params(params, self.offer)
         return [(prompt, self._params_for(params, prompt, model)) for prompt in self.prompts(model)]
 
@@ -307,6 +307,8 @@ class BoundRequest:
     def refused(self, error: Exception, number: int = 0) -> RequestError:
         """The error of a request that the engine does not take, or of the prompt with this number: with the body's
         field, and OpenAI's code."""
+        if self.read_offer is not None and getattr(error, "parameter", None) == "structured":  # the grammar of calls
+            return RequestError(str(error).replace("structured: ", "tools: "), "tools")
         found = self.asked.explained(error) if isinstance(error, ValueError) else error
         name, code = getattr(found, "parameter", None), getattr(found, "code", None)
         if name is None and code is None:
