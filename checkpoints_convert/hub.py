@@ -136,10 +136,12 @@ def cached(repo_id: str, revision: str | None) -> Path:
     patterns = [*DESCRIBING, *WEIGHTS, f"{PARAMS}/*"]
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, local_files_only=True))
-    except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError) as error:
-        raise CheckpointNotFoundError(
-            repo_id, f"is not in the local cache, and the hub is not to be asked (offline): {_first_line(error)}"
-        ) from None
+    except errors.IncompleteSnapshotError as error:
+        told = f"is not complete in the local cache, and the hub is not to be asked (offline): {_first_line(error)}"
+        raise CheckpointNotFoundError(repo_id, told) from None
+    except errors.LocalEntryNotFoundError:
+        told = "is not in the local cache, and the hub is not to be asked (offline)"
+        raise CheckpointNotFoundError(repo_id, told) from None
 
 
 def _looks_local(path_or_hub_id: str | Path) -> bool:

@@ -215,5 +215,9 @@ def _in_hub(name: str, hub: HubName, offline: bool, fetch: bool) -> FoundModel:
         raise UnknownModelError(
             f"{name} was not pulled, and the hub is not to be asked (offline){hint(hub.repository, 'no network')}"
         )
-    path = cached(hub.repository, hub.revision)
+    try:
+        path = cached(hub.repository, hub.revision)
+    except CheckpointNotFoundError as error:
+        told = f"{error}".removeprefix(f"{hub.repository}: ")
+        raise CheckpointNotFoundError(hub.repository, f"{told}{hint(hub.repository, 'no network')}") from None
     return FoundModel(name, path, replace(hub, revision=path.name))

@@ -61,6 +61,12 @@ ANSWERS = [
     ("jaxinfer chat", 2, "such as jaxinfer chat demo"),
     ("jaxinfer score -m demo", 2, "score needs --prompt and --continuation, or --file"),
     ("jaxinfer batch none.jsonl out.jsonl -m demo", 1, "none.jsonl: No such file"),
+    ("jaxinfer run qwen3:0.6b hi", 1, "Qwen/Qwen3-0.6B"),
+    ("jaxinfer run qwen3:9b hi", 1, "qwen3 has no tag '9b', but qwen3:"),
+    ("jaxinfer run qwenn3 hi", 1, "did you mean"),
+    ("jaxinfer batch table.csv out.jsonl -m demo", 1, "no column 'prompt': its columns are 'text'"),
+    ("jaxinfer batch table.csv out.jsonl -m demo --prompt {txt}", 1, "did you mean 'text'"),
+    ("jaxinfer batch array.jsonl out.jsonl -m demo", 1, "is a JSON array"),
     ("jaxinfer generate hi -m nowhere/model", 1, "not in the local cache"),
     ("jaxinfer generate hi -m ./none", 1, "no such directory"),
     ("jaxinfer generate hi -m demo --max-tokens ten", 2, "'ten' is not a number of tokens"),
@@ -101,6 +107,8 @@ ANSWERS = [
     ("jaxinfer generate - -m demo --max-tokens 3 --temperature 0 --json <<< hi", 0, '"text": "'),
     ("jaxinfer chat demo --max-tokens 2 <<< hi\n/?\n/clear\n/bye\nnever", 0, "cleared 1 turn"),
     ("jaxinfer score -m demo -p 'import ' -c os -c re --json", 0, '"continuation": "re"'),
+    ("jaxinfer score -m demo --text 'import os'", 0, "perplexity"),
+    ("jaxinfer batch table.csv out.jsonl -m demo --prompt-column text --max-tokens 2", 0, "1 ok, 0 failed"),
     ('jaxinfer batch - - -m demo --max-tokens 2 <<< {"prompt": "hi"}', 0, '"custom_id"'),
     ("jaxinfer models", 0, "LlamaForCausalLM"),
     ("jaxinfer --version", 0, "jaxinfer "),
@@ -133,6 +141,8 @@ def folder(tmp_path, monkeypatch, small_pair):
         {"custom_id": "b", "prompt": "class A", "max_tokens": 2},
     ]
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "array.jsonl").write_text(json.dumps(rows))
+    (tmp_path / "table.csv").write_text("text\nimport os\n")
     return tmp_path
 
 
