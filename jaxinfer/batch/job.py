@@ -304,15 +304,12 @@ class Job:
             return
         for answer in (answer for output in outputs for answer in output.outputs):
             if answer.finish_reason not in ("stop", "length"):
-                from jaxinfer.engine.results import EXCLUDED
-
                 if answer.finish_reason == "abort" and (timeout := request.asked.timeout) is not None:
                     told = f"the answer was not complete within {timeout} s, the limit that the row set"
                     self._fail(pending.row, RequestError(told, "timeout"), stage, status_code=408)
                     return
                 error = RuntimeError(answer.error or f"the answer ended with {answer.finish_reason!r}")
-                is_clients = str(error).startswith(EXCLUDED)
-                self._fail(pending.row, error, stage, status_code=400 if is_clients else 500)
+                self._fail(pending.row, error, stage, status_code=400 if answer.excludes_itself else 500)
                 return
         if request.asked.num_kept == 0:
             outputs = [scored(output) for output in outputs]

@@ -95,7 +95,7 @@ def _plain_line(row: BatchRow, request: BoundRequest, output: "RequestOutput") -
     source = {"prompt": asked.prompts[0]} if asked.messages is None else {"messages": asked.messages}
     answers = []
     for one in output.outputs:
-        left_out = {"logprobs", "error", "tool_calls", *(() if one.reasoning else ("reasoning",))}
+        left_out = {"logprobs", "error", "excludes_itself", "tool_calls", *(() if one.reasoning else ("reasoning",))}
         answer = {name: value for name, value in vars(one).items() if name not in left_out}
         if one.tool_calls is not None:
             answer["tool_calls"] = [vars(call) for call in one.tool_calls]

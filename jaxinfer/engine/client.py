@@ -272,7 +272,8 @@ class Client(TakesPrompts):
             answer.finish_reason, answer.stop_reason, answer.error = "stop", matched, None
             answer.drop_after(answer.num_read)
         return StreamDelta(
-            answer.index, text, tokens, answer.finish_reason, None, logprobs, answer.stop_reason, answer.error
+            *(answer.index, text, tokens, answer.finish_reason, None, logprobs),
+            *(answer.stop_reason, answer.error, answer.excludes_itself),
         )
 
     def run(
@@ -379,6 +380,7 @@ class Client(TakesPrompts):
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason,
             error=answer.error,
+            excludes_itself=answer.excludes_itself,
             cumulative_logprob=total,
             logprobs=logprobs,
             speculation=answer.speculation,

@@ -212,6 +212,7 @@ class SequenceState:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    excludes_itself: bool = False
     arrived: float = 0.0
     admitted: float = 0.0
     first_token: float = 0.0
@@ -353,7 +354,8 @@ class CompletionOutput:
     Attributes:
       index: its number among the `n` of the request. seed: what it was sampled with; giving it as `seed` repeats it.
       finish_reason: "stop" (a stop string, stop id or end-of-sequence id, named by `stop_reason`), "length",
-        "abort" or "error" (explained by `error`; None while streaming).
+        "abort" or "error" (explained by `error`; None while streaming). excludes_itself: whether the error is the
+        request's, which excludes all that it asks for.
       logprobs: per token, if asked for: its own and the best ones. cumulative_logprob: their sum over own tokens.
       speculation: what was drafted and accepted, where there is a draft.
       tool_calls: in chats with tools, the calls, which the text has no more. reasoning: in chats, what the model wrote
@@ -367,6 +369,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    excludes_itself: bool = False
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprob] | None = None
     speculation: SpeculationStats | None = None
@@ -404,7 +407,7 @@ class StreamDelta:
 
     Attributes:
       index: the answer's number among the request's n. text, token_ids: what is new. logprobs: of the new tokens, if
-        asked for. finish_reason, stop_reason, error: as of `CompletionOutput`, once it has ended.
+        asked for. finish_reason, stop_reason, error, excludes_itself: as of `CompletionOutput`, once it has ended.
       output: the whole request, in the last delta only.
     """
 
@@ -416,6 +419,7 @@ class StreamDelta:
     logprobs: list[TokenLogprob] | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    excludes_itself: bool = False
 
     def merged(self, later: "StreamDelta") -> "StreamDelta":
         """This delta and the answer's next one in one."""

@@ -12,9 +12,6 @@ NOT_A_NUMBER = (
     "are the weights finite and is the dtype wide enough?"
 )
 
-EXCLUDED = "no token is left at position"
-"""How the error of an answer begins whose request excludes all that it asks for: the client's, not the engine's."""
-
 End = tuple[str, int | None]  # finish reason, and the token that was one
 
 
@@ -39,9 +36,11 @@ def take_error(sequence: SequenceState) -> End:
     }
     names = " and ".join(name for name, is_given in given.items() if is_given)
     if sequence.grammar is not None and names:
-        sequence.error = f"{EXCLUDED} {position}: those that the answer must match are excluded by {names}"
+        told = f"those that the answer must match are excluded by {names}"
+        sequence.error, sequence.excludes_itself = f"no token is left at position {position}: {told}", True
     elif params.bad_words and params.allowed_token_ids:
-        sequence.error = f"{EXCLUDED} {position}: allowed_token_ids are excluded by bad_words"
+        told = "allowed_token_ids are excluded by bad_words"
+        sequence.error, sequence.excludes_itself = f"no token is left at position {position}: {told}", True
     return "error", None
 
 

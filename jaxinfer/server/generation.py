@@ -13,7 +13,6 @@ from jaxinfer.engine.request import (
     RequestOutput,
     StreamDelta,
 )
-from jaxinfer.engine.results import EXCLUDED
 from jaxinfer.engine.tool_calls import read_answers
 from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.writer import prompt_text, scored
@@ -325,7 +324,7 @@ def _parts(delta: StreamDelta, reader: AnswerReader) -> list[Shown]:
 
 def _check(delta: StreamDelta) -> None:
     """Raises APIError for an answer that did not end as it should."""
-    if delta.finish_reason == "error" and (delta.error or "").startswith(EXCLUDED):
+    if delta.excludes_itself:
         raise APIError(400, f"the request excludes its own answer: {delta.error}")
     if delta.finish_reason == "error":
         raise APIError(500, f"the answer failed: {delta.error or 'the model computed invalid numbers'}")

@@ -12,7 +12,6 @@ from jaxinfer import SamplingParams, compilation_cache
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.grammars import TablePool
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.results import EXCLUDED
 from jaxinfer.grammar.compiler import Grammar
 from jaxinfer.grammar.device import TableSizes
 from jaxinfer.grammar.gate import gate_of
@@ -216,7 +215,8 @@ def test_what_contradicts_the_grammar(tiny, compiler, options, draft):
     for sequence, position in zip(sequences[len(ended) :], (3, 2), strict=True):
         assert sequence.finish_reason == "error"
         excluded = "those that the answer must match are excluded by allowed_token_ids"
-        assert sequence.error == f"{EXCLUDED} {position}: {excluded}"
+        assert sequence.error == f"no token is left at position {position}: {excluded}"
+        assert sequence.excludes_itself
     engine.close()
 
 
