@@ -315,6 +315,7 @@ class ResponsesRequest(Body, kw_only=True):
     moderation: Any = None
 
 
+_Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _ID_LIST = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _Inputs = Annotated[
@@ -329,7 +330,7 @@ class VectorFields(Body, kw_only=True):
     model: str | None = None
     truncate: bool | None = None
     truncate_prompt_tokens: int | None = None
-    priority: Priority | None = None
+    priority: _Priority | None = None
     keep_alive: KeepAlive | None = None
     user: str | None = None
 

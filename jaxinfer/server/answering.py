@@ -1,20 +1,21 @@
-"""What the routes that generate share: from a body to a prepared generation, and what all answers say of it."""
+"""What the routes that generate share: from a body to its answer, whole or as a stream."""
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.engine.request import RequestOutput
-from jaxinfer.openai.answers import Answer, Usage
+from jaxinfer.openai.bodies import SamplingFields
 from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.writer import usage
+from jaxinfer.server.chunks import DONE
 from jaxinfer.server.errors import APIError, refused
-from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import json_response, lease_for, record_of, while_connected, work_for
+from jaxinfer.server.generation import Generation, StreamFormat
+from jaxinfer.server.http import EventStream, json_response, lease_for, record_of, while_connected, work_for
 from jaxinfer.server.models import Lease, ServedModel
 from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
 from jaxinfer.server.service import Service
@@ -22,30 +23,55 @@ from jaxinfer.server.service import Service
 _MANY_LOGPROBS = 1 << 12  # of an answer: they take some 10 ms
 
 
-async def begin(
+class AnswerForm(StreamFormat, Protocol):
+    """Writes one answer in a route's form, as a whole or as a stream of events."""
+
+    def whole(self, outputs: list[RequestOutput]) -> Any:
+        """The whole answer, as JSON data or a Struct."""
+        ...
+
+    def error_event(self, error: APIError) -> bytes:
+        """The last event of a stream that fails."""
+        ...
+
+
+async def answer(
     request: Request,
     service: Service,
     body: Any,
-    make_job: Callable[[ServedModel], BoundRequest],
+    read: Callable[[ServedModel], BoundRequest],
+    make_form: Callable[[Generation, StreamPosition], AnswerForm],
     *,
+    is_stream: bool | None = None,
+    media_type: str = "text/event-stream",
     echo: bool = False,
-    can_resume: bool = True,
-) -> tuple[Generation, StreamPosition]:
-    """A prepared generation for a body, and where its stream begins: later, where the client resumes one.
+    can_resume: bool = False,
+) -> Response:
+    """Answers a body, at once or as a stream, by default as it says.
 
     Args:
-      make_job: from the model that the body names; called when that is loaded.
+      read: the request of the body, for the model that it names; called when that is loaded. make_form: what writes the
+        answer. echo: whether texts begin with the prompt's. can_resume: whether its streams can be resumed.
 
-    Raises APIError for what cannot be served; the caller closes the generation.
+    Raises APIError for what cannot be served.
     """
-    record = record_of(request.scope)
-    record.is_stream = bool(body.stream)
+    is_stream = bool(body.stream) if is_stream is None else is_stream
+    record_of(request.scope).is_stream = is_stream
     lease = await lease_for(request, service, body)
     try:
-        return await _begin(request, service, lease, body, make_job, echo, can_resume)
+        generation, position = await _begin(request, service, lease, body, read, echo, can_resume)
     except BaseException:
         lease.release()
         raise
+    form, headers = make_form(generation, position), answer_headers(generation.model, position)
+    if is_stream:
+        timeout, events = service.options.send_timeout, generation.events(form)
+        return EventStream(events, generation.close, form.error_event, timeout, headers, media_type=media_type)
+    try:
+        outputs = await while_connected(request.receive, generation.run())
+    finally:
+        generation.close()
+    return await _respond(request, generation, lambda: form.whole(outputs), headers)
 
 
 async def _begin(
@@ -57,6 +83,8 @@ async def _begin(
     echo: bool,
     can_resume: bool,
 ) -> tuple[Generation, StreamPosition]:
+    """A prepared generation, which the caller closes, and where its stream begins: later, where the client resumes
+    one."""
     record, model = record_of(request.scope), lease.model
 
     def read() -> tuple[StreamPosition | None, BoundRequest, str]:
@@ -120,8 +148,8 @@ def answer_headers(model: ServedModel, position: StreamPosition) -> dict[str, st
     return {"x-jaxinfer-seed": str(position.seed), "x-jaxinfer-resumable": resumable}
 
 
-async def respond(
-    request: Request, generation: Generation, make: Callable[[], Answer], headers: dict[str, str]
+async def _respond(
+    request: Request, generation: Generation, make: Callable[[], Any], headers: dict[str, str]
 ) -> Response:
     """A whole answer; where log-probabilities make it long, it is not put together in the event loop."""
     record, params = record_of(request.scope), generation.job.params
@@ -131,15 +159,20 @@ async def respond(
     return await work_for(record, lambda: json_response(make(), headers))
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """Numbers of tokens in OpenAI's form."""
-    return usage(outputs, has_cached=True)
+class OpenAIForm:
+    """What the forms of chat and completions share: their streams end with the usage, where it is asked for."""
 
+    _chunks: Any
 
-def wants_usage(body: Any) -> bool:
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
+    def __init__(self, body: SamplingFields, generation: Generation, position: StreamPosition, prefix: str):
+        self._generation, self._position = generation, position
+        self._params, self._has_ids = generation.job.params, bool(body.return_token_ids)
+        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._about = generation.about(prefix, position)
 
+    def finish(self) -> bytes:
+        counted = usage(self._generation.outputs, has_cached=True)
+        return (self._chunks.usage(counted) if self._has_usage else b"") + DONE
 
-def stream_error(error: APIError) -> bytes:
-    """The error event of an OpenAI stream."""
-    return b"data: %b\n\n" % msgspec.json.encode(error.openai())
+    def error_event(self, error: APIError) -> bytes:
+        return b"data: %b\n\n" % msgspec.json.encode(error.openai())

@@ -5,16 +5,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.engine.request import StreamDelta
+from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.openai.answers import ChatCompletion
 from jaxinfer.openai.bodies import ChatRequest
 from jaxinfer.openai.reader import read_chat
 from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.writer import chat_completion, chat_logprobs
-from jaxinfer.server.answering import answer_headers, begin, respond, stream_error, usage_of, wants_usage
-from jaxinfer.server.chunks import DONE, ChatChunks
+from jaxinfer.server.answering import OpenAIForm, answer
+from jaxinfer.server.chunks import ChatChunks
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import EventStream, read_body, while_connected
+from jaxinfer.server.http import read_body
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.params import bind, check_sizes
 from jaxinfer.server.resume import StreamPosition
@@ -32,23 +32,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
         asked = read_chat(body, ignore_unknown=service.options.ignore_unknown_fields)
         return bind(asked, model, service.options.max_n)
 
-    generation, position = await begin(request, service, body, read)
-    headers = answer_headers(generation.model, position)
-    if body.stream:
-        events = generation.events(_ChatEvents(body, generation, position))
-        return EventStream(events, generation.close, stream_error, service.options.send_timeout, headers)
-    try:
-        outputs = await while_connected(request.receive, generation.run())
-    finally:
-        generation.close()
-    (output,) = outputs
-
-    def make() -> ChatCompletion:
-        return chat_completion(
-            generation.job, generation.read(output), generation.about("chatcmpl", position), has_cached=True
-        )
-
-    return await respond(request, generation, make, headers)
+    return await answer(request, service, body, read, lambda *one: _ChatForm(body, *one), can_resume=True)
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
@@ -59,13 +43,16 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-class _ChatEvents:
-    """The chunks of a streamed chat."""
+class _ChatForm(OpenAIForm):
+    """The answer of a chat, or its chunks."""
 
     def __init__(self, body: ChatRequest, generation: Generation, position: StreamPosition):
-        self._generation, self._position, self._has_usage = generation, position, wants_usage(body)
-        self._has_ids = bool(body.return_token_ids)
-        self._chunks = ChatChunks("chat.completion.chunk", generation.about("chatcmpl", position), self._has_usage)
+        super().__init__(body, generation, position, "chatcmpl")
+        self._chunks = ChatChunks("chat.completion.chunk", self._about, self._has_usage)
+
+    def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
+        (output,) = outputs
+        return chat_completion(self._generation.job, self._generation.read(output), self._about, has_cached=True)
 
     def begin(self) -> bytes:
         if self._generation.is_resumed:
@@ -90,7 +77,7 @@ class _ChatEvents:
             else:
                 name, text = "reasoning_content", reasoning
         if delta.logprobs or self._has_ids:
-            logprobs = chat_logprobs(delta.logprobs, self._generation.job.params)
+            logprobs = chat_logprobs(delta.logprobs, self._params)
             ids = list(delta.token_ids) if self._has_ids else None
             if text or logprobs or ids:
                 event = chunks.add(index, name, text, logprobs, ids)
@@ -102,6 +89,3 @@ class _ChatEvents:
         if delta.finish_reason is not None:
             found += position.end(index) + chunks.end(index, delta.finish_reason, delta.stop_reason)
         return found
-
-    def finish(self) -> bytes:
-        return (self._chunks.usage(usage_of(self._generation.outputs)) if self._has_usage else b"") + DONE

@@ -3,16 +3,16 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.engine.request import StreamDelta
+from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.openai.answers import Completion, CompletionLogprobs
 from jaxinfer.openai.bodies import CompletionRequest
 from jaxinfer.openai.reader import read_completion
 from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.writer import LogprobLists, completion
-from jaxinfer.server.answering import answer_headers, begin, respond, stream_error, usage_of, wants_usage
-from jaxinfer.server.chunks import DONE, CompletionChunks
+from jaxinfer.server.answering import OpenAIForm, answer
+from jaxinfer.server.chunks import CompletionChunks
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import EventStream, read_body, while_connected
+from jaxinfer.server.http import read_body
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.params import bind, check_sizes
 from jaxinfer.server.resume import StreamPosition
@@ -28,32 +28,22 @@ async def completions(request: Request, service: Service) -> Response:
         check_sizes(body, model, service.options.max_n)
         return bind(read_completion(body), model, service.options.max_n)
 
-    generation, position = await begin(request, service, body, read, echo=bool(body.echo))
-    headers = answer_headers(generation.model, position)
-    if body.stream:
-        events = generation.events(_CompletionEvents(body, generation, position))
-        return EventStream(events, generation.close, stream_error, service.options.send_timeout, headers)
-    try:
-        outputs = await while_connected(request.receive, generation.run())
-    finally:
-        generation.close()
-
-    def make() -> Completion:
-        about = generation.about("cmpl", position)
-        return completion(generation.job, outputs, about, generation.tokenizer, has_cached=True)
-
-    return await respond(request, generation, make, headers)
+    return await answer(
+        request, service, body, read, lambda *one: _CompletionForm(body, *one), echo=bool(body.echo), can_resume=True
+    )
 
 
-class _CompletionEvents:
-    """The chunks of streamed completions."""
+class _CompletionForm(OpenAIForm):
+    """The answer to prompts, or its chunks."""
 
     def __init__(self, body: CompletionRequest, generation: Generation, position: StreamPosition):
-        self._generation, self._position, self._has_usage = generation, position, wants_usage(body)
-        self._params, self._has_ids = generation.job.params, bool(body.return_token_ids)
+        super().__init__(body, generation, position, "cmpl")
+        self._chunks = CompletionChunks("text_completion", self._about, self._has_usage)
         skips = self._params.skip_special_tokens
         self._lists = [LogprobLists(generation.tokenizer, skips, one.num_chars) for one in position.choices]
-        self._chunks = CompletionChunks("text_completion", generation.about("cmpl", position), self._has_usage)
+
+    def whole(self, outputs: list[RequestOutput]) -> Completion:
+        return completion(self._generation.job, outputs, self._about, self._generation.tokenizer, has_cached=True)
 
     def begin(self) -> bytes:
         return b""
@@ -80,6 +70,3 @@ class _CompletionEvents:
         for token, entry in zip(delta.token_ids, delta.logprobs, strict=True):
             lists.add(token, entry, self._params.logprobs or 0)
         return lists.take()
-
-    def finish(self) -> bytes:
-        return (self._chunks.usage(usage_of(self._generation.outputs)) if self._has_usage else b"") + DONE

@@ -12,11 +12,11 @@ from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.llm import LLM
 from jaxinfer.openai.requests import BoundRequest, TextRequest
 from jaxinfer.openai.writer import ending
-from jaxinfer.server.answering import answer_headers, begin
+from jaxinfer.server.answering import answer
 from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import EventStream, in_thread, json_response, read_body, record_of, using, while_connected
+from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.params import bind, check_sizes
 from jaxinfer.server.resume import StreamPosition
@@ -39,30 +39,7 @@ async def messages(request: Request, service: Service) -> Response:
         check_sizes(body, model)
         return bind(_read(body, model), model)
 
-    generation, position = await begin(request, service, body, read, can_resume=False)
-    headers = answer_headers(generation.model, position)
-    if body.stream:
-        events = generation.events(_MessageEvents(generation, position))
-        return EventStream(events, generation.close, _error_event, service.options.send_timeout, headers)
-    try:
-        (output,) = await while_connected(request.receive, generation.run())
-    finally:
-        generation.close()
-    (answer,) = generation.read(output).outputs
-    blocks: list[dict[str, Any]] = []
-    if answer.reasoning:
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-    if answer.text or not (answer.reasoning or answer.tool_calls):
-        blocks.append({"type": "text", "text": answer.text})
-    for call in answer.tool_calls or ():
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
-    about = {
-        **_message(generation.model, position),
-        "content": blocks,
-        **_ending(ending(answer), answer.stop_reason),
-        "usage": _usage(output),
-    }
-    return json_response(about, headers)
+    return await answer(request, service, body, read, _MessageForm)
 
 
 async def count_tokens(request: Request, service: Service) -> Response:
@@ -248,23 +225,35 @@ def _usage(output: RequestOutput) -> dict[str, int]:
     }
 
 
-def _error_event(error: APIError) -> bytes:
-    return named_event("error", error.anthropic())
-
-
-class _MessageEvents:
-    """The events of a streamed message: its blocks, one after another."""
+class _MessageForm:
+    """A message, or the events of its blocks, one after another."""
 
     def __init__(self, generation: Generation, position: StreamPosition):
-        self._generation = generation
-        usage = {"input_tokens": generation.requests[0].num_prompt, "output_tokens": 0}
-        self._message = {**_message(generation.model, position), "usage": usage}
+        self._generation, self._message = generation, _message(generation.model, position)
         self._ending: dict[str, Any] = {}
         self._kind: str | int | None = None  # of the open block, or the index of its call
         self._index = -1
 
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
+        (one,) = self._generation.read(output).outputs
+        blocks: list[dict[str, Any]] = []
+        if one.reasoning:
+            blocks.append({"type": "thinking", "thinking": one.reasoning, "signature": ""})
+        if one.text or not (one.reasoning or one.tool_calls):
+            blocks.append({"type": "text", "text": one.text})
+        for call in one.tool_calls or ():
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
+        end = _ending(ending(one), one.stop_reason)
+        return {**self._message, "content": blocks, **end, "usage": _usage(output)}
+
+    def error_event(self, error: APIError) -> bytes:
+        return named_event("error", error.anthropic())
+
     def begin(self) -> bytes:
-        return named_event("message_start", {"type": "message_start", "message": self._message}) + _PING
+        usage = {"input_tokens": self._generation.requests[0].num_prompt, "output_tokens": 0}
+        message = {**self._message, "usage": usage}
+        return named_event("message_start", {"type": "message_start", "message": message}) + _PING
 
     def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
         if delta.finish_reason is not None:

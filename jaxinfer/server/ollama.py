@@ -14,10 +14,10 @@ from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.openai.fields import check_neutral
 from jaxinfer.openai.reader import structured_of
 from jaxinfer.openai.requests import BoundRequest, TextRequest, renamed
-from jaxinfer.server.answering import answer_headers, begin
+from jaxinfer.server.answering import answer
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import EventStream, json_response, read_body, record_of, using, while_connected
+from jaxinfer.server.http import json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.ollama_types import (
     NEUTRAL_OPTIONS,
@@ -84,23 +84,12 @@ async def _answer(
     request: Request, service: Service, body: Any, lines: "type[_ChatLines] | type[_TextLines]"
 ) -> Response:
     body.model = await known_name(service, body.model)
-    generation, position = await begin(
-        request, service, body, lambda model: _read(body, model, service), can_resume=False
+    return await answer(
+        *(request, service, body, lambda model: _read(body, model, service)),
+        lambda generation, position: lines(generation, record_of(request.scope)),
+        is_stream=body.stream is not False,
+        media_type=LINES,
     )
-    headers = answer_headers(generation.model, position)
-    written = lines(generation, record_of(request.scope))
-    if body.stream is not False:
-        timeout = service.options.send_timeout
-        events = generation.events(written)
-        return EventStream(events, generation.close, error_line, timeout, headers, media_type=LINES)
-    try:
-        (output,) = await while_connected(request.receive, generation.run())
-    finally:
-        generation.close()
-    (answer,) = generation.read(output).outputs
-    calls = [one for call in answer.tool_calls or () for one in _calls(call.name, call.arguments)]
-    message = written.message(answer.text, answer.reasoning or "", calls)
-    return json_response(written.last(message, _reason(answer.finish_reason)), headers)
 
 
 async def known_name(service: Service, name: str) -> str:
@@ -281,6 +270,14 @@ class _Lines:
     def message(self, content: str, reasoning: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
         """The fields of a line with this content."""
         raise NotImplementedError
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (one,) = self._generation.read(outputs[0]).outputs
+        calls = [found for call in one.tool_calls or () for found in _calls(call.name, call.arguments)]
+        return self.last(self.message(one.text, one.reasoning or "", calls), _reason(one.finish_reason))
+
+    def error_event(self, error: APIError) -> bytes:
+        return error_line(error)
 
     def begin(self) -> bytes:
         return b""

@@ -5,17 +5,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.engine.request import StreamDelta
+from jaxinfer.engine.request import RequestOutput, StreamDelta
+from jaxinfer.openai import response_types as types
 from jaxinfer.openai.bodies import ResponsesRequest
 from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.responses import Item, ResponseWriter, part, read_response
-from jaxinfer.server.answering import answer_headers, begin
+from jaxinfer.server.answering import answer
 from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
+from jaxinfer.server.http import read_body
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.params import bind, check_sizes
+from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.tool_calls import ToolCall, ToolCallDelta
 
@@ -33,29 +35,23 @@ async def responses(request: Request, service: Service) -> Response:
         check_sizes(body, model)
         return bind(read_response(body, ignore_unknown=service.options.ignore_unknown_fields), model)
 
-    generation, position = await begin(request, service, body, read, can_resume=False)
-    headers = answer_headers(generation.model, position)
-    about = {"id": position.answer_id, "created": position.created, "model": generation.model.name}
-    writer = ResponseWriter(body, generation.job, about, generation.count_tokens)
-    if body.stream:
-        stream = _Events(writer, generation)
-        events = generation.events(stream)
-        return EventStream(events, generation.close, stream.error_event, service.options.send_timeout, headers)
-    try:
-        (output,) = await while_connected(request.receive, generation.run())
-    finally:
-        generation.close()
-    return json_response(writer.whole(generation.read(output)), headers)
+    return await answer(request, service, body, read, lambda *one: _ResponseForm(body, *one))
 
 
-class _Events:
-    """The events of a streamed response."""
+class _ResponseForm:
+    """The object of a response, or its events."""
 
-    def __init__(self, writer: ResponseWriter, generation: Generation):
-        self._writer, self._generation, self._number = writer, generation, -1
+    def __init__(self, body: ResponsesRequest, generation: Generation, position: StreamPosition):
+        about = {"id": position.answer_id, "created": position.created, "model": generation.model.name}
+        self._writer = ResponseWriter(body, generation.job, about, generation.count_tokens)
+        self._generation, self._number = generation, -1
         # What was streamed: items that are complete, and the kind, the text and the call of the one that is not.
         self._items: list[Item] = []
         self._kind, self._text, self._call = "", "", ToolCall("", "", "")
+
+    def whole(self, outputs: list[RequestOutput]) -> types.Response:
+        (output,) = outputs
+        return self._writer.whole(self._generation.read(output))
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         self._number += 1
