@@ -21,22 +21,47 @@ def did_you_mean(name: Any, known: Iterable[str], *, cutoff: float = 0.6, otherw
     return f": did you mean {near!r}?" if near else otherwise
 
 
+TYPES = "*types"
+"""In names of JSON data, the types of an object of which the names are checked; others are refused by their type."""
+
+
 def first_unknown(value: Any, names: Mapping[str, Any], place: str = "") -> tuple[str, str, Iterable[str]] | None:
     """The first name in JSON data that `names` lacks: its object's place, itself, and the names there are.
 
     `names` are those of an object, or of each object of a list, with those below them, or None where anything may be.
+    Null is not given, whatever its name.
     """
     if isinstance(value, (list, tuple)):
-        found = (first_unknown(one, names, f"{place}[{index}]") for index, one in enumerate(value))
+        objects = ((index, one) for index, one in enumerate(value) if isinstance(one, Mapping))
+        found = (first_unknown(one, names, f"{place}[{index}]") for index, one in objects)
         return next((one for one in found if one is not None), None)
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or not _is_checked(value, names):
         return None
     for name, item in value.items():
+        if item is None:
+            continue
         if name not in names:
-            return place, str(name), names
+            return place, str(name), [one for one in names if one != TYPES]
         if names[name] is not None and (found := first_unknown(item, names[name], f"{place}.{name}")) is not None:
             return found
     return None
+
+
+def without_unknown(value: Any, names: Mapping[str, Any]) -> Any:
+    """JSON data without what `first_unknown` finds."""
+    if isinstance(value, (list, tuple)):
+        return [without_unknown(one, names) if isinstance(one, Mapping) else one for one in value]
+    if not isinstance(value, Mapping) or not _is_checked(value, names):
+        return value
+    return {
+        name: item if names[name] is None else without_unknown(item, names[name])
+        for name, item in value.items()
+        if name in names
+    }
+
+
+def _is_checked(value: Mapping[str, Any], names: Mapping[str, Any]) -> bool:
+    return TYPES not in names or value.get("type") in (None, *names[TYPES])
 
 
 def whole_numbers(value: Any) -> Any:

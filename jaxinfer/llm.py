@@ -255,7 +255,7 @@ class LLM(ScoringMethods):
     ) -> list[int]:
         """Token ids of a conversation, ready for `generate` or `stream`. Raises ValueError, with the place, for a name
         in a message that neither the chat template nor anybody else reads."""
-        check_message_names(messages, None if self.tokenizer is None else self.tokenizer.chat_template)
+        check_message_names(messages, self.tokenizer)
         return self.client.tokenize_chat(messages, tools, template_kwargs)
 
     @takes_other_names

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS
 from jaxinfer.llm_arguments import (
     as_conversations,
     as_count,
@@ -113,7 +114,7 @@ def test_one_for_all_or_one_for_each():
     assert as_conversations(HI) == [HI]
     assert as_conversations([HI, HI]) == [HI, HI]
     assert as_pairs("a", "b") == [("a", "b")]
-    assert list(each_request([("k", "a", None)], GREEDY)) == [("k", "a", GREEDY)]
+    assert list(each_request([("k", "a", None)], GREEDY)) == [("k", "a", GREEDY, DEFAULT_REQUEST_OPTIONS)]
 
 
 class Model:

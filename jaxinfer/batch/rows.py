@@ -1,6 +1,7 @@
 """Rows of an input, and how a line of JSON is read as one."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,13 +67,16 @@ def parse_row(data: bytes, line: int) -> BatchRow | BadRow:
             raise RowError("custom_id is missing", "custom_id")
         custom_id = _custom_id(record, custom_id)
         return BatchRow(line, custom_id, _read_openai(record) if has_body else _read_plain(record))
+    except RecursionError:
+        return BadRow(line, custom_id, RowError("not valid JSON: nested too deeply"), is_plain)
     except ValueError as error:
         return BadRow(line, custom_id, error, is_plain)
 
 
 def _read_json(data: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        text, hooks = data.decode("utf-8"), {"parse_constant": _refuse_constant, "parse_float": _finite}
+        record = json.loads(text, object_pairs_hook=_unique, **hooks)
     except UnicodeDecodeError as error:
         raise RowError(f"not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
     except json.JSONDecodeError as error:
@@ -90,6 +94,12 @@ def _read_json(data: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise RowError(f"not JSON: {name} is not allowed")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise RowError(f"not JSON: the number {text:.40} is out of range")
+    return number
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
+from jaxinfer.checks import TYPES
 from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.sampling.params import (
     MAX_LOGIT_BIAS,
@@ -98,15 +99,18 @@ def any_of(*names: str) -> Names:
     return dict.fromkeys(names)
 
 
-_FUNCTION = any_of("name", "description", "parameters", "strict")
-TOOL: Names = {"type": None, "function": _FUNCTION}
+_FUNCTION = any_of("name", "description", "parameters", "strict", "return")
+TOOL: Names = {"type": None, "function": _FUNCTION, "cache_control": None}
 _NAMED: Names = {"type": None, "function": {"name": None}}
 TOOL_CHOICE: Names = {**_NAMED, "allowed_tools": {"mode": None, "tools": _NAMED}}
 _FORMAT: Names = {
     **any_of("type", "schema"),
     "json_schema": any_of("name", "description", "schema", "strict"),
 }
-_STRUCTURED = any_of(*(one.name for one in fields(StructuredOutputs)))
+_STRUCTURED = any_of(
+    *(one.name for one in fields(StructuredOutputs)),
+    *("disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
+)
 
 
 class Body(Struct, kw_only=True):
@@ -127,14 +131,22 @@ class StreamOptions(Struct, kw_only=True):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # no answer has any
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(Body, kw_only=True):
     """Fields of `SamplingParams`, and what chat and completions share. `user`, `safety_identifier`, the two of prompt
     caching and `metadata` are the client's notes."""
 
-    NEUTRAL: ClassVar[Neutral] = {"service_tier": ("auto", "default"), "store": (False,)}
+    NEUTRAL: ClassVar[Neutral] = {
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "length_penalty": (1.0,),
+        "use_beam_search": (False,),
+        "spaces_between_special_tokens": (True,),
+        "detokenize": (True,),
+        "return_tokens_as_token_ids": (False,),
+    }
     NESTED: ClassVar[Names] = {"response_format": _FORMAT, "structured_outputs": _STRUCTURED}
 
     model: str | None = None
@@ -174,6 +186,12 @@ class SamplingFields(Body, kw_only=True):
     metadata: dict[str, Any] | None = None
     service_tier: Any = None
     store: Any = None
+    request_id: str | None = None
+    length_penalty: Any = None
+    use_beam_search: Any = None
+    spaces_between_special_tokens: Any = None
+    detokenize: Any = None
+    return_tokens_as_token_ids: Any = None
     response_format: Any = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -196,6 +214,9 @@ class ChatRequest(SamplingFields, kw_only=True):
         "verbosity": ("medium",),
         "web_search_options": (),
         "moderation": (),
+        "echo": (False,),
+        "add_special_tokens": (False,),
+        "include_reasoning": (True,),
     }
     NESTED: ClassVar[Names] = SamplingFields.NESTED | {
         "tools": TOOL,
@@ -222,6 +243,9 @@ class ChatRequest(SamplingFields, kw_only=True):
     verbosity: Any = None
     web_search_options: Any = None
     moderation: Any = None
+    echo: Any = None
+    add_special_tokens: Any = None
+    include_reasoning: Any = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -236,20 +260,15 @@ class CompletionRequest(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-_OTHER_PARTS = (
-    "image_url",
-    "detail",
-    "file_id",
-    "file_data",
-    "file_url",
-    "filename",
-    "refusal",
-)  # refused by their type
-_PART = any_of("type", "text", "annotations", "logprobs", *_OTHER_PARTS)
+_PART = {
+    **any_of("type", "text", "annotations", "logprobs", "cache_control", "parsed", "prompt_cache_breakpoint"),
+    TYPES: ("text", "input_text", "output_text", "summary_text", "reasoning_text"),
+}
 _ITEM: Names = {
     **any_of("type", "id", "status", "role", "phase", "call_id", "name", "namespace", "arguments", "caller"),
-    **any_of("encrypted_content", "created_by", "async"),
-    **dict.fromkeys(("content", "summary", "output"), _PART),
+    **any_of("encrypted_content", "created_by", "async", "async_", "parsed_arguments", "output"),
+    TYPES: ("message", "reasoning", "function_call", "function_call_output"),
+    **dict.fromkeys(("content", "summary"), _PART),
 }
 _STORED = ", nothing is stored: send the whole conversation"
 
@@ -279,7 +298,7 @@ class ResponsesRequest(Body, kw_only=True):
     input: str | InputItems
     instructions: str | None = None
     stream: bool | None = None
-    stream_options: Any = None
+    stream_options: StreamOptions | None = None
     max_output_tokens: Limit | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -313,6 +332,7 @@ class ResponsesRequest(Body, kw_only=True):
     safety_identifier: str | None = None
     context_management: Any = None
     moderation: Any = None
+    client_metadata: dict[str, Any] | None = None
 
 
 _Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]

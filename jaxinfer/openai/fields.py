@@ -1,22 +1,29 @@
 """From JSON data to a typed body: every field is known, has its type, and is supported or changes nothing."""
 
 import re
+import reprlib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from jaxinfer.checks import did_you_mean, first_unknown
+from jaxinfer.checks import did_you_mean, first_unknown, without_unknown
 from jaxinfer.openai.bodies import Body, Names
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.text.messages import MESSAGE_NAMES
 
+if TYPE_CHECKING:
+    from jaxinfer.text import Tokenizer
+
 UNSET: tuple[Any, ...] = (None, "", [], {})
 """Values that clients send for a field of text, or of a list, that they leave empty."""
 
+_INDEX = re.compile(r"\[\d+\]")
+_MAX_LISTED = 30  # names in an error
+_MAX_PLACE = 200  # characters of a field's place in an error
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _Kind = TypeVar("_Kind", bound=Struct)
@@ -32,7 +39,9 @@ def read_body(given: Mapping[str, Any], kind: type[_Kind], *, ignore_unknown: bo
     for place, name, known in _unknown(given, kind):
         if unknown is None:
             raise unknown_field(f"{place}.{name}".removeprefix("."), known)
-        unknown.append(f"{place}.{name}".removeprefix("."))
+        unknown.append(_INDEX.sub("[]", f"{place}.{name}".removeprefix(".")))
+    if unknown:
+        given = without_unknown(given, names_of(kind))
     try:
         body = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -58,16 +67,17 @@ def type_error(error: msgspec.ValidationError) -> RequestError:
 
 def unknown_field(place: str, known: Iterable[str]) -> RequestError:
     """The error of a name that is not known at its place, with the nearest of those that are."""
-    names = sorted(known)
-    near = did_you_mean(place.rpartition(".")[2], names, cutoff=0.5, otherwise=f"; the fields are {', '.join(names)}")
-    return RequestError(f"unknown field {place!r:.80}{near}", place)
+    names, place = sorted(known), place if len(place) <= _MAX_PLACE else f"{place[:_MAX_PLACE]}..."
+    listed = f"; the fields are {', '.join(names)}" if len(names) <= _MAX_LISTED else ""
+    near = did_you_mean(place.rpartition(".")[2], names, cutoff=0.5, otherwise=listed)
+    return RequestError(f"unknown field {place!r}{near}", place)
 
 
 def check_neutral(place: str, value: Any, neutral: Sequence[Any], why: str = "") -> None:
     """Raises RequestError for a field that is not supported, unless its value changes nothing."""
     if not is_neutral(value, neutral):
         use = f", or send {neutral[0]!r}" if neutral else ""
-        raise RequestError(f"{place}={value!r:.60} is not supported{why}: leave it out{use}", place)
+        raise RequestError(f"{place}={reprlib.repr(value)} is not supported{why}: leave it out{use}", place)
 
 
 def is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
@@ -79,6 +89,8 @@ def _unknown(given: Mapping[str, Any], kind: type[Struct]) -> Iterator[tuple[str
     """Places, names, and the names that are known there: of each field the first."""
     names = names_of(kind)
     for name, value in given.items():
+        if value is None:
+            continue
         if name not in names:
             yield "", name, names
         elif (below := names[name]) is not None and (found := first_unknown(value, below, name)) is not None:
@@ -96,9 +108,14 @@ def names_of(kind: type[Struct]) -> Names:
     return names
 
 
-def check_message_names(messages: Any, template: str | None) -> None:
-    """Raises RequestError for a name in messages that neither the chat template nor anybody else reads."""
-    words = dict.fromkeys(_WORD.findall(template or ""))
-    if (found := first_unknown(messages, {**words, **MESSAGE_NAMES}, "messages")) is not None:
+def check_message_names(messages: Any, tokenizer: "Tokenizer | None") -> None:
+    """Raises RequestError for a name in messages that neither a chat template nor anybody else reads."""
+    templates = () if tokenizer is None else tuple(tokenizer.chat_templates.values())
+    if (found := first_unknown(messages, _message_names(templates), "messages")) is not None:
         place, name, known = found
         raise unknown_field(f"{place}.{name}", MESSAGE_NAMES if "role" in known else known)
+
+
+@lru_cache(8)
+def _message_names(templates: tuple[str, ...]) -> Names:
+    return {**dict.fromkeys(_WORD.findall("\n".join(templates))), **MESSAGE_NAMES}

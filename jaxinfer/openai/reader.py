@@ -23,6 +23,7 @@ _SAMPLING = tuple(
     for one in fields(SamplingParams)
     if one.name in SamplingFields.__struct_fields__ and one.name != "logprobs"
 )
+_OF_VLLM = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")  # false changes nothing
 _SET_BY_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "max_prompt_tokens")
 
 
@@ -92,6 +93,9 @@ def _check_common(body: SamplingFields) -> None:
         raise RequestError(told, "best_of")
     if body.stream_options is not None and body.stream_options.include_usage and not body.stream:
         raise RequestError('stream_options needs "stream": true', "stream_options")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        name = "stream_options.continuous_usage_stats"
+        raise RequestError(f"{name}=True is not supported: leave it out; include_usage is sent at the end", name)
 
 
 def _common(body: SamplingFields) -> dict[str, Any]:
@@ -112,6 +116,10 @@ def _sampling(body: SamplingFields) -> dict[str, Any]:
 def structured_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """`structured`, from whatever name it is given under; nothing where it is not. Raises RequestError."""
     forms = {name: value for name in STRUCTURED_NAMES if not is_unset(name, value := given.get(name))}
+    if isinstance(outputs := forms.get("structured_outputs"), dict):
+        forms["structured_outputs"] = {
+            name: value for name, value in outputs.items() if value is not None and (value or name not in _OF_VLLM)
+        }
     if "structured" in given:
         forms["structured"] = given["structured"]
     if len(forms) > 1:

@@ -5,12 +5,13 @@ A `TextRequest` is a body that was checked as far as that is possible without a 
 the first.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxinfer.openai.bodies import MAX_SALT_CHARS, TOOL, TOOL_CHOICE
+from jaxinfer.openai.bodies import MAX_SALT_CHARS, MAX_TIMEOUT, TOOL, TOOL_CHOICE
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.fields import check_message_names, check_names
 from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
@@ -65,8 +66,8 @@ class TextRequest:
       sampling: fields of `SamplingParams` that the body gives. names: what it calls them, where that differs.
       prompts: texts or token ids; none where there are `messages`, with their places in the body. source: the field
         that has either. ignore_unknown: whether messages may have names that nothing reads.
-      tools, tool_choice, parallel_tool_calls: of OpenAI's chat completions. tool_path: what stands for `.function` in
-        the places of tools. template_kwargs: variables of the chat template.
+      tools, tool_choice, parallel_tool_calls: of OpenAI's chat completions. tool_path, schema_name: what stands for
+        `.function` and `parameters` in the places of tools. template_kwargs: variables of the chat template.
       effort: of reasoning. effort_name: its field.
       num_kept: answer tokens that are returned at most; 0 where only the prompt is scored.
       truncate_to: tokens that are kept of a prompt, the last ones; -1 for as many as fit, None for all.
@@ -87,6 +88,7 @@ class TextRequest:
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     tool_path: str = ".function"
+    schema_name: str = "parameters"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None
     effort_name: str = "reasoning_effort"
@@ -105,17 +107,26 @@ class TextRequest:
 
     def __post_init__(self) -> None:
         if self.messages is not None:
-            if not self.ignore_unknown:
-                check_names(self.tools, TOOL, "tools")
-                check_names(self.tool_choice, TOOL_CHOICE, "tool_choice")
-            check_messages(self.messages, self.places)
-            with self.errors_of_tools():
-                check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+            try:
+                self._check_chat()
+            except RecursionError:
+                raise RequestError("the tools or the messages are nested too deeply") from None
         if not -_MAX_PRIORITY <= self.priority < _MAX_PRIORITY:
             raise RequestError(f"priority={self.priority} must be an integer of 32 bits", "priority")
+        if self.timeout is not None and not 0 < self.timeout <= MAX_TIMEOUT:
+            told = f"must be seconds above 0, at most {MAX_TIMEOUT:.0f}; leave it out for none"
+            raise RequestError(f"timeout={self.timeout} {told}", "timeout")
         if len(self.cache_salt) > MAX_SALT_CHARS:
             told = f"cache_salt has {len(self.cache_salt)} characters, at most {MAX_SALT_CHARS} are allowed"
             raise RequestError(told, "cache_salt")
+
+    def _check_chat(self) -> None:
+        if not self.ignore_unknown:
+            check_names(self.tools, TOOL, "tools")
+            check_names(self.tool_choice, TOOL_CHOICE, "tool_choice")
+        check_messages(self.messages or (), self.places)
+        with self.errors_of_tools():
+            check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def is_chat(self) -> bool:
@@ -152,7 +163,7 @@ class TextRequest:
         template = (None if model.tokenizer is None else model.tokenizer.chat_template) or ""
         if self.is_chat:
             if not self.ignore_unknown:
-                check_message_names(self.messages, template)
+                check_message_names(self.messages, model.tokenizer)
             with self.errors_of_tools():
                 offer = answers.offer(self.tools, self.tool_choice, self.parallel_tool_calls)
         with self.errors():
@@ -201,13 +212,19 @@ class TextRequest:
         if not isinstance(error, SamplingParamsError) or parameter is None:
             return error
         name = self.names.get(parameter, parameter)
-        return RequestError(str(error).replace(parameter, name, 1), name)
+        return RequestError(self.in_their_names(str(error).replace(parameter, name, 1)), name)
+
+    def in_their_names(self, sentence: str) -> str:
+        """An error's sentence with the body's names of parameters that have a value in it."""
+        for ours, theirs in self.names.items():
+            sentence = re.sub(rf"(?<![\w.]){ours}(?==)", theirs, sentence)
+        return sentence
 
     def errors_of_tools(self) -> "_Errors":
         """A block whose errors are about tools."""
 
         def explained(error: ValueError) -> ValueError:
-            sentence = str(error).replace(".function", self.tool_path)
+            sentence = str(error).replace(".function", self.tool_path).replace(".parameters", f".{self.schema_name}")
             name = sentence.partition("[")[0].partition(".")[0].partition("=")[0].partition(" ")[0]
             return RequestError(sentence, name if name in ("tool_choice", "parallel_tool_calls") else "tools")
 
@@ -313,7 +330,7 @@ class BoundRequest:
         name, code = getattr(found, "parameter", None), getattr(found, "code", None)
         if name is None and code is None:
             name = self.asked.source if self.asked.is_chat else "prompt"
-        sentence = str(found)
+        sentence = self.asked.in_their_names(str(found))
         if sentence.startswith("the prompt:"):
             sentence = sentence.replace("the prompt", self.name_of(number), 1)
         return RequestError(sentence, name, code)

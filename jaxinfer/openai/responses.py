@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 Item = types.OutputMessage | types.Reasoning | types.FunctionCall
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
-_TOOL = any_of("type", "name", "description", "parameters", "strict")
+_TOOL: Names = {
+    **any_of("type", "name", "description", "parameters", "strict", "cache_control"),
+    **any_of("allowed_callers", "defer_loading", "output_schema", "async"),
+}
 _CHOICE: Names = {**_TOOL, "mode": None, "tools": _TOOL}
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of the ids of items
 
@@ -113,7 +116,8 @@ def _turns(items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
             last = add({"role": "assistant", "content": ""}, where)
             last["reasoning_content"], thoughts = "\n".join(thoughts), []
         if kind == "message":
-            last = add({"role": item.get("role"), "content": item.get("content")}, where)
+            named = {"name": item["name"]} if item.get("name") else {}
+            last = add({"role": item.get("role"), "content": item.get("content"), **named}, where)
         elif kind == "function_call":
             check_call(item, where)
             function = {"name": item.get("name"), "arguments": item.get("arguments")}

@@ -110,7 +110,9 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, HTTPException):  # of Starlette's router
         message = {404: "there is no such route", 405: "this route does not take this method"}.get(error.status_code)
         return APIError(error.status_code, message or error.detail, headers=error.headers)
-    if isinstance(error, (msgspec.DecodeError, RecursionError)):
+    if isinstance(error, RecursionError):
+        return APIError(400, "the body is nested too deeply")
+    if isinstance(error, msgspec.DecodeError):
         return APIError(400, f"the body is not JSON: {error}")
     if isinstance(error, UnicodeDecodeError):
         return APIError(400, "the body is not UTF-8")

@@ -1,6 +1,7 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,8 @@ from starlette.responses import Response
 
 from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.llm import LLM
-from jaxinfer.openai.requests import BoundRequest, TextRequest
+from jaxinfer.openai.reader import structured_of
+from jaxinfer.openai.requests import BoundRequest, TextRequest, renamed
 from jaxinfer.openai.writer import ending
 from jaxinfer.server.answering import answer
 from jaxinfer.server.chunks import named_event
@@ -84,14 +86,17 @@ def _read(body: MessagesRequest | CountTokensRequest, model: ServedModel) -> Tex
         tool_choice=choice,
         parallel_tool_calls=not is_alone,
         tool_path="",
-        names={"stop": "stop_sequences"},
-        template_kwargs=kwargs | _thinking(body, model.llm, model.tags),
+        schema_name="input_schema",
+        names={"stop": "stop_sequences", "structured": "output_config.format"},
+        template_kwargs=kwargs | _thinking(body, model.llm, model.tags) | _effort(body, model.llm),
     )
     if isinstance(body, CountTokensRequest):
         return asked
     if body.max_tokens < 1:
         raise refused("max_tokens", f"max_tokens={body.max_tokens} must be at least 1")
     sampling = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    with renamed("response_format", "output_config.format"):
+        sampling |= structured_of({"response_format": (body.output_config or {}).get("format")})
     if body.stop_sequences:
         sampling["stop"] = body.stop_sequences
     return replace(
@@ -133,9 +138,18 @@ def _thinking(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Family
     return {}
 
 
+def _effort(body: MessagesRequest | CountTokensRequest, llm: LLM) -> dict[str, Any]:
+    """The effort, where the chat template has one: clients send it with every request."""
+    effort = (body.output_config or {}).get("effort")
+    template = llm.tokenizer.chat_template if llm.tokenizer is not None else None
+    return {"reasoning_effort": effort} if effort and "reasoning_effort" in (template or "") else {}
+
+
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
-        raise refused("tools", f"tools of type {tool.get('type')!r:.60} are not supported, only those of the client")
+    if tool.get("type") not in (None, "custom"):
+        raise refused("tools", f"tools of type {tool['type']!r:.60} are not supported, only those of the client")
+    if not isinstance(tool.get("name"), str):
+        raise refused("tools", f"a tool needs a name, got {reprlib.repr(tool)}")
     function = {
         "name": tool["name"],
         "description": tool.get("description") or "",

@@ -20,8 +20,14 @@ from jaxinfer.openai.bodies import (
     Timeout,
     TopK,
     TopP,
+    any_of,
 )
 from jaxinfer.text.messages import MESSAGE_NAMES
+
+_MESSAGE: Names = {
+    **any_of("role", "content", "thinking", "images", "tool_name", "name", "tool_call_id"),
+    "tool_calls": MESSAGE_NAMES["tool_calls"],
+}
 
 
 class OllamaOptions(Struct, kw_only=True):
@@ -84,7 +90,7 @@ class OllamaRequest(Body, kw_only=True):
 class OllamaChatRequest(OllamaRequest, kw_only=True):
     """The body of /api/chat. Without messages, the model is loaded, or with keep_alive 0 unloaded."""
 
-    NESTED: ClassVar[Names] = {"tools": TOOL, "messages": dict(MESSAGE_NAMES)}
+    NESTED: ClassVar[Names] = {"tools": TOOL, "messages": _MESSAGE}
 
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -113,13 +119,21 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 class OllamaModelRequest(Body, kw_only=True):
     """The body of /api/show, /api/pull and /api/delete; `name` is the older form of `model`."""
 
-    NEUTRAL: ClassVar[Neutral] = {"insecure": (False,)}
+    NEUTRAL: ClassVar[Neutral] = {
+        "insecure": (False,),
+        **dict.fromkeys(("system", "template", "options", "username", "password"), ()),
+    }
 
     model: str | None = None
     name: str | None = None
     stream: bool | None = None
     verbose: bool | None = None
     insecure: Any = None
+    system: Any = None
+    template: Any = None
+    options: Any = None
+    username: Any = None
+    password: Any = None
 
 
 class OllamaEmbedRequest(Struct, kw_only=True):

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from jaxinfer import __version__
+from jaxinfer.checks import TYPES
 from jaxinfer.openai import answers
 from jaxinfer.openai.bodies import Body, ChatRequest
 from jaxinfer.openai.fields import UNSET, names_of
@@ -139,6 +140,8 @@ def _close(schema: dict[str, Any], names: Mapping[str, Any], components: Mapping
     elif schema.get("type") == "object":
         properties = schema.setdefault("properties", {})
         for name, below in names.items():
+            if name == TYPES:
+                continue
             inner = properties.setdefault(name, {})
             if below is not None:
                 _close(inner, below, components)

@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct
 
+from jaxinfer.checks import TYPES
 from jaxinfer.openai.bodies import (
     TOOL,
     Body,
@@ -84,16 +85,23 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 _TEXT_BLOCK: Names = any_of("type", "text", "citations", "cache_control")
-_OTHER_BLOCKS = ("source", "title", "context")  # refused by their type
+# Of a message of the package that is sent back whole.
+_TURN = any_of(
+    *("role", "id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container"),
+    "diagnostics",
+)
 _BLOCK: Names = {
     **_TEXT_BLOCK,
     **any_of("thinking", "signature", "data", "id", "name", "input", "caller", "tool_use_id", "is_error"),
-    **any_of("toolset_name", *_OTHER_BLOCKS),
-    "content": _TEXT_BLOCK | dict.fromkeys(_OTHER_BLOCKS),
+    "toolset_name": None,
+    "content": {**_TEXT_BLOCK, TYPES: ("text",)},
+    TYPES: ("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 }
-_TOOL: Names = dict.fromkeys(
-    ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
-)
+_TOOL: Names = {
+    **any_of("type", "name", "description", "input_schema", "strict", "cache_control"),
+    **any_of("eager_input_streaming", "defer_loading", "allowed_callers"),
+    TYPES: ("custom",),
+}
 
 
 class Thinking(Struct, kw_only=True):
@@ -105,10 +113,12 @@ class Thinking(Struct, kw_only=True):
 
 
 class Conversation(Body, kw_only=True):
-    """What Anthropic's two bodies share. Marks of a cache (`cache_control`) change nothing: every prefix is kept."""
+    """What Anthropic's two bodies share. Marks of a cache (`cache_control`) change nothing, since every prefix is kept,
+    nor does what may be cleared from the context (`context_management`), since nothing is."""
 
     NESTED: ClassVar[Names] = {
-        "messages": {"role": None, "content": _BLOCK},
+        "messages": {**_TURN, "content": _BLOCK},
+        "output_config": any_of("effort", "format"),
         "system": _TEXT_BLOCK,
         "tools": _TOOL,
         "tool_choice": any_of("type", "name", "disable_parallel_tool_use"),
@@ -116,13 +126,6 @@ class Conversation(Body, kw_only=True):
     NEUTRAL: ClassVar[Neutral] = {
         "service_tier": ("auto", "standard_only"),
         "speed": ("standard",),
-        "container": (),
-        "context_management": (),
-        "diagnostics": (),
-        "inference_geo": (),
-        "mcp_servers": (),
-        "output_config": (),
-        "output_format": (),
     }
 
     model: str | None = None
@@ -132,15 +135,10 @@ class Conversation(Body, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
     service_tier: Any = None
     speed: Any = None
-    container: Any = None
-    context_management: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-    mcp_servers: Any = None
-    output_config: Any = None
-    output_format: Any = None
 
 
 class MessagesRequest(Conversation, kw_only=True):

@@ -15,15 +15,19 @@ _MAX_ARGUMENT_VALUES = 1 << 16  # of a call's arguments: the time to read them f
 
 # Names of a message, at every depth, that are here for a reason: those that templates read, and those that clients of
 # OpenAI and Ollama send back with an answer. A template may read others.
-_OTHER_PARTS = ("image_url", "image", "input_audio", "file", "video_url", "refusal")  # refused by their type
-_PART_NAMES = dict.fromkeys(("type", "text", "annotations", "logprobs", "citations", "cache_control", *_OTHER_PARTS))
+_PART_NAMES = {
+    **dict.fromkeys(("type", "text", "annotations", "logprobs", "citations", "cache_control", "parsed")),
+    **dict.fromkeys(("prompt_cache_breakpoint", "id", "index", "extras")),
+    "*types": ("text", "input_text", "output_text"),  # as of `jaxinfer.checks.TYPES`
+}
 _CALL_NAMES = {
-    **dict.fromkeys(("id", "type", "index", "name", "arguments", "custom")),
-    "function": dict.fromkeys(("name", "arguments", "index", "description")),
+    **dict.fromkeys(("id", "type", "index", "name", "arguments", "custom", "provider_specific_fields")),
+    "function": dict.fromkeys(("name", "arguments", "index", "description", "parsed_arguments")),
 }
 MESSAGE_NAMES: Mapping[str, Any] = {
     **dict.fromkeys(("role", "name", "tool_call_id", "tool_name", "reasoning_content", "reasoning", "thinking")),
     **dict.fromkeys(("refusal", "annotations", "audio", "function_call", "id", "index", "type", "status", "images")),
+    **dict.fromkeys(("parsed", "cache_control", "provider_specific_fields")),
     "content": _PART_NAMES,
     "tool_calls": _CALL_NAMES,
 }

@@ -110,6 +110,11 @@ class Tokenizer:
         return self._named_id("pad_token")
 
     @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """The Jinja sources by their names, of which "default" is used unless tools ask for "tool_use"."""
+        return self._files.chat_templates
+
+    @property
     def chat_template(self) -> str | None:
         """Source of the default chat template, or None."""
         return self._files.chat_templates.get("default")

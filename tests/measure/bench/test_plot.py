@@ -77,5 +77,5 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"jaxinfer\[plot\]"):
+    with pytest.raises(ImportError, match=r"\[plot\]"):
         draw([LOAD], tmp_path / "a.png")
