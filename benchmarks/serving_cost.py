@@ -27,6 +27,7 @@ from jaxinfer.engine.client import Client
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.run import run_server
 from jaxinfer.text import Tokenizer
+from jaxinfer.tool_calls import AnswerFormat
 
 VOCAB, LENGTH = 4096, 4096
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -38,7 +39,12 @@ class TokensOfNothing:
     def __init__(self, num_streams):
         options = SimpleNamespace(max_waiting=None, deterministic=False)
         self.spec = SimpleNamespace(
-            options=options, max_model_len=LENGTH, max_seqs=num_streams, dtype=np.dtype("float32")
+            options=options,
+            max_model_len=LENGTH,
+            max_seqs=num_streams,
+            dtype=np.dtype("float32"),
+            determinism=SimpleNamespace(rows=None),
+            is_deterministic=True,
         )
         self.scheduler = SimpleNamespace(options=SimpleNamespace(page_size=16, num_pages=2))
         self.running, self.num_chunks, self.seconds = {}, 0, 0.0
@@ -82,6 +88,7 @@ class Model:
     def __init__(self, num_streams):
         config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=LENGTH)
         self.tokenizer = Tokenizer.from_dir(resources.files("jaxinfer") / "data" / "demo")
+        self.answer_format, self.embedder = AnswerFormat(self.tokenizer), SimpleNamespace(default_pooling=None)
         self.engine = TokensOfNothing(num_streams)
         self.client = Client(
             self.engine, name=self.name, config=config, tokenizer=self.tokenizer, eos_token_ids=(0,), seed=0
