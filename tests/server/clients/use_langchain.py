@@ -13,6 +13,7 @@ chat, plain = ChatOpenAI(**options, stream_usage=True), OpenAI(**options)
 answer = chat.invoke(MESSAGES)
 assert answer.content
 assert answer.usage_metadata["output_tokens"] <= 12
+assert chat.invoke([*MESSAGES, answer, MESSAGES[1]]).content  # the second turn
 chunks = list(chat.stream(MESSAGES))
 assert "".join(one.content for one in chunks) == answer.content
 assert (
@@ -36,4 +37,5 @@ options.pop("seed")  # a model of the responses API takes it apart
 new = ChatOpenAI(**options, use_responses_api=True, extra_body={"seed": 11})
 assert new.invoke(MESSAGES).text == answer.content
 assert "".join(one.text for one in new.stream(MESSAGES)) == answer.content
+assert new.invoke([*MESSAGES, new.invoke(MESSAGES), MESSAGES[1]]).text
 assert asyncio.run(chat.ainvoke(MESSAGES)).content == answer.content

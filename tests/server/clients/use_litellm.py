@@ -14,12 +14,16 @@ options = {**SAMPLING, "model": "openai/tiny", "api_base": f"{sys.argv[1]}/v1", 
 answer = litellm.completion(**options)
 assert answer.choices[0].message.content
 assert answer.usage.completion_tokens <= 12
+again = [*MESSAGES, answer.choices[0].message, *MESSAGES]  # with every field that the package adds
+assert litellm.completion(**{**options, "messages": again}).choices[0].message.content
 chunks = litellm.completion(**options, stream=True)
 assert "".join(one.choices[0].delta.content or "" for one in chunks) == answer.choices[0].message.content
 
 options = {**SAMPLING, "model": "anthropic/tiny", "api_base": sys.argv[1], "temperature": 0}
 answer = litellm.completion(**options)
 assert answer.choices[0].message.content
+again = [*MESSAGES, answer.choices[0].message, *MESSAGES]  # with every field that the package adds
+assert litellm.completion(**{**options, "messages": again}).choices[0].message.content
 chunks = litellm.completion(**options, stream=True)
 assert "".join(one.choices[0].delta.content or "" for one in chunks) == answer.choices[0].message.content
 

@@ -99,6 +99,9 @@ def responses():
     assert client.responses.create(**items).output_text == stopped.output_text
     turns = [*items["input"], *(item.model_dump() for item in answer.output), {"role": "user", "content": "more"}]
     assert client.responses.create(**{**body, "input": turns}).output
+    parsed = client.responses.parse(**body)
+    turns = [*items["input"], *(item.model_dump() for item in parsed.output), {"role": "user", "content": "more"}]
+    assert client.responses.create(**{**body, "input": turns}).output
     said = client.chat.completions.create(**CHAT).choices[0].message.model_dump()
     assert client.chat.completions.create(**{**CHAT, "messages": [*MESSAGES, said, MESSAGES[1]]}).choices
 
