@@ -130,7 +130,7 @@ _NESTED: dict[type, Mapping[str, Any]] = {body: {"messages": MESSAGE_NAMES} for 
 
 
 def _close(schema: dict[str, Any], names: Mapping[str, Any], components: Mapping[str, Any]) -> None:
-    """Objects that a schema describes have these names only, and so have those within them."""
+    """Objects that a schema describes have values under these names only, and so have those within them."""
     for one in schema.get("anyOf", ()):
         _close(one, names, components)
     if "$ref" in schema:
@@ -145,7 +145,7 @@ def _close(schema: dict[str, Any], names: Mapping[str, Any], components: Mapping
             inner = properties.setdefault(name, {})
             if below is not None:
                 _close(inner, below, components)
-        schema["additionalProperties"] = False
+        schema["additionalProperties"] = {"type": "null"}  # which is not given
 
 
 def _describe_neutral(components: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import schemathesis
 
 MAX_TOKENS = 2
+NUM_IDS = 256
 LIMITS = {
     "/v1/chat/completions": "max_tokens",
     "/v1/completions": "max_tokens",
@@ -14,6 +15,9 @@ LIMITS = {
 @schemathesis.hook
 def before_call(context, case, kwargs):
     body, name = case.body, LIMITS.get(case.path)
+    if case.path == "/detokenize" and isinstance(body, dict) and isinstance(body.get("tokens"), list):
+        # The description cannot say how many ids the model has; those that are wrong stay so.
+        body["tokens"] = [one % NUM_IDS if type(one) is int and 0 <= one < 2**31 else one for one in body["tokens"]]
     if name is None or not isinstance(body, dict):
         return
     limit = body.get(name)
