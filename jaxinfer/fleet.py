@@ -145,7 +145,7 @@ class RayPool(TakesPrompts, Closable):
 
     @property
     def client(self) -> TakesPrompts:
-        """What tokenizes the rows' prompts: this pool, in the job's own process."""
+        """Tokenizes the rows' prompts: this pool, in the job's own process."""
         return self
 
     @property

@@ -24,13 +24,13 @@ class ParamDict(dict[str, Any]):
 
     @classmethod
     def read_only(cls, params: Mapping[str, Any]) -> "ParamDict":
-        """The same arrays in dicts that refuse changes."""
+        """Wraps the arrays in dicts that refuse changes."""
         found = cls({name: cls.read_only(one) if isinstance(one, dict) else one for name, one in params.items()})
         found.is_read_only = True
         return found
 
     def copy(self) -> dict[str, Any]:
-        """The same arrays in plain dicts, at every depth."""
+        """Copies into plain dicts, at every depth, the arrays being shared."""
         return plain(self)
 
     def __reduce__(self) -> Any:  # pickle and copy.deepcopy make plain dicts
@@ -79,7 +79,7 @@ def refuse(what: str) -> NoReturn:
 
 
 def plain(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The same leaves in plain dicts, at every depth, as programs take them."""
+    """Plain dicts with these leaves, at every depth, as programs take them."""
     return {name: plain(one) if isinstance(one, dict) else one for name, one in params.items()}
 
 

@@ -50,7 +50,7 @@ def llm(model):
 
 
 def dense_logprobs(model, ids):
-    """Of each token but the first, by a pass without a cache."""
+    """Log-probabilities of each token but the first, by a pass without a cache."""
     config, params, _ = model
     tokens = jnp.asarray([ids])
     decoder = bind(config, params)

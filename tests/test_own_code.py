@@ -1,4 +1,4 @@
-"""What docs/guides/own_code.md shows runs as it stands, on a tiny model; its loops give the engine's tokens."""
+"""The code of docs/guides/own_code.md runs as it stands, on a tiny model; its loops give the engine's tokens."""
 
 import re
 from functools import partial

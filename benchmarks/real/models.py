@@ -176,7 +176,7 @@ def give_name(model: PublishedModel, path: Path) -> None:
 
 
 def fetched_path(name: str) -> Path:
-    """Where a model lies that was fetched: a short name of the store may be the same and stand for another model.
+    """The path of a model that was fetched: a short name of the store may be the same and stand for another model.
 
     Raises ModelFetchError for one that was not fetched.
     """

@@ -196,7 +196,7 @@ NO_STRUCTURED = f"structured output and demanded calls of tools need llguidance:
 
 
 def has_structured() -> bool:
-    """Whether the extra `structured` is installed. Nothing is imported."""
+    """Tells whether the extra `structured` is installed. Nothing is imported."""
     return importlib.util.find_spec("llguidance") is not None
 
 

@@ -56,7 +56,7 @@ class TableOptions:
 
 
 def is_table(path: Path) -> bool:
-    """Whether the name is that of a table or a text."""
+    """Tells whether the name is that of a table or a text."""
     return path.suffix.lower() in SUFFIXES
 
 

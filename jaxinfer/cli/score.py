@@ -66,7 +66,7 @@ def score(model_options: ServingOptions, logit_options: LogitOptions, options: S
 
 
 def _items(options: ScoreOptions) -> list[Named]:
-    """What is scored. Raises UsageError for nothing, and for texts and pairs together."""
+    """The texts or pairs to score. Raises UsageError for nothing, and for texts and pairs together."""
     texts, pairs = (options.text, options.texts), (options.prompt, options.continuation, options.file)
     if any(texts) and any(pairs):
         raise UsageError("score takes texts (--text, --texts) or pairs (--prompt and --continuation, --file), not both")

@@ -134,7 +134,7 @@ class Request:
 
     @property
     def scores_under_params(self) -> bool:
-        """Whether log-probabilities under the sampling parameters are wanted that are not the model's own."""
+        """True if log-probabilities under the sampling parameters are wanted that are not the model's own."""
         return self.score_from is not None and not self.params.keeps_distribution
 
     @property

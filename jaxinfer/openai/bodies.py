@@ -345,7 +345,7 @@ _Inputs = Annotated[
 
 
 class VectorFields(Body, kw_only=True):
-    """What the bodies of all three routes have. `truncate_prompt_tokens` may be -1, vLLM's way to say `truncate`."""
+    """Fields of the bodies of all three routes. `truncate_prompt_tokens` may be -1, vLLM's way to say `truncate`."""
 
     model: str | None = None
     truncate: bool | None = None

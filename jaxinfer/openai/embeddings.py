@@ -39,7 +39,7 @@ def check_number(texts: Any, name: str) -> None:
 
 
 def options_of(body: EmbeddingsRequest) -> dict[str, Any]:
-    """What `Embedder.embed` takes beside the texts. Raises RequestError."""
+    """Keyword arguments that `Embedder.embed` takes beside the texts. Raises RequestError."""
     return {**{name: getattr(body, name) for name in _OPTIONS}, "truncate": truncates(body)}
 
 

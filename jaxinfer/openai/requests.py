@@ -60,7 +60,7 @@ class TextModel(Protocol):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """What a body asks for, checked without a model.
+    """A request as a body asks for it, checked without a model.
 
     Attributes:
       sampling: fields of `SamplingParams` that the body gives. names: what it calls them, where that differs.
@@ -113,9 +113,7 @@ class TextRequest:
                 raise RequestError("the tools or the messages are nested too deeply") from None
         if not -_MAX_PRIORITY <= self.priority < _MAX_PRIORITY:
             raise RequestError(f"priority={self.priority} must be an integer of 32 bits", "priority")
-        if self.timeout is not None and not 0 < self.timeout <= MAX_TIMEOUT:
-            told = f"must be seconds above 0, at most {MAX_TIMEOUT:.0f}; leave it out for none"
-            raise RequestError(f"timeout={self.timeout} {told}", "timeout")
+        check_timeout(self.timeout)
         if len(self.cache_salt) > MAX_SALT_CHARS:
             told = f"cache_salt has {len(self.cache_salt)} characters, at most {MAX_SALT_CHARS} are allowed"
             raise RequestError(told, "cache_salt")
@@ -229,6 +227,13 @@ class TextRequest:
             return RequestError(sentence, name if name in ("tool_choice", "parallel_tool_calls") else "tools")
 
         return _Errors(explained)
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raises RequestError for seconds that no request may wait."""
+    if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
+        told = f"must be seconds above 0, at most {MAX_TIMEOUT:.0f}; leave it out for none"
+        raise RequestError(f"timeout={timeout} {told}", "timeout")
 
 
 def renamed(ours: str, theirs: str) -> "_Errors":

@@ -190,7 +190,7 @@ class SamplingParams:
 
     @property
     def keeps_distribution(self) -> bool:
-        """Whether log-probabilities under these parameters are the model's own: no logit is changed. Temperature 0
+        """True if log-probabilities under these parameters are the model's own: no logit is changed. Temperature 0
         chooses otherwise, and changes none."""
         return self.temperature in (0, 1) and all(
             getattr(self, field.name) == field.default

@@ -1,4 +1,4 @@
-"""What the routes that generate share: from a body to its answer, whole or as a stream."""
+"""Shared by the routes that generate: from a body to its answer, whole or as a stream."""
 
 import time
 from collections.abc import Callable
@@ -79,7 +79,7 @@ async def _begin(
     service: Service,
     lease: Lease,
     body: Any,
-    make_job: Callable[[ServedModel], BoundRequest],
+    read_request: Callable[[ServedModel], BoundRequest],
     echo: bool,
     can_resume: bool,
 ) -> tuple[Generation, StreamPosition]:
@@ -92,7 +92,7 @@ async def _begin(
         resumed = _resumed(request, model, body, digest, can_resume)
         if resumed is not None:
             body.seed = resumed.seed
-        job = make_job(model)
+        job = read_request(model)
         if service.options.log_prompts:
             record.prompt = repr(job.asked.messages or job.asked.prompts)[:10_000]
         job.num_estimated  # noqa: B018 (computed once, here)
@@ -160,7 +160,7 @@ async def _respond(
 
 
 class OpenAIForm:
-    """What the forms of chat and completions share: their streams end with the usage, where it is asked for."""
+    """Base of the forms of chat and completions: their streams end with the usage, where it is asked for."""
 
     _chunks: Any
 

@@ -1,5 +1,6 @@
 """/v1/chat/completions."""
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -32,7 +33,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
         asked = read_chat(body, ignore_unknown=service.options.ignore_unknown_fields)
         return bind(asked, model, service.options.max_n)
 
-    return await answer(request, service, body, read, lambda *one: _ChatForm(body, *one), can_resume=True)
+    return await answer(request, service, body, read, partial(_ChatForm, body), can_resume=True)
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """/v1/completions."""
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,7 +31,7 @@ async def completions(request: Request, service: Service) -> Response:
         return bind(read_completion(body), model, service.options.max_n)
 
     return await answer(
-        request, service, body, read, lambda *one: _CompletionForm(body, *one), echo=bool(body.echo), can_resume=True
+        request, service, body, read, partial(_CompletionForm, body), echo=bool(body.echo), can_resume=True
     )
 
 

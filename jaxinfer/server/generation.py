@@ -282,7 +282,7 @@ class Generation:
         return read_answers(output, self.job.params, self.model.answers, self.job.offer)
 
     def about(self, prefix: str, position: StreamPosition) -> dict[str, Any]:
-        """What OpenAI's answers say of themselves."""
+        """Id, time, model and fingerprint, as OpenAI's answers have them."""
         return {
             "id": f"{prefix}-{position.answer_id}",
             "created": position.created,

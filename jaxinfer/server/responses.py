@@ -1,5 +1,6 @@
 """/v1/responses without a store: every request brings its whole conversation."""
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -35,7 +36,7 @@ async def responses(request: Request, service: Service) -> Response:
         check_sizes(body, model)
         return bind(read_response(body, ignore_unknown=service.options.ignore_unknown_fields), model)
 
-    return await answer(request, service, body, read, lambda *one: _ResponseForm(body, *one))
+    return await answer(request, service, body, read, partial(_ResponseForm, body))
 
 
 class _ResponseForm:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 
 from jaxinfer.async_engine import AsyncEngine
-from jaxinfer.openai.bodies import MAX_TIMEOUT
+from jaxinfer.openai.requests import check_timeout
 from jaxinfer.server.errors import refused, unavailable
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.models import Catalogue, Lease, ModelSource, OneModel, ServedModel
@@ -71,11 +71,7 @@ class Service:
         """The use of the model that a body names, for as long as it says. Raises as `ModelPool.acquire`."""
         record: Record = request.scope[RECORD]
         timeout = getattr(body, "timeout", None)
-        if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
-            raise refused(
-                "timeout",
-                f"timeout={timeout} must be seconds above 0, at most {MAX_TIMEOUT:.0f}; leave it out for none",
-            )
+        check_timeout(timeout)
         try:
             keep_alive = parse_duration(getattr(body, "keep_alive", None))
         except ValueError as error:

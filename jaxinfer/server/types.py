@@ -113,7 +113,7 @@ class Thinking(Struct, kw_only=True):
 
 
 class Conversation(Body, kw_only=True):
-    """What Anthropic's two bodies share. Marks of a cache (`cache_control`) change nothing, since every prefix is kept,
+    """Fields of Anthropic's two bodies. Marks of a cache (`cache_control`) change nothing, since every prefix is kept,
     nor does what may be cleared from the context (`context_management`), since nothing is."""
 
     NESTED: ClassVar[Names] = {

@@ -38,7 +38,7 @@ def repository_of(name: str, tag: str | None = None) -> str | None:
 
 
 def hint(repository: str, reason: str) -> str:
-    """What may be wrong where a repository could not be had for a reason: a clause for its end, or ""."""
+    """A clause, or "", for the end of an error: the likely mistake where a repository could not be had for a reason."""
     if "/" not in repository:
         return did_you_mean(repository.lower(), short_names(), cutoff=0.7)
     is_gated = repository.startswith(tuple(_table()["gated"]))

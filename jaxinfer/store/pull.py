@@ -138,7 +138,7 @@ def prepare_download(name: HubName) -> Download:
 
 
 def _ask(name: HubName) -> Any:
-    """What the hub says of a repository. Raises CheckpointNotFoundError, with the short name that may be meant."""
+    """The hub's description of a repository. Raises CheckpointNotFoundError, with the short name that may be meant."""
     from huggingface_hub import HfApi
 
     from checkpoints_convert import CheckpointNotFoundError

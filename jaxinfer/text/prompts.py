@@ -10,7 +10,7 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 
 class TakesPrompts:
-    """What tokenizes for one model.
+    """Tokenizes prompts for one model.
 
     Attributes:
       name: of the model, for messages. tokenizer: None for token ids only. vocab_size: of its ids. max_model_len:

@@ -145,7 +145,7 @@ def test_table_says_what_is_wrong():
 
 
 def test_a_machine_without_a_chip_is_told_so(tmp_path):
-    """What a worker refuses is told where the command was given, not in the log alone."""
+    """A worker's refusal is told where the command was given, not in the log alone."""
     command = [part for part in COMMAND if part != "--tiny"]
     file = tmp_path / "results.json"
     file.with_suffix(".log").write_text("of an earlier run\n")

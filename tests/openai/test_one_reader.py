@@ -102,7 +102,7 @@ class Doors:
         return None
 
     def ask(self, call, *arguments):
-        """What the engine was asked, or the error."""
+        """The requests that reached the engine, or the error."""
         self.asked.clear()
         error = call(*arguments)
         return error or list(self.asked)
@@ -200,7 +200,7 @@ def few(needed, fields, *groups):
 
 
 def same(server, batch):
-    """Whether two doors asked the same; a seed that neither was given is each one's own."""
+    """True if two doors asked for the same; a seed that neither was given is each one's own."""
     if isinstance(server, dict) or isinstance(batch, dict):
         return server == batch
     without = [[(ids, dataclasses.replace(params, seed=0)) for ids, params in one] for one in (server, batch)]

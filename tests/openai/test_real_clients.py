@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+from dataclasses import replace
+from importlib import resources
 
 import pytest
 
 from jaxinfer.server.app import make_app
+from jaxinfer.text import Tokenizer, read_tokenizer_files
 from jaxinfer.tool_calls import AnswerFormat
 from tests.server.asgi import Client
 from tests.server.test_tools import ANTHROPIC, ASK, FLAT, TOOLS
@@ -150,11 +153,6 @@ def test_one_bad_row_ends_no_job(engine, tmp_path, url, body, field):
 
 
 def test_any_template_may_read_a_name(engine, monkeypatch):
-    from dataclasses import replace
-    from importlib import resources
-
-    from jaxinfer.text import Tokenizer, read_tokenizer_files
-
     files = read_tokenizer_files(resources.files("jaxinfer") / "data" / "demo")
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     templates = {"default": plain, "tool_use": plain.replace("m.content", "m.content ~ m.mood ~ tools")}

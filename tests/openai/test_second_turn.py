@@ -32,7 +32,7 @@ def client(make_service, engine):
 
 
 def ask_again(client, path, body, turns_of, field):
-    """The same question twice: the second time after the first answer."""
+    """Asks a question twice: the second time after the first answer."""
 
     async def ask():
         first = await client.post(path, body)

@@ -1,4 +1,4 @@
-"""What `LLM.save` writes, opened by Transformers as a model and a tokenizer: `make test-oracle`."""
+"""Folders of `LLM.save`, opened by Transformers as a model and a tokenizer: `make test-oracle`."""
 
 import json
 from typing import Any
