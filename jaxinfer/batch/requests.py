@@ -9,7 +9,7 @@ from jaxinfer.openai.embeddings import options_of, read_inputs
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.fields import read_body, unknown_field
 from jaxinfer.openai.reader import check_template_kwargs, is_unset, read_chat, read_completion, read_ids, structured_of
-from jaxinfer.openai.requests import Prompt, TextRequest
+from jaxinfer.openai.requests import TextRequest
 from jaxinfer.openai.responses import read_response
 from jaxinfer.option_names import find
 from jaxinfer.sampling.params import SamplingParams, SamplingParamsError, our_names
@@ -108,6 +108,3 @@ def _our_names(record: Mapping[str, Any]) -> dict[str, Any]:
         if name in found:
             raise RequestError(f"{name} is given twice, under two names", name)
     return {**found, **renamed}
-
-
-__all__ = ["FORMS_BY_URL", "BatchRequest", "Form", "Prompt", "read_plain", "read_row_body"]

@@ -229,6 +229,11 @@ class TextRequest:
         return _Errors(explained)
 
 
+def num_estimated(prompts: Sequence[Prompt]) -> int:
+    """Tokens of prompts, estimated without tokenizing."""
+    return sum(-(-len(one) // (CHARS_PER_TOKEN if isinstance(one, str) else 1)) for one in prompts)
+
+
 def check_timeout(timeout: float | None) -> None:
     """Raises RequestError for seconds that no request may wait."""
     if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
@@ -297,7 +302,7 @@ class BoundRequest:
         asked = self.asked
         if asked.messages is not None:
             return -(-num_chars([asked.messages, asked.tools]) // CHARS_PER_TOKEN) + 1
-        return sum(-(-len(one) // (CHARS_PER_TOKEN if isinstance(one, str) else 1)) for one in asked.prompts)
+        return num_estimated(asked.prompts)
 
     def inputs(self, model: TextModel, answers: AnswerFormat) -> list[tuple[Prompt, SamplingParams]]:
         """Each prompt with the sampling parameters that its answers are generated under.

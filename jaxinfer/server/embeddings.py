@@ -15,12 +15,12 @@ from jaxinfer.engine.request import Prompt, RequestOptions
 from jaxinfer.openai.bodies import EmbeddingsRequest
 from jaxinfer.openai.embeddings import check_number, options_of, read_inputs, truncates
 from jaxinfer.openai.embeddings import embeddings as answer_of
+from jaxinfer.openai.requests import num_estimated
 from jaxinfer.server.embedding_types import RerankRequest, ScoreRequest
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.service import Service
-from jaxinfer.server.sizes import CHARS_PER_TOKEN
 
 
 async def embeddings(request: Request, service: Service) -> Response:
@@ -107,7 +107,7 @@ async def run_vectors(
     """The result of a job, in its turn, and how many tokens it took. Raises APIError for what cannot be served."""
     check_number(texts, param)
     record, place = record_of(request.scope), object()
-    estimate = sum(-(-len(one) // (CHARS_PER_TOKEN if isinstance(one, str) else 1)) for one in texts)
+    estimate = num_estimated(texts)
     num_answers = max(min(len(texts), model.admission.capacity), 1)
     start = time.perf_counter()
     service.generations.add(place)

@@ -12,14 +12,13 @@ from typing import Any, Literal
 from starlette.requests import Request
 
 from jaxinfer.async_engine import AsyncEngine
-from jaxinfer.openai.requests import check_timeout
+from jaxinfer.openai.requests import CHARS_PER_TOKEN, check_timeout
 from jaxinfer.server.errors import refused, unavailable
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.models import Catalogue, Lease, ModelSource, OneModel, ServedModel
 from jaxinfer.server.options import ServerOptions, parse_duration
 from jaxinfer.server.pool import ModelPool
 from jaxinfer.server.record import RECORD, Record
-from jaxinfer.server.sizes import CHARS_PER_TOKEN
 
 State = Literal["loading", "ready", "draining", "stopped"]
 _REQUEST_LOG = logging.getLogger("jaxinfer.server.requests")

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from jaxinfer.openai.bodies import CompletionRequest
-from jaxinfer.openai.requests import CHARS_PER_TOKEN as CHARS_PER_TOKEN
 from jaxinfer.server.errors import APIError, refused
 
 MAX_FIELD = 1 << 16  # characters and values of a field beside the prompt
