@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from jaxinfer.cache.policies import parse_policy
-from jaxinfer.cache.scores import QueryMoments, expected_attention_scores, kept_positions, keydiff_scores, snapkv_scores
+from jaxinfer.cache.policy.scores import QueryMoments, expected_attention_scores, kept_positions, keydiff_scores, snapkv_scores
 from jaxinfer.loading import load_model
 from jaxinfer.models import bind
 from jaxinfer.models.rope import Positions, rotate
@@ -122,7 +122,7 @@ plt.show()
 # - **Expected Attention** (Devoto et al. 2025) keeps four sinks and the keys that later queries are expected to attend to, if they are
 #   distributed as those of the prompt.
 #
-# The last three are scores of `jaxinfer.cache.scores`, for each key head on its own, and policies of `LLM` too. For comparison, **best afterwards** takes the
+# The last three are scores of `jaxinfer.cache.policy.scores`, for each key head on its own, and policies of `LLM` too. For comparison, **best afterwards** takes the
 # keys that the next 64 tokens did attend to most. No policy knows them.
 
 # %%

@@ -1,44 +1,97 @@
-"""Caches of keys and values: contiguous rows or pages, and their dtypes."""
+"""Caches of keys and values: contiguous rows or pages, and their dtypes.
 
-from jaxinfer.cache.contiguous import (
-    CachedAttention,
-    ContiguousCache,
-    attend_as_stored,
-    attend_without_cache,
-    init_cache,
-)
-from jaxinfer.cache.kv_dtype import (
-    AUTO,
-    KVScales,
-    applied_scales,
-    check_kv_dtype,
-    check_rotated,
-    default_page_size,
-    is_rotated,
-    is_scaled,
-    kv_dtype_name,
-    stored_dtype,
-)
-from jaxinfer.cache.paged import (
-    PagedCache,
-    PageTables,
-    abstract_paged_cache,
-    init_paged_cache,
-    move_tokens,
-    page_bytes,
-)
-from jaxinfer.cache.ragged import PagedAttention, attend_ragged
-from jaxinfer.cache.state import (
-    LayerState,
-    StateAttention,
-    StateCache,
-    StateOptions,
-    abstract_state_cache,
-    commit,
-    deferred_bytes,
-    init_state_cache,
-    state_bytes,
-)
+Names are resolved when first used: a policy is plain Python, and what imports one must not load JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.cache.contiguous import (
+        CachedAttention,
+        ContiguousCache,
+        attend_as_stored,
+        attend_without_cache,
+        init_cache,
+    )
+    from jaxinfer.cache.kv_dtype import (
+        AUTO,
+        KVScales,
+        applied_scales,
+        check_kv_dtype,
+        check_rotated,
+        default_page_size,
+        is_rotated,
+        is_scaled,
+        kv_dtype_name,
+        stored_dtype,
+    )
+    from jaxinfer.cache.paged import (
+        PagedCache,
+        PageTables,
+        abstract_paged_cache,
+        init_paged_cache,
+        move_tokens,
+        page_bytes,
+    )
+    from jaxinfer.cache.ragged import PagedAttention, attend_ragged
+    from jaxinfer.cache.state import (
+        LayerState,
+        StateAttention,
+        StateCache,
+        StateOptions,
+        abstract_state_cache,
+        commit,
+        deferred_bytes,
+        init_state_cache,
+        state_bytes,
+    )
+
+_NAMES = {
+    "contiguous": (
+        "CachedAttention",
+        "ContiguousCache",
+        "attend_as_stored",
+        "attend_without_cache",
+        "init_cache",
+    ),
+    "kv_dtype": (
+        "AUTO",
+        "KVScales",
+        "applied_scales",
+        "check_kv_dtype",
+        "check_rotated",
+        "default_page_size",
+        "is_rotated",
+        "is_scaled",
+        "kv_dtype_name",
+        "stored_dtype",
+    ),
+    "paged": (
+        "PagedCache",
+        "PageTables",
+        "abstract_paged_cache",
+        "init_paged_cache",
+        "move_tokens",
+        "page_bytes",
+    ),
+    "ragged": (
+        "PagedAttention",
+        "attend_ragged",
+    ),
+    "state": (
+        "LayerState",
+        "StateAttention",
+        "StateCache",
+        "StateOptions",
+        "abstract_state_cache",
+        "commit",
+        "deferred_bytes",
+        "init_state_cache",
+        "state_bytes",
+    ),
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AUTO",
@@ -74,3 +127,9 @@ __all__ = [
     "state_bytes",
     "stored_dtype",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

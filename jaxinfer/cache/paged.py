@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
-from jaxinfer.cache.best_pages import BoundedPages, bounds_dtype
 from jaxinfer.cache.kv_dtype import KVScales
+from jaxinfer.cache.policy.best_pages import BoundedPages, bounds_dtype
 from jaxinfer.cache.state import StateCache
 from jaxinfer.models import ModelConfig, check_divides
 from pallas_kernels.numba_cpu import calls

@@ -132,7 +132,7 @@ class PromptBudget:
     """Keeps the tokens of a prompt with the best scores, chosen once, at its end; all tokens of the answer stay.
 
     Attributes:
-      method: how tokens are scored (`jaxinfer.cache.scores`), each key head for itself: "snapkv", by what the prompt's
+      method: how tokens are scored (`jaxinfer.cache.policy.scores`), each key head for itself: "snapkv", by what the prompt's
         last `OBSERVED` tokens attend to, and these are kept; "pyramidkv", the same, with more tokens in lower layers;
         "keydiff", by how far a key is from the mean key; "expected_attention", by what is expected of the queries after
         it, which are taken for a normal distribution with the moments of the prompt's own.

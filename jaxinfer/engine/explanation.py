@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_rotated, is_scaled, kv_dtype_name
-from jaxinfer.cache.best_pages import BoundedPages
 from jaxinfer.cache.policies import HeavyHitters, PromptBudget
+from jaxinfer.cache.policy.best_pages import BoundedPages
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxinfer.cache import deferred_bytes, state_bytes
 from jaxinfer.cache.policies import OBSERVED, PromptBudget
-from jaxinfer.cache.prompt_queries import BLOCK
+from jaxinfer.cache.policy.prompt_queries import BLOCK
 from jaxinfer.engine.host_tier import transit_bytes
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import compute_dtype

@@ -15,7 +15,7 @@ from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
-from jaxinfer.cache.heavy_hitters import zeros_of
+from jaxinfer.cache.policy.heavy_hitters import zeros_of
 from jaxinfer.cache.state import init_state_cache
 from jaxinfer.engine.cache_copies import CacheCopies
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT

@@ -21,9 +21,9 @@ from jaxinfer.cache import (
     state_bytes,
     stored_dtype,
 )
-from jaxinfer.cache.best_pages import BoundedPages
-from jaxinfer.cache.heavy_hitters import with_sums
 from jaxinfer.cache.policies import BestPages, LayerBudget, LayerBudgets, ProgramPolicy
+from jaxinfer.cache.policy.best_pages import BoundedPages
+from jaxinfer.cache.policy.heavy_hitters import with_sums
 from jaxinfer.chips import chip_of_kind
 from jaxinfer.engine.abstract_work import (
     abstract_slots,

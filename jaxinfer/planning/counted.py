@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxinfer.cache.best_pages import BoundedPages
+from jaxinfer.cache.policy.best_pages import BoundedPages
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weight_work import weight_work
 from jaxinfer.models import ModelConfig, Params

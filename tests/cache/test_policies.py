@@ -9,8 +9,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.cache import init_paged_cache
-from jaxinfer.cache.kept_pages import attend_to_pieces, kept_view, pieces, room_in_page
 from jaxinfer.cache.policies import PROMPT_METHODS, KeptPages, PromptBudget, SinksWindow, parse_policy
+from jaxinfer.cache.policy.kept_pages import attend_to_pieces, kept_view, pieces, room_in_page
 from pallas_kernels.paged_attention import api
 from tests.engine.dense_policy import is_seen
 from tests.tiny import TINY

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.cache.policies import PromptBudget
-from jaxinfer.cache.scores import (
+from jaxinfer.cache.policy.scores import (
     FUTURE_POSITIONS,
     NUM_SINKS,
     QueryMoments,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cache import heavy_hitters
 from jaxinfer.cache.policies import HeavyPages
+from jaxinfer.cache.policy import heavy_hitters
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.policy_checks import check_heavy

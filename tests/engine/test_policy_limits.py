@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cache import moved_sinks, ragged
+from jaxinfer.cache import ragged
 from jaxinfer.cache.policies import parse_policy
+from jaxinfer.cache.policy import moved_sinks
 from jaxinfer.engine import programs
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.pages import PagePool

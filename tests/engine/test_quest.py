@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import SamplingParams
-from jaxinfer.cache.best_pages import BoundedPages, parts_of_step
 from jaxinfer.cache.policies import parse_policy
+from jaxinfer.cache.policy.best_pages import BoundedPages, parts_of_step
 from jaxinfer.engine import host_pages
 from jaxinfer.engine.programs import paged
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample

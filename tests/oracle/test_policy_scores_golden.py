@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert import load
 from jaxinfer.cache.policies import pyramid_budgets
-from jaxinfer.cache.scores import (
+from jaxinfer.cache.policy.scores import (
     FUTURE_POSITIONS,
     NUM_SINKS,
     QueryMoments,

@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from jaxinfer import parallel
 from jaxinfer.cache import KVScales, PagedCache, PageTables, attend_as_stored
-from jaxinfer.cache.best_pages import parts_of_slots
-from jaxinfer.cache.compaction import compacted_view
-from jaxinfer.cache.kept_pages import KeptView, kept_view
 from jaxinfer.cache.policies import BestPages, KeptPages, LayerBudgets, ProgramPolicy
+from jaxinfer.cache.policy.best_pages import parts_of_slots
+from jaxinfer.cache.policy.compaction import compacted_view
+from jaxinfer.cache.policy.kept_pages import KeptView, kept_view
 from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
 from jaxinfer.sampling import (
     SamplingBatch,

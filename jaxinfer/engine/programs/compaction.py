@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.cache import PagedCache, attend_ragged
-from jaxinfer.cache.compaction import CompactingAttention, PromptPages
 from jaxinfer.cache.policies import LayerBudgets
-from jaxinfer.cache.prompt_queries import BLOCK, PromptQueries, prompt_moments
+from jaxinfer.cache.policy.compaction import CompactingAttention, PromptPages
+from jaxinfer.cache.policy.prompt_queries import BLOCK, PromptQueries, prompt_moments
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.plans import GroupMove

@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache import PagedCache, PageTables, StateCache, attend_ragged
-from jaxinfer.cache.best_pages import parts_of_step
-from jaxinfer.cache.heavy_hitters import attend_decoding, attend_step
-from jaxinfer.cache.kept_pages import attend_to_pieces, pieces
 from jaxinfer.cache.policies import BestPages, HeavyPages, KeptPages
+from jaxinfer.cache.policy.best_pages import parts_of_step
+from jaxinfer.cache.policy.heavy_hitters import attend_decoding, attend_step
+from jaxinfer.cache.policy.kept_pages import attend_to_pieces, pieces
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.work import (

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.cache import PagedCache, PageTables, attend_ragged
-from jaxinfer.cache.kept_pages import room_in_page
 from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.policy.kept_pages import room_in_page
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.paged import constrain_sharding, replicate, take_rows, write_rows

@@ -2,10 +2,10 @@
 
 from tests.faults.fault import Fault
 
-SUMS_TESTS = ("tests/cache/test_heavy_hitters.py",)
+SUMS_TESTS = ("tests/cache/policy/test_heavy_hitters.py",)
 ENGINE_TESTS = ("tests/engine/test_heavy_hitters.py",)
 GOLDEN_TESTS = ("tests/oracle/test_policy_heavy_golden.py",)
-SUMS = "jaxinfer/cache/heavy_hitters.py"
+SUMS = "jaxinfer/cache/policy/heavy_hitters.py"
 
 FAULTS = (
     Fault(

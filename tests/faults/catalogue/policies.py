@@ -4,15 +4,15 @@ from tests.faults.fault import Fault
 
 POLICY_TESTS = ("tests/cache/test_policies.py",)
 GOLDEN_TESTS = ("tests/oracle/test_policy_golden.py",)
-QUEST_TESTS = ("tests/cache/test_best_pages.py",)
+QUEST_TESTS = ("tests/cache/policy/test_best_pages.py",)
 COMPACTION_TESTS = ("tests/engine/test_prompt_compaction_scheduling.py", "tests/engine/test_prompt_compaction.py")
-MOMENT_TESTS = ("tests/cache/test_prompt_queries.py",)
+MOMENT_TESTS = ("tests/cache/policy/test_prompt_queries.py",)
 SCORE_TESTS = ("tests/oracle/test_policy_scores_golden.py",)
 
 FAULTS = (
     Fault(
         "policies/a-page-is-dropped-a-token-early",
-        "jaxinfer/cache/kept_pages.py",
+        "jaxinfer/cache/policy/kept_pages.py",
         "    page = positions // kept.page_size\n    num_dropped",
         "    page = (positions + 1) // kept.page_size\n    num_dropped",
         POLICY_TESTS,
@@ -36,7 +36,7 @@ FAULTS = (
     ),
     Fault(
         "policies/sinks-stay-where-they-were",
-        "jaxinfer/cache/kept_pages.py",
+        "jaxinfer/cache/policy/kept_pages.py",
         "is_beyond & (lengths > 0), num_dropped * kept.page_size, 0)",
         "is_beyond & (lengths > 0), 0 * num_dropped, 0)",
         (*POLICY_TESTS, *GOLDEN_TESTS),
@@ -44,7 +44,7 @@ FAULTS = (
     ),
     Fault(
         "policies/sinks-move-a-page-too-late",
-        "jaxinfer/cache/kept_pages.py",
+        "jaxinfer/cache/policy/kept_pages.py",
         "is_beyond = (page + 1) * kept.page_size > kept.trained",
         "is_beyond = page * kept.page_size > kept.trained",
         POLICY_TESTS,
@@ -52,7 +52,7 @@ FAULTS = (
     ),
     Fault(
         "policies/sinks-move-away",
-        "jaxinfer/cache/kept_pages.py",
+        "jaxinfer/cache/policy/kept_pages.py",
         "    return jnp.cos(angles), jnp.sin(angles)",
         "    return jnp.cos(angles), jnp.sin(-angles)",
         GOLDEN_TESTS,
@@ -84,7 +84,7 @@ FAULTS = (
     ),
     Fault(
         "policies/snapkv-pools-to-one-side",
-        "jaxinfer/cache/scores.py",
+        "jaxinfer/cache/policy/scores.py",
         "jnp.pad(means, ((0, 0), (pool // 2, pool // 2)))",
         "jnp.pad(means, ((0, 0), (pool - 1, 0)))",
         SCORE_TESTS,
@@ -100,7 +100,7 @@ FAULTS = (
     ),
     Fault(
         "policies/expected-attention-leaves-out-the-spread",
-        "jaxinfer/cache/scores.py",
+        "jaxinfer/cache/policy/scores.py",
         "jnp.where(is_scored, linear + square, -jnp.inf)",
         "jnp.where(is_scored, linear + 0 * square, -jnp.inf)",
         SCORE_TESTS,
@@ -108,7 +108,7 @@ FAULTS = (
     ),
     Fault(
         "policies/a-block-of-queries-counts-twice",
-        "jaxinfer/cache/prompt_queries.py",
+        "jaxinfer/cache/policy/prompt_queries.py",
         "        start = number * block_size\n",
         "        start = jnp.maximum(number - 1, 0) * block_size\n",
         MOMENT_TESTS,
@@ -116,7 +116,7 @@ FAULTS = (
     ),
     Fault(
         "policies/queries-of-sinks-are-counted",
-        "jaxinfer/cache/prompt_queries.py",
+        "jaxinfer/cache/policy/prompt_queries.py",
         "(positions >= NUM_SINKS) & (positions < end)",
         "positions < end",
         MOMENT_TESTS,
@@ -124,7 +124,7 @@ FAULTS = (
     ),
     Fault(
         "policies/queries-of-padding-are-counted",
-        "jaxinfer/cache/prompt_queries.py",
+        "jaxinfer/cache/policy/prompt_queries.py",
         "(positions >= NUM_SINKS) & (positions < end)",
         "positions >= NUM_SINKS",
         MOMENT_TESTS,
@@ -132,7 +132,7 @@ FAULTS = (
     ),
     Fault(
         "policies/queries-are-taken-as-they-are-rotated",
-        "jaxinfer/cache/prompt_queries.py",
+        "jaxinfer/cache/policy/prompt_queries.py",
         "q = rotate(q, cos / size, -sin / size)",
         "q = rotate(q, cos / size, sin / size)",
         MOMENT_TESTS,
@@ -140,7 +140,7 @@ FAULTS = (
     ),
     Fault(
         "policies/blocks-of-queries-are-apart",
-        "jaxinfer/cache/scores.py",
+        "jaxinfer/cache/policy/scores.py",
         "self.spread + spread + between)",
         "self.spread + spread)",
         MOMENT_TESTS,
@@ -164,7 +164,7 @@ FAULTS = (
     ),
     Fault(
         "policies/values-do-not-count",
-        "jaxinfer/cache/scores.py",
+        "jaxinfer/cache/policy/scores.py",
         "    scores = weights * jnp.linalg.norm(v.astype(jnp.float32), axis=-1).T\n",
         "    scores = weights\n",
         SCORE_TESTS,
@@ -172,7 +172,7 @@ FAULTS = (
     ),
     Fault(
         "policies/keydiff-means-lengths-too",
-        "jaxinfer/cache/scores.py",
+        "jaxinfer/cache/policy/scores.py",
         "    anchor = _unit(directions.sum(axis=0) / is_key.sum())",
         "    anchor = _unit(k.astype(jnp.float32).mean(axis=0))",
         SCORE_TESTS,
@@ -212,18 +212,18 @@ FAULTS = (
     ),
     Fault(
         "policies/queries-are-not-rotated-as-keys-are",
-        "jaxinfer/cache/compaction.py",
+        "jaxinfer/cache/policy/compaction.py",
         "queries_for(q.astype(jnp.float32), shape.dtype)",
         "q.astype(jnp.float32)",
-        ("tests/cache/test_compaction.py",),
+        ("tests/cache/policy/test_compaction.py",),
         "with a cache of four bits, chance decides what stays of a prompt",
     ),
     Fault(
         "policies/lengths-count-what-was-lost",
-        "jaxinfer/cache/compaction.py",
+        "jaxinfer/cache/policy/compaction.py",
         "num_dropped * cache.page_size, ends[:, None])",
         "0 * num_dropped, ends[:, None])",
-        ("tests/cache/test_compaction.py", "tests/engine/test_prompt_compaction.py"),
+        ("tests/cache/policy/test_compaction.py", "tests/engine/test_prompt_compaction.py"),
         "answers attend to pages of others after a prompt was compacted",
     ),
     Fault(
@@ -252,7 +252,7 @@ FAULTS = (
     ),
     Fault(
         "policies/bounds-of-a-former-owner-stay",
-        "jaxinfer/cache/best_pages.py",
+        "jaxinfer/cache/policy/best_pages.py",
         "    least, greatest = jnp.min(keys, axis=1), jnp.max(keys, axis=1)",
         "    least, greatest = jnp.min(keys, axis=1), jnp.maximum(jnp.max(keys, axis=1), bounds[ids, 1])",
         QUEST_TESTS,
@@ -260,7 +260,7 @@ FAULTS = (
     ),
     Fault(
         "policies/pages-are-chosen-before-the-append",
-        "jaxinfer/cache/best_pages.py",
+        "jaxinfer/cache/policy/best_pages.py",
         "page_promise(queries_for(first_rows, spec.page.dtype), bounds, parts",
         "page_promise(queries_for(first_rows, spec.page.dtype), state.bounds, parts",
         QUEST_TESTS,
@@ -268,7 +268,7 @@ FAULTS = (
     ),
     Fault(
         "policies/bounds-are-rounded-to-nearest",
-        "jaxinfer/cache/best_pages.py",
+        "jaxinfer/cache/policy/best_pages.py",
         "    if dtype == jnp.float32:\n        return x\n",
         "    if True:\n        return x.astype(dtype)\n",
         QUEST_TESTS,
@@ -276,7 +276,7 @@ FAULTS = (
     ),
     Fault(
         "policies/the-bound-forgets-negative-queries",
-        "jaxinfer/cache/best_pages.py",
+        "jaxinfer/cache/policy/best_pages.py",
         "jnp.sum(up * found[:, :, 1] + down * found[:, :, 0], axis=-1)",
         "jnp.sum((up + down) * found[:, :, 1], axis=-1)",
         QUEST_TESTS,
@@ -284,7 +284,7 @@ FAULTS = (
     ),
     Fault(
         "policies/replayed-answers-attend-to-everything",
-        "jaxinfer/cache/best_pages.py",
+        "jaxinfer/cache/policy/best_pages.py",
         "    chooses = found.position >= num_prompt[found.slot]",
         "    chooses = (found.position >= num_prompt[found.slot]) & (found.offset == 0)",
         ("tests/engine/test_quest.py::test_a_preempted_answer_is_replayed_token_by_token",),
@@ -308,7 +308,7 @@ FAULTS = (
     ),
     Fault(
         "policies/the-best-pages-are-out-of-order",
-        "jaxinfer/cache/best_pages.py",
+        "jaxinfer/cache/policy/best_pages.py",
         "columns = jnp.sort(jnp.where(columns <= own[:, None], columns, num_columns), axis=1)",
         "columns = jnp.where(columns <= own[:, None], columns, num_columns)",
         QUEST_TESTS,

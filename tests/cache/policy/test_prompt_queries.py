@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxinfer.cache import KVScales, init_paged_cache
-from jaxinfer.cache.prompt_queries import PromptQueries, prompt_moments, stored_prompt
-from jaxinfer.cache.scores import NUM_SINKS, QueryMoments
+from jaxinfer.cache.policy.prompt_queries import PromptQueries, prompt_moments, stored_prompt
+from jaxinfer.cache.policy.scores import NUM_SINKS, QueryMoments
 from jaxinfer.models import RopeConfig, bind, init_params
 from jaxinfer.models.rope import rotation
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.paged_attention.layout import append
-from tests.cache.test_compaction import CASES, HEADS, LENGTH, TABLE, WIDTH, logical, stored_prompt_pages
+from tests.cache.policy.test_compaction import CASES, HEADS, LENGTH, TABLE, WIDTH, logical, stored_prompt_pages
 from tests.pallas_kernels.quick import quick
 from tests.tiny import TINY
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.cache import init_paged_cache
-from jaxinfer.cache.heavy_hitters import attend_decoding, attend_step, evict, with_sums, zeros_of
 from jaxinfer.cache.policies import HeavyHitters, HeavyPages, parse_policy
+from jaxinfer.cache.policy.heavy_hitters import attend_decoding, attend_step, evict, with_sums, zeros_of
 from pallas_kernels.paged_attention import unpack
 from tests.engine.dense_heavy import softmax
 from tests.tiny import TINY

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.cache.policies import BestPages
-from jaxinfer.cache.row_parts import parts_of, step_rows
+from jaxinfer.cache.policy.row_parts import parts_of, step_rows
 from pallas_kernels.paged_attention import Pages, PageShape, make_spec, paged_attention
 from pallas_kernels.paged_attention.layout import append, from_stored, gather, queries_for
 from pallas_kernels.paged_attention.reference import token_places, write_places

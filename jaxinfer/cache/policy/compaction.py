@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, scales_of_layer
 from jaxinfer.cache.paged import PagedCache, PageTables
 from jaxinfer.cache.policies import LayerBudget
-from jaxinfer.cache.prompt_queries import LayerQueries, PromptQueries, stored_prompt
+from jaxinfer.cache.policy.prompt_queries import LayerQueries, PromptQueries, stored_prompt
+from jaxinfer.cache.policy.scores import expected_attention_scores, kept_positions, keydiff_scores, snapkv_scores
 from jaxinfer.cache.ragged import AttentionByLayer, LayerAttention, PagedAttention
-from jaxinfer.cache.scores import expected_attention_scores, kept_positions, keydiff_scores, snapkv_scores
 from pallas_kernels.paged_attention import Pages
 from pallas_kernels.paged_attention.compaction import compact
 from pallas_kernels.paged_attention.layout import PageShape, from_stored, gather, page_shape, queries_for

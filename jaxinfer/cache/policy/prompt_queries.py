@@ -15,8 +15,8 @@ from jax import lax
 
 from jaxinfer.cache.kv_dtype import KVScales, scales_of_layer
 from jaxinfer.cache.paged import PagedCache
+from jaxinfer.cache.policy.scores import FUTURE_POSITIONS, NUM_SINKS, QueryMoments
 from jaxinfer.cache.ragged import AttentionByLayer
-from jaxinfer.cache.scores import FUTURE_POSITIONS, NUM_SINKS, QueryMoments
 from jaxinfer.models import Decoder, ModelConfig
 from jaxinfer.models.rope import Positions, rotate
 from pallas_kernels.flash_attention import flash_attention

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from jaxinfer.cache import init_paged_cache
-from jaxinfer.cache.compaction import (
+from jaxinfer.cache.policy.compaction import (
     PromptPages,
     chosen_positions,
     compacted,
     compacted_by_moments,
     compacted_view,
 )
-from jaxinfer.cache.prompt_queries import LayerQueries
-from jaxinfer.cache.scores import (
+from jaxinfer.cache.policy.prompt_queries import LayerQueries
+from jaxinfer.cache.policy.scores import (
     QueryMoments,
     expected_attention_scores,
     kept_positions,

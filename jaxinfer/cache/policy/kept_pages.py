@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.cache.moved_sinks import MovedSinks
 from jaxinfer.cache.paged import PagedCache, PageTables
 from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.policy.moved_sinks import MovedSinks
+from jaxinfer.cache.policy.row_parts import parts_in_pages
 from jaxinfer.cache.ragged import attend_ragged
-from jaxinfer.cache.row_parts import parts_in_pages
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.rope import inverse_frequencies
 from pallas_kernels.paged_attention.specs import SHORT_QUERIES

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxinfer.cache import best_pages, init_paged_cache
-from jaxinfer.cache.best_pages import BoundedPages, chosen_pages, page_promise, parts_of_slots, parts_of_step
+from jaxinfer.cache import init_paged_cache
 from jaxinfer.cache.policies import BestPages, Quest, parse_policy
+from jaxinfer.cache.policy import best_pages
+from jaxinfer.cache.policy.best_pages import BoundedPages, chosen_pages, page_promise, parts_of_slots, parts_of_step
 from jaxinfer.cache.ragged import attend_ragged
 from pallas_kernels.paged_attention import api, unpack
 from pallas_kernels.paged_attention.layout import dtype_name, from_stored, queries_for

@@ -23,9 +23,9 @@ from jax import lax
 from jaxinfer.cache.kv_dtype import divide_by_scales, scales_of_layer
 from jaxinfer.cache.paged import PagedCache, PageTables
 from jaxinfer.cache.policies import HeavyPages
+from jaxinfer.cache.policy.row_parts import Parts, parts_in_pages
+from jaxinfer.cache.policy.scores import kept_positions
 from jaxinfer.cache.ragged import AttentionByLayer, LayerAttention, attend_ragged
-from jaxinfer.cache.row_parts import Parts, parts_in_pages
-from jaxinfer.cache.scores import kept_positions
 from jaxinfer.models import ModelConfig
 from pallas_kernels.paged_attention import Pages, PageShape
 from pallas_kernels.paged_attention.compaction import compact
