@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxinfer import compilation_cache, parallel
-from jaxinfer.cache.policies import extends_length
+from jaxinfer.cache.policy.kinds import extends_length
 from jaxinfer.embedding import Embedder
 from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.engine.client import Client
@@ -194,8 +194,8 @@ class LLM(ScoringMethods):
         taps = check_taps(self.config, as_names("taps", taps))
         if taps and self._lockstep is not None:
             raise ValueError(f"taps={list(taps)}: hidden states are for a model on one host")
-        if taps and (policy := self.engine.spec.options.kv_policy) is not None and self.engine.spec.best_pages is None:
-            raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy={policy!r}")
+        if taps and (policy := self.engine.spec.policy).drops:
+            raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy='{policy}'")
         per_prompt = params_of_each(params, self.default_params, len(prompts))
         priorities = priorities_of_each(priority, len(prompts))
         requests = [

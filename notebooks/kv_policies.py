@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxinfer.cache.policies import parse_policy
+from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.cache.policy.scores import QueryMoments, expected_attention_scores, kept_positions, keydiff_scores, snapkv_scores
 from jaxinfer.loading import load_model
 from jaxinfer.models import bind

@@ -99,8 +99,7 @@ def _of_engine(engine: Any, fit: Any) -> Iterator[bytes]:
         for scales in jax.tree.leaves(engine.kv_scales):
             yield np.asarray(scales if fit is None else fit.own_kv_scales(scales)).tobytes()
     if spec.options.kv_policy is not None:  # what tokens attend to
-        pages = spec.kept_pages or spec.budgets or spec.heavy_pages or spec.best_pages
-        yield f"kv_policy={pages}".encode()
+        yield f"kv_policy={spec.policy!r}".encode()
     if rounds_activations(spec.params):
         yield b"activations=int8"
 

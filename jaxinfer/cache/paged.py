@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache.kv_dtype import KVScales
-from jaxinfer.cache.policy.best_pages import BoundedPages, bounds_dtype
 from jaxinfer.cache.state import StateCache
 from jaxinfer.models import ModelConfig, check_divides
 from pallas_kernels.numba_cpu import calls
@@ -27,9 +26,19 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 PageTables = tuple[jax.Array, ...]  # int32 [S, P] for each group of layers
+# From a layer and its pages to what else a policy keeps of each page, None for nothing.
+PageLeaves = Callable[[int, Any], Any]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["layers", "scales", "states", "sums"], meta_fields=["groups"])
+class LeafedPages(NamedTuple):
+    """The pages of a layer and what a policy keeps beside them: arrays whose first axis is the pages. They are copied
+    and moved together."""
+
+    pages: Any
+    leaves: Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layers", "scales", "states"], meta_fields=["groups"])
 @dataclass(frozen=True)
 class PagedCache:
     """Keys and values of all layers: a pytree. Programs take it donated and return it.
@@ -37,15 +46,13 @@ class PagedCache:
     The layout of a page is that of the platform's kernel. Page 0 is the null page: unused entries of page tables point
     to it, and it is never written. `scales` are static scales of a checkpoint, for an fp8 cache. `groups` is the group
     of each layer: layers of one group share page ids, and the page table with that number; () where all are in one.
-    Layers that store no keys have None for their pages; `states` are those of recurrent layers, by slot. `sums` are
-    float32 [pages, Hkv, page size] of each layer: what queries attended to each key, where a policy adds that up.
+    Layers that store no keys have None for their pages; `states` are those of recurrent layers, by slot.
     """
 
-    layers: tuple[Pages | BoundedPages | None, ...]
+    layers: tuple[Pages | LeafedPages | None, ...]
     scales: KVScales | None = None
     groups: tuple[int, ...] = ()
     states: StateCache | None = None
-    sums: tuple[Any, ...] | None = None
 
     @property
     def page_size(self) -> int:
@@ -64,6 +71,17 @@ class PagedCache:
         """The layers of a group that have pages."""
         layers = (layer for layer, pages in enumerate(self.layers) if pages is not None)
         return tuple(layer for layer in layers if self.group_of(layer) == group)
+
+    @property
+    def bare(self) -> PagedCache:
+        """The cache without what policies keep beside pages."""
+        bare = (pages.pages if isinstance(pages, LeafedPages) else pages for pages in self.layers)
+        return replace(self, layers=tuple(bare))
+
+    def with_leafed(self, layers: Sequence[Pages | LeafedPages | None]) -> PagedCache:
+        """The cache with those of other layers that have leaves in place of its own."""
+        pairs = zip(self.layers, layers, strict=True)
+        return replace(self, layers=tuple(new if isinstance(new, LeafedPages) else old for old, new in pairs))
 
     def first(self, num_layers: int) -> PagedCache:
         """The cache of the first layers."""
@@ -92,13 +110,13 @@ def init_paged_cache(
     mesh: Mesh | None = None,
     scales: KVScales | None = None,
     groups: tuple[int, ...] = (),
-    bounded: Collection[int] = (),
+    leaves: PageLeaves | None = None,
 ) -> PagedCache:
-    """A zeroed cache, in the platform's layout by default; `num_pages`, `groups` and `bounded` as in
+    """A zeroed cache, in the platform's layout by default; `num_pages`, `groups` and `leaves` as in
     `abstract_paged_cache`. A CPU takes its memory as pages are written. On a mesh each device holds its own heads, and
     `scales` are replicated. Raises ValueError as `models.check_divides`."""
     layout = layout or platform_layout(current_platform(), dtype, has_values=config.caches_values)
-    cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh, groups, bounded)
+    cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh, groups, leaves)
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if mesh is None and calls.can_be_untouched(leaf.dtype):
@@ -121,13 +139,13 @@ def abstract_paged_cache(
     layout: str,
     mesh: Mesh | None = None,
     groups: tuple[int, ...] = (),
-    bounded: Collection[int] = (),
+    leaves: PageLeaves | None = None,
 ) -> PagedCache:
     """The cache as `jax.ShapeDtypeStruct`s, with shardings if a mesh is given.
 
     `num_pages` are those of each group, and `groups` the group of each layer, () for one. Each device has the kernel's
-    layout for its own heads; the array is their concatenation. Layers that are `bounded`, on one device, have
-    `BoundedPages`.
+    layout for its own heads; the array is their concatenation. Layers for which there are `leaves`, on one device,
+    have `LeafedPages`.
     """
     counts = (num_pages,) if isinstance(num_pages, int) else tuple(num_pages)
     if mesh is not None:
@@ -139,10 +157,8 @@ def abstract_paged_cache(
             return None
         heads = (config.num_kv_heads_of(layer), config.head_dim_of(layer))
         found = _abstract_pages(config, heads, counts[numbers[layer]], page_size, dtype, layout, mesh)
-        if layer not in bounded:
-            return found
-        shape = (counts[numbers[layer]], 2, *heads)
-        return BoundedPages(found, jax.ShapeDtypeStruct(shape, bounds_dtype(dtype_name(dtype), layout)))
+        own = None if leaves is None else leaves(layer, found)
+        return found if own is None else LeafedPages(found, own)
 
     return PagedCache(tuple(map(pages, range(config.num_layers))), groups=groups)
 
@@ -184,11 +200,11 @@ def move_tokens(
     P * page size. Donate the cache: it is updated in place. On a mesh each device moves its own heads."""
     tables = tables_by_group(page_tables, cache)
 
-    def move(layer: int, pages: Pages | BoundedPages | None) -> Pages | None:
+    def move(layer: int, pages: Pages | LeafedPages | None) -> Pages | None:
         if pages is None:
             return None
-        if isinstance(pages, BoundedPages):
-            raise NotImplementedError("tokens of pages with bounds are not moved")
+        if isinstance(pages, LeafedPages):
+            raise NotImplementedError("tokens of pages with leaves are not moved")
         page_table = tables[cache.group_of(layer)]
         if mesh is None:
             return _move_tokens(pages, page_table, sources, destinations)
@@ -207,3 +223,21 @@ def tables_by_group(page_tables: PageTables | jax.Array, cache: PagedCache) -> P
     if len(tables) < cache.num_groups:
         raise ValueError(f"{len(tables)} page tables for a cache of {cache.num_groups} groups of layers")
     return tables
+
+
+def seen_tables(
+    cache: PagedCache, page_tables: PageTables, ends: jax.Array, lengths: jax.Array
+) -> tuple[PageTables, Any]:
+    """Page tables and kv_lengths int32 [S] of sequences that have `ends` int32 [S] tokens after the pass, of which
+    `lengths` are new.
+
+    Where prompts lose pages, the last of `page_tables`, int32 [S, groups], are their numbers: tables begin after them,
+    and lengths, then a tuple by group, are without them.
+    """
+    return (page_tables, ends) if len(page_tables) == cache.num_groups else _shorter(cache, page_tables, ends, lengths)
+
+
+def _shorter(cache: PagedCache, page_tables: PageTables, ends: jax.Array, lengths: jax.Array) -> tuple[PageTables, Any]:
+    *tables, num_dropped = page_tables
+    lost = jnp.where((lengths > 0)[:, None], num_dropped * cache.page_size, ends[:, None])
+    return tuple(tables), tuple((ends[:, None] - lost).T)

@@ -15,7 +15,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxinfer import parallel
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
 from jaxinfer.cache.paged import PagedCache, PageTables, tables_by_group
-from jaxinfer.cache.policy.best_pages import BoundedPages, QueryParts, attend_to_best
 from jaxinfer.cache.policy.moved_sinks import MovedSinks, move_sinks
 from jaxinfer.cache.state import StateAttention, StateOptions
 from jaxinfer.models.indexer import Choice, attend_to_chosen
@@ -49,6 +48,16 @@ class AttentionByLayer:
         """Takes over what a layer has stored."""
         raise NotImplementedError
 
+    @property
+    def cache(self) -> PagedCache:
+        """The updated cache after the pass."""
+        raise NotImplementedError
+
+    def commit(self, num_committed: jax.Array) -> PagedCache:
+        """The cache, whatever rows of a sequence are kept: the next ones overwrite the keys of the others."""
+        del num_committed
+        return self.cache
+
     def __call__(
         self,
         layer: int,
@@ -75,7 +84,6 @@ class PagedAttention(AttentionByLayer):
 
     `appends_first` is static: sequences may read pages that others of the same pass write to, so that all is stored
     before anything is read. `moved` are sinks of layers that are rotated first, to pages that `page_tables` list.
-    `best` are the rows of layers whose pages have bounds.
     """
 
     def __init__(
@@ -91,10 +99,9 @@ class PagedAttention(AttentionByLayer):
         is_uniform: bool = False,
         appends_first: bool = False,
         moved: dict[int, MovedSinks] | None = None,
-        best: QueryParts | None = None,
         mesh: Mesh | None = None,
     ):
-        self._before, self._layers, self._moved, self._best = cache, list(cache.layers), moved or {}, best
+        self._before, self._layers, self._moved = cache, list(cache.layers), moved or {}
         tables = tables_by_group(page_tables, cache)
         lengths = kv_lengths if isinstance(kv_lengths, tuple) else (kv_lengths,) * len(tables)
         self._inputs = [
@@ -109,23 +116,16 @@ class PagedAttention(AttentionByLayer):
         scales = scales_of_layer(self._before.scales, layer)
         group = self._before.group_of(layer)
         inputs = self._inputs[group]._replace(moved=self._moved.get(layer))
-        if isinstance(self._layers[layer], BoundedPages):
-            inputs = inputs._replace(best=self._best)
         # A layer without attention has None for its pages, and does not call.
         return LayerAttention(self._layers[layer], scales, inputs, self._schedules[group], *self._options)
 
-    def update(self, layer: int, state: Pages | BoundedPages) -> None:
+    def update(self, layer: int, state: Pages) -> None:
         """Takes over what a layer has stored."""
         self._layers[layer] = state
 
     @property
     def cache(self) -> PagedCache:
         return replace(self._before, layers=tuple(self._layers))
-
-    def commit(self, num_committed: jax.Array) -> PagedCache:
-        """The cache, whatever rows of a sequence are kept: the next ones overwrite the keys of the others."""
-        del num_committed
-        return self.cache
 
 
 def attend_ragged(
@@ -140,7 +140,6 @@ def attend_ragged(
     is_uniform: bool = False,
     appends_first: bool = False,
     moved: dict[int, MovedSinks] | None = None,
-    best: QueryParts | None = None,
     max_deferred: int | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
@@ -151,7 +150,7 @@ def attend_ragged(
     """
     static: Any = {"max_query_length": max_query_length, "is_uniform": is_uniform}
     ragged = (query_starts, query_lengths, kv_lengths)
-    options: Any = {**static, "appends_first": appends_first, "moved": moved, "best": best, "mesh": mesh}
+    options: Any = {**static, "appends_first": appends_first, "moved": moved, "mesh": mesh}
     paged = PagedAttention(cache, page_tables, *ragged, ancestors=ancestors, **options)
     if cache.states is None:
         return paged
@@ -211,8 +210,6 @@ class LayerAttention:
         if choice is not None:
             return self._attend_to_chosen(q, k, v, choice, scale)
         q, k, v = divide_by_scales(self._scales, q, k, v)
-        if isinstance(self.state, BoundedPages):
-            return self._attend_to_best(q, k, v, scale=scale, soft_cap=soft_cap, sinks=sinks)
         options = {**self._options, "window": window, "scale": scale, "soft_cap": soft_cap}
         attend, operands = partial(_attend, options, self._appends_first), (q, k, v, self.state, sinks)
         if self._mesh is None:
@@ -235,14 +232,6 @@ class LayerAttention:
                 check_vma=False,  # a Pallas call does not declare over which axes its results vary
             )
         out, self.state = attend(*operands, self._inputs, schedule)
-        return multiply_by_scales(self._scales, out)
-
-    def _attend_to_best(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
-        """Each query attends to the pages that it chooses."""
-        if self._inputs.best is None or self._mesh is not None or self._inputs.ancestors is not None:
-            raise NotImplementedError("attention to the best pages has no mesh and no trees of drafts")
-        options["is_uniform"] = self._options["is_uniform"]
-        out, self.state = attend_to_best(self.state, self._inputs.best, q, k, v, **options)
         return multiply_by_scales(self._scales, out)
 
     def _attend_to_chosen(self, q: jax.Array, k: jax.Array, v: jax.Array, choice: Choice, scale: float | None):
@@ -301,7 +290,6 @@ class _RaggedInputs(NamedTuple):
     query_starts: jax.Array
     ancestors: jax.Array | None = None
     moved: MovedSinks | None = None
-    best: QueryParts | None = None
 
 
 def _make_schedule(spec: PagedSpec, inputs: _RaggedInputs, part: PagePart | None = None) -> Schedule:

@@ -138,7 +138,7 @@ def plan(options: PlanOptions) -> None:
 
 def plan_request(options: PlanOptions) -> "PlanRequest":
     """Raises ValueError for what is out of range, and as `loading.load_shapes`."""
-    from jaxinfer.cache.policies import extends_length
+    from jaxinfer.cache.policy.kinds import extends_length
     from jaxinfer.engine.options import EngineOptions
     from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
     from jaxinfer.planning import PlanRequest, parse_place

@@ -12,10 +12,9 @@ before a sequence can go on after `num_stored` tokens, `first_needed`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jaxinfer.cache.policies import HeavyPages, LayerBudget
+from jaxinfer.cache.policy.contract import CachePolicy, GroupKind, PromptEnd
+from jaxinfer.cache.policy.kinds import KEEPS_ALL
 
 MAX_IN_FLIGHT = 2  # dispatches: one computes while the other's results are read
 
@@ -30,8 +29,7 @@ class CacheGroup:
       layers: their numbers. page_bytes: of one page in all of them, on a device.
       num_sinks: first pages of a sequence that are read beside the window, and so never given back.
       num_scratch: pages after those of the pool, which programs use within a pass.
-      budget: what stays of a prompt, if it is compacted at its end. heavy: what stays of a sequence that loses tokens
-        within its own pages; None for all.
+      at_end: what a prompt loses at its end; None for nothing.
     """
 
     num_pages: int
@@ -40,8 +38,7 @@ class CacheGroup:
     page_bytes: int = 0
     num_sinks: int = 0
     num_scratch: int = 0
-    budget: "LayerBudget | None" = None
-    heavy: "HeavyPages | None" = None
+    at_end: PromptEnd | None = None
 
     @property
     def num_allocated(self) -> int:
@@ -50,13 +47,10 @@ class CacheGroup:
 
     @property
     def name(self) -> str:
-        """What people read: "full", "window of 128", "sinks and window of 1,025", "snapkv(1024)" or "pyramidkv(1024),
-        layer 3"."""
-        if self.budget is not None:
-            layer = f", layer {self.layers[0]}" if self.budget.num_layers > 1 and self.layers else ""
-            return f"{self.budget.policy}{layer}"
-        sinks = "sinks and " if self.num_sinks else ""
-        return "full" if self.window is None else f"{sinks}window of {self.window:,}"
+        """What people read: "full", "window of 128", "sinks and window of 1,025", or what `at_end` is called."""
+        if self.at_end is not None:
+            return self.at_end.name
+        return "full" if self.window is None else f"{'sinks and ' * bool(self.num_sinks)}window of {self.window:,}"
 
     @property
     def pool_bytes(self) -> int:
@@ -71,12 +65,10 @@ class CacheGroup:
         return min(self.num_sinks, first)
 
     def least_pages(self, num_tokens: int, page_size: int, num_prompt: int = 0) -> int:
-        """Pages that a sequence of so many tokens, `num_prompt` of them its prompt's, holds at once, at least, if it is
-        computed token by token. While a prompt is compacted it has pages twice."""
-        if self.heavy is not None:
-            num_tokens = self.heavy.most_held(num_prompt, num_tokens)
+        """Pages that a sequence with room for so many tokens, whose prompt has `num_prompt`, holds at once, at least,
+        if it is computed token by token. While a prompt is compacted it has pages twice."""
         most = most_pages(self.window, num_tokens, 1, page_size, self.num_sinks)
-        if self.budget is None or not (num_dropped := self.budget.num_dropped(num_prompt)):
+        if self.at_end is None or not (num_dropped := self.at_end.num_dropped(num_prompt)):
             return most
         return max(2 * -(-num_prompt // page_size), most) - num_dropped
 
@@ -100,66 +92,57 @@ class PoolSizes:
     reuse, in proportion more; where it has fewer, never more pages than the first.
 
     Attributes:
-      windows: of the groups, None first, else the largest first. page_bytes: of a page of each on a device, in all of
-        its layers and the draft's. page_size: tokens of a page.
+      kinds: of the groups, those without a window first, else the largest first. page_bytes: of a page of each on a
+        device, in all of its layers and the draft's. scratch: pages of each that programs use within a pass.
+      page_size: tokens of a page.
       max_seqs, max_model_len, prefill_chunk: of the engine. dispatch_tokens: that a dispatch may store of a decoding
         sequence.
-      sinks: of each group, the first pages of a sequence that stay beside the window; () for none. scratch: pages of
-        each group that programs use within a pass; () for none. fresh: pages of each group that a compacted prompt
-        takes, at most; () for none. heavy: what stays of a sequence that loses tokens within its own pages.
+      policy: how many tokens a sequence has room for.
     """
 
-    windows: Sequence[int | None]
+    kinds: Sequence[GroupKind]
     page_bytes: Sequence[int]
+    scratch: Sequence[int]
     page_size: int
     max_seqs: int
     max_model_len: int
     prefill_chunk: int
     dispatch_tokens: int
-    sinks: Sequence[int] = ()
-    scratch: Sequence[int] = ()
-    fresh: Sequence[int] = ()
-    heavy: "HeavyPages | None" = None
-
-    def _fresh_of(self, group: int) -> int:
-        """Pages of a group for the prompts that are compacted in the dispatches in flight."""
-        return MAX_IN_FLIGHT * self.fresh[group] if self.fresh else 0
-
-    def _sinks_of(self, window: int | None) -> int:
-        return self.sinks[list(self.windows).index(window)] if self.sinks else 0
+    policy: CachePolicy = KEEPS_ALL
 
     @property
     def default(self) -> int:
         """Pages of the first group if nothing else is asked for, the null page included."""
-        return self.base(self.windows[0]) + self._fresh_of(0)
+        return self._base(self.kinds[0])
 
-    def base(self, window: int | None) -> int:
-        """Pages of a group in which `max_seqs` sequences find room at any time, the null page included."""
-        every = self.max_seqs * -(-self.max_model_len // self.page_size)
-        if window is None:
-            return every + 1
-        chunks = -(-MAX_IN_FLIGHT * self.prefill_chunk // self.page_size)
-        return min(every, self.max_seqs * self.of_sequence(window) + chunks) + 1
+    def _base(self, kind: GroupKind) -> int:
+        """Pages of a group in which `max_seqs` sequences find room at any time, the null page included; and room for
+        the prompts that move at their ends in the dispatches in flight."""
+        window, _, at_end = kind
+        count = self.max_seqs * -(-self.max_model_len // self.page_size)
+        if window is not None:
+            chunks = -(-MAX_IN_FLIGHT * self.prefill_chunk // self.page_size)
+            count = min(count, self.max_seqs * self._of_sequence(kind) + chunks)
+        return count + MAX_IN_FLIGHT * _fresh(at_end) + 1
 
-    def of_sequence(self, window: int | None) -> int:
+    def _of_sequence(self, kind: GroupKind) -> int:
         """Pages of a group that a decoding sequence of `max_model_len` tokens holds, at most."""
+        window, num_first, _ = kind
         ahead = MAX_IN_FLIGHT * self.dispatch_tokens
-        num_tokens = self.max_model_len if self.heavy is None else self.heavy.num_held(0, self.max_model_len)
-        return most_pages(window, num_tokens, ahead, self.page_size, self._sinks_of(window))
+        return most_pages(window, self.policy.num_held(0, self.max_model_len), ahead, self.page_size, num_first)
 
     @property
     def smallest(self) -> int:
         """Pages of the first group without which no sequence of `max_model_len` fits, the null page included."""
         ahead = max(self.prefill_chunk, self.dispatch_tokens)
-        first = self.windows[0]
-        most = most_pages(first, self.max_model_len, ahead, self.page_size, self._sinks_of(first))
-        return most + (self.fresh[0] if self.fresh else 0) + 1
+        window, num_first, at_end = self.kinds[0]
+        most = most_pages(window, self.max_model_len, ahead, self.page_size, num_first)
+        return most + _fresh(at_end) + 1
 
     def pages(self, first: int) -> tuple[int, ...]:
         """Pages of each group where the first has so many, null pages included."""
         found = [first]
-        for group, window in enumerate(self.windows[1:], 1):
-            base = self.base(window) + self._fresh_of(group)
+        for base in map(self._base, self.kinds[1:]):
             found.append(min(base, first) if first <= self.default else base * first // self.default)
         return tuple(found)
 
@@ -173,13 +156,12 @@ class PoolSizes:
     @property
     def sequence_bytes(self) -> int:
         """Of a decoding sequence of `max_model_len` tokens, at most."""
-        counts = [self.of_sequence(window) for window in self.windows]
+        counts = map(self._of_sequence, self.kinds)
         return sum(count * size for count, size in zip(counts, self.page_bytes, strict=True))
 
     def bytes_of(self, first: int) -> int:
         """Of all pools where the first has so many pages."""
-        scratch = self.scratch or (0,) * len(self.windows)
-        counts = (count + extra for count, extra in zip(self.pages(first), scratch, strict=True))
+        counts = (count + extra for count, extra in zip(self.pages(first), self.scratch, strict=True))
         return sum(count * size for count, size in zip(counts, self.page_bytes, strict=True))
 
     def fitting(self, num_bytes: int) -> int:
@@ -189,3 +171,8 @@ class PoolSizes:
             middle = (least + most + 1) // 2
             least, most = (middle, most) if self.bytes_of(middle) <= num_bytes else (least, middle - 1)
         return least
+
+
+def _fresh(at_end: PromptEnd | None) -> int:
+    """Pages to which a prompt moves at its end, at most."""
+    return 0 if at_end is None else at_end.most_pages

@@ -224,15 +224,10 @@ class Engine:
         if error is not None:
             sequence.error = f"its grammar cannot go on after {sequence.num_output} tokens: {error}"
             self.finish(sequence, "error")
-        elif sequence.grammar.rejected and self._keeps_rejected:
+        elif sequence.grammar.rejected and not self.spec.can_rewind:
             self.scheduler.preempt(sequence)
         elif sequence.grammar.rejected:
             self.scheduler.rewind(sequence)
-
-    @property
-    def _keeps_rejected(self) -> bool:
-        """Whether refused tokens cannot be taken back: they are in states, or in sums of what was attended to."""
-        return self.spec.has_states or self.spec.draft_has_states or self.spec.heavy_pages is not None
 
     def _append_each(self, sequence: SequenceState, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
         for step, token in enumerate(tokens):

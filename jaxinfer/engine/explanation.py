@@ -9,8 +9,7 @@ from jax.sharding import Mesh
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_rotated, is_scaled, kv_dtype_name
-from jaxinfer.cache.policies import HeavyHitters, PromptBudget
-from jaxinfer.cache.policy.best_pages import BoundedPages
+from jaxinfer.cache.paged import LeafedPages
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule
@@ -161,7 +160,7 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "tokens that fit": (spec.num_pages - 1) * spec.page_size,
         **_bytes_per_token(spec),
         "bytes per page": spec.page_bytes,
-        **({} if (policy := describe_policy(spec)) is None else {"policy": policy}),
+        **_describe_policy(spec),
         **_describe_windows(spec),
         "bytes": memory.pool_bytes,
         **_describe_states(engine),
@@ -296,22 +295,9 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
     return facts
 
 
-def describe_policy(spec: EngineSpec) -> str | None:
-    """What `kv_policy` keeps or reads, in whole pages; None for everything."""
-    if isinstance(policy := spec.options.policy, PromptBudget | HeavyHitters):
-        return policy.describe(spec.page_size)
-    if (best := spec.best_pages) is not None:
-        layers = f"{len(spec.bounded_layers)} of {spec.config.num_layers} layers"
-        text = f"{spec.options.policy}: all kept; in {layers} a token of an answer reads the bounds of all full pages, "
-        text += f"the best {best.num_pages} pages of {best.page_size} tokens and its own, at most {best.num_tokens:,} "
-        return text + "tokens; a prompt reads everything"
-    if (kept := spec.kept_pages) is None:
-        return None
-    text = f"{spec.options.policy}: pages of {kept.page_size} tokens, {kept.num_sinks} first, {kept.num_window} before "
-    text += f"a token's own; at most {kept.num_tokens:,} tokens attended to"
-    if kept.trained is not None:
-        text += f"; beyond {kept.trained:,} tokens, positions are those in the cache"
-    return text
+def _describe_policy(spec: EngineSpec) -> dict[str, Any]:
+    text = spec.policy.describe(spec.config)
+    return {} if text is None else {"policy": text}
 
 
 def _describe_windows(spec: EngineSpec) -> dict[str, Any]:
@@ -366,15 +352,16 @@ def _pages_in_use(engine: Engine) -> dict[str, str]:
 
 def _bytes_per_token(spec: EngineSpec) -> dict[str, int]:
     """What a token takes in all layers, padding of the layout included, for as long as it is in their windows."""
-    sizes = {"values": 0, "scales": 0, "bounds": 0}
+    kept = spec.policy.leaves_name
+    sizes = {"values": 0, "scales": 0, kept: 0}
     for pages in spec.cache.layers:
-        if isinstance(pages, BoundedPages):
-            sizes["bounds"] += num_bytes(pages.bounds) // len(pages.bounds)
+        if isinstance(pages, LeafedPages):
+            sizes[kept] += num_bytes(pages.leaves) // jax.tree.leaves(pages.leaves)[0].shape[0]
             pages = pages.pages
         for leaf in jax.tree.leaves(pages):  # only scales have three axes
             sizes["scales" if leaf.ndim == 3 else "values"] += leaf.size // leaf.shape[0] * leaf.dtype.itemsize
     sizes = {name: size // spec.page_size for name, size in sizes.items()}
-    others = {f"  of these {name}": sizes[name] for name in ("scales", "bounds") if sizes[name]}
+    others = {f"  of these {name}": sizes[name] for name in ("scales", kept) if sizes[name]}
     return {"bytes per token": sum(sizes.values()), **others}
 
 
@@ -384,12 +371,8 @@ def _paged_spec(engine: EngineSpec, num_tokens: int, longest: int, is_uniform: b
     head_dim, num_kv_heads = config.head_dim_of(layer), config.num_kv_heads_of(layer)
     q = jax.ShapeDtypeStruct((num_tokens, config.num_heads, head_dim), engine.dtype)
     kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), engine.dtype)
-    num_parts, num_columns = engine.max_seqs, engine.pages_per_sequence
-    if (best := engine.best_pages) is not None and longest > 1:
-        num_parts = min(num_tokens, num_parts + best.num_replayed)
-    elif best is not None:
-        num_columns = min(num_columns, best.num_pages + 1)
-    table = jax.ShapeDtypeStruct((num_parts, num_columns), jnp.int32)
+    shape = engine.policy.ragged_shape(num_tokens, engine.max_seqs, engine.pages_per_sequence, is_step=longest > 1)
+    table = jax.ShapeDtypeStruct(shape, jnp.int32)
     options: dict[str, Any] = {**attention_options(config), "is_uniform": is_uniform}
     options["num_parts"] = 1 if engine.mesh is None else parallel.axis_size(engine.mesh, "tokens")
     values = kv if config.mla is None else jax.ShapeDtypeStruct((*kv.shape[:2], config.mla.latent_size), kv.dtype)

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.cache import deferred_bytes, state_bytes
-from jaxinfer.cache.policies import OBSERVED, PromptBudget
-from jaxinfer.cache.policy.prompt_queries import BLOCK
 from jaxinfer.engine.host_tier import transit_bytes
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import compute_dtype
@@ -122,25 +120,11 @@ def activation_bytes(spec: EngineSpec) -> int:
     if spec.draft_model is not None:
         draft_config, draft_params = spec.draft_model
         copied = spec.max_seqs * state_bytes(draft_config, compute_dtype(draft_params))
-    scored, num_tokens = 0, spec.token_buckets[-1]
-    if spec.budgets is not None:  # of a prompt's tokens, while it is compacted: products with queries, and keys
-        scored = 4 * spec.max_model_len * (2 * config.num_heads * OBSERVED + config.num_kv_heads * config.head_dim)
-    if isinstance(policy := spec.options.policy, PromptBudget) and policy.observes_prompt:
-        num_tokens = max(num_tokens, BLOCK)  # and values and products with covariances, as large as keys, and moments
-        scored += 8 * spec.max_model_len * config.num_kv_heads * config.head_dim
-        scored += 4 * config.num_layers * config.num_heads * config.head_dim * (config.head_dim + 1)
+    num_tokens = max(spec.token_buckets[-1], spec.policy.prompt_block)
+    scored = spec.policy.working_bytes(config, spec.max_model_len, spec.max_seqs, spec.dtype.itemsize)
     moved = transit_bytes(max(spec.group_page_bytes)) if spec.options.host_cache_gib else 0
     own = num_tokens * hidden * spec.dtype.itemsize + spec.buffer_bytes
-    return own + logits + deferred + copied + moved + scored + _observed_bytes(spec)
-
-
-def _observed_bytes(spec: EngineSpec) -> int:
-    """Estimated bytes of the second pass over the keys of decoding slots, in one layer, where a policy adds up what
-    queries attend to: as compilers make it, of keys, values with them, and the same in another order; and of scores."""
-    if (heavy := spec.heavy_pages) is None:
-        return 0
-    config, num_keys = spec.config, spec.max_seqs * heavy.num_tokens
-    return num_keys * (4 * config.num_kv_heads * config.head_dim * spec.dtype.itemsize + 8 * config.num_heads)
+    return own + logits + deferred + copied + moved + scored
 
 
 def available_bytes(device: Any) -> int | None:

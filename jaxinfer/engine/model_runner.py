@@ -15,7 +15,6 @@ from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
-from jaxinfer.cache.policy.heavy_hitters import zeros_of
 from jaxinfer.cache.state import init_state_cache
 from jaxinfer.engine.cache_copies import CacheCopies
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
@@ -73,7 +72,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh = spec.mesh
         self.placement = DevicePlacement(mesh)
-        self.model, self.weights = program_model(spec.config, params, mesh, spec.program_policy)
+        self.model, self.weights = program_model(spec.config, params, mesh, spec.policy)
         self.device = self.weights[0].addressable_shards[0].device
         kind: Any = draft if isinstance(draft, NgramDraft) else None
         self.draft_weights: tuple[jax.Array, ...] = ()
@@ -87,7 +86,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         self.host_pages = HostPages(spec, host_pools(spec), mesh)
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
         counts = tuple(group.num_allocated for group in spec.groups)
-        stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups, spec.bounded_layers
+        stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups, spec.page_leaves
         self._cache = self._init_cache(spec.config, params, *stored)
         self._saved: StateCache | None = init_state_cache(spec.config, spec.num_saved_states, spec.dtype)
         self._draft_cache: PagedCache | None = None
@@ -123,7 +122,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         spec, layout = self.spec, self.spec.layout_of(config, kv_dtype)
         pages = init_paged_cache(config, counts, spec.page_size, kv_dtype, layout, spec.mesh, scales, *groups)
         states = init_state_cache(config, spec.max_seqs, compute_dtype(params))
-        return dataclasses.replace(pages, states=states, sums=zeros_of(spec.cache.sums))
+        return dataclasses.replace(pages, states=states)
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
@@ -145,7 +144,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         if plan.is_empty:
             return None
         chunks = [(slot_of(chunk.sequence), chunk) for chunk in plan.chunks]
-        if any(chunk.compaction for _, chunk in chunks):
+        if any(chunk.end_moves for _, chunk in chunks):
             sent = partial(Flight, plan, chunks, [], num_slots=self.spec.max_seqs, sent_at=time.perf_counter())
             sent = partial(sent, num_rows=chunks[0][1].length)
             return self._sent_pieces(sent, *self._compact(*chunks[0]))
@@ -246,7 +245,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         num_tokens: int,
         num_slots: int,
     ) -> Flight:
-        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots, self.spec.has_prompt_lengths)
+        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots, self.spec.policy.needs_prompt_lengths)
         output = self._run_step(work, any(piece.is_read for piece in pieces))
         if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
             self._copy_states(True, state_copies(saved, self.spec.max_seqs))
@@ -456,7 +455,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         return speculate.lower(*self._rounds_arguments(empty_rounds(num_slots), tree, self._empty_tables(num_slots)))
 
     def _empty_work(self, num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
-        return programs.empty_work(num_tokens, num_slots, self.spec.has_prompt_lengths)
+        return programs.empty_work(num_tokens, num_slots, self.spec.policy.needs_prompt_lengths)
 
     def _empty_tables(self, num_slots: int) -> PageTables:
         return self.placement.put(self._rows.empty(num_slots))

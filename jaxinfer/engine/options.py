@@ -5,10 +5,11 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from jaxinfer.cache.policy.contract import CachePolicy
+from jaxinfer.cache.policy.kinds import KEEPS_ALL, parse_policy
 from jaxinfer.options import option
 
 if TYPE_CHECKING:
-    from jaxinfer.cache.policies import Policy
     from jaxinfer.speculative import Draft, TokenTree
 
 CACHES = ("paged", "contiguous")
@@ -288,7 +289,7 @@ class EngineOptions(SpeculationOptions):
                 raise ValueError(f"kv_policy={self.kv_policy!r} is of pages: it is for cache='paged' only")
         for name, unit in (("token_buckets", TOKEN_UNIT), ("decode_slots", 1)):
             self._check_sizes(name, unit)
-        if self.policy is not None and self.draft_tree is not None:
+        if self.policy is not KEEPS_ALL and self.draft_tree is not None:
             raise ValueError(
                 f"kv_policy={self.kv_policy!r} cannot be combined with draft_tree={self.draft_tree}: drafts are "
                 f"chains; use num_draft_tokens"
@@ -334,11 +335,9 @@ class EngineOptions(SpeculationOptions):
             raise ValueError(f"host_cache_gib={gib!r} holds cached beginnings: it cannot be combined with {missing}")
 
     @property
-    def policy(self) -> "Policy | None":
-        """`kv_policy`, parsed; None where everything is kept and read."""
-        from jaxinfer.cache.policies import parse_policy
-
-        return None if self.kv_policy is None else parse_policy(self.kv_policy)
+    def policy(self) -> CachePolicy:
+        """`kv_policy`, parsed; without one everything is kept and read."""
+        return KEEPS_ALL if self.kv_policy is None else parse_policy(self.kv_policy)
 
     def check_buckets(self, prefill_chunk: int, max_seqs: int) -> None:
         """Raises ValueError for `token_buckets` and `decode_slots` that do not end with what these numbers need."""

@@ -22,7 +22,7 @@ class PageTableRows:
     def __init__(self, groups: Sequence[CacheGroup], num_slots: int, pages_per_sequence: int):
         self._tables = tuple(np.zeros((num_slots, pages_per_sequence), np.int32) for _ in groups)
         self._num_sinks = tuple(group.num_sinks for group in groups)
-        self._is_compacted = tuple(group.budget is not None for group in groups)
+        self._is_compacted = tuple(group.at_end is not None for group in groups)
         self._num_lost = np.zeros((num_slots, len(groups)), np.int32)
 
     def update(self, sequences: Iterable[SequenceState]) -> bool:

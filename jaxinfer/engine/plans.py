@@ -23,7 +23,7 @@ class Chunk:
     """Tokens `start` to `start + length` of a sequence, to be stored; `is_last` when its next token is then chosen.
 
     `saves_to` is the place where the sequence's state after them is saved; NULL_PAGE for none. Where the last tokens of
-    a prompt compact it, `compaction` says by group where its pages move (`GroupMove`); else it is empty.
+    a prompt compact it, `end_moves` says by group where its pages move (`GroupMove`); else it is empty.
     """
 
     sequence: SequenceState
@@ -31,7 +31,7 @@ class Chunk:
     length: int
     is_last: bool
     saves_to: int = NULL_PAGE
-    compaction: tuple[GroupMove, ...] = ()
+    end_moves: tuple[GroupMove, ...] = ()
 
 
 class PageCopy(NamedTuple):

@@ -5,6 +5,8 @@ Plain Python: no JAX here.
 
 from collections.abc import Iterable, Sequence
 
+from jaxinfer.cache.policy.contract import CachePolicy
+from jaxinfer.cache.policy.kinds import KEEPS_ALL
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
 from jaxinfer.engine.prefix import PrefixTree
@@ -18,8 +20,14 @@ class PagePools:
     sinks.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], page_size: int, shuffle_seed: int | None = None):
-        self.groups, self.page_size, self.heavy = tuple(groups), page_size, groups[0].heavy
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        page_size: int,
+        shuffle_seed: int | None = None,
+        policy: CachePolicy = KEEPS_ALL,
+    ):
+        self.groups, self.page_size, self.policy = tuple(groups), page_size, policy
         self.all = tuple(PagePool(group.num_pages, shuffle_seed) for group in groups)
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
 
@@ -28,28 +36,12 @@ class PagePools:
 
     def pages_of(self, sequence: SequenceState, num_tokens: int) -> int:
         """Pages that a sequence needs when so many of its tokens are stored."""
-        heavy = self.heavy
-        return self.pages_for(num_tokens if heavy is None else heavy.num_held(sequence.num_prompt, num_tokens))
+        return self.pages_for(self.policy.num_held(sequence.num_prompt, num_tokens))
 
     def num_lacking(self, sequence: SequenceState, num_tokens: int) -> int:
         """Pages that a decoding sequence does not have yet for so many more tokens."""
         end = min(sequence.num_reserved + num_tokens, sequence.num_storable)
         return max(0, self.pages_of(sequence, end) - len(sequence.pages))
-
-    def place(self, sequence: SequenceState) -> int:
-        """Where the next token of a sequence is stored: as many tokens are before it in its pages."""
-        count, heavy = sequence.num_stored, self.heavy
-        return count if heavy is None or count < sequence.num_prompt else count - heavy.num_dropped(count)
-
-    def next_stop(self, sequence: SequenceState) -> int:
-        """Tokens up to which a prompt's next piece may go. Where tokens are dropped at a prompt's end and where pages
-        of an answer are full, they stop there: each piece attends to what was kept then."""
-        count, heavy = sequence.num_stored, self.heavy
-        if heavy is None:
-            return sequence.target
-        if count < sequence.num_prompt:
-            return min(sequence.num_prompt, sequence.target)
-        return min((count // self.page_size + 1) * self.page_size, sequence.target)
 
     @property
     def num_available(self) -> int:
@@ -66,7 +58,8 @@ class PagePools:
         return [group.first_needed(num_stored, self.page_size) for group in self.groups]
 
     def least_pages(self, num_tokens: int, num_prompt: int = 0) -> list[int]:
-        """By group, as `CacheGroup.least_pages`."""
+        """By group, as `CacheGroup.least_pages`, of a sequence of so many tokens."""
+        num_tokens = self.policy.most_held(num_prompt, num_tokens)
         return [group.least_pages(num_tokens, self.page_size, num_prompt) for group in self.groups]
 
     def num_missing(self, num_tokens: int, num_known: int, num_prompt: int = 0) -> list[int]:
@@ -96,8 +89,7 @@ class PagePools:
 
     def _most_pages(self, sequence: SequenceState) -> int:
         """Pages of a group without a window that a sequence holds at once until its prompt is stored."""
-        num_tokens, heavy = sequence.target, self.heavy
-        return self.pages_for(num_tokens if heavy is None else heavy.most_held(sequence.num_prompt, num_tokens))
+        return self.pages_for(self.policy.most_held(sequence.num_prompt, sequence.target))
 
     def has_room(self, needed: Sequence[int], spare: Sequence[int]) -> bool:
         """Whether each pool has what is needed and spared."""
@@ -127,7 +119,7 @@ class PagePools:
 
     def release_evicted(self, sequence: SequenceState) -> None:
         """Gives back the pages of a prompt whose tokens were moved together at its end."""
-        if self.heavy is None or sequence.num_confirmed < sequence.num_prompt:
+        if not self.policy.moves_in_place or sequence.num_confirmed < sequence.num_prompt:
             return
         count = self.pages_of(sequence, max(sequence.num_reserved, sequence.num_prompt + 1))
         for pool, table in zip(self.all, sequence.tables, strict=True):
@@ -183,11 +175,11 @@ class PagePools:
                 raise RuntimeError(f"tables of different lengths: {[len(table) for table in one.tables]}")
             needed = self.first_needed(one.num_confirmed)
             for group, table, released, first in zip(self.groups, one.tables, one.num_released, needed, strict=True):
-                if group.budget is not None:
-                    first = group.budget.num_dropped(one.num_prompt) if one.is_compacted else 0
-                num_sinks = group.sinks_before(released)
-                held = table[:num_sinks] + table[released:]
-                if released > first or any(table[num_sinks:released]) or not all(held):
+                if group.at_end is not None:
+                    first = group.at_end.num_dropped(one.num_prompt) if one.is_compacted else 0
+                count = group.sinks_before(released)
+                held = table[:count] + table[released:]
+                if released > first or any(table[count:released]) or not all(held):
                     raise RuntimeError(
                         f"{released} pages are given back, {first} may be after {one.num_confirmed} tokens: {table}"
                     )

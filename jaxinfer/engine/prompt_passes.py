@@ -7,7 +7,6 @@ import numpy as np
 from jax.stages import Lowered
 
 from jaxinfer.cache import PagedCache
-from jaxinfer.cache.policies import OBSERVED
 from jaxinfer.engine.compiling import Program
 from jaxinfer.engine.lockstep import Operated, operation
 from jaxinfer.engine.placement import DevicePlacement
@@ -40,7 +39,7 @@ class PromptPasses(Operated, Protocol):
         rows, pieces = step_rows([(slot, chunk)], [], chunk.length, spec.max_seqs)
         del rows["tokens"], rows["token_slots"]
         prompt = sequence.tokens[: sequence.num_prompt]
-        work = compaction_work(prompt, chunk.length, chunk.compaction, spec.groups, spec.pages_per_sequence)
+        work = self._end_work(prompt, chunk.length, chunk.end_moves)
         return self._run_compaction(rows, work, pieces[0].is_read), pieces
 
     @operation
@@ -60,14 +59,19 @@ class PromptPasses(Operated, Protocol):
     @property
     def _compaction_programs(self) -> list[Program]:
         """The program, if prompts are compacted."""
-        if self.spec.budgets is None:
+        if not self.spec.ends_prompts:
             return []
         return [Program("compaction of a prompt", self._lower_compaction, self._warm_up_compaction)]
 
     def _empty_compaction(self) -> CompactionWork:
         """Work that writes nothing that is read: to the null page."""
         moves = tuple(GroupMove((), (), 0) for _ in self.spec.groups)
-        return compaction_work([0] * OBSERVED, OBSERVED, moves, self.spec.groups, self.spec.pages_per_sequence)
+        observed = max(group.at_end.num_observed for group in self.spec.groups if group.at_end is not None)
+        return self._end_work([0] * observed, observed, moves)
+
+    def _end_work(self, prompt: list[int], window: int, moves: tuple[GroupMove, ...]) -> CompactionWork:
+        spec = self.spec
+        return compaction_work(prompt, window, moves, spec.groups, spec.pages_per_sequence, spec.policy)
 
     def _lower_compaction(self) -> Lowered:
         return compact_prompt.lower(*self._compaction_arguments(self._empty_compaction()))

@@ -18,7 +18,7 @@ from jaxinfer.engine.pages import NULL_PAGE, PagePool
 from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy, num_expected
 from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixMatch, PrefixPlace, PrefixTree
-from jaxinfer.engine.prompt_compaction import PromptCompaction
+from jaxinfer.engine.prompt_ends import PromptEnds
 from jaxinfer.engine.replays import AnswerReplays
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.saved_states import SavedStates, num_common
@@ -63,9 +63,10 @@ class Scheduler:
 
     def __init__(self, options: SchedulerOptions, slot_buckets: Sequence[int] | None = None):
         self.options = options
-        self.pools = PagePools(options.groups, options.page_size, options.shuffle_seed)
-        self.compaction = PromptCompaction(self.pools)
-        self.replays = AnswerReplays(options.num_replayed)
+        self.policy = options.policy
+        self.pools = PagePools(options.groups, options.page_size, options.shuffle_seed, self.policy)
+        self.ends = PromptEnds(self.pools)
+        self.replays = AnswerReplays(self.policy.num_replayed)
         num_places = options.num_saved_states if options.reuses_prefixes else 0
         self.tier = HostTier(options.host_pools)
         states = num_places, options.save_interval, options.page_size, options.shuffle_seed
@@ -142,8 +143,8 @@ class Scheduler:
         Such a step may store `num_scratch` tokens more than it keeps, if the sequence may still grow so long.
         """
         self._release_behind_windows()
-        if (compaction := self._plan_compaction()) is not None:
-            return self._with_moves(DispatchPlan([], [], [], [compaction], [], 1))
+        if (last_tokens := self._plan_end()) is not None:
+            return self._with_moves(DispatchPlan([], [], [], [last_tokens], [], 1))
         while True:
             width = tokens_per_step
             decodes = [one for one in self.running if one.can_decode]
@@ -178,7 +179,7 @@ class Scheduler:
         sequence.num_confirmed = num_stored
         self._cache_prefix(sequence)
         if sequence.prompt_tables and num_stored >= sequence.num_prompt:
-            self.compaction.finish(sequence)
+            self.ends.finish(sequence)
 
     def append(self, sequence: SequenceState, token: int) -> None:
         """A token was chosen; all tokens before it are stored."""
@@ -223,7 +224,7 @@ class Scheduler:
     def check(self) -> None:
         """Raises RuntimeError where pages, slots or lists do not agree."""
         self.pools.check(self.running)
-        self.compaction.check(self.running)
+        self.ends.check(self.running)
         self.saved.check(self.running)
         self.prefixes.check()
         slots = [one.slot for one in self.running]
@@ -256,16 +257,16 @@ class Scheduler:
         self.counters.host_bytes_in += self.tier.bytes_of(coming)
         return replace(plan, to_host=leaving, from_host=coming) if leaving or coming else plan
 
-    def _plan_compaction(self) -> Chunk | None:
+    def _plan_end(self) -> Chunk | None:
         """The pass that compacts the prompt of a sequence, the first in rank, that waits for it and has room for it."""
         nothing = [0] * len(self.pools.all)
-        for sequence in sorted(filter(self.compaction.is_next, self.running), key=_rank) if self.compaction else ():
-            if self.pools.has_room(self.compaction.missing(sequence), nothing):
+        for sequence in sorted(filter(self.ends.is_next, self.running), key=_rank) if self.ends else ():
+            if self.pools.has_room(self.ends.missing(sequence), nothing):
                 start, end = sequence.num_stored, sequence.num_prompt
-                moves = self.compaction.start(sequence)
+                moves = self.ends.start(sequence)
                 sequence.num_stored = sequence.num_reserved = end
                 self.counters.computed_prompt_tokens += end - start
-                return Chunk(sequence, start, end - start, end == sequence.target, compaction=moves)
+                return Chunk(sequence, start, end - start, end == sequence.target, end_moves=moves)
         return None
 
     def _num_steps(self, decodes: list[SequenceState], max_steps: int | None) -> int:
@@ -274,8 +275,8 @@ class Scheduler:
         if self.waiting and decodes:
             steps = min(steps, *(one.num_left for one in decodes))
         if any(one.grammar is not None and one.grammar.is_on_host for one in decodes):
-            if self.options.has_states or self.options.heavy is not None:
-                return 1  # a refused token cannot be taken out of a state, or of sums of what was attended to
+            if not self.options.can_rewind:
+                return 1
             steps = max(range(1, steps + 1), key=lambda count: num_expected(decodes, count) / (count + HOST_STEPS))
         return max(steps, 1)
 
@@ -288,9 +289,7 @@ class Scheduler:
 
     def _num_spare(self) -> list[int]:
         """By group, pages left for those that run when another is admitted, lest it is preempted at once."""
-        fresh = (
-            (self.compaction.num_fresh(one, group) for one in self.running) for group in range(len(self.pools.all))
-        )
+        fresh = ((self.ends.num_fresh(one, group) for one in self.running) for group in range(len(self.pools.all)))
         return [count + sum(more) for count, more in zip(self.pools.num_spare(self.running), fresh, strict=True)]
 
     def _allocate_pages(self, decodes: list[SequenceState], num_tokens: int) -> bool:
@@ -326,8 +325,8 @@ class Scheduler:
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
         start = sequence.num_stored
-        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - self.pools.place(sequence)
-        stop = min(part.next_stop(sequence) for part in (self.saved, self.compaction, self.pools))
+        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - self.policy.place(sequence)
+        stop = min(part.next_stop(sequence) for part in (self.saved, self.ends, self.policy))
         length = min(budget, min(stop, self.replays.next_stop(sequence, chunks)) - start, room)
         if length > 0:
             missing = self.pools.pages_of(sequence, start + length) - len(sequence.pages)
@@ -368,11 +367,11 @@ class Scheduler:
 
     def _num_shareable(self, sequence: SequenceState) -> int:
         """Leading tokens that it may take from the prefix tree."""
-        return self.replays.num_shareable(sequence, self.compaction.num_shareable(sequence))
+        return self.replays.num_shareable(sequence, self.ends.num_shareable(sequence))
 
     def _num_known(self, sequence: SequenceState) -> int:
         """Tokens of which others may find pages, once they are confirmed."""
-        return self.replays.num_shareable(sequence, self.compaction.num_known(sequence))
+        return self.replays.num_shareable(sequence, self.ends.num_known(sequence))
 
     def _has_live_leader(self, sequence: SequenceState) -> bool:
         """Whether its leader, whose prompt pages it will share, has not ended. A leader is never behind in rank."""
@@ -461,7 +460,7 @@ class Scheduler:
         self._cache_prefix(sequence)
         self.running.remove(sequence)
         self.pools.release_all(sequence)
-        self.compaction.finish(sequence)
+        self.ends.finish(sequence)
         self.saved.release_all(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = sequence.place = None
@@ -470,7 +469,7 @@ class Scheduler:
 
     def _cache_prefix(self, sequence: SequenceState) -> None:
         """Full pages of what is confirmed enter the prefix tree."""
-        if self.options.reuses_prefixes and (tables := self.compaction.known_tables(sequence)) is not None:
+        if self.options.reuses_prefixes and (tables := self.ends.known_tables(sequence)) is not None:
             num_known = self.replays.num_shareable(sequence, sequence.num_confirmed)
             keys = sequence.keys(self.options.page_size, num_known)
             saved = self.saved.tables(sequence, len(keys))

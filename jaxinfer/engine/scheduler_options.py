@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jaxinfer.cache.policy.contract import CachePolicy, PromptEnd
+from jaxinfer.cache.policy.kinds import KEEPS_ALL
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.host_tier import HostPoolSize
 
 if TYPE_CHECKING:
-    from jaxinfer.cache.policies import HeavyPages, LayerBudget
     from jaxinfer.engine.spec import EngineSpec
 
 
@@ -23,11 +24,9 @@ class SchedulerOptions:
       work are kept and found again. shuffle_seed: orders the pages at random (for tests). has_states: whether layers
       keep a state of each sequence. num_saved_states: places for states that are kept, without which a model with
       states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages. host_pools: host
-      pages of each group of layers, and of saved states; () for none. budget: what stays of a prompt in the first
-      group, if it is compacted. heavy: what stays of a sequence that loses tokens within its own pages; None for all.
-      num_replayed: tokens that a step takes of answers that are computed again, where these are not as tokens of a
-      prompt (`AnswerReplays`); None where they are. max_step_tokens: tokens of a step in all; None for prefill_chunk
-      beside decoding sequences.
+      pages of each group of layers, and of saved states; () for none. at_end: what a prompt loses at its end in the
+      first group. policy: of the cache. max_step_tokens: tokens of a step in all; None for prefill_chunk beside
+      decoding sequences.
     """
 
     num_pages: int
@@ -45,9 +44,8 @@ class SchedulerOptions:
     more_groups: tuple[CacheGroup, ...] = ()
     host_pools: tuple[HostPoolSize, ...] = ()
     num_sinks: int = 0
-    budget: "LayerBudget | None" = None
-    heavy: "HeavyPages | None" = None
-    num_replayed: int | None = None
+    at_end: PromptEnd | None = None
+    policy: CachePolicy = KEEPS_ALL
     max_step_tokens: int | None = None
 
     @classmethod
@@ -67,19 +65,23 @@ class SchedulerOptions:
             shuffle_seed=spec.options.shuffle_seed,
             window=spec.windows[0],
             num_sinks=spec.groups[0].num_sinks,
-            budget=spec.groups[0].budget,
+            at_end=spec.groups[0].at_end,
             more_groups=spec.groups[1:],
             host_pools=host_pools,
-            num_replayed=spec.best_pages and spec.best_pages.num_replayed,
-            heavy=spec.heavy_pages,
+            policy=spec.policy,
             max_step_tokens=spec.token_buckets[-1],
         )
 
     @property
+    def can_rewind(self) -> bool:
+        """Whether tokens that are refused can be taken back."""
+        return not self.has_states and self.policy.can_rewind
+
+    @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """All groups of layers, each with a pool."""
-        kept = {"num_sinks": self.num_sinks, "budget": self.budget, "heavy": self.heavy}
-        return (CacheGroup(self.num_pages, self.window, **kept), *self.more_groups)
+        first = CacheGroup(self.num_pages, self.window, num_sinks=self.num_sinks, at_end=self.at_end)
+        return (first, *self.more_groups)
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_size", "max_seqs", "prefill_chunk", "steps_per_dispatch", "max_waiting"):
@@ -90,7 +92,7 @@ class SchedulerOptions:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.has_states and self.reuses_prefixes and not self.num_saved_states:
             raise ValueError("prefixes of a model with states are reused from saved states: there are none")
-        if self.heavy is not None and self.reuses_prefixes:
+        if self.reuses_prefixes and not self.policy.reuses_prefixes:
             raise ValueError("pages in which tokens are dropped cannot be those of a prefix")
         if self.num_saved_states and (self.save_interval < 1 or self.save_interval % self.page_size):
             raise ValueError(f"save_interval={self.save_interval} is no multiple of page_size={self.page_size}")

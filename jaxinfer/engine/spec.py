@@ -21,9 +21,8 @@ from jaxinfer.cache import (
     state_bytes,
     stored_dtype,
 )
-from jaxinfer.cache.policies import BestPages, LayerBudget, LayerBudgets, ProgramPolicy
-from jaxinfer.cache.policy.best_pages import BoundedPages
-from jaxinfer.cache.policy.heavy_hitters import with_sums
+from jaxinfer.cache.paged import PageLeaves
+from jaxinfer.cache.policy.contract import CachePolicy, GroupKind, LayerPages, PolicyUse
 from jaxinfer.chips import chip_of_kind
 from jaxinfer.engine.abstract_work import (
     abstract_slots,
@@ -36,9 +35,7 @@ from jaxinfer.engine.abstract_work import (
 )
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.determinism import Determinism, decide
-from jaxinfer.engine.layer_caches import PolicyPages, group_kinds
 from jaxinfer.engine.options import EngineOptions, most_tokens
-from jaxinfer.engine.policy_checks import check_heavy, check_policy, check_prompt_budget
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.programs.work import Slots
@@ -47,7 +44,7 @@ from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingBatch
-from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, draft_model
+from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, draft_model, draft_name
 from pallas_kernels.paged_attention import Pages, platform_layout
 from pallas_kernels.recurrence import BLOCK_TOKENS
 
@@ -59,7 +56,7 @@ DRAFT_LENGTHS, NGRAM_LENGTHS = (2, 4, 8), (3, 7, 15)  # n-gram drafts are free, 
 
 
 @dataclass(frozen=True, eq=False)
-class EngineSpec(PolicyPages):
+class EngineSpec:
     """A model, an engine's options and, if it speculates, a draft; all arrays are `jax.ShapeDtypeStruct`s.
 
     Attributes:
@@ -69,7 +66,7 @@ class EngineSpec(PolicyPages):
         are compiled without a mesh.
       draft: what drafts, a `ModelDraft` with abstract parameters.
       pool_pages: pages that fit in the memory; None before that is known.
-      num_dense_layers: the first layers, whose answers read all pages under `kv_policy="quest(N)"`.
+      numbers: of the layers in the model that the options are for; None where they are all of its layers.
       chip: the name of the chip, where its figures are known.
       determinism: whether every pass has one shape, and its rows; decided where it is None.
 
@@ -83,7 +80,7 @@ class EngineSpec(PolicyPages):
     mesh: Any = None
     draft: Draft | None = None
     pool_pages: int | None = None
-    num_dense_layers: int = BestPages.num_dense_layers
+    numbers: tuple[int, ...] | None = None
     chip: str | None = None
     determinism: Determinism = None  # type: ignore[assignment]
 
@@ -94,10 +91,7 @@ class EngineSpec(PolicyPages):
         check_sequence_axis(self.mesh, self.page_size, options)
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
-        combined = self.config, self.draft, self.num_devices, options
-        check_policy(*combined, self.kept_pages or self.best_pages, self.kv_dtype)
-        check_prompt_budget(*combined, self.max_model_len)
-        check_heavy(*combined, self.heavy_pages, self.max_model_len)
+        self.policy.check(self._policy_use)
         if self.determinism is None:
             object.__setattr__(self, "determinism", decide(self))
         options.check_buckets(self.prefill_chunk, self.max_seqs)
@@ -113,6 +107,27 @@ class EngineSpec(PolicyPages):
         platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
         chip = chip_of_kind(device.device_kind)
         return cls(config, shapes_of(params), options, platform, mesh, draft, chip=chip and chip.name)
+
+    @cached_property
+    def policy(self) -> CachePolicy:
+        """The policy of the cache."""
+        trained = self.config.max_length
+        found = self.options.policy.bound(self.page_size, trained if self.max_model_len > trained else None)
+        return found if self.numbers is None else found.of_layers(self.numbers)
+
+    @property
+    def _policy_use(self) -> PolicyUse:
+        return PolicyUse(
+            f"kv_policy={self.options.kv_policy!r}",
+            self.config,
+            self.max_model_len,
+            self.page_size,
+            self.num_devices,
+            self.kv_dtype,
+            draft=None if self.draft is None else draft_name(self.draft),
+            draft_in_cache=isinstance(self.draft, LayersDraft),
+            host_cache_gib=self.options.host_cache_gib,
+        )
 
     @property
     def is_deterministic(self) -> bool:
@@ -169,8 +184,8 @@ class EngineSpec(PolicyPages):
     @property
     def reuses_prefixes(self) -> bool:
         """Whether pages of finished work are kept; those of a contiguous cache are never full before the end."""
-        is_possible = self.options.prefix_cache and self.options.cache == "paged" and self.heavy_pages is None
-        return is_possible and (not self.has_states or self.num_saved_states > 0)
+        is_possible = self.options.prefix_cache and self.options.cache == "paged"
+        return is_possible and self.policy.reuses_prefixes and (not self.has_states or self.num_saved_states > 0)
 
     @property
     def has_states(self) -> bool:
@@ -208,25 +223,42 @@ class EngineSpec(PolicyPages):
     # Groups of layers.
 
     @cached_property
-    def _group_kinds(self) -> tuple[tuple[int | None, LayerBudget | None], ...]:
-        return group_kinds(self.layers, self.has_own_draft)
+    def layers(self) -> tuple[LayerPages, ...]:
+        """Where each layer keeps its keys and values."""
+        if self.options.cache == "contiguous":
+            return (LayerPages("contiguous"),) * self.config.num_layers
+        return self.policy.layers(self.config)
+
+    @cached_property
+    def _group_kinds(self) -> tuple[GroupKind, ...]:
+        """The groups of layers: first those that keep everything, then the largest window first, and lower layers
+        before higher ones.
+
+        A draft model's own layers are all in the group that keeps everything, as it stores a whole prompt at once when
+        it first drafts: none of it may have been given back.
+        """
+        found = {layer.group for layer in self.layers} | ({LayerPages("full").group} if self.has_own_draft else set())
+
+        def order(kind: GroupKind) -> tuple[bool, int, int]:
+            window, _, at_end = kind
+            return window is not None, -(window or 0), -1 if at_end is None else at_end.order
+
+        return tuple(sorted(found, key=order))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The windows of the groups, None for layers without one."""
-        return tuple(window for window, _ in self._group_kinds)
+        return tuple(window for window, _, _ in self._group_kinds)
 
     @property
-    def budgets(self) -> tuple[LayerBudget | None, ...] | None:
-        """What stays of a prompt in each group; None where no prompt is compacted."""
-        budgets = tuple(budget for _, budget in self._group_kinds)
-        return budgets if any(budgets) else None
+    def ends_prompts(self) -> bool:
+        """Whether prompts lose pages at their end, in a pass of its own."""
+        return any(at_end is not None for _, _, at_end in self._group_kinds)
 
     @property
-    def program_policy(self) -> ProgramPolicy | None:
-        """What programs know of the policy, as `programs.program_model` takes it."""
-        budgets = None if self.budgets is None else LayerBudgets(self.budgets)
-        return self.kept_pages or budgets or self.heavy_pages or self.best_pages
+    def can_rewind(self) -> bool:
+        """Whether tokens that are refused can be taken back: they are in no state, and nothing was dropped for them."""
+        return not self.has_states and not self.draft_has_states and self.policy.can_rewind
 
     @cached_property
     def layer_groups(self) -> tuple[int, ...]:
@@ -239,25 +271,21 @@ class EngineSpec(PolicyPages):
         """The rule for the numbers of pages."""
         scratch = max((tree.num_nodes for tree in self.trees), default=0) if self.draft is not None else 0
         tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + scratch
-        sizes = self.windows, self.group_page_bytes, self.page_size, self.max_seqs
-        return PoolSizes(*sizes, *tokens, *self._policy_pages, self.heavy_pages)
+        sizes = self._group_kinds, self.group_page_bytes, self._scratch, self.page_size, self.max_seqs
+        return PoolSizes(*sizes, *tokens, self.policy)
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The groups of layers and their pools."""
-        sizes = self._layers_by_group, self.group_page_bytes, *self._policy_pages[:2]
-        windows, budgets = zip(*self._group_kinds, strict=True)
-        return tuple(map(CacheGroup, self.pool_sizes.pages(self.num_pages), windows, *sizes, budgets))
+        windows, sinks, ends = zip(*self._group_kinds, strict=True)
+        sizes = self._layers_by_group, self.group_page_bytes, sinks, self._scratch
+        return tuple(map(CacheGroup, self.pool_sizes.pages(self.num_pages), windows, *sizes, ends))
 
     @property
-    def _policy_pages(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """By group, the first pages of a sequence that stay, those that programs use within a pass, and those of a
-        compacted prompt, at most."""
-        kept = self.kept_pages
-        most = 0 if kept is None else kept.num_scratch(self.token_buckets[-1], self.max_seqs)
-        sinks = tuple(kept.num_sinks if kept and window == kept.window else 0 for window in self.windows)
-        fresh = tuple(0 if budget is None else budget.most_pages for _, budget in self._group_kinds)
-        return sinks, tuple(most if num_sinks else 0 for num_sinks in sinks), fresh
+    def _scratch(self) -> tuple[int, ...]:
+        """By group, the pages that programs use within a pass."""
+        most = self.token_buckets[-1], self.max_seqs
+        return tuple(self.policy.num_scratch(kind, *most) for kind in self._group_kinds)
 
     @property
     def _layers_by_group(self) -> list[tuple[int, ...]]:
@@ -267,9 +295,8 @@ class EngineSpec(PolicyPages):
     @cached_property
     def group_page_bytes(self) -> tuple[int, ...]:
         """Bytes of a page of each group on a device, in all of its layers and the draft's."""
-        single = self._cache(self.config, self.kv_dtype, (1,), bounded=self.bounded_layers)
+        single = self._cache(self.config, self.kv_dtype, (1,), leaves=self.page_leaves)
         found = [sum(num_bytes(single.layers[layer]) for layer in layers) for layers in self._layers_by_group]
-        found[0] += num_bytes(single.sums)  # of a policy that has one group
         if self.draft_kv_dtype is not None and self.draft_model is not None:
             found[0] += num_bytes(self._cache(self.draft_model[0], self.draft_kv_dtype, (1,)))
         return tuple(found)
@@ -405,7 +432,7 @@ class EngineSpec(PolicyPages):
     def cache(self) -> PagedCache:
         """The model's pages and states."""
         counts = tuple(group.num_allocated for group in self.groups)
-        cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups, self.bounded_layers)
+        cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups, self.page_leaves)
         return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype))
 
     @cached_property
@@ -428,17 +455,21 @@ class EngineSpec(PolicyPages):
         kv_dtype: str,
         counts: tuple[int, ...],
         groups: tuple[int, ...] = (),
-        bounded: tuple[int, ...] = (),
+        leaves: PageLeaves | None = None,
     ) -> PagedCache:
         layout, mesh = self.layout_of(config, kv_dtype), self.program_mesh
-        cache = abstract_paged_cache(config, counts, self.page_size, kv_dtype, layout, mesh, groups, bounded)
-        return cache if self.heavy_pages is None else with_sums(cache, config)
+        return abstract_paged_cache(config, counts, self.page_size, kv_dtype, layout, mesh, groups, leaves)
+
+    def page_leaves(self, layer: int, pages: Any) -> Any:
+        """What the policy keeps beside the pages of a layer."""
+        layout = self.layout_of(self.config, self.kv_dtype)
+        return self.policy.page_leaves(self.config, layer, pages, self.kv_dtype, layout)
 
     @property
     def pages(self) -> Pages:
         """One layer's pages."""
-        pages = next(pages for pages in self.cache.layers if pages is not None)
-        return pages.pages if isinstance(pages, BoundedPages) else pages
+        found: Any = next(pages for pages in self.cache.bare.layers if pages is not None)
+        return found
 
     @cached_property
     def slots(self) -> tuple[Slots, SamplingBatch]:
@@ -495,5 +526,4 @@ class EngineSpec(PolicyPages):
         """The same with these layers only, and these of a draft model."""
         config, params = take_layers(self.config, self.params, layers)
         draft = self.draft if draft_layers is None else take_draft_layers(self.draft, draft_layers)
-        num_dense = sum(layer < self.num_dense_layers for layer in layers)
-        return replace(self, config=config, params=params, draft=draft, num_dense_layers=num_dense)
+        return replace(self, config=config, params=params, draft=draft, numbers=tuple(layers))

@@ -356,10 +356,12 @@ def _variants_of_layers_draft(spec: EngineSpec, kinds: list[list[int]]) -> _Vari
 
 
 def _layer_kinds(spec: EngineSpec) -> list[list[int]]:
-    """The layers by kind, of which those that read the best pages are of another."""
-    bounded, kinds = set(spec.bounded_layers), layer_kinds(spec.config, spec.params).values()
-    split = [part for kind in kinds for part in (sorted(set(kind) - bounded), sorted(set(kind) & bounded))]
-    return [part for part in split if part]
+    """The layers by kind, of which those whose pages a policy treats in another way are of another."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for number, kind in enumerate(layer_kinds(spec.config, spec.params).values()):
+        for layer in kind:
+            found.setdefault((number, spec.layers[layer].kind), []).append(layer)
+    return list(found.values())
 
 
 def _few(kinds: Sequence[list[int]], more: int | None) -> list[int]:
@@ -381,13 +383,13 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
 
     Raises ValueError for a mesh that does not divide the model.
     """
-    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, spec.program_policy)
+    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, spec.policy)
     common = (model, weights, spec.cache, *spec.slots)
-    tables = spec.pages_per_sequence, len(spec.windows), spec.budgets is not None
+    tables = spec.pages_per_sequence, len(spec.windows), spec.ends_prompts
     resident = 0
     if spec.has_own_draft:
         resident = num_bytes(spec.placed_draft) + num_bytes(spec.draft_cache)
-    lengths = {"has_prompt_lengths": spec.has_prompt_lengths}
+    lengths = {"has_prompt_lengths": spec.policy.needs_prompt_lengths}
     work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, **lengths)
     step = (model, weights, spec.cache, spec.slots[0], work, spec.is_deterministic)
     decoding = abstract_decode_work(spec.decode_slots[-1], *tables)
@@ -405,7 +407,7 @@ def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:
     if spec.draft_model is not None:
         kind, draft_weights = program_model(spec.draft_model[0], spec.placed_draft or {}, spec.program_mesh)
     drafter = spec.drafters(kind)[spec.trees[-1]]  # pyright: ignore[reportArgumentType]
-    tables = spec.pages_per_sequence, len(spec.windows), spec.budgets is not None
+    tables = spec.pages_per_sequence, len(spec.windows), spec.ends_prompts
     work = abstract_rounds(spec.decode_slots[-1], *tables)
     arrays = spec.cache, spec.draft_cache, *spec.slots
     return model, weights, drafter, draft_weights, *arrays, work, spec.max_rounds, spec.tables

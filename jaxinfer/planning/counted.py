@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxinfer.cache.policy.best_pages import BoundedPages
+from jaxinfer.cache.paged import LeafedPages
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weight_work import weight_work
 from jaxinfer.models import ModelConfig, Params
@@ -77,7 +77,7 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
     stored: dict[int | None, int] = {}
     mla = config.mla
     for layer in config.attention_layers:
-        head_dim, window = config.head_dim_of(layer), spec.num_seen(layer)
+        head_dim, window = config.head_dim_of(layer), spec.policy.num_seen(layer, spec.layers[layer])
         of_key = 2 * config.num_heads * (head_dim + (head_dim if mla is None else mla.latent_size)) / num_devices
         if mla is not None and mla.has_indexer:
             # Attention reads the chosen tokens only, as a window of that many; the indexer scores all of them.
@@ -85,10 +85,10 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
             keys[mla.index_topk] = keys.get(mla.index_topk, 0.0) + of_chosen
             of_key = 2 * mla.index_heads * mla.index_size
         pages = cache.layers[config.kv_source(layer)]
-        if isinstance(pages, BoundedPages):
-            # Answers read the bounds of all tokens, and pages as in a window. FLOPs are those of prompts.
-            of_bounds = num_bytes(pages.bounds) // (pages.bounds.shape[0] * spec.page_size)
-            stored[None] = stored.get(None, 0) + of_bounds
+        if isinstance(pages, LeafedPages):
+            # Answers read the leaves of all pages, and keys as in a window. FLOPs are those of prompts.
+            num_tokens = jax.tree.leaves(pages.leaves)[0].shape[0] * spec.page_size
+            stored[None] = stored.get(None, 0) + num_bytes(pages.leaves) // num_tokens
             pages = pages.pages
             keys[None] = keys.get(None, 0.0) + of_key
         else:

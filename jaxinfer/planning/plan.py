@@ -310,8 +310,7 @@ def _memory_text(plan: MemoryPlan) -> str:
     if memory.pools:
         pools = ", ".join(f"{name}: {format_bytes(size)}" for name, size in memory.pools.items())
         table += f"  pages by layers: {pools}; {format_bytes(memory.sequence_bytes)} for the longest sequence\n"
-    if memory.policy is not None:
-        table += f"  {memory.policy}\n"
+    table += "".join(f"  {text}\n" for text in [memory.policy] if text)
     return f"{table}  cache for {memory.tokens:,} tokens in total: {remaining}\n"
 
 

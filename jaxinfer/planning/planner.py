@@ -10,7 +10,6 @@ import jax
 from jaxinfer.checks import format_bytes
 from jaxinfer.chips import Chip, Rates, chip_of_kind
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.explanation import describe_policy
 from jaxinfer.engine.memory import activation_bytes, available_bytes
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
@@ -145,7 +144,7 @@ def _memory(spec: EngineSpec, programs: dict[str, CompiledProgram], usable: int)
         is_measured=bool(programs),
         sequence_bytes=sizes.sequence_bytes,
         token_bytes=sizes.token_bytes,
-        policy=describe_policy(spec),
+        policy=spec.policy.describe(spec.config),
     )
     if len(spec.groups) == 1:
         return memory

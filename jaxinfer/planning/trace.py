@@ -111,7 +111,7 @@ def _sequence(number: int, request: TraceRequest) -> SequenceState:
 
 
 def _count_rows(plan: DispatchPlan, found: StepSizes) -> None:
-    if any(chunk.compaction for chunk in plan.chunks):
+    if any(chunk.end_moves for chunk in plan.chunks):
         return  # a pass of its own, with a program of its own
     if plan.chunks:
         found.steps[len(plan.decodes) + sum(chunk.length for chunk in plan.chunks)] += 1

@@ -13,7 +13,7 @@ import jax
 
 from jaxinfer import parallel
 from jaxinfer.async_engine import AsyncEngine
-from jaxinfer.cache.policies import extends_length
+from jaxinfer.cache.policy.kinds import extends_length
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.memory import OutOfMemoryError, activation_bytes, available_bytes
 from jaxinfer.engine.spec import EngineSpec

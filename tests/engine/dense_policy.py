@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.policy.sinks_window import SinksWindow
 from jaxinfer.models import ModelConfig, Params, bind
 from jaxinfer.models.rope import inverse_frequencies, rotate
 
 
-def is_seen(kept: KeptPages, num_tokens: int) -> np.ndarray:
+def is_seen(kept: SinksWindow, num_tokens: int) -> np.ndarray:
     """bool [queries, keys]: whole pages of sinks, whole pages of the window before the query's page, and its own."""
     position = np.arange(num_tokens)
     query, key = np.meshgrid(position // kept.page_size, position // kept.page_size, indexing="ij")
@@ -20,7 +20,7 @@ def is_seen(kept: KeptPages, num_tokens: int) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnums=(0, 2))
-def dense_logits(config: ModelConfig, params: Params, kept: KeptPages, tokens: jax.Array) -> jax.Array:
+def dense_logits(config: ModelConfig, params: Params, kept: SinksWindow, tokens: jax.Array) -> jax.Array:
     """float32 [T, V] of int32 tokens [T]. In pages that end beyond `kept.trained`, queries
     see the sinks from where they would stand in the cache: queries are rotated back by what was dropped."""
     decoder = bind(config, params)

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.cache.policies import PromptBudget
+from jaxinfer.cache.policy.prompt_budget import PromptBudget
 from jaxinfer.cache.policy.scores import (
     FUTURE_POSITIONS,
     NUM_SINKS,
@@ -37,7 +37,7 @@ def dense_logits(
 
     def attend(layer, q, k, v, window, *, scale=None):
         num_heads, prompt = k.shape[-2], slice(0, num_prompt)
-        dropped = policy.of_layer(page_size, layer, config.num_layers).num_dropped(num_prompt)
+        dropped = policy.bound(page_size, None).of_layer(layer, config.num_layers).num_dropped(num_prompt)
         count = num_prompt - dropped * page_size
         if not dropped:
             found = jnp.broadcast_to(positions[prompt], (num_heads, num_prompt))

@@ -5,11 +5,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.cache.policies import BestPages
+from jaxinfer.cache.policy.quest import Quest
 from jaxinfer.models import ModelConfig, Params, bind
 
 
-def seen_keys(best: BestPages, q: jax.Array, k: jax.Array, scale: float, num_prompt: int) -> jax.Array:
+def seen_keys(best: Quest, q: jax.Array, k: jax.Array, scale: float, num_prompt: int) -> jax.Array:
     """bool [T, T], whether the query of each token sees each key, of q [T, Hq, K] and k [T, Hkv, K]; `num_prompt` is of
     the sequence, and T a whole number of pages.
 
@@ -36,7 +36,7 @@ def seen_keys(best: BestPages, q: jax.Array, k: jax.Array, scale: float, num_pro
 
 @partial(jax.jit, static_argnums=(0, 2))
 def dense_logits(
-    config: ModelConfig, params: Params, best: BestPages, tokens: jax.Array, num_prompt: jax.Array
+    config: ModelConfig, params: Params, best: Quest, tokens: jax.Array, num_prompt: jax.Array
 ) -> jax.Array:
     """float32 [T, V] of int32 tokens [T], of which the first `num_prompt` are a prompt."""
     decoder = bind(config, params)

@@ -51,8 +51,8 @@ def places_seen(count: int, window: int | None, num_first: int = 0) -> list[int]
 
 
 @dataclass(frozen=True)
-class FakeBudget:
-    """In the place of a `LayerBudget`: `num_kept` tokens of a prompt stay, or less than a page more."""
+class FakeEnd:
+    """A `PromptEnd`: `num_kept` tokens of a prompt stay, or less than a page more."""
 
     num_kept: int
     num_observed: int
@@ -117,7 +117,7 @@ class ScoredChunk:
     is_last: bool = False
     must_fail: bool = False
     saves_to: int = NULL_PAGE
-    compaction: tuple[GroupMove, ...] = ()
+    end_moves: tuple[GroupMove, ...] = ()
 
 
 @dataclass
@@ -193,8 +193,8 @@ class Device:
         if piece.is_last and row.is_ok:
             row.is_active = True
             self._choose(row, piece.tables, result)
-        if piece.compaction:
-            self._compact(row, piece.compaction)
+        if piece.end_moves:
+            self._compact(row, piece.end_moves)
         return result
 
     def _compact(self, row: Row, moves: tuple[GroupMove, ...]) -> None:
@@ -202,7 +202,7 @@ class Device:
         for group, (sources, targets, num_dropped) in enumerate(moves):
             if num_dropped:
                 numbers = self._read(group, sources, range(row.position))
-                kept = [numbers[at] for at in self.groups[group].budget.kept_places(numbers)]
+                kept = [numbers[at] for at in self.groups[group].at_end.kept_places(numbers)]
                 assert len(targets) == -(-len(kept) // self.page_size)
                 for at, number in enumerate(kept):
                     self.contents[group][targets[at // self.page_size]][at % self.page_size] = number
@@ -241,7 +241,7 @@ class Device:
             if row is not None and any(row.num_dropped[group : group + 1]):
                 places = self._places(group, row)
                 prompt = [stored(token, at, salt) for at, token in enumerate(piece.sequence.request.token_ids)]
-                kept = [prompt[at] for at in self.groups[group].budget.kept_places(prompt)]
+                kept = [prompt[at] for at in self.groups[group].at_end.kept_places(prompt)]
                 expected = kept + expected[len(prompt) :]
             found = self._read(group, piece.tables[group], places)
             assert found == expected, f"tokens {places} of group {group} are not in their pages"
@@ -303,7 +303,7 @@ class Engine:
         self.random = random.Random(seed)
         self.failure_rate, self.stop_rate, self.known_pages_every = failure_rate, stop_rate, known_pages_every
         self.tokens_per_step = tokens_per_step
-        self.has_budgets = any(group.budget is not None for group in options.groups)
+        self.has_budgets = any(group.at_end is not None for group in options.groups)
         self.live: dict[SequenceState, list[int]] = {}  # with the answer that each must give
         self.in_flight: deque[list[Result]] = deque()
         self.num_operations = self.num_schedules = self.num_checks = 0
@@ -326,7 +326,7 @@ class Engine:
             self.num_refused += 1
             return None
         windows = [(group.window, group.num_sinks * self.options.page_size) for group in self.options.groups]
-        has_states, budgets = self.options.has_states, [group.budget for group in self.options.groups]
+        has_states, budgets = self.options.has_states, [group.at_end for group in self.options.groups]
         self.live[sequence] = expected_answer(prompt, sequence.salt, max_tokens, windows, has_states, budgets)
         self.check()
         return sequence
@@ -466,11 +466,11 @@ class Engine:
 
     def _check_plan(self, plan: DispatchPlan, before: dict[SequenceState, int]) -> None:
         """It keeps to the limits; the pages that it writes are one sequence's own, and nobody else can find them."""
-        assert sum(0 if one.compaction else one.length for one in plan.chunks) <= self.options.prefill_chunk
-        assert len(plan.chunks) + len(plan.decodes) == 1 or not any(chunk.compaction for chunk in plan.chunks)
+        assert sum(0 if one.end_moves else one.length for one in plan.chunks) <= self.options.prefill_chunk
+        assert len(plan.chunks) + len(plan.decodes) == 1 or not any(chunk.end_moves for chunk in plan.chunks)
         assert 1 <= plan.num_steps <= (1 if plan.chunks else self.options.steps_per_dispatch)
         assert 1 <= plan.tokens_per_step <= (1 if plan.chunks else self.tokens_per_step)
-        waiting = {one.slot for one in plan.admitted if self.scheduler.compaction.is_next(one)}
+        waiting = {one.slot for one in plan.admitted if self.scheduler.ends.is_next(one)}
         assert {one.slot for one in plan.admitted} - waiting <= {chunk.sequence.slot for chunk in plan.chunks}
         ranges = [(one.sequence, one.start, one.start + one.length) for one in plan.chunks]
         # What is planned may begin anywhere between the least and the most that is stored.
@@ -480,7 +480,7 @@ class Engine:
         for sequence, start, end in ranges:
             assert end > start
             assert sequence.slot is not None
-            moves = next((one.compaction for one in plan.chunks if one.sequence is sequence), ())
+            moves = next((one.end_moves for one in plan.chunks if one.sequence is sequence), ())
             for group, pool in enumerate(self.scheduler.pools.all):
                 table = moves[group].sources if moves else sequence.tables[group]
                 pages = table[start // size : -(-end // size)] + (moves[group].targets if moves else type(table)())
@@ -503,8 +503,8 @@ class Engine:
         for group, table in zip(self.options.groups, sequence.tables, strict=True):
             first = 0 if group.window is None else max(sequence.num_confirmed + 1 - group.window, 0)
             given = first // size - group.sinks_before(first // size)
-            if group.budget is not None and sequence.is_compacted:
-                given = group.budget.num_dropped(sequence.num_prompt)
+            if group.at_end is not None and sequence.is_compacted:
+                given = group.at_end.num_dropped(sequence.num_prompt)
             assert table.count(NULL_PAGE) == given, "a page behind the window is not given back, or one of the sinks is"
 
     def _run(self, plan: DispatchPlan) -> list[Result]:
@@ -527,10 +527,10 @@ class Engine:
             tokens = tuple(chunk.sequence.tokens[chunk.start : chunk.start + chunk.length])
             self.num_stored_by_plans += len(tokens)
             piece = self._piece(chunk.sequence, tokens, chunk.start, chunk.is_last)
-            if chunk.compaction:
+            if chunk.end_moves:
                 self.num_compacted += 1
-                tables = tuple(move.sources for move in chunk.compaction)
-                piece = replace(piece, tables=tables, compaction=chunk.compaction)
+                tables = tuple(move.sources for move in chunk.end_moves)
+                piece = replace(piece, tables=tables, end_moves=chunk.end_moves)
             results.append(device.run_chunk(replace(piece, saves_to=chunk.saves_to)))
         decodes = [self._piece(one) for one in plan.decodes]
         return results + device.run_decodes(decodes, plan.num_steps, plan.tokens_per_step, self.random)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from jaxinfer.engine.cache_groups import CacheGroup, most_pages
 from jaxinfer.engine.host_tier import HostPoolSize
 from jaxinfer.engine.scheduler import SchedulerOptions
-from tests.engine.fake_device import VOCAB, Engine, FakeBudget
+from tests.engine.fake_device import VOCAB, Engine, FakeEnd
 
 
 class RandomWork:
@@ -107,11 +107,11 @@ def with_windows(options: SchedulerOptions, rng: random.Random) -> SchedulerOpti
 def with_budgets(options: SchedulerOptions, rng: random.Random) -> SchedulerOptions:
     """Prompts are compacted, in one group or in several, by as much or differently, or not in the first."""
     size, observed = options.page_size, rng.choice([1, 2, 5])
-    budgets = [FakeBudget(observed + rng.randint(0, 20), observed, size) for _ in range(rng.choice([1, 1, 2, 3]))]
-    groups = [CacheGroup(options.num_pages, budget=one) for one in budgets]  # pyright: ignore[reportArgumentType]
+    ends = [FakeEnd(observed + rng.randint(0, 20), observed, size) for _ in range(rng.choice([1, 1, 2, 3]))]
+    groups = [CacheGroup(options.num_pages, at_end=one) for one in ends]
     if rng.random() < 0.3:
         return replace(options, more_groups=tuple(groups))
-    return replace(options, budget=budgets[0], more_groups=tuple(groups[1:]))
+    return replace(options, at_end=ends[0], more_groups=tuple(groups[1:]))
 
 
 def with_states(options: SchedulerOptions, rng: random.Random) -> SchedulerOptions:

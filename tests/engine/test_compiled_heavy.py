@@ -35,7 +35,7 @@ def test_no_pool_is_copied(chip, program):
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
         pytest.skip(reason)
     spec, found = compiled(chip, f"h2o({BUDGET})", program)
-    pages, sums = (num_bytes(part[0]) for part in (spec.cache.layers, spec.cache.sums))
+    pages, sums = map(num_bytes, spec.cache.layers[0])
     assert found.aliased_bytes >= CONFIG.num_layers * (pages + sums)
     # Sums are so few that a TPU's compiler keeps them in vector memory for a loop.
     assert sums < pages / 100

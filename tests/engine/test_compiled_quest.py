@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.cache import abstract_paged_cache
-from jaxinfer.cache.policies import parse_policy
+from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.engine import spec as abstract
 from jaxinfer.engine.abstract_work import abstract_decode_work
 from jaxinfer.engine.programs import paged as paged_programs
@@ -33,10 +33,14 @@ def test_a_decode_step_reads_the_bounds_and_the_best_pages(chip, layout, page_si
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
         pytest.skip(reason)
     config = replace(LLAMA_3_8B, num_layers=NUM_LAYERS)
-    best = parse_policy(f"quest({BUDGET})").pages(page_size)
+    best = parse_policy(f"quest({BUDGET})").bound(page_size, None)
     bounded, num_pages = range(NUM_DENSE, NUM_LAYERS), SLOTS * CONTEXT // page_size + 1
-    cache = abstract_paged_cache(config, num_pages, page_size, "bfloat16", layout, bounded=bounded)
-    full, bounds = num_bytes(cache.layers[0]), num_bytes(cache.layers[-1].bounds)
+
+    def leaves(layer, pages):
+        return best.page_leaves(config, layer, pages, "bfloat16", layout)
+
+    cache = abstract_paged_cache(config, num_pages, page_size, "bfloat16", layout, leaves=leaves)
+    full, bounds = num_bytes(cache.layers[0]), num_bytes(cache.layers[-1].leaves)
     params = abstract.placed_params(config, abstract_params(config, jnp.bfloat16), None)
     model, weights = program_model(config, params, policy=best)
     slots, batch = abstract_slots(config, SLOTS)
@@ -47,7 +51,7 @@ def test_a_decode_step_reads_the_bounds_and_the_best_pages(chip, layout, page_si
     smallest = min(num_bytes(leaf) for leaf in weights if leaf.ndim == 2)
     assert memory.temporary_bytes < smallest + 8 * 4 * SLOTS * config.vocab_size
     # Where a program returns the bounds of all pages, it has written those of the filled ones in place.
-    shape = cache.layers[-1].bounds.shape
+    shape = cache.layers[-1].leaves.shape
     moves = program.moves()
     written = [move for move in moves if any(array.shape == shape for array in move.instruction.results)]
     assert len(written) == len(bounded)

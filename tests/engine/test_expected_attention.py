@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cache.policies import parse_policy
+from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.cache.policy.prompt_queries import BLOCK
 from tests.engine.dense_prompt_policy import dense_logits
 from tests.engine.mixed_requests import random_prompts

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cache.policies import HeavyPages
 from jaxinfer.cache.policy import heavy_hitters
+from jaxinfer.cache.policy.contract import PolicyUse
+from jaxinfer.cache.policy.h2o import H2O
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.policy_checks import check_heavy
-from jaxinfer.engine.programs import paged
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params
 from jaxinfer.planning.compiled import planned_programs
@@ -162,12 +161,11 @@ def test_other_models_and_several_devices_are_refused():
         spec_of(DELTA)
     with pytest.raises(ValueError, match="has latent attention, whose cache is kept whole"):
         spec_of(LATENT)
-    options = EngineOptions(kv_policy=POLICY)
     with pytest.raises(ValueError, match="runs on one device, not 2"):
-        check_heavy(TINY, None, 2, options, HeavyPages(3, 12, 8), 128)
+        H2O(24, page_size=8).check(PolicyUse(POLICY, TINY, 128, 8, num_devices=2))
     sources = replace(TINY, max_position_embeddings=512, num_layers=2, kv_sources=(0, 0))
     with pytest.raises(ValueError, match="read the keys of other layers"):
-        check_heavy(sources, None, 1, options, HeavyPages(3, 12, 8), 128)
+        H2O(24, page_size=8).check(PolicyUse(POLICY, sources, 128, 8))
 
 
 def test_a_store_of_prefixes_and_taps_are_refused(model, tmp_path):
@@ -185,8 +183,9 @@ def test_explain_counts_what_is_allocated(model):
         facts, spec = llm.explain().to_dict()["cache"], llm.engine.spec
         arrays = jax.tree.leaves(llm.engine.runner._cache)
         assert facts["bytes"] == sum(leaf.nbytes for leaf in arrays) == spec.parts["cache"] == num_bytes(spec.cache)
-        sums = num_bytes(heavy_hitters.with_sums(spec.cache, spec.config).sums)
-        assert sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.runner._cache.sums)) == sums > 0
+        sums = [layer.leaves for layer in llm.engine.runner._cache.layers]
+        assert all(one.shape == (spec.num_pages, TINY.num_kv_heads, PAGE) for one in sums)
+        assert facts["  of these sums"] == len(sums) * TINY.num_kv_heads * 4
         assert facts["bytes"] == spec.num_pages * spec.page_bytes
         assert facts["policy"].startswith("h2o(24): each key head keeps at most 32 tokens")
         assert "no prefix is reused" in facts["policy"]
@@ -200,7 +199,7 @@ def test_without_the_policy_nothing_of_it_is_traced(monkeypatch):
         raise AssertionError("traced")
 
     for name in ("attend_step", "attend_decoding"):
-        monkeypatch.setattr(paged, name, refuse)
+        monkeypatch.setattr(heavy_hitters, name, refuse)
     for policy in (None, "sinks(4)+window(16)"):
         for one in planned_programs(spec_of(config, kv_policy=policy, prefill_chunk=19)).values():
             one.function.lower(*one.arguments)

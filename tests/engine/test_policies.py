@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM
-from jaxinfer.cache.policies import parse_policy
+from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.models import init_params
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
 from tests.engine.dense_policy import dense_logits
@@ -70,7 +70,7 @@ def model(request):
 
 
 def kept_of(model):
-    return parse_policy(POLICY).pages(PAGE, model[0].max_length if model[0].max_length < 128 else None)
+    return parse_policy(POLICY).bound(PAGE, model[0].max_length if model[0].max_length < 128 else None)
 
 
 def open_llm(model, **options) -> LLM:
@@ -111,7 +111,7 @@ def test_alone_is_what_dense_attention_under_a_mask_gives(model, expected):
     kept = kept_of(model)
     assert dense_choices(model, pairs, kept) == [tokens for _, tokens in pairs]
     assert len({str(one) for one in expected}) > 9  # different enough to tell a mistake
-    one_more = replace(kept, num_window=kept.num_window + 1)
+    one_more = replace(kept, window=kept.window + PAGE)
     assert dense_choices(model, pairs[:4], one_more) != [tokens for _, tokens in pairs[:4]]
     if kept.trained is not None:
         at_their_own = replace(kept, trained=None)

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cache import ragged
-from jaxinfer.cache.policies import parse_policy
-from jaxinfer.cache.policy import moved_sinks
-from jaxinfer.engine import programs
+from jaxinfer.cache.policy import best_pages, kept_pages, moved_sinks
+from jaxinfer.cache.policy.contract import PolicyUse
+from jaxinfer.cache.policy.kinds import parse_policy
+from jaxinfer.cache.policy.sinks_window import SinksWindow
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.pages import PagePool
-from jaxinfer.engine.policy_checks import check_policy
-from jaxinfer.engine.programs import paged, speculative
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params
@@ -183,9 +181,9 @@ def test_latent_attention_and_several_devices_are_refused():
     for policy in (POLICY, QUEST):
         with pytest.raises(ValueError, match="has latent attention, whose cache is kept whole"):
             spec_of(LATENT, kv_policy=policy)
-        options = EngineOptions(kv_policy=policy)
+        use = PolicyUse(f"kv_policy={policy!r}", TINY, 128, PAGE, num_devices=2)
         with pytest.raises(ValueError, match="runs on one device, not 2"):
-            check_policy(TINY, None, 2, options, parse_policy(policy).pages(PAGE), "float32")
+            parse_policy(policy).bound(PAGE, None).check(use)
 
 
 def test_taps_are_refused():
@@ -239,9 +237,9 @@ def test_without_a_policy_nothing_of_it_is_traced(monkeypatch, draft):
         raise AssertionError("traced")
 
     for module, name in (
-        *((paged, "pieces"), (paged, "attend_to_pieces"), (programs, "kept_view")),
-        *((paged, "parts_of_step"), (programs, "parts_of_slots"), (ragged, "attend_to_best")),
-        *((speculative, "room_in_page"), (moved_sinks, "move_sinks")),
+        *((kept_pages, "pieces"), (kept_pages, "attend_to_pieces"), (kept_pages, "kept_view")),
+        *((best_pages, "parts_of_step"), (best_pages, "parts_of_slots"), (best_pages, "attend_to_best")),
+        *((SinksWindow, "limit_rows"), (moved_sinks, "move_sinks")),
     ):
         monkeypatch.setattr(module, name, refuse)
     for one in planned_programs(spec_of(config, draft=draft, kv_policy=None, prefill_chunk=23)).values():
@@ -261,10 +259,9 @@ def test_a_decode_step_reads_what_is_kept_only():
     for length in (512, 100_000):
         config = replace(TINY, max_position_embeddings=length)
         spec = spec_of(config, max_model_len=length)
-        assert spec.kept_pages is not None
         view = jax.eval_shape(
-            lambda tables, counts, spec=spec: programs.kept_view(
-                spec.kept_pages, spec.config, spec.cache, (tables,), counts, counts
+            lambda tables, counts, spec=spec: kept_pages.kept_view(
+                spec.policy, spec.config, spec.cache, (tables,), counts, counts
             ).page_tables[0],
             np.zeros((4, spec.pages_per_sequence), np.int32),
             np.zeros(4, np.int32),

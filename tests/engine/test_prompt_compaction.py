@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM
-from jaxinfer.cache.policies import parse_policy
+from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
 from tests.engine import test_policies
 from tests.engine.dense_prompt_policy import dense_logits

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.engine import programs
+from jaxinfer.cache import paged as paged_cache
 from jaxinfer.engine.model_runner import ModelRunner
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.prompt_compaction import PromptCompaction
+from jaxinfer.engine.prompt_ends import PromptEnds
 from jaxinfer.engine.scheduler import RequestTooLargeError
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params
@@ -50,7 +50,7 @@ def test_an_answer_owns_what_stays(name):
         num_stored = len(prompt) + sequence.num_output - 1
         counts = []
         for group, table in zip(llm.engine.spec.groups, sequence.tables, strict=True):
-            lost = group.budget.num_dropped(len(prompt))
+            lost = group.at_end.num_dropped(len(prompt))
             assert lost > 0
             owned = [page for page in table if page]
             assert len(owned) == len(table) - lost
@@ -175,7 +175,7 @@ def test_a_compacted_page_in_the_prefix_tree_changes_answers(monkeypatch):
         answer = second.outputs[0]
         found.append([step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)])
         monkeypatch.setattr(
-            PromptCompaction,
+            PromptEnds,
             "known_tables",
             lambda self, one: [
                 old or table for old, table in zip(one.prompt_tables or [[]] * len(one.tables), one.tables, strict=True)
@@ -244,7 +244,7 @@ def test_without_a_policy_nothing_of_it_is_traced(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("traced")
 
-    monkeypatch.setattr(programs, "compacted_view", refuse)
+    monkeypatch.setattr(paged_cache, "_shorter", refuse)
     config = replace(TINY, max_position_embeddings=512)
     for one in planned_programs(spec_of(config, kv_policy=None, prefill_chunk=23)).values():
         one.function.lower(*one.arguments)

@@ -6,7 +6,7 @@ prompt that is compacted at another place, changes an answer.
 
 import pytest
 
-from jaxinfer.engine.prompt_compaction import PromptCompaction
+from jaxinfer.engine.prompt_ends import PromptEnds
 from tests.engine.random_work import RandomWork
 
 
@@ -43,37 +43,37 @@ def let_compacted_pages_be_found(monkeypatch):
         old = sequence.prompt_tables or [[] for _ in sequence.tables]
         return [one or table for one, table in zip(old, sequence.tables, strict=True)]
 
-    monkeypatch.setattr(PromptCompaction, "known_tables", faulty)
+    monkeypatch.setattr(PromptEnds, "known_tables", faulty)
 
 
 def reuse_tokens_whose_queries_are_needed(monkeypatch):
-    monkeypatch.setattr(PromptCompaction, "num_shareable", lambda self, sequence: len(sequence.tokens) - 1)
+    monkeypatch.setattr(PromptEnds, "num_shareable", lambda self, sequence: len(sequence.tokens) - 1)
 
 
 def compact_one_position_early(monkeypatch):
-    next_stop = PromptCompaction.next_stop
+    next_stop = PromptEnds.next_stop
     monkeypatch.setattr(
-        PromptCompaction, "next_stop", lambda self, one: next_stop(self, one) - self.is_due(one) * (one.num_prompt > 5)
+        PromptEnds, "next_stop", lambda self, one: next_stop(self, one) - self.is_due(one) * (one.num_prompt > 5)
     )
 
 
 def never_give_back_the_prompt(monkeypatch):
-    monkeypatch.setattr(PromptCompaction, "finish", lambda self, sequence: sequence.prompt_tables.clear())
+    monkeypatch.setattr(PromptEnds, "finish", lambda self, sequence: sequence.prompt_tables.clear())
 
 
 def give_back_the_prompt_at_once(monkeypatch):
-    start = PromptCompaction.start
+    start = PromptEnds.start
 
     def faulty(self, sequence):
         moves = start(self, sequence)
         self.finish(sequence)
         return moves
 
-    monkeypatch.setattr(PromptCompaction, "start", faulty)
+    monkeypatch.setattr(PromptEnds, "start", faulty)
 
 
 def count_pages_once(monkeypatch):
-    monkeypatch.setattr(PromptCompaction, "num_fresh", lambda self, sequence, group: 0)
+    monkeypatch.setattr(PromptEnds, "num_fresh", lambda self, sequence, group: 0)
 
 
 FAULTS = [

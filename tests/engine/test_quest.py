@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from jaxinfer import SamplingParams
-from jaxinfer.cache.policies import parse_policy
-from jaxinfer.cache.policy.best_pages import BoundedPages, parts_of_step
+from jaxinfer.cache.paged import LeafedPages
+from jaxinfer.cache.policy import best_pages
+from jaxinfer.cache.policy.best_pages import parts_of_step
+from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.engine import host_pages
-from jaxinfer.engine.programs import paged
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
 from tests.engine.dense_quest import dense_logits
 from tests.engine.test_policies import (
@@ -77,10 +78,10 @@ def dense_choices(model, pairs, best):
 
 def test_alone_is_what_dense_attention_to_the_chosen_pages_gives(model, expected):
     pairs = [(number, found[0]) for number, found in enumerate(expected)]
-    best = parse_policy(POLICY).pages(PAGE)
+    best = parse_policy(POLICY).bound(PAGE, None)
     assert dense_choices(model, pairs, best) == [tokens for _, tokens in pairs]
     assert len({str(one) for one in expected}) > 9  # different enough to tell a mistake
-    for other in (replace(best, num_pages=1), replace(best, num_pages=16), replace(best, num_dense_layers=0)):
+    for other in (replace(best, budget=PAGE), replace(best, budget=16 * PAGE), replace(best, num_dense_layers=0)):
         assert dense_choices(model, pairs, other) != [tokens for _, tokens in pairs]
 
 
@@ -91,7 +92,7 @@ def test_log_probabilities_are_those_of_the_dense_form(seed, budget):
     params = SamplingParams(max_tokens=80, temperature=0, logprobs=3, ignore_eos=True)
     with open_quest(model, kv_policy=f"quest({budget})", max_seqs=1) as llm:
         output = llm.generate([prompt], params)[0].outputs[0]
-    logits = rows_of(model, parse_policy(f"quest({budget})").pages(PAGE), prompt, output.token_ids)
+    logits = rows_of(model, parse_policy(f"quest({budget})").bound(PAGE, None), prompt, output.token_ids)
     expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))[len(prompt) - 1 :]
     differences = [
         abs(value.logprob - expected[row, token])
@@ -149,10 +150,10 @@ def test_pages_come_back_from_host_memory_with_their_bounds(model, expected, mon
         parts = scatter(mesh, parts, rows, ids)
 
         def forget(pages):
-            bounded = isinstance(pages, BoundedPages)
-            return pages._replace(bounds=pages.bounds.at[ids].set(0, mode="drop")) if bounded else pages
+            leafed = isinstance(pages, LeafedPages)
+            return pages._replace(leaves=pages.leaves.at[ids].set(0, mode="drop")) if leafed else pages
 
-        return jax.tree.map(forget, parts, is_leaf=lambda part: isinstance(part, BoundedPages))
+        return jax.tree.map(forget, parts, is_leaf=lambda part: isinstance(part, LeafedPages))
 
     monkeypatch.setattr(host_pages, "scatter_pages", without_bounds)
     assert from_host_memory(model) != expected
@@ -199,7 +200,7 @@ def test_a_preempted_answer_is_replayed_token_by_token(model, prefill_chunk, mon
     params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
     with open_quest(model, steps_per_dispatch=1, prefill_chunk=prefill_chunk) as llm:
         wanted = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in PROMPTS[:3]]
-        num_replayed = llm.engine.spec.best_pages.num_replayed
+        num_replayed = llm.engine.spec.policy.num_replayed
 
         def found() -> list[list[int]]:
             first, second, third = (llm.submit(llm.prepare(prompt, params))[0] for prompt in PROMPTS[:3])
@@ -215,9 +216,11 @@ def test_a_preempted_answer_is_replayed_token_by_token(model, prefill_chunk, mon
         assert num_replayed < 45
         assert found() == wanted
         monkeypatch.setattr(
-            paged,
+            best_pages,
             "parts_of_step",
-            lambda best, table, num_prompt, *rest: parts_of_step(best, table, num_prompt + 1000, *rest),
+            lambda best, table, rows: parts_of_step(
+                best, table, replace(rows, prompt_lengths=rows.prompt_lengths + 1000)
+            ),
         )
         jax.clear_caches()
         assert found() != wanted

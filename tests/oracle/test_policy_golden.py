@@ -50,8 +50,7 @@ def test_the_same_positions_are_kept_and_logits_agree(checkpoint, seed, budget, 
         (output,) = llm.generate(
             [prompt.tolist()], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=20, ignore_eos=True)
         )
-        spec, kept = llm.engine.spec, llm.engine.spec.kept_pages
-        assert kept is not None
+        spec, kept = llm.engine.spec, llm.engine.spec.policy
         dense = np.asarray(dense_logits(llm.config, llm.params, kept, prompt))[7::8]
     assert (kept.trained is not None) == is_relative
 

@@ -67,8 +67,8 @@ def forced(llm: LLM, seed: int, count: int) -> SequenceState:
 def stored(llm: LLM, sequence: SequenceState) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Of each layer, keys [tokens, Hkv, K] and sums [tokens, Hkv] in the order of the sequence's pages."""
     kept, pages = llm.engine.runner._cache, np.array(sequence.pages)
-    keys = [np.asarray(layer.k)[pages] for layer in kept.layers]
-    sums = [np.asarray(layer)[pages].swapaxes(1, 2) for layer in kept.sums]
+    keys = [np.asarray(layer.pages.k)[pages] for layer in kept.layers]
+    sums = [np.asarray(layer.leaves)[pages].swapaxes(1, 2) for layer in kept.layers]
     return [x.reshape(-1, *x.shape[2:]) for x in keys], [x.reshape(-1, x.shape[2]) for x in sums]
 
 

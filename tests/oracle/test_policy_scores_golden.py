@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert import load
-from jaxinfer.cache.policies import pyramid_budgets
+from jaxinfer.cache.policy.prompt_budget import pyramid_budgets
 from jaxinfer.cache.policy.scores import (
     FUTURE_POSITIONS,
     NUM_SINKS,

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cache.policies import parse_policy
+from jaxinfer.cache.policy.kinds import parse_policy
 from tests.engine.dense_prompt_policy import dense_logits
 from tests.oracle.policy_cases import ANSWER, COMPACTED, CONFIG, EVERY, NUM_TOKENS, PROMPTS, SEEDS, tensors, tokens
 

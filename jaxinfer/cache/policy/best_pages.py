@@ -12,14 +12,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.cache.policies import BestPages
-from jaxinfer.cache.policy.row_parts import parts_of, step_rows
+from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
+from jaxinfer.cache.paged import LeafedPages, PagedCache
+from jaxinfer.cache.policy.contract import SlotRows, StepRows
+from jaxinfer.cache.policy.quest import Quest
+from jaxinfer.cache.policy.row_parts import parts_of, row_places
+from jaxinfer.cache.ragged import AttentionByLayer
 from pallas_kernels.paged_attention import Pages, PageShape, make_spec, paged_attention
 from pallas_kernels.paged_attention.layout import append, from_stored, gather, queries_for
 from pallas_kernels.paged_attention.reference import token_places, write_places
@@ -32,18 +36,10 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 4 << 20
 
 
-class BoundedPages(NamedTuple):
-    """The pages of a layer, and of each the least and the greatest stored keys [pages, 2, Hkv, K]: those of a full page
-    count. With 4 bits they are of rotated keys, as stored."""
-
-    pages: Any
-    bounds: Any
-
-
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["page_table", "starts", "lengths", "positions", "chooses"],
-    meta_fields=["best", "max_length", "num_filled", "appends_first"],
+    meta_fields=["best", "max_length", "num_filled", "appends_first", "is_uniform"],
 )
 @dataclass(frozen=True)
 class QueryParts:
@@ -54,7 +50,8 @@ class QueryParts:
       page_table: int32 [N, P], all pages of each part's sequence. starts, lengths: int32 [N], its rows; unused ones
         have length 0. positions: int32 [N], of its first row. chooses: bool [N]; None where all do.
       best: how many pages are chosen. max_length: static bound of `lengths`. num_filled: static bound of the pages that
-        the rows fill. appends_first: rows may read what others of the same pass store.
+        the rows fill. appends_first: rows may read what others of the same pass store. is_uniform: as
+        `PagedAttention`.
     """
 
     page_table: jax.Array
@@ -62,10 +59,11 @@ class QueryParts:
     lengths: jax.Array
     positions: jax.Array
     chooses: jax.Array | None
-    best: BestPages
+    best: Quest
     max_length: int | None = None
     num_filled: int = 0
     appends_first: bool = False
+    is_uniform: bool = False
 
 
 def bounds_dtype(dtype: str, layout: str) -> str:
@@ -74,35 +72,39 @@ def bounds_dtype(dtype: str, layout: str) -> str:
     return "float32" if dtype == "float32" or layout == "bits" else "bfloat16"
 
 
-def parts_of_slots(
-    best: BestPages, page_table: jax.Array, positions: jax.Array, lengths: jax.Array, num_rows: int, is_uniform: bool
-) -> QueryParts:
-    """The parts of a pass in which each of S slots has `num_rows` rows, of which the first `lengths` int32 [S] take
-    part, from `positions` int32 [S] on. `page_table` int32 [S, P]. Every row chooses."""
-    number = jnp.arange(num_rows, dtype=jnp.int32)
-    places, takes_part = positions[:, None] + number, (number < lengths[:, None]).astype(jnp.int32)
+def abstract_bounds(pages: Any, heads: tuple[int, int], dtype: str, layout: str) -> jax.ShapeDtypeStruct:
+    """The least and the greatest stored keys of each page of a layer [pages, 2, Hkv, K]: those of a full page count.
+    With 4 bits they are of rotated keys, as stored. `heads` are the number of key heads and their width."""
+    num_pages = jax.tree.leaves(pages)[0].shape[0]
+    return jax.ShapeDtypeStruct((num_pages, 2, *heads), bounds_dtype(dtype, layout))
+
+
+def parts_of_slots(best: Quest, page_table: jax.Array, rows: SlotRows) -> QueryParts:
+    """The parts of a pass in which each of S slots has as many rows. `page_table` int32 [S, P]. Every row chooses."""
+    number = jnp.arange(rows.count, dtype=jnp.int32)
+    places, takes_part = rows.positions[:, None] + number, (number < rows.lengths[:, None]).astype(jnp.int32)
     count = places.size
     return QueryParts(
-        jnp.repeat(page_table, num_rows, axis=0),
+        jnp.repeat(page_table, rows.count, axis=0),
         jnp.arange(count, dtype=jnp.int32),
         takes_part.reshape(-1),
         places.reshape(-1),
         chooses=None,
         best=best,
-        max_length=None if is_uniform else 1,
-        num_filled=_num_filled(best, count, lengths.shape[0]),
-        appends_first=num_rows > 1,
+        max_length=None if rows.is_uniform else 1,
+        num_filled=_num_filled(best, count, rows.lengths.shape[0]),
+        appends_first=rows.count > 1,
+        is_uniform=rows.is_uniform,
     )
 
 
-def parts_of_step(
-    best: BestPages, page_table: jax.Array, num_prompt: jax.Array, token_slots: jax.Array, *rows: jax.Array
-) -> QueryParts:
+def parts_of_step(best: Quest, page_table: jax.Array, rows: StepRows) -> QueryParts:
     """The parts of a step: runs of rows of prompts, and rows of answers, at most `best.num_replayed` beside one of each
-    slot. `page_table` int32 [S, P]; `num_prompt` int32 [S], tokens of each slot's prompt; the others as
-    `row_parts.step_rows`."""
-    found = step_rows(token_slots, *rows)
-    num_tokens, num_slots = token_slots.shape[0], num_prompt.shape[0]
+    slot. `page_table` int32 [S, P]. Raises ValueError for a step without the lengths of prompts."""
+    if (num_prompt := rows.prompt_lengths) is None:
+        raise ValueError("a step under this policy of the cache needs the lengths of prompts")
+    found = row_places(rows.token_slots, rows.query_starts, rows.lengths, rows.ends)
+    num_tokens, num_slots = rows.token_slots.shape[0], num_prompt.shape[0]
     chooses = found.position >= num_prompt[found.slot]
     is_first = found.is_real & ((found.offset == 0) | chooses)
     starts, lengths = parts_of(is_first, found.is_real, min(num_tokens, num_slots + best.num_replayed))
@@ -115,16 +117,71 @@ def parts_of_step(
         best,
         num_filled=_num_filled(best, num_tokens, num_slots),
         appends_first=True,
+        is_uniform=rows.is_uniform,
     )
 
 
-def _num_filled(best: BestPages, num_tokens: int, num_slots: int) -> int:
+def _num_filled(best: Quest, num_tokens: int, num_slots: int) -> int:
     """Pages that so many rows of the slots fill, at most."""
     return min(num_tokens, num_tokens // best.page_size + num_slots)
 
 
+class BestAttention(AttentionByLayer):
+    """`attend` in which each row of a layer with bounds attends to the pages that it chooses, in other layers as
+    `attend`, which is over the bare pages of `cache`."""
+
+    def __init__(self, attend: Any, cache: PagedCache, parts: QueryParts):
+        self._attend, self._before, self._layers, self._parts = attend, cache, list(cache.layers), parts
+
+    def of_layer(self, layer: int) -> Any:
+        """The attention of one layer."""
+        if not isinstance(pages := self._layers[layer], LeafedPages):
+            return self._attend.of_layer(layer)
+        return BestLayer(pages, scales_of_layer(self._before.scales, layer), self._parts)
+
+    def update(self, layer: int, state: Any) -> None:
+        """Takes over what a layer has stored."""
+        if isinstance(state, LeafedPages):
+            self._layers[layer] = state
+        else:
+            self._attend.update(layer, state)
+
+    @property
+    def cache(self) -> PagedCache:
+        return self._attend.cache.with_leafed(self._layers)
+
+
+@jax.tree_util.register_pytree_node_class
+class BestLayer:
+    """One layer of `BestAttention`: a pytree. `state` are its pages with their bounds, and after a call what they hold
+    then."""
+
+    def __init__(self, state: LeafedPages, scales: KVScales | None, parts: QueryParts):
+        self.state, self._scales, self._parts = state, scales, parts
+
+    def tree_flatten(self):
+        return (self.state, self._scales, self._parts), None
+
+    @classmethod
+    def tree_unflatten(cls, static, children) -> BestLayer:
+        return cls(*children)
+
+    def __call__(
+        self,
+        q: Float[Array, "T Hq K"],
+        k: Float[Array, "T Hkv K"],
+        v: Float[Array, "T Hkv K"],
+        window: int | None,
+        **options: Any,
+    ) -> Float[Array, "T Hq K"]:
+        del window  # only layers without one have bounds
+        q, k, v = divide_by_scales(self._scales, q, k, v)
+        out, self.state = attend_to_best(self.state, self._parts, q, k, v, is_uniform=self._parts.is_uniform, **options)
+        return multiply_by_scales(self._scales, out)
+
+
 def attend_to_best(
-    state: BoundedPages,
+    state: LeafedPages,
     parts: QueryParts,
     q: Float[Array, "T Hq K"],
     k: Float[Array, "T Hkv K"],
@@ -133,7 +190,7 @@ def attend_to_best(
     scale: float | None = None,
     soft_cap: float | None = None,
     **options: Any,
-) -> tuple[Float[Array, "T Hq K"], BoundedPages]:
+) -> tuple[Float[Array, "T Hq K"], LeafedPages]:
     """Stores new keys and values, and attends to the best pages of each part that chooses. `options` are those of
     `paged_attention`."""
     pages, bounds = state
@@ -157,7 +214,7 @@ def attend_to_best(
     out, pages = paged_attention(q, k, v, pages, table, *lengths, query_starts=parts.starts, **options)
     if not parts.appends_first:
         bounds = bounds_of_filled(pages, bounds, filled, spec.page)
-    return out, BoundedPages(pages, bounds)
+    return out, LeafedPages(pages, bounds)
 
 
 def bounds_of_filled(

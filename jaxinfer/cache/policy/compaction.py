@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, scales_of_layer
-from jaxinfer.cache.paged import PagedCache, PageTables
-from jaxinfer.cache.policies import LayerBudget
-from jaxinfer.cache.policy.prompt_queries import LayerQueries, PromptQueries, stored_prompt
+from jaxinfer.cache.paged import PagedCache
+from jaxinfer.cache.policy.contract import EndWork
+from jaxinfer.cache.policy.prompt_queries import LayerQueries, PromptQueries, prompt_moments, stored_prompt
 from jaxinfer.cache.policy.scores import expected_attention_scores, kept_positions, keydiff_scores, snapkv_scores
 from jaxinfer.cache.ragged import AttentionByLayer, LayerAttention, PagedAttention
 from pallas_kernels.paged_attention import Pages
@@ -44,31 +45,41 @@ class PromptPages:
     targets: jax.Array
 
 
+def compacting(method: str, work: EndWork) -> CompactingAttention:
+    """`CachePolicy.attend_end` of a `PromptBudget`."""
+    cache, queries = work.cache, None
+    if work.before is not None:
+        tables = tuple(prompt.page_table for prompt in work.prompts)
+        moments = prompt_moments(work.decoder, cache, tables, work.before, work.end - work.positions.shape[0])
+        # Else a compiler may store the last tokens before the others are read, in a copy of the cache.
+        moments, cache = lax.optimization_barrier((moments, cache))
+        queries = PromptQueries(work.decoder.config, moments, work.positions, work.end)
+    return CompactingAttention(work.attend(cache), cache, method, work.prompts, queries)
+
+
 class CompactingAttention(AttentionByLayer):
     """`attend` for the last tokens of one prompt, which compacts it. After the pass, `cache` is the updated cache.
 
-    `attend` stores and attends to the tokens, in full. `budgets` and `prompts` are of the layers' groups; None for
-    groups that keep everything. `queries` are those of the tokens, for a policy that chooses by all of the prompt's.
+    `attend` stores and attends to the tokens, in full. `prompts` are of the layers' groups. `queries` are those of the
+    tokens, for a method that chooses by all of the prompt's.
     """
 
     def __init__(
         self,
         attend: PagedAttention,
         cache: PagedCache,
-        budgets: tuple[LayerBudget | None, ...],
+        method: str,
         prompts: tuple[PromptPages, ...],
         queries: PromptQueries | None = None,
     ):
-        self._attend, self._before, self._budgets, self._prompts = attend, cache, budgets, prompts
+        self._attend, self._before, self._method, self._prompts = attend, cache, method, prompts
         self._queries = queries
 
     def of_layer(self, layer: int) -> CompactingLayer:
         """The attention of one layer."""
         group, scales = self._before.group_of(layer), scales_of_layer(self._before.scales, layer)
-        budget, inner = self._budgets[group], self._attend.of_layer(layer)
-        method = None if budget is None else budget.policy.method
         queries = None if self._queries is None else self._queries.of_layer(layer)
-        return CompactingLayer(inner, scales, self._prompts[group], queries, method)
+        return CompactingLayer(self._attend.of_layer(layer), scales, self._prompts[group], queries, self._method)
 
     def update(self, layer: int, state: Pages) -> None:
         """Takes over what a layer has stored."""
@@ -89,7 +100,7 @@ class CompactingLayer:
         scales: KVScales | None,
         prompt: PromptPages,
         queries: LayerQueries | None,
-        method: str | None,
+        method: str,
     ):
         self._attend, self._scales, self._prompt = attend, scales, prompt
         self._queries, self._method = queries, method
@@ -116,16 +127,15 @@ class CompactingLayer:
         soft_cap: float | None = None,
     ) -> Float[Array, "T Hq K"]:
         out = self._attend(q, k, v, window, scale=scale, soft_cap=soft_cap)
-        if self._method is not None:
-            with jax.named_scope("compact"):
-                pages, heads = self._attend.state, k.shape[1:]
-                if self._queries is not None:
-                    pages = compacted_by_moments(pages, self._prompt, q, heads, self._scales, self._queries, scale)
-                else:
-                    q = divide_by_scales(self._scales, q, k, v)[0]
-                    options = {"scale": scale, "soft_cap": soft_cap}
-                    pages = compacted(self._method, pages, self._prompt, q, heads, options)
-                self._attend.state = pages
+        with jax.named_scope("compact"):
+            pages, heads = self._attend.state, k.shape[1:]
+            if self._queries is not None:
+                pages = compacted_by_moments(pages, self._prompt, q, heads, self._scales, self._queries, scale)
+            else:
+                q = divide_by_scales(self._scales, q, k, v)[0]
+                options = {"scale": scale, "soft_cap": soft_cap}
+                pages = compacted(self._method, pages, self._prompt, q, heads, options)
+            self._attend.state = pages
         return out
 
 
@@ -193,17 +203,3 @@ def _keep(pages: Pages, shape: PageShape, prompt: PromptPages, choose: Callable[
     num_kept = prompt.num_tokens - prompt.num_dropped * shape.page_size
     count = min(prompt.targets.shape[0], prompt.page_table.shape[0]) * shape.page_size
     return compact(pages, shape, prompt.page_table, choose(num_kept, count), num_kept, prompt.targets)
-
-
-def compacted_view(
-    cache: PagedCache, page_tables: PageTables, ends: jax.Array, lengths: jax.Array
-) -> tuple[PageTables, tuple[jax.Array, ...]]:
-    """Page tables and kv_lengths int32 [S] of each group, for sequences that have `ends` int32 [S] tokens after the
-    pass, of which `lengths` are new.
-
-    The last of `page_tables`, int32 [S, groups], are the pages that each sequence's prompt has lost: tables begin after
-    them, and lengths are without them.
-    """
-    *tables, num_dropped = page_tables
-    lost = jnp.where((lengths > 0)[:, None], num_dropped * cache.page_size, ends[:, None])
-    return tuple(tables), tuple((ends[:, None] - lost).T)

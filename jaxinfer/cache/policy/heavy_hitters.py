@@ -6,7 +6,7 @@ no probabilities, so a second pass computes them from the queries and the stored
 after another, whatever rows a pass has, so that sums do not depend on how a prompt is cut.
 
 What is dropped leaves no gap: tokens that stay are moved together, in the sequence's first pages. A token's place in
-the page table is its position less what was dropped, `HeavyPages.num_dropped`, which is whole pages.
+the page table is its position less what was dropped, `H2O.num_dropped`, which is whole pages.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.cache.kv_dtype import divide_by_scales, scales_of_layer
-from jaxinfer.cache.paged import PagedCache, PageTables
-from jaxinfer.cache.policies import HeavyPages
+from jaxinfer.cache.paged import LeafedPages, PagedCache, PageTables
+from jaxinfer.cache.policy.contract import StepRows
+from jaxinfer.cache.policy.h2o import H2O
 from jaxinfer.cache.policy.row_parts import Parts, parts_in_pages
 from jaxinfer.cache.policy.scores import kept_positions
 from jaxinfer.cache.ragged import AttentionByLayer, LayerAttention, attend_ragged
@@ -62,30 +63,19 @@ class SummedRows(NamedTuple):
     parts: PartRows | None
 
 
-def with_sums(cache: PagedCache, config: ModelConfig) -> PagedCache:
-    """An abstract cache with its sums."""
-
-    def of_layer(layer: int, pages: Any) -> Any:
-        if pages is None:
-            return None
-        num_pages, page_size = jax.tree.leaves(pages)[0].shape[:2]
-        return jax.ShapeDtypeStruct((num_pages, config.num_kv_heads_of(layer), page_size), jnp.float32)
-
-    return replace(cache, sums=tuple(of_layer(*pair) for pair in enumerate(cache.layers)))
+def abstract_sums(pages: Any, num_kv_heads: int) -> jax.ShapeDtypeStruct:
+    """What queries attended to each key of a layer's pages, float32 [pages, Hkv, page size]."""
+    num_pages, page_size = jax.tree.leaves(pages)[0].shape[:2]
+    return jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size), jnp.float32)
 
 
-def zeros_of(sums: Any) -> Any:
-    """Sums of those shapes."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
-
-
-def num_dropped(heavy: HeavyPages, num_stored: Int32[Array, " S"]) -> Int32[Array, " S"]:
-    """`HeavyPages.num_dropped` of arrays."""
+def num_dropped(heavy: H2O, num_stored: Int32[Array, " S"]) -> Int32[Array, " S"]:
+    """`H2O.num_dropped` of arrays."""
     return jnp.maximum(num_stored // heavy.page_size - heavy.num_pages, 0) * heavy.page_size
 
 
 def attend_decoding(
-    heavy: HeavyPages,
+    heavy: H2O,
     config: ModelConfig,
     cache: PagedCache,
     page_tables: PageTables,
@@ -96,40 +86,36 @@ def attend_decoding(
     table = page_tables[0][:, : heavy.num_columns]
     cut = _Cut.of(heavy, positions, lengths, lengths > 0)
     rows = jnp.arange(lengths.shape[0])
-    attend = attend_ragged(cache, (table,), rows, lengths, cut.stored, max_query_length=1)
+    attend = attend_ragged(cache.bare, (table,), rows, lengths, cut.stored, max_query_length=1)
     singles = SingleRows(rows, cut.stored, table)
     return HeavyAttention(attend, cache, SummedRows(singles, None), partial(cut.evict, heavy, config, table))
 
 
 def attend_step(
-    heavy: HeavyPages,
+    heavy: H2O,
     config: ModelConfig,
     cache: PagedCache,
     page_tables: PageTables,
-    token_slots: Int32[Array, " T"],
-    query_starts: Int32[Array, " S"],
-    lengths: Int32[Array, " S"],
-    ends: Int32[Array, " S"],
-    is_decoding: jax.Array,
-    prompt_lengths: Int32[Array, " S"],
-    *,
-    is_uniform: bool,
+    rows: StepRows,
 ) -> HeavyAttention:
     """The attention of a step of decoding slots, prompts, and answers that are computed again after a preemption: these
-    have rows of one page at most, and no row beside those of their prompt. `ends` are tokens that were ever stored,
-    after the step; other arguments as of `attend_ragged`."""
-    table, starts = page_tables[0], ends - lengths
-    is_answer = is_decoding | (starts >= prompt_lengths)
-    cut = _Cut.of(heavy, starts, lengths, is_answer, ends == prompt_lengths)
-    attend = attend_ragged(cache, (table,), query_starts, lengths, cut.stored, is_uniform=is_uniform)
+    have rows of one page at most, and no row beside those of their prompt. Raises ValueError for a step without the
+    lengths of prompts."""
+    if rows.prompt_lengths is None:
+        raise ValueError("a step under this policy of the cache needs the lengths of prompts")
+    table, starts = page_tables[0], rows.ends - rows.lengths
+    is_answer = rows.is_decoding | (starts >= rows.prompt_lengths)
+    cut = _Cut.of(heavy, starts, rows.lengths, is_answer, rows.ends == rows.prompt_lengths)
+    ragged = rows.query_starts, rows.lengths, cut.stored
+    attend = attend_ragged(cache.bare, (table,), *ragged, is_uniform=rows.is_uniform)
     # Those of decoding slots at once, unless every row is to have the same arithmetic.
-    is_single = is_decoding & (not is_uniform)
+    is_single = rows.is_decoding & (not rows.is_uniform)
     narrow = table[:, : heavy.num_columns]
-    singles = SingleRows(query_starts, jnp.where(is_single, cut.stored, 0), narrow)
-    own = jnp.where(is_single, 0, lengths)
-    parts = parts_in_pages(heavy.page_size, token_slots, query_starts, own, cut.stored)
-    rows = SummedRows(None if is_uniform else singles, PartRows(parts, jnp.sum(parts.lengths > 0), table))
-    return HeavyAttention(attend, cache, rows, partial(cut.evict, heavy, config, table))
+    singles = SingleRows(rows.query_starts, jnp.where(is_single, cut.stored, 0), narrow)
+    own = jnp.where(is_single, 0, rows.lengths)
+    parts = parts_in_pages(heavy.page_size, rows.token_slots, rows.query_starts, own, cut.stored)
+    summed = SummedRows(None if rows.is_uniform else singles, PartRows(parts, jnp.sum(parts.lengths > 0), table))
+    return HeavyAttention(attend, cache, summed, partial(cut.evict, heavy, config, table))
 
 
 class _Cut(NamedTuple):
@@ -142,7 +128,7 @@ class _Cut(NamedTuple):
     has_prompts: bool
 
     @classmethod
-    def of(cls, heavy: HeavyPages, starts, lengths, is_answer, ends_prompt: jax.Array | None = None) -> _Cut:
+    def of(cls, heavy: H2O, starts, lengths, is_answer, ends_prompt: jax.Array | None = None) -> _Cut:
         ends = starts + lengths
         dropped = jnp.where(is_answer, num_dropped(heavy, starts), 0)
         drops = is_answer if ends_prompt is None else is_answer | ends_prompt
@@ -150,7 +136,7 @@ class _Cut(NamedTuple):
         stored, kept = (jnp.where(lengths > 0, ends - count, 0) for count in (dropped, then))
         return cls(stored, kept, is_answer, ends_prompt is not None)
 
-    def evict(self, heavy: HeavyPages, config: ModelConfig, table: jax.Array, cache: PagedCache) -> PagedCache:
+    def evict(self, heavy: H2O, config: ModelConfig, table: jax.Array, cache: PagedCache) -> PagedCache:
         widths = tuple(map(config.head_dim_of, range(config.num_layers)))
         kept = jnp.where(self.is_answer, self.kept, self.stored)
         cache = evict(heavy, widths, cache, table[:, : heavy.num_columns], self.stored, kept, is_prompt=False)
@@ -161,28 +147,32 @@ class _Cut(NamedTuple):
 
 
 class HeavyAttention(AttentionByLayer):
-    """`attend` that adds up what queries attend to. `cache`, read once after the pass, has the keys and the sums of
-    what is kept: `evict` gets the cache with all of them."""
+    """`attend` over the bare pages of `cache` that adds up what queries attend to. `cache`, read once after the pass,
+    has the keys and the sums of what is kept: `evict` gets the cache with all of them."""
 
     def __init__(self, attend: Any, cache: PagedCache, rows: SummedRows, evict: Callable[[PagedCache], PagedCache]):
-        if cache.sums is None:
-            raise ValueError("a cache without sums of probabilities cannot evict by them")
-        self._attend, self._scales, self._sums, self._rows = attend, cache.scales, list(cache.sums), rows
+        self._attend, self._scales, self._layers, self._rows = attend, cache.scales, list(cache.layers), rows
         self._evict = evict
 
     def of_layer(self, layer: int) -> SummingLayer:
-        """The attention of one layer."""
+        """The attention of one layer. Raises ValueError for a cache without sums."""
+        if not isinstance(pages := self._layers[layer], LeafedPages):
+            raise ValueError("a cache without sums of probabilities cannot evict by them")
         scales = scales_of_layer(self._scales, layer)
-        return SummingLayer(self._attend.of_layer(layer), self._sums[layer], scales, self._rows)
+        return SummingLayer(self._attend.of_layer(layer), pages.leaves, scales, self._rows)
 
-    def update(self, layer: int, state: tuple[Pages, jax.Array]) -> None:
+    def update(self, layer: int, state: LeafedPages) -> None:
         """Takes over what a layer has stored."""
-        pages, self._sums[layer] = state
-        self._attend.update(layer, pages)
+        self._layers[layer] = state
+        self._attend.update(layer, state.pages)
 
     @property
     def cache(self) -> PagedCache:
-        return self._evict(replace(self._attend.cache, sums=tuple(self._sums)))
+        return self._evict(self._attend.cache.with_leafed(self._layers))
+
+    def commit(self, num_committed: jax.Array) -> PagedCache:
+        """Raises NotImplementedError: what was read of rejected tokens cannot be taken back."""
+        raise NotImplementedError("sums of what queries attend to cannot be taken back from rejected tokens")
 
 
 @jax.tree_util.register_pytree_node_class
@@ -226,8 +216,8 @@ class SummingLayer:
         return out
 
     @property
-    def state(self) -> tuple[Pages, jax.Array]:
-        return self._attend.state, self._sums
+    def state(self) -> LeafedPages:
+        return LeafedPages(self._attend.state, self._sums)
 
 
 def _scores(shape: PageShape, scale: float, soft_cap: float | None, q: jax.Array, pages: Pages, ids: jax.Array):
@@ -320,7 +310,7 @@ def _add_parts(score, sums, pages: Pages, q: jax.Array, sinks, rows: PartRows) -
 
 
 def evict(
-    heavy: HeavyPages,
+    heavy: H2O,
     head_dims: tuple[int, ...],
     cache: PagedCache,
     page_table: Int32[Array, "S C"],
@@ -337,30 +327,28 @@ def evict(
     """
     slots = jnp.nonzero(stored > kept, size=stored.shape[0], fill_value=0)[0]
 
-    def one(number: jax.Array, parts: tuple[Any, Any]) -> tuple[Any, Any]:
+    def one(number: jax.Array, layers: tuple[Any, ...]) -> tuple[Any, ...]:
         slot = slots[number]
         sequence = page_table[slot], stored[slot], kept[slot]
-        found = [
-            (pages, sums) if pages is None else _evict_layer(heavy, head_dim, is_prompt, pages, sums, *sequence)
-            for head_dim, pages, sums in zip(head_dims, *parts, strict=True)
-        ]
-        return tuple(pages for pages, _ in found), tuple(sums for _, sums in found)
+        return tuple(
+            None if pages is None else _evict_layer(heavy, head_dim, is_prompt, pages, *sequence)
+            for head_dim, pages in zip(head_dims, layers, strict=True)
+        )
 
-    layers, sums = lax.fori_loop(0, jnp.sum(stored > kept), one, (cache.layers, cache.sums))
-    return replace(cache, layers=layers, sums=sums)
+    return replace(cache, layers=lax.fori_loop(0, jnp.sum(stored > kept), one, cache.layers))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), inline=False)  # traced once for layers of the same shapes
 def _evict_layer(
-    heavy: HeavyPages,
+    heavy: H2O,
     head_dim: int,
     is_prompt: bool,
-    pages: Pages,
-    sums: jax.Array,
+    leafed: LeafedPages,
     table: jax.Array,
     stored: jax.Array,
     kept: jax.Array,
-) -> tuple[Pages, jax.Array]:
+) -> LeafedPages:
+    pages, sums = leafed
     num_pages, num_heads, size = sums.shape
     shape = page_shape(pages, num_heads, head_dim)
     place = jnp.arange(table.shape[0] * size)
@@ -374,4 +362,4 @@ def _evict_layer(
     page, slot = jnp.where(is_kept, table[target // size], num_pages), target % size
     moved = jnp.take_along_axis(found, chosen, axis=1).T
     sums = sums.at[page[:, None], jnp.arange(num_heads), slot[:, None]].set(moved, mode="drop")
-    return compact(pages, shape, table, chosen, kept, table[: heavy.num_columns]), sums
+    return LeafedPages(compact(pages, shape, table, chosen, kept, table[: heavy.num_columns]), sums)

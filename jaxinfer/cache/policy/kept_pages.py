@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxinfer.cache.paged import PagedCache, PageTables
-from jaxinfer.cache.policies import KeptPages
+from jaxinfer.cache.policy.contract import StepRows
 from jaxinfer.cache.policy.moved_sinks import MovedSinks
 from jaxinfer.cache.policy.row_parts import parts_in_pages
+from jaxinfer.cache.policy.sinks_window import SinksWindow
 from jaxinfer.cache.ragged import attend_ragged
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.rope import inverse_frequencies
@@ -42,7 +42,7 @@ class Pieces(NamedTuple):
 
 
 def kept_view(
-    kept: KeptPages,
+    kept: SinksWindow,
     config: ModelConfig,
     cache: PagedCache,
     page_tables: PageTables,
@@ -86,33 +86,19 @@ def _rotation(config: ModelConfig, layer: int, shifts: jax.Array) -> tuple[jax.A
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def room_in_page(kept: KeptPages, positions: jax.Array) -> jax.Array:
-    """int32 [S]: tokens from `positions` int32 [S] up to the end of its page."""
-    return kept.page_size - positions % kept.page_size
-
-
 def pieces(
-    kept: KeptPages,
-    config: ModelConfig,
-    cache: PagedCache,
-    page_tables: PageTables,
-    token_slots: jax.Array,
-    query_starts: jax.Array,
-    lengths: jax.Array,
-    ends: jax.Array,
+    kept: SinksWindow, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: StepRows
 ) -> Pieces:
-    """The parts of a step's rows that lie in one page each; arguments as of `row_parts.step_rows`."""
-    parts = parts_in_pages(kept.page_size, token_slots, query_starts, lengths, ends)
+    """The parts of a step's rows that lie in one page each."""
+    parts = parts_in_pages(kept.page_size, rows.token_slots, rows.query_starts, rows.lengths, rows.ends)
     tables = tuple(table[parts.slots] for table in page_tables)
     view = kept_view(kept, config, cache, tables, parts.positions, parts.lengths)
     return Pieces(parts.starts, parts.lengths, view)
 
 
-def attend_to_pieces(
-    cache: PagedCache, kept: KeptPages, ragged: Pieces, num_tokens: int, *, is_uniform: bool, mesh: Mesh | None
-) -> Any:
-    """`attend_ragged` for the pieces of a step of `num_tokens` rows. A piece reads pages that earlier ones of the same
-    pass write to."""
+def attend_to_pieces(cache: PagedCache, kept: SinksWindow, ragged: Pieces, rows: StepRows) -> Any:
+    """`attend_ragged` for the pieces of a step's rows. A piece reads pages that earlier ones of the same pass write
+    to."""
     view = ragged.view
     return attend_ragged(
         cache,
@@ -121,9 +107,9 @@ def attend_to_pieces(
         ragged.lengths,
         view.kv_lengths,
         # With pages of few tokens too as for prompts: kernels for few append while others read.
-        max_query_length=min(max(kept.page_size, SHORT_QUERIES + 1), num_tokens),
-        is_uniform=is_uniform,
+        max_query_length=min(max(kept.page_size, SHORT_QUERIES + 1), rows.token_slots.shape[0]),
+        is_uniform=rows.is_uniform,
         appends_first=True,
         moved=view.moved,
-        mesh=mesh,
+        mesh=rows.mesh,
     )

@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxinfer.cache.kv_dtype import KVScales, scales_of_layer
 from jaxinfer.cache.paged import PagedCache
+from jaxinfer.cache.policy.prompt_budget import BLOCK
 from jaxinfer.cache.policy.scores import FUTURE_POSITIONS, NUM_SINKS, QueryMoments
 from jaxinfer.cache.ragged import AttentionByLayer
 from jaxinfer.models import Decoder, ModelConfig
@@ -27,7 +28,6 @@ from pallas_kernels.paged_attention.rotation import rotate_back
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-BLOCK = 512  # tokens of a pass: as many products for each weight that is read as chips can do meanwhile
 Rotation = tuple[jax.Array, jax.Array]
 
 

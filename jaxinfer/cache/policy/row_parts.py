@@ -5,10 +5,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.cache.policies import num_parts
+from jaxinfer.cache.policy.contract import num_parts
 
 
-class StepRows(NamedTuple):
+class RowPlaces(NamedTuple):
     """Of each of T rows: its slot, its number among the rows of the slot and its position, int32 [T], and whether it is
     no padding, bool [T]."""
 
@@ -18,14 +18,14 @@ class StepRows(NamedTuple):
     is_real: jax.Array
 
 
-def step_rows(token_slots: jax.Array, query_starts: jax.Array, lengths: jax.Array, ends: jax.Array) -> StepRows:
+def row_places(token_slots: jax.Array, query_starts: jax.Array, lengths: jax.Array, ends: jax.Array) -> RowPlaces:
     """The rows of a step. `token_slots` int32 [T] is the slot of each row, S for padding; `query_starts`, `lengths` and
     `ends` int32 [S] are each slot's first row, its rows, and its tokens that are stored after the step."""
     num_slots = lengths.shape[0]
     slot = jnp.minimum(token_slots, num_slots - 1)
     offset = jnp.arange(token_slots.shape[0], dtype=jnp.int32) - query_starts[slot]
     is_real = (token_slots < num_slots) & (offset < lengths[slot])
-    return StepRows(slot, offset, (ends - lengths)[slot] + offset, is_real)
+    return RowPlaces(slot, offset, (ends - lengths)[slot] + offset, is_real)
 
 
 def parts_of(is_first: jax.Array, is_real: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -50,8 +50,8 @@ class Parts(NamedTuple):
 def parts_in_pages(
     page_size: int, token_slots: jax.Array, query_starts: jax.Array, lengths: jax.Array, ends: jax.Array
 ) -> Parts:
-    """The parts of a step's rows that lie in one page each; arguments as of `step_rows`."""
-    rows = step_rows(token_slots, query_starts, lengths, ends)
+    """The parts of a step's rows that lie in one page each; arguments as of `row_places`."""
+    rows = row_places(token_slots, query_starts, lengths, ends)
     is_first = rows.is_real & ((rows.offset == 0) | (rows.position % page_size == 0))
     size = num_parts(page_size, token_slots.shape[0], lengths.shape[0])
     starts, counts = parts_of(is_first, rows.is_real, size)

@@ -15,11 +15,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxinfer import parallel
-from jaxinfer.cache import KVScales, PagedCache, PageTables, attend_as_stored
-from jaxinfer.cache.policies import BestPages, KeptPages, LayerBudgets, ProgramPolicy
-from jaxinfer.cache.policy.best_pages import parts_of_slots
-from jaxinfer.cache.policy.compaction import compacted_view
-from jaxinfer.cache.policy.kept_pages import KeptView, kept_view
+from jaxinfer.cache import KVScales, attend_as_stored
+from jaxinfer.cache.policy.contract import CachePolicy
+from jaxinfer.cache.policy.kinds import KEEPS_ALL
 from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
 from jaxinfer.sampling import (
     SamplingBatch,
@@ -39,7 +37,7 @@ Weights = tuple[jax.Array, ...]
 @dataclass(frozen=True, eq=False)
 class ProgramModel:
     """What programs are compiled for: a configuration, the structure of its parameters, the mesh that they are
-    cut over, None for a single device, and which tokens stay or are read, None for all.
+    cut over, None for a single device, and the policy of the cache.
 
     A call passes it as a static argument beside the parameters' leaves. Both save the host time on every dispatch: it
     is hashed by identity (get one from `program_model`, which returns the same object for equal arguments), and a
@@ -49,7 +47,7 @@ class ProgramModel:
     config: ModelConfig
     structure: Any
     mesh: Mesh | None = None
-    policy: ProgramPolicy | None = None
+    policy: CachePolicy = KEEPS_ALL
 
     def bind(self, weights: Weights) -> Decoder:
         """The decoder over the leaves; called while tracing."""
@@ -57,39 +55,14 @@ class ProgramModel:
         over = None if self.mesh is None or axis is None else (self.mesh, axis)
         return bind(self.config, jax.tree.unflatten(self.structure, weights), over)
 
-    def seen(
-        self, cache: PagedCache, page_tables: PageTables, ends: jax.Array, lengths: jax.Array
-    ) -> tuple[PageTables, Any]:
-        """Page tables and kv_lengths of sequences that have `ends` int32 [S] tokens after the pass, of which `lengths`
-        are new, where the policy drops nothing while they grow; called while tracing."""
-        if not isinstance(self.policy, LayerBudgets):
-            return page_tables, ends
-        return compacted_view(cache, page_tables, ends, lengths)
-
-    def view(self, cache: PagedCache, page_tables: PageTables, positions: jax.Array, lengths: jax.Array) -> KeptView:
-        """What `lengths` int32 [S] new tokens at `positions` int32 [S] on attend to, each sequence's in one page where
-        the policy drops pages; called while tracing."""
-        if not isinstance(self.policy, KeptPages):
-            return KeptView(*self.seen(cache, page_tables, positions + lengths, lengths), {})
-        return kept_view(self.policy, self.config, cache, page_tables, positions, lengths)
-
-    def parts(self, page_tables: PageTables, positions: jax.Array, lengths: jax.Array, **options: Any) -> Any:
-        """`parts_of_slots` of tokens of answers, where the policy chooses pages; called while tracing."""
-        if not isinstance(self.policy, BestPages):
-            return None
-        # The layers that choose are in the first group, of those without a window.
-        return parts_of_slots(self.policy, page_tables[0], positions, lengths, **options)
-
 
 @lru_cache(maxsize=64)
-def _program_model(
-    config: ModelConfig, structure: Any, mesh: Mesh | None, policy: ProgramPolicy | None
-) -> ProgramModel:
+def _program_model(config: ModelConfig, structure: Any, mesh: Mesh | None, policy: CachePolicy) -> ProgramModel:
     return ProgramModel(config, structure, mesh, policy)
 
 
 def program_model(
-    config: ModelConfig, params: Params, mesh: Mesh | None = None, policy: ProgramPolicy | None = None
+    config: ModelConfig, params: Params, mesh: Mesh | None = None, policy: CachePolicy = KEEPS_ALL
 ) -> tuple[ProgramModel, Weights]:
     """The static and the array half of a model, as every program takes them. With a mesh, the parameters are where
     `parallel.parameter_shardings` says."""

@@ -7,12 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jaxinfer.cache import PagedCache, attend_ragged
-from jaxinfer.cache.policies import LayerBudgets
-from jaxinfer.cache.policy.compaction import CompactingAttention, PromptPages
-from jaxinfer.cache.policy.prompt_queries import BLOCK, PromptQueries, prompt_moments
+from jaxinfer.cache import PagedCache
+from jaxinfer.cache.policy.compaction import PromptPages
+from jaxinfer.cache.policy.contract import CachePolicy, EndWork
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.plans import GroupMove
@@ -36,6 +34,7 @@ def compaction_work(
     moves: tuple[GroupMove, ...],
     groups: tuple[CacheGroup, ...],
     num_columns: int,
+    policy: CachePolicy,
 ) -> CompactionWork:
     """The work as NumPy arrays, of the last `window` tokens of a prompt, with page tables of `num_columns`."""
 
@@ -44,14 +43,13 @@ def compaction_work(
 
     prompts = []
     for group, (sources, targets, num_dropped) in zip(groups, moves, strict=True):
-        most = 0 if group.budget is None else min(group.budget.most_pages, num_columns)
+        most = 0 if group.at_end is None else min(group.at_end.most_pages, num_columns)
         pages: Any = ids(sources, num_columns, 0), np.int32(len(prompt)), np.int32(num_dropped)
         pages = *pages, ids(targets, most, group.num_allocated)
         prompts.append(PromptPages(*pages))
-    last, before = np.array(prompt[-window:], np.int32), None
-    for budget in (group.budget for group in groups if group.budget is not None):
-        if budget.policy.observes_prompt:
-            before = padded(prompt[:-window], -(-num_columns * budget.page_size // BLOCK) * BLOCK)
+    last, before, block = np.array(prompt[-window:], np.int32), None, policy.prompt_block
+    if block:
+        before = padded(prompt[:-window], -(-num_columns * policy.page_size // block) * block)
     return CompactionWork(last, tuple(prompts), before)  # pyright: ignore[reportArgumentType]
 
 
@@ -77,20 +75,9 @@ def compact_prompt(
     Returns it, the logits float32 [num_slots, V] of the last token in every row, for `sample_step`, and the final
     hidden states as `step` does.
     """
-    if not isinstance(model.policy, LayerBudgets):
-        raise ValueError("a model without a policy that compacts prompts")
-    window, nothing = work.tokens.shape[0], jnp.zeros(1, jnp.int32)
-    end, decoder, moments = work.prompts[0].num_tokens, model.bind(weights), None
-    if work.before is not None:
-        page_tables = tuple(prompt.page_table for prompt in work.prompts)
-        moments = prompt_moments(decoder, cache, page_tables, work.before, end - window)
-        # Else a compiler may store the last tokens before the others are read, in a copy of the cache.
-        moments, cache = lax.optimization_barrier((moments, cache))
-    tables = tuple(prompt.page_table[None] for prompt in work.prompts)
-    attend: Any = attend_ragged(cache, tables, nothing, nothing + window, end[None], is_uniform=is_uniform)
+    window, end, decoder = work.tokens.shape[0], work.prompts[0].num_tokens, model.bind(weights)
     positions = end - window + jnp.arange(window)
-    queries = None if moments is None else PromptQueries(model.config, moments, positions, end)
-    attend = CompactingAttention(attend, cache, model.policy.groups, work.prompts, queries)
+    attend = model.policy.attend_end(EndWork(decoder, cache, work.prompts, positions, end, work.before, is_uniform))
     hidden = decoder(work.tokens, positions, attend)
     logits = decoder.logits(jnp.broadcast_to(hidden[-1], (num_slots, hidden.shape[-1])))
     if num_hidden is not None and num_hidden > window:

@@ -16,11 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
-from jaxinfer.cache import PagedCache, PageTables, StateCache, attend_ragged
-from jaxinfer.cache.policies import BestPages, HeavyPages, KeptPages
-from jaxinfer.cache.policy.best_pages import parts_of_step
-from jaxinfer.cache.policy.heavy_hitters import attend_decoding, attend_step
-from jaxinfer.cache.policy.kept_pages import attend_to_pieces, pieces
+from jaxinfer.cache import PagedCache, StateCache
+from jaxinfer.cache.policy.contract import SlotRows, StepRows
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.work import (
@@ -136,22 +133,9 @@ def _one_pass(
     positions = (ends - lengths)[slot] + jnp.arange(num_tokens) - rows.query_starts[slot]
     positions = jnp.where(work.token_slots < num_slots, positions, 0)
 
-    if isinstance(policy := model.policy, HeavyPages):
-        ragged = (work.token_slots, rows.query_starts, lengths, ends, rows.is_decoding(slots), rows.known_prompts)
-        attend = attend_step(policy, model.config, cache, work.page_tables, *ragged, is_uniform=is_uniform)
-    elif isinstance(policy, KeptPages):
-        ragged = pieces(
-            policy, model.config, cache, work.page_tables, work.token_slots, rows.query_starts, lengths, ends
-        )
-        attend = attend_to_pieces(cache, policy, ragged, num_tokens, is_uniform=is_uniform, mesh=model.mesh)
-    else:
-        tables, kv_lengths = model.seen(cache, work.page_tables, ends, lengths)
-        best = None
-        if isinstance(policy, BestPages):
-            ragged = rows.known_prompts, work.token_slots, rows.query_starts, lengths, ends
-            best = parts_of_step(policy, tables[0], *ragged)
-        ragged = rows.query_starts, lengths, kv_lengths
-        attend = attend_ragged(cache, tables, *ragged, is_uniform=is_uniform, best=best, mesh=model.mesh)
+    ragged = work.token_slots, rows.query_starts, lengths, ends, rows.is_decoding(slots), rows.prompt_lengths
+    ragged = StepRows(*ragged, is_uniform, model.mesh)
+    attend = model.policy.attend_step(model.config, cache, work.page_tables, ragged)
     if model.mesh is not None and parallel.axis_of(model.mesh, "tokens") is not None:  # each device has its rows
         cut = parallel.array_shardings(model.mesh, (tokens, positions), (("tokens",), ("tokens",)))
         tokens, positions = lax.with_sharding_constraint((tokens, positions), cut)
@@ -221,24 +205,6 @@ def _sample_rows(
     return new_slots, StepOutput(encode_tokens(samples, is_produced, takes_part), samples)
 
 
-def _attend_newest(
-    model: ProgramModel,
-    cache: PagedCache,
-    page_tables: PageTables,
-    rows: jax.Array,
-    positions: jax.Array,
-    lengths: jax.Array,
-) -> Any:
-    """`attend` for one token, at row `rows` and position `positions`, int32 [B], of each slot whose length, int32 [B],
-    is not 0."""
-    if isinstance(model.policy, HeavyPages):
-        return attend_decoding(model.policy, model.config, cache, page_tables, positions, lengths)
-    view = model.view(cache, page_tables, positions, lengths)
-    best = model.parts(page_tables, positions, lengths, num_rows=1, is_uniform=False)
-    options: Any = {"max_query_length": 1, "moved": view.moved, "best": best, "mesh": model.mesh}
-    return attend_ragged(cache, view.page_tables, rows, lengths, view.kv_lengths, **options)
-
-
 def _uniform_step(
     model: ProgramModel,
     decoder: Decoder,
@@ -250,7 +216,7 @@ def _uniform_step(
     tables: GrammarTables | None,
 ) -> tuple[PagedCache, Slots, StepOutput]:
     """What `step` and `sample_step` do where all slots that are scheduled decode."""
-    rows = decoding_work(work, num_rows, isinstance(model.policy, HeavyPages | BestPages))
+    rows = decoding_work(work, num_rows, model.policy.needs_prompt_lengths)
     cache, logits, _ = _one_pass(model, decoder, cache, slots, rows, True)
     return cache, *_sample_rows(slots, batch, rows.slots, logits, tables)
 
@@ -287,7 +253,8 @@ def decode(
             return _uniform_step(model, decoder, cache, slots, batch, work, num_rows, tables)
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
-        attend = _attend_newest(model, cache, work.page_tables, rows, slots.positions, lengths)
+        newest = SlotRows(rows, slots.positions, lengths, 1, mesh=model.mesh)
+        attend = model.policy.attend_slots(model.config, cache, work.page_tables, newest)
         hidden = decoder(slots.tokens, slots.positions, attend)
         samples = _sample(
             decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.cache import PagedCache, PageTables, attend_ragged
-from jaxinfer.cache.policies import KeptPages
-from jaxinfer.cache.policy.kept_pages import room_in_page
+from jaxinfer.cache import PagedCache, PageTables
+from jaxinfer.cache.policy.contract import SlotRows
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.paged import constrain_sharding, replicate, take_rows, write_rows
@@ -155,8 +154,7 @@ class _Round:
         is_active = slots.is_active & work.is_scheduled
         # A node is stored where it may stay, so there is never one more than tokens are left.
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, tree.num_nodes) - 1)
-        if isinstance(kept := self.model.policy, KeptPages):  # all nodes of a round attend to the same pages
-            num_nodes = jnp.minimum(num_nodes, room_in_page(kept, slots.positions))
+        num_nodes = self.model.policy.limit_rows(slots.positions, num_nodes)
         num_nodes = jnp.where(is_active, num_nodes, 0)
         rows = DraftRows(slots.positions, is_active, num_nodes, work.page_tables, batch, slots.history, self.tables)
         cache, draft_cache, draft_slots, proposal = _propose(
@@ -213,23 +211,9 @@ def verify(
     if tree.max_width > 1:
         ancestors = jnp.pad(jnp.tile(jnp.asarray(tree.ancestors), num_slots), (0, padding))
     starts = num_nodes * jnp.arange(num_slots, dtype=jnp.int32)
-    view = model.view(cache, rows.page_tables, rows.positions, proposal.num_nodes)
-    lengths = (rows.positions, proposal.num_nodes)
-    best = model.parts(rows.page_tables, *lengths, num_rows=num_nodes, is_uniform=drafter.is_uniform)
-    attend = attend_ragged(
-        cache,
-        view.page_tables,
-        starts,
-        proposal.num_nodes,
-        view.kv_lengths,
-        max_query_length=None if drafter.is_uniform else num_nodes,
-        ancestors=ancestors,
-        is_uniform=drafter.is_uniform,
-        moved=view.moved,
-        best=best,
-        max_deferred=num_nodes,
-        mesh=model.mesh,
-    )
+    options: Any = {"ancestors": ancestors, "max_deferred": num_nodes, "is_uniform": drafter.is_uniform}
+    nodes = SlotRows(starts, rows.positions, proposal.num_nodes, num_nodes, **options, mesh=model.mesh)
+    attend = model.policy.attend_slots(model.config, cache, rows.page_tables, nodes)
     tokens, positions = (jnp.pad(x, (0, padding)) for x in (proposal.tokens.reshape(-1), positions))
     hidden = target(tokens, positions, attend)
     return attend, hidden[:count].reshape(num_slots, num_nodes, -1)

@@ -59,13 +59,6 @@ class StepSlots:
     remaining: jax.Array
     prompt_lengths: jax.Array | None = None
 
-    @property
-    def known_prompts(self) -> jax.Array:
-        """`prompt_lengths`, for a policy that asks. Raises ValueError where there are none."""
-        if self.prompt_lengths is None:
-            raise ValueError("a step under this policy of the cache needs the lengths of prompts")
-        return self.prompt_lengths
-
     def is_decoding(self, slots: Slots) -> jax.Array:
         """bool[B]: the slots whose newest token is computed."""
         return slots.is_active & ~self.is_prompt & (self.query_lengths > 0)

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jaxinfer import compilation_cache, parallel
-from jaxinfer.cache.policies import HeavyHitters, PromptBudget
 from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model
 from jaxinfer.calibration.inputs import split_rows
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
@@ -333,10 +332,8 @@ class TrialRunner:
 
         Raises ValueError for a policy of which the texts would show no loss.
         """
-        policy = spec.options.policy
-        compacts = isinstance(policy, PromptBudget | HeavyHitters)
-        kept = policy.budget if isinstance(policy, PromptBudget | HeavyHitters) else 0
-        kept = spec.kept_pages.num_tokens if spec.kept_pages is not None else kept
+        compacts, kept = spec.policy.drops and not spec.policy.is_same_in_prompts, spec.policy.num_kept or 0
+        kept = kept if spec.policy.drops else 0
         longest = max(map(len, self._texts)) // (2 if compacts else 1)
         if longest <= kept:
             raise ValueError(

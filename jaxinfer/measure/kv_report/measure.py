@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.cache import kv_dtype_name, stored_dtype
-from jaxinfer.cache.policies import SinksWindow, parse_policy
+from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.engine.cache_quality import CHUNK, compared, hidden_states, log_probs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.spec import EngineSpec
@@ -101,7 +101,7 @@ class CacheReporter:
     def _has_prompts(self) -> bool:
         """Whether a policy treats answers in another way than prompts."""
         policies = [parse_policy(one.kv_policy) for one in self.choices if one.kv_policy != ALL]
-        return not all(isinstance(policy, SinksWindow) for policy in policies)
+        return not all(policy.is_same_in_prompts for policy in policies)
 
     @property
     def starts(self) -> list[int]:
@@ -243,8 +243,8 @@ class CacheReporter:
 
 def _lost_bytes(spec: EngineSpec, num_prompt: int) -> int:
     """Of a prompt, at its end."""
-    budgets = ((group.budget, group.page_bytes) for group in spec.groups)
-    return sum(budget.num_dropped(num_prompt) * size for budget, size in budgets if budget is not None)
+    ends = ((group.at_end, group.page_bytes) for group in spec.groups)
+    return sum(at_end.num_dropped(num_prompt) * size for at_end, size in ends if at_end is not None)
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jaxinfer.cache.policies import SinksWindow, parse_policy
+from jaxinfer.cache.policy.kinds import parse_policy
+from jaxinfer.cache.policy.sinks_window import SinksWindow
 
 SCHEMA, VERSION = "jaxinfer.kv_report", 1
 ALL = "all"  # the policy that drops nothing
@@ -37,7 +38,11 @@ class CacheChoice:
         return {"kv_dtype": self.kv_dtype, "kv_policy": None if self.kv_policy == ALL else self.kv_policy}
 
     def __str__(self) -> str:
-        return self.kv_dtype if self.kv_policy == ALL else f"{self.kv_dtype} {self.kv_policy}"
+        return self.named(self.kv_dtype)
+
+    def named(self, kv_dtype: str) -> str:
+        """What people read where the dtype is this one."""
+        return kv_dtype if self.kv_policy == ALL else f"{kv_dtype} {self.kv_policy}"
 
 
 FULL = CacheChoice("auto")
@@ -102,8 +107,7 @@ class CacheFigures:
 
     @property
     def name(self) -> str:
-        policy = self.choice.kv_policy
-        return self.kv_dtype if policy == ALL else f"{self.kv_dtype} {policy}"
+        return self.choice.named(self.kv_dtype)
 
     @property
     def needed(self) -> list[NeedleCell]:

@@ -10,10 +10,12 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.cache import init_paged_cache
-from jaxinfer.cache.policies import BestPages, Quest, parse_policy
+from jaxinfer.cache.paged import LeafedPages
 from jaxinfer.cache.policy import best_pages
-from jaxinfer.cache.policy.best_pages import BoundedPages, chosen_pages, page_promise, parts_of_slots, parts_of_step
-from jaxinfer.cache.ragged import attend_ragged
+from jaxinfer.cache.policy.best_pages import chosen_pages, page_promise, parts_of_slots
+from jaxinfer.cache.policy.contract import SlotRows, StepRows
+from jaxinfer.cache.policy.kinds import parse_policy
+from jaxinfer.cache.policy.quest import Quest
 from pallas_kernels.paged_attention import api, unpack
 from pallas_kernels.paged_attention.layout import dtype_name, from_stored, queries_for
 from tests.pallas_kernels.quick import quick
@@ -34,10 +36,15 @@ STORED = {
 EXACT = ("float32", "bfloat16, interleaved", "bfloat16, bits", "fp8")  # bounds are keys
 
 
+def best_of(num_pages: int) -> Quest:
+    """The best pages of all layers."""
+    return Quest(num_pages * SIZE, num_dense_layers=0, page_size=SIZE)
+
+
 def test_texts_are_read():
     assert parse_policy(" quest(1000)") == Quest(1000)
     assert str(parse_policy("quest(1000)")) == "quest(1000)"
-    assert parse_policy("quest(1000)").pages(16) == BestPages(63, 16)
+    assert parse_policy("quest(1000)").bound(16, None).num_pages == 63
     for text in ("quest(0)", "quest(4)+window(8)", "quest", "quest(4)+quest(4)"):
         with pytest.raises(ValueError, match=r"quest"):
             parse_policy(text)
@@ -53,12 +60,15 @@ def numbers_of(seed: int, num_tokens: int):
 def used_cache(stored: str):
     """A cache whose pages belonged to others: bounds wider than any key."""
     dtype, layout = STORED[stored]
-    cache = init_paged_cache(CONFIG, NUM_PAGES, SIZE, dtype, layout, bounded=(0,))
+
+    def leaves(layer, pages):
+        return best_of(1).page_leaves(CONFIG, layer, pages, dtype, layout)
+
+    cache = init_paged_cache(CONFIG, NUM_PAGES, SIZE, dtype, layout, leaves=leaves)
     (pages,) = cache.layers
-    wide = jnp.broadcast_to(jnp.array([-50.0, 50.0])[:, None, None], pages.bounds.shape[1:])
-    return replace(
-        cache, layers=(pages._replace(bounds=jnp.zeros_like(pages.bounds) + wide.astype(pages.bounds.dtype)),)
-    )
+    bounds = pages.leaves
+    wide = jnp.broadcast_to(jnp.array([-50.0, 50.0])[:, None, None], bounds.shape[1:]).astype(bounds.dtype)
+    return replace(cache, layers=(LeafedPages(pages.pages, jnp.zeros_like(bounds) + wide),))
 
 
 def table_of(seed: int):
@@ -66,27 +76,26 @@ def table_of(seed: int):
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def store(best: BestPages, num_rows: int, cache, table, position, q, k, v):
+def store(best: Quest, num_rows: int, cache, table, position, q, k, v):
     """A step that stores rows of a prompt: the output and the cache."""
     one, zero = jnp.array([num_rows]), jnp.array([0])
     ragged = (jnp.zeros(num_rows, jnp.int32), zero, one, position + one)
-    parts = parts_of_step(best, table, jnp.array([NUM_PAGES * SIZE]), *ragged)
-    attend = attend_ragged(cache, table, *ragged[1:], best=parts)
+    rows = StepRows(*ragged, is_decoding=jnp.array([False]), prompt_lengths=jnp.array([NUM_PAGES * SIZE]))
+    attend = best.attend_step(CONFIG, cache, (table,), rows)
     return attend(0, q, k, v, None), attend.cache
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def answer(best: BestPages, num_rows: int, cache, table, position, q, k, v):
+def answer(best: Quest, num_rows: int, cache, table, position, q, k, v):
     """A pass over tokens of an answer: the output and the cache."""
     one, zero = jnp.array([num_rows]), jnp.array([0])
-    parts = parts_of_slots(best, table, position + zero, one, num_rows, is_uniform=False)
-    attend = attend_ragged(cache, table, zero, one, position + one, best=parts, max_query_length=num_rows)
+    attend = best.attend_slots(CONFIG, cache, (table,), SlotRows(zero, position + zero, one, num_rows))
     return attend(0, q, k, v, None), attend.cache
 
 
 def prompted(stored: str, seed: int, num_tokens: int, chunk: int):
     """A cache with a prompt, stored in chunks, and its page table: the same however many pages its queries choose."""
-    best = BestPages(2, SIZE)
+    best = best_of(2)
     cache, table = used_cache(stored), table_of(seed)
     rows = numbers_of(seed, num_tokens)
     for start in range(0, num_tokens, chunk):
@@ -127,11 +136,11 @@ def test_the_pages_are_those_of_the_paper(stored, seed):
     cache, table = prompted(stored, seed, 42, chunk=7)
     (layer,) = cache.layers
     for count in (1, 3, 6, 20):
-        best = BestPages(count, SIZE)
+        best = best_of(count)
         for position in (3, 4, 17, 41):
             q = numbers_of(seed + 10 * position, 1)[0]
-            parts = parts_of_slots(best, table, jnp.array([position]), jnp.array([1]), 1, is_uniform=False)
-            promise = page_promise(q, layer.bounds, parts, WIDTH**-0.5, None)
+            parts = parts_of_slots(best, table, SlotRows(jnp.array([0]), jnp.array([position]), jnp.array([1]), 1))
+            promise = page_promise(q, layer.leaves, parts, WIDTH**-0.5, None)
             found, kv_lengths = chosen_pages(parts, promise, jnp.array([position + 1]))
             wanted = paper_choice(np.asarray(q[0], np.float64), keys_of(cache), table[0].tolist(), position, count)
             assert found[0, : len(wanted)].tolist() == wanted, (count, position)
@@ -139,7 +148,7 @@ def test_the_pages_are_those_of_the_paper(stored, seed):
 
 
 def test_equal_pages_are_taken_by_position():
-    parts = parts_of_slots(BestPages(2, SIZE), table_of(1), jnp.array([22]), jnp.array([1]), 1, is_uniform=False)
+    parts = parts_of_slots(best_of(2), table_of(1), SlotRows(jnp.array([0]), jnp.array([22]), jnp.array([1]), 1))
     promise = jnp.where(jnp.arange(COLUMNS) < 5, 0.5, -jnp.inf)[None]
     table, _ = chosen_pages(parts, promise, jnp.array([23]))
     assert table[0].tolist() == [parts.page_table[0, column] for column in (0, 1, 5)]
@@ -151,7 +160,7 @@ def test_bounds_are_bounds(stored):
     cache, table = prompted(stored, 4, 45, chunk=5)
     (layer,) = cache.layers
     keys = keys_of(cache)[np.asarray(table[0, :11])]  # the last page is not full
-    bounds = np.asarray(layer.bounds, np.float64)[np.asarray(table[0, :11])]
+    bounds = np.asarray(layer.leaves, np.float64)[np.asarray(table[0, :11])]
     assert (bounds[:, 0] <= keys.min(axis=1)).all()
     assert (bounds[:, 1] >= keys.max(axis=1)).all()
     slack = np.abs(bounds - np.stack([keys.min(axis=1), keys.max(axis=1)], axis=1)).max()
@@ -166,15 +175,15 @@ def test_products_and_sums_are_the_same_bounds(monkeypatch):
     """The forms for TPUs, in several blocks of pages, and for others."""
     cache, _ = prompted("float32", 6, 46, chunk=46)
     q, tables = numbers_of(7, 5)[0], jnp.concatenate([table_of(seed) for seed in range(5)])
-    wanted = best_pages._bounds_of_scores(q, cache.layers[0].bounds, tables)
+    wanted = best_pages._bounds_of_scores(q, cache.layers[0].leaves, tables)
     monkeypatch.setattr(best_pages, "current_platform", lambda: "tpu")
     for size in (1 << 30, 5 * 1024 * 5, 1):
         monkeypatch.setattr(best_pages, "BLOCK_BYTES", size)
-        found = best_pages._bounds_of_scores(q, cache.layers[0].bounds, tables)
+        found = best_pages._bounds_of_scores(q, cache.layers[0].leaves, tables)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def answered(best: BestPages, stored: str, together: int, num_tokens: int = 12):
+def answered(best: Quest, stored: str, together: int, num_tokens: int = 12):
     """The outputs of the tokens of an answer after a prompt of 30, so many in a pass, and the bounds of full pages."""
     cache, table = prompted(stored, 8, 30, chunk=10)
     rows, found = numbers_of(9, num_tokens), []
@@ -183,22 +192,22 @@ def answered(best: BestPages, stored: str, together: int, num_tokens: int = 12):
         out, cache = answer(best, part[0].shape[0], cache, table, jnp.int32(30 + start), *part)
         found.append(out)
     num_full = (30 + num_tokens) // SIZE
-    return np.concatenate(found), np.asarray(cache.layers[0].bounds[table[0, :num_full]], np.float32)
+    return np.concatenate(found), np.asarray(cache.layers[0].leaves[table[0, :num_full]], np.float32)
 
 
 @pytest.mark.parametrize("stored", quick(STORED, "float32", "int8, interleaved"))
 def test_tokens_of_a_pass_choose_as_if_they_came_one_by_one(stored):
     """As drafts are verified: pages fill within a pass, and later rows choose among them."""
-    alone, bounds = answered(BestPages(3, SIZE), stored, 1)
+    alone, bounds = answered(best_of(3), stored, 1)
     for together in (3, 12):
-        found, other = answered(BestPages(3, SIZE), stored, together)
+        found, other = answered(best_of(3), stored, together)
         np.testing.assert_allclose(found, alone, atol=2e-6)
         np.testing.assert_array_equal(other, bounds)
-    assert np.abs(answered(BestPages(4, SIZE), stored, 1)[0] - alone).max() > 1e-2
+    assert np.abs(answered(best_of(4), stored, 1)[0] - alone).max() > 1e-2
 
 
 def test_rejected_drafts_leave_nothing_behind():
-    best = BestPages(2, SIZE)
+    best = best_of(2)
     cache, table = prompted("float32", 8, 30, chunk=30)
     huge = [1000 * x for x in numbers_of(11, 5)]
     _, drafted = answer(best, 5, cache, table, jnp.int32(30), *huge)
@@ -211,7 +220,7 @@ def test_rejected_drafts_leave_nothing_behind():
 
 def test_bounds_of_former_owners_are_noticed(monkeypatch):
     """The inverse test: were they widened and not computed anew, other pages would be chosen."""
-    wanted, _ = answered(BestPages(3, SIZE), "float32", 3)
+    wanted, _ = answered(best_of(3), "float32", 3)
     compute = best_pages.bounds_of_filled
 
     def widen(pages, bounds, ids, shape):
@@ -220,14 +229,14 @@ def test_bounds_of_former_owners_are_noticed(monkeypatch):
 
     monkeypatch.setattr(best_pages, "bounds_of_filled", widen)
     jax.clear_caches()
-    found, _ = answered(BestPages(3, SIZE), "float32", 3)
+    found, _ = answered(best_of(3), "float32", 3)
     jax.clear_caches()
     assert np.abs(found - wanted).max() > 1e-2
 
 
 def test_a_choice_before_the_append_is_noticed(monkeypatch):
     """The inverse test: rows of a pass would not find the pages that it fills."""
-    wanted, _ = answered(BestPages(3, SIZE), "float32", 12)
+    wanted, _ = answered(best_of(3), "float32", 12)
     compute, before = best_pages.bounds_of_filled, []
 
     def remember(pages, bounds, ids, shape):
@@ -238,7 +247,7 @@ def test_a_choice_before_the_append_is_noticed(monkeypatch):
     monkeypatch.setattr(best_pages, "bounds_of_filled", remember)
     monkeypatch.setattr(best_pages, "page_promise", lambda q, bounds, *rest: promise(q, before[-1], *rest))
     jax.clear_caches()
-    found, _ = answered(BestPages(3, SIZE), "float32", 12)
+    found, _ = answered(best_of(3), "float32", 12)
     jax.clear_caches()
     assert np.abs(found - wanted).max() > 1e-2
 
@@ -246,15 +255,15 @@ def test_a_choice_before_the_append_is_noticed(monkeypatch):
 @pytest.mark.parametrize("stored", quick(("bfloat16, interleaved", "int8, interleaved"), "int8, interleaved"))
 def test_the_kernel_of_tpus_reads_the_chosen_pages(monkeypatch, stored):
     """In its interpreter: a token at a time, and several in a pass, which store what others of it read."""
-    wanted = [answered(BestPages(3, SIZE), stored, together, 6)[0] for together in (1, 3)]
+    wanted = [answered(best_of(3), stored, together, 6)[0] for together in (1, 3)]
     monkeypatch.setattr(api, "current_platform", lambda: "tpu")
     jax.clear_caches()
     parameters = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
     with pltpu.force_tpu_interpret_mode(parameters):
-        found = [answered(BestPages(3, SIZE), stored, together, 6)[0] for together in (1, 3)]
+        found = [answered(best_of(3), stored, together, 6)[0] for together in (1, 3)]
     jax.clear_caches()
     np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
 def test_other_caches_have_no_bounds():
-    assert not isinstance(init_paged_cache(CONFIG, 4, SIZE, "float32").layers[0], BoundedPages)
+    assert not isinstance(init_paged_cache(CONFIG, 4, SIZE, "float32").layers[0], LeafedPages)

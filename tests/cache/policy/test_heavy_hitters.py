@@ -10,21 +10,26 @@ import numpy as np
 import pytest
 
 from jaxinfer.cache import init_paged_cache
-from jaxinfer.cache.policies import HeavyHitters, HeavyPages, parse_policy
-from jaxinfer.cache.policy.heavy_hitters import attend_decoding, attend_step, evict, with_sums, zeros_of
+from jaxinfer.cache.paged import LeafedPages
+from jaxinfer.cache.policy.contract import SlotRows, StepRows
+from jaxinfer.cache.policy.h2o import H2O
+from jaxinfer.cache.policy.heavy_hitters import evict
+from jaxinfer.cache.policy.kinds import parse_policy
 from pallas_kernels.paged_attention import unpack
 from tests.engine.dense_heavy import softmax
 from tests.tiny import TINY
 
 CONFIG = replace(TINY, num_layers=1)
-HEAVY = HeavyPages(num_pages=3, num_recent=10, page_size=8)
+HEAVY = H2O(20, page_size=8)  # 3 pages, of which the last 10 tokens always stay
 LENGTH = 45
 TABLES = (jnp.array([[9, 4, 12, 7, 3, 2], [1, 8, 6, 5, 11, 10]], jnp.int32),)
 
 
 def empty(dtype: str = "float32", layout: str = "separate"):
-    cache = init_paged_cache(CONFIG, 14, HEAVY.page_size, dtype, layout)
-    return replace(cache, sums=zeros_of(with_sums(cache, CONFIG).sums))
+    def leaves(layer, pages):
+        return HEAVY.page_leaves(CONFIG, layer, pages, dtype, layout)
+
+    return init_paged_cache(CONFIG, 14, HEAVY.page_size, dtype, layout, leaves=leaves)
 
 
 def tensors():
@@ -37,8 +42,8 @@ def tensors():
 @partial(jax.jit, static_argnums=(4, 5))
 def _step(cache, arrays, token_slots, counts, is_uniform, options):
     starts, lengths, ends, is_decoding, prompts = counts
-    rows = (token_slots, starts, lengths, ends, is_decoding, prompts)
-    attend = attend_step(HEAVY, CONFIG, cache, TABLES, *rows, is_uniform=is_uniform)
+    rows = StepRows(token_slots, starts, lengths, ends, is_decoding, prompts, is_uniform)
+    attend = HEAVY.attend_step(CONFIG, cache, TABLES, rows)
     out = attend(0, *arrays, None, **dict(options))
     return attend.cache, out
 
@@ -57,7 +62,7 @@ def step(cache, parts, prompts=(LENGTH, LENGTH), *, decodes=(False, False), is_u
 
 def sums_of(cache, slot: int) -> np.ndarray:
     """float32 [Hkv, tokens] in the order of the slot's pages."""
-    pages = np.asarray(cache.sums[0])[np.asarray(TABLES[0][slot])]
+    pages = np.asarray(cache.layers[0].leaves)[np.asarray(TABLES[0][slot])]
     return pages.swapaxes(0, 1).reshape(pages.shape[1], -1)
 
 
@@ -75,7 +80,7 @@ def expected_sums(keys: np.ndarray, count: int, soft_cap: float | None = None, s
 
 
 def stored_keys(cache, slot: int) -> np.ndarray:
-    pages = unpack(cache.layers[0], CONFIG.num_kv_heads, CONFIG.head_dim).k
+    pages = unpack(cache.layers[0].pages, CONFIG.num_kv_heads, CONFIG.head_dim).k
     return np.asarray(pages, np.float64)[np.asarray(TABLES[0][slot])].reshape(-1, *pages.shape[2:])
 
 
@@ -156,14 +161,16 @@ def _pass(cache, start, options, length, *, decodes=False, is_uniform=False):
     """A step of `length` rows of slot 1, from `start`."""
     counts = [jnp.array(one) for one in ([0, 0], [0, length], [0, start + length])]
     more = jnp.array([False, decodes]), jnp.array([20, 0 if decodes else 20])
-    attend = attend_step(HEAVY, CONFIG, cache, TABLES, jnp.full(length, 1), *counts, *more, is_uniform=is_uniform)
+    rows = StepRows(jnp.full(length, 1), *counts, *more, is_uniform)
+    attend = HEAVY.attend_step(CONFIG, cache, TABLES, rows)
     attend(0, *_rows(start, length), None, **options)
     return attend.cache
 
 
 @jax.jit
 def _decode(cache, position, options):
-    attend = attend_decoding(HEAVY, CONFIG, cache, TABLES, jnp.array([0, position]), jnp.array([0, 1]))
+    rows = SlotRows(jnp.arange(2), jnp.array([0, position]), jnp.array([0, 1]), 1)
+    attend = HEAVY.attend_slots(CONFIG, cache, TABLES, rows)
     attend(0, *(jnp.tile(x, (2, 1, 1)) for x in _rows(position, 1)), None, **options)
     return attend.cache
 
@@ -172,7 +179,8 @@ def filled(dtype: str, layout: str, sums: np.ndarray):
     """A cache of the text in slot 1, with these sums [Hkv, 48]."""
     cache = step(empty(dtype, layout), [(0, 0), (0, LENGTH)], (100, 100))
     pages = jnp.asarray(sums.reshape(sums.shape[0], -1, 8).swapaxes(0, 1))
-    return replace(cache, sums=(cache.sums[0].at[TABLES[0][1]].set(pages),))
+    (layer,) = cache.layers
+    return replace(cache, layers=(LeafedPages(layer.pages, layer.leaves.at[TABLES[0][1]].set(pages)),))
 
 
 @pytest.mark.parametrize("is_prompt", [False, True])
@@ -185,7 +193,7 @@ def test_the_last_tokens_stay_and_those_with_the_highest_sums(dtype, layout, is_
     cache = filled(dtype, layout, sums)
     counts = jnp.array([40, LENGTH]), jnp.array([40, 29])
     found = evict(HEAVY, (CONFIG.head_dim,), cache, TABLES[0], *counts, is_prompt=is_prompt)
-    before, after = (unpack(one.layers[0], CONFIG.num_kv_heads, CONFIG.head_dim) for one in (cache, found))
+    before, after = (unpack(one.layers[0].pages, CONFIG.num_kv_heads, CONFIG.head_dim) for one in (cache, found))
     pages, new = np.asarray(TABLES[0][1]), sums_of(found, 1)
     for head in range(CONFIG.num_kv_heads):
         older = sums[head, :35] / (LENGTH - np.arange(35) if is_prompt else 1)
@@ -203,7 +211,7 @@ def test_the_last_tokens_stay_and_those_with_the_highest_sums(dtype, layout, is_
 
 
 def test_what_is_dropped_depends_on_the_position_alone():
-    heavy = HeavyHitters(40).pages(16)
+    heavy = H2O(40, page_size=16)
     assert (heavy.num_pages, heavy.num_recent, heavy.num_columns, heavy.num_tokens) == (3, 20, 4, 64)
     for count in range(1, 400):
         kept = count - heavy.num_dropped(count)
@@ -217,8 +225,8 @@ def test_what_is_dropped_depends_on_the_position_alone():
 
 
 def test_texts_are_read():
-    assert parse_policy(" h2o( 1024)") == HeavyHitters(1024)
-    assert str(HeavyHitters(1024)) == "h2o(1024)"
+    assert parse_policy(" h2o( 1024)") == H2O(1024)
+    assert str(H2O(1024)) == "h2o(1024)"
     with pytest.raises(ValueError, match=r"h2o\(1\) of a kv_policy must be at least 2 tokens"):
         parse_policy("h2o(1)")
     with pytest.raises(ValueError, match="combines"):

@@ -58,7 +58,7 @@ FAULTS = (
     ),
     Fault(
         "policies/an-answer-is-computed-again-in-other-pieces",
-        "jaxinfer/engine",
+        "jaxinfer/cache/policy/h2o.py",
         "(count // self.page_size + 1) * self.page_size",
         "(count // self.page_size + 2) * self.page_size",
         ("tests/engine/test_heavy_hitters.py::test_preempted_anywhere",),
@@ -66,7 +66,7 @@ FAULTS = (
     ),
     Fault(
         "policies/a-page-too-few",
-        "jaxinfer/cache/policies.py",
+        "jaxinfer/cache/policy/h2o.py",
         "else min(num_tokens, self.num_tokens)",
         "else min(num_tokens, self.num_tokens - self.page_size)",
         (*SUMS_TESTS, "tests/engine/test_heavy_limits.py::test_an_answer_takes_constant_memory"),
@@ -74,9 +74,9 @@ FAULTS = (
     ),
     Fault(
         "policies/refused-tokens-are-in-the-sums",
-        "jaxinfer/engine/engine.py",
-        "or self.spec.heavy_pages is not None\n",
-        "or False\n",
+        "jaxinfer/cache/policy/h2o.py",
+        "    can_rewind: ClassVar[bool] = False\n",
+        "",
         ("tests/engine/test_heavy_limits.py::test_grammars_change_nothing",),
         "where masks come from the host, what an answer keeps depends on what it was refused",
     ),

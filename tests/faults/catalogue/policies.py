@@ -2,7 +2,7 @@
 
 from tests.faults.fault import Fault
 
-POLICY_TESTS = ("tests/cache/test_policies.py",)
+POLICY_TESTS = ("tests/cache/policy/test_policies.py",)
 GOLDEN_TESTS = ("tests/oracle/test_policy_golden.py",)
 QUEST_TESTS = ("tests/cache/policy/test_best_pages.py",)
 COMPACTION_TESTS = ("tests/engine/test_prompt_compaction_scheduling.py", "tests/engine/test_prompt_compaction.py")
@@ -71,13 +71,13 @@ FAULTS = (
         "jaxinfer/cache/ragged.py",
         'if appends_first and (schedule.implementation not in ("xla", "numba_cpu") or moved is not None):',
         "if appends_first and moved is not None:",
-        ("tests/cache/test_policies.py::test_the_kernel_of_tpus_reads_what_a_step_stores",),
+        ("tests/cache/policy/test_policies.py::test_the_kernel_of_tpus_reads_what_a_step_stores",),
         "on a TPU a prompt attends to what was in its pages before",
     ),
     Fault(
         "policies/drafts-cross-the-end-of-a-page",
         "jaxinfer/engine/programs/speculative.py",
-        "jnp.minimum(num_nodes, room_in_page(kept, slots.positions))",
+        "self.model.policy.limit_rows(slots.positions, num_nodes)",
         "num_nodes",
         ("tests/engine/test_policies.py::test_drafts_change_no_answer",),
         "answers with a draft differ from those without, as drafts after a page's end see a page too many",
@@ -92,7 +92,7 @@ FAULTS = (
     ),
     Fault(
         "policies/a-pyramid-stands-on-its-top",
-        "jaxinfer/cache/policies.py",
+        "jaxinfer/cache/policy/prompt_budget.py",
         "tuple(round(highest - layer * step) for layer in range(num_layers))",
         "tuple(round(lowest + layer * step) for layer in range(num_layers))",
         SCORE_TESTS,
@@ -149,16 +149,16 @@ FAULTS = (
     Fault(
         "policies/a-prompt-is-observed-a-token-late",
         "jaxinfer/engine/programs/compaction.py",
-        "            before = padded(prompt[:-window],",
-        "            before = padded([7, *prompt[: -window - 1]],",
+        "        before = padded(prompt[:-window],",
+        "        before = padded([7, *prompt[: -window - 1]],",
         ("tests/oracle/test_prompt_policy_golden.py", "tests/engine/test_expected_attention.py"),
         "the queries that choose what stays are those of another text",
     ),
     Fault(
         "policies/the-queries-of-a-prompt-end-a-token-early",
-        "jaxinfer/engine/programs/compaction.py",
-        "PromptQueries(model.config, moments, positions, end)",
-        "PromptQueries(model.config, moments, positions, end - 1)",
+        "jaxinfer/cache/policy/compaction.py",
+        "PromptQueries(work.decoder.config, moments, work.positions, work.end)",
+        "PromptQueries(work.decoder.config, moments, work.positions, work.end - 1)",
         ("tests/oracle/test_prompt_policy_golden.py", "tests/engine/test_expected_attention.py"),
         "the last token of a prompt, which asks the question, does not count",
     ),
@@ -180,7 +180,7 @@ FAULTS = (
     ),
     Fault(
         "policies/a-prompt-is-compacted-a-token-early",
-        "jaxinfer/engine/prompt_compaction.py",
+        "jaxinfer/engine/prompt_ends.py",
         "        return sequence.num_prompt - self._num_observed if self.is_due(sequence) else sequence.target",
         "        return sequence.num_prompt - self._num_observed - 1 if self.is_due(sequence) else sequence.target",
         COMPACTION_TESTS,
@@ -188,7 +188,7 @@ FAULTS = (
     ),
     Fault(
         "policies/a-compacted-page-is-found-again",
-        "jaxinfer/engine/prompt_compaction.py",
+        "jaxinfer/engine/prompt_ends.py",
         "        if not sequence.prompt_tables:\n            return None\n",
         "        if not sequence.prompt_tables:\n            return sequence.tables\n",
         COMPACTION_TESTS,
@@ -196,7 +196,7 @@ FAULTS = (
     ),
     Fault(
         "policies/queries-of-reused-tokens-are-missing",
-        "jaxinfer/engine/prompt_compaction.py",
+        "jaxinfer/engine/prompt_ends.py",
         "            return sequence.num_prompt - self._num_observed\n        return len(sequence.tokens) - 1",
         "            return sequence.num_prompt - 1\n        return len(sequence.tokens) - 1",
         COMPACTION_TESTS,
@@ -220,7 +220,7 @@ FAULTS = (
     ),
     Fault(
         "policies/lengths-count-what-was-lost",
-        "jaxinfer/cache/policy/compaction.py",
+        "jaxinfer/cache/paged.py",
         "num_dropped * cache.page_size, ends[:, None])",
         "0 * num_dropped, ends[:, None])",
         ("tests/cache/policy/test_compaction.py", "tests/engine/test_prompt_compaction.py"),

@@ -186,9 +186,9 @@ ENGINE = (
     ),
     Fault(
         "engine/refused-tokens-stay-in-a-state",
-        "jaxinfer/engine/engine.py",
-        "return self.spec.has_states or self.spec.draft_has_states or",
-        "return False or",
+        "jaxinfer/engine/spec.py",
+        "return not self.has_states and not self.draft_has_states and self.policy.can_rewind",
+        "return self.policy.can_rewind",
         ("tests/engine/test_states.py::test_refused_tokens_reach_no_state[False-plain]",),
         "an answer under a grammar goes on from a state that has read tokens which the grammar refused",
     ),
@@ -219,7 +219,7 @@ ENGINE = (
     Fault(
         "engine/a-state-is-saved-a-token-late",
         "jaxinfer/engine/scheduler.py",
-        """        stop = min(part.next_stop(sequence) for part in (self.saved, self.compaction, self.pools))
+        """        stop = min(part.next_stop(sequence) for part in (self.saved, self.ends, self.policy))
         length = min(budget, min(stop, self.replays.next_stop(sequence, chunks)) - start, room)
         if length > 0:
             missing = self.pools.pages_of(sequence, start + length) - len(sequence.pages)
@@ -227,7 +227,7 @@ ENGINE = (
             end = sequence.num_stored + length
             saves_to = self.saved.save(sequence, end)
 """,
-        """        stop = min(part.next_stop(sequence) for part in (self.saved, self.compaction, self.pools)) + 1
+        """        stop = min(part.next_stop(sequence) for part in (self.saved, self.ends, self.policy)) + 1
         length = min(budget, stop - start, room)
         if length > 0:
             length = min(length, sequence.target - start)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxinfer.cache.policies import parse_policy
+from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.measure.advise import search as searching
 from jaxinfer.measure.advise.candidates import (
     KEPT_PARTS,

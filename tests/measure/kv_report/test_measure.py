@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.cache.policies import parse_policy
+from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions

@@ -9,13 +9,25 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.cache import init_paged_cache
-from jaxinfer.cache.policies import PROMPT_METHODS, KeptPages, PromptBudget, SinksWindow, parse_policy
-from jaxinfer.cache.policy.kept_pages import attend_to_pieces, kept_view, pieces, room_in_page
+from jaxinfer.cache.policy.contract import StepRows
+from jaxinfer.cache.policy.kept_pages import attend_to_pieces, kept_view, pieces
+from jaxinfer.cache.policy.kinds import parse_policy
+from jaxinfer.cache.policy.prompt_budget import PROMPT_METHODS, PromptBudget
+from jaxinfer.cache.policy.sinks_window import SinksWindow
 from pallas_kernels.paged_attention import api
 from tests.engine.dense_policy import is_seen
 from tests.tiny import TINY
 
-PAGES = [KeptPages(1, 2, 4), KeptPages(2, 1, 8), KeptPages(3, 5, 1), KeptPages(1, 2, 4, trained=20)]
+
+def kept_pages(num_sinks: int, num_window: int, page_size: int, trained: int | None = None) -> SinksWindow:
+    return SinksWindow(num_sinks * page_size, num_window * page_size).bound(page_size, trained)
+
+
+def step_rows(*arrays) -> StepRows:
+    return StepRows(*arrays, is_decoding=jnp.zeros(arrays[1].shape, bool), prompt_lengths=None)
+
+
+PAGES = [kept_pages(1, 2, 4), kept_pages(2, 1, 8), kept_pages(3, 5, 1), kept_pages(1, 2, 4, trained=20)]
 NUM_PAGES = 24
 
 
@@ -56,13 +68,13 @@ def test_pages_are_dropped_whole():
     """At least the budget stays, less than a page more; short prompts stay whole."""
     for page_size in (1, 8, 64):
         for num_prompt in range(1, 400, 7):
-            budget = PromptBudget("snapkv", 100).of_layer(page_size, 3, 4)
+            budget = PromptBudget("snapkv", 100, page_size=page_size).of_layer(3, 4)
             dropped = budget.num_dropped(num_prompt)
             kept = num_prompt - dropped * page_size
             assert dropped == 0 or -(-kept // page_size) <= budget.most_pages
             assert dropped == 0 or 100 <= kept < 100 + page_size
             assert dropped > 0 or num_prompt < 100 + page_size
-    budgets = [PromptBudget("pyramidkv", 1000).of_layer(1, layer, 32) for layer in range(32)]
+    budgets = [PromptBudget("pyramidkv", 1000, page_size=1).of_layer(layer, 32) for layer in range(32)]
     dropped = [budget.num_dropped(100_000) for budget in budgets]
     assert dropped == sorted(dropped)
     assert (100_000 - dropped[0], 100_000 - dropped[-1]) == (1950, 50)
@@ -73,12 +85,13 @@ def test_pages_are_dropped_whole():
 
 
 def test_pages_are_kept_whole():
-    assert SinksWindow(4, 1024).pages(16) == KeptPages(1, 64, 16)
-    assert SinksWindow(17, 1000).pages(16) == KeptPages(2, 63, 16)
-    assert KeptPages(1, 64, 16).num_tokens == 16 + 1024 + 16
+    for policy, num_sinks, num_window in ((SinksWindow(4, 1024), 1, 64), (SinksWindow(17, 1000), 2, 63)):
+        kept = policy.bound(16, None)
+        assert (kept.num_sinks, kept.num_window) == (num_sinks, num_window)
+        assert kept.num_kept == 16 * (num_sinks + num_window + 1)
 
 
-def view_of(kept: KeptPages, positions, lengths):
+def view_of(kept: SinksWindow, positions, lengths):
     """`kept_view` where page n of sequence s is 100 s + n + 1, so that pages tell their positions."""
     cache = init_paged_cache(TINY, 8, kept.page_size, "float32")
     tables = jnp.arange(len(positions))[:, None] * 100 + jnp.arange(NUM_PAGES) + 1
@@ -134,7 +147,7 @@ def test_pieces_are_every_row_once_within_a_page(seed):
         lengths = [0 if rng.random() < 0.2 else length for length in lengths]  # ended since it was planned
         ends = np.add(begins, lengths)
         arrays = (jnp.array(one, jnp.int32) for one in (token_slots, starts, lengths, ends))
-        found = pieces(kept, TINY, cache, tables, *arrays)
+        found = pieces(kept, TINY, cache, tables, step_rows(*arrays))
         rows = []
         for start, length, kv_length in zip(found.starts, found.lengths, found.view.kv_lengths, strict=True):
             if not int(length):
@@ -151,18 +164,20 @@ def test_pieces_are_every_row_once_within_a_page(seed):
 
 
 def test_room_ends_with_the_page():
-    assert room_in_page(KeptPages(1, 1, 4), jnp.arange(6)).tolist() == [4, 3, 2, 1, 4, 3]
+    assert kept_pages(1, 1, 4).limit_rows(jnp.arange(6), jnp.full(6, 9)).tolist() == [4, 3, 2, 1, 4, 3]
+    assert kept_pages(1, 1, 4).limit_rows(jnp.arange(6), jnp.full(6, 2)).tolist() == [2, 2, 2, 1, 2, 2]
 
 
-def attend_in_pieces(kept: KeptPages, layout: str):
+def attend_in_pieces(kept: SinksWindow, layout: str):
     """A prompt of 6 pages in one step, in pieces: the output and the cache."""
     num_tokens = 6 * kept.page_size
     config = replace(TINY, num_layers=1)
     cache = init_paged_cache(config, 40, kept.page_size, "float32", layout)
     slots = jnp.where(jnp.arange(num_tokens + 4) < num_tokens, 0, 2)
     one, nothing = jnp.array([num_tokens, 0]), jnp.zeros(2, jnp.int32)
-    found = pieces(kept, config, cache, (jnp.arange(2 * 8).reshape(2, 8) + 1,), slots, nothing, one, one)
-    attend = attend_to_pieces(cache, kept, found, num_tokens + 4, is_uniform=False, mesh=None)
+    rows = step_rows(slots, nothing, one, one)
+    found = pieces(kept, config, cache, (jnp.arange(2 * 8).reshape(2, 8) + 1,), rows)
+    attend = attend_to_pieces(cache, kept, found, rows)
     numbers = np.random.default_rng(1)
     q, k, v = (
         jnp.asarray(numbers.standard_normal((num_tokens + 4, heads, config.head_dim), np.float32))
@@ -174,7 +189,7 @@ def attend_in_pieces(kept: KeptPages, layout: str):
 @pytest.mark.parametrize("trained", [None, 32])
 def test_the_kernel_of_tpus_reads_what_a_step_stores(monkeypatch, trained):
     """In its interpreter, without the check for races: pages are written with the bytes that they have already."""
-    kept = KeptPages(1, 1, 8, trained)
+    kept = kept_pages(1, 1, 8, trained)
     wanted = attend_in_pieces(kept, "separate")
     monkeypatch.setattr(api, "current_platform", lambda: "tpu")
     parameters = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")

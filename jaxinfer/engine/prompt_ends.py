@@ -14,20 +14,20 @@ from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.request import SequenceState
 
 
-class PromptCompaction:
+class PromptEnds:
     """Which prompts are compacted, and their pages."""
 
     def __init__(self, pools: PagePools):
         self._pools = pools
-        self._budgets = [group.budget for group in pools.groups]
-        self._num_observed = max((one.num_observed for one in self._budgets if one is not None), default=0)
+        self._ends = [group.at_end for group in pools.groups]
+        self._num_observed = max((one.num_observed for one in self._ends if one is not None), default=0)
 
     def __bool__(self) -> bool:
         return self._num_observed > 0
 
     def num_dropped(self, sequence: SequenceState) -> list[int]:
         """By group, the pages that its prompt loses."""
-        return [0 if budget is None else budget.num_dropped(sequence.num_prompt) for budget in self._budgets]
+        return [0 if end is None else end.num_dropped(sequence.num_prompt) for end in self._ends]
 
     def is_due(self, sequence: SequenceState) -> bool:
         """Whether its prompt is compacted, and was not yet."""
@@ -63,7 +63,7 @@ class PromptCompaction:
     def missing(self, sequence: SequenceState) -> list[int]:
         """By group, pages to allocate for the pass."""
         rest = self._pools.pages_for(sequence.num_prompt) - len(sequence.pages)
-        return [rest + self.num_fresh(sequence, group) for group in range(len(self._budgets))]
+        return [rest + self.num_fresh(sequence, group) for group in range(len(self._ends))]
 
     def start(self, sequence: SequenceState) -> tuple[GroupMove, ...]:
         """Gives a sequence its fresh pages, which must be available; the old ones stay beside until `finish`."""
@@ -91,7 +91,7 @@ class PromptCompaction:
 
     def finish(self, sequence: SequenceState) -> None:
         """Gives back the old pages, if there are any: the pass has run, or the sequence leaves."""
-        self._pools.release_tables(sequence.prompt_tables or [[] for _ in self._budgets])
+        self._pools.release_tables(sequence.prompt_tables or [[] for _ in self._ends])
         sequence.prompt_tables = []
 
     def check(self, sequences: Sequence[SequenceState]) -> None:
