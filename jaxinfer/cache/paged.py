@@ -94,6 +94,22 @@ class PagedCache:
         return replace(self, layers=part.layers + self.layers[len(part.layers) :])
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PromptPages:
+    """Where the prompt of one sequence lies in a group of layers, and where it goes.
+
+    Attributes:
+      page_table: int32 [P]. num_tokens: int32 scalar, of the prompt. num_dropped: int32 scalar, pages that it loses.
+      targets: int32 [Q], the pages that it goes to; unused ones are one past the last page.
+    """
+
+    page_table: jax.Array
+    num_tokens: jax.Array
+    num_dropped: jax.Array
+    targets: jax.Array
+
+
 def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str, mesh: Mesh | None = None) -> int:
     """Bytes of one page in all layers, including padding of the layout; with a mesh, per device."""
     leaves = jax.tree.leaves(abstract_paged_cache(config, 1, page_size, dtype, layout, mesh))

@@ -64,10 +64,10 @@ class CacheGroup:
         """Sinks among the pages before page `first`."""
         return min(self.num_sinks, first)
 
-    def least_pages(self, num_tokens: int, page_size: int, num_prompt: int = 0) -> int:
+    def least_pages(self, num_tokens: int, page_size: int, num_prompt: int = 0, num_ahead: int = 1) -> int:
         """Pages that a sequence with room for so many tokens, whose prompt has `num_prompt`, holds at once, at least,
-        if it is computed token by token. While a prompt is compacted it has pages twice."""
-        most = most_pages(self.window, num_tokens, 1, page_size, self.num_sinks)
+        if `num_ahead` of its tokens are computed together. While a prompt is compacted it has pages twice."""
+        most = most_pages(self.window, num_tokens, num_ahead, page_size, self.num_sinks)
         if self.at_end is None or not (num_dropped := self.at_end.num_dropped(num_prompt)):
             return most
         return max(2 * -(-num_prompt // page_size), most) - num_dropped

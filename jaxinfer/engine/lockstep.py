@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 
-from jaxinfer.cache.policy.compaction import PromptPages
+from jaxinfer.cache.paged import PromptPages
 from jaxinfer.engine.programs.compaction import CompactionWork
 from jaxinfer.engine.programs.grammar import GrammarRows, TableBlock
 from jaxinfer.engine.request import (

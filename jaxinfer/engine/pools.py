@@ -29,6 +29,7 @@ class PagePools:
     ):
         self.groups, self.page_size, self.policy = tuple(groups), page_size, policy
         self.all = tuple(PagePool(group.num_pages, shuffle_seed) for group in groups)
+        self._ends = [group.at_end for group in groups if group.at_end is not None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
 
     def pages_for(self, num_tokens: int) -> int:
@@ -58,9 +59,12 @@ class PagePools:
         return [group.first_needed(num_stored, self.page_size) for group in self.groups]
 
     def least_pages(self, num_tokens: int, num_prompt: int = 0) -> list[int]:
-        """By group, as `CacheGroup.least_pages`, of a sequence of so many tokens."""
+        """By group, as `CacheGroup.least_pages`, of a sequence of so many tokens that is computed token by token; the
+        last tokens of a prompt that is compacted are computed together, in all groups."""
         num_tokens = self.policy.most_held(num_prompt, num_tokens)
-        return [group.least_pages(num_tokens, self.page_size, num_prompt) for group in self.groups]
+        ends = (one for one in self._ends if one.num_dropped(num_prompt))
+        num_ahead = max((one.num_observed for one in ends), default=1)
+        return [group.least_pages(num_tokens, self.page_size, num_prompt, num_ahead) for group in self.groups]
 
     def num_missing(self, num_tokens: int, num_known: int, num_prompt: int = 0) -> list[int]:
         """By group, the pages that a sequence of `num_tokens` tokens needs, at least, if it shares the whole pages of

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from jax import lax
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
 from jaxinfer.cache.paged import LeafedPages, PagedCache
 from jaxinfer.cache.policy.contract import SlotRows, StepRows
-from jaxinfer.cache.policy.quest import Quest
 from jaxinfer.cache.policy.row_parts import parts_of, row_places
 from jaxinfer.cache.ragged import AttentionByLayer
 from pallas_kernels.paged_attention import Pages, PageShape, make_spec, paged_attention
@@ -32,8 +31,20 @@ from pallas_kernels.platform import current_platform
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32
 
+
 # Bytes of the bounds that a TPU gathers at once: they stay in vector memory.
 BLOCK_BYTES = 4 << 20
+
+
+class PageChoice(Protocol):
+    """How many pages of so many tokens a row chooses, and how many rows of answers are replayed in a step. Hashable."""
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+
+    num_replayed: ClassVar[int]
 
 
 @partial(
@@ -59,7 +70,7 @@ class QueryParts:
     lengths: jax.Array
     positions: jax.Array
     chooses: jax.Array | None
-    best: Quest
+    best: PageChoice
     max_length: int | None = None
     num_filled: int = 0
     appends_first: bool = False
@@ -79,7 +90,7 @@ def abstract_bounds(pages: Any, heads: tuple[int, int], dtype: str, layout: str)
     return jax.ShapeDtypeStruct((num_pages, 2, *heads), bounds_dtype(dtype, layout))
 
 
-def parts_of_slots(best: Quest, page_table: jax.Array, rows: SlotRows) -> QueryParts:
+def parts_of_slots(best: PageChoice, page_table: jax.Array, rows: SlotRows) -> QueryParts:
     """The parts of a pass in which each of S slots has as many rows. `page_table` int32 [S, P]. Every row chooses."""
     number = jnp.arange(rows.count, dtype=jnp.int32)
     places, takes_part = rows.positions[:, None] + number, (number < rows.lengths[:, None]).astype(jnp.int32)
@@ -98,7 +109,7 @@ def parts_of_slots(best: Quest, page_table: jax.Array, rows: SlotRows) -> QueryP
     )
 
 
-def parts_of_step(best: Quest, page_table: jax.Array, rows: StepRows) -> QueryParts:
+def parts_of_step(best: PageChoice, page_table: jax.Array, rows: StepRows) -> QueryParts:
     """The parts of a step: runs of rows of prompts, and rows of answers, at most `best.num_replayed` beside one of each
     slot. `page_table` int32 [S, P]. Raises ValueError for a step without the lengths of prompts."""
     if (num_prompt := rows.prompt_lengths) is None:
@@ -121,7 +132,7 @@ def parts_of_step(best: Quest, page_table: jax.Array, rows: StepRows) -> QueryPa
     )
 
 
-def _num_filled(best: Quest, num_tokens: int, num_slots: int) -> int:
+def _num_filled(best: PageChoice, num_tokens: int, num_slots: int) -> int:
     """Pages that so many rows of the slots fill, at most."""
     return min(num_tokens, num_tokens // best.page_size + num_slots)
 

@@ -7,7 +7,6 @@ any other pass; then the tokens are scored, and the stored keys and values of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, scales_of_layer
-from jaxinfer.cache.paged import PagedCache
+from jaxinfer.cache.paged import PagedCache, PromptPages
 from jaxinfer.cache.policy.contract import EndWork
 from jaxinfer.cache.policy.prompt_queries import LayerQueries, PromptQueries, prompt_moments, stored_prompt
 from jaxinfer.cache.policy.scores import expected_attention_scores, kept_positions, keydiff_scores, snapkv_scores
@@ -29,28 +28,13 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PromptPages:
-    """Where the prompt of one sequence lies in a group of layers, and where it goes.
-
-    Attributes:
-      page_table: int32 [P]. num_tokens: int32 scalar, of the prompt. num_dropped: int32 scalar, pages that it loses.
-      targets: int32 [Q], the pages that it goes to; unused ones are one past the last page.
-    """
-
-    page_table: jax.Array
-    num_tokens: jax.Array
-    num_dropped: jax.Array
-    targets: jax.Array
-
-
-def compacting(method: str, work: EndWork) -> CompactingAttention:
+def compacting(method: str, block_size: int, work: EndWork) -> CompactingAttention:
     """`CachePolicy.attend_end` of a `PromptBudget`."""
     cache, queries = work.cache, None
     if work.before is not None:
         tables = tuple(prompt.page_table for prompt in work.prompts)
-        moments = prompt_moments(work.decoder, cache, tables, work.before, work.end - work.positions.shape[0])
+        end = work.end - work.positions.shape[0]
+        moments = prompt_moments(work.decoder, cache, tables, work.before, end, block_size)
         # Else a compiler may store the last tokens before the others are read, in a copy of the cache.
         moments, cache = lax.optimization_barrier((moments, cache))
         queries = PromptQueries(work.decoder.config, moments, work.positions, work.end)

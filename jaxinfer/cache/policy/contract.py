@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
-    from jaxinfer.cache.paged import PagedCache, PageTables
-    from jaxinfer.cache.policy.compaction import PromptPages
+    from jaxinfer.cache.paged import PagedCache, PageTables, PromptPages
     from jaxinfer.models import Decoder, ModelConfig
 
 

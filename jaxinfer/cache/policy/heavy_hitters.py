@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from jax import lax
 from jaxinfer.cache.kv_dtype import divide_by_scales, scales_of_layer
 from jaxinfer.cache.paged import LeafedPages, PagedCache, PageTables
 from jaxinfer.cache.policy.contract import StepRows
-from jaxinfer.cache.policy.h2o import H2O
 from jaxinfer.cache.policy.row_parts import Parts, parts_in_pages
 from jaxinfer.cache.policy.scores import kept_positions
 from jaxinfer.cache.ragged import AttentionByLayer, LayerAttention, attend_ragged
@@ -35,7 +34,22 @@ from pallas_kernels.paged_attention.layout import from_stored, gather, page_shap
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
+
 BLOCK_TOKENS = 256  # keys of a block of the second pass over a prompt's rows
+
+
+class HeavyPages(Protocol):
+    """How many tokens of a sequence stay: pages of so many tokens, of which an answer has one more at most, and the
+    last tokens. Hashable."""
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def num_columns(self) -> int: ...
+    @property
+    def num_recent(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
 
 
 class SingleRows(NamedTuple):
@@ -69,13 +83,13 @@ def abstract_sums(pages: Any, num_kv_heads: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size), jnp.float32)
 
 
-def num_dropped(heavy: H2O, num_stored: Int32[Array, " S"]) -> Int32[Array, " S"]:
+def num_dropped(heavy: HeavyPages, num_stored: Int32[Array, " S"]) -> Int32[Array, " S"]:
     """`H2O.num_dropped` of arrays."""
     return jnp.maximum(num_stored // heavy.page_size - heavy.num_pages, 0) * heavy.page_size
 
 
 def attend_decoding(
-    heavy: H2O,
+    heavy: HeavyPages,
     config: ModelConfig,
     cache: PagedCache,
     page_tables: PageTables,
@@ -92,7 +106,7 @@ def attend_decoding(
 
 
 def attend_step(
-    heavy: H2O,
+    heavy: HeavyPages,
     config: ModelConfig,
     cache: PagedCache,
     page_tables: PageTables,
@@ -128,7 +142,7 @@ class _Cut(NamedTuple):
     has_prompts: bool
 
     @classmethod
-    def of(cls, heavy: H2O, starts, lengths, is_answer, ends_prompt: jax.Array | None = None) -> _Cut:
+    def of(cls, heavy: HeavyPages, starts, lengths, is_answer, ends_prompt: jax.Array | None = None) -> _Cut:
         ends = starts + lengths
         dropped = jnp.where(is_answer, num_dropped(heavy, starts), 0)
         drops = is_answer if ends_prompt is None else is_answer | ends_prompt
@@ -136,7 +150,7 @@ class _Cut(NamedTuple):
         stored, kept = (jnp.where(lengths > 0, ends - count, 0) for count in (dropped, then))
         return cls(stored, kept, is_answer, ends_prompt is not None)
 
-    def evict(self, heavy: H2O, config: ModelConfig, table: jax.Array, cache: PagedCache) -> PagedCache:
+    def evict(self, heavy: HeavyPages, config: ModelConfig, table: jax.Array, cache: PagedCache) -> PagedCache:
         widths = tuple(map(config.head_dim_of, range(config.num_layers)))
         kept = jnp.where(self.is_answer, self.kept, self.stored)
         cache = evict(heavy, widths, cache, table[:, : heavy.num_columns], self.stored, kept, is_prompt=False)
@@ -310,7 +324,7 @@ def _add_parts(score, sums, pages: Pages, q: jax.Array, sinks, rows: PartRows) -
 
 
 def evict(
-    heavy: H2O,
+    heavy: HeavyPages,
     head_dims: tuple[int, ...],
     cache: PagedCache,
     page_table: Int32[Array, "S C"],
@@ -340,7 +354,7 @@ def evict(
 
 @partial(jax.jit, static_argnums=(0, 1, 2), inline=False)  # traced once for layers of the same shapes
 def _evict_layer(
-    heavy: H2O,
+    heavy: HeavyPages,
     head_dim: int,
     is_prompt: bool,
     leafed: LeafedPages,

@@ -7,7 +7,7 @@ that a model was trained for, sinks are moved (`moved_sinks`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,26 @@ from jaxinfer.cache.paged import PagedCache, PageTables
 from jaxinfer.cache.policy.contract import StepRows
 from jaxinfer.cache.policy.moved_sinks import MovedSinks
 from jaxinfer.cache.policy.row_parts import parts_in_pages
-from jaxinfer.cache.policy.sinks_window import SinksWindow
 from jaxinfer.cache.ragged import attend_ragged
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.rope import inverse_frequencies
 from pallas_kernels.paged_attention.specs import SHORT_QUERIES
+
+
+class KeptPages(Protocol):
+    """What a policy keeps of a sequence: the first pages, those before a token's own, and that one; tokens of a page.
+    Beyond `trained` tokens sinks are moved."""
+
+    @property
+    def num_sinks(self) -> int: ...
+    @property
+    def num_window(self) -> int: ...
+    @property
+    def num_columns(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def trained(self) -> int | None: ...
 
 
 class KeptView(NamedTuple):
@@ -42,7 +57,7 @@ class Pieces(NamedTuple):
 
 
 def kept_view(
-    kept: SinksWindow,
+    kept: KeptPages,
     config: ModelConfig,
     cache: PagedCache,
     page_tables: PageTables,
@@ -86,9 +101,7 @@ def _rotation(config: ModelConfig, layer: int, shifts: jax.Array) -> tuple[jax.A
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def pieces(
-    kept: SinksWindow, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: StepRows
-) -> Pieces:
+def pieces(kept: KeptPages, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: StepRows) -> Pieces:
     """The parts of a step's rows that lie in one page each."""
     parts = parts_in_pages(kept.page_size, rows.token_slots, rows.query_starts, rows.lengths, rows.ends)
     tables = tuple(table[parts.slots] for table in page_tables)
@@ -96,7 +109,7 @@ def pieces(
     return Pieces(parts.starts, parts.lengths, view)
 
 
-def attend_to_pieces(cache: PagedCache, kept: SinksWindow, ragged: Pieces, rows: StepRows) -> Any:
+def attend_to_pieces(cache: PagedCache, kept: KeptPages, ragged: Pieces, rows: StepRows) -> Any:
     """`attend_ragged` for the pieces of a step's rows. A piece reads pages that earlier ones of the same pass write
     to."""
     view = ragged.view

@@ -108,7 +108,7 @@ class PromptBudget(CachePolicy):
     def attend_end(self, work: EndWork) -> Any:
         from jaxinfer.cache.policy.compaction import compacting
 
-        return compacting(self.method, work)
+        return compacting(self.method, self.prompt_block, work)
 
     def working_bytes(self, config: ModelConfig, max_model_len: int, max_seqs: int, itemsize: int) -> int:
         """Of a prompt's tokens, while it is compacted: products with queries, and keys; where all queries count, values

@@ -15,7 +15,6 @@ from jax import lax
 
 from jaxinfer.cache.kv_dtype import KVScales, scales_of_layer
 from jaxinfer.cache.paged import PagedCache
-from jaxinfer.cache.policy.prompt_budget import BLOCK
 from jaxinfer.cache.policy.scores import FUTURE_POSITIONS, NUM_SINKS, QueryMoments
 from jaxinfer.cache.ragged import AttentionByLayer
 from jaxinfer.models import Decoder, ModelConfig
@@ -37,7 +36,7 @@ def prompt_moments(
     page_tables: tuple[jax.Array, ...],
     tokens: Int[Array, " n"],
     end: jax.Array,
-    block_size: int = BLOCK,
+    block_size: int,
 ) -> tuple[QueryMoments, ...]:
     """By layer, the moments of the queries of a prompt's tokens before position `end`, an int32 scalar, to which keys
     and values are stored in the pages of `page_tables`, int32 [P] by group of layers. n is a multiple of `block_size`.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.cache import PagedCache
-from jaxinfer.cache.policy.compaction import PromptPages
+from jaxinfer.cache.paged import PromptPages
 from jaxinfer.cache.policy.contract import CachePolicy, EndWork
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.compiling import LargeProgram
