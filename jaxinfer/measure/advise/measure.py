@@ -15,8 +15,8 @@ from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model
 from jaxinfer.calibration.inputs import split_rows
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.weights import ModelWeights
 from jaxinfer.llm import LLM
-from jaxinfer.loaded_weights import Weights
 from jaxinfer.loading import LoadedModel, load_model
 from jaxinfer.measure.advise.candidates import ModelFacts, mesh_shapes
 from jaxinfer.measure.advise.goals import ROUNDING, Arguments, TrialResult, median
@@ -379,7 +379,7 @@ class TrialRunner:
         rows = split_rows(tokens, model.tokenizer.eos_token_id, num_rows=128, length=min(512, self._longest), seed=0)
         options = CalibrationOptions(method=method, dtype=compute_dtype(model.params).name)
         found = quantize_model(FloatModel.of(model.config, model.params), options, rows.calibration)
-        return replace(model, weights=Weights(found.params))
+        return replace(model, weights=ModelWeights(found.params))
 
     def _opened(self, arguments: Arguments) -> LLM:
         if "offload" in arguments:  # its weights are read to where they stay

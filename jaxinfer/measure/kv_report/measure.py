@@ -140,7 +140,7 @@ class CacheReporter:
         if row.choice.is_full:
             self._expected = states
         texts = [text[start:] for text, start in zip(self.texts, starts, strict=True)]
-        kl, surprise, agrees = compared(engine.runner.model, engine.runner.weights, texts, self._expected, states)
+        kl, surprise, agrees = compared(engine.runner.model, engine.runner.weights.value, texts, self._expected, states)
         sizes = engine.spec.pool_sizes
         # Without tokens in flight: what a sequence keeps of a text that has been read.
         kept = replace(sizes, max_model_len=self.num_tokens, dispatch_tokens=0)
