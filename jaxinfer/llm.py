@@ -14,10 +14,10 @@ from jaxinfer.cache.policies import extends_length
 from jaxinfer.embedding import Embedder
 from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.engine.client import Client
-from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.explanation import Explanation, explain_engine, summarize_engine
 from jaxinfer.engine.lockstep import Lockstep
-from jaxinfer.engine.replicas import Replicas, make_engine
+from jaxinfer.engine.protocol import AnyEngine
+from jaxinfer.engine.replicas import make_engine
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
     Prompt,
@@ -149,10 +149,9 @@ class LLM(ScoringMethods):
             from jaxinfer.batch.fingerprint import model_fingerprint
 
             self._fingerprint = self._params.view(partial(model_fingerprint, self))  # needs all hosts
-            engines = engine.engines if isinstance(engine, Replicas) else [engine]
-            self._lockstep = Lockstep(self._hosts, [one.runner for one in engines], (BatchSummary,))
+            self._lockstep = Lockstep(self._hosts, [one.runner for one in engine.engines], (BatchSummary,))
 
-    def _make_engine(self, loaded: LoadedModel, params: WeightsView[Params], options: LLMOptions) -> Engine | Replicas:
+    def _make_engine(self, loaded: LoadedModel, params: WeightsView[Params], options: LLMOptions) -> AnyEngine:
         draft = None
         if options.draft is not None:
             draft, weights = load_draft(
@@ -403,8 +402,7 @@ class LLM(ScoringMethods):
         """
         from jaxinfer.planning.planner import plan_engine
 
-        engine = self.engine.engines[0] if isinstance(self.engine, Replicas) else self.engine
-        return plan_engine(self.name, engine)
+        return plan_engine(self.name, self.engine.engines[0])
 
     @together
     def speculation_stats(self) -> SpeculationStats | None:
@@ -492,7 +490,7 @@ class LLM(ScoringMethods):
         return self.collect(answers)
 
     @property
-    def engine(self) -> Engine | Replicas:
+    def engine(self) -> AnyEngine:
         """What runs the requests. Raises RuntimeError once closed."""
         return self.client.engine
 

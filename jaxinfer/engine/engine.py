@@ -4,7 +4,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -81,6 +81,11 @@ class Engine:
         # Called with each dispatch whose results were read, and the seconds that it took.
         self.on_read: Callable[[Flight, float], None] | None = None
         self.weights.add_user(self)
+
+    @property
+    def engines(self) -> "Sequence[Engine]":
+        """This one."""
+        return (self,)
 
     # Requests.
 

@@ -18,6 +18,7 @@ from jaxinfer.engine.compiling import Report
 from jaxinfer.engine.engine import Deadlines, Engine
 from jaxinfer.engine.events import Observer, Snapshot
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.engine.spec import EngineSpec
@@ -27,7 +28,7 @@ from jaxinfer.speculative import Draft, ModelDraft, SpeculationStats
 
 
 class Replicas:
-    """Engines over copies of one model, each on devices of its own; has the methods of one `Engine`.
+    """Engines over copies of one model, each on devices of its own: an `AnyEngine`, as one `Engine` is.
 
     Requests wait here, in the order of priority and arrival, and go to the engine that has most of their prompt cached;
     else to the one with the fewest unfinished tokens. An answer follows the first answer to its prompt. Which engine
@@ -199,7 +200,7 @@ def make_engine(
     draft: Draft | None = None,
     kv_scales: KVScales | None = None,
     mesh: Mesh | None = None,
-) -> Engine | Replicas:
+) -> AnyEngine:
     """One engine, or one for each replica of a mesh, whose devices hold `params` and the draft's parameters already."""
     if mesh is None:
         return Engine(config, params, options, draft=draft, kv_scales=kv_scales)

@@ -221,7 +221,7 @@ def _named(params: Params) -> dict[str, Any]:
 def _signature(params: Params) -> dict[str, tuple[Any, ...]]:
     """By name, what a program is compiled for."""
 
-    def of_array(array: jax.Array) -> tuple[Any, ...]:
+    def of_array(array: Any) -> tuple[Any, ...]:
         return array.aval, array.format, array.committed
 
     found = {name: jax.tree.flatten(leaf) for name, leaf in _named(params).items()}
@@ -265,10 +265,10 @@ def _described(leaf: Any) -> str:
     return f"{type(leaf).__name__} {how} of {arrays}" if is_weight(leaf) else arrays
 
 
-def _placed(array: Any, own: jax.Array) -> jax.Array:
+def _placed(array: Any, own: Any) -> jax.Array:
     """The array where its predecessor lies. Programs differ by layouts too, and by whether an array is committed."""
     if not own.committed:
         is_alike = isinstance(array, jax.Array) and (array.aval, array.committed) == (own.aval, False)
         return array if is_alike else jax.device_put(np.asarray(array))
-    array = jax.device_put(array, own.sharding)
-    return array if array.format == own.format else jax.device_put(array, own.format)
+    placed: Any = jax.device_put(array, own.sharding)
+    return placed if placed.format == own.format else jax.device_put(placed, own.format)

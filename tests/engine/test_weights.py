@@ -10,7 +10,6 @@ import pytest
 
 from checkpoints_convert import save_huggingface
 from jaxinfer import LLM, SamplingParams, compilation_cache
-from jaxinfer.engine.replicas import Replicas
 from jaxinfer.models import init_params
 from jaxinfer.quantization import quantize_params
 from tests.engine.test_host_tier import GIB
@@ -86,7 +85,7 @@ def test_an_engine_answers_as_a_fresh_one(kind, how):
             found = results(llm)
         assert found == expected
         assert (llm.engine.weights.version, counts.compiled + counts.hits) == (1, 0)
-        for engine in llm.engine.engines if isinstance(llm.engine, Replicas) else [llm.engine]:
+        for engine in llm.engine.engines:
             engine.scheduler.check()
 
 

@@ -22,7 +22,6 @@ from jaxinfer.measure.advise.candidates import ModelFacts, mesh_shapes
 from jaxinfer.measure.advise.goals import ROUNDING, Arguments, TrialResult, median
 from jaxinfer.measure.advise.search import Stop
 from jaxinfer.measure.bench.metrics import figures
-from jaxinfer.measure.bench.probe import engines_of
 from jaxinfer.measure.bench.runs import RunOptions, serve_all
 from jaxinfer.measure.bench.workload import DatasetRow, Workload, WorkloadRequest
 from jaxinfer.models import compute_dtype
@@ -208,7 +207,7 @@ class TrialRunner:
         return replace(row, notes=tuple(notes))
 
     def _sizes(self, llm: LLM, row: TrialResult) -> TrialResult:
-        engine = engines_of(llm.engine)[0]
+        engine = llm.engine.engines[0]
         memory, sizes = engine.runner.memory, engine.spec.pool_sizes
         longest = self._longest
         rest = memory.weights + memory.sampler + memory.activations
@@ -256,7 +255,7 @@ class TrialRunner:
 
     def _open_beside(self, llm: LLM) -> None:
         """Opens the baseline, which `llm` is, beside the trials: on a CPU where it takes little of the memory."""
-        engine = engines_of(llm.engine)[0]
+        engine = llm.engine.engines[0]
         memory = engine.runner.memory
         held = memory.weights + sum(group.pool_bytes for group in engine.spec.groups)
         is_small = memory.available is not None and held <= BESIDE_SHARE * memory.available
@@ -306,7 +305,7 @@ class TrialRunner:
         if row.is_exact and row.arguments:
             return replace(row, kl=0.0, top1=1.0)
         key = tuple(row.arguments.get(name) for name in ROUNDING)
-        engine = engines_of(llm.engine)[0]
+        engine = llm.engine.engines[0]
         if not row.arguments:
             if not self._expected:
                 length = min(max(TEXT_TOKENS, self._longest), llm.max_model_len - 1)

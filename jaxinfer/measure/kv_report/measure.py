@@ -16,7 +16,6 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel
-from jaxinfer.measure.bench.probe import engines_of
 from jaxinfer.measure.kv_report.needle import Needle, make_needles, needle_lines, score_copy
 from jaxinfer.measure.kv_report.report import (
     ALL,
@@ -130,7 +129,7 @@ class CacheReporter:
             gc.collect()
 
     def _measured(self, llm: LLM, row: CacheFigures, progress: Callable[[str], None]) -> CacheFigures:
-        engine = engines_of(llm.engine)[0]
+        engine = llm.engine.engines[0]
         progress("reading the texts")
         starts = self.starts
         parts = hidden_states(
