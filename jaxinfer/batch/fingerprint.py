@@ -66,6 +66,10 @@ def model_fingerprint(llm: LoadedModel, params: Any) -> str:
             scheme = (scheme.kind, scheme.bits, scheme.activations, rows)
             digest.update(f"{name} {shape} {leaf.values.dtype} {scheme}".encode())
             found = [*_quantized_samples(leaf, shape, places)]
+        elif is_weight(leaf):  # of a type that only its products know
+            digest.update(f"{name} {shape} {jax.tree.structure(leaf)}".encode())
+            arrays = jax.tree.leaves(leaf)
+            found = [one for array in arrays for one in _samples(array, array.shape, (None,) * array.ndim, (1, 1))]
         else:
             digest.update(f"{name} {shape} {leaf.dtype}".encode())
             found = [*_samples(leaf, shape, places, (1, 1))]

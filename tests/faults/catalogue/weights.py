@@ -437,6 +437,14 @@ PARALLEL = (
 
 REPLACED = (
     Fault(
+        "quantization/leaf-types-of-others-fall-apart",
+        "jaxinfer/quantization/tree.py",
+        "return type(leaf) in KINDS",
+        "return isinstance(leaf, (QuantizedArray, PackedArray))",
+        ("tests/quantization/test_row_data.py",),
+        "weights of a type that was registered are taken for several parameters, and refused or copied",
+    ),
+    Fault(
         "engine/scores-are-of-the-weights-before",
         "jaxinfer/engine/scoring.py",
         "self._model, self._weights, self._placement = model, weights, placement",
