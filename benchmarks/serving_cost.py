@@ -48,7 +48,7 @@ class TokensOfNothing:
         )
         self.scheduler = SimpleNamespace(options=SimpleNamespace(page_size=16, num_pages=2))
         self.running, self.num_chunks, self.seconds = {}, 0, 0.0
-        self._started = None
+        self._started, self.engines = None, [self]
 
     has_work = property(lambda self: bool(self.running))
 

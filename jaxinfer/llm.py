@@ -4,6 +4,8 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,10 +14,10 @@ from jaxinfer.cache.policy.kinds import extends_length
 from jaxinfer.embedding import Embedder
 from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.engine.client import Client
-from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.explanation import Explanation, explain_engine, summarize_engine
 from jaxinfer.engine.lockstep import Lockstep
-from jaxinfer.engine.replicas import Replicas, make_engine
+from jaxinfer.engine.protocol import AnyEngine
+from jaxinfer.engine.replicas import make_engine
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
     Prompt,
@@ -26,6 +28,7 @@ from jaxinfer.engine.request import (
     StreamDelta,
 )
 from jaxinfer.engine.tool_calls import read_answers
+from jaxinfer.engine.weights import WeightsView, as_weights
 from jaxinfer.llm_arguments import (
     as_conversations,
     as_count,
@@ -98,7 +101,7 @@ class LLM(ScoringMethods):
             compilation_cache.begin_start(f"{model} {plain}")
         self._lockstep: Lockstep | None = None
         self._loaded: LoadedModel | None = None
-        self._fingerprint: str | None = None
+        self._fingerprint: WeightsView[str] | None = None
         self._hosts = hosts.current()
         self.mesh = None if chosen.mesh is None else parallel.make_mesh(chosen.mesh)
         if self._hosts is not None:
@@ -123,12 +126,13 @@ class LLM(ScoringMethods):
         )
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
         self.answer_format = AnswerFormat(self.tokenizer, chosen.tool_parser)
-        self._params = ParamDict.read_only(loaded.params)
+        self._params = loaded.weights.view(lambda stored: ParamDict.read_only(stored.params))
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
         self.default_params, self.ignored_generation_config = loaded.default_params, loaded.ignored_defaults
         self.eos_token_ids, self._weights = loaded.eos_token_ids, [loaded.weights]
-        run, self._copies = loaded.runnable()
-        engine = self._make_engine(loaded, run, replace(chosen, max_model_len=self.max_model_len))
+        run = loaded.runnable()
+        self._copies = run.value[1]
+        engine = self._make_engine(loaded, run.view(itemgetter(0)), replace(chosen, max_model_len=self.max_model_len))
         self.client = Client(
             engine,
             name=self.name,
@@ -142,12 +146,12 @@ class LLM(ScoringMethods):
         self.embedder = Embedder(self.client, loaded.embedding)
         if self._hosts is not None:
             from jaxinfer.batch import BatchSummary
+            from jaxinfer.batch.fingerprint import model_fingerprint
 
-            self._fingerprint = self.fingerprint()  # for which all hosts are needed
-            engines = engine.engines if isinstance(engine, Replicas) else [engine]
-            self._lockstep = Lockstep(self._hosts, [one.runner for one in engines], (BatchSummary,))
+            self._fingerprint = self._params.view(partial(model_fingerprint, self))  # needs all hosts
+            self._lockstep = Lockstep(self._hosts, [one.runner for one in engine.engines], (BatchSummary,))
 
-    def _make_engine(self, loaded: LoadedModel, params: Params, options: LLMOptions) -> Engine | Replicas:
+    def _make_engine(self, loaded: LoadedModel, params: WeightsView[Params], options: LLMOptions) -> AnyEngine:
         draft = None
         if options.draft is not None:
             draft, weights = load_draft(
@@ -324,7 +328,7 @@ class LLM(ScoringMethods):
     def params(self) -> Params:
         """The parameters, a nested dict that `bind` takes (docs/guides/own_code.md). It is read-only: `params.copy()`
         is one of the same arrays to change, for a new `LLM((config, params, tokenizer))`."""
-        return self._params
+        return self._params.value
 
     @params.setter
     def params(self, params: Params) -> None:
@@ -398,8 +402,7 @@ class LLM(ScoringMethods):
         """
         from jaxinfer.planning.planner import plan_engine
 
-        engine = self.engine.engines[0] if isinstance(self.engine, Replicas) else self.engine
-        return plan_engine(self.name, engine)
+        return plan_engine(self.name, self.engine.engines[0])
 
     @together
     def speculation_stats(self) -> SpeculationStats | None:
@@ -413,9 +416,7 @@ class LLM(ScoringMethods):
         """
         from jaxinfer.batch.fingerprint import model_fingerprint
 
-        if self._fingerprint is not None:
-            return self._fingerprint
-        return model_fingerprint(self, self.max_model_len)
+        return model_fingerprint(self, self.params) if self._fingerprint is None else self._fingerprint.value
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, as `llm.tokenizer`. Raises ValueError for a model without one."""
@@ -433,7 +434,7 @@ class LLM(ScoringMethods):
         self.client.close()
         for weights in self._weights:
             weights.release()
-        self._params, self._weights, self._loaded = ParamDict.read_only({}), [], None
+        self._params, self._weights, self._loaded = as_weights({}).view(ParamDict.read_only), [], None
 
     # Several hosts.
 
@@ -489,7 +490,7 @@ class LLM(ScoringMethods):
         return self.collect(answers)
 
     @property
-    def engine(self) -> Engine | Replicas:
+    def engine(self) -> AnyEngine:
         """What runs the requests. Raises RuntimeError once closed."""
         return self.client.engine
 

@@ -1,83 +1,22 @@
-"""Weights of the models of this process: shared, packed where a CPU runs them, and freed with their last user."""
+"""Loaded weights: which models of this process can share them, and checks of how they are to be read."""
 
 import importlib.util
 import logging
-import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxinfer.extras import install_hint
-from jaxinfer.models import ModelConfig, Params, compute_dtype
-from jaxinfer.models.host_layers import disk_layers
 from jaxinfer.quantization import Selection
-from jaxinfer.quantization.on_device import Copies, Packing, float32_copies, why_not_packing
-from jaxinfer.quantization.tree import is_quantized, weights
 from jaxinfer.store import find_model
 from pallas_kernels.packed_matmul import unsupported
 
 OF_ALIAS = "as the alias says"
 _LOG = logging.getLogger(__name__)
-
-
-class Weights:
-    """The parameters of a model. Those that were loaded from files are shared by all models of this process that were
-    loaded from the same ones alike, and freed with the last of them.
-
-    `key` says what they were loaded from, None for live parameters, which stay the caller's.
-    """
-
-    def __init__(self, params: Params, key: Hashable = None):
-        self.params, self.key = params, key
-        self._num_users = 1
-        self._for_cpu: dict[str, tuple[Params, Copies | None]] = {}
-
-    def for_cpu(self, config: ModelConfig, activations: str) -> tuple[Params, Copies | None]:
-        """The parameters that a CPU runs, which are shared too, and the float32 copies in them, if any weight needs
-        one."""
-        if activations not in self._for_cpu:
-            params = self.params
-            if why_not_packing(compute_dtype(params)) is None:
-                params = packing_of(config, activations).params(params)
-            is_copied = any(is_quantized(leaf) for leaf in weights(params))
-            self._for_cpu[activations] = float32_copies(params) if is_copied else (params, None)
-        return self._for_cpu[activations]
-
-    def release(self) -> None:
-        """One user less. After the last one the device memory of what was loaded is free, also where somebody still
-        has the arrays."""
-        with _WEIGHTS_LOCK:
-            self._num_users -= 1
-            if self._num_users or self.key is None:
-                return
-            _WEIGHTS.pop(self.key, None)
-        if disk := disk_layers(self.params):
-            disk.reader.close()
-        for leaf in jax.tree.leaves((self.params, [params for params, _ in self._for_cpu.values()])):
-            if isinstance(leaf, jax.Array):
-                leaf.delete()
-
-    @classmethod
-    def shared(cls, key: Hashable, load: Callable[[], Params]) -> "Weights":
-        """The weights of that key, loaded unless a model has them; the caller becomes a user."""
-        with _WEIGHTS_LOCK:
-            if (found := _WEIGHTS.get(key)) is not None:
-                found._num_users += 1
-                return found
-        made = cls(load(), key)
-        with _WEIGHTS_LOCK:
-            _WEIGHTS[key] = made
-        return made
-
-
-# Of the models of this process. A model that is dropped without `close` leaves nothing here.
-_WEIGHTS: weakref.WeakValueDictionary[Hashable, Weights] = weakref.WeakValueDictionary()
-_WEIGHTS_LOCK = Lock()
 
 
 def weights_key(
@@ -108,12 +47,6 @@ def files_key(
     states = [(str(one), state.st_size, state.st_mtime_ns, state.st_ino) for one in files for state in (one.stat(),)]
     kinds = dtype, resolved_dtype(dtype), activations
     return (*states, *kinds, None if chosen is None else chosen.recipe, mesh, *sorted(opening.items()))
-
-
-def packing_of(config: ModelConfig, activations: str, chosen: Selection | None = None) -> Packing:
-    """How a CPU packs the weights of a model."""
-    rounded = None if activations == "float32" else activations
-    return Packing(is_tied=config.tie_word_embeddings, activations=rounded, select=chosen)
 
 
 def resolved_dtype(dtype: str) -> str:

@@ -13,14 +13,13 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
 from jaxinfer.embedding_files import EmbeddingConfig, read_embedding_config
+from jaxinfer.engine.weights import ModelWeights, WeightsView, packing_of
 from jaxinfer.loaded_tokenizers import begin_tokenizer
 from jaxinfer.loaded_weights import (
     OF_ALIAS,
-    Weights,
     check_activations,
     check_not_rounded,
     files_key,
-    packing_of,
     resolved_dtype,
     selection,
     tell_what_is_slower,
@@ -70,7 +69,7 @@ class LoadedModel:
 
     name: str
     config: ModelConfig
-    weights: "Weights"
+    weights: ModelWeights
     tokenizer: Tokenizer | None
     default_params: SamplingParams = field(default_factory=SamplingParams)
     ignored_defaults: Sequence[str] = ()
@@ -94,20 +93,20 @@ class LoadedModel:
             return scales
         return KVScales(self.fit.kv_scales(scales.keys), self.fit.kv_scales(scales.values))
 
-    def runnable(self) -> tuple[Params, Copies | None]:
+    def runnable(self) -> WeightsView[tuple[Params, Copies | None]]:
         """What the engine takes: on a CPU, packed weights; of quantized ones that cannot be packed float32 copies, as
         far as their budget goes, and none where layers stay on the disk, since memory is short."""
         has_all = self.fit is None and disk_layers(self.params) is None
-        if has_all and jax.default_backend() == "cpu":
-            params, copies = self.weights.for_cpu(self.config, self.activations)
-        else:
-            params, copies = self.params, None
-        if self.activations != "float32" and not rounds_activations(params):
+        is_on_cpu, config, activations = has_all and jax.default_backend() == "cpu", self.config, self.activations
+        run = self.weights.view(
+            lambda stored: stored.for_cpu(config, activations) if is_on_cpu else (stored.params, None)
+        )
+        if activations != "float32" and not rounds_activations(run.value[0]):
             raise ValueError(
-                f"activations={self.activations!r} is for integer weights of 4 to 8 bits in a model that computes in "
+                f"activations={activations!r} is for integer weights of 4 to 8 bits in a model that computes in "
                 f"float32, and {self.name} has none"
             )
-        return params, copies
+        return run
 
     def for_length(self, max_model_len: int | None, *, has_policy: bool = False) -> tuple["LoadedModel", int]:
         """The model made for prompts and answers of that many tokens (None: what it allows, at most 4,096).
@@ -219,7 +218,7 @@ def _live(
     if offload is not None:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         params = move_layers_to_host(params, offload(config, shapes), jax.default_backend())
-    return LoadedModel("live parameters", config, Weights(_laid_out(params, mesh)), tokenizer)
+    return LoadedModel("live parameters", config, ModelWeights(_laid_out(params, mesh)), tokenizer)
 
 
 def _laid_out(params: Params, mesh: Mesh | None, *, donate: bool = False) -> Params:
@@ -277,7 +276,7 @@ def _read(
         return LoadedModel(
             named.name,
             checkpoint.config,
-            Weights.shared((key, on_host, from_disk), load),
+            ModelWeights.shared((key, on_host, from_disk), load),
             tokenizer(),
             default_params=replace(defaults.params, **_alias_sampling(named)),
             ignored_defaults=defaults.ignored,
@@ -417,7 +416,7 @@ def load_draft(
     *,
     dtype: str = "auto",
     verify: bool | None = None,
-) -> tuple[Draft, Weights | None]:
+) -> tuple[Draft, ModelWeights | None]:
     """What drafts for `target`, from "ngram", "layers:N", or a model as `load_model` takes it; and the weights of the
     latter.
 
@@ -440,7 +439,7 @@ def load_draft(
         loaded, _ = loaded.for_length(max_model_len)
     except ValueError as error:
         raise ValueError(f"draft {loaded.name!r}: {error}") from None
-    params, copies = loaded.runnable()
+    params, copies = loaded.runnable().value
     return ModelDraft(loaded.name, loaded.config, params, loaded.on_mesh(loaded.kv_scales), copies), loaded.weights
 
 

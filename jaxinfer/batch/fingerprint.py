@@ -17,7 +17,7 @@ class LoadedModel(Protocol):
     @property
     def config(self) -> Any: ...
     @property
-    def params(self) -> Any: ...
+    def max_model_len(self) -> int: ...
     @property
     def fit(self) -> Any: ...
     @property
@@ -28,8 +28,8 @@ class LoadedModel(Protocol):
     def eos_token_ids(self) -> Any: ...
 
 
-def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
-    """SHA-256 over the configuration, every parameter's name, shape, dtype and some of its values, and the tokenizer.
+def model_fingerprint(llm: LoadedModel, params: Any) -> str:
+    """SHA-256 over the configuration, the name, shape, dtype and some values of each of `params`, and the tokenizer.
 
     The first values of three rows of each array distinguish checkpoints of one architecture without reading all
     weights. If a mesh repeats heads or pads, only the values of the model's own rows and columns are taken.
@@ -46,17 +46,17 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
     digest = hashlib.sha256()
     engine, fit = llm.engine, llm.fit
     config = llm.config if fit is None else fit.own_config(llm.config)
-    digest.update(repr((config, sorted(llm.eos_token_ids), max_model_len)).encode())
+    digest.update(repr((config, sorted(llm.eos_token_ids), llm.max_model_len)).encode())
     for part in _of_engine(engine, fit):
         digest.update(part)
     samples: list[_Sample] = []
-    reader = None if (disk := disk_layers(llm.params)) is None else disk.reader
-    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(llm.params), is_leaf=is_weight):
+    reader = None if (disk := disk_layers(params)) is None else disk.reader
+    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(params), is_leaf=is_weight):
         keys = tuple(key.key for key in path)
         if is_read := reader is not None and reader.takes(keys):
             leaf = jax.tree.map(jax.device_put, reader.weight(keys))  # pyright: ignore[reportOptionalMemberAccess]
         elif is_packed(leaf):  # the same weights, packed or not
-            leaf, is_read = unpacked(leaf, compute_dtype(llm.params)), True
+            leaf, is_read = unpacked(leaf, compute_dtype(params)), True
         places = (None,) * leaf.ndim if fit is None else fit.places(keys, leaf.shape)
         name = jax.tree_util.keystr(path)
         shape = tuple(size if where is None else len(where) for size, where in zip(leaf.shape, places, strict=True))
@@ -66,6 +66,10 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
             scheme = (scheme.kind, scheme.bits, scheme.activations, rows)
             digest.update(f"{name} {shape} {leaf.values.dtype} {scheme}".encode())
             found = [*_quantized_samples(leaf, shape, places)]
+        elif is_weight(leaf):  # of a type that only its products know
+            digest.update(f"{name} {shape} {jax.tree.structure(leaf)}".encode())
+            arrays = jax.tree.leaves(leaf)
+            found = [one for array in arrays for one in _samples(array, array.shape, (None,) * array.ndim, (1, 1))]
         else:
             digest.update(f"{name} {shape} {leaf.dtype}".encode())
             found = [*_samples(leaf, shape, places, (1, 1))]

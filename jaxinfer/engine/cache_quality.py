@@ -144,7 +144,7 @@ def log_probs(engine: Engine, states: np.ndarray) -> np.ndarray:
         rows = states[start : start + CHUNK]
         padding = ((0, CHUNK - len(rows)), (0, 0))
         parts.append(
-            np.asarray(_log_probs(engine.runner.model, engine.runner.weights, np.pad(rows, padding)))[: len(rows)]
+            np.asarray(_log_probs(engine.runner.model, engine.runner.weights.value, np.pad(rows, padding)))[: len(rows)]
         )
     return np.concatenate(parts)
 
@@ -159,7 +159,7 @@ def _hidden_states(
     try:
         states = hidden_states(engine, texts)
         runner = engine.runner
-        return states, runner.model, runner.weights, engine.spec.pool_sizes.token_bytes
+        return states, runner.model, runner.weights.value, engine.spec.pool_sizes.token_bytes
     finally:
         engine.close()
 

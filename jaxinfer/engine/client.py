@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.replicas import Replicas
+from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
     CompletionOutput,
@@ -51,7 +50,7 @@ class Client(TakesPrompts):
 
     def __init__(
         self,
-        engine: Engine | Replicas,
+        engine: AnyEngine,
         *,
         name: str,
         config: ModelConfig,
@@ -62,7 +61,7 @@ class Client(TakesPrompts):
         system: str | None = None,
     ):
         derive_seed(seed)  # checks its range
-        self._engine: Engine | Replicas | None = engine
+        self._engine: AnyEngine | None = engine
         self.has_head = has_head
         self.name, self.config, self.tokenizer, self.system = name, config, tokenizer, system
         self.vocab_size, self.max_model_len = config.vocab_size, engine.spec.max_model_len
@@ -74,7 +73,7 @@ class Client(TakesPrompts):
         self._progressed: dict[SequenceState, None] = {}  # of submitted answers, until `take_progress` returns them
 
     @property
-    def engine(self) -> Engine | Replicas:
+    def engine(self) -> AnyEngine:
         """What runs the requests. Raises RuntimeError once closed."""
         if self._engine is None:
             raise RuntimeError("this LLM is closed")

@@ -4,7 +4,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,7 @@ from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.speculation import DraftPlan, Speculation
+from jaxinfer.engine.weights import WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.sampling import SampleOutput
 from jaxinfer.speculative import Draft, SpeculationStats
@@ -37,9 +38,10 @@ class Engine:
 
     Every `step` plans a dispatch, runs it, and commits the results of the one before, so that the device never waits
     for the host. Owns its cache (`close` frees it); the parameters belong to the caller.
+    `weights.replace` gives it others while it is at rest.
 
     Args:
-      config, params: the model; with a `mesh`, as `models.fit_to_mesh` makes them.
+      config, params: the model; with a `mesh`, as `models.fit_to_mesh` makes them. A tree becomes `weights` of its own.
       options: how to run it. draft: what drafts, if anything does.
       kv_scales: a checkpoint's, for an fp8 cache; ignored by others.
       available: free bytes, in place of the device's own figure.
@@ -51,7 +53,7 @@ class Engine:
     def __init__(
         self,
         config: ModelConfig,
-        params: Params,
+        params: Params | WeightsView[Params],
         options: EngineOptions,
         *,
         draft: Draft | None = None,
@@ -60,9 +62,10 @@ class Engine:
         mesh: Mesh | None = None,
         replica: int = 0,
     ):
-        spec = EngineSpec.of(config, params, options, draft, mesh)
-        self.replica = replica
-        self.runner = ModelRunner(spec, params, draft, kv_scales=kv_scales, available=available)
+        weights = as_weights(params)
+        spec = EngineSpec.of(config, weights.value, options, draft, mesh)
+        self.replica, self.weights = replica, weights.root
+        self.runner = ModelRunner(spec, weights, draft, kv_scales=kv_scales, available=available)
         self.spec = self.runner.spec
         self.speculation = None if draft is None else Speculation(self.spec)
         self.grammars = Grammars(self.spec)
@@ -77,6 +80,12 @@ class Engine:
         self._busy_since = 0.0
         # Called with each dispatch whose results were read, and the seconds that it took.
         self.on_read: Callable[[Flight, float], None] | None = None
+        self.weights.add_user(self)
+
+    @property
+    def engines(self) -> "Sequence[Engine]":
+        """This one."""
+        return (self,)
 
     # Requests.
 
@@ -342,6 +351,10 @@ class Engine:
     def device(self) -> Any:
         """The first device."""
         return self.runner.device
+
+    def drop_prefixes(self) -> None:
+        """Gives up all cached beginnings that no sequence has, on the device and in host memory."""
+        self.scheduler.drop_prefixes()
 
     def close(self) -> None:
         """Frees the cache's memory now; everything still running is aborted."""

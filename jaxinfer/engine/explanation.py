@@ -15,7 +15,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule
 from jaxinfer.engine.memory import PoolPlan
 from jaxinfer.engine.programs import paged, speculative
-from jaxinfer.engine.replicas import Replicas
+from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.attend import attention_options
@@ -55,12 +55,10 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_engine(engine: Engine | Replicas, model: dict[str, Any], sampling: dict[str, Any]) -> Explanation:
+def explain_engine(engine: AnyEngine, model: dict[str, Any], sampling: dict[str, Any]) -> Explanation:
     """`model` and `sampling` are facts that the engine does not have; they come first and last."""
-    num_replicas = 1
-    if isinstance(engine, Replicas):
-        engine, num_replicas = engine.engines[0], len(engine.engines)
-    spec, device = engine.spec, engine.device
+    one, num_replicas = engine.engines[0], len(engine.engines)
+    spec, device = one.spec, one.device
     config, mesh = spec.config, spec.mesh
     return Explanation(
         {
@@ -76,10 +74,10 @@ def explain_engine(engine: Engine | Replicas, model: dict[str, Any], sampling: d
                 **_describe_model(config),
                 "declared length": config.max_position_embeddings,
             },
-            "cache": _describe_cache(engine),
+            "cache": _describe_cache(one),
             "programs": _describe_programs(spec),
             "kernels": {**_describe_kernels(spec), **_products(spec)},
-            **({} if engine.speculation is None else {"speculation": _describe_speculation(engine)}),
+            **({} if one.speculation is None else {"speculation": _describe_speculation(one)}),
             "device": {
                 "platform": device.platform,
                 "kind": device.device_kind,
@@ -124,9 +122,9 @@ def _describe_heads(config: ModelConfig) -> str:
     return "; ".join(shown)
 
 
-def summarize_engine(engine: Engine | Replicas) -> str:
+def summarize_engine(engine: AnyEngine) -> str:
     """The model, its size, dtypes, limits and devices in one line."""
-    spec, num_replicas = engine.spec, len(engine.engines) if isinstance(engine, Replicas) else 1
+    spec, num_replicas = engine.spec, len(engine.engines)
     num_devices = num_replicas * (1 if spec.mesh is None else spec.mesh.size)
     count = num_parameters(all_layers(spec.params))
     parts = [

@@ -38,6 +38,7 @@ from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.step_rows import slot_of, step_rows
+from jaxinfer.engine.weights import WeightsView, leaves_of
 from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params, compute_dtype
 from jaxinfer.parallel import hosts
@@ -49,11 +50,11 @@ COPIES = 8  # pages of one copy program
 
 
 class ModelRunner(CacheCopies, PromptPasses):
-    """Runs dispatches for one engine. Owns the caches and slots (`close` frees them); parameters are the caller's.
+    """Runs dispatches for one engine. Owns the caches and slots (`close` frees them); weights are views.
 
     Args:
       spec: what to allocate; without `num_pages` its pool is as large as the memory allows.
-      params, draft: the concrete parameters of the spec.
+      weights, draft: the concrete parameters of the spec.
       kv_scales: a checkpoint's, for an fp8 cache; ignored by others.
       available: free bytes, in place of the device's own figure.
 
@@ -63,21 +64,22 @@ class ModelRunner(CacheCopies, PromptPasses):
     def __init__(
         self,
         spec: EngineSpec,
-        params: Params,
+        weights: WeightsView[Params],
         draft: Draft | None = None,
         *,
         kv_scales: KVScales | None = None,
         available: int | None = None,
     ):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
-        mesh = spec.mesh
-        self.placement = DevicePlacement(mesh)
-        self.model, self.weights = program_model(spec.config, params, mesh, spec.policy)
-        self.device = self.weights[0].addressable_shards[0].device
+        mesh, params, config = spec.mesh, weights.value, spec.config
+        self.placement, self.weights = DevicePlacement(mesh), leaves_of(weights)
+        self.model, _ = program_model(config, params, mesh, spec.policy)
+        self.device = self.weights.value[0].addressable_shards[0].device
         kind: Any = draft if isinstance(draft, NgramDraft) else None
-        self.draft_weights: tuple[jax.Array, ...] = ()
-        if (model := draft_model(draft, spec.config, params)) is not None:
-            kind, self.draft_weights = program_model(*model, mesh)
+        drafted = weights.view(lambda params: draft_model(draft, config, params))
+        if drafted.value is not None:
+            kind, _ = program_model(*drafted.value, mesh)
+        self.draft_weights = leaves_of(drafted.view(lambda model: {} if model is None else model[1]))
         self.drafters = {} if draft is None else spec.drafters(kind)
         check_host_cache(spec)
         spec, self.host_rule = decide_host_cache(spec, self.device)
@@ -87,7 +89,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
         counts = tuple(group.num_allocated for group in spec.groups)
         stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups, spec.page_leaves
-        self._cache = self._init_cache(spec.config, params, *stored)
+        self._cache = self._init_cache(config, params, *stored)
         self._saved: StateCache | None = init_state_cache(spec.config, spec.num_saved_states, spec.dtype)
         self._draft_cache: PagedCache | None = None
         if isinstance(draft, ModelDraft) and spec.draft_kv_dtype is not None:
@@ -111,9 +113,8 @@ class ModelRunner(CacheCopies, PromptPasses):
             available = available_bytes(self.device)
             if not self.placement.is_of_this_process and (others := hosts.current()) is not None:
                 available = others.least(available)  # a page has the same number on all hosts
-        weights = (
-            num_bytes(self.weights) - spec.host_bytes + (num_bytes(self.draft_weights) if spec.has_own_draft else 0)
-        )
+        own = self.draft_weights.value if spec.has_own_draft else ()
+        weights = num_bytes((self.weights.value, own)) - spec.host_bytes
         return plan_pool(spec, weights=weights, available=available)
 
     def _init_cache(
@@ -191,7 +192,7 @@ class ModelRunner(CacheCopies, PromptPasses):
 
     def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
-        return tapped_states(self.model, self.weights, tokens, taps, self.spec.kv_dtype, self.kv_scales)
+        return tapped_states(self.model, self.weights.value, tokens, taps, self.spec.kv_dtype, self.kv_scales)
 
     # Before a dispatch: slots and page table.
 
@@ -310,7 +311,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         return StepWork(**tokens, slots=StepSlots(**arrays), page_tables=page_tables)
 
     def _step_arguments(self, work: StepWork) -> tuple[Any, ...]:
-        arrays = (self.model, self.weights, self._cache, self._slots, work)
+        arrays = (self.model, self.weights.value, self._cache, self._slots, work)
         return *arrays, self.spec.is_deterministic, self.spec.token_buckets[-1]
 
     @operation
@@ -335,7 +336,7 @@ class ModelRunner(CacheCopies, PromptPasses):
 
     def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_tables: PageTables) -> tuple[Any, ...]:
         scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
-        arrays = (self.model, self.weights, self._cache, self._slots, self._batch)
+        arrays = (self.model, self.weights.value, self._cache, self._slots, self._batch)
         static = self.spec.steps_per_dispatch, self._tables, *self.spec.determinism.rows
         return *arrays, DecodeWork(scheduled, page_tables, steps), *static
 
@@ -347,7 +348,7 @@ class ModelRunner(CacheCopies, PromptPasses):
 
     def _rounds_arguments(self, work: dict[str, Any], tree: int, page_tables: PageTables) -> tuple[Any, ...]:
         device_work = SpeculativeWork(**self.placement.put(work), page_tables=page_tables)
-        models = (self.model, self.weights, list(self.drafters.values())[tree], self.draft_weights)
+        models = (self.model, self.weights.value, list(self.drafters.values())[tree], self.draft_weights.value)
         rows = (self._cache, self._draft_cache, self._slots, self._batch)
         return *models, *rows, device_work, self.spec.max_rounds, self._tables
 

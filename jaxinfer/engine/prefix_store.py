@@ -8,6 +8,7 @@ other.
 import hashlib
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax import lax
 from jaxinfer import __version__
 from jaxinfer.engine.model_runner import ModelRunner
 from jaxinfer.engine.page_files import PageFiles, PageWriter, chain
+from jaxinfer.engine.programs import Weights
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.spec import EngineSpec
@@ -37,7 +39,7 @@ class PrefixStore:
         check_store(spec)
         self._runner, self._scheduler, self._page_size = runner, scheduler, spec.page_size
         self._num_bytes = runner.host_pages.sizes[0].page_bytes
-        self.fingerprint = fingerprint(runner)
+        self.fingerprint = runner.weights.view(partial(fingerprint, runner))
         folder = Path(str(spec.options.prefix_store)).expanduser()
         self.files = PageFiles(folder, int(spec.options.prefix_store_gib * 2**30))
         self._writer = PageWriter(self.files)
@@ -50,7 +52,7 @@ class PrefixStore:
             return
         keys = sequence.keys(self._page_size, len(sequence.tokens) - 1)
         start = scheduler.prefixes.num_stored(keys, sequence.salt)
-        names = chain(self.fingerprint, sequence.salt, keys)
+        names = chain(self.fingerprint.value, sequence.salt, keys)
         room, contents = scheduler.tier.pools[0].num_pages - start, []
         for name in names[start : start + max(room, 0)]:
             content = self.files.read(name, self._num_bytes)
@@ -69,7 +71,7 @@ class PrefixStore:
         if not self._scheduler.can_reuse(sequence) or sequence.slot is None:
             return
         keys = sequence.keys(self._page_size, min(sequence.num_prompt, sequence.num_confirmed))
-        names = chain(self.fingerprint, sequence.salt, keys)
+        names = chain(self.fingerprint.value, sequence.salt, keys)
         missing = [number for number, name in enumerate(names) if not self.files.has(name, self._num_bytes)]
         pages = [sequence.pages[number] for number in missing]
         for start, count, arrays in self._runner.host_pages.read(self._runner.caches, pages):
@@ -105,7 +107,7 @@ def check_store(spec: EngineSpec) -> None:
         raise ValueError(f"{name} holds pages of one model: it cannot be combined with a draft model")
 
 
-def fingerprint(runner: ModelRunner) -> bytes:
+def fingerprint(runner: ModelRunner, weights: Weights) -> bytes:
     """A hash of everything that a page's bytes depend on beside its tokens: the weights' bits (a checksum of 64 bits
     for each array, computed on the device), the model, types, layout, page size, mesh, platform and versions."""
     spec, digest = runner.spec, hashlib.sha256()
@@ -122,7 +124,7 @@ def fingerprint(runner: ModelRunner) -> bytes:
         "rows": [(row.shape, row.dtype.name) for row in runner.host_pages.rows_of(0)],
     }
     digest.update(repr(facts).encode())
-    for leaf in jax.tree.leaves((runner.weights, runner.kv_scales)):
+    for leaf in jax.tree.leaves((weights, runner.kv_scales)):
         digest.update(f"{leaf.shape} {leaf.dtype}".encode())
         for part in _on_device(leaf):
             digest.update(np.asarray(jax.device_get(_checksum(part))).tobytes())

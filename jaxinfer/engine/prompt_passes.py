@@ -17,6 +17,7 @@ from jaxinfer.engine.programs.work import Slots, StepOutput, StepSlots
 from jaxinfer.engine.scoring import ScoredChunk
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.step_rows import step_rows
+from jaxinfer.engine.weights import WeightsView
 from jaxinfer.sampling import SamplingBatch
 
 
@@ -25,7 +26,7 @@ class PromptPasses(Operated, Protocol):
 
     spec: EngineSpec
     model: ProgramModel
-    weights: Weights
+    weights: WeightsView[Weights]
     placement: DevicePlacement
     _cache: PagedCache
     _slots: Slots
@@ -54,7 +55,7 @@ class PromptPasses(Operated, Protocol):
     def _compaction_arguments(self, work: CompactionWork) -> tuple[Any, ...]:
         spec = self.spec
         static = spec.max_seqs, spec.is_deterministic, spec.token_buckets[-1]
-        return self.model, self.weights, self._cache, self.placement.put(work), *static
+        return self.model, self.weights.value, self._cache, self.placement.put(work), *static
 
     @property
     def _compaction_programs(self) -> list[Program]:

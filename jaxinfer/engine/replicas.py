@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,17 @@ from jaxinfer.engine.compiling import Report
 from jaxinfer.engine.engine import Deadlines, Engine
 from jaxinfer.engine.events import Observer, Snapshot
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.weights import ModelWeights, WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.speculative import Draft, ModelDraft, SpeculationStats
 
 
 class Replicas:
-    """Engines over copies of one model, each on devices of its own; has the methods of one `Engine`.
+    """Engines over copies of one model, each on devices of its own: an `AnyEngine`, as one `Engine` is.
 
     Requests wait here, in the order of priority and arrival, and go to the engine that has most of their prompt cached;
     else to the one with the fewest unfinished tokens. An answer follows the first answer to its prompt. Which engine
@@ -39,11 +42,22 @@ class Replicas:
         self._numbers = itertools.count()
         self._owner: dict[SequenceState, Engine] = {}  # of those that were admitted and have not ended
         self._queued: set[SequenceState] = set()
+        self.weights.add_user(self)
 
     @property
     def spec(self) -> EngineSpec:
         """Of each engine."""
         return self.engines[0].spec
+
+    @property
+    def weights(self) -> ModelWeights:
+        """Of all engines."""
+        return self.engines[0].weights
+
+    def drop_prefixes(self) -> None:
+        """As `Engine.drop_prefixes`, of every engine."""
+        for engine in self.engines:
+            engine.drop_prefixes()
 
     def check_fits(self, num_prompt: int, max_tokens: int) -> None:
         """As `Engine.check_fits`."""
@@ -180,20 +194,21 @@ class Replicas:
 
 def make_engine(
     config: ModelConfig,
-    params: Params,
+    params: Params | WeightsView[Params],
     options: EngineOptions,
     *,
     draft: Draft | None = None,
     kv_scales: KVScales | None = None,
     mesh: Mesh | None = None,
-) -> Engine | Replicas:
+) -> AnyEngine:
     """One engine, or one for each replica of a mesh, whose devices hold `params` and the draft's parameters already."""
     if mesh is None:
         return Engine(config, params, options, draft=draft, kv_scales=kv_scales)
+    weights = as_weights(params)
     engines = [
         Engine(
             config,
-            parallel.on_replica(params, devices),
+            weights.view(partial(parallel.on_replica, mesh=devices)),
             options,
             draft=(
                 replace(draft, params=parallel.on_replica(draft.params, devices))

@@ -12,6 +12,7 @@ from jaxinfer.engine import programs, results
 from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.request import SequenceState
+from jaxinfer.engine.weights import WeightsView
 from jaxinfer.sampling import SamplingBatch, SamplingState, TokenLogprobs, make_batch, make_state
 from jaxinfer.sampling.params import MAX_LOGPROBS
 
@@ -177,7 +178,7 @@ class PromptScorer:
 class DeviceScorer:
     """Scores on the device, with the histories that processed scores need, by number."""
 
-    def __init__(self, model: ProgramModel, weights: Weights, placement: DevicePlacement):
+    def __init__(self, model: ProgramModel, weights: WeightsView[Weights], placement: DevicePlacement):
         self._model, self._weights, self._placement = model, weights, placement
         self._histories: dict[int, SamplingState] = {}
 
@@ -194,7 +195,7 @@ class DeviceScorer:
 
         def arguments(*values: Any) -> tuple[Any, ...]:
             shape = (num_tokens, self._model.config.hidden_size)
-            return self._model, self._weights, *self._placement.put((np.zeros(shape, dtype), *values))
+            return self._model, self._weights.value, *self._placement.put((np.zeros(shape, dtype), *values))
 
         def lower_raw() -> Lowered:
             targets = np.zeros(num_tokens, np.int32)
@@ -212,7 +213,7 @@ class DeviceScorer:
         [T, D]. The programs that pool are compiled when they are first needed."""
         (targets, num_rows), raw = self._placement.put((work.targets, np.int32(work.num_rows))), None
         if work.wants_raw:
-            raw = programs.score(self._model, self._weights, hidden, targets, num_rows, MAX_LOGPROBS)
+            raw = programs.score(self._model, self._weights.value, hidden, targets, num_rows, MAX_LOGPROBS)
         processed: list[jax.Array | None] = []
         for one in work.processed:
             values = None
@@ -220,7 +221,7 @@ class DeviceScorer:
                 number, *arrays = one
                 rows, batch = self._placement.put(tuple(arrays))
                 self._histories[number], values = programs.score_processed(
-                    self._model, self._weights, hidden, targets, rows, batch, self._histories[number]
+                    self._model, self._weights.value, hidden, targets, rows, batch, self._histories[number]
                 )
             processed.append(values)
         sums = logits = None
@@ -228,5 +229,5 @@ class DeviceScorer:
             sums = programs.pool(hidden, self._placement.put(work.pooled))
         if sums is not None and work.token_ids is not None:
             states, token_ids = sums.astype(hidden.dtype), self._placement.put(work.token_ids)
-            logits = programs.logits_of(self._model, self._weights, states, token_ids)
+            logits = programs.logits_of(self._model, self._weights.value, states, token_ids)
         return raw, tuple(processed), sums, logits

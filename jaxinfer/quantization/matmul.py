@@ -1,7 +1,8 @@
-"""Matrix products and embedding look-ups with weights that may be quantized, or packed for a CPU."""
+"""Matrix products and embedding look-ups with weights of any kind: arrays, and the leaf types in `KINDS`."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,24 @@ from pallas_kernels.dense_matmul import dense_matmul
 from pallas_kernels.packed_matmul import packed_matmul
 from pallas_kernels.quantized_matmul import quantized_matmul, take_rows
 
-Weight = jax.Array | QuantizedArray | PackedArray
+Weight = Any  # an array, or a leaf of a type in KINDS
+
+
+@dataclass(frozen=True)
+class WeightKind:
+    """What models compute with weights of one leaf type.
+
+    The type is a pytree with the attributes `shape` and `ndim`, of the weight that it stands for, and `scheme`, None if
+    it is not quantized. It may hold data for each row of x: rows are those of all the tokens of a pass, in their order.
+
+    Attributes:
+      matmul: as the function of that name, `out_dtype` by position. rows, transposed: likewise; None where a weight of
+        the type is no embedding.
+    """
+
+    matmul: Callable[..., jax.Array]
+    rows: Callable[..., jax.Array] | None = None
+    transposed: Callable[[Any], Any] | None = None
 
 
 def matmul(x: jax.Array, weight: Weight, out_dtype=None, *, is_transposed: bool = False) -> jax.Array:
@@ -20,10 +38,12 @@ def matmul(x: jax.Array, weight: Weight, out_dtype=None, *, is_transposed: bool 
 
     float32 operands are multiplied in full precision.
     """
-    if isinstance(weight, QuantizedArray):
-        return _quantized(x, weight, out_dtype or x.dtype, is_transposed=is_transposed)
-    if not isinstance(weight, PackedArray):
+    if (kind := KINDS.get(type(weight))) is None:
         return dense_matmul(x, weight, out_dtype=out_dtype, is_transposed=is_transposed)
+    return kind.matmul(x, weight, out_dtype or x.dtype, is_transposed=is_transposed)
+
+
+def _packed_matmul(x: jax.Array, weight: PackedArray, out_dtype, *, is_transposed: bool) -> jax.Array:
     if weight.ndim > 2:
         experts = range(weight.shape[0])
         return jnp.stack([matmul(x[expert], weight.of_expert(expert), out_dtype) for expert in experts])
@@ -75,14 +95,22 @@ def _packed(x: jax.Array, weights: Sequence[PackedArray], out_dtype=None) -> lis
 
 def transposed(weight: Weight) -> Weight:
     """The transposed weight [N, K], of an embedding [K, N] for example, to compute logits."""
-    if isinstance(weight, PackedArray):
-        if weight.ndim != 2 or weight.permutation is not None:
-            raise ValueError("a stack, or a weight with permuted inputs cannot be transposed")
-        scheme = weight.scheme
-        scheme = None if scheme is None else replace(scheme, block=scheme.block[::-1])
-        return replace(weight, scheme=scheme, is_transposed=not weight.is_transposed)
-    if not isinstance(weight, QuantizedArray):
+    if (kind := KINDS.get(type(weight))) is None:
         return weight.T
+    if kind.transposed is None:
+        raise ValueError(f"a {type(weight).__name__} cannot be transposed")
+    return kind.transposed(weight)
+
+
+def _packed_transposed(weight: PackedArray) -> PackedArray:
+    if weight.ndim != 2 or weight.permutation is not None:
+        raise ValueError("a stack, or a weight with permuted inputs cannot be transposed")
+    scheme = weight.scheme
+    scheme = None if scheme is None else replace(scheme, block=scheme.block[::-1])
+    return replace(weight, scheme=scheme, is_transposed=not weight.is_transposed)
+
+
+def _quantized_transposed(weight: QuantizedArray) -> QuantizedArray:
     scales = _transposable_scales(weight).T
     scheme = replace(weight.scheme, block=weight.scheme.block[::-1])
     zeros = None if weight.zeros is None else weight.zeros.T
@@ -100,11 +128,19 @@ def _transposable_scales(weight: QuantizedArray) -> jax.Array:
 def rows(table: Weight, indices: jax.Array, dtype=None) -> jax.Array:
     """table[indices]: [..., D] of an embedding [V, D], in `dtype`, by default the table's, or float32 of a quantized or
     packed one."""
-    if isinstance(table, PackedArray):
-        found = table.rows(indices) if table.is_transposed else table.dequantize()[indices]
-        return found.astype(dtype or jnp.float32)
-    if not isinstance(table, QuantizedArray):
+    if (kind := KINDS.get(type(table))) is None:
         return table[indices].astype(dtype or table.dtype)
+    if kind.rows is None:
+        raise ValueError(f"a {type(table).__name__} is no embedding")
+    return kind.rows(table, indices, dtype or jnp.float32)
+
+
+def _packed_rows(table: PackedArray, indices: jax.Array, dtype) -> jax.Array:
+    found = table.rows(indices) if table.is_transposed else table.dequantize()[indices]
+    return found.astype(dtype)
+
+
+def _quantized_rows(table: QuantizedArray, indices: jax.Array, dtype) -> jax.Array:
     block = table.scheme.block
     if block[0] != 1 or table.permutation is not None or isinstance(table.scales, NestedScales):
         raise ValueError(f"an embedding needs a scale per row, blocks (1, D), not {block}")
@@ -112,7 +148,7 @@ def rows(table: Weight, indices: jax.Array, dtype=None) -> jax.Array:
     arrays = {"scales": table.scales, "zeros": table.zeros, "minima": table.minima}
     numbers = {name: None if array is None else take_rows(array, flat) for name, array in arrays.items()}
     taken = replace(table, values=table.values[flat], **numbers)
-    return taken.dequantize(dtype or jnp.float32).reshape(*indices.shape, table.shape[-1])
+    return taken.dequantize(dtype).reshape(*indices.shape, table.shape[-1])
 
 
 def _quantized(
@@ -149,3 +185,10 @@ def _quantized(
         out_dtype=out_dtype,
         implementation=implementation,
     )
+
+
+# By leaf type. Another type is one more entry, made before models of it are traced.
+KINDS: dict[type, WeightKind] = {
+    QuantizedArray: WeightKind(_quantized, _quantized_rows, _quantized_transposed),
+    PackedArray: WeightKind(_packed_matmul, _packed_rows, _packed_transposed),
+}

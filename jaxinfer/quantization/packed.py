@@ -139,10 +139,10 @@ def why_not_packed(leaf: Any, *, is_transposed: bool = False) -> str | None:
         if (kind := leaf.scheme.activations) is not None:
             return f"its products round activations to {kind}"
         values, block = leaf.values, leaf.scheme.block[::-1] if is_transposed else leaf.scheme.block
-    elif leaf.dtype.name in PACKED_FLOATS:
+    elif (kind := str(getattr(leaf, "dtype", type(leaf).__name__))) in PACKED_FLOATS:
         values, block = leaf, leaf.shape[-2:][::-1] if is_transposed else leaf.shape[-2:]
     else:
-        return f"{leaf.dtype.name} has no packed form"
+        return f"{kind} has no packed form"
     if values.ndim not in (2, 3) or (values.ndim == 3 and is_transposed):
         return f"it has {values.ndim} axes"
     if 0 in values.shape:

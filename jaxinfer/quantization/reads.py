@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxinfer.quantization.array import NestedScales, QuantizedArray
 from jaxinfer.quantization.matmul import Weight
 from jaxinfer.quantization.packed import PackedArray
-from jaxinfer.quantization.tree import num_bytes
+from jaxinfer.quantization.tree import is_weight, num_bytes
 from pallas_kernels.dense_matmul import choose as choose_dense
 from pallas_kernels.dense_matmul import make_spec as make_dense_spec
 from pallas_kernels.packed_matmul import unsupported
@@ -51,8 +51,10 @@ def product_use(
     stored = num_bytes(weight)
     if isinstance(weight, PackedArray):
         return _packed_use(weight, stored, platform)
-    if not isinstance(weight, QuantizedArray):
+    if not is_weight(weight):
         return _dense_use(weight, rows, dtype, stored, is_transposed, platform)
+    if not isinstance(weight, QuantizedArray):
+        return WeightUse(f"products of {type(weight).__name__}", stored, stored)
     is_stack = weight.ndim > 2
     first, second = weight.scheme.block
     block = (second, first) if is_transposed else (first, second)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxinfer.quantization.array import NestedScales, QuantizedArray, Scheme
+from jaxinfer.quantization.matmul import KINDS
 from jaxinfer.quantization.packed import PackedArray
 
 
@@ -19,8 +20,9 @@ def is_packed(leaf: Any) -> bool:
 
 
 def is_weight(leaf: Any) -> bool:
-    """Whether a node of the parameters is one weight of several arrays: quantized, or packed."""
-    return isinstance(leaf, (QuantizedArray, PackedArray))
+    """Whether a node of the parameters is one weight of several arrays: quantized, packed, or of another type that
+    products take."""
+    return type(leaf) in KINDS
 
 
 def scheme_of(leaf: Any) -> Scheme | None:

@@ -220,7 +220,7 @@ def _copied_bytes(params: Any) -> int:
 
 def resident_bytes(engine: AsyncEngine) -> int:
     """What a loaded model holds of a device, and the estimate of a step's activations."""
-    spec, copies = getattr(engine.llm.engine, "engines", [engine.llm.engine])[0].spec, engine.llm._copies
+    spec, copies = engine.llm.engine.spec, engine.llm._copies
     if copies is None:
         return sum(_parts(spec, 0).values())
     return sum({**_parts(spec, copies.num_bytes), "weights": num_bytes(engine.llm.params)}.values())

@@ -210,7 +210,7 @@ class _Watched:
 
     def __init__(self, engine: "AsyncEngine", num_queued: Callable[[], int]):
         self.llm, self.num_queued = engine.llm, num_queued
-        self.engines: list[Any] = getattr(engine.llm.engine, "engines", [engine.llm.engine])
+        self.engines = engine.llm.engine.engines
         self.schedulers = [one.scheduler for one in self.engines]
         self.sizes: tuple[str, str] = ("", "")
 

@@ -165,7 +165,7 @@ class ServedModel:
         llm.client.name = self.name  # in what clients are told, where it would be a path
         llm.embedder.default_pooling = self._pooling
         spec = llm.engine.spec
-        num_slots = spec.max_seqs * (len(getattr(llm.engine, "engines", ())) or 1)
+        num_slots = spec.max_seqs * len(llm.engine.engines)
         # A few more than run at once, so that no slot stays free until the next turn.
         self.admission.capacity = num_slots + max(1, num_slots // 4)
         if num_slots >= 16:  # of few slots one would be too much

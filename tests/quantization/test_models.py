@@ -90,7 +90,7 @@ def test_integers_run_as_they_are_stored(params):
     quantized = quantize_params(params, "int8")
     with LLM((CONFIG, quantized), max_seqs=1, max_model_len=32) as llm:
         explanation = str(llm.explain())
-        assert sum(leaf.dtype == jnp.int8 for leaf in llm.engine.runner.weights) == 21
+        assert sum(leaf.dtype == jnp.int8 for leaf in llm.engine.runner.weights.value) == 21
         assert all(map(operator.is_, jax.tree.leaves(llm.params), jax.tree.leaves(quantized)))
         assert sum(map(is_packed, weights(llm.engine.spec.params))) == 22  # the head too
     assert "float32 copies" not in explanation
@@ -103,7 +103,7 @@ def test_copies_on_a_cpu(params, monkeypatch):
     quantized = quantize_params(params, "int8")
     with LLM((CONFIG, quantized), max_seqs=1, max_model_len=32) as llm:
         explanation = str(llm.explain())
-        weights = llm.engine.runner.weights
+        weights = llm.engine.runner.weights.value
         assert all(map(operator.is_, jax.tree.leaves(llm.params), jax.tree.leaves(quantized)))
     assert {leaf.dtype.name for leaf in weights} == {"float32"}
     assert "21 of 23 matrices in int8, a scale per output" in explanation

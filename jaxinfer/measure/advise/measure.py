@@ -14,14 +14,13 @@ from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model
 from jaxinfer.calibration.inputs import split_rows
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.weights import ModelWeights
 from jaxinfer.llm import LLM
-from jaxinfer.loaded_weights import Weights
 from jaxinfer.loading import LoadedModel, load_model
 from jaxinfer.measure.advise.candidates import ModelFacts, mesh_shapes
 from jaxinfer.measure.advise.goals import ROUNDING, Arguments, TrialResult, median
 from jaxinfer.measure.advise.search import Stop
 from jaxinfer.measure.bench.metrics import figures
-from jaxinfer.measure.bench.probe import engines_of
 from jaxinfer.measure.bench.runs import RunOptions, serve_all
 from jaxinfer.measure.bench.workload import DatasetRow, Workload, WorkloadRequest
 from jaxinfer.models import compute_dtype
@@ -207,7 +206,7 @@ class TrialRunner:
         return replace(row, notes=tuple(notes))
 
     def _sizes(self, llm: LLM, row: TrialResult) -> TrialResult:
-        engine = engines_of(llm.engine)[0]
+        engine = llm.engine.engines[0]
         memory, sizes = engine.runner.memory, engine.spec.pool_sizes
         longest = self._longest
         rest = memory.weights + memory.sampler + memory.activations
@@ -255,7 +254,7 @@ class TrialRunner:
 
     def _open_beside(self, llm: LLM) -> None:
         """Opens the baseline, which `llm` is, beside the trials: on a CPU where it takes little of the memory."""
-        engine = engines_of(llm.engine)[0]
+        engine = llm.engine.engines[0]
         memory = engine.runner.memory
         held = memory.weights + sum(group.pool_bytes for group in engine.spec.groups)
         is_small = memory.available is not None and held <= BESIDE_SHARE * memory.available
@@ -305,7 +304,7 @@ class TrialRunner:
         if row.is_exact and row.arguments:
             return replace(row, kl=0.0, top1=1.0)
         key = tuple(row.arguments.get(name) for name in ROUNDING)
-        engine = engines_of(llm.engine)[0]
+        engine = llm.engine.engines[0]
         if not row.arguments:
             if not self._expected:
                 length = min(max(TEXT_TOKENS, self._longest), llm.max_model_len - 1)
@@ -376,7 +375,7 @@ class TrialRunner:
         rows = split_rows(tokens, model.tokenizer.eos_token_id, num_rows=128, length=min(512, self._longest), seed=0)
         options = CalibrationOptions(method=method, dtype=compute_dtype(model.params).name)
         found = quantize_model(FloatModel.of(model.config, model.params), options, rows.calibration)
-        return replace(model, weights=Weights(found.params))
+        return replace(model, weights=ModelWeights(found.params))
 
     def _opened(self, arguments: Arguments) -> LLM:
         if "offload" in arguments:  # its weights are read to where they stay

@@ -13,7 +13,7 @@ from jaxinfer import compilation_cache
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LiveModel, load_shapes
-from jaxinfer.measure.bench.probe import engines_of, peak_resident_bytes
+from jaxinfer.measure.bench.probe import peak_resident_bytes
 from jaxinfer.measure.bench.rates import Ideal
 from jaxinfer.models import init_params
 from pallas_kernels.platform import num_cores
@@ -96,7 +96,7 @@ def opened(
             from_cache=counts.hits,
             peak_rss_bytes=peak_resident_bytes(),
         )
-        engines = engines_of(llm.engine)
+        engines = llm.engine.engines
         yield Bench(llm, engine, start, Ideal.of(engines[0], len(engines), **(sizes or {})))
     finally:
         llm.close() if engine is None else _closed(engine)

@@ -14,15 +14,9 @@ import numpy as np
 
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.events import Dispatch
-from jaxinfer.engine.replicas import Replicas
 
 MAX_SAMPLES = 400
 SAMPLE_SECONDS = 0.05
-
-
-def engines_of(engine: Any) -> list[Engine]:
-    """The paged engines of a model: one, or its replicas."""
-    return list(engine.engines) if isinstance(engine, Replicas) else [engine]
 
 
 class DispatchProbe:

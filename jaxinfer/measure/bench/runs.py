@@ -14,7 +14,7 @@ from jaxinfer.engine.request import RequestOptions
 from jaxinfer.llm import LLM
 from jaxinfer.measure.bench.metrics import Trace, figures
 from jaxinfer.measure.bench.model import Bench
-from jaxinfer.measure.bench.probe import DispatchProbe, MemorySampler, engines_of, host_gap
+from jaxinfer.measure.bench.probe import DispatchProbe, MemorySampler, host_gap
 from jaxinfer.measure.bench.workload import WorkloadRequest
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.speculative import SpeculationStats
@@ -180,7 +180,7 @@ class Watch:
 @contextlib.contextmanager
 def watched(bench: Bench) -> Iterator[Watch]:
     """Observes dispatches, memory and compilations during the block."""
-    probes = [DispatchProbe(engine) for engine in engines_of(bench.llm.engine)]
+    probes = [DispatchProbe(engine) for engine in bench.llm.engine.engines]
     watch = Watch(probes, MemorySampler(), bench.llm.speculation_stats())
     with contextlib.ExitStack() as stack:
         watch.counts = stack.enter_context(compilation_cache.counting())

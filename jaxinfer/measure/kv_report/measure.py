@@ -16,7 +16,6 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel
-from jaxinfer.measure.bench.probe import engines_of
 from jaxinfer.measure.kv_report.needle import Needle, make_needles, needle_lines, score_copy
 from jaxinfer.measure.kv_report.report import (
     ALL,
@@ -130,7 +129,7 @@ class CacheReporter:
             gc.collect()
 
     def _measured(self, llm: LLM, row: CacheFigures, progress: Callable[[str], None]) -> CacheFigures:
-        engine = engines_of(llm.engine)[0]
+        engine = llm.engine.engines[0]
         progress("reading the texts")
         starts = self.starts
         parts = hidden_states(
@@ -140,7 +139,7 @@ class CacheReporter:
         if row.choice.is_full:
             self._expected = states
         texts = [text[start:] for text, start in zip(self.texts, starts, strict=True)]
-        kl, surprise, agrees = compared(engine.runner.model, engine.runner.weights, texts, self._expected, states)
+        kl, surprise, agrees = compared(engine.runner.model, engine.runner.weights.value, texts, self._expected, states)
         sizes = engine.spec.pool_sizes
         # Without tokens in flight: what a sequence keeps of a text that has been read.
         kept = replace(sizes, max_model_len=self.num_tokens, dispatch_tokens=0)

@@ -18,7 +18,7 @@ from jaxinfer.engine.events import Dispatch
 from jaxinfer.engine.request import RequestOptions
 from jaxinfer.llm import LLM
 from jaxinfer.measure.bench.model import Bench
-from jaxinfer.measure.bench.probe import DispatchProbe, engines_of
+from jaxinfer.measure.bench.probe import DispatchProbe
 from jaxinfer.measure.profiling import trace
 from jaxinfer.sampling import SamplingParams
 
@@ -77,7 +77,7 @@ def run_phase(bench: Bench, name: str, workload: Workload, folder: Path, progres
         plain = next(turns)
         for _ in range(MAX_TRIES):
             with compilation_cache.counting() as counts, contextlib.ExitStack() as watching:
-                probes = tuple(watching.enter_context(DispatchProbe(one)) for one in engines_of(bench.llm.engine))
+                probes = tuple(watching.enter_context(DispatchProbe(one)) for one in bench.llm.engine.engines)
                 progress(f"{name}: tracing")
                 trace.start(folder)
                 try:
@@ -102,7 +102,7 @@ def _prefill(llm: LLM, workload: Workload) -> Generator[Turn, None, None]:
 def _decode(llm: LLM, workload: Workload) -> Generator[Turn, None, None]:
     """Each turn continues the same answers."""
     num_tokens = llm.max_model_len - workload.prompt_tokens
-    num_answers = workload.batch * len(engines_of(llm.engine))
+    num_answers = workload.batch * len(llm.engine.engines)
     with _submitted(llm, workload, num_tokens, -1):
         while sum(one.is_decoding for one in llm.engine.snapshot().running) < num_answers:
             _step(llm)
@@ -117,7 +117,7 @@ def _decode(llm: LLM, workload: Workload) -> Generator[Turn, None, None]:
 
 @contextlib.contextmanager
 def _submitted(llm: LLM, workload: Workload, num_tokens: int, number: int) -> Iterator[None]:
-    count = workload.batch * len(engines_of(llm.engine))
+    count = workload.batch * len(llm.engine.engines)
     numbers = np.random.default_rng([workload.seed, number + 1])
     rows = llm.config.vocab_size
     params = SamplingParams(temperature=0, seed=0, max_tokens=num_tokens, ignore_eos=True)

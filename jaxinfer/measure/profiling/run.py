@@ -17,7 +17,7 @@ import jax
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.events import Dispatch
 from jaxinfer.measure.bench.model import machine, opened, public_name
-from jaxinfer.measure.bench.probe import engines_of, host_gap
+from jaxinfer.measure.bench.probe import host_gap
 from jaxinfer.measure.bench.rates import Ideal
 from jaxinfer.measure.profiling.ops import DRAFT, KINDS, PARTS, Op, Programs, op_of
 from jaxinfer.measure.profiling.phases import PHASES, Phase, Turn, Workload, run_phase
@@ -276,7 +276,7 @@ def profile(
         _folder(folder) as traces,
         opened(model, arguments, random_weights=random_weights, warms_up=False, sizes=sizes) as bench,
     ):
-        engine = engines_of(bench.llm.engine)[0]
+        engine = bench.llm.engine.engines[0]
         if engine.spec.draft is not None and engine.spec.options.is_adaptive:  # any program may be next
             progress("compiling")
             bench.llm.warm_up(use_tqdm=False)

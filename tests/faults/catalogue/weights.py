@@ -435,6 +435,69 @@ PARALLEL = (
     ),
 )
 
+REPLACED = (
+    Fault(
+        "quantization/leaf-types-of-others-fall-apart",
+        "jaxinfer/quantization/tree.py",
+        "return type(leaf) in KINDS",
+        "return isinstance(leaf, (QuantizedArray, PackedArray))",
+        ("tests/quantization/test_row_data.py",),
+        "weights of a type that was registered are taken for several parameters, and refused or copied",
+    ),
+    Fault(
+        "engine/scores-are-of-the-weights-before",
+        "jaxinfer/engine/scoring.py",
+        "self._model, self._weights, self._placement = model, weights, placement",
+        """self._model, self._placement = model, placement
+        self._weights = type("Kept", (), {"value": weights.value})""",
+        ("tests/engine/test_weights.py::test_an_engine_answers_as_a_fresh_one[plain-None]",),
+        "after an update scores and log-probabilities of prompts are those of the weights before",
+    ),
+    Fault(
+        "engine/a-draft-of-layers-keeps-the-weights-before",
+        "jaxinfer/engine/model_runner.py",
+        "drafted = weights.view(lambda params: draft_model(draft, config, params))",
+        "drafted = weights.view(lambda _: draft_model(draft, config, params))",
+        ("tests/engine/test_weights.py::test_a_draft_of_layers_follows",),
+        "after an update a draft guesses as the weights before, and little is accepted",
+    ),
+    Fault(
+        "engine/prefixes-outlive-their-weights",
+        "jaxinfer/engine/weights.py",
+        "            user.drop_prefixes()\n",
+        "            pass\n",
+        (
+            "tests/engine/test_weights.py::test_an_engine_answers_as_a_fresh_one[plain-None]",
+            "tests/engine/test_weights.py::test_no_prefix_of_other_weights_is_found",
+        ),
+        "after an update prompts are answered from the keys of the weights before",
+    ),
+    Fault(
+        "engine/the-disk-tier-s-fingerprint-is-made-once",
+        "jaxinfer/engine/prefix_store.py",
+        "runner.weights.view(partial(fingerprint, runner))",
+        "runner.weights.view(lambda _, made=fingerprint(runner, runner.weights.value): made)",
+        ("tests/engine/test_weights.py::test_the_disk_has_pages_of_the_new_weights_only",),
+        "after an update pages are read, and written, under the name of the weights before",
+    ),
+    Fault(
+        "engine/an-update-frees-what-another-model-shares",
+        "jaxinfer/engine/weights.py",
+        "        old.leave()  #",
+        "        old.leave() or old.release()  #",
+        ("tests/engine/test_weights.py::test_a_model_that_shares_weights_detaches",),
+        "another model of the same files dies at its next request",
+    ),
+    Fault(
+        "engine/weights-are-replaced-under-requests",
+        "jaxinfer/engine/weights.py",
+        "if any(user.has_work for user in self._users):",
+        "if False:",
+        ("tests/engine/test_weights.py::test_weights_are_not_replaced_while_requests_run",),
+        "an answer is begun with some weights and ended with others",
+    ),
+)
+
 OFFLOAD = (
     Fault(
         "engine/host-layers-copies-do-not-wait-for-the-layer-before",
@@ -502,7 +565,7 @@ OFFLOAD = (
     ),
     Fault(
         "engine/disk-layers-files-stay-open",
-        "jaxinfer/loaded_weights.py",
+        "jaxinfer/engine/weights.py",
         "disk.reader.close()",
         "pass",
         ("tests/engine/test_disk_layers.py::test_the_files_are_closed_with_the_model",),
@@ -526,4 +589,4 @@ OFFLOAD = (
     ),
 )
 
-FAULTS = (*QUANTIZATION, *CHECKPOINTS, *CALIBRATION, *TRAINING, *PARALLEL, *OFFLOAD)
+FAULTS = (*QUANTIZATION, *CHECKPOINTS, *CALIBRATION, *TRAINING, *PARALLEL, *REPLACED, *OFFLOAD)

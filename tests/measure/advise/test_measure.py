@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
+from jaxinfer.engine.weights import ModelWeights
 from jaxinfer.llm import LLM
-from jaxinfer.loaded_weights import Weights
 from jaxinfer.loading import LoadedModel
 from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
 from jaxinfer.measure.advise.search import after_one
@@ -36,7 +36,7 @@ def runner(params, monkeypatch):
     """Of live parameters, where a user has a checkpoint; nothing is freed."""
 
     def load(model, **values):
-        return LoadedModel("tiny", CONFIG, Weights(params), None)
+        return LoadedModel("tiny", CONFIG, ModelWeights(params), None)
 
     monkeypatch.setattr("jaxinfer.measure.advise.measure.load_model", load)
     workload = Workload(Lengths("fixed", 8, 8), Lengths("fixed", 6, 6))

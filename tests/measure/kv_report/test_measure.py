@@ -11,7 +11,7 @@ from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.loaded_weights import Weights
+from jaxinfer.engine.weights import ModelWeights
 from jaxinfer.loading import LoadedModel
 from jaxinfer.measure.kv_report.measure import CacheReporter, ReportSettings, equal_start, pieces
 from jaxinfer.measure.kv_report.needle import DEPTHS
@@ -39,7 +39,7 @@ def params():
 
 
 def reporter(params, **more) -> CacheReporter:
-    loaded = LoadedModel("tiny", CONFIG, Weights(params), TOKENIZER)
+    loaded = LoadedModel("tiny", CONFIG, ModelWeights(params), TOKENIZER)
     values = {"text_tokens": 48, "num_texts": 2, "num_answers": 1, "answer_tokens": 4, "num_needles": 0, **more}
     return CacheReporter(loaded, [TEXT], ReportSettings(["auto", "int8"], [ALL, POLICY], {"page_size": 8}, **values))
 
@@ -155,7 +155,7 @@ def test_a_refusal_is_a_row_and_a_full_cache_that_fails_an_error(params):
 
 
 def test_models_that_cannot_read_texts_are_refused(params):
-    loaded = LoadedModel("tiny", CONFIG, Weights(params), None)
+    loaded = LoadedModel("tiny", CONFIG, ModelWeights(params), None)
     with pytest.raises(ValueError, match="no tokenizer"):
         CacheReporter(loaded, [TEXT], ReportSettings(["auto"]))
     loaded = replace(loaded, tokenizer=TOKENIZER)
