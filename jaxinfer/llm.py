@@ -152,13 +152,11 @@ class LLM(ScoringMethods):
             self._lockstep = Lockstep(self._hosts, [one.runner for one in engine.engines], (BatchSummary,))
 
     def _make_engine(self, loaded: LoadedModel, params: WeightsView[Params], options: LLMOptions) -> AnyEngine:
-        draft = None
-        if options.draft is not None:
-            draft, weights = load_draft(
-                options.draft, loaded, self.max_model_len, dtype=options.dtype, verify=options.verify
-            )
-            if weights is not None:
-                self._weights.append(weights)
+        draft, weights = load_draft(
+            options.draft, loaded, self.max_model_len, dtype=options.dtype, verify=options.verify
+        )
+        if weights is not None:
+            self._weights.append(weights)
         scales = loaded.on_mesh(loaded.kv_scales if options.kv_scales is None else options.kv_scales)
         return make_engine(self.config, params, options, draft=draft, kv_scales=scales, mesh=self.mesh)
 

@@ -25,12 +25,12 @@ def layers_chooser(options: LLMOptions) -> ChooseLayers | None:
     def choose(config: ModelConfig, params: Params) -> tuple[int, ...]:
         config, length = for_length(config, options.max_model_len)
         own = {field.name: getattr(options, field.name) for field in fields(EngineOptions)}
-        draft = None if options.draft is None else _draft(options, config, params, length)
+        draft = _draft(options, config, params, length)
         platform = jax.default_backend()
         spec = EngineSpec(config, params, EngineOptions(**{**own, "max_model_len": length}), platform, None, draft)
         total = available_bytes(jax.devices()[0]) if options.offload == "auto" else None
-        if total is not None and is_live and isinstance(draft, ModelDraft):
-            total += num_bytes(draft.params)
+        if total is not None and is_live:
+            total += sum(num_bytes(params) for _, params in draft.own)
         return layers_for_host(spec, options.offload, total)
 
     return choose

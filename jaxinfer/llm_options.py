@@ -136,7 +136,7 @@ class LLMOptions(EngineOptions):
         super().__post_init__()
         if self.kv_scales is not None and not self.kv_dtype.startswith("fp8"):
             raise ValueError(f"kv_scales are for kv_dtype='fp8_e4m3' or 'fp8_e5m2', not {self.kv_dtype!r}")
-        self.check_draft(self.draft is not None)
+        self.check_needs_draft(self.draft is not None)
         if self.activations not in ACTIVATIONS:
             raise ValueError(f"activations must be {' or '.join(ACTIVATIONS)}, got {self.activations!r}")
         if self.offload and self.activations != "float32":

@@ -42,7 +42,7 @@ from jaxinfer.quantization.on_device import (
 from jaxinfer.quantization.tree import is_quantized, is_weight
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, from_generation_config
 from jaxinfer.sampling.params import our_names
-from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
+from jaxinfer.speculative import NO_DRAFT, Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
 from jaxinfer.store import FoundModel, StoreError, find_model
 from jaxinfer.text import Tokenizer, check_same_tokens
 
@@ -379,7 +379,7 @@ def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[Mode
 
 
 def load_draft_shapes(
-    draft: str | Path, target: ModelConfig, params: Params, max_model_len: int, dtype: str, *, is_here: bool = False
+    draft: Any, target: ModelConfig, params: Params, max_model_len: int, dtype: str, *, is_here: bool = False
 ) -> Draft:
     """As `load_draft`, of shapes. Without tokenizers, vocabularies of different sizes are let pass: whether the tokens
     are the same only the tokenizers' files can tell.
@@ -397,7 +397,9 @@ def load_draft_shapes(
 
 
 def _draft_by_name(draft: Any, config: ModelConfig, params: Params) -> Draft | None:
-    """ "ngram" and "layers:N"; None for a model. Raises ValueError for another number of layers."""
+    """None, "ngram" and "layers:N"; None for a model. Raises ValueError for another number of layers."""
+    if draft is None:
+        return NO_DRAFT
     if draft == "ngram":
         return NgramDraft()
     if not (isinstance(draft, str) and draft.startswith("layers:")):
@@ -410,15 +412,15 @@ def _draft_by_name(draft: Any, config: ModelConfig, params: Params) -> Draft | N
 
 
 def load_draft(
-    draft: str | Path | LiveModel,
+    draft: Any,
     target: LoadedModel,
     max_model_len: int,
     *,
     dtype: str = "auto",
     verify: bool | None = None,
 ) -> tuple[Draft, ModelWeights | None]:
-    """What drafts for `target`, from "ngram", "layers:N", or a model as `load_model` takes it; and the weights of the
-    latter.
+    """What drafts for `target`, from None for nothing, "ngram", "layers:N", or a model as `load_model` takes it; and
+    the weights of the latter.
 
     Raises ValueError where the draft's tokens are not the target's, with the first id that differs, and as
     `load_model`.

@@ -19,7 +19,6 @@ from jaxinfer.models.host_layers import is_on_host
 from jaxinfer.quantization.on_device import laid_out, layouts
 from jaxinfer.quantization.tree import is_quantized
 from jaxinfer.sampling import SamplingBatch
-from jaxinfer.speculative import Draft, LayersDraft, ModelDraft
 
 
 def abstract_slots(
@@ -134,14 +133,6 @@ def in_layouts(params: Params, platform: str, sharding: NamedSharding) -> Params
 def take_layers(config: ModelConfig, params: Params, layers: Sequence[int]) -> tuple[ModelConfig, Params]:
     """The model of these layers, in this order."""
     return config.with_layers(layers), host_layers.take_layers(params, layers)
-
-
-def take_draft_layers(draft: Draft | None, layers: Sequence[int]) -> Draft | None:
-    """The draft of these layers of a model, if it has any."""
-    if isinstance(draft, ModelDraft):
-        config, params = take_layers(draft.config, draft.params, layers)
-        return replace(draft, config=config, params=params, kv_scales=None)
-    return LayersDraft(len(layers)) if isinstance(draft, LayersDraft) else draft
 
 
 def layer_kinds(config: ModelConfig, params: Params) -> dict[Any, list[int]]:

@@ -57,6 +57,5 @@ class CacheCopies:
     def _copy_pages(self, sources: HostTables, destinations: HostTables) -> None:
         arguments = self.placement.put((sources, destinations))
         self._cache = programs.copy_pages(self.placement.mesh, self._cache, *arguments)
-        if self._draft_cache is not None:
-            first = tuple(ids[:1] for ids in arguments)  # where a draft's keys are
-            self._draft_cache = programs.copy_pages(self.placement.mesh, self._draft_cache, *first)
+        first = tuple(ids[:1] for ids in arguments)  # where a draft's keys are
+        self._draft_cache = self._draft_cache and programs.copy_pages(self.placement.mesh, self._draft_cache, *first)

@@ -113,19 +113,19 @@ class PoolSizes:
     @property
     def default(self) -> int:
         """Pages of the first group if nothing else is asked for, the null page included."""
-        return self._base(self.kinds[0])
+        return self.base(self.kinds[0])
 
-    def _base(self, kind: GroupKind) -> int:
+    def base(self, kind: GroupKind) -> int:
         """Pages of a group in which `max_seqs` sequences find room at any time, the null page included; and room for
         the prompts that move at their ends in the dispatches in flight."""
         window, _, at_end = kind
         count = self.max_seqs * -(-self.max_model_len // self.page_size)
         if window is not None:
             chunks = -(-MAX_IN_FLIGHT * self.prefill_chunk // self.page_size)
-            count = min(count, self.max_seqs * self._of_sequence(kind) + chunks)
+            count = min(count, self.max_seqs * self.of_sequence(kind) + chunks)
         return count + MAX_IN_FLIGHT * _fresh(at_end) + 1
 
-    def _of_sequence(self, kind: GroupKind) -> int:
+    def of_sequence(self, kind: GroupKind) -> int:
         """Pages of a group that a decoding sequence of `max_model_len` tokens holds, at most."""
         window, num_first, _ = kind
         ahead = MAX_IN_FLIGHT * self.dispatch_tokens
@@ -142,7 +142,7 @@ class PoolSizes:
     def pages(self, first: int) -> tuple[int, ...]:
         """Pages of each group where the first has so many, null pages included."""
         found = [first]
-        for base in map(self._base, self.kinds[1:]):
+        for base in map(self.base, self.kinds[1:]):
             found.append(min(base, first) if first <= self.default else base * first // self.default)
         return tuple(found)
 
@@ -156,7 +156,7 @@ class PoolSizes:
     @property
     def sequence_bytes(self) -> int:
         """Of a decoding sequence of `max_model_len` tokens, at most."""
-        counts = map(self._of_sequence, self.kinds)
+        counts = map(self.of_sequence, self.kinds)
         return sum(count * size for count, size in zip(counts, self.page_bytes, strict=True))
 
     def bytes_of(self, first: int) -> int:

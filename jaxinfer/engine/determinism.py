@@ -92,7 +92,7 @@ def _refusal(spec: Any) -> str | None:
 
 def _num_rows(spec: Any, rates: Rates | None, work: WeightWork) -> int:
     """The rows at the ridge of the products with the layers' weights, or more where slots and chunks need them."""
-    nodes = 0 if spec.draft is None else spec.trees[-1].num_nodes
+    nodes = spec.most_nodes
     chunk = min(spec.options.prefill_chunk or MIN_CHUNK, spec.max_model_len)
     least = max(chunk + spec.max_seqs, spec.max_seqs * nodes)
     if rates is None:

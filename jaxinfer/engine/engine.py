@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,7 +16,7 @@ from jaxinfer.cache import KVScales
 from jaxinfer.engine import results
 from jaxinfer.engine.compiling import Report, default_jobs
 from jaxinfer.engine.events import Dispatch, Observer, Observers, SlotWork, Snapshot
-from jaxinfer.engine.flight import Flight, FlightResults
+from jaxinfer.engine.flight import Flight
 from jaxinfer.engine.grammars import Grammars
 from jaxinfer.engine.model_runner import ModelRunner
 from jaxinfer.engine.options import EngineOptions
@@ -26,11 +26,11 @@ from jaxinfer.engine.programs.work import INVALID_LOGITS
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.engine.speculation import DraftPlan, Speculation
+from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.weights import WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.sampling import SampleOutput
-from jaxinfer.speculative import Draft, SpeculationStats
+from jaxinfer.speculative import NO_DRAFT, Draft, SpeculationStats
 
 
 class Engine:
@@ -56,7 +56,7 @@ class Engine:
         params: Params | WeightsView[Params],
         options: EngineOptions,
         *,
-        draft: Draft | None = None,
+        draft: Draft = NO_DRAFT,
         kv_scales: KVScales | None = None,
         available: int | None = None,
         mesh: Mesh | None = None,
@@ -67,10 +67,13 @@ class Engine:
         self.replica, self.weights = replica, weights.root
         self.runner = ModelRunner(spec, weights, draft, kv_scales=kv_scales, available=available)
         self.spec = self.runner.spec
-        self.speculation = None if draft is None else Speculation(self.spec)
         self.grammars = Grammars(self.spec)
         scheduling = SchedulerOptions.of(self.spec, self.runner.host_pages.sizes)
         self.scheduler = Scheduler(scheduling, self.spec.decode_slots)
+        self.speculation = Speculation(self.spec, self.scheduler) if self.spec.trees else None
+        self._features = tuple(feature for feature in [self.speculation] if feature is not None)
+        # Plans the next dispatch; None if pages are short and no sequence may be preempted.
+        self._schedule = next((feature.schedule for feature in self._features), self.scheduler.schedule)
         self.prefix_store = None if options.prefix_store is None else PrefixStore(self.runner, self.scheduler)
         self._sequences: dict[SequenceState, None] = {}  # unfinished ones, in the order of their arrival
         self._num_with_logprobs = 0  # of the unfinished ones
@@ -104,7 +107,8 @@ class Engine:
         if self.prefix_store is not None:
             self.prefix_store.load(sequence)
         self.grammars.add(sequence)
-        sequence.rounds = None if self.speculation is None else Counter()
+        for feature in self._features:
+            feature.add(sequence)
         sequence.arrived = sequence.arrived or time.monotonic()
         if not self._sequences:
             self._busy_since = time.perf_counter()
@@ -119,8 +123,8 @@ class Engine:
             return
         del self._sequences[sequence]
         self.scheduler.finish(sequence, reason, stop_reason)
-        if self.speculation is not None:
-            self.speculation.end(sequence)
+        for feature in self._features:
+            feature.end(sequence)
         self.grammars.end(sequence)
         self._num_with_logprobs -= sequence.params.logprobs is not None
         self.runner.stop_scoring(sequence)
@@ -148,29 +152,12 @@ class Engine:
 
     def _plan_with_room(self, max_steps: int | None) -> tuple[DispatchPlan | None, list[SequenceState]]:
         """The next dispatch; and the sequences that made progress where dispatches had to be committed for it."""
-        plan = self._plan(max_steps, can_preempt=not self._in_flight)
+        plan = self._schedule(max_steps, can_preempt=not self._in_flight)
         if plan is not None:
             return plan, []
         # Pages are short: what is in flight may end sequences, and decides who is preempted.
         committed = self._commit_all()
-        return self._plan(max_steps, can_preempt=True), committed
-
-    def _plan(self, max_steps: int | None, *, can_preempt: bool) -> DispatchPlan | None:
-        """The next dispatch and its draft; None if pages are short and no sequence may be preempted."""
-        if self.speculation is None:
-            return self.scheduler.schedule(max_steps, can_preempt=can_preempt)
-        decodes = [one for one in self.scheduler.running if one.can_decode]
-        draft = self.speculation.choose(decodes)
-        if draft is None:
-            plan = self.scheduler.schedule(max_steps, can_preempt=can_preempt)
-        else:
-            plan = self.scheduler.schedule(
-                min(max_steps or draft.max_rounds, draft.max_rounds),
-                can_preempt=can_preempt,
-                tokens_per_step=draft.tree.depth + 1,
-                num_scratch=draft.tree.num_nodes - draft.tree.depth - 1,
-            )
-        return None if plan is None else self.speculation.start(plan, draft)
+        return self._schedule(max_steps, can_preempt=True), committed
 
     def _run(self, plan: DispatchPlan) -> Flight | None:
         for sequence in plan.admitted:
@@ -195,8 +182,8 @@ class Engine:
             self.prefix_store.collect()
         if self.on_read is not None:
             self.on_read(flight, found.seconds)
-        if self.speculation is not None:
-            self._record_speculation(self.speculation, flight, found)
+        for feature in self._features:
+            feature.read(flight, found)
         progressed = []
         for slot, chunk in flight.chunks:
             sequence, tokens = chunk.sequence, found.tokens[slot][:1]
@@ -215,9 +202,9 @@ class Engine:
         for slot, sequence in flight.decodes:
             if not sequence.is_finished:
                 self._append(sequence, slot, found.tokens[slot], found.samples)
-                if self.speculation is not None and flight.plan.draft is not None:
-                    self.speculation.mark_draft_pages(sequence)
                 progressed.append(sequence)
+        for feature in self._features:
+            feature.committed(flight)
         if self.prefix_store is not None and not self._sequences:
             self.prefix_store.collect()
         return progressed
@@ -251,30 +238,6 @@ class Engine:
                 self.finish(sequence, *end)
                 return
 
-    def _record_speculation(self, speculation: Speculation, flight: Flight, found: FlightResults) -> None:
-        """Records the numbers of tokens that a decode dispatch made, before they are appended."""
-        num_made = [sum(token >= 0 for token in found.tokens[slot]) for slot, _ in flight.decodes]
-        draft: DraftPlan | None = flight.plan.draft
-        if draft is None or found.proposed is None or found.accepted is None:
-            for (_, sequence), count in zip(flight.decodes, num_made, strict=True):
-                speculation.record_plain(sequence, count)
-            for slot, chunk in flight.chunks:
-                if found.tokens[slot][0] >= 0:
-                    speculation.record_plain(chunk.sequence, 1)
-            if not flight.chunks:
-                speculation.record_time(flight.num_slots, None, found.seconds, max(num_made, default=0), 1.0)
-            return
-        proposed, accepted = found.proposed.T.tolist(), found.accepted.T.tolist()
-        num_rounds = 0
-        for (slot, sequence), count in zip(flight.decodes, num_made, strict=True):
-            pairs = [pair for pair in zip(proposed[slot], accepted[slot], strict=True) if pair[0] >= 0]
-            num_rounds += len(pairs)
-            speculation.record_rounds(sequence, pairs, draft.tree)
-            self.scheduler.reconcile(sequence, flight.plan.num_steps, draft.tree.depth + 1, count)
-        longest = int((found.proposed >= 0).any(axis=1).sum())
-        tokens_per_round = sum(num_made) / max(num_rounds, 1)
-        speculation.record_time(flight.num_slots, draft, found.seconds, longest, tokens_per_round)
-
     def _abort_expired(self) -> list[SequenceState]:
         expired = self._deadlines.pop_expired(self._sequences)
         for sequence in expired:
@@ -302,7 +265,7 @@ class Engine:
             num_steps=flight.plan.num_steps,
             work=(*chunks, *decodes),
             num_rows=flight.num_rows,
-            num_drafted=0 if flight.plan.draft is None else flight.plan.draft.tree.num_nodes - 1,
+            num_drafted=flight.plan.num_drafted,
             replica=self.replica,
             sent_at=time.perf_counter(),
             busy_since=self._busy_since,

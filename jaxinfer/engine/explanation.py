@@ -30,7 +30,6 @@ from jaxinfer.quantization.tree import (
     num_parameters,
     weights,
 )
-from jaxinfer.speculative import ModelDraft, draft_name
 from pallas_kernels.dense_matmul import choose as choose_dense
 from pallas_kernels.dense_matmul import make_spec as make_dense_spec
 from pallas_kernels.packed_matmul import unsupported as packed_unsupported
@@ -131,7 +130,7 @@ def summarize_engine(engine: AnyEngine) -> str:
         f"{spec.config.architecture}, {count / 1e6:,.1f}M parameters, dtype={spec.dtype}",
         f"max_model_len={spec.max_model_len}, max_seqs={spec.max_seqs}, kv_dtype={spec.kv_dtype}",
         f"cache of {(spec.num_pages - 1) * spec.page_size:,} tokens",
-        *([] if spec.draft is None else [f"draft={draft_name(spec.draft)!r}"]),
+        *(f"draft={name!r}" for name in [spec.draft.name] if name),
         f"{num_devices} x {spec.platform}",
     ]
     return ", ".join(parts)
@@ -204,22 +203,22 @@ def _describe_kernels(spec: EngineSpec) -> dict[str, str]:
 
 def _describe_speculation(engine: Engine) -> dict[str, Any]:
     spec, draft, stats = engine.spec, engine.spec.draft, engine.speculation_stats
-    if draft is None or stats is None:
+    if stats is None:
         return {}
     model = {}
-    if isinstance(draft, ModelDraft) and spec.draft_cache is not None and spec.draft_kv_dtype is not None:
+    for config, _ in draft.own:
         model = {
-            "layers": draft.config.num_layers,
+            "layers": config.num_layers,
             "parameter bytes": num_bytes(spec.placed_draft),
-            **({"float32 copies": str(draft.copies)} if draft.copies is not None else {}),
-            "bytes per page (in the page's)": num_bytes(spec.draft_cache.layers) // spec.num_pages,
+            **draft.describe_own(),
+            "bytes per page (in the page's)": num_bytes(spec.draft_cache) // spec.num_pages,
             "cache dtype": kv_dtype_name(spec.draft_kv_dtype),
         }
     options = spec.options
     lengths = ", ".join(str(tree.depth) for tree in spec.trees)
     drafted = f"a tree of widths {options.draft_tree}" if options.draft_tree is not None else f"{lengths} tokens"
     return {
-        "draft": draft_name(draft),
+        "draft": draft.name,
         **model,
         "drafted in a round": f"{drafted}{', adaptive' if options.is_adaptive else ''}",
         "rounds per dispatch": spec.max_rounds,

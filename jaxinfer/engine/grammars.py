@@ -103,7 +103,7 @@ class Grammars:
             return
         params = sequence.params
         cuts = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        cuts |= self._spec.draft is not None and self._spec.options.acceptance == "maximal"
+        cuts |= bool(self._spec.trees) and self._spec.options.acceptance == "maximal"
         gate = copy.copy(sequence.request.gate)
         sequence.grammar = AnswerGrammar(grammar, grammar.start(), params.is_greedy or not cuts, gate)
 

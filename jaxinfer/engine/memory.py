@@ -111,15 +111,12 @@ def activation_bytes(spec: EngineSpec) -> int:
     hidden = LIVE_HIDDEN * max(config.hidden_size, heads) + LIVE_INNER * config.intermediate_size
     logits = LIVE_LOGITS * spec.max_seqs * config.vocab_size * 4
     # A speculative round keeps the inputs of its states until it is known which rows are confirmed.
-    rows = 0 if spec.draft is None else spec.decode_slots[-1] * spec.trees[-1].num_nodes
+    rows = spec.decode_slots[-1] * spec.most_nodes
     if rows and spec.is_deterministic:  # a pass of one shape, filled up
         rows = max(rows, spec.token_buckets[-1])
     deferred = rows * deferred_bytes(config, spec.params)
     # What is drafted goes into a copy of the draft's states, as it may be rejected.
-    copied = 0
-    if spec.draft_model is not None:
-        draft_config, draft_params = spec.draft_model
-        copied = spec.max_seqs * state_bytes(draft_config, compute_dtype(draft_params))
+    copied = spec.max_seqs * sum(state_bytes(one, compute_dtype(params)) for one, params in spec.draft_models)
     num_tokens = max(spec.token_buckets[-1], spec.policy.prompt_block)
     scored = spec.policy.working_bytes(config, spec.max_model_len, spec.max_seqs, spec.dtype.itemsize)
     moved = transit_bytes(max(spec.group_page_bytes)) if spec.options.host_cache_gib else 0

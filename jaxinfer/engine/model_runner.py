@@ -44,7 +44,7 @@ from jaxinfer.models import Params, compute_dtype
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
-from jaxinfer.speculative import Draft, ModelDraft, NgramDraft, draft_model
+from jaxinfer.speculative import NO_DRAFT, Draft
 
 COPIES = 8  # pages of one copy program
 
@@ -65,7 +65,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         self,
         spec: EngineSpec,
         weights: WeightsView[Params],
-        draft: Draft | None = None,
+        draft: Draft = NO_DRAFT,
         *,
         kv_scales: KVScales | None = None,
         available: int | None = None,
@@ -75,12 +75,10 @@ class ModelRunner(CacheCopies, PromptPasses):
         self.placement, self.weights = DevicePlacement(mesh), leaves_of(weights)
         self.model, _ = program_model(config, params, mesh, spec.policy)
         self.device = self.weights.value[0].addressable_shards[0].device
-        kind: Any = draft if isinstance(draft, NgramDraft) else None
-        drafted = weights.view(lambda params: draft_model(draft, config, params))
-        if drafted.value is not None:
-            kind, _ = program_model(*drafted.value, mesh)
-        self.draft_weights = leaves_of(drafted.view(lambda model: {} if model is None else model[1]))
-        self.drafters = {} if draft is None else spec.drafters(kind)
+        models = weights.view(lambda params: draft.models(config, params))
+        programmed = [program_model(*model, mesh)[0] for model in models.value]
+        self.draft_weights = leaves_of(models.view(lambda models: {"draft": [params for _, params in models]}))
+        self.drafters = spec.drafters(*programmed)
         check_host_cache(spec)
         spec, self.host_rule = decide_host_cache(spec, self.device)
         self.memory = self._plan_pool(spec, available)
@@ -92,10 +90,9 @@ class ModelRunner(CacheCopies, PromptPasses):
         self._cache = self._init_cache(config, params, *stored)
         self._saved: StateCache | None = init_state_cache(spec.config, spec.num_saved_states, spec.dtype)
         self._draft_cache: PagedCache | None = None
-        if isinstance(draft, ModelDraft) and spec.draft_kv_dtype is not None:
-            scales = applied_scales(draft.kv_scales, spec.draft_kv_dtype, draft.config)
-            stored = spec.draft_kv_dtype, scales, counts[:1]
-            self._draft_cache = self._init_cache(draft.config, draft.params, *stored)
+        for own, own_params in draft.own:
+            scales = applied_scales(draft.own_scales, spec.draft_kv_dtype, own)
+            self._draft_cache = self._init_cache(own, own_params, spec.draft_kv_dtype, scales, counts[:1])
         slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
@@ -113,8 +110,7 @@ class ModelRunner(CacheCopies, PromptPasses):
             available = available_bytes(self.device)
             if not self.placement.is_of_this_process and (others := hosts.current()) is not None:
                 available = others.least(available)  # a page has the same number on all hosts
-        own = self.draft_weights.value if spec.has_own_draft else ()
-        weights = num_bytes((self.weights.value, own)) - spec.host_bytes
+        weights = num_bytes(self.weights.value) + num_bytes(spec.own_draft_params) - spec.host_bytes
         return plan_pool(spec, weights=weights, available=available)
 
     def _init_cache(
@@ -266,10 +262,10 @@ class ModelRunner(CacheCopies, PromptPasses):
         mesh = self.placement.mesh
         order = self.placement.put(order)
         self._slots, self._batch = programs.move_slots(mesh, self._slots, self._batch, order)
-        if self._cache.states is not None:
-            self._cache = programs.move_states(self._cache, order)
-        if self._draft_cache is not None and self._draft_cache.states is not None:
-            self._draft_cache = programs.move_states(self._draft_cache, order)
+        self._cache, self._draft_cache = (
+            _moved(self._cache, order),
+            self._draft_cache and _moved(self._draft_cache, order),
+        )
 
     @operation
     def _write_plain_row(self, slot: int, row: dict[str, np.ndarray], history: dict[str, np.ndarray]) -> None:
@@ -418,7 +414,7 @@ class ModelRunner(CacheCopies, PromptPasses):
             program.run()
         jax.block_until_ready(self._slots)
         self._has_decoded = True
-        has_draft, has_draft_cache = self.spec.draft is not None, self._draft_cache is not None
+        has_draft, has_draft_cache = bool(self.spec.trees), self._draft_cache is not None
         num_small = 6 + has_draft + has_draft_cache + 2 * (self._saved is not None)
         self._caches, num_tiers = self.host_pages.warm_up(self._caches)
         return len(self.all_programs) + num_small + num_tiers
@@ -497,3 +493,8 @@ class ModelRunner(CacheCopies, PromptPasses):
             # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
             jax.block_until_ready(scores.found if scores is not None else ())
         self._scorer.stop(sequence)
+
+
+def _moved(cache: PagedCache, order: Any) -> PagedCache:
+    """The cache with its states in other slots."""
+    return cache if cache.states is None else programs.move_states(cache, order)

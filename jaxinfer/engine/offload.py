@@ -57,8 +57,7 @@ def spread(count: int, num_layers: int) -> tuple[int, ...]:
 def device_bytes(spec: EngineSpec) -> int:
     """Bytes of the device that are not for keys and values, estimated as `memory.plan_pool` does."""
     weights = num_bytes(on_device(spec.placed_params))
-    if spec.has_own_draft:
-        weights += num_bytes(spec.placed_draft)
+    weights += num_bytes(spec.own_draft_params)
     sampler = spec.max_seqs * spec.config.vocab_size * 9 + spec.table_sizes.num_bytes
     return weights + sampler + activation_bytes(spec) + spec.state_bytes
 

@@ -125,7 +125,9 @@ class SpeculationOptions:
             TokenTree(tuple(self.draft_tree))
 
     def trees(self, default_lengths: Sequence[int]) -> "tuple[TokenTree, ...]":
-        """The token trees that rounds are compiled for, the smallest first."""
+        """The token trees that rounds are compiled for, the smallest first; () without lengths: nothing drafts."""
+        if not default_lengths:
+            return ()
         from jaxinfer.speculative import TokenTree, chain
 
         if self.draft_tree is not None:
@@ -349,24 +351,19 @@ class EngineOptions(SpeculationOptions):
             if (sizes := getattr(self, name)) is not None and sizes[-1] != last:
                 raise ValueError(f"{name}={sizes} must end with {last}, for {source}")
 
-    def check_draft(self, has_draft: bool) -> None:
+    def check_needs_draft(self, has_draft: bool) -> None:
         """Raises ValueError for an option that needs a draft where there is none."""
         for field in () if has_draft else fields(SpeculationOptions):
             if (value := getattr(self, field.name)) != field.default:
                 raise ValueError(f"{field.name}={value!r} needs a draft")
 
-    def check_draft_kind(self, draft: "Draft | None") -> None:
-        """Raises ValueError for an option that the draft cannot fulfil."""
-        from jaxinfer.speculative import ModelDraft, NgramDraft, draft_name
-
-        if draft is None:
-            return
-        if self.draft_kv_dtype is not None and not isinstance(draft, ModelDraft):
-            raise ValueError(
-                f"draft_kv_dtype={self.draft_kv_dtype!r}: draft={draft_name(draft)!r} has no cache of its own"
-            )
-        if self.draft_tree is not None and isinstance(draft, NgramDraft):
-            raise ValueError(f"draft='ngram' drafts a chain, it cannot fill draft_tree={self.draft_tree}")
+    def check_draft(self, draft: "Draft") -> None:
+        """Raises ValueError as `check_needs_draft`, and for an option that the draft cannot fulfil."""
+        self.check_needs_draft(bool(draft.name))
+        if self.draft_kv_dtype is not None and not draft.own:
+            raise ValueError(f"draft_kv_dtype={self.draft_kv_dtype!r}: draft={draft.name!r} has no cache of its own")
+        if self.draft_tree is not None and not draft.has_branches:
+            raise ValueError(f"draft={draft.name!r} drafts a chain, it cannot fill draft_tree={self.draft_tree}")
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)

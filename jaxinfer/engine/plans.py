@@ -72,6 +72,11 @@ class DispatchPlan:
     from_host: Sequence[PageMove] = ()
 
     @property
+    def num_drafted(self) -> int:
+        """Tokens that are drafted in each step, at most."""
+        return 0 if self.draft is None else self.draft.tree.num_nodes - 1
+
+    @property
     def is_empty(self) -> bool:
         return not self.chunks and not self.decodes
 

@@ -103,7 +103,7 @@ def check_store(spec: EngineSpec) -> None:
         raise ValueError(f"{name} holds whole prompts: {spec.config.architecture} has layers with windows of {windows}")
     if spec.has_states:
         raise ValueError(f"{name} holds pages: {spec.config.architecture} has layers that keep a state")
-    if spec.has_own_draft:
+    if spec.draft.own:
         raise ValueError(f"{name} holds pages of one model: it cannot be combined with a draft model")
 
 

@@ -5,7 +5,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weights import ModelWeights, WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
-from jaxinfer.speculative import Draft, ModelDraft, SpeculationStats
+from jaxinfer.speculative import NO_DRAFT, Draft, SpeculationStats
 
 
 class Replicas:
@@ -197,7 +196,7 @@ def make_engine(
     params: Params | WeightsView[Params],
     options: EngineOptions,
     *,
-    draft: Draft | None = None,
+    draft: Draft = NO_DRAFT,
     kv_scales: KVScales | None = None,
     mesh: Mesh | None = None,
 ) -> AnyEngine:
@@ -210,11 +209,7 @@ def make_engine(
             config,
             weights.view(partial(parallel.on_replica, mesh=devices)),
             options,
-            draft=(
-                replace(draft, params=parallel.on_replica(draft.params, devices))
-                if isinstance(draft, ModelDraft)
-                else draft
-            ),
+            draft=draft.with_params(partial(_on_replica, devices)),
             kv_scales=kv_scales,
             mesh=devices,
             replica=number,
@@ -226,3 +221,7 @@ def make_engine(
 
 def _num_tokens(sequence: SequenceState) -> int:
     return sequence.num_prompt + sequence.request.max_tokens
+
+
+def _on_replica(devices: Mesh, config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+    return config, parallel.on_replica(params, devices)

@@ -30,7 +30,6 @@ from jaxinfer.engine.abstract_work import (
     placed,
     placed_params,
     shapes_of,
-    take_draft_layers,
     take_layers,
 )
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
@@ -44,7 +43,7 @@ from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingBatch
-from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, draft_model, draft_name
+from jaxinfer.speculative import NO_DRAFT, Draft, TokenTree
 from pallas_kernels.paged_attention import Pages, platform_layout
 from pallas_kernels.recurrence import BLOCK_TOKENS
 
@@ -52,7 +51,6 @@ DEFAULT_MAX_MODEL_LEN = 4096
 CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64  # on a CPU more answers at once would wait for its few cores
 MIN_STEP_TOKENS = 32
 DEFAULT_CHUNK = 512
-DRAFT_LENGTHS, NGRAM_LENGTHS = (2, 4, 8), (3, 7, 15)  # n-gram drafts are free, and accepted in long runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +62,7 @@ class EngineSpec:
       platform: "tpu", "gpu" or "cpu".
       mesh: the devices of one replica, or for counting an `AbstractMesh` of as many; None for one device whose programs
         are compiled without a mesh.
-      draft: what drafts, a `ModelDraft` with abstract parameters.
+      draft: what drafts, with abstract parameters.
       pool_pages: pages that fit in the memory; None before that is known.
       numbers: of the layers in the model that the options are for; None where they are all of its layers.
       chip: the name of the chip, where its figures are known.
@@ -78,7 +76,7 @@ class EngineSpec:
     options: EngineOptions
     platform: str
     mesh: Any = None
-    draft: Draft | None = None
+    draft: Draft = NO_DRAFT
     pool_pages: int | None = None
     numbers: tuple[int, ...] | None = None
     chip: str | None = None
@@ -89,8 +87,7 @@ class EngineSpec:
         host_layers.check_devices(self.params, self.num_devices)
         check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
         check_sequence_axis(self.mesh, self.page_size, options)
-        options.check_draft(self.draft is not None)
-        options.check_draft_kind(self.draft)
+        options.check_draft(self.draft)
         self.policy.check(self._policy_use)
         if self.determinism is None:
             object.__setattr__(self, "determinism", decide(self))
@@ -98,12 +95,11 @@ class EngineSpec:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, params: Params, options: EngineOptions, draft: Draft | None, mesh: Mesh | None
+        cls, config: ModelConfig, params: Params, options: EngineOptions, draft: Draft, mesh: Mesh | None
     ) -> "EngineSpec":
         """The spec of an engine over concrete parameters, on the devices where they lie."""
         device = jax.tree.leaves(params)[0].addressable_shards[0].device
-        if isinstance(draft, ModelDraft):
-            draft = replace(draft, params=shapes_of(draft.params), kv_scales=None)
+        draft = draft.with_params(lambda config, params: (config, shapes_of(params)))
         platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
         chip = chip_of_kind(device.device_kind)
         return cls(config, shapes_of(params), options, platform, mesh, draft, chip=chip and chip.name)
@@ -124,8 +120,8 @@ class EngineSpec:
             self.page_size,
             self.num_devices,
             self.kv_dtype,
-            draft=None if self.draft is None else draft_name(self.draft),
-            draft_in_cache=isinstance(self.draft, LayersDraft),
+            draft=self.draft.name,
+            draft_in_cache=self.draft.in_cache,
             host_cache_gib=self.options.host_cache_gib,
         )
 
@@ -157,11 +153,10 @@ class EngineSpec:
         return stored_dtype(self.options.kv_dtype, self.dtype)
 
     @property
-    def draft_kv_dtype(self) -> str | None:
-        """The same of a draft's own cache; None where it has none."""
-        if not isinstance(self.draft, ModelDraft):
-            return None
-        return stored_dtype(self.options.draft_kv_dtype or self.options.kv_dtype, compute_dtype(self.draft.params))
+    def draft_kv_dtype(self) -> str:
+        """The same of a draft's own cache, where it has one."""
+        given = self.options.draft_kv_dtype or self.options.kv_dtype
+        return next((stored_dtype(given, compute_dtype(params)) for _, params in self.draft.own), self.kv_dtype)
 
     @property
     def page_size(self) -> int:
@@ -195,7 +190,7 @@ class EngineSpec:
     @property
     def draft_has_states(self) -> bool:
         """The same of the draft, which may be the model's own first layers."""
-        return self.draft_model is not None and bool(self.draft_model[0].recurrent_layers)
+        return any(config.recurrent_layers for config, _ in self.draft_models)
 
     @property
     def save_interval(self) -> int:
@@ -215,8 +210,7 @@ class EngineSpec:
     @cached_property
     def state_bytes(self) -> int:
         """Bytes of the states of all slots, of the model and a draft model, and of those that are saved."""
-        own = [(self.draft.config, self.draft.params)] if isinstance(self.draft, ModelDraft) else []
-        models = [(self.config, self.params), *own]
+        models = [(self.config, self.params), *self.draft.own]
         slots = self.max_seqs * sum(state_bytes(config, compute_dtype(params)) for config, params in models)
         return slots + self.num_saved_states * state_bytes(self.config, self.dtype)
 
@@ -237,7 +231,7 @@ class EngineSpec:
         A draft model's own layers are all in the group that keeps everything, as it stores a whole prompt at once when
         it first drafts: none of it may have been given back.
         """
-        found = {layer.group for layer in self.layers} | ({LayerPages("full").group} if self.has_own_draft else set())
+        found = {layer.group for layer in (*self.layers, *(LayerPages("full") for _ in self.draft.own))}
 
         def order(kind: GroupKind) -> tuple[bool, int, int]:
             window, _, at_end = kind
@@ -269,8 +263,7 @@ class EngineSpec:
     @cached_property
     def pool_sizes(self) -> PoolSizes:
         """The rule for the numbers of pages."""
-        scratch = max((tree.num_nodes for tree in self.trees), default=0) if self.draft is not None else 0
-        tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + scratch
+        tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + self.most_nodes
         sizes = self._group_kinds, self.group_page_bytes, self._scratch, self.page_size, self.max_seqs
         return PoolSizes(*sizes, *tokens, self.policy)
 
@@ -297,8 +290,7 @@ class EngineSpec:
         """Bytes of a page of each group on a device, in all of its layers and the draft's."""
         single = self._cache(self.config, self.kv_dtype, (1,), leaves=self.page_leaves)
         found = [sum(num_bytes(single.layers[layer]) for layer in layers) for layers in self._layers_by_group]
-        if self.draft_kv_dtype is not None and self.draft_model is not None:
-            found[0] += num_bytes(self._cache(self.draft_model[0], self.draft_kv_dtype, (1,)))
+        found[0] += sum(num_bytes(self._cache(config, self.draft_kv_dtype, (1,))) for config, _ in self.draft.own)
         return tuple(found)
 
     @cached_property
@@ -352,13 +344,17 @@ class EngineSpec:
     @cached_property
     def trees(self) -> tuple[TokenTree, ...]:
         """What rounds are compiled for, the smallest first."""
-        return self.options.trees(NGRAM_LENGTHS if isinstance(self.draft, NgramDraft) else DRAFT_LENGTHS)
+        return self.options.trees(self.draft.lengths)
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of the largest tree; 0 without a draft."""
+        return max((tree.num_nodes for tree in self.trees), default=0)
 
     @property
     def max_tokens_per_dispatch(self) -> int:
         """Tokens of an answer that one dispatch makes, at most."""
-        depths = [] if self.draft is None else [tree.depth for tree in self.trees]
-        return max(self.steps_per_dispatch, *(self.max_rounds * (depth + 1) for depth in depths), 1)
+        return max(self.steps_per_dispatch, *(self.max_rounds * (tree.depth + 1) for tree in self.trees), 1)
 
     @property
     def max_rounds(self) -> int:
@@ -368,26 +364,20 @@ class EngineSpec:
     @property
     def draft_length(self) -> int | None:
         """Tokens of the longest sequence that slots hold for drafting; None without a draft."""
-        return None if self.draft is None else self.max_model_len + 1
-
-    @property
-    def has_own_draft(self) -> bool:
-        """Whether there is a draft with weights and a cache of its own."""
-        return isinstance(self.draft, ModelDraft)
+        return self.max_model_len + 1 if self.trees else None
 
     @cached_property
-    def draft_model(self) -> tuple[ModelConfig, Params] | None:
+    def draft_models(self) -> tuple[tuple[ModelConfig, Params], ...]:
         """Configuration and parameters of a draft that is a model, or the target's own first layers."""
-        return draft_model(self.draft, self.config, self.params)
+        return self.draft.models(self.config, self.params)
 
-    def drafters(self, kind: NgramDraft | ProgramModel) -> dict[TokenTree, Drafter]:
-        """The static argument of each tree's program; `kind` is the draft model as programs take it, or n-grams."""
+    def drafters(self, *models: ProgramModel) -> dict[TokenTree, Drafter]:
+        """The static argument of each tree's program; `models` are those of the draft as programs take them."""
         return {
             tree: Drafter(
-                kind,
+                self.draft.proposer(*models),
                 tree,
                 is_maximal=self.options.acceptance == "maximal",
-                shares_cache=isinstance(self.draft, LayersDraft),
                 min_rows=self.token_buckets[-1] if self.is_deterministic else 0,
                 is_uniform=self.is_deterministic,
             )
@@ -416,9 +406,14 @@ class EngineSpec:
         return self._placed(self.config, self.params)
 
     @cached_property
-    def placed_draft(self) -> Params | None:
-        """The same of the draft's."""
-        return None if self.draft_model is None else self._placed(*self.draft_model)
+    def placed_draft(self) -> Params:
+        """The same of the model that a draft computes with; {} for none."""
+        return next((self._placed(*model) for model in self.draft_models), {})
+
+    @property
+    def own_draft_params(self) -> Params:
+        """`placed_draft` of a draft with weights of its own."""
+        return self.placed_draft if self.draft.own else {}
 
     def _placed(self, config: ModelConfig, params: Params) -> Params:
         device = None if self.is_sharded else self.mesh
@@ -443,11 +438,10 @@ class EngineSpec:
     @cached_property
     def draft_cache(self) -> PagedCache | None:
         """The pages and states of a draft model's own."""
-        if self.draft_kv_dtype is None or self.draft_model is None:
-            return None
-        config, params = self.draft_model
-        cache = self._cache(config, self.draft_kv_dtype, (self.num_pages,))
-        return replace(cache, states=abstract_state_cache(config, self.max_seqs, compute_dtype(params)))
+        for config, params in self.draft.own:
+            cache = self._cache(config, self.draft_kv_dtype, (self.num_pages,))
+            return replace(cache, states=abstract_state_cache(config, self.max_seqs, compute_dtype(params)))
+        return None
 
     def _cache(
         self,
@@ -471,6 +465,13 @@ class EngineSpec:
         found: Any = next(pages for pages in self.cache.bare.layers if pages is not None)
         return found
 
+    @property
+    def cache_of_draft(self) -> PagedCache:
+        """What the model of a draft reads: a cache of its own, or the target's of its first layers."""
+        if self.draft_cache is not None:
+            return self.draft_cache
+        return self.cache.first(max((config.num_layers for config, _ in self.draft_models), default=0))
+
     @cached_property
     def slots(self) -> tuple[Slots, SamplingBatch]:
         """What slots carry between dispatches, and their sampling parameters."""
@@ -489,11 +490,9 @@ class EngineSpec:
         """Bytes of one device that stay allocated, without the padding of a layout."""
         parts = {"weights": num_bytes(host_layers.on_device(self.placed_params))}
         parts |= {"arriving layers": self.buffer_bytes} if self.buffer_bytes else {}
-        if self.has_own_draft:
-            parts["draft weights"] = num_bytes(self.placed_draft)
+        own = {"draft weights": num_bytes(self.own_draft_params), "draft cache": num_bytes(self.draft_cache)}
         parts["cache"] = num_bytes(self.cache)
-        if self.draft_cache is not None:
-            parts["draft cache"] = num_bytes(self.draft_cache)
+        parts |= {name: size for name, size in own.items() if size}
         if self.num_saved_states:
             parts["saved states"] = num_bytes(self.saved_states)
         return {**parts, "slots": num_bytes(self.slots), "grammars": num_bytes(self.tables)}
@@ -525,5 +524,5 @@ class EngineSpec:
     def with_layers(self, layers: Sequence[int], draft_layers: Sequence[int] | None = None) -> "EngineSpec":
         """The same with these layers only, and these of a draft model."""
         config, params = take_layers(self.config, self.params, layers)
-        draft = self.draft if draft_layers is None else take_draft_layers(self.draft, draft_layers)
+        draft = self.draft.with_layers(draft_layers)
         return replace(self, config=config, params=params, draft=draft, numbers=tuple(layers))

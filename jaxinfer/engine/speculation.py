@@ -4,16 +4,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from jaxinfer.engine.flight import Flight, FlightResults
+from jaxinfer.engine.plans import DispatchPlan
 from jaxinfer.engine.request import SequenceState
-from jaxinfer.engine.scheduler import DispatchPlan
+from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import (
     AcceptanceEstimate,
     LengthController,
-    ModelDraft,
-    NgramDraft,
     SpeculationStats,
     TokenTree,
     chain,
@@ -38,29 +38,34 @@ class DraftPlan:
         return self.lengths.get(sequence, 0)
 
 
+NOTHING = DraftPlan(chain(0), {}, 2**30)
+
+
 class Speculation:
     """Chooses what each dispatch drafts, adapted to the acceptance rate. Host values only."""
 
-    def __init__(self, spec: EngineSpec):
-        if spec.draft is None:
-            raise ValueError("speculation needs a draft")
-        self.spec, self.draft = spec, spec.draft
+    def __init__(self, spec: EngineSpec, scheduler: Scheduler):
+        self.spec, self.draft, self._scheduler = spec, spec.draft, scheduler
         self.rounds: Counter[tuple[int, int]] = Counter()
         self.num_plain = 0
-        self._has_own_pages = isinstance(self.draft, ModelDraft)
+        self._has_own_pages = bool(self.draft.own)
         self._has_keys = bytearray(spec.num_pages)  # of each page: whether the draft has stored all of it
         self._host_has_keys: dict[int, int] = {}  # the same of host pages
         self._controller = None
         if spec.options.is_adaptive:
-            draft_params = {} if spec.draft_model is None else spec.draft_model[1]
-            cost_ratio = num_bytes(all_layers(draft_params)) / num_bytes(all_layers(spec.params))
+            drafting = sum(num_bytes(all_layers(params)) for _, params in spec.draft_models)
+            cost_ratio = drafting / num_bytes(all_layers(spec.params))
             self._controller = LengthController([tree.depth for tree in spec.trees], cost_ratio)
         self._estimates: dict[SequenceState, AcceptanceEstimate] = {}
 
+    def add(self, sequence: SequenceState) -> None:
+        """A sequence was added to the engine."""
+        sequence.rounds = Counter()
+
     # Before a dispatch.
 
-    def choose(self, sequences: Sequence[SequenceState]) -> DraftPlan | None:
-        """What the next dispatch drafts if these decode; None for nothing."""
+    def choose(self, sequences: Sequence[SequenceState]) -> DraftPlan:
+        """What the next dispatch drafts if these decode."""
         if self._controller is None or not sequences:
             tree = self.spec.trees[-1]
             counts = {one: 0 if self._must_follow(one) else tree.num_nodes - 1 for one in sequences}
@@ -69,12 +74,23 @@ class Speculation:
         limits = [0 if self._must_follow(one) else max(one.num_left - 1, 0) for one in sequences]
         choice = self._controller.choose(num_slots, self._estimates_of(sequences, self._controller), limits)
         if choice.num_draft_tokens == 0:
-            return None
+            return NOTHING
         lengths = dict(zip(sequences, choice.lengths, strict=True))
-        rounds = min(choice.max_rounds or 2**30, self.spec.max_rounds)
+        rounds = min(choice.max_rounds or NOTHING.max_rounds, self.spec.max_rounds)
         return DraftPlan(chain(choice.num_draft_tokens), lengths, rounds)
 
-    def start(self, plan: DispatchPlan, draft: DraftPlan | None) -> DispatchPlan:
+    def schedule(self, max_steps: int | None, *, can_preempt: bool) -> DispatchPlan | None:
+        """As `Scheduler.schedule`, with what the dispatch drafts."""
+        draft = self.choose([one for one in self._scheduler.running if one.can_decode])
+        plan = self._scheduler.schedule(
+            min(max_steps or draft.max_rounds, draft.max_rounds),
+            can_preempt=can_preempt,
+            tokens_per_step=draft.tree.depth + 1,
+            num_scratch=draft.tree.num_nodes - draft.tree.depth - 1,
+        )
+        return None if plan is None else self._start(plan, draft)
+
+    def _start(self, plan: DispatchPlan, draft: DraftPlan) -> DispatchPlan:
         """The plan with what it drafts; notes which pages are filled anew, and what the draft has of new sequences.
         Every planned dispatch is started once."""
         for move in plan.to_host:
@@ -88,13 +104,11 @@ class Speculation:
         for sequence in plan.sequences:
             num_found = sequence.num_reused // self.spec.page_size
             self._clear_draft_pages(sequence.pages[max(sequence.num_listed, num_found) :])
-        if plan.tokens_per_step == 1:
-            draft = None
-        num_behind = 0
+        draft, num_behind = NOTHING if plan.tokens_per_step == 1 else draft, 0
         if self._controller is not None and self._has_own_pages and not plan.is_empty:
             estimates = self._estimates_of(plan.decodes, self._controller)
-            num_behind = self._controller.start(estimates, 0 if draft is None else draft.tree.depth, plan.num_steps)
-        return plan if draft is None else replace(plan, draft=replace(draft, num_behind=num_behind))
+            num_behind = self._controller.start(estimates, draft.tree.depth, plan.num_steps)
+        return replace(plan, draft=replace(draft, num_behind=num_behind)) if draft.tree.depth else plan
 
     def _must_follow(self, sequence: SequenceState) -> bool:
         """Whether no token may be drafted, as masks from the host could refuse it, and states cannot be cut."""
@@ -116,6 +130,29 @@ class Speculation:
         """Of all answers since the start; tokens beyond the end of an answer count as well."""
         return SpeculationStats.of_rounds(self.rounds, self.num_plain)
 
+    def read(self, flight: Flight, found: FlightResults) -> None:
+        """Records the numbers of tokens that a dispatch made, before they are appended."""
+        num_made = [sum(token >= 0 for token in found.tokens[slot]) for slot, _ in flight.decodes]
+        if found.proposed is None or found.accepted is None:
+            for (_, sequence), count in zip(flight.decodes, num_made, strict=True):
+                self.record_plain(sequence, count)
+            for slot, chunk in flight.chunks:
+                if found.tokens[slot][0] >= 0:
+                    self.record_plain(chunk.sequence, 1)
+            if not flight.chunks:
+                self.record_time(flight.num_slots, NOTHING, found.seconds, max(num_made, default=0), 1.0)
+            return
+        draft: DraftPlan = flight.plan.draft
+        proposed, accepted = found.proposed.T.tolist(), found.accepted.T.tolist()
+        num_rounds = 0
+        for (slot, sequence), count in zip(flight.decodes, num_made, strict=True):
+            pairs = [pair for pair in zip(proposed[slot], accepted[slot], strict=True) if pair[0] >= 0]
+            num_rounds += len(pairs)
+            self.record_rounds(sequence, pairs, draft.tree)
+            self._scheduler.reconcile(sequence, flight.plan.num_steps, draft.tree.depth + 1, count)
+        longest = int((found.proposed >= 0).any(axis=1).sum())
+        self.record_time(flight.num_slots, draft, found.seconds, longest, sum(num_made) / max(num_rounds, 1))
+
     def record_plain(self, sequence: SequenceState, num_made: int) -> None:
         """Tokens of a sequence that were made without a draft."""
         sequence.num_plain += num_made
@@ -132,18 +169,15 @@ class Speculation:
             sequence.rounds[pair] += 1
             self.rounds[pair] += 1
             if estimate is not None:
-                # Where no n-gram was found, nothing was gained.
-                estimate.observe(tree.depth if isinstance(self.draft, NgramDraft) else pair[0], accepted)
+                estimate.observe(self.draft.num_tried(pair[0], tree.depth), accepted)
 
     def record_time(
-        self, num_slots: int, draft: DraftPlan | None, seconds: float, num_rounds: int, tokens_per_round: float
+        self, num_slots: int, draft: DraftPlan, seconds: float, num_rounds: int, tokens_per_round: float
     ) -> None:
-        """A dispatch of rounds, or of plain steps (`draft` None), and the tokens of a row's round on average."""
+        """A dispatch of rounds, or of plain steps (`NOTHING`), and the tokens of a row's round on average."""
         if self._controller is not None and num_rounds > 0 and seconds > 0:
-            depth, num_behind = (0, 0) if draft is None else (draft.tree.depth, draft.num_behind)
-            self._controller.observe_time(
-                num_slots, depth, seconds, num_rounds, tokens_per_round, num_behind=num_behind
-            )
+            rounds = num_slots, draft.tree.depth, seconds, num_rounds, tokens_per_round
+            self._controller.observe_time(*rounds, num_behind=draft.num_behind)
 
     def end(self, sequence: SequenceState) -> None:
         """Drops what is kept of a sequence that has ended."""
@@ -151,7 +185,12 @@ class Speculation:
 
     # Which pages the draft has stored.
 
-    def mark_draft_pages(self, sequence: SequenceState) -> None:
+    def committed(self, flight: Flight) -> None:
+        """Marks the pages of rounds whose tokens were appended."""
+        for _, sequence in flight.decodes if flight.counts is not None else ():
+            self._mark_pages(sequence)
+
+    def _mark_pages(self, sequence: SequenceState) -> None:
         """After rounds: the draft has stored all but, at most, the last of what the target has."""
         num_stored = len(sequence.tokens) - 2
         for page in sequence.pages[: max(num_stored, 0) // self.spec.page_size]:

@@ -7,12 +7,12 @@ from jaxinfer import parallel
 from jaxinfer.cache import check_rotated
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import ModelConfig
-from jaxinfer.speculative import Draft, ModelDraft
+from jaxinfer.speculative import Draft
 
 
 def check_states(
     config: ModelConfig,
-    draft: Draft | None,
+    draft: Draft,
     num_devices: int,
     options: EngineOptions,
     kv_dtypes: Sequence[str | None],
@@ -22,7 +22,7 @@ def check_states(
     `kv_dtypes` are those of the caches that there are."""
     draft_tree = options.draft_tree
     _check_indexer(config, draft, num_devices, [dtype for dtype in kv_dtypes if dtype], draft_tree)
-    models = (config, *([draft.config] if isinstance(draft, ModelDraft) else []))
+    models = (config, *(own for own, _ in draft.own))
     for one, kv_dtype in zip(models, kv_dtypes, strict=False):
         if kv_dtype is not None:
             check_rotated(one, kv_dtype)
@@ -58,11 +58,11 @@ def check_sequence_axis(mesh: parallel.AnyMesh | None, page_size: int, options: 
 
 
 def _check_indexer(
-    config: ModelConfig, draft: Draft | None, num_devices: int, kv_dtypes: Sequence[str], tree: Sequence[int] | None
+    config: ModelConfig, draft: Draft, num_devices: int, kv_dtypes: Sequence[str], tree: Sequence[int] | None
 ) -> None:
     """Raises ValueError for several devices, a tree of drafts or a cache of 8 bits beside an indexer, in the model or
     its draft."""
-    for one in (config, *([draft.config] if isinstance(draft, ModelDraft) else [])):
+    for one in (config, *(own for own, _ in draft.own)):
         if one.mla is None or not one.mla.has_indexer:
             continue
         name = f"{one.architecture}, whose indexer chooses the tokens that a query attends to,"

@@ -130,7 +130,7 @@ def choose_buckets(spec: EngineSpec, trace: Sequence[TraceRequest], max_programs
 def num_programs(spec: EngineSpec, num_tokens: int, num_slots: int) -> int:
     """Programs of steps, of decoding and of speculative rounds of so many sizes. Steps of the fewest tokens have one
     for each number of slots (`EngineSpec.step_slots_of`)."""
-    rounds = 0 if spec.draft is None else len(spec.trees)
+    rounds = len(spec.trees)
     return num_tokens + len(spec.step_slots) - 1 + num_slots * (1 + rounds)
 
 

@@ -17,7 +17,6 @@ from jaxinfer.engine.programs import paged, program_model
 from jaxinfer.engine.programs.speculative import speculate
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.quantization.tree import num_bytes
-from jaxinfer.speculative import LayersDraft
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import Compilation
 from pallas_kernels.hbm_traffic import Instruction, Program
@@ -319,11 +318,11 @@ def _cost(variants: _Variants) -> int:
 def _variants(spec: EngineSpec) -> _Variants | None:
     """None if the model has too few layers to leave any out."""
     kinds = _layer_kinds(spec)
-    drafted = [] if spec.draft_model is None else list(layer_kinds(*spec.draft_model).values())
+    drafted = [kind for model in spec.draft_models for kind in layer_kinds(*model).values()]
     base = _few(kinds, None)
     if len(base) >= spec.config.num_layers:
         return None
-    if spec.draft_model is not None and not spec.has_own_draft:  # first layers of the target's
+    if spec.draft.in_cache:  # first layers of the target's
         return _variants_of_layers_draft(spec, kinds)
     draft_base = _few(drafted, None) if drafted else None
     larger = []
@@ -342,7 +341,7 @@ def _variants(spec: EngineSpec) -> _Variants | None:
 
 def _variants_of_layers_draft(spec: EngineSpec, kinds: list[list[int]]) -> _Variants | None:
     """For a draft that is the target's first layers: a variant with one more of them, others with more layers."""
-    wanted = spec.draft_model[0].num_layers if spec.draft_model is not None else 0
+    wanted = sum(config.num_layers for config, _ in spec.draft_models)
     base, one, two = _few(kinds, None), (0,), (0, 1)
     if len(base) <= len(two):  # a draft has fewer layers than its target
         base = sorted({*base, *max(kinds, key=len)[: len(two) + 1]})
@@ -386,27 +385,23 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh, spec.policy)
     common = (model, weights, spec.cache, *spec.slots)
     tables = spec.pages_per_sequence, len(spec.windows), spec.ends_prompts
-    resident = 0
-    if spec.has_own_draft:
-        resident = num_bytes(spec.placed_draft) + num_bytes(spec.draft_cache)
+    resident = num_bytes(spec.own_draft_params) + num_bytes(spec.draft_cache)
     lengths = {"has_prompt_lengths": spec.policy.needs_prompt_lengths}
     work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, **lengths)
     step = (model, weights, spec.cache, spec.slots[0], work, spec.is_deterministic)
     decoding = abstract_decode_work(spec.decode_slots[-1], *tables)
     decode = (*common, decoding, spec.steps_per_dispatch, spec.tables, *spec.determinism.rows)
     found = [Planned(PREFILL, paged.step, step, resident), Planned(DECODE, paged.decode, decode, resident)]
-    if spec.draft is not None:
-        is_shared = isinstance(spec.draft, LayersDraft)
-        twice = -num_bytes(spec.placed_draft) if is_shared else 0
+    if spec.trees:
+        twice = num_bytes(spec.own_draft_params) - num_bytes(spec.placed_draft)  # weights that are the target's
         found.append(Planned(SPECULATE, speculate, _rounds(spec, model, weights), twice))
     return {one.name: one for one in found}
 
 
 def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:
-    kind, draft_weights = spec.draft, ()
-    if spec.draft_model is not None:
-        kind, draft_weights = program_model(spec.draft_model[0], spec.placed_draft or {}, spec.program_mesh)
-    drafter = spec.drafters(kind)[spec.trees[-1]]  # pyright: ignore[reportArgumentType]
+    drafting = [program_model(config, spec.placed_draft, spec.program_mesh) for config, _ in spec.draft_models]
+    drafter = spec.drafters(*(model for model, _ in drafting))[spec.trees[-1]]
+    draft_weights = tuple(leaf for _, leaves in drafting for leaf in leaves)
     tables = spec.pages_per_sequence, len(spec.windows), spec.ends_prompts
     work = abstract_rounds(spec.decode_slots[-1], *tables)
     arrays = spec.cache, spec.draft_cache, *spec.slots

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jaxinfer.planning.compiled import CompiledProgram
 from jaxinfer.planning.counted import Counted
 from jaxinfer.planning.roofline import RooflinePoint, RoundPoint
 from jaxinfer.planning.trace import TraceRequest
-from jaxinfer.speculative import Draft, ModelDraft
+from jaxinfer.speculative import NO_DRAFT, Draft
 from jaxinfer.tables import table_text
 
 
@@ -42,7 +43,7 @@ class PlanRequest:
     place: Place
     options: EngineOptions
     mesh: str | None = None
-    draft: Draft | None = None
+    draft: Draft = NO_DRAFT
     batches: tuple[int, ...] = ()
     offload: Offload = 0
     trace: Sequence[TraceRequest] = ()
@@ -51,8 +52,7 @@ class PlanRequest:
     @property
     def layout(self) -> Layout:
         """Raises ValueError for a mesh that does not divide the model or its draft."""
-        drafts = [self.draft.config] if isinstance(self.draft, ModelDraft) else []
-        return layout_of(self.place, self.config, *drafts, mesh=self.mesh)
+        return layout_of(self.place, self.config, *(config for config, _ in self.draft.own), mesh=self.mesh)
 
     def spec(self, *, compiles: bool = False) -> EngineSpec:
         """The shapes of one replica; with `compiles`, on devices that programs can be compiled for.
@@ -61,10 +61,7 @@ class PlanRequest:
         """
         mesh = self.layout.mesh(self.place) if compiles else self.layout.shape_mesh
         config, params = _fitted(mesh, self.config, self.params)
-        draft = self.draft
-        if isinstance(draft, ModelDraft):
-            draft_config, draft_params = _fitted(mesh, draft.config, draft.params)
-            draft = replace(draft, config=draft_config, params=draft_params)
+        draft = self.draft.with_params(partial(_fitted, mesh))
         chip = self.place.chip
         spec = EngineSpec(config, params, self.options, chip.platform, mesh, draft, chip=chip.name)
         return with_host_layers(spec, layers_for_host(spec, self.offload, self.place.device_bytes))

@@ -31,7 +31,6 @@ from jaxinfer.planning.compiled import (
 from jaxinfer.planning.counted import Counted, count
 from jaxinfer.planning.plan import Memory, MemoryPlan, PlanRequest
 from jaxinfer.planning.roofline import RooflinePoint, RoundPoint, decode_point, round_point
-from jaxinfer.speculative import NgramDraft
 from pallas_kernels.ahead_of_time import Compilation
 
 
@@ -180,15 +179,12 @@ def _roofline(
     figures = None if decoding is None else decoding.figures
     arriving = figures.host_bytes if figures is not None and figures.host_bytes else spec.arriving_bytes
     points = tuple(point(batch, counted, figures, arriving) for batch in batches)
-    if spec.draft is None:
+    if not spec.trees:
         return points, ()
     drafts: list[RooflinePoint | None] = [None] * len(points)
-    if not isinstance(spec.draft, NgramDraft) and spec.draft_model is not None:
-        config, cache = spec.draft_model[0], spec.draft_cache
-        cache = spec.cache.first(config.num_layers) if cache is None else cache
-        draft_counted = count(spec, config, spec.placed_draft or {}, cache)
-        arriving = sum(row_bytes(spec.draft_model[1]).values())
-        drafts = [point(batch, draft_counted, None, arriving) for batch in batches]
+    for config, params in spec.draft_models:
+        draft_counted = count(spec, config, spec.placed_draft, spec.cache_of_draft)
+        drafts = [point(batch, draft_counted, None, sum(row_bytes(params).values())) for batch in batches]
     length = spec.trees[-1].depth
     rounds = (
         round_point(rates, target, draft, num_draft_tokens=length, num_replicas=num_replicas)

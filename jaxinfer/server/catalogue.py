@@ -27,7 +27,6 @@ from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.server.models import ModelNeeds, ModelSource
 from jaxinfer.server.names import is_path, public_name
 from jaxinfer.server.options import ServerOptions
-from jaxinfer.speculative import ModelDraft
 from jaxinfer.store import FoundModel, find_model, list_models
 
 _LOG = logging.getLogger("jaxinfer.server")
@@ -174,29 +173,25 @@ def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int, dic
         activations=options.activations,
     )
     config, length = for_length(config, options.max_model_len, has_policy=extends_length(options.kv_policy))
-    draft = None
-    if options.draft is not None:
-        if isinstance(options.draft, tuple):
-            raise ValueError("a draft of live parameters cannot be counted")
-        draft = load_draft_shapes(options.draft, config, params, length, dtype, is_here=not has_mesh)
+    if isinstance(options.draft, tuple):
+        raise ValueError("a draft of live parameters cannot be counted")
+    draft = load_draft_shapes(options.draft, config, params, length, dtype, is_here=not has_mesh)
     whole = None if options.mesh is None else parallel.make_mesh(options.mesh)
     mesh = None if whole is None else parallel.replicas(whole)[0]
     copied = draft_copied = 0
     if mesh is not None:
         config, params = _fitted(mesh, config, params)
-        if isinstance(draft, ModelDraft):
-            draft_config, draft_params = _fitted(mesh, draft.config, draft.params)
-            draft = replace(draft, config=draft_config, params=draft_params)
+        draft = draft.with_params(partial(_fitted, mesh))
     elif platform == "cpu":
         copied = _copied_bytes(params)
-        draft_copied = _copied_bytes(draft.params) if isinstance(draft, ModelDraft) else 0
+        draft_copied = sum(_copied_bytes(params) for _, params in draft.own)
     spec = EngineSpec(config, params, replace(options, max_model_len=length), platform, mesh, draft)
     how: Any = {"dtype": options.dtype, "verify": options.verify, "mesh": whole}
     opened = options.revision, options.quantize, options.requantize
     key = weights_key(name, *opened, **how, activations=options.activations)
     shared = {key: spec.parts["weights"] + copied}
-    if isinstance(draft, ModelDraft) and isinstance(options.draft, str | Path):
-        shared[weights_key(options.draft, **how)] = spec.parts["draft weights"] + draft_copied
+    for _ in draft.own:
+        shared[weights_key(str(options.draft), **how)] = spec.parts["draft weights"] + draft_copied
     return spec, copied + draft_copied, shared
 
 

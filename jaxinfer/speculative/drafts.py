@@ -1,31 +1,125 @@
-"""Kinds of drafts: a smaller model, n-grams of the sequence itself, or the target's first layers."""
+"""The contract of a draft, and its kinds: a smaller model, n-grams of the sequence, or the target's first layers.
 
-from dataclasses import dataclass
+`Draft` itself drafts nothing. What proposes tokens inside the jitted round is a draft's `proposer`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from jaxinfer.cache import KVScales
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.models.host_layers import take_layers
 from jaxinfer.quantization.on_device import Copies
+from jaxinfer.speculative.proposers import LayersProposer, ModelProposer, NgramProposer, Proposer
+
+Model = tuple[ModelConfig, Params]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Drafts nothing: the contract, with what holds where a kind says nothing else."""
+
+    lengths: ClassVar[tuple[int, ...]] = ()  # tokens of a round, from which an adaptive engine chooses; () for none
+    has_branches: ClassVar[bool] = True  # it can fill a tree
+    in_cache: ClassVar[bool] = False  # it stores keys in the target's cache
+
+    @property
+    def name(self) -> str:
+        """The name in options and reports; "" for no draft."""
+        return ""
+
+    @property
+    def own(self) -> tuple[Model, ...]:
+        """The model with weights and a cache of its own, under the target's page table, if there is one."""
+        return ()
+
+    @property
+    def own_scales(self) -> KVScales | None:
+        """Scales of its checkpoint for an fp8 cache of its own."""
+        return None
+
+    def describe_own(self) -> dict[str, str]:
+        """What people read of its weights."""
+        return {}
+
+    def models(self, config: ModelConfig, params: Params) -> tuple[Model, ...]:
+        """The model that it computes with, for a target; () for none."""
+        del config, params
+        return self.own
+
+    def with_params(self, make: Callable[[ModelConfig, Params], Model]) -> Self:
+        """The draft with what `make` gives for its own model."""
+        del make
+        return self
+
+    def with_layers(self, layers: Sequence[int] | None) -> Self:
+        """The draft of these layers of its model, where it has one; of all for None."""
+        del layers
+        return self
+
+    def num_tried(self, num_proposed: int, depth: int) -> int:
+        """Tokens of a round that count as drafted for its estimate of acceptance."""
+        del depth
+        return num_proposed
+
+    def proposer(self, *models: Any) -> Proposer:
+        """What proposes, a static argument of the round; `models` are its own as programs take them."""
+        raise NotImplementedError("no draft proposes tokens")
+
+
+NO_DRAFT = Draft()
 
 
 @dataclass(frozen=True, eq=False)
-class ModelDraft:
+class ModelDraft(Draft):
     """A smaller model with the same vocabulary. It has its own cache, under the target's page table.
 
     Attributes:
+      title: its name.
       kv_scales: scales of its checkpoint for an fp8 cache.
       copies: how many of its quantized weights `params` holds as float32.
     """
 
-    name: str
+    title: str
     config: ModelConfig
     params: Params
     kv_scales: KVScales | None = None
     copies: Copies | None = None
 
+    lengths: ClassVar[tuple[int, ...]] = (2, 4, 8)
+
+    @property
+    def name(self) -> str:
+        return self.title
+
+    @property
+    def own(self) -> tuple[Model, ...]:
+        return ((self.config, self.params),)
+
+    @property
+    def own_scales(self) -> KVScales | None:
+        return self.kv_scales
+
+    def describe_own(self) -> dict[str, str]:
+        return {} if self.copies is None else {"float32 copies": str(self.copies)}
+
+    def with_params(self, make: Callable[[ModelConfig, Params], Model]) -> Self:
+        config, params = make(self.config, self.params)
+        return replace(self, config=config, params=params)
+
+    def with_layers(self, layers: Sequence[int] | None) -> Self:
+        if layers is None:
+            return self
+        chosen = self.config.with_layers(layers), take_layers(self.params, layers)
+        return replace(self.with_params(lambda *_: chosen), kv_scales=None)
+
+    def proposer(self, *models: Any) -> Proposer:
+        return ModelProposer(*models)
+
 
 @dataclass(frozen=True)
-class NgramDraft:
+class NgramDraft(Draft):
     """Prompt lookup (Saxena 2023): drafts the continuation of the longest earlier match of the newest tokens, the
     latest of equally long ones.
 
@@ -36,9 +130,22 @@ class NgramDraft:
     min_match: int = 2
     max_match: int = 8
 
+    lengths: ClassVar[tuple[int, ...]] = (3, 7, 15)  # it costs nothing, and is accepted in long runs
+    has_branches: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return "ngram"
+
+    def num_tried(self, num_proposed: int, depth: int) -> int:
+        return depth  # where no n-gram was found, nothing was gained
+
+    def proposer(self, *models: Any) -> Proposer:
+        return NgramProposer(self.min_match, self.max_match)
+
 
 @dataclass(frozen=True)
-class LayersDraft:
+class LayersDraft(Draft):
     """The target's first layers with its final norm and head (Elhoushi et al. 2024, LayerSkip, section 4.3).
 
     They write to the target's own pages; the target's pass overwrites those keys and values with equal ones.
@@ -46,18 +153,24 @@ class LayersDraft:
 
     num_layers: int
 
+    lengths: ClassVar[tuple[int, ...]] = (2, 4, 8)
+    in_cache: ClassVar[bool] = True
 
-Draft = ModelDraft | NgramDraft | LayersDraft
+    @property
+    def name(self) -> str:
+        return f"layers:{self.num_layers}"
+
+    def models(self, config: ModelConfig, params: Params) -> tuple[Model, ...]:
+        return (first_layers(config, params, self.num_layers),)
+
+    def with_layers(self, layers: Sequence[int] | None) -> Self:
+        return self if layers is None else replace(self, num_layers=len(layers))
+
+    def proposer(self, *models: Any) -> Proposer:
+        return LayersProposer(*models)
 
 
-def draft_name(draft: Draft) -> str:
-    """The name of a draft in options and reports: a model's name, "ngram" or "layers:N"."""
-    if isinstance(draft, ModelDraft):
-        return draft.name
-    return "ngram" if isinstance(draft, NgramDraft) else f"layers:{draft.num_layers}"
-
-
-def first_layers(config: ModelConfig, params: Params, num_layers: int) -> tuple[ModelConfig, Params]:
+def first_layers(config: ModelConfig, params: Params, num_layers: int) -> Model:
     """Configuration and parameters of a model of the first layers; arrays are shared, not copied.
 
     Raises ValueError unless 1 <= num_layers < config.num_layers.
@@ -65,10 +178,3 @@ def first_layers(config: ModelConfig, params: Params, num_layers: int) -> tuple[
     if not 1 <= num_layers < config.num_layers:
         raise ValueError(f"draft='layers:{num_layers}': the target has {config.num_layers} layers, use 1 to one less")
     return config.with_layers(range(num_layers)), take_layers(params, range(num_layers))
-
-
-def draft_model(draft: Draft | None, config: ModelConfig, params: Params) -> tuple[ModelConfig, Params] | None:
-    """What a draft computes: its own model, or the first layers of the target's (`config`, `params`); None for none."""
-    if isinstance(draft, ModelDraft):
-        return draft.config, draft.params
-    return first_layers(config, params, draft.num_layers) if isinstance(draft, LayersDraft) else None

@@ -6,7 +6,7 @@ same logits: with the same transforms, penalties and noise.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import PagedAttention, PagedCache, PageTables, attend_ragged, move_tokens
 from jaxinfer.grammar.device import GrammarTables, draft_tokens, next_states
-from jaxinfer.models import Decoder
+from jaxinfer.models import Decoder, ModelConfig
 from jaxinfer.sampling import (
     SamplingBatch,
     SamplingState,
@@ -26,7 +26,6 @@ from jaxinfer.sampling import (
     rewind,
     transform,
 )
-from jaxinfer.speculative.drafts import NgramDraft
 from jaxinfer.speculative.maximal import DRAFT_STREAM
 from jaxinfer.speculative.tree import TokenTree
 
@@ -96,6 +95,88 @@ class Proposal(NamedTuple):
     scores: jax.Array | None = None
 
 
+class DraftState(NamedTuple):
+    """What a proposer reads and writes.
+
+    Attributes:
+      cache: the target's. own: the draft's, under the same page tables; None where it has none. slots: of the rows.
+    """
+
+    cache: PagedCache
+    own: PagedCache | None
+    slots: DraftSlots
+
+
+class BoundProposer(Protocol):
+    """A proposer with its weights, while tracing."""
+
+    def propose(self, state: DraftState, rows: DraftRows, tree: TokenTree) -> tuple[DraftState, Proposal]:
+        """Drafts a round. What it stores of its drafts counts only as far as they are accepted."""
+        ...
+
+    def keep(self, own: PagedCache | None, rows: DraftRows, path: jax.Array, num_kept: jax.Array) -> PagedCache | None:
+        """Its cache after a round over a tree with branches: arguments as of `keep_path`."""
+        ...
+
+
+class Proposer(Protocol):
+    """What a draft proposes with: a hashable, static argument of a round."""
+
+    def bind(self, weights: Any, vocab_size: int, is_maximal: bool) -> BoundProposer:
+        """With the leaves of its model's parameters, for a target with so many tokens; called while tracing."""
+        ...
+
+
+class ProposingModel(Protocol):
+    """A model as programs take it."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def mesh(self) -> Mesh | None: ...
+    def bind(self, weights: Any) -> Decoder: ...
+
+
+@dataclass(frozen=True)
+class NgramProposer:
+    """As `NgramDraft`."""
+
+    min_match: int
+    max_match: int
+
+    def bind(self, weights: Any, vocab_size: int, is_maximal: bool) -> BoundProposer:
+        del weights, vocab_size, is_maximal
+        return self
+
+    def propose(self, state: DraftState, rows: DraftRows, tree: TokenTree) -> tuple[DraftState, Proposal]:
+        return state, propose_ngram(self, state.slots, rows, tree)
+
+    def keep(self, own: PagedCache | None, rows: DraftRows, path: jax.Array, num_kept: jax.Array) -> PagedCache | None:
+        del rows, path, num_kept
+        return own
+
+
+@dataclass(frozen=True)
+class ModelProposer:
+    """A model with pages of its own."""
+
+    model: ProposingModel
+
+    def bind(self, weights: Any, vocab_size: int, is_maximal: bool) -> BoundProposer:
+        return _BoundModel(DraftDecoder(self.model.bind(weights), vocab_size, is_maximal, self.model.mesh))
+
+
+@dataclass(frozen=True)
+class LayersProposer:
+    """The target's first layers, in its cache."""
+
+    model: ProposingModel
+
+    def bind(self, weights: Any, vocab_size: int, is_maximal: bool) -> BoundProposer:
+        decoder = DraftDecoder(self.model.bind(weights), vocab_size, is_maximal, self.model.mesh)
+        return _BoundLayers(decoder, self.model.config.num_layers)
+
+
 @dataclass(frozen=True)
 class DraftDecoder:
     """A bound draft model: `decoder`, on `mesh`, for a target with a vocabulary of `vocab_size` tokens."""
@@ -113,7 +194,7 @@ class DraftDecoder:
         return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf) if missing else logits
 
 
-def propose_ngram(settings: NgramDraft, draft: DraftSlots, rows: DraftRows, tree: TokenTree) -> Proposal:
+def propose_ngram(settings: NgramProposer, draft: DraftSlots, rows: DraftRows, tree: TokenTree) -> Proposal:
     """Drafts the continuation of the longest earlier match. Where that reaches the end of the sequence it continues
     with the draft itself, so that a short period is repeated up to the length of the draft. Tokens that a grammar
     forces are drafted whether there is a match or not."""
@@ -284,6 +365,44 @@ def propose_tree(
             scores.append(found)
     draft = replace(draft, num_drafted=jnp.where(rows.is_active, rows.positions + tree.depth, draft.num_drafted))
     return cache, draft, Proposal(tokens, rows.num_nodes, jnp.stack(scores, axis=1) if model.is_maximal else None)
+
+
+@dataclass(frozen=True, eq=False)
+class _BoundModel:
+    decoder: DraftDecoder
+
+    def propose(self, state: DraftState, rows: DraftRows, tree: TokenTree) -> tuple[DraftState, Proposal]:
+        if state.own is None:
+            raise ValueError("a draft model needs a cache of its own")
+        own, slots = catch_up(self.decoder, state.own, state.slots, rows)
+        states, num_drafted = own.states, slots.num_drafted
+        own, slots, proposal = _propose(self.decoder, own, slots, rows, tree)
+        if states is not None:  # drafting has read tokens into a copy that may be rejected
+            own, slots = replace(own, states=states), replace(slots, num_drafted=num_drafted)
+        return DraftState(state.cache, own, slots), proposal
+
+    def keep(self, own: PagedCache | None, rows: DraftRows, path: jax.Array, num_kept: jax.Array) -> PagedCache | None:
+        return None if own is None else keep_path(own, rows, path, num_kept, self.decoder.mesh)
+
+
+@dataclass(frozen=True, eq=False)
+class _BoundLayers:
+    decoder: DraftDecoder
+    num_layers: int
+
+    def propose(self, state: DraftState, rows: DraftRows, tree: TokenTree) -> tuple[DraftState, Proposal]:
+        slots = replace(state.slots, num_drafted=rows.positions)
+        first, slots, proposal = _propose(self.decoder, state.cache.first(self.num_layers), slots, rows, tree)
+        return DraftState(state.cache.with_first(first), state.own, slots), proposal
+
+    def keep(self, own: PagedCache | None, rows: DraftRows, path: jax.Array, num_kept: jax.Array) -> PagedCache | None:
+        del rows, path, num_kept  # the target's pages are moved as all of its own
+        return own
+
+
+def _propose(model: DraftDecoder, cache: PagedCache, slots: DraftSlots, rows: DraftRows, tree: TokenTree):
+    form = propose_chain if tree.max_width <= 1 else propose_tree
+    return form(model, cache, slots, rows, tree)
 
 
 def keep_path(

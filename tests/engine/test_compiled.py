@@ -29,7 +29,7 @@ from jaxinfer.engine.programs.speculative import Drafter, speculate, verify
 from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization.tree import num_bytes as _num_bytes
 from jaxinfer.sampling import sample
-from jaxinfer.speculative import DraftRows, Proposal, TokenTree, chain
+from jaxinfer.speculative import DraftRows, ModelProposer, Proposal, TokenTree, chain
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Instruction, Program
 from tests.hbm import made_in_hbm
@@ -244,7 +244,7 @@ def test_a_speculative_round_is_one_program_that_updates_all_in_place(case):
     (model, weights, cache), slots = case.model(case.config), case.slots(draft_length=CONTEXT)
     draft, draft_weights, draft_cache = case.model(case.draft_config)
     work = abstract_rounds(SPECULATING_SLOTS, PAGES)
-    drafter = Drafter(draft, case.tree)
+    drafter = Drafter(ModelProposer(draft), case.tree)
     operands = (model, weights, drafter, draft_weights, cache, draft_cache, *slots, work, MAX_ROUNDS)
     memory, program = case.compile(speculate, *operands)
     carried = _num_bytes((cache, draft_cache, slots[0]))
@@ -280,7 +280,7 @@ def test_verifying_moves_little_more_than_decoding_one_token(chip, num_devices):
     work = abstract_decode_work(SPECULATING_SLOTS, PAGES)
     decoding = case.compile(paged_programs.decode, model, weights, cache, *slots, work, MAX_STEPS)
     tokens = abstract_array(jnp.int32, SPECULATING_SLOTS, case.tree.num_nodes)
-    operands = (model, weights, Drafter(model, case.tree), cache, *slots, tokens, counts, counts, tables)
+    operands = (model, weights, Drafter(ModelProposer(model), case.tree), cache, *slots, tokens, counts, counts, tables)
     verifying = case.compile(verify_and_choose, *operands)
     # The choice at the nodes is the one loop.
     step, verified = (

@@ -21,7 +21,7 @@ from jaxinfer.engine.programs.speculative import Drafter, verify
 from jaxinfer.engine.spec import placed_params
 from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization.tree import num_bytes
-from jaxinfer.speculative import DraftRows, Proposal, chain
+from jaxinfer.speculative import DraftRows, ModelProposer, Proposal, chain
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
 from pallas_kernels.paged_attention import platform_layout
@@ -117,7 +117,7 @@ def test_verifying_reads_states_twice_and_writes_them_once(chip, name):
     slots, batch = abstract_slots(VERIFIED_SLOTS, config.vocab_size)
     tokens, counts = (abstract_array(jnp.int32, VERIFIED_SLOTS, *more) for more in ((CHAIN.num_nodes,), ()))
     work = tokens, counts, counts, abstract_tables(VERIFIED_SLOTS, PAGES, 1), counts
-    operands = model, weights, Drafter(model, CHAIN), replace(cache, states=states), slots, batch, *work
+    operands = model, weights, Drafter(ModelProposer(model), CHAIN), replace(cache, states=states), slots, batch, *work
     compiled = ahead_of_time.compile_for(chip, verify_and_commit, *operands)
 
     program = Program(compiled.program.as_text())

@@ -13,7 +13,7 @@ from jaxinfer.engine.options import EngineOptions, parse_deterministic
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params, init_params
 from jaxinfer.quantization import quantize_params
-from jaxinfer.speculative import LayersDraft
+from jaxinfer.speculative import NO_DRAFT, LayersDraft
 from tests.planning.plan_models import LLAMA_3_8B
 from tests.tiny import OPTIONS, TINY
 
@@ -29,7 +29,7 @@ def spec_of(
 ) -> EngineSpec:
     values: dict[str, Any] = {"max_seqs": 64, "max_model_len": 1536, **options}
     how = EngineOptions(**values)
-    return EngineSpec(LLAMA_3_8B, params_of(weights), how, platform, draft=draft, chip=chip)
+    return EngineSpec(LLAMA_3_8B, params_of(weights), how, platform, draft=draft or NO_DRAFT, chip=chip)
 
 
 # FLOP/s over bytes/s of the chip is the rows at which products take as long as reading weights of two bytes: 240, 560,

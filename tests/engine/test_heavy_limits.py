@@ -17,7 +17,7 @@ from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params
 from jaxinfer.planning.compiled import planned_programs
 from jaxinfer.quantization.tree import num_bytes
-from jaxinfer.speculative import LayersDraft, NgramDraft
+from jaxinfer.speculative import NO_DRAFT, LayersDraft, NgramDraft
 from tests.engine.dense_heavy import DenseHeavy, dense_logits
 from tests.engine.grammars import make_compiler, make_sequence, random_params, run
 from tests.engine.mixed_requests import random_prompts
@@ -136,7 +136,9 @@ def test_grammars_change_nothing(model):
 
 def spec_of(config, draft=None, **options) -> EngineSpec:
     options = {"kv_policy": POLICY, "max_model_len": 128, "max_seqs": 4, "page_size": PAGE, **options}
-    return EngineSpec(config, abstract_params(config, "float32"), EngineOptions(**options), "cpu", draft=draft)
+    return EngineSpec(
+        config, abstract_params(config, "float32"), EngineOptions(**options), "cpu", draft=draft or NO_DRAFT
+    )
 
 
 REFUSED = [

@@ -18,7 +18,7 @@ from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params
 from jaxinfer.planning.compiled import planned_programs
 from jaxinfer.quantization.tree import num_bytes
-from jaxinfer.speculative import LayersDraft, NgramDraft
+from jaxinfer.speculative import NO_DRAFT, LayersDraft, NgramDraft
 from tests.engine.test_mixtures import CONFIG as LATENT
 from tests.engine.test_policies import OPTIONS, PAGE, POLICY, model_of
 from tests.engine.test_scheduler_faults import give_back_a_token_early
@@ -36,7 +36,7 @@ def check_slides(num_tokens: int, length: int) -> None:
         spec = llm.engine.spec
         (most,), (group,) = most_owned(llm, num_tokens), spec.groups
         # One page of sinks, two of the window, and what two dispatches of 6 tokens store.
-        assert most <= 1 + 2 + 1 + 2 == spec.pool_sizes.of_sequence(group.window)
+        assert most <= 1 + 2 + 1 + 2 == spec.pool_sizes.of_sequence((group.window, group.num_sinks, None))
         assert group.num_pages < 20
         assert (group.num_scratch > 0) == (length < num_tokens)
         check_idle(llm)
@@ -198,7 +198,9 @@ def spec_of(config, draft=None, **options) -> EngineSpec:
     options = {"kv_policy": POLICY, "max_model_len": 128, "max_seqs": 4, "page_size": PAGE, **options}
     if options.get("cache") == "contiguous":
         del options["page_size"]
-    return EngineSpec(config, abstract_params(config, "float32"), EngineOptions(**options), "cpu", draft=draft)
+    return EngineSpec(
+        config, abstract_params(config, "float32"), EngineOptions(**options), "cpu", draft=draft or NO_DRAFT
+    )
 
 
 def test_quest_does_not_lengthen_what_a_model_takes():

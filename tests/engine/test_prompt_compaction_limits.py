@@ -17,7 +17,7 @@ from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params
 from jaxinfer.planning.compiled import planned_programs
 from jaxinfer.quantization.tree import num_bytes
-from jaxinfer.speculative import LayersDraft
+from jaxinfer.speculative import NO_DRAFT, LayersDraft
 from tests.engine.test_mixtures import CONFIG as LATENT
 from tests.engine.test_policies import model_of
 from tests.engine.test_prompt_compaction import LAYERS, OPTIONS, PAGE, POLICIES
@@ -202,7 +202,9 @@ def spec_of(config, draft=None, **options) -> EngineSpec:
     options = {"kv_policy": "snapkv(40)", "max_model_len": 160, "max_seqs": 4, "page_size": PAGE, **options}
     if options.get("cache") == "contiguous":
         del options["page_size"]
-    return EngineSpec(config, abstract_params(config, "float32"), EngineOptions(**options), "cpu", draft=draft)
+    return EngineSpec(
+        config, abstract_params(config, "float32"), EngineOptions(**options), "cpu", draft=draft or NO_DRAFT
+    )
 
 
 @pytest.mark.parametrize(("options", "changes", "draft", "message"), REFUSED, ids=[one[3][:40] for one in REFUSED])

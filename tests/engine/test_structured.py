@@ -18,7 +18,7 @@ from jaxinfer.grammar.gate import gate_of
 from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
-from jaxinfer.speculative import LayersDraft, NgramDraft
+from jaxinfer.speculative import NO_DRAFT, LayersDraft, NgramDraft
 from jaxinfer.text.reasoning import Tags
 from jaxinfer.training.objectives import sequence_logits
 from tests.engine.grammars import VOCABULARY, make_compiler, make_sequence, random_params, run, text_of
@@ -54,7 +54,7 @@ def compiler():
 
 def open_engine(tiny, draft=None, **options) -> Engine:
     usual = CONTIGUOUS_OPTIONS if options.get("cache") == "contiguous" else OPTIONS
-    return Engine(*tiny, EngineOptions(**{**usual, **options}), draft=draft)
+    return Engine(*tiny, EngineOptions(**{**usual, **options}), draft=draft or NO_DRAFT)
 
 
 def answers(engine, compiler, waits=True, params=PARAMS) -> list[list[int]]:

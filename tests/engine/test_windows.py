@@ -226,7 +226,7 @@ def check_slides(num_tokens: int) -> None:
         assert [group.window for group in spec.groups] == [None, 20, 8]
         assert most[0] >= (num_tokens - 1) // 4
         for group, count in zip(spec.groups[1:], most[1:], strict=True):
-            assert 0 < count <= spec.pool_sizes.of_sequence(group.window)
+            assert 0 < count <= spec.pool_sizes.of_sequence((group.window, 0, None))
             assert count * 4 <= (group.window or 0) + 2 * 6 + 8
             assert group.num_pages < 30
         check_idle(llm)
@@ -325,7 +325,7 @@ def test_larger_pools_are_divided_among_the_groups():
         assert sizes.bytes_of(pages) <= num_bytes_ < sizes.bytes_of(pages + 1) or pages == 0
     small, default, large = (sizes.pages(count)[1] for count in (10, sizes.default, 4 * sizes.default))
     assert (small, large) == (10, 4 * default)
-    assert default == sizes.base(128) < sizes.default // 8
+    assert default == sizes.base((128, 0, None)) < sizes.default // 8
 
 
 # Planted faults.

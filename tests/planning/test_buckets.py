@@ -19,7 +19,7 @@ from jaxinfer.models import abstract_params, init_params
 from jaxinfer.planning import make_plan, to_dict, to_text
 from jaxinfer.planning.buckets import MAX_PADDING, best_buckets, choose_buckets, num_programs, padding
 from jaxinfer.planning.trace import TraceRequest, all_at_once, one_at_a_time, read_trace
-from jaxinfer.speculative import NgramDraft
+from jaxinfer.speculative import NO_DRAFT, NgramDraft
 from tests.planning.plan_models import TINY as BIG
 from tests.tiny import OPTIONS, TINY
 
@@ -66,7 +66,7 @@ def trace_of(name: str, count: int) -> list[TraceRequest]:
     return [TRACES[name](draw) for _ in range(count)]
 
 
-def spec_of(draft=None, **options) -> EngineSpec:
+def spec_of(draft=NO_DRAFT, **options) -> EngineSpec:
     request = {"max_model_len": 4096, "max_seqs": 64, **options}
     config = replace(BIG, max_position_embeddings=4096)
     return EngineSpec(config, abstract_params(config, "bfloat16"), EngineOptions(**request), "tpu", draft=draft)

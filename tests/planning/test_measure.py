@@ -9,7 +9,7 @@ from jaxinfer.engine.abstract_work import layer_kinds
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import MoEConfig, abstract_params
 from jaxinfer.planning.compiled import compile_programs, extrapolate
-from jaxinfer.speculative import LayersDraft, ModelDraft, NgramDraft
+from jaxinfer.speculative import NO_DRAFT, LayersDraft, ModelDraft, NgramDraft
 from tests.planning.plan_models import TINY
 
 WINDOWS = replace(TINY, sliding_windows=(128, None, None) * 16)
@@ -27,7 +27,7 @@ DRAFTS = {
 
 @pytest.fixture
 def spec(ask):
-    def make(config, draft=None) -> EngineSpec:
+    def make(config, draft=NO_DRAFT) -> EngineSpec:
         drafting = {} if draft is None else {"num_draft_tokens": 4}
         request = ask(config, "v6e:1x1", draft=draft, **drafting)
         return EngineSpec(config, request.params, request.options, "cpu", None, draft)

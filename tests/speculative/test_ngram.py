@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.sampling import make_batch, make_state
-from jaxinfer.speculative import DraftRows, DraftSlots, NgramDraft, chain, propose_ngram
+from jaxinfer.speculative import DraftRows, DraftSlots, NgramProposer, chain, propose_ngram
 
 LENGTH, COUNT, VOCAB = 40, 5, 6
-SETTINGS = NgramDraft(min_match=2, max_match=4)
+SETTINGS = NgramProposer(min_match=2, max_match=4)
 
 
 @jax.jit

@@ -101,7 +101,7 @@ class PolicyUse:
     Attributes:
       name: the option as it was given, "kv_policy='h2o(64)'".
       max_model_len, page_size: in tokens. num_devices: of one replica. kv_dtype: what keys are stored as.
-      draft: the draft as people give it, None for none. draft_in_cache: whether it stores keys in the target's cache.
+      draft: the draft as people give it, "" for none. draft_in_cache: whether it stores keys in the target's cache.
       host_cache_gib: as the engine's option.
     """
 
@@ -111,7 +111,7 @@ class PolicyUse:
     page_size: int
     num_devices: int = 1
     kv_dtype: Any = None
-    draft: str | None = None
+    draft: str = ""
     draft_in_cache: bool = False
     host_cache_gib: Any = None
 

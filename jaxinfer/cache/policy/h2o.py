@@ -88,7 +88,7 @@ class H2O(CachePolicy):
         model's."""
         refuse_kinds(use)
         config, name = use.config, use.name
-        if use.draft is not None:
+        if use.draft:
             raise ValueError(f"{name} cannot be combined with a draft: rejected tokens would count among the queries")
         if windows := [window for window in map(config.window, config.attention_layers) if window is not None]:
             raise ValueError(f"{name}: layers of {config.architecture} have a window of {max(windows)} tokens")

@@ -6,7 +6,7 @@ recurrent layers cannot be cut: a round leaves them as they were, and then reads
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,17 +27,14 @@ from jaxinfer.sampling import SampleOutput, SamplingBatch
 from jaxinfer.sampling.params import MAX_LOGPROBS
 from jaxinfer.sampling.sampler import no_logprobs
 from jaxinfer.speculative import (
-    DraftDecoder,
+    BoundProposer,
     DraftRows,
     DraftSlots,
-    NgramDraft,
+    DraftState,
     Proposal,
+    Proposer,
     TokenTree,
-    catch_up,
     keep_path,
-    propose_chain,
-    propose_ngram,
-    propose_tree,
     walk,
 )
 
@@ -47,16 +44,14 @@ class Drafter:
     """What a round is compiled for beside the target, as a static argument.
 
     Attributes:
-      kind: an `NgramDraft`; or the draft model; or for the target's own layers the model that they make, with
-        `shares_cache`. tree: what is drafted in a round. is_maximal: how drafts are accepted.
+      proposer: what proposes. tree: what is drafted in a round. is_maximal: how drafts are accepted.
       min_rows: rows of the target's pass, filled up with padding, so that every pass has the same shape; 0 for no more
         than there are. is_uniform as in `paged_attention`.
     """
 
-    kind: NgramDraft | ProgramModel
+    proposer: Proposer
     tree: TokenTree
     is_maximal: bool = False
-    shares_cache: bool = False
     min_rows: int = 0
     is_uniform: bool = False
 
@@ -115,8 +110,8 @@ def speculate(
     """
     num_slots = work.is_scheduled.shape[0]
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
-    draft = drafter.kind.bind(draft_weights) if isinstance(drafter.kind, ProgramModel) else None
-    one_round = _Round(model, model.bind(weights), drafter, draft, batch, work, tables)
+    proposer = drafter.proposer.bind(draft_weights, model.config.vocab_size, drafter.is_maximal)
+    one_round = _Round(model, model.bind(weights), drafter, proposer, batch, work, tables)
 
     def keep_going(carry):
         count, _, slots, *_ = carry
@@ -143,7 +138,7 @@ class _Round:
     model: ProgramModel
     target: Decoder
     drafter: Drafter
-    draft: Decoder | None
+    proposer: BoundProposer
     batch: SamplingBatch
     work: SpeculativeWork
     tables: GrammarTables | None
@@ -157,13 +152,13 @@ class _Round:
         num_nodes = self.model.policy.limit_rows(slots.positions, num_nodes)
         num_nodes = jnp.where(is_active, num_nodes, 0)
         rows = DraftRows(slots.positions, is_active, num_nodes, work.page_tables, batch, slots.history, self.tables)
-        cache, draft_cache, draft_slots, proposal = _propose(
-            self.drafter, self.draft, self.model, cache, draft_cache, slots.draft, rows
-        )
+        with jax.named_scope("draft"):
+            state, proposal = self.proposer.propose(DraftState(cache, draft_cache, slots.draft), rows, tree)
+        cache, draft_cache, draft_slots = state
         proposal = proposal._replace(num_nodes=jnp.where(is_active, proposal.num_nodes, 0))
         attend, hidden = verify(self.target, self.model, cache, proposal, rows, self.drafter)
         state, outputs = walk(
-            _logits_at(self.target, hidden, self.drafter),
+            _logits_at(self.target, hidden, self.drafter.is_uniform),
             proposal,
             rows,
             tree,
@@ -176,8 +171,7 @@ class _Round:
         if tree.max_width > 1:
             moved = (rows, state.path, state.num_tokens)
             cache = keep_path(cache, *moved, self.model.mesh)
-            if draft_cache is not None and isinstance(self.drafter.kind, ProgramModel):
-                draft_cache = keep_path(draft_cache, *moved, self.drafter.kind.mesh)
+            draft_cache = self.proposer.keep(draft_cache, *moved)
         positions = rows.positions + state.num_tokens
         path = jnp.take_along_axis(proposal.tokens, state.path, axis=1)
         new_slots = Slots(
@@ -219,36 +213,14 @@ def verify(
     return attend, hidden[:count].reshape(num_slots, num_nodes, -1)
 
 
-def _logits_at(target: Decoder, hidden: jax.Array, drafter: Drafter) -> Callable[[jax.Array], jax.Array]:
+def _logits_at(target: Decoder, hidden: jax.Array, is_uniform: bool) -> Callable[[jax.Array], jax.Array]:
     """The logits float32[S, V] at a node int32[S] of each row. All nodes' are computed in one pass over the head,
     unless every bit has to be that of plain decoding, whose product has S rows."""
     row = jnp.arange(hidden.shape[0])
-    if drafter.is_uniform:
+    if is_uniform:
         return lambda node: target.logits(hidden[row, node])
     logits = target.logits(hidden)
     return lambda node: logits[row, node]
-
-
-@jax.named_scope("draft")
-def _propose(drafter: Drafter, draft: Decoder | None, model: ProgramModel, cache, draft_cache, slots: DraftSlots, rows):
-    """(target's cache, draft's cache, draft slots, proposal)."""
-    if isinstance(drafter.kind, NgramDraft):
-        return cache, draft_cache, slots, propose_ngram(drafter.kind, slots, rows, drafter.tree)
-    if draft is None:
-        raise ValueError("a draft model needs its parameters")
-    decoder = DraftDecoder(draft, model.config.vocab_size, drafter.is_maximal, drafter.kind.mesh)
-    propose = propose_chain if drafter.tree.max_width <= 1 else propose_tree
-    if drafter.shares_cache:
-        num_layers = drafter.kind.config.num_layers
-        slots = replace(slots, num_drafted=rows.positions)
-        own, slots, proposal = propose(decoder, cache.first(num_layers), slots, rows, drafter.tree)
-        return cache.with_first(own), draft_cache, slots, proposal
-    draft_cache, slots = catch_up(decoder, draft_cache, slots, rows)
-    states, num_drafted = draft_cache.states, slots.num_drafted
-    draft_cache, slots, proposal = propose(decoder, draft_cache, slots, rows, drafter.tree)
-    if states is not None:  # drafting has read tokens into a copy that may be rejected
-        draft_cache, slots = replace(draft_cache, states=states), replace(slots, num_drafted=num_drafted)
-    return cache, draft_cache, slots, proposal
 
 
 def _extend_sequences(

@@ -78,11 +78,8 @@ class WorkModel:
         self._draft: Counted | None = None
         self._tree: tuple[int, ...] | None = None
         spec = engine.spec
-        if spec.draft_model is not None:  # not for n-grams
-            config, _ = spec.draft_model
-            # A draft of the target's first layers uses the target's cache.
-            cache = spec.draft_cache if spec.draft_cache is not None else spec.cache.first(config.num_layers)
-            self._draft = count(spec, config, spec.placed_draft or {}, cache)
+        for config, _ in spec.draft_models:
+            self._draft = count(spec, config, spec.placed_draft, spec.cache_of_draft)
         if spec.options.draft_tree is not None:
             self._tree = tuple(spec.options.draft_tree)
 
@@ -277,7 +274,7 @@ def profile(
         opened(model, arguments, random_weights=random_weights, warms_up=False, sizes=sizes) as bench,
     ):
         engine = bench.llm.engine.engines[0]
-        if engine.spec.draft is not None and engine.spec.options.is_adaptive:  # any program may be next
+        if engine.spec.trees and engine.spec.options.is_adaptive:  # any program may be next
             progress("compiling")
             bench.llm.warm_up(use_tqdm=False)
         found = [run_phase(bench, name, workload, traces / name, progress) for name in phases]

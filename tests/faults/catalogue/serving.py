@@ -138,7 +138,7 @@ ENGINE = (
     ),
     Fault(
         "engine/a-draft-keeps-what-was-rejected",
-        "jaxinfer/engine/programs/speculative.py",
+        "jaxinfer/speculative/proposers.py",
         "if states is not None:  # drafting has read",
         "if False:  # drafting has read",
         ("tests/engine/test_state_drafts.py",),
@@ -147,8 +147,8 @@ ENGINE = (
     Fault(
         "engine/states-of-a-draft-stay-when-a-sequence-moves",
         "jaxinfer/engine/model_runner.py",
-        "if self._draft_cache is not None and self._draft_cache.states is not None:",
-        "if False:",
+        "self._draft_cache and _moved(self._draft_cache, order)",
+        "self._draft_cache",
         ("tests/engine/test_state_drafts.py::test_states_of_a_draft_move_with_slots",),
         "a draft with states goes on from another sequence's, and little is accepted",
     ),
@@ -585,8 +585,8 @@ PLANNING = (
     Fault(
         "planning/the-drafts-cache-is-forgotten",
         "jaxinfer",
-        'parts["draft cache"] = num_bytes(self.draft_cache)',
-        "pass",
+        '"draft cache": num_bytes(self.draft_cache)',
+        '"draft cache": 0',
         ("tests/planning/test_report.py::test_a_draft_takes_room_for_its_weights_and_its_cache",),
         "a plan with a draft fits, and the engine runs out of memory",
     ),

@@ -456,8 +456,8 @@ REPLACED = (
     Fault(
         "engine/a-draft-of-layers-keeps-the-weights-before",
         "jaxinfer/engine/model_runner.py",
-        "drafted = weights.view(lambda params: draft_model(draft, config, params))",
-        "drafted = weights.view(lambda _: draft_model(draft, config, params))",
+        "models = weights.view(lambda params: draft.models(config, params))",
+        "models = weights.view(lambda _: draft.models(config, params))",
         ("tests/engine/test_weights.py::test_a_draft_of_layers_follows",),
         "after an update a draft guesses as the weights before, and little is accepted",
     ),
