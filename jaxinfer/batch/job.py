@@ -15,8 +15,8 @@ from jaxinfer.batch.ledger import Identity, Ledger
 from jaxinfer.batch.responses import embeddings_line, error_line, result_line
 from jaxinfer.batch.rows import BadRow, BatchRow
 from jaxinfer.batch.table import TableOptions
-from jaxinfer.openai.embeddings import options_of, read_inputs
 from jaxinfer.openai.errors import RequestError
+from jaxinfer.openai.reader import options_of, read_inputs
 from jaxinfer.openai.requests import BoundRequest, Prompt, TextModel
 from jaxinfer.openai.writer import scored, usage
 from jaxinfer.progress import Stage, compile_seconds, follow_compiler
@@ -313,11 +313,7 @@ class Job:
                 return
         if request.asked.num_kept == 0:
             outputs = [scored(output) for output in outputs]
-        if request.asked.is_chat:
-            from jaxinfer.engine.tool_calls import read_answers
-
-            answers = self._model.answer_format
-            outputs = [read_answers(output, request.params, answers, request.offer) for output in outputs]
+        outputs = [request.read(output, self._model.answer_format) for output in outputs]
         try:
             record = result_line(
                 pending.row,
