@@ -1,6 +1,7 @@
 """A batch job: rows go to the model as it has room, and answers to the files as they finish."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.request import RequestOptions, RequestOutput
 
 
+_LOG = logging.getLogger("jaxinfer.batch")
 Key = tuple[int, int]  # line, number of the prompt among the row's
 
 
@@ -239,7 +241,7 @@ class Job:
         """The requests of the remaining rows, read from the input as needed. Invalid rows are written as errors."""
         from jaxinfer.engine.request import RequestOptions
 
-        answers = self._model.answer_format
+        answers, ignored = self._model.answer_format, set[str]()
         for row in self.scan.rows(self._ledger.done):
             if isinstance(row, BadRow):
                 self._fail(row, row.error, stage)
@@ -254,6 +256,10 @@ class Job:
             except ValueError as error:
                 self._fail(row, error if request is None else request.refused(error), stage)
                 continue
+            for name in set(request.ignored) - ignored:
+                place = f"{self.scan.source.unit} {row.line}"
+                _LOG.warning("%s: %s are not supported: they are ignored here, and in later rows", place, name)
+            ignored.update(request.ignored)
             self._pending[row.line] = _Pending(row, request, [None] * len(inputs), len(inputs))
             asked = request.asked
             options = RequestOptions(asked.priority, asked.timeout, asked.cache_salt)

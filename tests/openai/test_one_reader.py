@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from jaxinfer.batch import open_job
 from jaxinfer.engine.request import CompletionOutput, RequestOutput
+from jaxinfer.openai import requests
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.sampling.params import SamplingParamsError
 from jaxinfer.server.app import make_app
 from jaxinfer.text import Tokenizer, read_tokenizer_files
-from jaxinfer.tool_calls import AnswerFormat
+from jaxinfer.tool_calls import AnswerFormat, answers
 from tests.batch.conftest import FakeLLM, read_records
 from tests.server.asgi import Client
 from tests.server.test_tools import Scripted
@@ -257,3 +258,17 @@ OF_LIBRARY = {"messages", "tools", "tool_choice", "parallel_tool_calls", "reason
 def test_a_completion_is_read_alike(doors, body):
     server, batch = doors.ask(doors.server, COMPLETIONS, body), doors.ask(doors.batch, COMPLETIONS, body)
     assert same(server, batch), (server, batch)
+
+
+def test_the_library_reads_the_tools_of_many_conversations_once(doors, monkeypatch):
+    num_read = []
+    for module in (requests, answers):
+        monkeypatch.setattr(
+            module, "check_tools", lambda *given, read=module.check_tools: num_read.append(1) or read(*given)
+        )
+    for number in (1, 30):
+        num_read.clear()
+        doors.asked.clear()
+        doors.llm.chat([[{"role": "user", "content": "hi"}]] * number, tools=[TOOL])
+        assert (len(num_read), len(doors.asked)) == (2, number)
+    assert doors.llm.chat([], tools=[TOOL]) == []
