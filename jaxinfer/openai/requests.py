@@ -21,9 +21,9 @@ from jaxinfer.text.messages import check_messages, num_chars
 from jaxinfer.tool_calls import AnswerFormat, ToolOffer, check_tools
 
 if TYPE_CHECKING:
-    from jaxinfer.engine.client import Client
     from jaxinfer.engine.request import RequestOutput
     from jaxinfer.text import Tokenizer
+    from jaxinfer.text.prompts import TakesPrompts
 
 Prompt = str | Sequence[int]
 
@@ -37,7 +37,7 @@ class TextModel(Protocol):
     default_params: SamplingParams
 
     @property
-    def client(self) -> "Client": ...
+    def client(self) -> "TakesPrompts": ...
 
     @property
     def max_model_len(self) -> int: ...
