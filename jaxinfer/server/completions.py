@@ -61,6 +61,7 @@ class _Form:
         self._start = self._head + b',"choices":[{"index":'
         self._end = b',"usage":null}\n\n' if self._has_usage else b"}\n\n"
         self._rest = b',"logprobs":null,"finish_reason":null}]' + self._end
+        self._text = self._start.replace(b"%", b"%%") + b"%d" + self.new % (self.name, b"%b") + self._rest
 
     def begin(self) -> bytes:
         return b""
@@ -74,10 +75,14 @@ class _Form:
                 found = position.advance(index, reasoning, 0) + self._chunk(index, b"reasoning_content", reasoning)
             else:
                 name, text = b"reasoning_content", reasoning
-        logprobs = self._logprobs(delta) if delta.logprobs else None
-        token_ids = list(delta.token_ids) if self._has_ids else None
-        if text or logprobs or token_ids:
-            event = self._chunk(index, name, text, logprobs, token_ids)
+        if delta.logprobs or self._has_ids:
+            logprobs = self._logprobs(delta) if delta.logprobs else None
+            token_ids = list(delta.token_ids) if self._has_ids else None
+            if text or logprobs or token_ids:
+                event = self._chunk(index, name, text, logprobs, token_ids)
+                found += position.advance(index, text, len(delta.token_ids)) + event
+        elif text:
+            event = self._text % (index, encode(text)) if name is self.name else self._chunk(index, name, text)
             found += position.advance(index, text, len(delta.token_ids)) + event
         elif delta.token_ids:
             position.advance(index, "", len(delta.token_ids))
@@ -103,13 +108,10 @@ class _Form:
         self, index: int, name: bytes, value: Any, logprobs: Any = None, token_ids: list[int] | None = None
     ) -> bytes:
         """What is new of a choice."""
-        new = self.new % (name, encode(value))
-        if logprobs is None and token_ids is None:
-            return b"%b%d%b%b" % (self._start, index, new, self._rest)
         told = b"null" if logprobs is None else encode(logprobs)
         ids = b"" if token_ids is None else b',"token_ids":' + encode(token_ids)
         rest = b',"logprobs":%b,"finish_reason":null%b}]%b' % (told, ids, self._end)
-        return b"%b%d%b%b" % (self._start, index, new, rest)
+        return b"%b%d%b%b" % (self._start, index, self.new % (name, encode(value)), rest)
 
 
 class _ChatForm(_Form):
