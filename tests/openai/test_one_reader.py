@@ -5,7 +5,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.batch import open_job
@@ -197,6 +197,7 @@ def same(server, batch):
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 @given(body=few({"messages": plain | plain | st.lists(messages, max_size=3)}, chat_fields, *GROUPS))
+@example(body={"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "parallel_tool_calls": False})
 def test_a_chat_is_read_alike(doors, body):
     server, batch = doors.ask(doors.server, CHAT, body), doors.ask(doors.batch, CHAT, body)
     assert same(server, batch), (server, batch)

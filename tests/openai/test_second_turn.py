@@ -12,7 +12,7 @@ from tests.server.test_ollama import CHAT as OLLAMA
 from tests.server.test_tools import ANTHROPIC, ASK, BODIES, CHAT, FLAT, MESSAGES, RESPONSES, TEXT, TOOLS, Scripted
 
 # What the packages' types have besides, or in place of, what is answered.
-OPENAI_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+OPENAI_MESSAGE = {**dict.fromkeys(("refusal", "audio", "function_call")), "annotations": []}
 OPENAI_ITEM = {"message": {"phase": None}, "reasoning": {"encrypted_content": None, "status": None}}
 OPENAI_CALL = {"async": None, "caller": None, "namespace": None}
 ANTHROPIC_BLOCK = {
