@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.extras import install_hint
 from jaxinfer.models import ModelConfig, RopeConfig, abstract_params
 from jaxinfer.planning.chips import parse_place
 from jaxinfer.planning.compiled import DECODE, is_attention, planned_programs
@@ -233,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         for chip in options.chip or CHIPS
     ]
     if reasons := ahead_of_time.missing_compilers(cell.chip for cell in cells):
-        print(*reasons, sep="\n", file=sys.stderr)
+        print(*reasons, install_hint("aot"), sep="\n", file=sys.stderr)
         return 2
     columns = f"{'moved':>9}{'ideal':>9}{'ratio':>8}{'temp':>9}{'step':>9}"
     print(f"{'chip':7}{'weights':11}{'batch':>5}{'tokens':>7}{columns} bound; GB, MB, ms")

@@ -29,6 +29,7 @@ from jaxinfer.chips import Rates
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weight_work import weight_work
+from jaxinfer.extras import install_hint
 from jaxinfer.models import abstract_params
 from jaxinfer.planning.chips import parse_place
 from jaxinfer.planning.compiled import DECODE, PREFILL, is_attention, planned_programs
@@ -221,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         print(table(found), end="")
         return 0
     if not options.only_report and (reasons := ahead_of_time.missing_compilers(options.chip or CHIPS)):
-        print(*reasons, sep="\n", file=sys.stderr)
+        print(*reasons, install_hint("aot"), sep="\n", file=sys.stderr)
         return 2
     print(f"{'chip':7}{'weights':11}{'rows':>5}  {'':18}{'without':>9}{'with':>9}{'ratio':>8}; ms  no cache")
     for weights in options.weights or WEIGHTS:

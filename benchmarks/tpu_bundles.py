@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from jaxinfer.extras import install_hint
+
 CHIPS = ("v5e", "v6e", "tpu7x")
 DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 PROGRAMS = {"decode": (64, 1), "verify": (64, 8), "uniform": (64, 1)}  # sequences, new tokens of each
@@ -134,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     from pallas_kernels import ahead_of_time  # imports JAX, which the processes that compile do anyway
 
     if reasons := ahead_of_time.missing_compilers(options.chip or CHIPS):
-        print(*reasons, sep="\n", file=sys.stderr)
+        print(*reasons, install_hint("aot"), sep="\n", file=sys.stderr)
         return 2
     print(f"{'chip':7}{'program':9}{'cache':15}{'keys':>6}{'bundles':>9}{'compute':>9}{'copy':>8}{'ratio':>7}")
     found = []

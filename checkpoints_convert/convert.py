@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from checkpoints_convert.files import (
     CONFIG,
     MANIFEST,
     NATIVE_CONFIG,
+    TOKENIZER_FILES,
     companion_files,
     files_below,
     read_json,
@@ -44,7 +46,6 @@ from jaxinfer.quantization import QuantizedArray
 Form = Literal["native", "huggingface"]
 # Files to copy, or texts to write, by name relative to a checkpoint's directory.
 Companions = Mapping[str, Path | str]
-_NOT_OF_TOKENIZER = ("config.json", "generation_config.json", "LICENSE", "NOTICE")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -262,4 +263,4 @@ def with_tokenizer_of(companions: Companions, directory: str | Path) -> Companio
 
 
 def _is_of_tokenizer(name: str) -> bool:
-    return not name.startswith(_NOT_OF_TOKENIZER)
+    return any(fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)

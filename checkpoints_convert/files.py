@@ -22,9 +22,7 @@ MANIFEST = "manifest.json"
 PARAMS = "params"  # the folder of the arrays in the native form
 
 # Files that are copied beside the weights, as patterns of names relative to the directory.
-COMPANION_FILES = (
-    CONFIG,
-    GENERATION_CONFIG,
+TOKENIZER_FILES = (
     "tokenizer*.json",
     "tokenizer.model*",
     "special_tokens_map.json",
@@ -37,6 +35,11 @@ COMPANION_FILES = (
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+)
+COMPANION_FILES = (
+    CONFIG,
+    GENERATION_CONFIG,
+    *TOKENIZER_FILES,
     # Of sentence-transformers: how the model embeds texts.
     "modules.json",
     "config_sentence_transformers.json",

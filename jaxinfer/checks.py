@@ -2,7 +2,7 @@
 
 import difflib
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxinfer.extras import install_hint
@@ -25,30 +25,28 @@ TYPES = "*types"
 """In names of JSON data, the types of an object of which the names are checked; others are refused by their type."""
 
 
-def first_unknown(value: Any, names: Mapping[str, Any], place: str = "") -> tuple[str, str, Iterable[str]] | None:
-    """The first name in JSON data that `names` lacks: its object's place, itself, and the names there are.
+def unknown_names(value: Any, names: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, str, Collection[str]]]:
+    """Each name in JSON data that `names` lacks: its object's place, itself, and the names there are.
 
     `names` are those of an object, or of each object of a list, with those below them, or None where anything may be.
     Null is not given, whatever its name.
     """
     if isinstance(value, (list, tuple)):
-        objects = ((index, one) for index, one in enumerate(value) if isinstance(one, Mapping))
-        found = (first_unknown(one, names, f"{place}[{index}]") for index, one in objects)
-        return next((one for one in found if one is not None), None)
-    if not isinstance(value, Mapping) or not _is_checked(value, names):
-        return None
-    for name, item in value.items():
-        if item is None:
-            continue
-        if name not in names:
-            return place, str(name), [one for one in names if one != TYPES]
-        if names[name] is not None and (found := first_unknown(item, names[name], f"{place}.{name}")) is not None:
-            return found
-    return None
+        for index, one in enumerate(value):
+            if isinstance(one, Mapping):
+                yield from unknown_names(one, names, f"{place}[{index}]")
+    elif isinstance(value, Mapping) and _is_checked(value, names):
+        for name, item in value.items():
+            if item is None:
+                continue
+            if name not in names:
+                yield place, str(name), [one for one in names if one != TYPES]
+            elif names[name] is not None:
+                yield from unknown_names(item, names[name], f"{place}.{name}")
 
 
 def without_unknown(value: Any, names: Mapping[str, Any]) -> Any:
-    """JSON data without what `first_unknown` finds."""
+    """JSON data without what `unknown_names` finds."""
     if isinstance(value, (list, tuple)):
         return [without_unknown(one, names) if isinstance(one, Mapping) else one for one in value]
     if not isinstance(value, Mapping) or not _is_checked(value, names):

@@ -27,7 +27,6 @@ from jaxinfer.engine.request import (
     SequenceState,
     StreamDelta,
 )
-from jaxinfer.engine.tool_calls import read_answers
 from jaxinfer.engine.weights import WeightsView, as_weights
 from jaxinfer.llm_arguments import (
     as_conversations,
@@ -237,16 +236,14 @@ class LLM(ScoringMethods):
         conversations, answers = as_conversations(messages), self.answer_format
         given = {"tools": as_tools(tools), "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
         each = params_of_each(params, self.default_params, len(conversations))
+        shared = TextRequest(template_kwargs=template_kwargs, **given)  # in which the tools are read once for all
         requests = [
-            TextRequest(messages=one, template_kwargs=template_kwargs, **given).bind(self, answers, given=vars(its))
+            shared.with_messages(one).bind(self, answers, given=vars(its))
             for one, its in zip(conversations, each, strict=True)
         ]
         inputs = [request.inputs(self, answers)[0] for request in requests]
         outputs = self.generate([one for one, _ in inputs], [one for _, one in inputs], use_tqdm=use_tqdm)
-        return [
-            read_answers(output, request.params, answers, request.offer)
-            for output, request in zip(outputs, requests, strict=True)
-        ]
+        return [request.read(output, answers) for output, request in zip(outputs, requests, strict=True)]
 
     def chat_prompt(
         self,

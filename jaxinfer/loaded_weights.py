@@ -81,7 +81,9 @@ def check_activations(activations: str, mesh: Mesh | None) -> None:
         return
     reason = f"it is for one device, and the mesh is {mesh}" if mesh is not None else unsupported(jax.default_backend())
     if reason is not None:
-        raise ValueError(f"activations={activations!r}: {reason}")
+        is_plain = mesh is None and importlib.util.find_spec("numba") is None
+        hint = f": {install_hint('cpu')}" if is_plain and jax.default_backend() == "cpu" else ""
+        raise ValueError(f"activations={activations!r}: {reason}{hint}")
 
 
 @cache

@@ -1,5 +1,4 @@
-"""Attention and matrix products on TPU, GPU and CPU: raw arrays in and out, no import of jaxinfer but of what
-names its extras."""
+"""Attention and matrix products on TPU, GPU and CPU: raw arrays in and out, no import of jaxinfer."""
 
 from pallas_kernels.dense_matmul import dense_matmul
 from pallas_kernels.flash_attention import flash_attention

@@ -25,8 +25,6 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.extras import install_hint
-
 # Slices that are offered, smallest first. The TPU compiler accepts none smaller than the first.
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SOLID = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
@@ -108,7 +106,7 @@ def missing_compiler(chip: str) -> str | None:
     is_tpu = chip in _TPU_TOPOLOGIES
     module = "libtpu" if is_tpu else "jax_cuda12_plugin"
     if importlib.util.find_spec(module) is None:
-        return f"no compiler for {chip}: {install_hint('aot')} ({module} is missing)"
+        return f"no compiler for {chip}: {module} is not installed"
     return None
 
 

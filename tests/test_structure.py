@@ -100,6 +100,12 @@ def test_an_import_that_points_up_is_found():
     assert not violations(ROOT / "jaxinfer/cache/x.py", {"jaxinfer.models", "pallas_kernels"})
 
 
+def test_kernels_know_nothing_of_the_package():
+    found = {str(path.relative_to(ROOT)): imported(path) for path in FILES if room(module_of(path)) == "pallas_kernels"}
+    assert found
+    assert {path: names for path, names in found.items() if any(one.split(".")[0] == "jaxinfer" for one in names)} == {}
+
+
 def test_every_module_is_on_a_floor():
     assert [module_of(path) for path in FILES if room(module_of(path)) is None] == ["jaxinfer"]
 

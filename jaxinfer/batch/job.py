@@ -1,6 +1,7 @@
 """A batch job: rows go to the model as it has room, and answers to the files as they finish."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -15,8 +16,8 @@ from jaxinfer.batch.ledger import Identity, Ledger
 from jaxinfer.batch.responses import embeddings_line, error_line, result_line
 from jaxinfer.batch.rows import BadRow, BatchRow
 from jaxinfer.batch.table import TableOptions
-from jaxinfer.openai.embeddings import options_of, read_inputs
 from jaxinfer.openai.errors import RequestError
+from jaxinfer.openai.reader import options_of, read_inputs
 from jaxinfer.openai.requests import BoundRequest, Prompt, TextModel
 from jaxinfer.openai.writer import scored, usage
 from jaxinfer.progress import Stage, compile_seconds, follow_compiler
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.request import RequestOptions, RequestOutput
 
 
+_LOG = logging.getLogger("jaxinfer.batch")
 Key = tuple[int, int]  # line, number of the prompt among the row's
 
 
@@ -239,7 +241,7 @@ class Job:
         """The requests of the remaining rows, read from the input as needed. Invalid rows are written as errors."""
         from jaxinfer.engine.request import RequestOptions
 
-        answers = self._model.answer_format
+        answers, ignored = self._model.answer_format, set[str]()
         for row in self.scan.rows(self._ledger.done):
             if isinstance(row, BadRow):
                 self._fail(row, row.error, stage)
@@ -254,6 +256,10 @@ class Job:
             except ValueError as error:
                 self._fail(row, error if request is None else request.refused(error), stage)
                 continue
+            for name in set(request.ignored) - ignored:
+                place = f"{self.scan.source.unit} {row.line}"
+                _LOG.warning("%s: %s are not supported: they are ignored here, and in later rows", place, name)
+            ignored.update(request.ignored)
             self._pending[row.line] = _Pending(row, request, [None] * len(inputs), len(inputs))
             asked = request.asked
             options = RequestOptions(asked.priority, asked.timeout, asked.cache_salt)
@@ -313,11 +319,7 @@ class Job:
                 return
         if request.asked.num_kept == 0:
             outputs = [scored(output) for output in outputs]
-        if request.asked.is_chat:
-            from jaxinfer.engine.tool_calls import read_answers
-
-            answers = self._model.answer_format
-            outputs = [read_answers(output, request.params, answers, request.offer) for output in outputs]
+        outputs = [request.read(output, self._model.answer_format) for output in outputs]
         try:
             record = result_line(
                 pending.row,

@@ -1,14 +1,22 @@
 """Requests of rows: bodies of OpenAI's endpoints, and the plain form."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from jaxinfer.openai.bodies import ChatRequest, CompletionRequest, EmbeddingsRequest, ResponsesRequest
-from jaxinfer.openai.embeddings import options_of, read_inputs
+from jaxinfer.openai.bodies import Body, ChatRequest, CompletionRequest, EmbeddingsRequest, ResponsesRequest
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.fields import read_body, unknown_field
-from jaxinfer.openai.reader import check_template_kwargs, is_unset, read_chat, read_completion, read_ids, structured_of
+from jaxinfer.openai.reader import (
+    check_template_kwargs,
+    is_unset,
+    options_of,
+    read_chat,
+    read_completion,
+    read_ids,
+    read_inputs,
+    structured_of,
+)
 from jaxinfer.openai.requests import TextRequest
 from jaxinfer.openai.responses import read_response
 from jaxinfer.option_names import find
@@ -21,12 +29,6 @@ FORMS_BY_URL: dict[str, Form] = {
     "/v1/completions": "completions",
     "/v1/responses": "responses",
     "/v1/embeddings": "embeddings",
-}
-_BODIES = {
-    "chat": ChatRequest,
-    "completions": CompletionRequest,
-    "responses": ResponsesRequest,
-    "embeddings": EmbeddingsRequest,
 }
 _SAMPLING = tuple(one.name for one in fields(SamplingParams))
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
@@ -49,23 +51,25 @@ class BatchRequest:
 
 def read_row_body(form: Form, given: Mapping[str, Any]) -> BatchRequest:
     """A body of one of OpenAI's endpoints. Raises RequestError or another ValueError, with the field."""
-    body, _ = read_body(given, _BODIES[form])
+    kind, read = _READERS[form]
+    body: Any = read_body(given, kind)[0]
     if getattr(body, "stream", None):
         raise RequestError("stream=True is not supported: a batch does not stream", "stream")
-    match body:
-        case ChatRequest():
-            text = read_chat(body)
-        case CompletionRequest():
-            text = read_completion(body)
-        case ResponsesRequest():
-            text = read_response(body)
-        case EmbeddingsRequest():
-            read_inputs(body)
-            options_of(body)
-            text = TextRequest(priority=body.priority or 0, model=body.model or None)
-        case _:
-            raise TypeError(type(body).__name__)
-    return BatchRequest(form, text, body)
+    return BatchRequest(form, read(body), body)
+
+
+def _read_embeddings(body: EmbeddingsRequest) -> TextRequest:
+    read_inputs(body)
+    options_of(body)
+    return TextRequest(priority=body.priority or 0, model=body.model or None)
+
+
+_READERS: dict[Form, tuple[type[Body], Callable[[Any], TextRequest]]] = {
+    "chat": (ChatRequest, read_chat),
+    "completions": (CompletionRequest, read_completion),
+    "responses": (ResponsesRequest, read_response),
+    "embeddings": (EmbeddingsRequest, _read_embeddings),
+}
 
 
 def read_plain(record: Mapping[str, Any]) -> BatchRequest:

@@ -9,10 +9,9 @@ import msgspec
 
 from jaxinfer.batch.input import BatchRow
 from jaxinfer.openai import writer
-from jaxinfer.openai.embeddings import embeddings
 from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.responses import ResponseWriter
-from jaxinfer.openai.writer import finite, prompt_entries, token_entry, usage
+from jaxinfer.openai.writer import embeddings, finite, prompt_entries, token_entry, usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,11 +37,7 @@ def result_line(
     prefix = {"chat": "chatcmpl-", "completions": "cmpl-"}.get(form, "")
     about = {"id": f"{prefix}{answer_id}", "created": int(time.time()), "model": request.asked.model or model}
     if form == "responses":
-
-        def count_tokens(text: str) -> int:
-            return len(tokenizer.encode(text, add_special_tokens=False)) if text and tokenizer is not None else 0
-
-        body = ResponseWriter(row.request.body, request, about, count_tokens).whole(outputs[0])
+        body = ResponseWriter(row.request.body, request, about, tokenizer).whole(outputs[0])
     else:
         about["system_fingerprint"] = f"fp_{fingerprint[:12]}"
         if form == "chat":

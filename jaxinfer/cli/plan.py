@@ -13,6 +13,7 @@ from jaxinfer.cli.bench import check_picture
 from jaxinfer.cli.command import UsageError, say
 from jaxinfer.cli.options import as_json, given, given_values, model_argument
 from jaxinfer.cli.output import write_json, write_text
+from jaxinfer.extras import install_hint
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
@@ -149,7 +150,7 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     place = parse_place(options.on)
     missing = ahead_of_time.missing_compiler(place.chip.name) if options.compile_ and place.chip.can_compile else None
     if missing is not None:
-        raise RuntimeError(f"{missing}; --no-compile counts without it")
+        raise RuntimeError(f"{missing}: {install_hint('aot')}; --no-compile counts without it")
     values = given_values(options)
     dtype = values.get("dtype", "auto")
     loading = {name: values[name] for name in ("dtype", "quantize", "requantize", "revision") if name in values}

@@ -1,11 +1,12 @@
 """Answers of OpenAI's chat and completions and of the small routes: what the writer makes and /openapi.json tells.
 
-Events of streams are written from templates (`jaxinfer.server.chunks`); tests hold them to these types.
+Events of streams are written from templates or as dicts; tests hold them to these types.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Union
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, defstruct
 
 FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
@@ -16,12 +17,24 @@ class Answer(Struct, kw_only=True, forbid_unknown_fields=True):
     """An object of an answer: it has no other fields."""
 
 
-# Errors.
+def event_types(prefix: str, events: Mapping[str, Mapping[str, Any]]) -> Any:
+    """A union of types: of each event its name, which is its `type`, with its fields. `prefix`: of the types' names."""
+    made = []
+    for tag, fields in events.items():
+        parts = tag.removeprefix(f"{prefix.lower()}.").replace(".", "_").split("_")
+        name = prefix + "".join(map(str.capitalize, parts))
+        made.append(defstruct(name, list(fields.items()), bases=(Answer,), kw_only=True, tag_field="type", tag=tag))
+    return Union[tuple(made)]  # noqa: UP007
+
+
+class _Generated(Answer):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
 
 
 class ErrorFields(Answer):
-    """OpenAI's error."""
-
     message: str
     type: str
     param: str | None
@@ -29,8 +42,6 @@ class ErrorFields(Answer):
 
 
 class Error(Answer):
-    """OpenAI's form of an error."""
-
     error: ErrorFields
 
 
@@ -44,8 +55,6 @@ class CachedTokens(Answer):
 
 
 class Usage(Answer):
-    """Numbers of tokens."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -69,8 +78,6 @@ class TokenLogprobs(TokenEntry):
 
 
 class ChatLogprobs(Answer):
-    """Log-probabilities of a chat's answer."""
-
     content: list[TokenLogprobs]
     refusal: None
 
@@ -83,8 +90,6 @@ class Function(Answer):
 
 
 class ToolCall(Answer):
-    """A call of a tool."""
-
     id: str
     type: Literal["function"]
     function: Function
@@ -101,8 +106,6 @@ class ChatMessage(Answer):
 
 
 class ChatChoice(Answer):
-    """One answer of a chat."""
-
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -111,14 +114,8 @@ class ChatChoice(Answer):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Answer):
-    """Answers of a chat."""
-
-    id: str
+class ChatCompletion(_Generated):
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     seed: int
@@ -143,8 +140,6 @@ class ToolCallDelta(Answer):
 
 
 class ChatDelta(Answer):
-    """What is new of a chat's answer."""
-
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
@@ -162,14 +157,10 @@ class ChatChunkChoice(Answer):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(Answer):
+class ChatChunk(_Generated):
     """An event of a streamed chat; the last one has the usage, where it was asked for, and no choices."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
@@ -185,23 +176,23 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
 
-class CompletionChunkChoice(Answer):
-    """What is new of one choice; the last of it has its finish_reason."""
-
+class _CompletionChoice(Answer):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
+
+
+class CompletionChunkChoice(_CompletionChoice):
+    """What is new of one choice; the last of it has its finish_reason."""
+
     finish_reason: FinishReason | None
     stop_reason: StopReason | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(_CompletionChoice):
     """One answer; its index is the number of the prompt times n + the number of the answer."""
 
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: StopReason
     token_ids: list[int] | UnsetType = UNSET
@@ -209,27 +200,17 @@ class CompletionChoice(Answer):
     prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET
 
 
-class Completion(Answer):
-    """Continuations of prompts."""
-
-    id: str
+class Completion(_Generated):
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
     seed: int
 
 
-class CompletionChunk(Answer):
+class CompletionChunk(_Generated):
     """An event of streamed continuations; the last one has the usage, where it was asked for, and no choices."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
 
@@ -253,12 +234,49 @@ class Embedding(Answer):
 
 
 class Embeddings(Answer):
-    """The answer of /v1/embeddings."""
-
     object: Literal["list"]
     data: list[Embedding]
     model: str
     usage: TokenCounts
+
+
+# Scores of texts, in the forms of vLLM and of Jina and Cohere.
+
+
+class ScoreOfPair(Answer):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Answer):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreOfPair]
+    usage: TokenCounts
+
+
+class DocumentText(Answer):
+    text: str
+
+
+class RankedDocument(Answer):
+    """A document by its index in the request."""
+
+    index: int
+    relevance_score: float
+    document: DocumentText | UnsetType = UNSET
+
+
+class Reranked(Answer):
+    """The answer of /v1/rerank, the most relevant document first."""
+
+    id: str
+    model: str
+    usage: TokenCounts
+    results: list[RankedDocument]
 
 
 # Other routes.
@@ -305,8 +323,6 @@ class ModelStatus(Answer):
 
 
 class Model(Answer):
-    """A model that is served."""
-
     id: str
     object: Literal["model"]
     created: int
@@ -317,19 +333,17 @@ class Model(Answer):
 
 
 class Models(Answer):
-    """The models that are served."""
-
     object: Literal["list"]
     data: list[Model]
 
 
 class Status(Answer):
-    """The state of the server."""
-
     status: str
 
 
 class Version(Answer):
-    """The version of jaxinfer."""
-
     version: str
+
+
+class OllamaError(Answer):
+    error: str

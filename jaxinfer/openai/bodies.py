@@ -1,8 +1,8 @@
 """Bodies of OpenAI's chat, completions, responses and embeddings; null means not given.
 
 Each type names what a body may have, at every depth that is not the caller's own (JSON schemas, metadata, arguments of
-calls, variables of templates). What clients send and this package does not do is listed too, as `Any`, with the values
-that change nothing in `NEUTRAL`: the reader refuses the others by name. What is in neither is an unknown field.
+calls, variables of templates). What clients send and this package does not do is in `NEUTRAL`, with the values that
+change nothing: the reader refuses the others by name. What is in neither is an unknown field.
 """
 
 from collections.abc import Mapping
@@ -37,10 +37,7 @@ def described(**schema: Any) -> Meta:
 
 Ids = list[Annotated[int, Meta(ge=0, lt=2**31)]]
 _TEXT_OR_IDS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}, "minItems": 1}]}
-Prompts = Annotated[
-    list[Any],
-    described(minItems=1, anyOf=[{"items": {"type": "integer"}}, {"items": _TEXT_OR_IDS}]),
-]
+Prompts = Annotated[list[Any], described(minItems=1, anyOf=[{"items": {"type": "integer"}}, {"items": _TEXT_OR_IDS}])]
 Prompt = str | Prompts  # a text, token ids, or a list of either
 NumAnswers = Annotated[int, described(minimum=1, maximum=MAX_N)]
 Seed = Annotated[int, described(minimum=0, maximum=2**64 - 1)]
@@ -58,13 +55,10 @@ Stop = StopText | Annotated[list[StopText], described(maxItems=MAX_STOP_STRINGS)
 Limit = Annotated[int, described(minimum=1)]
 NumTokens = Annotated[int, described(minimum=0)]
 NumLogprobs = Annotated[int, described(minimum=0, maximum=MAX_LOGPROBS)]
-Priority = Annotated[int, described(minimum=-(2**31), maximum=2**31 - 1)]
-KeepAlive = Annotated[
-    int | float | str,
-    described(
-        description="Seconds, or a time such as 5m, that the model stays loaded after the request; below 0 it stays"
-    ),
-]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_KEPT = "Seconds, or a time such as 5m, that the model stays loaded after the request; below 0 it stays"
+KeepAlive = Annotated[int | float | str, described(description=_KEPT)]
 Timeout = Annotated[float, described(exclusiveMinimum=0, maximum=MAX_TIMEOUT)]
 CacheSalt = Annotated[str, described(maxLength=MAX_SALT_CHARS)]
 _TEXT_PART = {
@@ -86,7 +80,7 @@ Message = Annotated[
     ),
 ]
 Messages = Annotated[list[Message], described(minItems=1)]
-_ITEM_TYPES = ["message", "reasoning", "function_call", "function_call_output"]
+_ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 InputItem = Annotated[dict[str, Any], described(properties={"type": {"enum": _ITEM_TYPES}})]
 InputItems = Annotated[list[InputItem], described(minItems=1)]
 # Names at the depths below a field: of an object, or of each object of a list; None for a value of any kind.
@@ -103,22 +97,17 @@ _FUNCTION = any_of("name", "description", "parameters", "strict", "return")
 TOOL: Names = {"type": None, "function": _FUNCTION, "cache_control": None}
 _NAMED: Names = {"type": None, "function": {"name": None}}
 TOOL_CHOICE: Names = {**_NAMED, "allowed_tools": {"mode": None, "tools": _NAMED}}
-_FORMAT: Names = {
-    **any_of("type", "schema"),
-    "json_schema": any_of("name", "description", "schema", "strict"),
-}
-_STRUCTURED = any_of(
-    *(one.name for one in fields(StructuredOutputs)),
-    *("disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
-)
+_FORMAT: Names = {**any_of("type", "schema"), "json_schema": any_of("name", "description", "schema", "strict")}
+OF_VLLM = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")  # false changes nothing
+_STRUCTURED = any_of(*(one.name for one in fields(StructuredOutputs)), *OF_VLLM)
 
 
 class Body(Struct, kw_only=True):
     """A body of a request.
 
     Attributes:
-      NESTED: names within its fields. NEUTRAL: of fields that are not supported, the values that change nothing,
-        besides null and those that stand for it. WHY: of such a field, a clause for its error.
+      NESTED: names within its fields. NEUTRAL: names of what is not supported, with the values that change nothing,
+        besides null and those that stand for it. WHY: of such a name, a clause for its error.
     """
 
     NESTED: ClassVar[Names] = {}
@@ -134,9 +123,36 @@ class StreamOptions(Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(Body, kw_only=True):
-    """Fields of `SamplingParams`, and what chat and completions share. `user`, `safety_identifier`, the two of prompt
-    caching and `metadata` are the client's notes."""
+class GenerationFields(Body, kw_only=True):
+    """Fields of every body that is answered with new tokens; the last four are ours."""
+
+    stream: bool | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    keep_alive: KeepAlive | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class OpenAIFields(GenerationFields, kw_only=True):
+    """Fields that chat, completions and responses share. Those from `user` on are the client's notes."""
+
+    model: str | None = None
+    stream_options: StreamOptions | None = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stop: Stop | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class SamplingFields(OpenAIFields, kw_only=True):
+    """Fields that chat and completions share: those of `SamplingParams`, and of the prompt and the answer."""
 
     NEUTRAL: ClassVar[Neutral] = {
         "service_tier": ("auto", "default"),
@@ -149,14 +165,7 @@ class SamplingFields(Body, kw_only=True):
     }
     NESTED: ClassVar[Names] = {"response_format": _FORMAT, "structured_outputs": _STRUCTURED}
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     n: NumAnswers | None = None
-    seed: Seed | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
     min_p: MinP | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -164,7 +173,6 @@ class SamplingFields(Body, kw_only=True):
     logit_bias: LogitBias | None = None
     allowed_token_ids: Ids | None = None
     bad_words: list[str] | None = None
-    stop: Stop | None = None
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -174,24 +182,7 @@ class SamplingFields(Body, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
-    priority: Priority | None = None
-    timeout: Timeout | None = None
-    keep_alive: KeepAlive | None = None
-    cache_salt: CacheSalt | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: Any = None
-    store: Any = None
     request_id: str | None = None
-    length_penalty: Any = None
-    use_beam_search: Any = None
-    spaces_between_special_tokens: Any = None
-    detokenize: Any = None
-    return_tokens_as_token_ids: Any = None
     response_format: Any = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -205,23 +196,15 @@ class ChatRequest(SamplingFields, kw_only=True):
     """The body of /v1/chat/completions."""
 
     NEUTRAL: ClassVar[Neutral] = SamplingFields.NEUTRAL | {
-        "chat_template": (),
-        "functions": (),
+        **dict.fromkeys(("chat_template", "functions", "audio", "prediction", "web_search_options", "moderation"), ()),
         "function_call": ("none", "auto"),
-        "audio": (),
         "modalities": (["text"],),
-        "prediction": (),
         "verbosity": ("medium",),
-        "web_search_options": (),
-        "moderation": (),
         "echo": (False,),
         "add_special_tokens": (False,),
         "include_reasoning": (True,),
     }
-    NESTED: ClassVar[Names] = SamplingFields.NESTED | {
-        "tools": TOOL,
-        "tool_choice": TOOL_CHOICE,
-    }
+    NESTED: ClassVar[Names] = SamplingFields.NESTED | {"tools": TOOL, "tool_choice": TOOL_CHOICE}
 
     messages: Messages
     max_completion_tokens: Limit | None = None
@@ -234,18 +217,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Any = None
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: Any = None
-    prediction: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-    moderation: Any = None
-    echo: Any = None
-    add_special_tokens: Any = None
-    include_reasoning: Any = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -256,7 +227,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
     prompt: Prompt
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
-    suffix: Any = None
     add_special_tokens: bool | None = None
 
 
@@ -267,81 +237,51 @@ _PART = {
 _ITEM: Names = {
     **any_of("type", "id", "status", "role", "phase", "call_id", "name", "namespace", "arguments", "caller"),
     **any_of("encrypted_content", "created_by", "async", "async_", "parsed_arguments", "output"),
-    TYPES: ("message", "reasoning", "function_call", "function_call_output"),
+    TYPES: _ITEM_TYPES,
     **dict.fromkeys(("content", "summary"), _PART),
+}
+_TOOL: Names = {
+    **any_of("type", "name", "description", "parameters", "strict", "cache_control"),
+    **any_of("allowed_callers", "defer_loading", "output_schema", "async"),
 }
 _STORED = ", nothing is stored: send the whole conversation"
 
 
-class ResponsesRequest(Body, kw_only=True):
+class ResponsesRequest(OpenAIFields, kw_only=True):
     """The body of /v1/responses; nothing is stored."""
 
     NEUTRAL: ClassVar[Neutral] = {
-        "previous_response_id": (),
-        "conversation": (),
-        "prompt": (),
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "context_management", "moderation"), ()),
         "background": (False,),
         "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
         "top_logprobs": (0,),
-        "context_management": (),
-        "moderation": (),
     }
     WHY: ClassVar[Mapping[str, str]] = dict.fromkeys(("previous_response_id", "conversation"), _STORED)
     NESTED: ClassVar[Names] = {
         "input": _ITEM,
         "reasoning": any_of("effort", "summary", "generate_summary"),
         "text": {"format": any_of("type", "name", "description", "schema", "strict"), "verbosity": None},
+        "tools": _TOOL | {TYPES: ("function",)},
+        "tool_choice": {**_TOOL, "mode": None, "tools": _TOOL},
     }
 
-    model: str | None = None
     input: str | InputItems
     instructions: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_output_tokens: Limit | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
     top_logprobs: NumLogprobs | None = None
-    seed: Seed | None = None
-    stop: Stop | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    priority: Priority | None = None
-    timeout: Timeout | None = None
-    keep_alive: KeepAlive | None = None
-    cache_salt: CacheSalt | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include: list[str] | None = None
-    service_tier: Any = None
     truncation: str | None = None
     background: bool | None = None
     previous_response_id: str | None = None
-    conversation: Any = None
     max_tool_calls: int | None = None
-    prompt: Any = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    context_management: Any = None
-    moderation: Any = None
     client_metadata: dict[str, Any] | None = None
-
-
-_Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-_ID_LIST = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-_Inputs = Annotated[
-    list[Any],
-    Meta(extra_json_schema={"minItems": 1, "anyOf": [_ID_LIST, {"items": {"anyOf": [{"type": "string"}, _ID_LIST]}}]}),
-]
 
 
 class VectorFields(Body, kw_only=True):
@@ -350,7 +290,7 @@ class VectorFields(Body, kw_only=True):
     model: str | None = None
     truncate: bool | None = None
     truncate_prompt_tokens: int | None = None
-    priority: _Priority | None = None
+    priority: Priority | None = None
     keep_alive: KeepAlive | None = None
     user: str | None = None
 
@@ -358,7 +298,7 @@ class VectorFields(Body, kw_only=True):
 class EmbeddingsRequest(VectorFields, kw_only=True):
     """The body of /v1/embeddings."""
 
-    input: str | _Inputs
+    input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Positive | None = None
     prompt_name: str | None = None

@@ -3,14 +3,14 @@
 import re
 import reprlib
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from jaxinfer.checks import did_you_mean, first_unknown, without_unknown
+from jaxinfer.checks import did_you_mean, unknown_names, without_unknown
 from jaxinfer.openai.bodies import Body, Names
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.text.messages import MESSAGE_NAMES
@@ -35,27 +35,33 @@ def read_body(given: Mapping[str, Any], kind: type[_Kind], *, ignore_unknown: bo
     Raises:
       RequestError: with the place of a field that is not known, has another type, or is not supported.
     """
-    unknown = [] if ignore_unknown else None
-    for place, name, known in _unknown(given, kind):
-        if unknown is None:
-            raise unknown_field(f"{place}.{name}".removeprefix("."), known)
-        unknown.append(_INDEX.sub("[]", f"{place}.{name}".removeprefix(".")))
-    if unknown:
+    ignored = check_names(given, names_of(kind), "", ignore_unknown=ignore_unknown)
+    if ignored:
         given = without_unknown(given, names_of(kind))
     try:
         body = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise type_error(error) from None
-    if isinstance(body, Body):
-        for name, neutral in body.NEUTRAL.items():
-            check_neutral(name, getattr(body, name), neutral, body.WHY.get(name, ""))
-    return body, unknown or []
+    _check_support(given, kind)
+    return body, ignored
 
 
-def check_names(value: Any, names: Names, place: str) -> None:
-    """Raises RequestError for a name in JSON data that is not known there."""
-    if (found := first_unknown(value, names, place)) is not None:
-        raise unknown_field(f"{found[0]}.{found[1]}", found[2])
+def check_names(
+    value: Any,
+    names: Names,
+    place: str,
+    *,
+    ignore_unknown: bool = False,
+    error: Callable[[str, Collection[str]], RequestError] | None = None,
+) -> list[str]:
+    """Names in JSON data that are not known there, to be ignored; raises RequestError for the first unless they are."""
+    ignored = []
+    for where, name, known in unknown_names(value, names, place):
+        field = f"{where}.{name}".removeprefix(".")
+        if not ignore_unknown:
+            raise (error or unknown_field)(field, known)
+        ignored.append(_INDEX.sub("[]", field))
+    return ignored
 
 
 def type_error(error: msgspec.ValidationError) -> RequestError:
@@ -65,7 +71,7 @@ def type_error(error: msgspec.ValidationError) -> RequestError:
     return RequestError(f"{place or 'the body'}: {_AT.sub('', str(error))}", place)
 
 
-def unknown_field(place: str, known: Iterable[str]) -> RequestError:
+def unknown_field(place: str, known: Collection[str]) -> RequestError:
     """The error of a name that is not known at its place, with the nearest of those that are."""
     names, place = sorted(known), place if len(place) <= _MAX_PLACE else f"{place[:_MAX_PLACE]}..."
     listed = f"; the fields are {', '.join(names)}" if len(names) <= _MAX_LISTED else ""
@@ -85,35 +91,40 @@ def is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     return value in UNSET or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
-def _unknown(given: Mapping[str, Any], kind: type[Struct]) -> Iterator[tuple[str, str, Any]]:
-    """Places, names, and the names that are known there: of each field the first."""
-    names = names_of(kind)
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name not in names:
-            yield "", name, names
-        elif (below := names[name]) is not None and (found := first_unknown(value, below, name)) is not None:
-            yield found
+def _check_support(given: Mapping[str, Any], kind: type[Struct], place: str = "") -> None:
+    if issubclass(kind, Body):
+        for name, neutral in kind.NEUTRAL.items():
+            check_neutral(place + name, given.get(name), neutral, kind.WHY.get(name, ""))
+    for name, inner in _structs_of(kind).items():
+        if isinstance(below := given.get(name), Mapping):
+            _check_support(below, inner, f"{place}{name}.")
 
 
 @cache
 def names_of(kind: type[Struct]) -> Names:
     """The names that a body may have, at every depth that it describes."""
-    nested = getattr(kind, "NESTED", {})
-    names: dict[str, Names | None] = {}
-    for one in msgspec.structs.fields(kind):
-        inner = [t for t in typing.get_args(one.type) if isinstance(t, type) and issubclass(t, Struct)]
-        names[one.encode_name] = nested.get(one.encode_name) or (names_of(inner[0]) if inner else None)
-    return names
+    names: Names = {one.encode_name: None for one in msgspec.structs.fields(kind)}
+    names |= {name: names_of(inner) for name, inner in _structs_of(kind).items()}
+    return names | dict.fromkeys(kind.NEUTRAL) | kind.NESTED if issubclass(kind, Body) else names
 
 
-def check_message_names(messages: Any, tokenizer: "Tokenizer | None") -> None:
-    """Raises RequestError for a name in messages that neither a chat template nor anybody else reads."""
+@cache
+def _structs_of(kind: type[Struct]) -> dict[str, type[Struct]]:
+    """The fields whose values are objects of a type."""
+    types = {one.encode_name: typing.get_args(one.type) for one in msgspec.structs.fields(kind)}
+    structs = ((name, t) for name, args in types.items() for t in args if isinstance(t, type) and issubclass(t, Struct))
+    return dict(structs)
+
+
+def check_message_names(messages: Any, tokenizer: "Tokenizer | None", *, ignore_unknown: bool = False) -> list[str]:
+    """As `check_names`, for names in messages that neither a chat template nor anybody else reads."""
     templates = () if tokenizer is None else tuple(tokenizer.chat_templates.values())
-    if (found := first_unknown(messages, _message_names(templates), "messages")) is not None:
-        place, name, known = found
-        raise unknown_field(f"{place}.{name}", MESSAGE_NAMES if "role" in known else known)
+    return check_names(messages, _message_names(templates), "messages", ignore_unknown=ignore_unknown, error=_unread)
+
+
+def _unread(place: str, known: Collection[str]) -> RequestError:
+    found = unknown_field(place, MESSAGE_NAMES if "role" in known else known)
+    return RequestError(f"{found} (nothing reads it: to drop it, leave it out of the messages)", found.parameter)
 
 
 @lru_cache(8)

@@ -1,12 +1,19 @@
-"""From typed bodies of chat and completions to requests."""
+"""From typed bodies to requests."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from jaxinfer.grammar.structured import StructuredOutputs
-from jaxinfer.openai.bodies import ChatRequest, CompletionRequest, SamplingFields
+from jaxinfer.openai.bodies import (
+    OF_VLLM,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    SamplingFields,
+    VectorFields,
+)
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.fields import UNSET
 from jaxinfer.openai.requests import Prompt, TextRequest
@@ -23,8 +30,11 @@ _SAMPLING = tuple(
     for one in fields(SamplingParams)
     if one.name in SamplingFields.__struct_fields__ and one.name != "logprobs"
 )
-_OF_VLLM = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")  # false changes nothing
 _SET_BY_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "max_prompt_tokens")
+_OF_VECTORS = ("prompt_name", "prompt", "pooling", "dimensions", "normalize")
+MAX_TEXTS = 2048  # of a request, as OpenAI allows
+
+Text = str | list[int]  # or token ids
 
 
 def read_chat(body: ChatRequest, *, ignore_unknown: bool = False) -> TextRequest:
@@ -59,7 +69,6 @@ def read_chat(body: ChatRequest, *, ignore_unknown: bool = False) -> TextRequest
         parallel_tool_calls=body.parallel_tool_calls,
         template_kwargs=template_kwargs(body),
         effort=body.reasoning_effort,
-        return_token_ids=bool(body.return_token_ids),
         **_common(body),
     )
 
@@ -82,7 +91,6 @@ def read_completion(body: CompletionRequest) -> TextRequest:
         num_kept=0 if body.max_tokens == 0 else None,
         adds_special_tokens=body.add_special_tokens is not False,
         echo=bool(body.echo),
-        return_token_ids=bool(body.return_token_ids),
         **_common(body),
     )
 
@@ -99,26 +107,32 @@ def _check_common(body: SamplingFields) -> None:
 
 
 def _common(body: SamplingFields) -> dict[str, Any]:
-    return {
-        "truncate_to": body.truncate_prompt_tokens,
-        "priority": body.priority or 0,
-        "timeout": body.timeout,
-        "cache_salt": body.cache_salt or "",
-        "model": body.model or None,
-    }
+    ids = bool(body.return_token_ids)
+    return {"truncate_to": body.truncate_prompt_tokens, "return_token_ids": ids, **scheduling(body)}
+
+
+def scheduling(body: Any) -> dict[str, Any]:
+    """Fields of a request that the bodies of all routes which generate have."""
+    order = {"priority": body.priority or 0, "timeout": body.timeout, "cache_salt": body.cache_salt or ""}
+    return {"model": body.model or None, **order}
 
 
 def _sampling(body: SamplingFields) -> dict[str, Any]:
-    values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    return values | structured_of({name: getattr(body, name) for name in STRUCTURED_NAMES})
+    return given(body, _SAMPLING) | structured_of({name: getattr(body, name) for name in STRUCTURED_NAMES})
 
 
-def structured_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`structured`, from whatever name it is given under; nothing where it is not. Raises RequestError."""
+def given(body: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The fields of a body with these names, without those that are not given."""
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def structured_of(given: Mapping[str, Any], place: str | None = None) -> dict[str, Any]:
+    """`structured`, from whatever name it is given under; nothing where it is not. Raises RequestError, with the
+    `place` in the body where that is not the name."""
     forms = {name: value for name in STRUCTURED_NAMES if not is_unset(name, value := given.get(name))}
     if isinstance(outputs := forms.get("structured_outputs"), dict):
         forms["structured_outputs"] = {
-            name: value for name, value in outputs.items() if value is not None and (value or name not in _OF_VLLM)
+            name: value for name, value in outputs.items() if value is not None and (value or name not in OF_VLLM)
         }
     if "structured" in given:
         forms["structured"] = given["structured"]
@@ -129,7 +143,7 @@ def structured_of(given: Mapping[str, Any]) -> dict[str, Any]:
             found = our_names({name: value}).get("structured")
             return {} if found is None else {"structured": StructuredOutputs.of(found)}
         except ValueError as error:
-            raise RequestError(f"{name}: {error}", name) from None
+            raise RequestError(f"{place or name}: {error}", place or name) from None
     return {}
 
 
@@ -180,3 +194,41 @@ def read_ids(prompt: list[Any], where: str) -> list[int]:
         return list(read_token_ids(prompt))
     except ValueError as error:
         raise RequestError(f"{where}: {error}", "prompt") from None
+
+
+# Embeddings.
+
+
+def read_inputs(body: EmbeddingsRequest) -> list[Text]:
+    """A text, token ids, or a list of either, as a list. Raises RequestError."""
+    given: Any = body.input
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(one, int) and not isinstance(one, bool) for one in given):
+        return [given]
+    if not given:
+        raise RequestError("input is empty: it needs at least 1 text", "input")
+    check_number(given, "input")
+    for number, one in enumerate(given):
+        if not isinstance(one, (str, list)) or one == []:
+            raise RequestError(f"input[{number}] must be a text or a list of token ids, got {one!r:.60}", "input")
+    return given
+
+
+def check_number(texts: Any, name: str) -> None:
+    """Raises RequestError for more texts than one request may have."""
+    if len(texts) > MAX_TEXTS:
+        raise RequestError(f"{name}: {len(texts):,} texts, at most {MAX_TEXTS:,} are allowed", name)
+
+
+def options_of(body: EmbeddingsRequest) -> dict[str, Any]:
+    """Keyword arguments that `Embedder.embed` takes beside the texts. Raises RequestError."""
+    return {**{name: getattr(body, name) for name in _OF_VECTORS}, "truncate": truncates(body)}
+
+
+def truncates(body: VectorFields) -> bool:
+    """Tells whether texts that are too long are cut. Raises RequestError."""
+    if body.truncate_prompt_tokens not in (None, -1):
+        told = "truncate_prompt_tokens must be -1, for as many tokens as fit, or null"
+        raise RequestError(told, "truncate_prompt_tokens")
+    return bool(body.truncate) or body.truncate_prompt_tokens == -1

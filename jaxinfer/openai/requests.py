@@ -6,7 +6,9 @@ the first.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,28 +21,14 @@ from jaxinfer.text.messages import check_messages, num_chars
 from jaxinfer.tool_calls import AnswerFormat, ToolOffer, check_tools
 
 if TYPE_CHECKING:
+    from jaxinfer.engine.request import RequestOutput
     from jaxinfer.text import Tokenizer
+    from jaxinfer.text.prompts import TakesPrompts
 
 Prompt = str | Sequence[int]
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default; chat has no limit
 CHARS_PER_TOKEN = 4  # of English text, about; for limits that are checked before a text is tokenized
-_MAX_PRIORITY = 2**31
-
-
-class Client(Protocol):
-    """The part of the engine's client that tokenizes."""
-
-    def tokenize_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_kwargs: Mapping[str, Any],
-    ) -> list[int]: ...
-
-    def tokenize(
-        self, prompt: Prompt, add_special_tokens: bool = True, *, what: str = "the prompt"
-    ) -> tuple[str | None, list[int]]: ...
 
 
 class TextModel(Protocol):
@@ -49,7 +37,7 @@ class TextModel(Protocol):
     default_params: SamplingParams
 
     @property
-    def client(self) -> Client: ...
+    def client(self) -> "TakesPrompts": ...
 
     @property
     def max_model_len(self) -> int: ...
@@ -75,6 +63,7 @@ class TextRequest:
       max_length: tokens of a prompt with its answer, where that is less than the model's length. length_name: its
         field.
       model, echo, return_token_ids: of the body. has_openai_limits: whether the default of max_tokens is OpenAI's.
+      ignored: what the body has that is not supported and changes nothing, for a log.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -104,27 +93,29 @@ class TextRequest:
     echo: bool = False
     return_token_ids: bool = False
     has_openai_limits: bool = True
+    ignored: tuple[str, ...] = ()
+    _offers: dict[AnswerFormat, ToolOffer | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.messages is not None:
-            try:
-                self._check_chat()
-            except RecursionError:
-                raise RequestError("the tools or the messages are nested too deeply") from None
-        if not -_MAX_PRIORITY <= self.priority < _MAX_PRIORITY:
-            raise RequestError(f"priority={self.priority} must be an integer of 32 bits", "priority")
+        with _explaining(lambda error: error):
+            if not self.ignore_unknown:
+                check_names(self.tools, TOOL, "tools")
+                check_names(self.tool_choice, TOOL_CHOICE, "tool_choice")
+            with self.errors_of_tools():
+                check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+            if self.messages is not None:
+                check_messages(self.messages, self.places)
         check_timeout(self.timeout)
         if len(self.cache_salt) > MAX_SALT_CHARS:
             told = f"cache_salt has {len(self.cache_salt)} characters, at most {MAX_SALT_CHARS} are allowed"
             raise RequestError(told, "cache_salt")
 
-    def _check_chat(self) -> None:
-        if not self.ignore_unknown:
-            check_names(self.tools, TOOL, "tools")
-            check_names(self.tool_choice, TOOL_CHOICE, "tool_choice")
-        check_messages(self.messages or (), self.places)
-        with self.errors_of_tools():
-            check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+    def with_messages(self, messages: Sequence[Mapping[str, Any]]) -> "TextRequest":
+        """The request for a conversation; the tools, which are checked, are not read again."""
+        check_messages(messages)
+        found = copy(self)
+        vars(found)["messages"] = messages
+        return found
 
     @property
     def is_chat(self) -> bool:
@@ -157,17 +148,16 @@ class TextRequest:
             values["min_tokens"] = 0
         if "max_tokens" not in limits and values["max_tokens"] is not None:
             values["max_tokens"] = max(values["max_tokens"], _number(values["min_tokens"]))
-        offer = None
+        offer, ignored = None, self.ignored
         template = (None if model.tokenizer is None else model.tokenizer.chat_template) or ""
         if self.is_chat:
-            if not self.ignore_unknown:
-                check_message_names(self.messages, model.tokenizer)
-            with self.errors_of_tools():
-                offer = answers.offer(self.tools, self.tool_choice, self.parallel_tool_calls)
-        with self.errors():
+            names = check_message_names(self.messages, model.tokenizer, ignore_unknown=self.ignore_unknown)
+            offer, ignored = self._offer(answers), (*ignored, *names)
+        with _explaining(self.explained):
             params = SamplingParams.from_dict(values)
         if offer is not None and offer.is_read and params.structured is not None:
-            told = "tools and structured output exclude each other: leave one out, or use tool_choice none"
+            name = self.names.get("structured", "structured")
+            told = f"tools and {name} exclude each other: leave one out, or use tool_choice none"
             raise RequestError(told, "tools")
         if params.seed is None:
             params = replace(params, seed=choose_seed(params))
@@ -178,7 +168,14 @@ class TextRequest:
             has_limit=limits.get("max_tokens") is not None,
             template_kwargs={**self.template_kwargs, **self._effort(template)},
             truncate_to=self._truncation(model.max_model_len),
+            ignored=ignored,
         )
+
+    def _offer(self, answers: AnswerFormat) -> ToolOffer | None:
+        if answers not in self._offers:
+            with self.errors_of_tools():
+                self._offers[answers] = answers.offer(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return self._offers[answers]
 
     def _truncation(self, max_model_len: int) -> int | None:
         wanted = max_model_len - 1 if self.truncate_to == -1 else self.truncate_to
@@ -200,10 +197,6 @@ class TextRequest:
         told = f"{name}={self.effort!r:.60}: the model's chat template does not know reasoning_effort"
         raise RequestError(told, name)
 
-    def errors(self) -> "_Errors":
-        """A block whose errors name the body's fields."""
-        return _Errors(self.explained)
-
     def explained(self, error: ValueError) -> ValueError:
         """An error of the engine with the body's name of what it is about."""
         parameter = getattr(error, "parameter", None)
@@ -218,15 +211,18 @@ class TextRequest:
             sentence = re.sub(rf"(?<![\w.]){ours}(?==)", theirs, sentence)
         return sentence
 
-    def errors_of_tools(self) -> "_Errors":
+    def errors_of_tools(self) -> AbstractContextManager[None]:
         """A block whose errors are about tools."""
 
         def explained(error: ValueError) -> ValueError:
-            sentence = str(error).replace(".function", self.tool_path).replace(".parameters", f".{self.schema_name}")
+            sentence = str(error).replace(".parameters", f".{self.schema_name}")
+            if not self.tool_path:  # names are not in an object of their own
+                sentence = sentence.replace("'function': {'name': ...}", "'name': ...").replace(".allowed_tools", "")
+            sentence = sentence.replace(".function", self.tool_path)
             name = sentence.partition("[")[0].partition(".")[0].partition("=")[0].partition(" ")[0]
             return RequestError(sentence, name if name in ("tool_choice", "parallel_tool_calls") else "tools")
 
-        return _Errors(explained)
+        return _explaining(explained)
 
 
 def num_estimated(prompts: Sequence[Prompt]) -> int:
@@ -241,29 +237,17 @@ def check_timeout(timeout: float | None) -> None:
         raise RequestError(f"timeout={timeout} {told}", "timeout")
 
 
-def renamed(ours: str, theirs: str) -> "_Errors":
-    """A block whose RequestErrors about one field name another."""
-
-    def explained(error: ValueError) -> ValueError:
-        if not isinstance(error, RequestError) or error.parameter != ours:
-            return error
-        return RequestError(str(error).replace(ours, theirs, 1), theirs, error.code)
-
-    return _Errors(explained)
-
-
-class _Errors:
+@contextmanager
+def _explaining(explained: Callable[[ValueError], ValueError]) -> Iterator[None]:
     """A block of which a ValueError is explained."""
-
-    def __init__(self, explained: Callable[[ValueError], ValueError]):
-        self._explained = explained
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValueError) and (found := self._explained(error)) is not error:
-            raise found from None
+    try:
+        yield
+    except ValueError as error:
+        if (found := explained(error)) is error:
+            raise
+        raise found from None
+    except RecursionError:
+        raise RequestError("the tools or the messages are nested too deeply") from None
 
 
 @dataclass(frozen=True)
@@ -273,7 +257,7 @@ class BoundRequest:
     Attributes:
       asked: the body's. params: complete, with a seed, as the body has them; answers are generated under `inputs`.
       offer: tools, where there are any. has_limit: whether somebody chose max_tokens; else it is lowered to what fits.
-        template_kwargs, truncate_to: of the model.
+        template_kwargs, truncate_to: of the model. ignored: as of `TextRequest`, with names of messages.
     """
 
     asked: TextRequest
@@ -282,6 +266,7 @@ class BoundRequest:
     has_limit: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     truncate_to: int | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def num_prompts(self) -> int:
@@ -330,6 +315,17 @@ class BoundRequest:
                 prompt = self._cut(model.client.tokenize(prompt, asked.adds_special_tokens, what=what)[1])
             found.append(prompt if isinstance(prompt, str) else self._cut(prompt))
         return found
+
+    def read(self, output: "RequestOutput", answers: AnswerFormat) -> "RequestOutput":
+        """The output, of a chat with reasoning and calls apart from the text of its answers."""
+        if not self.asked.is_chat or not answers.is_read(self.params, self.offer):
+            return output
+        read, skips = [], self.params.skip_special_tokens
+        for one in output.outputs:
+            told = answers.read(one.text, output.prompt_token_ids, one.seed, self.offer, skips)
+            called = one.tool_calls if self.read_offer is None else told[2]
+            read.append(replace(one, text=told[1], reasoning=told[0] or None, tool_calls=called))
+        return replace(output, outputs=read)
 
     def refused(self, error: Exception, number: int = 0) -> RequestError:
         """The error of a request that the engine does not take, or of the prompt with this number: with the body's

@@ -4,28 +4,22 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
-from jaxinfer.openai.answers import Answer
+from jaxinfer.openai.answers import Answer, event_types
 
 Empty = Annotated[list[Any], Meta(max_length=0)]
 
 
 class OutputText(Answer, tag_field="type", tag="output_text"):
-    """Text of a message."""
-
     text: str
     annotations: Empty
     logprobs: Empty
 
 
 class ReasoningText(Answer, tag_field="type", tag="reasoning_text"):
-    """Text of the model's reasoning."""
-
     text: str
 
 
 class OutputMessage(Answer, tag_field="type", tag="message"):
-    """A message of the model."""
-
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
     role: Literal["assistant"]
@@ -33,8 +27,6 @@ class OutputMessage(Answer, tag_field="type", tag="message"):
 
 
 class Reasoning(Answer, tag_field="type", tag="reasoning"):
-    """The model's reasoning."""
-
     id: str
     summary: Empty
     content: list[ReasoningText]
@@ -48,6 +40,9 @@ class FunctionCall(Answer, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+
+
+Item = OutputMessage | Reasoning | FunctionCall
 
 
 class InputDetails(Answer):
@@ -64,8 +59,6 @@ class OutputDetails(Answer):
 
 
 class ResponseUsage(Answer):
-    """Numbers of tokens."""
-
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
@@ -92,7 +85,7 @@ class Response(Answer):
     max_output_tokens: int | None
     metadata: dict[str, Any]
     model: str
-    output: list[OutputMessage | Reasoning | FunctionCall]
+    output: list[Item]
     parallel_tool_calls: bool
     previous_response_id: None
     reasoning: dict[str, Any]
@@ -107,101 +100,25 @@ class Response(Answer):
     user: str | UnsetType = UNSET
 
 
-class _Event(Answer):
-    sequence_number: int
+_RESPONSE = {"sequence_number": int, "response": Response}
+_ITEM = {"sequence_number": int, "output_index": int, "item": Item}
+_OF_ITEM = {"sequence_number": int, "item_id": str, "output_index": int}
+_OF_PART = {**_OF_ITEM, "content_index": int}
+_PART = {**_OF_PART, "part": OutputText | ReasoningText}
 
-
-class _PartEvent(_Event):
-    item_id: str
-    output_index: int
-    content_index: int
-
-
-class ResponseCreated(_Event, tag_field="type", tag="response.created"):
-    response: Response
-
-
-class ResponseInProgress(_Event, tag_field="type", tag="response.in_progress"):
-    response: Response
-
-
-class ResponseCompleted(_Event, tag_field="type", tag="response.completed"):
-    response: Response
-
-
-class ResponseIncomplete(_Event, tag_field="type", tag="response.incomplete"):
-    response: Response
-
-
-class ItemAdded(_Event, tag_field="type", tag="response.output_item.added"):
-    output_index: int
-    item: OutputMessage | Reasoning | FunctionCall
-
-
-class ItemDone(_Event, tag_field="type", tag="response.output_item.done"):
-    output_index: int
-    item: OutputMessage | Reasoning | FunctionCall
-
-
-class PartAdded(_PartEvent, tag_field="type", tag="response.content_part.added"):
-    part: OutputText | ReasoningText
-
-
-class PartDone(_PartEvent, tag_field="type", tag="response.content_part.done"):
-    part: OutputText | ReasoningText
-
-
-class OutputTextDelta(_PartEvent, tag_field="type", tag="response.output_text.delta"):
-    delta: str
-    logprobs: Empty
-
-
-class OutputTextDone(_PartEvent, tag_field="type", tag="response.output_text.done"):
-    text: str
-    logprobs: Empty
-
-
-class ReasoningTextDelta(_PartEvent, tag_field="type", tag="response.reasoning_text.delta"):
-    delta: str
-
-
-class ReasoningTextDone(_PartEvent, tag_field="type", tag="response.reasoning_text.done"):
-    text: str
-
-
-class ArgumentsDelta(_Event, tag_field="type", tag="response.function_call_arguments.delta"):
-    item_id: str
-    output_index: int
-    delta: str
-
-
-class ArgumentsDone(_Event, tag_field="type", tag="response.function_call_arguments.done"):
-    item_id: str
-    output_index: int
-    name: str
-    arguments: str
-
-
-class ResponseError(_Event, tag_field="type", tag="error"):
-    code: str
-    message: str
-    param: str | None
-
-
-ResponseEvent = (
-    ResponseCreated
-    | ResponseInProgress
-    | ResponseCompleted
-    | ResponseIncomplete
-    | ItemAdded
-    | ItemDone
-    | PartAdded
-    | PartDone
-    | OutputTextDelta
-    | OutputTextDone
-    | ReasoningTextDelta
-    | ReasoningTextDone
-    | ArgumentsDelta
-    | ArgumentsDone
-    | ResponseError
+ResponseEvent = event_types(
+    "Response",
+    {
+        **dict.fromkeys(("response.created", "response.in_progress"), _RESPONSE),
+        **dict.fromkeys(("response.completed", "response.incomplete"), _RESPONSE),
+        **dict.fromkeys(("response.output_item.added", "response.output_item.done"), _ITEM),
+        **dict.fromkeys(("response.content_part.added", "response.content_part.done"), _PART),
+        "response.output_text.delta": {**_OF_PART, "delta": str, "logprobs": Empty},
+        "response.output_text.done": {**_OF_PART, "text": str, "logprobs": Empty},
+        "response.reasoning_text.delta": {**_OF_PART, "delta": str},
+        "response.reasoning_text.done": {**_OF_PART, "text": str},
+        "response.function_call_arguments.delta": {**_OF_ITEM, "delta": str},
+        "response.function_call_arguments.done": {**_OF_ITEM, "name": str, "arguments": str},
+        "error": {"sequence_number": int, "code": str, "message": str, "param": str | None},
+    },
 )

@@ -1,32 +1,29 @@
 """The responses API: its items as messages of a chat, and answers as its items. Nothing is stored."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET, structs
 
 from jaxinfer.openai import response_types as types
-from jaxinfer.openai.bodies import Names, ResponsesRequest, any_of
+from jaxinfer.openai.bodies import ResponsesRequest
 from jaxinfer.openai.errors import RequestError
-from jaxinfer.openai.fields import check_names, check_neutral
-from jaxinfer.openai.reader import structured_of
-from jaxinfer.openai.requests import BoundRequest, TextRequest, renamed
+from jaxinfer.openai.fields import check_neutral
+from jaxinfer.openai.reader import given, scheduling, structured_of
+from jaxinfer.openai.requests import BoundRequest, TextRequest
+from jaxinfer.openai.response_types import Item
 from jaxinfer.openai.writer import usage
 from jaxinfer.text.messages import check_call
 from jaxinfer.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from jaxinfer.engine.request import CompletionOutput, RequestOutput
-
-Item = types.OutputMessage | types.Reasoning | types.FunctionCall
+    from jaxinfer.text import Tokenizer
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
-_TOOL: Names = {
-    **any_of("type", "name", "description", "parameters", "strict", "cache_control"),
-    **any_of("allowed_callers", "defer_loading", "output_schema", "async"),
-}
-_CHOICE: Names = {**_TOOL, "mode": None, "tools": _TOOL}
+_FORMAT = "text.format"
+_FUNCTION = ("name", "description", "parameters", "strict")
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of the ids of items
 
 
@@ -34,19 +31,16 @@ _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of t
 
 
 def read_response(body: ResponsesRequest, *, ignore_unknown: bool = False) -> TextRequest:
-    """A response's request: its items as messages. Raises RequestError or another ValueError, with the place."""
+    """A response's request: its items as messages. Raises RequestError or another ValueError, with the place.
+
+    Tools that only OpenAI has, which agents send unasked, are among what is ignored.
+    """
     if "message.output_text.logprobs" in (body.include or ()):
         raise RequestError("include: message.output_text.logprobs is not supported: leave it out", "include")
     check_neutral("text.verbosity", (body.text or {}).get("verbosity"), ("medium",))
-    tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
-    if not ignore_unknown:
-        check_names([tool for tool in body.tools or () if tool.get("type") == "function"], _TOOL, "tools")
-        check_names(body.tool_choice, _CHOICE, "tool_choice")
-    sampling = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    sampling = given(body, _SAMPLING) | structured_of({"response_format": (body.text or {}).get("format")}, _FORMAT)
     if body.max_output_tokens is not None:
         sampling["max_tokens"] = body.max_output_tokens
-    with renamed("response_format", "text.format"):
-        sampling |= structured_of({"response_format": (body.text or {}).get("format")})
     found = [({"role": "system", "content": body.instructions}, "instructions")] if body.instructions else []
     if isinstance(body.input, str):
         found.append(({"role": "user", "content": body.input}, "input"))
@@ -54,41 +48,43 @@ def read_response(body: ResponsesRequest, *, ignore_unknown: bool = False) -> Te
         raise RequestError("input is empty: a conversation needs at least one item", "input")
     else:
         found += _turns(body.input)
+    hosted = {f"{tool.get('type')!s:.80}" for tool in body.tools or () if tool.get("type") != "function"}
     return TextRequest(
         sampling,
-        {"max_tokens": "max_output_tokens", "structured": "text.format"},
+        {"max_tokens": "max_output_tokens", "structured": _FORMAT},
         messages=[one for one, _ in found],
         places=[place for _, place in found],
         source="input",
         ignore_unknown=ignore_unknown,
-        tools=tools,
+        tools=[_as_chat(tool) for tool in body.tools or () if tool.get("type") == "function"],
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         tool_path="",
         effort=(body.reasoning or {}).get("effort"),
         effort_name="reasoning.effort",
-        priority=body.priority or 0,
-        timeout=body.timeout,
-        model=body.model or None,
-        cache_salt=body.cache_salt or "",
+        ignored=tuple(f"tools of type {kind}" for kind in sorted(hosted)),
+        **scheduling(body),
     )
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+def _as_chat(tool: Mapping[str, Any], names: Sequence[str] = _FUNCTION) -> dict[str, Any]:
+    """A tool, or the choice of one, as chat completions have it: there a function is an object of its own."""
+    return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
 
 
 def _choice(choice: Any) -> Any:
-    """A choice of tools as chat completions have it: there the name of a function is in an object of its own."""
+    """A choice of tools as chat completions have it. Raises RequestError for one of a tool that only OpenAI has."""
     if not isinstance(choice, Mapping):
         return choice
-    if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") == "allowed_tools":
+    kind = choice.get("type")
+    if kind == "function":
+        return _as_chat(choice, ("name",))
+    if kind == "allowed_tools":
         tools = choice.get("tools")
         named = [_choice(tool) for tool in tools] if isinstance(tools, list) else tools
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
-    return choice
+        return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+    told = f"tool_choice names a tool of type {kind!r:.60}: only functions can be called"
+    raise RequestError(told, "tool_choice")
 
 
 def _turns(items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
@@ -157,17 +153,14 @@ class ResponseWriter:
     """The object of one response.
 
     Args:
-      about: its id without a prefix, its time and the model's name. count_tokens: how many a text was made of.
+      about: its id without a prefix, its time and the model's name. tokenizer: of the model, which counts tokens of
+        reasoning, about: a model may write it with others.
     """
 
     def __init__(
-        self,
-        body: ResponsesRequest,
-        request: BoundRequest,
-        about: Mapping[str, Any],
-        count_tokens: Callable[[str], int],
+        self, body: ResponsesRequest, request: BoundRequest, about: Mapping[str, Any], tokenizer: "Tokenizer | None"
     ):
-        self._id, self._count_tokens = about["id"], count_tokens
+        self._id, self._tokenizer = about["id"], tokenizer
         self.begun = types.Response(
             id=f"resp_{self._id}",
             object="response",
@@ -199,6 +192,9 @@ class ResponseWriter:
         items = self._items_of(answer) if items is None else items
         is_cut, counted = answer.finish_reason == "length", usage([output])
         thought = "".join(part.text for item in items if isinstance(item, types.Reasoning) for part in item.content)
+        num_thought = 0
+        if thought and self._tokenizer is not None:
+            num_thought = len(self._tokenizer.encode(thought, add_special_tokens=False))
         return structs.replace(
             self.begun,
             status="incomplete" if is_cut else "completed",
@@ -208,7 +204,7 @@ class ResponseWriter:
                 input_tokens=counted.prompt_tokens,
                 input_tokens_details=types.InputDetails(cached_tokens=output.num_cached_tokens, cache_write_tokens=0),
                 output_tokens=counted.completion_tokens,
-                output_tokens_details=types.OutputDetails(reasoning_tokens=self._count_tokens(thought)),
+                output_tokens_details=types.OutputDetails(reasoning_tokens=num_thought),
                 total_tokens=counted.total_tokens,
             ),
         )

@@ -1,5 +1,6 @@
-"""From the engine's outputs to OpenAI's answers: the one writer of chat and completions, for server and batch."""
+"""From the engine's outputs to OpenAI's answers, for server and batch."""
 
+import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from jaxinfer.openai import answers as types
+from jaxinfer.openai.bodies import EmbeddingsRequest
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.requests import BoundRequest
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxinfer.engine.request import CompletionOutput, RequestOutput, TokenLogprob
     from jaxinfer.sampling import SamplingParams
     from jaxinfer.text import Tokenizer
@@ -86,6 +90,18 @@ def scored(output: "RequestOutput") -> "RequestOutput":
             replace(one, text="", token_ids=[], logprobs=None if one.logprobs is None else [], finish_reason="length")
             for one in output.outputs
         ],
+    )
+
+
+def embeddings(vectors: "np.ndarray", num_tokens: int, body: EmbeddingsRequest, model: str) -> types.Embeddings:
+    """The answer with these vectors, float32 [texts, dimensions]."""
+    as_base64 = body.encoding_format == "base64"
+    rows = [base64.b64encode(row).decode() for row in vectors.astype("<f4")] if as_base64 else vectors.tolist()
+    return types.Embeddings(
+        object="list",
+        data=[types.Embedding(object="embedding", index=index, embedding=row) for index, row in enumerate(rows)],
+        model=model,
+        usage=types.TokenCounts(prompt_tokens=num_tokens, total_tokens=num_tokens),
     )
 
 

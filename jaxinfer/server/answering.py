@@ -1,57 +1,45 @@
 """Shared by the routes that generate: from a body to its answer, whole or as a stream."""
 
+import secrets
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.engine.request import RequestOutput
 from jaxinfer.openai.bodies import SamplingFields
-from jaxinfer.openai.requests import BoundRequest
-from jaxinfer.openai.writer import usage
-from jaxinfer.server.chunks import DONE
+from jaxinfer.openai.requests import BoundRequest, TextRequest
+from jaxinfer.sampling import SamplingParams
 from jaxinfer.server.errors import APIError, refused
-from jaxinfer.server.generation import Generation, StreamFormat
+from jaxinfer.server.generation import AnswerForm, Generation
 from jaxinfer.server.http import EventStream, json_response, lease_for, record_of, while_connected, work_for
 from jaxinfer.server.models import Lease, ServedModel
 from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
 from jaxinfer.server.service import Service
+from jaxinfer.server.sizes import check_length
 
 _MANY_LOGPROBS = 1 << 12  # of an answer: they take some 10 ms
-
-
-class AnswerForm(StreamFormat, Protocol):
-    """Writes one answer in a route's form, as a whole or as a stream of events."""
-
-    def whole(self, outputs: list[RequestOutput]) -> Any:
-        """The whole answer, as JSON data or a Struct."""
-        ...
-
-    def error_event(self, error: APIError) -> bytes:
-        """The last event of a stream that fails."""
-        ...
+_MAX_SEED = 2**53  # of seeds that the server chooses: every JSON parser keeps them
+encode = msgspec.json.Encoder().encode
 
 
 async def answer(
     request: Request,
     service: Service,
     body: Any,
-    read: Callable[[ServedModel], BoundRequest],
-    make_form: Callable[[Generation, StreamPosition], AnswerForm],
+    read: Callable[[ServedModel], TextRequest],
+    make_form: Callable[[Any, Generation, StreamPosition], AnswerForm],
     *,
     is_stream: bool | None = None,
     media_type: str = "text/event-stream",
-    echo: bool = False,
-    can_resume: bool = False,
 ) -> Response:
     """Answers a body, at once or as a stream, by default as it says.
 
     Args:
       read: the request of the body, for the model that it names; called when that is loaded. make_form: what writes the
-        answer. echo: whether texts begin with the prompt's. can_resume: whether its streams can be resumed.
+        answer to the body.
 
     Raises APIError for what cannot be served.
     """
@@ -59,11 +47,11 @@ async def answer(
     record_of(request.scope).is_stream = is_stream
     lease = await lease_for(request, service, body)
     try:
-        generation, position = await _begin(request, service, lease, body, read, echo, can_resume)
+        generation, position = await _begin(request, service, lease, body, read)
     except BaseException:
         lease.release()
         raise
-    form, headers = make_form(generation, position), answer_headers(generation.model, position)
+    form, headers = make_form(body, generation, position), answer_headers(generation.model, position)
     if is_stream:
         timeout, events = service.options.send_timeout, generation.events(form)
         return EventStream(events, generation.close, form.error_event, timeout, headers, media_type=media_type)
@@ -79,9 +67,7 @@ async def _begin(
     service: Service,
     lease: Lease,
     body: Any,
-    read_request: Callable[[ServedModel], BoundRequest],
-    echo: bool,
-    can_resume: bool,
+    read_request: Callable[[ServedModel], TextRequest],
 ) -> tuple[Generation, StreamPosition]:
     """A prepared generation, which the caller closes, and where its stream begins: later, where the client resumes
     one."""
@@ -89,10 +75,10 @@ async def _begin(
 
     def read() -> tuple[StreamPosition | None, BoundRequest, str]:
         digest = request_digest(body, model.fingerprint)
-        resumed = _resumed(request, model, body, digest, can_resume)
+        resumed = _resumed(request, model, body, digest)
         if resumed is not None:
             body.seed = resumed.seed
-        job = read_request(model)
+        job = bind(request, service, body, read_request, model)
         if service.options.log_prompts:
             record.prompt = repr(job.asked.messages or job.asked.prompts)[:10_000]
         job.num_estimated  # noqa: B018 (computed once, here)
@@ -104,8 +90,7 @@ async def _begin(
     if resumed is not None and len(resumed.choices) != job.num_answers:
         raise refused("Last-Event-ID", "the event's id is of a request with another number of answers")
     position = resumed or StreamPosition(new_answer_id(), digest, seed, job.num_answers)
-    resumed = resumed if body.stream else None
-    generation = Generation(service, lease, job, record, resumed=resumed, echo=echo)
+    generation = Generation(service, lease, job, record, resumed if body.stream else None)
     record.received_seconds = time.perf_counter() - record.start
     try:
         await while_connected(request.receive, generation.prepare())
@@ -115,12 +100,50 @@ async def _begin(
     return generation, position
 
 
-def _resumed(request: Request, model: ServedModel, body: Any, digest: str, can_resume: bool) -> StreamPosition | None:
+def bind(
+    request: Request, service: Service, body: Any, read: Callable[[ServedModel], TextRequest], model: ServedModel
+) -> BoundRequest:
+    """The request of a body for a model, within the server's limits; without a seed it is given one. Raises APIError,
+    RequestError or SamplingParamsError."""
+    max_n = service.options.max_n if isinstance(body, SamplingFields) else 1
+    _check_sizes(body, model, max_n)
+    asked = read(model)
+    found = asked.bind(model.llm, model.answers, _seed)
+    service.log_unknown(found.ignored, record_of(request.scope).route)
+    if found.num_answers > max_n:
+        told = f"{found.num_prompts} prompts times n={found.params.n} are more than the server's limit of {max_n}"
+        raise refused("n", told)
+    return found
+
+
+def _seed(params: SamplingParams) -> int:
+    return 0 if params.is_greedy else secrets.randbelow(_MAX_SEED)
+
+
+def _check_sizes(body: Any, model: ServedModel, max_n: int = 1) -> None:
+    """Raises APIError for more than the model can take, before each of it is looked at."""
+    llm, prompt = model.llm, getattr(body, "prompt", None)
+    for name in ("messages", "input"):
+        if isinstance(items := getattr(body, name, None), list):
+            check_length(len(items), "messages" if name == "messages" else "items", llm.max_model_len)
+    if isinstance(prompt, list):
+        several = any(isinstance(one, (str, list)) for one in prompt)
+        if several and len(prompt) > max_n:
+            raise refused("n", f"{len(prompt)} prompts are more than the server's limit of {max_n}")
+        for ids in prompt if several else [prompt]:
+            if isinstance(ids, list) and getattr(body, "truncate_prompt_tokens", None) is None:
+                check_length(len(ids), "token ids of the prompt", llm.max_model_len)
+    num_allowed, vocab_size = len(getattr(body, "allowed_token_ids", None) or ()), llm.client.config.vocab_size
+    if num_allowed > vocab_size:
+        raise refused("allowed_token_ids", f"allowed_token_ids has {num_allowed:,} ids, the vocabulary {vocab_size:,}")
+
+
+def _resumed(request: Request, model: ServedModel, body: Any, digest: str) -> StreamPosition | None:
     """Where the client was, if it says so. Raises APIError if the answer cannot be resumed."""
     text = request.headers.get("last-event-id") or request.headers.get("x-jaxinfer-resume")
     if not text:
         return None
-    if not can_resume:
+    if not isinstance(body, SamplingFields):
         raise refused("Last-Event-ID", "streams of this route cannot be resumed, those of /v1/chat/completions can")
     if not model.is_resumable:
         raise APIError(
@@ -159,20 +182,22 @@ async def _respond(
     return await work_for(record, lambda: json_response(make(), headers))
 
 
-class OpenAIForm:
-    """Base of the forms of chat and completions: their streams end with the usage, where it is asked for."""
+def continuing(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Variables of the chat template by which an answer that the client has begun is continued."""
+    continues = turns[-1]["role"] == "assistant" and "tool_calls" not in turns[-1]
+    return {"add_generation_prompt": not continues, "continue_final_message": continues}
 
-    _chunks: Any
 
-    def __init__(self, body: SamplingFields, generation: Generation, position: StreamPosition, prefix: str):
-        self._generation, self._position = generation, position
-        self._params, self._has_ids = generation.job.params, bool(body.return_token_ids)
-        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._about = generation.about(prefix, position)
+def reasoning_switch(wanted: bool, model: ServedModel, name: str, about: str) -> dict[str, Any]:
+    """Variables of the chat template that switch reasoning. Raises APIError, with the field, where it has none."""
+    if "enable_thinking" in model.template:
+        return {"enable_thinking": wanted}
+    if wanted != (model.tags is not None):
+        told = "has no reasoning" if wanted else "cannot leave its reasoning out"
+        raise refused(name, f"{about} is not supported: the model {told}")
+    return {}
 
-    def finish(self) -> bytes:
-        counted = usage(self._generation.outputs, has_cached=True)
-        return (self._chunks.usage(counted) if self._has_usage else b"") + DONE
 
-    def error_event(self, error: APIError) -> bytes:
-        return b"data: %b\n\n" % msgspec.json.encode(error.openai())
+def named_event(name: str, /, **fields: Any) -> bytes:
+    """An event of Anthropic's or of the responses API, whose name is its type too."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **fields}))

@@ -11,8 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxinfer import __version__
 from jaxinfer.server import ollama, ollama_models
 from jaxinfer.server.auth import Keys
-from jaxinfer.server.chat import chat_completions
-from jaxinfer.server.completions import completions
+from jaxinfer.server.completions import chat_completions, completions
 from jaxinfer.server.embeddings import embeddings, rerank, score
 from jaxinfer.server.errors import APIError
 from jaxinfer.server.http import json_response, read_body, using, while_connected
@@ -143,7 +142,6 @@ async def model(request: Request, service: Service) -> Response:
 
 async def load_model(request: Request, service: Service) -> Response:
     """Loads a model, and answers when it is loaded."""
-    service.check_accepts()
     body = await read_body(request, LoadRequest, service)
     async with using(request, service, body) as model:
         return json_response(_described(model))
@@ -151,5 +149,5 @@ async def load_model(request: Request, service: Service) -> Response:
 
 async def unload_model(request: Request, service: Service) -> Response:
     """Unloads a model as soon as its requests have ended, and answers then."""
-    body = await read_body(request, ModelRequest, service)
+    body = await read_body(request, ModelRequest, service, uses_model=False)
     return json_response(_described(await while_connected(request.receive, service.models.unload(body.model))))

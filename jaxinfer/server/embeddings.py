@@ -7,25 +7,25 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.embedding import VectorJob, best_first
 from jaxinfer.engine.request import Prompt, RequestOptions
+from jaxinfer.openai import answers, writer
 from jaxinfer.openai.bodies import EmbeddingsRequest
-from jaxinfer.openai.embeddings import check_number, options_of, read_inputs, truncates
-from jaxinfer.openai.embeddings import embeddings as answer_of
+from jaxinfer.openai.reader import check_number, options_of, read_inputs, truncates
 from jaxinfer.openai.requests import num_estimated
-from jaxinfer.server.embedding_types import RerankRequest, ScoreRequest
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.service import Service
+from jaxinfer.server.types import RerankRequest, ScoreRequest
 
 
 async def embeddings(request: Request, service: Service) -> Response:
     """Vectors of texts, as the checkpoint's files of sentence-transformers make them."""
-    service.check_accepts()
     body = await read_body(request, EmbeddingsRequest, service)
     texts, given = read_inputs(body), options_of(body)
 
@@ -37,45 +37,48 @@ async def embeddings(request: Request, service: Service) -> Response:
         vectors, num_tokens = await run_vectors(request, service, model, texts, make, "input", body.priority)
 
     def answer() -> Response:
-        return json_response(answer_of(vectors, num_tokens, body, model.name))
+        return json_response(writer.embeddings(vectors, num_tokens, body, model.name))
 
     return await in_thread(record_of(request.scope), answer)
 
 
 async def score(request: Request, service: Service) -> Response:
     """How relevant texts are for others: a reranker's probability, or the cosine of vectors."""
-    service.check_accepts()
     body = await read_body(request, ScoreRequest, service)
     first, second = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
         raise refused("text_2", f"{len(first)} texts in text_1 and {len(second)} in text_2 do not pair up")
     name, found, num_tokens = await _relevance(request, service, body, first, second, "text_2")
     return json_response(
-        {
-            "id": f"score-{secrets.token_hex(12)}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": name,
-            "data": [{"index": i, "object": "score", "score": float(one)} for i, one in enumerate(found)],
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
+        answers.Scores(
+            id=f"score-{secrets.token_hex(12)}",
+            object="list",
+            created=int(time.time()),
+            model=name,
+            data=[answers.ScoreOfPair(index=i, object="score", score=float(one)) for i, one in enumerate(found)],
+            usage=answers.TokenCounts(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        )
     )
 
 
 async def rerank(request: Request, service: Service) -> Response:
     """Documents by their relevance for a query, the most relevant first."""
-    service.check_accepts()
     body = await read_body(request, RerankRequest, service)
     documents = [_document(one, number) for number, one in enumerate(body.documents)]
     name, found, num_tokens = await _relevance(request, service, body, [body.query], documents, "documents")
-    results: list[dict[str, Any]] = [
-        {"index": index, "relevance_score": value} for index, value in best_first(found, body.top_n)
+    has_texts = body.return_documents is not False
+    results = [
+        answers.RankedDocument(
+            index=index,
+            relevance_score=value,
+            document=answers.DocumentText(text=documents[index]) if has_texts else UNSET,
+        )
+        for index, value in best_first(found, body.top_n)
     ]
-    if body.return_documents is not False:
-        results = [{**one, "document": {"text": documents[one["index"]]}} for one in results]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    about = {"id": f"rerank-{secrets.token_hex(12)}", "model": name, "usage": usage}
-    return json_response({**about, "results": results})
+    usage = answers.TokenCounts(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    return json_response(
+        answers.Reranked(id=f"rerank-{secrets.token_hex(12)}", model=name, usage=usage, results=results)
+    )
 
 
 async def _relevance(

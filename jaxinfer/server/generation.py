@@ -7,13 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from jaxinfer.async_engine import AnswerStream
-from jaxinfer.engine.request import (
-    Request,
-    RequestOptions,
-    RequestOutput,
-    StreamDelta,
-)
-from jaxinfer.engine.tool_calls import read_answers
+from jaxinfer.engine.request import Request, RequestOptions, RequestOutput, StreamDelta
 from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.writer import prompt_text, scored
 from jaxinfer.sampling.seeds import sample_seed
@@ -29,8 +23,13 @@ from jaxinfer.text.reasoning import AnswerSplitter, prompt_end, starts_inside
 from jaxinfer.tool_calls import AnswerReader, Content, Reasoning, ToolCallDelta, text_of
 
 
-class StreamFormat(Protocol):
-    """Writes the events of one stream. No method is a coroutine: that would cost more than the events themselves."""
+class AnswerForm(Protocol):
+    """Writes one answer in a route's form, as a whole or as a stream of events. No method is a coroutine: that would
+    cost more than the events themselves."""
+
+    def whole(self, outputs: list[RequestOutput]) -> Any:
+        """The whole answer, as JSON data or a Struct."""
+        ...
 
     def begin(self) -> bytes:
         """Events before the first token."""
@@ -45,31 +44,27 @@ class StreamFormat(Protocol):
         """Events after the last choice has ended."""
         ...
 
+    def error_event(self, error: APIError) -> bytes:
+        """The last event of a stream that fails."""
+        ...
+
 
 Shown = tuple[StreamDelta, str, ToolCallDelta | None]
-"""What `StreamFormat.add` takes."""
+"""What `AnswerForm.add` takes."""
 
 
 class Generation:
     """One job of one client. `prepare`, then `events` to the end, or `run`; `close` in any case.
 
     Args:
-      lease: of the model, released with `close`.
-      resumed: what the client has already. echo: whether texts begin with the prompt's.
+      lease: of the model, released with `close`. resumed: what the client has already.
     """
 
     def __init__(
-        self,
-        service: Service,
-        lease: Lease,
-        job: BoundRequest,
-        record: Record,
-        *,
-        resumed: StreamPosition | None = None,
-        echo: bool = False,
+        self, service: Service, lease: Lease, job: BoundRequest, record: Record, resumed: StreamPosition | None = None
     ):
         self._service, self._lease, self.model = service, lease, lease.model
-        self.job, self._record, self._echo = job, record, echo
+        self.job, self.record = job, record
         answers = self.model.answers
         is_read = job.asked.is_chat and answers.is_read(job.params, job.offer)
         self._offer, self._tags = job.read_offer, answers.reasoning if is_read else None
@@ -91,12 +86,12 @@ class Generation:
 
     async def prepare(self) -> None:
         """Tokenizes the prompts. Raises APIError for what cannot be served."""
-        self.requests = await in_thread(self._record, self._prepare)
-        self._record.num_prompt = sum(request.num_prompt for request in self.requests)
+        self.requests = await in_thread(self.record, self._prepare)
+        self.record.num_prompt = sum(request.num_prompt for request in self.requests)
 
     def _prepare(self) -> list[Request]:
         llm, job = self.model.llm, self.job
-        salt = self._service.salt(self._record.key, job.asked.cache_salt)
+        salt = self._service.salt(self.record.key, job.asked.cache_salt)
         options = RequestOptions(job.asked.priority, self._seconds_left(), salt)
         try:
             return [
@@ -122,10 +117,6 @@ class Generation:
             return False
         return starts_inside(self._tags, prompt_end(tokenizer, self.requests[number].token_ids))
 
-    def count_tokens(self, text: str) -> int:
-        """About as many tokens as the text was made of: a model may write it with others than the tokenizer would."""
-        return len(self.tokenizer.encode(text, add_special_tokens=False)) if text and self.tokenizer is not None else 0
-
     async def run(self) -> list[RequestOutput]:
         """The outputs of the whole job. Raises APIError if an answer failed."""
         source = await self._submit()
@@ -134,7 +125,7 @@ class Generation:
                 self._receive(delta)
         return self._end()
 
-    async def events(self, form: StreamFormat) -> AsyncIterator[bytes]:
+    async def events(self, form: AnswerForm) -> AsyncIterator[bytes]:
         """Events of what is new, as it comes. Raises APIError if an answer failed."""
         if begun := form.begin() + self._echoed(form):
             yield begun
@@ -154,10 +145,10 @@ class Generation:
         self._end()
         yield form.finish()
 
-    def _echoed(self, form: StreamFormat) -> bytes:
+    def _echoed(self, form: AnswerForm) -> bytes:
         """Events of the prompts' texts, if they are part of the answers."""
         found = b""
-        for index in range(self.job.num_answers if self._echo else 0):
+        for index in range(self.job.num_answers if self.job.asked.echo else 0):
             delta = StreamDelta(index, self._prompt_text(index // self.job.params.n), [])
             if self._skippers is not None:
                 delta, *_ = self._skip(delta, "", None)
@@ -230,7 +221,7 @@ class Generation:
                 await self._ticket.turn()
         except TimeoutError:
             raise self._expired() from None
-        self._record.queued_seconds = time.perf_counter() - self._start
+        self.record.queued_seconds = time.perf_counter() - self._start
         engine = self.model.engine
         for request in self.requests:
             options = replace(request.options, priority=self._ticket.rank)  # the client's has counted in the queue
@@ -245,9 +236,9 @@ class Generation:
         """Counts what has come. Raises APIError if the answer failed."""
         if num := len(delta.token_ids):
             seconds = time.perf_counter() - self._start
-            self._record.num_output += num
-            if self._record.first_token_seconds is None:
-                self._record.first_token_seconds = seconds
+            self.record.num_output += num
+            if self.record.first_token_seconds is None:
+                self.record.first_token_seconds = seconds
                 self._metrics.first_token.observe(seconds)
             else:
                 self._metrics.inter_token.observe((seconds - self._last) / num)
@@ -272,23 +263,12 @@ class Generation:
         self.outputs = [output for output in self._outputs if output is not None]
         if self.job.asked.num_kept == 0:
             self.outputs = [scored(output) for output in self.outputs]
-        self._record.end(self.outputs)
+        self.record.end(self.outputs)
         return self.outputs
 
     def read(self, output: RequestOutput) -> RequestOutput:
         """A whole output with its answers told apart."""
-        if self._tags is None and self._offer is None:
-            return output
-        return read_answers(output, self.job.params, self.model.answers, self.job.offer)
-
-    def about(self, prefix: str, position: StreamPosition) -> dict[str, Any]:
-        """Id, time, model and fingerprint, as OpenAI's answers have them."""
-        return {
-            "id": f"{prefix}-{position.answer_id}",
-            "created": position.created,
-            "model": self.model.name,
-            "system_fingerprint": self.model.fingerprint,
-        }
+        return self.job.read(output, self.model.answers)
 
     def close(self) -> None:
         """Gives back what it holds: the place in the queue, slots and pages."""
@@ -297,7 +277,7 @@ class Generation:
             stream.abort()
         if self._several is not None:
             self._several.close()
-        self._ticket.leave(self._record.num_output)
+        self._ticket.leave(self.record.num_output)
         self._lease.release()
 
 

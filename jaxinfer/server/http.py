@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 from jaxinfer.openai import fields
 from jaxinfer.openai.errors import RequestError
-from jaxinfer.server.chunks import KEEP_ALIVE
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
 from jaxinfer.server.models import Lease, ServedModel
 from jaxinfer.server.record import RECORD, Record
@@ -24,6 +23,7 @@ from jaxinfer.server.sizes import check_fields, count_values, is_large, max_valu
 _FREE_BYTES = 1 << 18  # of each body; what is more is limited for all bodies together
 _BODIES_AT_ONCE = 8  # of the largest size
 _MAX_UNKNOWN = 20  # names of unknown fields that are logged
+_KEEP_ALIVE = b": keep-alive\n\n"
 _KEEP_ALIVE_SECONDS = 15.0
 _BODY_SECONDS = 60.0
 _FORM = "application/x-www-form-urlencoded"
@@ -41,13 +41,15 @@ def record_of(scope: Scope) -> Record:
     return scope[RECORD]
 
 
-async def read_body(request: Request, kind: type[Body], service: Service) -> Body:
+async def read_body(request: Request, kind: type[Body], service: Service, *, uses_model: bool = True) -> Body:
     """The typed body. Raises APIError for another media type, a body that is too large or late, or is not as it should
-    be.
+    be, and where it `uses_model` while no new requests are taken.
 
     JSON under the media type of forms, which `curl -d` sends unless told otherwise, is taken from any client but a
     browser: a page of another site may send it without asking the server first.
     """
+    if uses_model:
+        service.check_accepts()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_form = media_type == _FORM and not any(name in request.headers for name in _OF_BROWSERS)
     if media_type != "application/json" and not is_form:
@@ -202,7 +204,7 @@ class EventStream(Response):
         super().__init__(None, 200, {**(headers or {}), "cache-control": "no-cache", "x-accel-buffering": "no"})
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self.raw_headers.append((b"content-type", f"{media_type}; charset=utf-8".encode()))
-        self._keep_alive = KEEP_ALIVE if media_type == "text/event-stream" else b""  # lines of JSON have no comments
+        self._keep_alive = _KEEP_ALIVE if media_type == "text/event-stream" else b""  # lines of JSON have no comments
         self._events, self._close, self._error_event = events, close, error_event
         self._send_timeout = send_timeout
         self._sent_at = time.monotonic()

@@ -3,57 +3,44 @@
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.engine.request import RequestOutput, StreamDelta
-from jaxinfer.llm import LLM
-from jaxinfer.openai.reader import structured_of
-from jaxinfer.openai.requests import BoundRequest, TextRequest, renamed
+from jaxinfer.openai.reader import given, scheduling, structured_of
+from jaxinfer.openai.requests import TextRequest
 from jaxinfer.openai.writer import ending
-from jaxinfer.server.answering import answer
-from jaxinfer.server.chunks import named_event
+from jaxinfer.server.answering import answer, bind, continuing, named_event, reasoning_switch
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using
 from jaxinfer.server.models import ServedModel
-from jaxinfer.server.params import bind, check_sizes
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import CountTokensRequest, MessagesRequest
 from jaxinfer.text.messages import check_call
-from jaxinfer.text.reasoning import Family
-from jaxinfer.tool_calls import ToolCallDelta
+from jaxinfer.tool_calls import ToolCall, ToolCallDelta
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed")
-_PING = named_event("ping", {"type": "ping"})
+_FORMAT = "output_config.format"
 
 
 async def messages(request: Request, service: Service) -> Response:
     """Answers a conversation, at once or as a stream."""
-    service.check_accepts()
     body = await read_body(request, MessagesRequest, service)
-
-    def read(model: ServedModel) -> BoundRequest:
-        check_sizes(body, model)
-        return bind(_read(body, model), model)
-
-    return await answer(request, service, body, read, _MessageForm)
+    return await answer(request, service, body, lambda model: _read(body, model), _MessageForm)
 
 
 async def count_tokens(request: Request, service: Service) -> Response:
     """The number of tokens of a conversation."""
-    service.check_accepts()
     body = await read_body(request, CountTokensRequest, service)
 
     async with using(request, service, body) as model:
 
         def read() -> int:
-            check_sizes(body, model)
-            (ids,) = bind(_read(body, model), model).prompts(model.llm)
+            (ids,) = bind(request, service, body, lambda model: _read(body, model), model).prompts(model.llm)
             return len(ids)
 
         with client_errors("messages"):
@@ -75,11 +62,22 @@ def _read(body: MessagesRequest | CountTokensRequest, model: ServedModel) -> Tex
         places += [f"messages[{number}]"] * (len(found) - len(places))
     if not found:
         raise refused("messages", "messages is empty; a chat needs at least one message")
-    # An answer that the client has begun is continued.
-    continues = found[-1]["role"] == "assistant" and "tool_calls" not in found[-1]
-    kwargs: dict[str, Any] = {"add_generation_prompt": not continues, "continue_final_message": continues}
+    kwargs, output = continuing(found), body.output_config or {}
+    if body.thinking is not None:
+        about = f"thinking of type {body.thinking.type}"
+        kwargs |= reasoning_switch(body.thinking.type != "disabled", model, "thinking", about)
+    if (effort := output.get("effort")) and "reasoning_effort" in model.template:  # clients send it unasked
+        kwargs["reasoning_effort"] = effort
     choice, is_alone = _choice(body.tool_choice or {})
-    asked = TextRequest(
+    more: dict[str, Any] = {}
+    if isinstance(body, MessagesRequest):
+        if body.max_tokens < 1:
+            raise refused("max_tokens", f"max_tokens={body.max_tokens} must be at least 1")
+        sampling = given(body, _SAMPLING) | structured_of({"response_format": output.get("format")}, _FORMAT)
+        if body.stop_sequences:
+            sampling["stop"] = body.stop_sequences
+        more = {"sampling": {**sampling, "max_tokens": body.max_tokens}, **scheduling(body)}
+    return TextRequest(
         messages=found,
         places=places,
         tools=[_tool(tool) for tool in body.tools or ()],
@@ -87,24 +85,9 @@ def _read(body: MessagesRequest | CountTokensRequest, model: ServedModel) -> Tex
         parallel_tool_calls=not is_alone,
         tool_path="",
         schema_name="input_schema",
-        names={"stop": "stop_sequences", "structured": "output_config.format"},
-        template_kwargs=kwargs | _thinking(body, model.llm, model.tags) | _effort(body, model.llm),
-    )
-    if isinstance(body, CountTokensRequest):
-        return asked
-    if body.max_tokens < 1:
-        raise refused("max_tokens", f"max_tokens={body.max_tokens} must be at least 1")
-    sampling = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    with renamed("response_format", "output_config.format"):
-        sampling |= structured_of({"response_format": (body.output_config or {}).get("format")})
-    if body.stop_sequences:
-        sampling["stop"] = body.stop_sequences
-    return replace(
-        asked,
-        sampling={**sampling, "max_tokens": body.max_tokens},
-        priority=body.priority or 0,
-        timeout=body.timeout,
-        cache_salt=body.cache_salt or "",
+        names={"stop": "stop_sequences", "structured": _FORMAT},
+        template_kwargs=kwargs,
+        **more,
     )
 
 
@@ -123,26 +106,6 @@ def _choice(choice: Mapping[str, Any]) -> tuple[Any, bool]:
     if is_alone not in (None, True, False):
         raise refused("tool_choice", f"disable_parallel_tool_use must be true or false, not {is_alone!r:.60}")
     return wanted, bool(is_alone)
-
-
-def _thinking(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Family | None) -> dict[str, Any]:
-    if body.thinking is None:
-        return {}
-    template = llm.tokenizer.chat_template if llm.tokenizer is not None else None
-    wanted = body.thinking.type != "disabled"
-    if "enable_thinking" in (template or ""):
-        return {"enable_thinking": wanted}
-    if wanted != (tags is not None):
-        told = "has no reasoning" if wanted else "cannot leave its reasoning out"
-        raise refused("thinking", f"thinking of type {body.thinking.type} is not supported: the model {told}")
-    return {}
-
-
-def _effort(body: MessagesRequest | CountTokensRequest, llm: LLM) -> dict[str, Any]:
-    """The effort, where the chat template has one: clients send it with every request."""
-    effort = (body.output_config or {}).get("effort")
-    template = llm.tokenizer.chat_template if llm.tokenizer is not None else None
-    return {"reasoning_effort": effort} if effort and "reasoning_effort" in (template or "") else {}
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,26 +170,11 @@ def _texts(blocks: Any, where: str) -> list[str]:
 # To Anthropic's form.
 
 
-def _message(model: ServedModel, position: StreamPosition) -> dict[str, Any]:
-    return {
-        "id": f"msg_{position.answer_id}",
-        "type": "message",
-        "role": "assistant",
-        "model": model.name,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-    }
-
-
 def _ending(finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
-    if finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if finish_reason == "tool_calls":
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if isinstance(stop_reason, str):
+    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(finish_reason or "")
+    if reason is None and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+    return {"stop_reason": reason or "end_turn", "stop_sequence": None}
 
 
 def _usage(output: RequestOutput) -> dict[str, int]:
@@ -242,8 +190,10 @@ def _usage(output: RequestOutput) -> dict[str, int]:
 class _MessageForm:
     """A message, or the events of its blocks, one after another."""
 
-    def __init__(self, generation: Generation, position: StreamPosition):
-        self._generation, self._message = generation, _message(generation.model, position)
+    def __init__(self, body: MessagesRequest, generation: Generation, position: StreamPosition):
+        self._generation = generation
+        about = {"id": f"msg_{position.answer_id}", "model": generation.model.name}
+        self._message = {**about, "type": "message", "role": "assistant"}
         self._ending: dict[str, Any] = {}
         self._kind: str | int | None = None  # of the open block, or the index of its call
         self._index = -1
@@ -251,61 +201,58 @@ class _MessageForm:
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         (one,) = self._generation.read(output).outputs
-        blocks: list[dict[str, Any]] = []
-        if one.reasoning:
-            blocks.append({"type": "thinking", "thinking": one.reasoning, "signature": ""})
+        blocks = [_block("thinking", one.reasoning)] if one.reasoning else []
         if one.text or not (one.reasoning or one.tool_calls):
-            blocks.append({"type": "text", "text": one.text})
-        for call in one.tool_calls or ():
-            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
+            blocks.append(_block("text", one.text))
+        blocks += [_call_block(call, json.loads(call.arguments)) for call in one.tool_calls or ()]
         end = _ending(ending(one), one.stop_reason)
         return {**self._message, "content": blocks, **end, "usage": _usage(output)}
 
     def error_event(self, error: APIError) -> bytes:
-        return named_event("error", error.anthropic())
+        return named_event("error", error=error.anthropic()["error"])
 
     def begin(self) -> bytes:
         usage = {"input_tokens": self._generation.requests[0].num_prompt, "output_tokens": 0}
-        message = {**self._message, "usage": usage}
-        return named_event("message_start", {"type": "message_start", "message": message}) + _PING
+        message = {**self._message, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return named_event("message_start", message=message) + named_event("ping")
 
     def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
         if delta.finish_reason is not None:
             self._ending = _ending(delta.finish_reason, delta.stop_reason)
-        if call is not None:
-            return self._add_call(call)
-        found = self._add("thinking", reasoning) if reasoning else b""
-        return found + self._add("text", delta.text) if delta.text else found
-
-    def finish(self) -> bytes:
-        found = self._open("text", {"type": "text", "text": ""}) if self._kind is None else b""
-        (output,) = self._generation.outputs
-        body = {"type": "message_delta", "delta": self._ending, "usage": _usage(output)}
-        found += self._stop() + named_event("message_delta", body)
-        return found + named_event("message_stop", {"type": "message_stop"})
-
-    def _add(self, kind: str, text: str) -> bytes:
-        block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
-        found = self._open(kind, block) if kind != self._kind else b""
-        return found + self._delta({"type": f"{kind}_delta", kind: text})
-
-    def _add_call(self, call: ToolCallDelta) -> bytes:
-        found = b""
-        if call.name is not None:
-            found = self._open(call.index, {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-        if call.arguments:
-            found += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        found = self._extend("thinking", reasoning) if reasoning else b""
+        if delta.text:
+            found += self._extend("text", delta.text)
+        if call is not None and call.name is not None:
+            found += self._open(call.index, _call_block(call, {}))
+        if call is not None and call.arguments:
+            found += self._delta("input_json_delta", partial_json=call.arguments)
         return found
 
-    def _delta(self, delta: Mapping[str, Any]) -> bytes:
-        body = {"type": "content_block_delta", "index": self._index, "delta": delta}
-        return named_event("content_block_delta", body)
+    def finish(self) -> bytes:
+        found = self._open("text", _block("text", "")) if self._kind is None else b""
+        (output,) = self._generation.outputs
+        found += self._stop() + named_event("message_delta", delta=self._ending, usage=_usage(output))
+        return found + named_event("message_stop")
+
+    def _extend(self, kind: str, text: str) -> bytes:
+        found = self._open(kind, _block(kind, "")) if kind != self._kind else b""
+        return found + self._delta(f"{kind}_delta", **{kind: text})
+
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        return named_event("content_block_delta", index=self._index, delta={"type": kind, **fields})
 
     def _open(self, kind: str | int, block: Mapping[str, Any]) -> bytes:
         found = b"" if self._kind is None else self._stop()
         self._index, self._kind = self._index + 1, kind
-        body = {"type": "content_block_start", "index": self._index, "content_block": block}
-        return found + named_event("content_block_start", body)
+        return found + named_event("content_block_start", index=self._index, content_block=block)
 
     def _stop(self) -> bytes:
-        return named_event("content_block_stop", {"type": "content_block_stop", "index": self._index})
+        return named_event("content_block_stop", index=self._index)
+
+
+def _block(kind: str, text: str) -> dict[str, Any]:
+    return {"type": kind, kind: text, **({"signature": ""} if kind == "thinking" else {})}
+
+
+def _call_block(call: ToolCall | ToolCallDelta, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}

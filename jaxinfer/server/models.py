@@ -155,6 +155,11 @@ class ServedModel:
         return self.names[0]
 
     @property
+    def template(self) -> str:
+        """The chat template, "" where there is none."""
+        return (None if self.llm.tokenizer is None else self.llm.tokenizer.chat_template) or ""
+
+    @property
     def tags(self) -> Family | None:
         """The tags of the model's reasoning, where it has any."""
         return self.answers.reasoning

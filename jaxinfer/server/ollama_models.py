@@ -28,14 +28,8 @@ from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.http import EventStream, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.ollama import LINES, error_line, known_name
-from jaxinfer.server.ollama_types import (
-    LOADING,
-    OllamaCopyRequest,
-    OllamaEmbedRequest,
-    OllamaModelRequest,
-    OllamaOptions,
-)
 from jaxinfer.server.service import Service
+from jaxinfer.server.types import OllamaCopyRequest, OllamaEmbedRequest, OllamaLoading, OllamaModelRequest
 from jaxinfer.store import (
     Download,
     StoredModel,
@@ -82,7 +76,7 @@ async def ps(request: Request, service: Service) -> Response:
 
 async def show(request: Request, service: Service) -> Response:
     """What a model is, in Ollama's form."""
-    body = await read_body(request, OllamaModelRequest, service)
+    body = await read_body(request, OllamaModelRequest, service, uses_model=False)
     model = await service.models.find(await known_name(service, _name(body)))
     is_loaded = model.state == "ready" and not model.is_dead
     try:
@@ -114,7 +108,7 @@ async def show(request: Request, service: Service) -> Response:
 async def pull(request: Request, service: Service) -> Response:
     """Downloads a repository of the hub, as lines of JSON unless `stream` is false."""
     _check_store(service)
-    body = await read_body(request, OllamaModelRequest, service)
+    body = await read_body(request, OllamaModelRequest, service, uses_model=False)
     name = _name(body)
     for hub in _HUBS:
         name = name.removeprefix(hub)
@@ -134,11 +128,11 @@ async def pull(request: Request, service: Service) -> Response:
 
 async def embed(request: Request, service: Service) -> Response:
     """The vectors of texts, in Ollama's form. Texts that are too long are cut unless `truncate` is false."""
-    service.check_accepts()
     body = await read_body(request, OllamaEmbedRequest, service)
-    for name in OllamaOptions.__struct_fields__ if body.options is not None else ():
-        if name not in LOADING and getattr(body.options, name) is not None:
-            raise refused(f"options.{name}", f"options.{name} is not supported for embeddings")
+    for one in msgspec.structs.fields(body.options) if body.options is not None else ():
+        if one.name not in OllamaLoading.__struct_fields__ and getattr(body.options, one.name) is not None:
+            name = f"options.{one.encode_name}"
+            raise refused(name, f"{name} is not supported for embeddings")
     if body.dimensions is not None and not 1 <= body.dimensions < 2**31:
         raise refused("dimensions", f"dimensions={body.dimensions} must be at least 1, at most a vector's length")
     body.model = await known_name(service, body.model)
@@ -164,7 +158,7 @@ async def embed(request: Request, service: Service) -> Response:
 async def copy(request: Request, service: Service) -> Response:
     """Gives a model another name: an alias."""
     _check_store(service)
-    body = await read_body(request, OllamaCopyRequest, service)
+    body = await read_body(request, OllamaCopyRequest, service, uses_model=False)
     try:
         await asyncio.to_thread(copy_model, await known_name(service, body.source), body.destination)
     except (ValueError, OSError) as error:
@@ -175,7 +169,7 @@ async def copy(request: Request, service: Service) -> Response:
 async def delete(request: Request, service: Service) -> Response:
     """Removes an alias, or a model whose files no alias needs; one that is loaded is then unloaded."""
     _check_store(service)
-    body = await read_body(request, OllamaModelRequest, service)
+    body = await read_body(request, OllamaModelRequest, service, uses_model=False)
     name = await known_name(service, _name(body))
     try:
         await while_connected(request.receive, service.models.drop(name, lambda: remove(name)))

@@ -11,14 +11,10 @@ from jaxinfer.openai import answers
 from jaxinfer.openai.bodies import Body, ChatRequest
 from jaxinfer.openai.fields import UNSET, names_of
 from jaxinfer.openai.response_types import Response, ResponseEvent
-from jaxinfer.server import embedding_types as embedding
-from jaxinfer.server import ollama_types as ollama
 from jaxinfer.server.message_types import AnthropicError, Message, MessageEvent, TokenCount
-from jaxinfer.server.types import BODIES as OTHER_BODIES
-from jaxinfer.server.types import TokenizeRequest
+from jaxinfer.server.types import BODIES, OllamaOptions, TokenizeRequest
 from jaxinfer.text.messages import MESSAGE_NAMES
 
-BODIES = OTHER_BODIES | embedding.BODIES | ollama.BODIES
 _ANSWERS: dict[str, Any] = {
     "/health": answers.Status,
     "/ready": answers.Status,
@@ -36,8 +32,8 @@ _ANSWERS: dict[str, Any] = {
     "/detokenize": answers.Text,
     "/tokenizer_info": answers.TokenizerInfo,
     "/v1/embeddings": answers.Embeddings,
-    **dict.fromkeys(("/v1/score", "/score"), embedding.Scores),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), embedding.Reranked),
+    **dict.fromkeys(("/v1/score", "/score"), answers.Scores),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), answers.Reranked),
 }
 # The data of events. OpenAI's older two routes end their streams with [DONE], and have errors among the chunks.
 _EVENTS: dict[str, Any] = {
@@ -99,7 +95,14 @@ def openapi(
       open_paths: those that need no key. has_keys: whether the others need one. is_strict: whether names that are not
         known are refused.
     """
-    types = [*BODIES.values(), *_ANSWERS.values(), *_EVENTS.values(), answers.Error, AnthropicError, ollama.OllamaError]
+    types = [
+        *BODIES.values(),
+        *_ANSWERS.values(),
+        *_EVENTS.values(),
+        answers.Error,
+        AnthropicError,
+        answers.OllamaError,
+    ]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     _describe_neutral(components)
     if is_strict:
@@ -150,14 +153,11 @@ def _close(schema: dict[str, Any], names: Mapping[str, Any], components: Mapping
 
 def _describe_neutral(components: dict[str, Any]) -> None:
     """Fields that are not supported take the values that change nothing, and those that stand for none."""
-    neutral: dict[type, Mapping[str, tuple[Any, ...]]] = {
-        one: one.NEUTRAL for one in BODIES.values() if issubclass(one, Body)
-    }
-    for body, values in (neutral | {ollama.OllamaOptions: ollama.NEUTRAL_OPTIONS}).items():
+    for body in {OllamaOptions, *(one for one in BODIES.values() if issubclass(one, Body))}:
         types = {one.encode_name: one.type for one in msgspec.structs.fields(body)}
-        for field in values.keys() & types.keys() - ollama.OF_OTHERS:
-            unset = [value for value in UNSET if _has_type(value, types[field])]
-            components[body.__name__]["properties"][field] = {"enum": [*unset, *values[field]]}
+        for field, values in body.NEUTRAL.items():
+            unset = [value for value in UNSET if _has_type(value, types.get(field, Any))]
+            components[body.__name__]["properties"][field] = {"enum": [*unset, *values]}
 
 
 def _has_type(value: Any, wanted: Any) -> bool:

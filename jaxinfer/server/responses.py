@@ -1,6 +1,5 @@
 """/v1/responses without a store: every request brings its whole conversation."""
 
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -9,15 +8,12 @@ from starlette.responses import Response
 from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.openai import response_types as types
 from jaxinfer.openai.bodies import ResponsesRequest
-from jaxinfer.openai.requests import BoundRequest
-from jaxinfer.openai.responses import Item, ResponseWriter, part, read_response
-from jaxinfer.server.answering import answer
-from jaxinfer.server.chunks import named_event
+from jaxinfer.openai.response_types import Item
+from jaxinfer.openai.responses import ResponseWriter, part, read_response
+from jaxinfer.server.answering import answer, named_event
 from jaxinfer.server.errors import APIError
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import read_body
-from jaxinfer.server.models import ServedModel
-from jaxinfer.server.params import bind, check_sizes
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.tool_calls import ToolCall, ToolCallDelta
@@ -27,16 +23,11 @@ _DELTAS = {"reasoning": "reasoning_text", "message": "output_text", "function_ca
 
 async def responses(request: Request, service: Service) -> Response:
     """Answers a conversation, at once or as a stream of events."""
-    service.check_accepts()
     body = await read_body(request, ResponsesRequest, service)
-    others = sorted({f"{tool.get('type')!s:.80}" for tool in body.tools or () if tool.get("type") != "function"})
-    service.log_unknown([f"tools of type {kind}" for kind in others], "/v1/responses")  # agents send them unasked
-
-    def read(model: ServedModel) -> BoundRequest:
-        check_sizes(body, model)
-        return bind(read_response(body, ignore_unknown=service.options.ignore_unknown_fields), model)
-
-    return await answer(request, service, body, read, partial(_ResponseForm, body))
+    ignores = service.options.ignore_unknown_fields
+    return await answer(
+        request, service, body, lambda model: read_response(body, ignore_unknown=ignores), _ResponseForm
+    )
 
 
 class _ResponseForm:
@@ -44,7 +35,7 @@ class _ResponseForm:
 
     def __init__(self, body: ResponsesRequest, generation: Generation, position: StreamPosition):
         about = {"id": position.answer_id, "created": position.created, "model": generation.model.name}
-        self._writer = ResponseWriter(body, generation.job, about, generation.count_tokens)
+        self._writer = ResponseWriter(body, generation.job, about, generation.tokenizer)
         self._generation, self._number = generation, -1
         # What was streamed: items that are complete, and the kind, the text and the call of the one that is not.
         self._items: list[Item] = []
@@ -56,7 +47,7 @@ class _ResponseForm:
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         self._number += 1
-        return named_event(name, {"type": name, "sequence_number": self._number, **fields})
+        return named_event(name, sequence_number=self._number, **fields)
 
     def error_event(self, error: APIError) -> bytes:
         return self._event("error", code=error.code or error.type, message=error.message, param=error.param)

@@ -29,8 +29,6 @@ _NOT_CONTENT = (
     "prompt_cache_key",
     "prompt_cache_retention",
     "prompt_cache_options",
-    "service_tier",
-    "store",
     "request_id",
     "metadata",
     "priority",

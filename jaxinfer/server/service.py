@@ -127,7 +127,7 @@ class Service:
             entry = f"{route} {name:.80}"
             if entry not in self._unknown_fields and len(self._unknown_fields) < _MAX_LOGGED_NAMES:
                 self._unknown_fields.add(entry)
-                _LOG.warning("%s: the field %r is not known and ignored", route, name[:80])
+                _LOG.warning("%s: %r is not known and ignored", route, name[:80])
 
     def finish(self, record: Record) -> None:
         """Counts and logs a request that has been answered."""

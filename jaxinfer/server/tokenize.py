@@ -5,22 +5,25 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxinfer.openai.errors import RequestError
+from jaxinfer.openai.reader import template_kwargs
+from jaxinfer.openai.requests import TextRequest
+from jaxinfer.server.answering import bind
 from jaxinfer.server.errors import APIError, client_errors
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using
-from jaxinfer.server.params import tokenize_ids
+from jaxinfer.server.models import ServedModel
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import DetokenizeRequest, TokenizeRequest
 
 
 async def tokenize(request: Request, service: Service) -> Response:
     """Token ids of a prompt, or of messages as the chat template renders them."""
-    service.check_accepts()
     body = await read_body(request, TokenizeRequest, service)
     async with using(request, service, body) as model:
         llm = model.llm
 
         def read() -> dict[str, Any]:
-            ids = tokenize_ids(body, model, ignore_unknown=service.options.ignore_unknown_fields)
+            ids = _ids(request, service, body, model)
             answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
             if body.return_token_strs:
                 tokenizer = llm.get_tokenizer()
@@ -31,9 +34,19 @@ async def tokenize(request: Request, service: Service) -> Response:
             return json_response(await in_thread(record_of(request.scope), read))
 
 
+def _ids(request: Request, service: Service, body: TokenizeRequest, model: ServedModel) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if body.messages is None:
+        return model.llm.client.tokenize(body.prompt or "", body.add_special_tokens is not False)[1]
+    ignores, kwargs = service.options.ignore_unknown_fields, template_kwargs(body)
+    asked = TextRequest(messages=body.messages, tools=body.tools, ignore_unknown=ignores, template_kwargs=kwargs)
+    (ids,) = bind(request, service, body, lambda model: asked, model).prompts(model.llm)
+    return list(ids)  # type: ignore[arg-type]
+
+
 async def detokenize(request: Request, service: Service) -> Response:
     """The text of token ids."""
-    service.check_accepts()
     body = await read_body(request, DetokenizeRequest, service)
     async with using(request, service, body) as model:
         with client_errors("tokens"):

@@ -1,8 +1,8 @@
-"""Bodies of Anthropic's routes and of the server's own; null means not given."""
+"""Bodies of Anthropic's and Ollama's routes and of the server's own; null means not given."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from jaxinfer.checks import TYPES
 from jaxinfer.openai.bodies import (
@@ -11,42 +11,32 @@ from jaxinfer.openai.bodies import (
     CacheSalt,
     ChatRequest,
     CompletionRequest,
+    EmbeddingsRequest,
+    GenerationFields,
     Ids,
     KeepAlive,
     Limit,
     Messages,
+    MinP,
     Names,
     Neutral,
+    Penalty,
+    Positive,
     Priority,
+    RepetitionPenalty,
     ResponsesRequest,
     Seed,
     Temperature,
     Timeout,
     TopK,
     TopP,
+    VectorFields,
     any_of,
     described,
 )
+from jaxinfer.text.messages import MESSAGE_NAMES
 
-_BLOCKS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"type": {"enum": ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]}},
-        "required": ["type"],
-    },
-}
-AnthropicMessage = Annotated[
-    dict[str, Any],
-    described(
-        properties={
-            "role": {"enum": ["user", "assistant", "system"]},
-            "content": {"anyOf": [{"type": "string"}, _BLOCKS]},
-        },
-        required=["role", "content"],
-    ),
-]
-AnthropicMessages = Annotated[list[AnthropicMessage], described(minItems=1)]
+# The server's own routes.
 
 
 class ModelRequest(Struct, kw_only=True):
@@ -84,9 +74,51 @@ class DetokenizeRequest(Struct, kw_only=True):
     tokens: Ids
 
 
+# Scores of texts, as vLLM, Jina and Cohere have them.
+
+_SOME = described(minItems=1)
+_Texts = Annotated[list[str], _SOME]
+_Document = Annotated[dict[str, Any], described(properties={"text": {"type": "string"}}, required=["text"])]
+
+
+class ScoreRequest(VectorFields, kw_only=True):
+    """The body of /v1/score: pairs of texts, or one text against several."""
+
+    text_1: str | _Texts
+    text_2: str | _Texts
+    instruction: str | None = None
+
+
+class RerankRequest(VectorFields, kw_only=True):
+    """The body of /v1/rerank."""
+
+    query: str
+    documents: Annotated[list[str | _Document], _SOME]
+    top_n: Positive | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+
+
+# Anthropic's.
+
+_BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_BLOCKS = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"type": {"enum": _BLOCK_TYPES}}, "required": ["type"]},
+}
+AnthropicMessage = Annotated[
+    dict[str, Any],
+    described(
+        properties={
+            "role": {"enum": ["user", "assistant", "system"]},
+            "content": {"anyOf": [{"type": "string"}, _BLOCKS]},
+        },
+        required=["role", "content"],
+    ),
+]
+AnthropicMessages = Annotated[list[AnthropicMessage], described(minItems=1)]
 _TEXT_BLOCK: Names = any_of("type", "text", "citations", "cache_control")
-# Of a message of the package that is sent back whole.
-_TURN = any_of(
+_TURN = any_of(  # a message of the package that is sent back whole
     *("role", "id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container"),
     "diagnostics",
 )
@@ -95,7 +127,7 @@ _BLOCK: Names = {
     **any_of("thinking", "signature", "data", "id", "name", "input", "caller", "tool_use_id", "is_error"),
     "toolset_name": None,
     "content": {**_TEXT_BLOCK, TYPES: ("text",)},
-    TYPES: ("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    TYPES: _BLOCK_TYPES,
 }
 _TOOL: Names = {
     **any_of("type", "name", "description", "input_schema", "strict", "cache_control"),
@@ -123,10 +155,7 @@ class Conversation(Body, kw_only=True):
         "tools": _TOOL,
         "tool_choice": any_of("type", "name", "disable_parallel_tool_use"),
     }
-    NEUTRAL: ClassVar[Neutral] = {
-        "service_tier": ("auto", "standard_only"),
-        "speed": ("standard",),
-    }
+    NEUTRAL: ClassVar[Neutral] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
 
     model: str | None = None
     messages: AnthropicMessages
@@ -137,8 +166,6 @@ class Conversation(Body, kw_only=True):
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    service_tier: Any = None
-    speed: Any = None
 
 
 class MessagesRequest(Conversation, kw_only=True):
@@ -162,14 +189,140 @@ class CountTokensRequest(Conversation, kw_only=True):
     """The body of /v1/messages/count_tokens."""
 
 
+# Ollama's.
+
+
+class OllamaLoading(Body, kw_only=True):
+    """How a model is loaded, which the options of jaxinfer serve say: none changes anything."""
+
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    num_batch: int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+
+
+class OllamaOptions(OllamaLoading, kw_only=True):
+    """Sampling, under the names of `SamplingParams`, with Ollama's names in bodies; `num_ctx` is the length that a
+    prompt may have with its answer. Those of mirostat change nothing without it."""
+
+    NEUTRAL: ClassVar[Neutral] = {
+        "typical_p": (1, 1.0),
+        "tfs_z": (1, 1.0),
+        "mirostat": (0,),
+        "penalize_newline": (True,),
+        **dict.fromkeys(("logits_all", "vocab_only", "embedding_only"), (False,)),
+    }
+
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    stop: str | list[str] | None = None
+    repetition_penalty: RepetitionPenalty | None = field(name="repeat_penalty", default=None)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    max_tokens: int | None = field(name="num_predict", default=None)
+    num_ctx: int | None = None
+    num_keep: Any = None
+    repeat_last_n: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+
+
+class OllamaRequest(GenerationFields, kw_only=True):
+    """Fields that chat and generate share."""
+
+    NEUTRAL: ClassVar[Neutral] = {"logprobs": (False,), "top_logprobs": (0,), "truncate": (False,), "shift": (False,)}
+
+    model: str
+    format: Any = None
+    options: OllamaOptions | None = None
+    think: Any = None
+
+
+class OllamaChatRequest(OllamaRequest, kw_only=True):
+    """The body of /api/chat. Without messages, the model is loaded, or with keep_alive 0 unloaded."""
+
+    NESTED: ClassVar[Names] = {
+        "tools": TOOL,
+        "messages": {
+            **any_of("role", "content", "thinking", "images", "tool_name", "name", "tool_call_id"),
+            "tool_calls": MESSAGE_NAMES["tool_calls"],
+        },
+    }
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest, kw_only=True):
+    """The body of /api/generate. Without a prompt, the model is loaded, or with keep_alive 0 unloaded."""
+
+    NEUTRAL: ClassVar[Neutral] = {
+        **OllamaRequest.NEUTRAL,
+        **dict.fromkeys(("suffix", "template", "context", "images", "width", "height", "steps"), ()),
+    }
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class OllamaModelRequest(Body, kw_only=True):
+    """The body of /api/show, /api/pull and /api/delete; `name` is the older form of `model`."""
+
+    NEUTRAL: ClassVar[Neutral] = {
+        "insecure": (False,),
+        **dict.fromkeys(("system", "template", "options", "username", "password"), ()),
+    }
+
+    model: str | None = None
+    name: str | None = None
+    stream: bool | None = None
+    verbose: bool | None = None
+
+
+class OllamaEmbedRequest(Struct, kw_only=True):
+    """The body of /api/embed."""
+
+    model: str
+    input: str | list[str]
+    truncate: bool | None = None
+    dimensions: int | None = None
+    options: OllamaOptions | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class OllamaCopyRequest(Struct, kw_only=True):
+    """The body of /api/copy."""
+
+    source: str
+    destination: str
+
+
 BODIES: dict[str, type[Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/embeddings": EmbeddingsRequest,
+    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/models/load": LoadRequest,
     "/models/unload": ModelRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/api/show": OllamaModelRequest,
+    "/api/pull": OllamaModelRequest,
+    "/api/copy": OllamaCopyRequest,
 }

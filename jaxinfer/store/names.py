@@ -186,19 +186,29 @@ def _exists(name: str) -> bool:
 
 
 def _resolved(model: str | Path, revision: str | None) -> Path:
-    import checkpoints_convert
+    path = Path(model).expanduser()
+    if revision is None and _exists(str(model)) and (path.is_dir() or path.suffix == ".gguf"):
+        return path
+
+    import checkpoints_convert  # imports JAX, which takes longer than to list all models
 
     return checkpoints_convert.resolve(model, revision=revision)
 
 
 def _in_hub(name: str, hub: HubName, offline: bool, fetch: bool) -> FoundModel:
+    pulled = find_pulled(hub)
+    if pulled is not None:
+        return FoundModel(name, pulled.path, replace(hub, revision=pulled.commit))
+    if not fetch:
+        return FoundModel(name, None, hub)
+
     from checkpoints_convert.errors import CheckpointNotFoundError, HubUnreachableError
     from checkpoints_convert.hub import cached
 
-    pulled = find_pulled(hub)
-    if pulled is None and fetch and not offline:
+    if not offline:
         try:
             pulled = prepare_download(hub).fetch()
+            return FoundModel(name, pulled.path, replace(hub, revision=pulled.commit))
         except HubUnreachableError as error:
             if hub.variant is not None:
                 raise
@@ -207,10 +217,6 @@ def _in_hub(name: str, hub: HubName, offline: bool, fetch: bool) -> FoundModel:
             except CheckpointNotFoundError:
                 raise error from None
             return FoundModel(name, path, replace(hub, revision=path.name))
-    if pulled is not None:
-        return FoundModel(name, pulled.path, replace(hub, revision=pulled.commit))
-    if not fetch:
-        return FoundModel(name, None, hub)
     if hub.variant is not None:
         raise UnknownModelError(
             f"{name} was not pulled, and the hub is not to be asked (offline){hint(hub.repository, 'no network')}"

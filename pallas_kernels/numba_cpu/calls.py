@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.extras import install_hint
 from pallas_kernels.numba_cpu import kernels
 from pallas_kernels.platform import current_platform, missing_platform
 
@@ -24,7 +23,7 @@ def unsupported(platform: str) -> str | None:
     if (reason := missing_platform("cpu", platform)) is not None:
         return reason
     if importlib.util.find_spec("numba") is None:
-        return f"it needs Numba: {install_hint('cpu')}"
+        return "it needs Numba, which is not installed"
     if os.name != "posix":
         return "its threads wait with POSIX's sched_yield"
     if is_divided():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert import CheckpointError, convert, load, verify_manifest
+from checkpoints_convert.convert import with_tokenizer_of
 from checkpoints_convert.load import open_checkpoint
 from checkpoints_convert.staging import ConversionJournal
 from tests.checkpoints_convert.family_files import read
@@ -286,6 +287,22 @@ def test_files_beside_the_weights_come_along(checkpoint, tmp_path):
         *("params", "jaxinfer_config.json", "manifest.json"),
         *("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"),
     }
+
+
+def test_another_tokenizer_replaces_the_tokenizers_files_only(checkpoint, tmp_path):
+    """How a model embeds texts (files of sentence-transformers) is its own."""
+    own = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json")
+    theirs = ("tokenizer.json", "additional_chat_templates/tool_use.jinja")
+    folder, other = checkpoint().write(), tmp_path / "other"
+    for place, names in ((folder, (*own, "tokenizer.json", "vocab.json", "LICENSE")), (other, (*theirs, own[2]))):
+        for name in names:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(place.name)
+    with open_checkpoint(folder) as opened:
+        companions = opened.companions()
+    found = with_tokenizer_of(companions, other)
+    texts = {name: Path(value).read_text() for name, value in found.items() if name != "config.json"}
+    assert texts == dict.fromkeys((*own, "LICENSE"), folder.name) | dict.fromkeys(theirs, "other")
 
 
 def test_there_and_back_again_is_bit_for_bit(checkpoint, tmp_path):

@@ -67,6 +67,18 @@ def test_rows_of_every_endpoint_are_answered_as_requests_are(run, make_service):
     assert answers["/v1/embeddings"]["body"]["data"][2]["index"] == 2
 
 
+def test_tools_that_only_openai_has_are_ignored_with_a_warning_as_by_the_server(run, make_service, caplog):
+    body = ROWS["/v1/responses"] | {"tools": [{"type": "web_search"}]}
+    _, answers = run({name: ("/v1/responses", one) for name, one in {"a": ROWS["/v1/responses"], "b": body}.items()})
+    assert answers["a"]["body"]["output"][0]["content"] == answers["b"]["body"]["output"][0]["content"]
+    asyncio.run(Client(make_app(make_service())).post("/v1/responses", body))
+    found = [record.getMessage() for record in caplog.records if "web_search" in record.getMessage()]
+    assert found == [
+        "line 2: tools of type web_search are not supported: they are ignored here, and in later rows",
+        "/v1/responses: 'tools of type web_search' is not known and ignored",
+    ]
+
+
 def test_what_cannot_be_served_is_an_error_line_with_its_field(run):
     summary, answers = run({str(number): one[:2] for number, one in enumerate(WRONG)})
     assert summary.failed == len(WRONG)

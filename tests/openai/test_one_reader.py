@@ -3,22 +3,19 @@
 import asyncio
 import dataclasses
 import json
-from importlib import resources
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.batch import open_job
 from jaxinfer.engine.request import CompletionOutput, RequestOutput
+from jaxinfer.openai import requests
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.sampling.params import SamplingParamsError
-from jaxinfer.server.app import make_app
-from jaxinfer.text import Tokenizer, read_tokenizer_files
-from jaxinfer.tool_calls import AnswerFormat
+from jaxinfer.tool_calls import answers
 from tests.batch.conftest import FakeLLM, read_records
-from tests.server.asgi import Client
-from tests.server.test_tools import Scripted
+from tests.server.templates import client_of_template
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # Qwen's form of calls, a switch and an effort of reasoning, and a name of messages that is this template's own.
@@ -36,32 +33,21 @@ class Doors:
     """One model behind three doors, whose engine answers at once and keeps what it was asked."""
 
     def __init__(self, engine, make_service, monkeypatch, folder):
-        files = read_tokenizer_files(resources.files("jaxinfer") / "data" / "demo")
-        tokenizer = Tokenizer(dataclasses.replace(files, chat_templates={"default": TEMPLATE}))
         self.llm, self.asked, self._folder = engine.llm, [], folder
-        for owner in (self.llm, self.llm.client):
-            monkeypatch.setattr(owner, "tokenizer", tokenizer)
-        monkeypatch.setattr(self.llm, "answer_format", AnswerFormat(tokenizer))
+        self._client = client_of_template(monkeypatch, engine, make_service, TEMPLATE, self._take)
         monkeypatch.setattr(self.llm, "generate", self._generate)
-        service = make_service()
-        service.default._engine = scripted = Scripted(engine, "yes")
-        submit = scripted.submit
-
-        async def capturing(request):
-            self.asked.append((list(request.token_ids), request.params))
-            return await submit(request)
-
-        scripted.submit = capturing
-        self._client = Client(make_app(service))
         self._batch = FakeLLM(**{**vars(self.llm.default_params), "seed": 0})
         for name in ("answer_format", "tokenizer", "client", "max_model_len"):
             monkeypatch.setattr(type(self._batch), name, getattr(self.llm, name), raising=False)
         self._batch.answer_format = self.llm.answer_format
         self._batch.generate_each = self._each
 
+    def _take(self, request):
+        self.asked.append((list(request.token_ids), request.params))
+
     def _prepared(self, prompt, params, *options):
         request = self.llm.prepare(prompt, params, *options)
-        self.asked.append((list(request.token_ids), request.params))
+        self._take(request)
         answers = [CompletionOutput(index, "yes", [5], 3, "stop") for index in range(params.n)]
         prompt_logprobs = None if params.prompt_logprobs is None else [None] * request.num_prompt
         return RequestOutput("0", request.text, request.token_ids, answers, True, prompt_logprobs=prompt_logprobs)
@@ -211,6 +197,7 @@ def same(server, batch):
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 @given(body=few({"messages": plain | plain | st.lists(messages, max_size=3)}, chat_fields, *GROUPS))
+@example(body={"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "parallel_tool_calls": False})
 def test_a_chat_is_read_alike(doors, body):
     server, batch = doors.ask(doors.server, CHAT, body), doors.ask(doors.batch, CHAT, body)
     assert same(server, batch), (server, batch)
@@ -257,3 +244,17 @@ OF_LIBRARY = {"messages", "tools", "tool_choice", "parallel_tool_calls", "reason
 def test_a_completion_is_read_alike(doors, body):
     server, batch = doors.ask(doors.server, COMPLETIONS, body), doors.ask(doors.batch, COMPLETIONS, body)
     assert same(server, batch), (server, batch)
+
+
+def test_the_library_reads_the_tools_of_many_conversations_once(doors, monkeypatch):
+    num_read = []
+    for module in (requests, answers):
+        monkeypatch.setattr(
+            module, "check_tools", lambda *given, read=module.check_tools: num_read.append(1) or read(*given)
+        )
+    for number in (1, 30):
+        num_read.clear()
+        doors.asked.clear()
+        doors.llm.chat([[{"role": "user", "content": "hi"}]] * number, tools=[TOOL])
+        assert (len(num_read), len(doors.asked)) == (2, number)
+    assert doors.llm.chat([], tools=[TOOL]) == []

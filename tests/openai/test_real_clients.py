@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-from dataclasses import replace
-from importlib import resources
 
 import pytest
 
 from jaxinfer.server.app import make_app
-from jaxinfer.text import Tokenizer, read_tokenizer_files
 from jaxinfer.tool_calls import AnswerFormat
 from tests.server.asgi import Client
+from tests.server.templates import use_template
 from tests.server.test_tools import ANTHROPIC, ASK, FLAT, TOOLS
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -153,11 +151,8 @@ def test_one_bad_row_ends_no_job(engine, tmp_path, url, body, field):
 
 
 def test_any_template_may_read_a_name(engine, monkeypatch):
-    files = read_tokenizer_files(resources.files("jaxinfer") / "data" / "demo")
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    templates = {"default": plain, "tool_use": plain.replace("m.content", "m.content ~ m.mood ~ tools")}
-    for owner in (engine.llm, engine.llm.client):
-        monkeypatch.setattr(owner, "tokenizer", Tokenizer(replace(files, chat_templates=templates)))
+    use_template(monkeypatch, engine.llm, plain, tool_use=plain.replace("m.content", "m.content ~ m.mood ~ tools"))
     assert engine.llm.chat_prompt([{**ASK[0], "mood": "glad"}], tools=TOOLS)
-    with pytest.raises(ValueError, match=r"unknown field 'messages\[0\].moods'"):
+    with pytest.raises(ValueError, match=r"unknown field 'messages\[0\].moods'.* leave it out of the messages"):
         engine.llm.chat_prompt([{**ASK[0], "moods": "glad"}])

@@ -12,7 +12,7 @@ from tests.server.test_ollama import CHAT as OLLAMA
 from tests.server.test_tools import ANTHROPIC, ASK, BODIES, CHAT, FLAT, MESSAGES, RESPONSES, TEXT, TOOLS, Scripted
 
 # What the packages' types have besides, or in place of, what is answered.
-OPENAI_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+OPENAI_MESSAGE = {**dict.fromkeys(("refusal", "audio", "function_call")), "annotations": []}
 OPENAI_ITEM = {"message": {"phase": None}, "reasoning": {"encrypted_content": None, "status": None}}
 OPENAI_CALL = {"async": None, "caller": None, "namespace": None}
 ANTHROPIC_BLOCK = {
@@ -136,7 +136,9 @@ def test_names_that_are_not_known_are_refused_where_they_stand(make_service, pat
         assert answer.status == 400, answer.body
         error = answer.json["error"]
         message, param = (error, None) if isinstance(error, str) else (error["message"], error.get("param"))
-        assert message == f"unknown field {place!r}: did you mean {near!r}?"
+        is_for_templates = path in (CHAT, "/tokenize") and place.startswith("messages[0].")
+        hint = " (nothing reads it: to drop it, leave it out of the messages)" if is_for_templates else ""
+        assert message == f"unknown field {place!r}: did you mean {near!r}?{hint}"
         if path not in (MESSAGES, OLLAMA):  # whose errors have no field
             assert param == place
         lenient = await Client(make_app(make_service(ignore_unknown_fields=True))).post(path, body)

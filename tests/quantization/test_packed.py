@@ -322,7 +322,7 @@ def test_the_option_activations(params, caplog):
 
 def test_activations_without_numba(params, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=re.escape(f"activations='int8': it needs Numba: {install_hint('cpu')}")):
+    with pytest.raises(ValueError, match=re.escape(f"it needs Numba, which is not installed: {install_hint('cpu')}")):
         LLM((TINY, quantize_params(params, "int8")), activations="int8", **OPTIONS)
 
 

@@ -70,6 +70,22 @@ def test_a_worker_is_killed_midway(path_in, expected):
     assert answers(path) == expected
 
 
+@pytest.mark.parametrize("options", [{"prompt_column": "text", "keep": ["number"]}, {"prompt": "# {text} {number}"}])
+def test_rows_of_a_table_are_those_of_one_process(tmp_path, options):
+    from jaxinfer.fleet import RayPool
+
+    path = tmp_path / "in.csv"
+    path.write_text("text,number\n" + "".join(f"class A{number}:,{number}\n" for number in range(24)))
+    found = []
+    with LLM("demo-draft", **OPTIONS) as llm, RayPool("demo-draft", 2, options=OPTIONS) as pool:
+        for model, name in ((llm, "alone.jsonl"), (pool, "fleet.jsonl")):
+            with open_job(path, tmp_path / name, **options) as job:
+                assert job.run(model, {"max_tokens": 6, "temperature": 0.9}, use_tqdm=False).ok == 24
+            found.append(sorted((tmp_path / name).read_text().splitlines()))
+    assert found[0] == found[1]
+    assert len(set(map(tuple, answers(tmp_path / "fleet.jsonl").values()))) > 3
+
+
 def test_rows_do_not_depend_on_their_batch_or_worker():
     from jaxinfer.fleet import RayDataGenerator
 

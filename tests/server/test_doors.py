@@ -1,20 +1,14 @@
 """One conversation through every door: the prompt is the same, and what cannot be rendered is refused by all."""
 
 import asyncio
-import dataclasses
 import json
-from importlib import resources
 
 import pytest
 
 from jaxinfer.batch import open_job
 from jaxinfer.engine.request import CompletionOutput, RequestOutput
-from jaxinfer.server.app import make_app
-from jaxinfer.text import Tokenizer, read_tokenizer_files
-from jaxinfer.tool_calls import AnswerFormat
 from tests.batch.conftest import FakeLLM, read_records
-from tests.server.asgi import Client
-from tests.server.test_tools import Scripted
+from tests.server.templates import client_of_template
 
 CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"
 # Tools, reasoning, calls as a template of Qwen prints them; a message with calls is told by its key.
@@ -83,22 +77,12 @@ def ollama_messages(messages):
 class Doors:
     """Every door to one engine, as if it had this tokenizer."""
 
-    def __init__(self, engine, make_service, monkeypatch, tmp_path, tokenizer):
+    def __init__(self, engine, make_service, monkeypatch, tmp_path, template):
         self.llm, self._folder, self.prompts = engine.llm, tmp_path, []
-        for owner in (self.llm, self.llm.client):
-            monkeypatch.setattr(owner, "tokenizer", tokenizer)
-        monkeypatch.setattr(self.llm, "answer_format", AnswerFormat(tokenizer))
+        self.client = client_of_template(
+            monkeypatch, engine, make_service, template, lambda request: self.prompts.append(request.token_ids)
+        )
         monkeypatch.setattr(self.llm, "generate", self._generate)
-        service = make_service()
-        service.default._engine = scripted = Scripted(engine, "yes")
-        submit = scripted.submit
-
-        async def capturing(request):
-            self.prompts.append(request.token_ids)
-            return await submit(request)
-
-        scripted.submit = capturing
-        self.client = Client(make_app(service))
 
     def _generate(self, prompts, params, *, use_tqdm=None):
         self.prompts += prompts
@@ -169,9 +153,7 @@ def make_doors(engine, make_service, monkeypatch, tmp_path):
     """Every door to an engine whose tokenizer has a chat template."""
 
     def make(template=TEMPLATE):
-        files = read_tokenizer_files(resources.files("jaxinfer") / "data" / "demo")
-        tokenizer = Tokenizer(dataclasses.replace(files, chat_templates={"default": template}))
-        return Doors(engine, make_service, monkeypatch, tmp_path, tokenizer)
+        return Doors(engine, make_service, monkeypatch, tmp_path, template)
 
     return make
 

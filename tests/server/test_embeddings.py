@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.embedding_files import POOLINGS, EmbeddingConfig
 from jaxinfer.openai import answers
-from jaxinfer.server import embedding_types, options
+from jaxinfer.server import options
 from jaxinfer.server.app import make_app
 from tests.server.asgi import Client
 from tests.server.conftest import is_idle
@@ -56,13 +56,13 @@ def test_embeddings(client, engine, embeds):
 
 def test_score_and_rerank(client, engine, embeds):
     body = {"query": TEXTS[0], "documents": [*TEXTS, {"text": TEXTS[0]}]}
-    found = check(post(client, "/v1/rerank", body), embedding_types.Reranked)["results"]
+    found = check(post(client, "/v1/rerank", body), answers.Reranked)["results"]
     scores = [one["relevance_score"] for one in found]
     assert scores == sorted(scores, reverse=True)
     assert [one["document"]["text"] for one in found] == [[*TEXTS, TEXTS[0]][one["index"]] for one in found]
-    top = check(post(client, "/rerank", {**body, "top_n": 1, "return_documents": False}), embedding_types.Reranked)
+    top = check(post(client, "/rerank", {**body, "top_n": 1, "return_documents": False}), answers.Reranked)
     assert top["results"] == [{"index": found[0]["index"], "relevance_score": pytest.approx(scores[0], abs=1e-5)}]
-    scored = check(post(client, "/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS}), embedding_types.Scores)
+    scored = check(post(client, "/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS}), answers.Scores)
     by_index = {one["index"]: one["relevance_score"] for one in found}
     assert [one["score"] for one in scored["data"]] == pytest.approx([by_index[i] for i in range(3)], abs=1e-5)
     pair = post(client, "/score", {"text_1": [TEXTS[0]], "text_2": [TEXTS[0]]}).json["data"]

@@ -222,12 +222,16 @@ def test_null_is_the_default_and_unknown_fields_are_logged_once(make_service, ca
         assert unused.status == 200
         nulls = dict.fromkeys(("n", "top_p", "stop", "logit_bias", "stream", "logprobs", "user", "suffix"), None)
         more = [await client.post(COMPLETIONS, {**body, **nulls, "frobnicate": 1}) for _ in range(2)]
+        messages = [*MESSAGES, {"role": "user", "content": "a", "frobnicated": 1, "frobnicates": 2}]
+        assert (await client.post(CHAT, {"messages": messages, "max_tokens": 1})).status == 200
         return first, more
 
     first, more = run(ask())
     assert all(one.json["choices"] == first.json["choices"] for one in more)
     assert [record.getMessage() for record in caplog.records if "frobnicate" in record.getMessage()] == [
-        "/v1/completions: the field 'frobnicate' is not known and ignored"
+        "/v1/completions: 'frobnicate' is not known and ignored",
+        "/v1/chat/completions: 'messages[].frobnicated' is not known and ignored",
+        "/v1/chat/completions: 'messages[].frobnicates' is not known and ignored",
     ]
 
 

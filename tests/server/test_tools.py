@@ -38,6 +38,7 @@ BODIES = {
     MESSAGES: {"messages": ASK, "tools": ANTHROPIC, "seed": 3, "max_tokens": 64},
     RESPONSES: {"input": ASK, "tools": FLAT, "seed": 3},
 }
+JSON_FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 CALLS = [("read", {"path": "b/c", "lines": 2}), ("stop", {})]
 TEXT = "I look.\n" + "\n".join(
     f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in CALLS
@@ -290,7 +291,13 @@ REFUSED = [
     (MESSAGES, {"tool_choice": {"type": "some"}}, "tool_choice"),
     (MESSAGES, {"tool_choice": {"type": "tool", "name": "write"}}, "write"),
     (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash"),
-    (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
+    (RESPONSES, {"tool_choice": {"type": "web_search"}}, "a tool of type 'web_search': only functions can be called"),
+    (RESPONSES, {"tool_choice": {"type": "allowed_tools", "tools": [{"type": "mcp"}]}}, "a tool of type 'mcp'"),
+    (RESPONSES, {"tool_choice": {"type": "allowed_tools", "mode": "some"}}, "tool_choice must have a mode"),
+    (RESPONSES, {"tool_choice": {"type": "function", "name": "write"}}, "tool_choice.name 'write'"),
+    (RESPONSES, {"tool_choice": {"type": "function"}}, "must be {'type': 'function', 'name': ...}"),
+    (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "tools and text.format exclude each other"),
+    (MESSAGES, {"output_config": {"format": JSON_FORMAT}}, "tools and output_config.format exclude each other"),
 ]
 
 

@@ -1,5 +1,7 @@
 """The commands: pull, list, show, run, create, cp, rm, disk."""
 
+import subprocess
+
 import pytest
 
 from tests.store.conftest import REPOSITORY
@@ -35,6 +37,20 @@ def test_from_pull_to_rm(jaxinfer, json_lines, hub):
     assert "removed brief: 0 bytes freed" in removed.stdout
     assert "0.1 MiB freed" in removed.stdout
     assert json_lines(jaxinfer("disk", "--json").stdout) == []
+
+
+def test_models_are_listed_without_importing_jax(jaxinfer, command, model):
+    assert jaxinfer("pull", REPOSITORY).exit_code == 0
+    for name, source in (("brief", REPOSITORY), ("mine", str(model))):
+        assert jaxinfer("create", name, "--from", source).exit_code == 0
+    (python, *arguments), variables = command("list", "--json")
+    shown = subprocess.run(
+        [python, "-X", "importtime", *arguments], env=variables, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert [name for name in ("brief", "mine", REPOSITORY) if f'"{name}"' not in shown.stdout] == []
+    imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
+    assert "jaxinfer.store" in imported
+    assert "jax" not in imported
 
 
 @pytest.mark.slow

@@ -967,9 +967,9 @@ SERVER = (
     ),
     Fault(
         "server/log-probabilities-of-a-chunk-have-another-form",
-        "jaxinfer/server/chunks.py",
-        "return self._choice(index, delta, logprobs, token_ids)",
-        'return self._choice(index, delta, logprobs and {"content": logprobs.content, "refusal": {}}, token_ids)',
+        "jaxinfer/server/completions.py",
+        "return chat_logprobs(delta.logprobs, self._params)",
+        'return {"content": chat_logprobs(delta.logprobs, self._params).content, "refusal": {}}',
         ("tests/server/test_openapi.py", "tests/server/test_openai_schemas.py"),
         "clients that parse the log-probabilities of a chunk fail",
     ),
@@ -1128,8 +1128,8 @@ MANY = (
     ),
     Fault(
         "server/ollama-options-are-dropped",
-        "jaxinfer/server/ollama.py",
-        "        if name not in off:",
+        "jaxinfer/openai/fields.py",
+        "        if isinstance(below := given.get(name), Mapping):",
         "        if False:",
         ("tests/server/test_ollama.py::test_what_is_not_applied_is_refused_by_its_name",),
         "a client believes that mirostat is applied",
