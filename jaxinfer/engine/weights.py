@@ -99,10 +99,10 @@ class ModelWeights(WeightsView["StoredWeights"]):
     def replace(self, params: Params) -> None:
         """Gives every view other weights: a tree like `params`, whose arrays may be NumPy's. It stays the caller's.
 
-        Of weights that a CPU packed as it read them, and of layers in the host's memory, plain ones are taken too. No
-        program is compiled again, cached prefixes are dropped, and models that shared the old weights keep them. Old
-        and new weights are in memory at once. On several hosts all have to call it. Call it where no other thread
-        steps an engine.
+        Of weights that a CPU packed as it read them, and of layers in the host's memory, plain ones are taken too; for
+        a mesh that pads, what `llm.fit.place(params)` makes of them. No program is compiled again, cached prefixes are
+        dropped, and models that shared the old weights keep them. Old and new weights are in memory at once. On several
+        hosts all have to call it. Call it where no other thread steps an engine.
 
         Raises RuntimeError while requests are unfinished, and ValueError, with the name of the leaf, for a tree that
         differs in names, shapes, dtypes or kinds of weights, and for layers that are read from files. Nothing has

@@ -80,8 +80,9 @@ def test_an_engine_answers_as_a_fresh_one(kind, how):
     with LLM((TINY, params_of(0, how)), **options) as llm:
         llm.warm_up()
         assert results(llm) != expected
+        placed = new if llm.fit is None else llm.fit.place(new)
         with compilation_cache.counting() as counts:
-            llm.engine.weights.replace(new)
+            llm.engine.weights.replace(placed)
             found = results(llm)
         assert found == expected
         assert (llm.engine.weights.version, counts.compiled + counts.hits) == (1, 0)
