@@ -30,7 +30,7 @@ from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.weights import WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.sampling import SampleOutput
-from jaxinfer.speculative import NO_DRAFT, Draft, SpeculationStats
+from jaxinfer.speculative import Draft, SpeculationStats
 
 
 class Engine:
@@ -56,7 +56,7 @@ class Engine:
         params: Params | WeightsView[Params],
         options: EngineOptions,
         *,
-        draft: Draft = NO_DRAFT,
+        draft: Draft | None = None,
         kv_scales: KVScales | None = None,
         available: int | None = None,
         mesh: Mesh | None = None,

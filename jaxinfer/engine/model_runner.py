@@ -65,13 +65,13 @@ class ModelRunner(CacheCopies, PromptPasses):
         self,
         spec: EngineSpec,
         weights: WeightsView[Params],
-        draft: Draft = NO_DRAFT,
+        draft: Draft | None = None,
         *,
         kv_scales: KVScales | None = None,
         available: int | None = None,
     ):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
-        mesh, params, config = spec.mesh, weights.value, spec.config
+        mesh, params, config, draft = spec.mesh, weights.value, spec.config, draft or NO_DRAFT
         self.placement, self.weights = DevicePlacement(mesh), leaves_of(weights)
         self.model, _ = program_model(config, params, mesh, spec.policy)
         self.device = self.weights.value[0].addressable_shards[0].device

@@ -23,7 +23,7 @@ from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weights import ModelWeights, WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
-from jaxinfer.speculative import NO_DRAFT, Draft, SpeculationStats
+from jaxinfer.speculative import Draft, SpeculationStats
 
 
 class Replicas:
@@ -196,7 +196,7 @@ def make_engine(
     params: Params | WeightsView[Params],
     options: EngineOptions,
     *,
-    draft: Draft = NO_DRAFT,
+    draft: Draft | None = None,
     kv_scales: KVScales | None = None,
     mesh: Mesh | None = None,
 ) -> AnyEngine:
@@ -209,7 +209,7 @@ def make_engine(
             config,
             weights.view(partial(parallel.on_replica, mesh=devices)),
             options,
-            draft=draft.with_params(partial(_on_replica, devices)),
+            draft=draft and draft.with_params(partial(_on_replica, devices)),
             kv_scales=kv_scales,
             mesh=devices,
             replica=number,

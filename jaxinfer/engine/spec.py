@@ -83,6 +83,7 @@ class EngineSpec:
     determinism: Determinism = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "draft", self.draft or NO_DRAFT)
         options = self.options
         host_layers.check_devices(self.params, self.num_devices)
         check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
@@ -95,11 +96,11 @@ class EngineSpec:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, params: Params, options: EngineOptions, draft: Draft, mesh: Mesh | None
+        cls, config: ModelConfig, params: Params, options: EngineOptions, draft: Draft | None, mesh: Mesh | None
     ) -> "EngineSpec":
         """The spec of an engine over concrete parameters, on the devices where they lie."""
         device = jax.tree.leaves(params)[0].addressable_shards[0].device
-        draft = draft.with_params(lambda config, params: (config, shapes_of(params)))
+        draft = (draft or NO_DRAFT).with_params(lambda config, params: (config, shapes_of(params)))
         platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
         chip = chip_of_kind(device.device_kind)
         return cls(config, shapes_of(params), options, platform, mesh, draft, chip=chip and chip.name)

@@ -43,7 +43,7 @@ class PlanRequest:
     place: Place
     options: EngineOptions
     mesh: str | None = None
-    draft: Draft = NO_DRAFT
+    draft: Draft | None = None
     batches: tuple[int, ...] = ()
     offload: Offload = 0
     trace: Sequence[TraceRequest] = ()
@@ -52,7 +52,9 @@ class PlanRequest:
     @property
     def layout(self) -> Layout:
         """Raises ValueError for a mesh that does not divide the model or its draft."""
-        return layout_of(self.place, self.config, *(config for config, _ in self.draft.own), mesh=self.mesh)
+        return layout_of(
+            self.place, self.config, *(config for config, _ in (self.draft or NO_DRAFT).own), mesh=self.mesh
+        )
 
     def spec(self, *, compiles: bool = False) -> EngineSpec:
         """The shapes of one replica; with `compiles`, on devices that programs can be compiled for.
@@ -61,7 +63,7 @@ class PlanRequest:
         """
         mesh = self.layout.mesh(self.place) if compiles else self.layout.shape_mesh
         config, params = _fitted(mesh, self.config, self.params)
-        draft = self.draft.with_params(partial(_fitted, mesh))
+        draft = (self.draft or NO_DRAFT).with_params(partial(_fitted, mesh))
         chip = self.place.chip
         spec = EngineSpec(config, params, self.options, chip.platform, mesh, draft, chip=chip.name)
         return with_host_layers(spec, layers_for_host(spec, self.offload, self.place.device_bytes))

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.planning import PlanRequest, parse_place
 from jaxinfer.quantization.tree import num_bytes
+from jaxinfer.speculative import NO_DRAFT
 from pallas_kernels.ahead_of_time import Compilation
 
 
@@ -30,7 +32,14 @@ def ask() -> Callable[..., PlanRequest]:
         options = {"max_model_len": min(1024, config.max_position_embeddings), "max_seqs": 16, **options}
         params = shapes(config) if params is None else params
         return PlanRequest(
-            "model", config, params, parse_place(place), EngineOptions(**options), mesh, draft, batches or ()
+            "model",
+            config,
+            params,
+            parse_place(place),
+            EngineOptions(**options),
+            mesh,
+            draft or NO_DRAFT,
+            batches or (),
         )
 
     return make
@@ -47,7 +56,7 @@ class FakeProgram:
         self.num_compiled.append(config.num_layers)
         windows = sum(config.window(layer) is not None for layer in range(config.num_layers))
         experts = sum(config.experts_of(layer) is not None for layer in range(config.num_layers))
-        drafted = sum(getattr(one, "kind", None) is not None and _draft_layers(one) for one in arguments[:3])
+        drafted = sum(_draft_layers(one) for one in arguments[:3] if isinstance(one, Drafter))
         held = [leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "dtype")]
         return Compilation(
             chip="fake",
@@ -63,8 +72,9 @@ class FakeProgram:
         )
 
 
-def _draft_layers(drafter: Any) -> int:
-    return drafter.kind.config.num_layers if hasattr(drafter.kind, "config") else 0
+def _draft_layers(drafter: Drafter) -> int:
+    model = getattr(drafter.proposer, "model", None)
+    return 0 if model is None else model.config.num_layers
 
 
 @pytest.fixture

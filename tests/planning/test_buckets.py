@@ -82,14 +82,14 @@ def test_at_most_a_tenth_is_padding(name, count):
     assert choice.chosen.num_programs <= choice.max_programs == 16
 
 
-@pytest.mark.parametrize("draft", [None, NgramDraft()])
+@pytest.mark.parametrize("draft", [NO_DRAFT, NgramDraft()])
 def test_programs_are_bounded(draft):
     spec = spec_of(draft)
     trace = trace_of("any", 60)
     least = num_programs(spec, 1, 1)
     few = choose_buckets(spec, trace, least)
     assert (few.chosen.token_buckets, few.chosen.decode_slots) == ((576,), (64,))
-    assert few.default.num_programs == (5 + 1) + 6 * (1 if draft is None else 1 + 3)
+    assert few.default.num_programs == (5 + 1) + 6 * (1 if draft is NO_DRAFT else 1 + 3)
     assert not few.holds
     assert "more than 10% padding: the least that" in str(few)
     more = choose_buckets(spec, trace, least + 5)

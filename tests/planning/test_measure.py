@@ -18,7 +18,7 @@ MIXTURE = replace(
 )
 SMALL = replace(TINY, num_layers=20)
 DRAFTS = {
-    "none": None,
+    "none": NO_DRAFT,
     "model": ModelDraft("draft", SMALL, abstract_params(SMALL, jnp.bfloat16)),
     "layers": LayersDraft(5),
     "ngram": NgramDraft(),
@@ -28,7 +28,7 @@ DRAFTS = {
 @pytest.fixture
 def spec(ask):
     def make(config, draft=NO_DRAFT) -> EngineSpec:
-        drafting = {} if draft is None else {"num_draft_tokens": 4}
+        drafting = {} if draft is NO_DRAFT else {"num_draft_tokens": 4}
         request = ask(config, "v6e:1x1", draft=draft, **drafting)
         return EngineSpec(config, request.params, request.options, "cpu", None, draft)
 

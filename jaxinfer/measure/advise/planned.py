@@ -16,7 +16,6 @@ from jaxinfer.planning import MemoryPlan, Place, PlanRequest, make_plan, parse_p
 from jaxinfer.planning.roofline import Rates, prefill_seconds
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import describe
-from jaxinfer.speculative import NO_DRAFT
 from jaxinfer.speculative.statistics import mean_tokens
 
 NUM_DRAFTED = (2, 4, 8)
@@ -115,7 +114,7 @@ class Planner:
             num_draft_tokens="auto" if num_draft_tokens is None else num_draft_tokens,
             **{name: values[name] for name in ENGINE if name in values},
         )
-        draft = NO_DRAFT
+        draft = None
         if num_draft_tokens is not None:
             dtype = self.arguments.get("dtype", "auto")
             draft = load_draft_shapes(arguments["draft"], self.config, self.params, length, dtype)
