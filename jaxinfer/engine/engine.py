@@ -76,7 +76,7 @@ class Engine:
         self._schedule = next((feature.schedule for feature in self._features), self.scheduler.schedule)
         self.prefix_store = None if options.prefix_store is None else PrefixStore(self.runner, self.scheduler)
         self._sequences: dict[SequenceState, None] = {}  # unfinished ones, in the order of their arrival
-        self._num_with_logprobs = 0  # of the unfinished ones
+        self._num_with_logprobs = self._num_with_grammars = 0  # of the unfinished ones
         self._in_flight: deque[Flight] = deque()
         self._deadlines = Deadlines()
         self._observers = Observers()
@@ -106,7 +106,9 @@ class Engine:
             sequence.leader = None
         if self.prefix_store is not None:
             self.prefix_store.load(sequence)
-        self.grammars.add(sequence)
+        if sequence.request.grammar is not None:
+            self.grammars.add(sequence)
+            self._num_with_grammars += 1
         for feature in self._features:
             feature.add(sequence)
         sequence.arrived = sequence.arrived or time.monotonic()
@@ -125,7 +127,9 @@ class Engine:
         self.scheduler.finish(sequence, reason, stop_reason)
         for feature in self._features:
             feature.end(sequence)
-        self.grammars.end(sequence)
+        if sequence.grammar is not None:
+            self.grammars.end(sequence)
+            self._num_with_grammars -= 1
         self._num_with_logprobs -= sequence.params.logprobs is not None
         self.runner.stop_scoring(sequence)
         sequence.finished = time.monotonic()
@@ -162,7 +166,9 @@ class Engine:
     def _run(self, plan: DispatchPlan) -> Flight | None:
         for sequence in plan.admitted:
             sequence.admitted = sequence.admitted or time.monotonic()
-        flight = self.runner.run(replace(plan, grammar=self.grammars.plan(plan)))
+        if self._num_with_grammars:
+            plan = replace(plan, grammar=self.grammars.plan(plan))
+        flight = self.runner.run(plan)
         if flight is not None:
             self._in_flight.append(flight)
             if self._observers:

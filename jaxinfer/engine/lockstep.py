@@ -68,14 +68,19 @@ Engine = TypeVar("Engine", bound=Operated)
 def operation(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
     """Marks a method that runs something on the devices. Its arguments, all by position, are values that a `Codec`
     carries."""
+    method.is_operation = True  # type: ignore[attr-defined]
+    return method
+
+
+def _published(engine: Operated, method: Callable[..., R]) -> Callable[..., R]:
+    """An operation of an engine that is sent to the other hosts first."""
 
     @functools.wraps(method)
-    def run(self: Engine, *arguments: P.args, **keywords: P.kwargs) -> R:
-        if self.publish is not None:
-            self.publish(method.__name__, arguments)
-        return method(self, *arguments, **keywords)
+    def run(*arguments: Any) -> R:
+        if engine.publish is not None:
+            engine.publish(method.__name__, arguments)
+        return method(engine, *arguments)
 
-    run.is_operation = True  # type: ignore[attr-defined]
     return run
 
 
@@ -94,6 +99,9 @@ class Lockstep:
         if hosts.is_leader:
             for number, engine in enumerate(self._engines):
                 engine.publish = functools.partial(self._publish_operation, number)
+                for name in dir(type(engine)):
+                    if getattr(method := getattr(type(engine), name), "is_operation", False):
+                        setattr(engine, name, _published(engine, method))
 
     @property
     def is_inside(self) -> bool:

@@ -29,6 +29,9 @@ class PagePools:
     ):
         self.groups, self.page_size, self.policy = tuple(groups), page_size, policy
         self.all = tuple(PagePool(group.num_pages, shuffle_seed) for group in groups)
+        self._num_held, self._most_held, self.place = _num_tokens, _num_tokens, _num_stored
+        if policy != KEEPS_ALL:
+            self._num_held, self._most_held, self.place = policy.num_held, policy.most_held, policy.place
         self._ends = [group.at_end for group in groups if group.at_end is not None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
 
@@ -37,7 +40,7 @@ class PagePools:
 
     def pages_of(self, sequence: SequenceState, num_tokens: int) -> int:
         """Pages that a sequence needs when so many of its tokens are stored."""
-        return self.pages_for(self.policy.num_held(sequence.num_prompt, num_tokens))
+        return self.pages_for(self._num_held(sequence.num_prompt, num_tokens))
 
     def num_lacking(self, sequence: SequenceState, num_tokens: int) -> int:
         """Pages that a decoding sequence does not have yet for so many more tokens."""
@@ -61,7 +64,7 @@ class PagePools:
     def least_pages(self, num_tokens: int, num_prompt: int = 0) -> list[int]:
         """By group, as `CacheGroup.least_pages`, of a sequence of so many tokens that is computed token by token; the
         last tokens of a prompt that is compacted are computed together, in all groups."""
-        num_tokens = self.policy.most_held(num_prompt, num_tokens)
+        num_tokens = self._most_held(num_prompt, num_tokens)
         ends = (one for one in self._ends if one.num_dropped(num_prompt))
         num_ahead = max((one.num_observed for one in ends), default=1)
         return [group.least_pages(num_tokens, self.page_size, num_prompt, num_ahead) for group in self.groups]
@@ -93,7 +96,7 @@ class PagePools:
 
     def _most_pages(self, sequence: SequenceState) -> int:
         """Pages of a group without a window that a sequence holds at once until its prompt is stored."""
-        return self.pages_for(self.policy.most_held(sequence.num_prompt, sequence.target))
+        return self.pages_for(self._most_held(sequence.num_prompt, sequence.target))
 
     def has_room(self, needed: Sequence[int], spare: Sequence[int]) -> bool:
         """Whether each pool has what is needed and spared."""
@@ -187,3 +190,14 @@ class PagePools:
                     raise RuntimeError(
                         f"{released} pages are given back, {first} may be after {one.num_confirmed} tokens: {table}"
                     )
+
+
+def _num_tokens(num_prompt: int, num_tokens: int) -> int:
+    """As `CachePolicy.num_held` and `most_held` where everything is kept."""
+    del num_prompt
+    return num_tokens
+
+
+def _num_stored(sequence: SequenceState) -> int:
+    """As `CachePolicy.place` where everything is kept."""
+    return sequence.num_stored

@@ -75,6 +75,7 @@ class PrefixTree:
         self, pools: Sequence[PagePool], groups: Sequence[CacheGroup], page_size: int, tier: HostTier | None = None
     ):
         self._tier = tier or HostTier()
+        self._has_tier = bool(self._tier)
         self._pools, self._groups, self._page_size = tuple(pools), tuple(groups), page_size
         self._full = [index for index, group in enumerate(groups) if group.window is None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
@@ -95,7 +96,7 @@ class PrefixTree:
             pool.share([page for page in table if page != NULL_PAGE])
             match.tables.append(table)
             match.absent += [(index, place, nodes[place]) for place in places if table[place] == NULL_PAGE]
-            for place in reversed(places) if self._tier else ():  # beginnings are given away last
+            for place in reversed(places) if self._has_tier else ():  # beginnings are given away last
                 if nodes[place].hosts[index] != NULL_PAGE:
                     self._tier.renew(index, nodes[place].hosts[index])
         for group, _, node in match.absent:
@@ -299,7 +300,7 @@ class PrefixTree:
 
     def _has_room(self, nodes: list[_Node]) -> bool:
         """Whether there are pages for those of windows, or of states, that have to come back from host memory."""
-        for group in self._windows if self._tier else ():
+        for group in self._windows if self._has_tier else ():
             first = self._groups[group].first_needed(len(nodes) * self._page_size, self._page_size)
             needed = nodes[: self._groups[group].sinks_before(first)] + nodes[first:]
             if sum(node.pages[group] == NULL_PAGE for node in needed) > self._pools[group].num_available:

@@ -13,13 +13,13 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxinfer.cache.policy.kinds import KEEPS_ALL
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
 from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy, num_expected
 from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixMatch, PrefixPlace, PrefixTree
 from jaxinfer.engine.prompt_ends import PromptEnds
-from jaxinfer.engine.replays import AnswerReplays
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.saved_states import SavedStates, num_common
 from jaxinfer.engine.scheduler_options import SchedulerOptions
@@ -66,7 +66,6 @@ class Scheduler:
         self.policy = options.policy
         self.pools = PagePools(options.groups, options.page_size, options.shuffle_seed, self.policy)
         self.ends = PromptEnds(self.pools)
-        self.replays = AnswerReplays(self.policy.num_replayed)
         num_places = options.num_saved_states if options.reuses_prefixes else 0
         self.tier = HostTier(options.host_pools)
         states = num_places, options.save_interval, options.page_size, options.shuffle_seed
@@ -74,6 +73,10 @@ class Scheduler:
         groups = (*options.groups, *self.saved.groups)
         self.prefixes = PrefixTree((*self.pools.all, *self.saved.pools), groups, options.page_size, self.tier)
         self.counters = Counters()
+        # Those that are in use; the others are never asked.
+        self._has_ends, self._has_saved, self._has_tier = bool(self.ends), bool(self.saved), bool(self.tier)
+        parts = (self.saved, self._has_saved), (self.ends, self._has_ends), (self.policy, self.policy != KEEPS_ALL)
+        self._stopping = [part for part, is_used in parts if is_used]
         self.waiting: list[SequenceState] = []  # sorted by rank
         self.running: list[SequenceState] = []
         self._slot_buckets = sorted({*(slot_buckets or ()), options.max_seqs})
@@ -156,7 +159,8 @@ class Scheduler:
                 admitted: list[SequenceState] = []
                 copies: list[PageCopy] = []
                 chunks = self._plan_prompts(admitted, copies, len(decodes))
-                self.saved.release_restored()
+                if self._has_saved:
+                    self.saved.release_restored()
                 if chunks or decodes or admitted or all(one.is_decoding for one in self.running):
                     break
             if not can_preempt:
@@ -252,6 +256,8 @@ class Scheduler:
 
     def _with_moves(self, plan: DispatchPlan) -> DispatchPlan:
         """The plan with the pages that move to host memory and back."""
+        if not self._has_tier:
+            return plan
         leaving, coming = self.tier.take_moves()
         self.counters.host_bytes_out += self.tier.bytes_of(leaving)
         self.counters.host_bytes_in += self.tier.bytes_of(coming)
@@ -260,7 +266,7 @@ class Scheduler:
     def _plan_end(self) -> Chunk | None:
         """The pass that compacts the prompt of a sequence, the first in rank, that waits for it and has room for it."""
         nothing = [0] * len(self.pools.all)
-        for sequence in sorted(filter(self.ends.is_next, self.running), key=_rank) if self.ends else ():
+        for sequence in sorted(filter(self.ends.is_next, self.running), key=_rank) if self._has_ends else ():
             if self.pools.has_room(self.ends.missing(sequence), nothing):
                 start, end = sequence.num_stored, sequence.num_prompt
                 moves = self.ends.start(sequence)
@@ -289,8 +295,10 @@ class Scheduler:
 
     def _num_spare(self) -> list[int]:
         """By group, pages left for those that run when another is admitted, lest it is preempted at once."""
-        fresh = ((self.ends.num_fresh(one, group) for one in self.running) for group in range(len(self.pools.all)))
-        return [count + sum(more) for count, more in zip(self.pools.num_spare(self.running), fresh, strict=True)]
+        spare = self.pools.num_spare(self.running)
+        for one in self.running if self._has_ends else ():
+            spare = [count + self.ends.num_fresh(one, group) for group, count in enumerate(spare)]
+        return spare
 
     def _allocate_pages(self, decodes: list[SequenceState], num_tokens: int) -> bool:
         """Allocates pages for this many more tokens of each; takes none and returns false if there are too few."""
@@ -325,14 +333,14 @@ class Scheduler:
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
         start = sequence.num_stored
-        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - self.policy.place(sequence)
-        stop = min(part.next_stop(sequence) for part in (self.saved, self.ends, self.policy))
-        length = min(budget, min(stop, self.replays.next_stop(sequence, chunks)) - start, room)
+        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - self.pools.place(sequence)
+        stop = min((part.next_stop(sequence) for part in self._stopping), default=sequence.target)
+        length = min(budget, min(stop, self._replay_stop(sequence, chunks)) - start, room)
         if length > 0:
             missing = self.pools.pages_of(sequence, start + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
             end = sequence.num_stored + length
-            saves_to = self.saved.save(sequence, end)
+            saves_to = self.saved.save(sequence, end) if self._has_saved else NULL_PAGE
             chunks.append(Chunk(sequence, sequence.num_stored, length, end == sequence.target, saves_to))
             sequence.num_stored = end
             sequence.num_reserved += length
@@ -351,7 +359,7 @@ class Scheduler:
             return False
         keys = sequence.keys(page_size, self._num_shareable(sequence))
         num_known = self.prefixes.num_known(keys, sequence.salt)
-        if self.saved:
+        if self._has_saved:
             shared = (page_size * num_common(keys, one.keys(page_size, one.target)) for one in computing)
             pairs = zip(computing, shared, strict=True)
             return any(self.saved.request_from(one, num_known * page_size, count) for one, count in pairs)
@@ -367,11 +375,25 @@ class Scheduler:
 
     def _num_shareable(self, sequence: SequenceState) -> int:
         """Leading tokens that it may take from the prefix tree."""
-        return self.replays.num_shareable(sequence, self.ends.num_shareable(sequence))
+        count = self.ends.num_shareable(sequence) if self._has_ends else len(sequence.tokens) - 1
+        return self._num_alike(sequence, count)
 
     def _num_known(self, sequence: SequenceState) -> int:
         """Tokens of which others may find pages, once they are confirmed."""
-        return self.replays.num_shareable(sequence, self.ends.num_known(sequence))
+        return self._num_alike(sequence, self.ends.num_known(sequence) if self._has_ends else sequence.target)
+
+    def _num_alike(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Of a sequence's first `num_tokens` tokens, those whose pages any text that begins alike may have: of the
+        prompt alone where an answer's tokens attend to other keys than a prompt's."""
+        return num_tokens if self.policy.num_replayed is None else min(num_tokens, sequence.num_prompt)
+
+    def _replay_stop(self, sequence: SequenceState, chunks: Sequence[Chunk]) -> int:
+        """Where the next piece of its tokens ends, at most, in a step that has `chunks` already: a step takes few
+        tokens of an answer that is computed again after a preemption, where each chooses what it reads."""
+        if self.policy.num_replayed is None:
+            return sequence.target
+        left = self.policy.num_replayed - sum(map(_num_replayed, chunks))
+        return max(sequence.num_stored, sequence.num_prompt) + left
 
     def _has_live_leader(self, sequence: SequenceState) -> bool:
         """Whether its leader, whose prompt pages it will share, has not ended. A leader is never behind in rank."""
@@ -409,7 +431,8 @@ class Scheduler:
         sequence.target = num_tokens
         sequence.num_confirmed = sequence.num_reused = num_known
         self.counters.reused_tokens += num_known
-        self.saved.plan(sequence, self._num_shared(sequence) if self.saved else 0)
+        if self._has_saved:
+            self.saved.plan(sequence, self._num_shared(sequence))
         return True
 
     def _num_shared(self, sequence: SequenceState) -> int:
@@ -460,8 +483,10 @@ class Scheduler:
         self._cache_prefix(sequence)
         self.running.remove(sequence)
         self.pools.release_all(sequence)
-        self.ends.finish(sequence)
-        self.saved.release_all(sequence)
+        if self._has_ends:
+            self.ends.finish(sequence)
+        if self._has_saved:
+            self.saved.release_all(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = sequence.place = None
         sequence.is_compacted = False
@@ -469,14 +494,17 @@ class Scheduler:
 
     def _cache_prefix(self, sequence: SequenceState) -> None:
         """Full pages of what is confirmed enter the prefix tree."""
-        if self.options.reuses_prefixes and (tables := self.ends.known_tables(sequence)) is not None:
-            num_known = self.replays.num_shareable(sequence, sequence.num_confirmed)
-            keys = sequence.keys(self.options.page_size, num_known)
-            saved = self.saved.tables(sequence, len(keys))
-            if self.prefixes.insert(keys, [*tables, *saved], sequence.salt, sequence.place):
-                sequence.num_listed = 0
-            if self.saved.release_known(sequence, saved):
-                self.prefixes.renew(sequence.place, len(self.options.groups))
+        if not self.options.reuses_prefixes:
+            return
+        tables = self.ends.known_tables(sequence) if self._has_ends else sequence.tables
+        if tables is None:
+            return
+        keys = sequence.keys(self.options.page_size, self._num_alike(sequence, sequence.num_confirmed))
+        saved = self.saved.tables(sequence, len(keys)) if self._has_saved else []
+        if self.prefixes.insert(keys, [*tables, *saved], sequence.salt, sequence.place):
+            sequence.num_listed = 0
+        if saved and self.saved.release_known(sequence, saved):
+            self.prefixes.renew(sequence.place, len(self.options.groups))
 
     def _release_behind_windows(self) -> None:
         """Gives back pages that nothing reads any more; what may be reused of them is in the prefix tree first."""
@@ -489,3 +517,9 @@ class Scheduler:
 
 def _rank(sequence: SequenceState) -> tuple[bool, int, int]:
     return sequence.rank
+
+
+def _num_replayed(chunk: Chunk) -> int:
+    """Tokens of an answer in a chunk."""
+    end = chunk.start + chunk.length
+    return max(end - max(chunk.start, chunk.sequence.num_prompt), 0)

@@ -201,7 +201,7 @@ class CachePolicy:
     """Keeps and reads everything: the contract, with what holds where a policy says nothing else.
 
     Attributes:
-      page_size: tokens of a page of the engine's cache, 0 before `bound`.
+      page_size: tokens of a page of the engine's cache, 0 before `bound`, and where everything is kept.
     """
 
     page_size: int = field(default=0, kw_only=True)
@@ -226,7 +226,7 @@ class CachePolicy:
         """The policy of a cache with pages of so many tokens. `trained` is the length that the model was trained for,
         if sequences may be longer."""
         del trained
-        return replace(self, page_size=page_size)
+        return self if type(self) is CachePolicy else replace(self, page_size=page_size)
 
     def of_layers(self, layers: Sequence[int]) -> Self:
         """The same of a model that has these layers of the one that it is for."""

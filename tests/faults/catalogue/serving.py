@@ -219,22 +219,22 @@ ENGINE = (
     Fault(
         "engine/a-state-is-saved-a-token-late",
         "jaxinfer/engine/scheduler.py",
-        """        stop = min(part.next_stop(sequence) for part in (self.saved, self.ends, self.policy))
-        length = min(budget, min(stop, self.replays.next_stop(sequence, chunks)) - start, room)
+        """        stop = min((part.next_stop(sequence) for part in self._stopping), default=sequence.target)
+        length = min(budget, min(stop, self._replay_stop(sequence, chunks)) - start, room)
         if length > 0:
             missing = self.pools.pages_of(sequence, start + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
             end = sequence.num_stored + length
-            saves_to = self.saved.save(sequence, end)
+            saves_to = self.saved.save(sequence, end) if self._has_saved else NULL_PAGE
 """,
-        """        stop = min(part.next_stop(sequence) for part in (self.saved, self.ends, self.policy)) + 1
+        """        stop = min((part.next_stop(sequence) for part in self._stopping), default=sequence.target) + 1
         length = min(budget, stop - start, room)
         if length > 0:
             length = min(length, sequence.target - start)
             missing = self.pools.pages_of(sequence, start + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
             end = sequence.num_stored + length
-            saves_to = self.saved.save(sequence, end - 1)
+            saves_to = self.saved.save(sequence, end - 1) if self._has_saved else NULL_PAGE
 """,
         ("tests/engine/test_scheduler.py::test_random_work_gives_one_answer_with_states",),
         "a prompt goes on from a state that has read a token of another prompt",
@@ -285,7 +285,7 @@ ENGINE = (
     Fault(
         "engine/states-of-shared-beginnings-are-not-saved",
         "jaxinfer/engine/scheduler.py",
-        "self.saved.plan(sequence, self._num_shared(sequence) if self.saved else 0)",
+        "self.saved.plan(sequence, self._num_shared(sequence))",
         "self.saved.plan(sequence, 0)",
         ("tests/engine/test_saved_states.py::test_many_requests_with_one_system_prompt",),
         "a system prompt is computed again for each request",
@@ -317,8 +317,8 @@ ENGINE = (
     Fault(
         "engine/a-page-is-found-while-it-is-written",
         "jaxinfer/engine",
-        "num_known = self.replays.num_shareable(sequence, sequence.num_confirmed)",
-        "num_known = self.replays.num_shareable(sequence, min(sequence.num_stored, len(sequence.tokens)))",
+        "self._num_alike(sequence, sequence.num_confirmed)",
+        "self._num_alike(sequence, min(sequence.num_stored, len(sequence.tokens)))",
         (
             "tests/engine/test_scheduler_examples.py",
             "tests/engine/test_scheduler.py::test_random_work_gives_one_answer",
