@@ -77,6 +77,7 @@ class Scheduler:
         self._has_ends, self._has_saved, self._has_tier = bool(self.ends), bool(self.saved), bool(self.tier)
         parts = (self.saved, self._has_saved), (self.ends, self._has_ends), (self.policy, self.policy != KEEPS_ALL)
         self._stopping = [part for part, is_used in parts if is_used]
+        self._most_replayed = self.policy.num_replayed
         self.waiting: list[SequenceState] = []  # sorted by rank
         self.running: list[SequenceState] = []
         self._slot_buckets = sorted({*(slot_buckets or ()), options.max_seqs})
@@ -385,14 +386,14 @@ class Scheduler:
     def _num_alike(self, sequence: SequenceState, num_tokens: int) -> int:
         """Of a sequence's first `num_tokens` tokens, those whose pages any text that begins alike may have: of the
         prompt alone where an answer's tokens attend to other keys than a prompt's."""
-        return num_tokens if self.policy.num_replayed is None else min(num_tokens, sequence.num_prompt)
+        return num_tokens if self._most_replayed is None else min(num_tokens, sequence.num_prompt)
 
     def _replay_stop(self, sequence: SequenceState, chunks: Sequence[Chunk]) -> int:
         """Where the next piece of its tokens ends, at most, in a step that has `chunks` already: a step takes few
         tokens of an answer that is computed again after a preemption, where each chooses what it reads."""
-        if self.policy.num_replayed is None:
+        if self._most_replayed is None:
             return sequence.target
-        left = self.policy.num_replayed - sum(map(_num_replayed, chunks))
+        left = self._most_replayed - sum(map(_num_replayed, chunks))
         return max(sequence.num_stored, sequence.num_prompt) + left
 
     def _has_live_leader(self, sequence: SequenceState) -> bool:

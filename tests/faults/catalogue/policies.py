@@ -293,15 +293,15 @@ FAULTS = (
     Fault(
         "policies/more-tokens-are-replayed-than-there-is-room-for",
         "jaxinfer/engine/scheduler.py",
-        "        left = self.policy.num_replayed - sum(map(_num_replayed, chunks))",
-        "        left = self.policy.num_replayed * 4",
+        "        left = self._most_replayed - sum(map(_num_replayed, chunks))",
+        "        left = self._most_replayed * 4",
         ("tests/engine/test_quest.py::test_a_preempted_answer_is_replayed_token_by_token",),
         "a long answer that was preempted loses tokens",
     ),
     Fault(
         "policies/pages-of-answers-are-shared",
         "jaxinfer/engine/scheduler.py",
-        "return num_tokens if self.policy.num_replayed is None else min(num_tokens, sequence.num_prompt)",
+        "return num_tokens if self._most_replayed is None else min(num_tokens, sequence.num_prompt)",
         "return num_tokens",
         ("tests/engine/test_quest.py::test_an_answer_in_a_later_prompt_is_computed_as_a_prompt",),
         "the next turn of a chat is answered differently where its beginning was still cached",
