@@ -16,9 +16,8 @@ from jaxinfer.cache import KVScales
 from jaxinfer.engine import results
 from jaxinfer.engine.compiling import Report, default_jobs
 from jaxinfer.engine.events import Dispatch, Observer, Observers, SlotWork, Snapshot
-from jaxinfer.engine.flight import Flight
 from jaxinfer.engine.grammars import Grammars
-from jaxinfer.engine.model_runner import ModelRunner
+from jaxinfer.engine.model_runner import Flight, ModelRunner
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.plans import DispatchPlan
 from jaxinfer.engine.prefix_store import PrefixStore

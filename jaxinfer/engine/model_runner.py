@@ -6,6 +6,7 @@ On several hosts, methods marked with `operation` run on each of them, in the sa
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,40 +17,78 @@ from jax.stages import Lowered
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
 from jaxinfer.cache.state import init_state_cache
-from jaxinfer.engine.cache_copies import CacheCopies
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
-from jaxinfer.engine.flight import Flight, FlightResults
-from jaxinfer.engine.host_pages import HostPages, check_host_cache, host_pools
+from jaxinfer.engine.host_pages import Caches, HostPages, check_host_cache, host_pools
 from jaxinfer.engine.link_rates import decide_host_cache
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids, state_copies
 from jaxinfer.engine.placement import DevicePlacement
-from jaxinfer.engine.plans import Chunk, DispatchPlan
+from jaxinfer.engine.plans import Chunk, DispatchPlan, GroupMove
 from jaxinfer.engine.programs import grammar as grammars
 from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
+from jaxinfer.engine.programs.compaction import CompactionWork, compact_prompt, compaction_work
 from jaxinfer.engine.programs.paged import WIDE_ROWS
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
 from jaxinfer.engine.programs.work import DecodeWork, StepOutput, StepSlots, StepWork
-from jaxinfer.engine.prompt_passes import PromptPasses
 from jaxinfer.engine.request import Request, SequenceState
-from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
+from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PendingScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.engine.step_rows import slot_of, step_rows
 from jaxinfer.engine.weights import WeightsView, leaves_of
 from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params, compute_dtype
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import num_bytes
-from jaxinfer.sampling import SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
+from jaxinfer.sampling import SampleOutput, SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
 from jaxinfer.speculative import NO_DRAFT, Draft
 
 COPIES = 8  # pages of one copy program
 
 
-class ModelRunner(CacheCopies, PromptPasses):
+@dataclass(frozen=True)
+class Flight:
+    """A dispatch whose results are not read yet.
+
+    Attributes:
+      plan: what was dispatched. chunks, decodes: its sequences with the slots that they had.
+      output: tokens and samples; counts: of speculative rounds. scores: of prompts.
+      num_slots: of the program. num_rows: of tokens of a step, padding included.
+      sent_at: seconds of `time.perf_counter`.
+    """
+
+    plan: DispatchPlan
+    chunks: list[tuple[int, Chunk]]
+    decodes: list[tuple[int, SequenceState]]
+    output: StepOutput
+    num_slots: int
+    num_rows: int
+    sent_at: float
+    counts: RoundCounts | None = None
+    scores: PendingScores | None = None
+
+
+@dataclass(frozen=True)
+class FlightResults:
+    """What a dispatch computed, on the host.
+
+    Attributes:
+      tokens: by slot, one a step; INVALID_LOGITS and NO_TOKEN stand after the last one.
+      samples: for log-probabilities, leaves [steps, slots, ...]; None where nobody asked for them.
+      proposed, accepted: drafted and accepted tokens of each slot's rounds, -1 where it took no part.
+      seconds: from when the dispatch began to when it was read. It began when it was sent, or when the one before it
+        had ended.
+    """
+
+    tokens: list[list[int]]
+    samples: SampleOutput | None
+    proposed: np.ndarray | None
+    accepted: np.ndarray | None
+    seconds: float
+
+
+class ModelRunner:
     """Runs dispatches for one engine. Owns the caches and slots (`close` frees them); weights are views.
 
     Args:
@@ -378,6 +417,91 @@ class ModelRunner(CacheCopies, PromptPasses):
         shape = (self.spec.token_buckets[-1], self.spec.config.hidden_size)
         self._hidden = self.placement.put(np.zeros(shape, self.spec.dtype))
 
+    # Copies of pages and states between places of the caches, and of pages to host memory and back.
+
+    def _move_pages(self, plan: DispatchPlan) -> None:
+        """Pages that leave for the host, then those that come back; in one process, so it is no operation."""
+        if plan.to_host or plan.from_host:
+            self.caches = self.host_pages.move(self.caches, plan.to_host, plan.from_host)
+
+    @property
+    def caches(self) -> Caches:
+        """What pages and saved states lie in, until the next dispatch."""
+        return Caches(self._cache, self._draft_cache, self._saved)
+
+    @caches.setter
+    def caches(self, caches: Caches) -> None:
+        self._cache, self._draft_cache, self._saved = caches
+
+    @operation
+    def _copy_states(self, saves: bool, copies: HostTables) -> None:
+        """Saves states of slots, or restores them: `state_copies`."""
+        if self._saved is None or self._cache.states is None:
+            return
+        copies = self.placement.put(copies)
+        if saves:
+            self._saved = programs.copy_states(self._saved, self._cache.states, *copies)
+        else:
+            restored = programs.copy_states(self._cache.states, self._saved, *copies)
+            self._cache = dataclasses.replace(self._cache, states=restored)
+
+    @operation
+    def _copy_pages(self, sources: HostTables, destinations: HostTables) -> None:
+        arguments = self.placement.put((sources, destinations))
+        self._cache = programs.copy_pages(self.placement.mesh, self._cache, *arguments)
+        first = tuple(ids[:1] for ids in arguments)  # where a draft's keys are
+        self._draft_cache = self._draft_cache and programs.copy_pages(self.placement.mesh, self._draft_cache, *first)
+
+    # The passes that end prompts, for policies that drop some of them there.
+
+    def _compact(self, slot: int, chunk: Chunk) -> tuple[StepOutput, list[ScoredChunk]]:
+        """Runs the pass of a prompt's last tokens; where they are in the hidden states."""
+        spec, sequence = self.spec, chunk.sequence
+        rows, pieces = step_rows([(slot, chunk)], [], chunk.length, spec.max_seqs)
+        del rows["tokens"], rows["token_slots"]
+        prompt = sequence.tokens[: sequence.num_prompt]
+        work = self._end_work(prompt, chunk.length, chunk.end_moves)
+        return self._run_compaction(rows, work, pieces[0].is_read), pieces
+
+    @operation
+    def _run_compaction(self, rows: dict[str, np.ndarray], work: CompactionWork, is_scored: bool) -> StepOutput:
+        self._cache, logits, hidden = compact_prompt(*self._compaction_arguments(work))
+        slots = StepSlots(**self.placement.put(rows))
+        arguments = self._slots, self._batch, slots, logits, self._tables
+        self._slots, output = programs.sample_step(self.placement.mesh, *arguments)
+        self._hidden = hidden if is_scored else None
+        return output
+
+    def _compaction_arguments(self, work: CompactionWork) -> tuple[Any, ...]:
+        spec = self.spec
+        static = spec.max_seqs, spec.is_deterministic, spec.token_buckets[-1]
+        return self.model, self.weights.value, self._cache, self.placement.put(work), *static
+
+    @property
+    def _compaction_programs(self) -> list[Program]:
+        """The program, if prompts are compacted."""
+        if not self.spec.ends_prompts:
+            return []
+        return [Program("compaction of a prompt", self._lower_compaction, self._warm_up_compaction)]
+
+    def _empty_compaction(self) -> CompactionWork:
+        """Work that writes nothing that is read: to the null page."""
+        moves = tuple(GroupMove((), (), 0) for _ in self.spec.groups)
+        observed = max(group.at_end.num_observed for group in self.spec.groups if group.at_end is not None)
+        return self._end_work([0] * observed, observed, moves)
+
+    def _end_work(self, prompt: list[int], window: int, moves: tuple[GroupMove, ...]) -> CompactionWork:
+        spec = self.spec
+        return compaction_work(prompt, window, moves, spec.groups, spec.pages_per_sequence, spec.policy)
+
+    def _lower_compaction(self) -> Lowered:
+        return compact_prompt.lower(*self._compaction_arguments(self._empty_compaction()))
+
+    def _warm_up_compaction(self) -> None:
+        rows = programs.empty_work(1, self.spec.max_seqs)
+        slots = {name: rows[name] for name in StepSlots.__dataclass_fields__ if name in rows}
+        self._run_compaction(slots, self._empty_compaction(), False)
+
     # Compiling.
 
     @property
@@ -416,7 +540,7 @@ class ModelRunner(CacheCopies, PromptPasses):
         self._has_decoded = True
         has_draft, has_draft_cache = bool(self.spec.trees), self._draft_cache is not None
         num_small = 6 + has_draft + has_draft_cache + 2 * (self._saved is not None)
-        self._caches, num_tiers = self.host_pages.warm_up(self._caches)
+        self.caches, num_tiers = self.host_pages.warm_up(self.caches)
         return len(self.all_programs) + num_small + num_tiers
 
     def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
@@ -498,3 +622,40 @@ class ModelRunner(CacheCopies, PromptPasses):
 def _moved(cache: PagedCache, order: Any) -> PagedCache:
     """The cache with its states in other slots."""
     return cache if cache.states is None else programs.move_states(cache, order)
+
+
+def step_rows(
+    chunks: list[tuple[int, Chunk]],
+    decodes: list[tuple[int, SequenceState]],
+    num_tokens: int,
+    num_slots: int,
+    has_prompt_lengths: bool = False,
+) -> tuple[dict[str, np.ndarray], list[ScoredChunk]]:
+    """The arrays of a step's work by name, and where the pieces of prompts are in it; `has_prompt_lengths` as
+    `empty_work`."""
+    work = programs.empty_work(num_tokens, num_slots, has_prompt_lengths)
+    slots = [slot for slot, _ in decodes]
+    work["token_slots"][: len(slots)] = slots
+    work["query_starts"][slots] = np.arange(len(slots))
+    work["query_lengths"][slots] = 1
+    row, pieces = len(slots), []
+    for slot, chunk in chunks:
+        sequence, rows = chunk.sequence, slice(row, row + chunk.length)
+        end = chunk.start + chunk.length
+        work["tokens"][rows] = sequence.tokens[chunk.start : end]
+        work["token_slots"][rows] = slot
+        work["query_starts"][slot], work["query_lengths"][slot] = row, chunk.length
+        work["starts"][slot], work["is_prompt"][slot], work["is_last"][slot] = chunk.start, True, chunk.is_last
+        work["remaining"][slot] = sequence.num_storable + 1 - end
+        if has_prompt_lengths:
+            work["prompt_lengths"][slot] = sequence.num_prompt
+        pieces.append(ScoredChunk(sequence, row, chunk.start, chunk.length))
+        row += chunk.length
+    return work, pieces
+
+
+def slot_of(sequence: SequenceState) -> int:
+    """The slot of a planned sequence. Raises RuntimeError if it has none."""
+    if sequence.slot is None:
+        raise RuntimeError("a sequence without a slot was planned")
+    return sequence.slot

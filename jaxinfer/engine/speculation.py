@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxinfer.engine.flight import Flight, FlightResults
+from jaxinfer.engine.model_runner import Flight, FlightResults
 from jaxinfer.engine.plans import DispatchPlan
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler

@@ -9,8 +9,7 @@ from typing import Any
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.plans import DispatchPlan
 from jaxinfer.engine.request import Request, SequenceState
-from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.scheduler_options import SchedulerOptions
+from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.files import json_lines
 from jaxinfer.sampling import SamplingParams

@@ -17,7 +17,7 @@ from jaxinfer.speculative.statistics import SpeculationStats
 
 if TYPE_CHECKING:
     from jaxinfer.async_engine import AsyncEngine
-    from jaxinfer.engine.flight import Flight
+    from jaxinfer.engine.model_runner import Flight
 
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),

@@ -12,7 +12,7 @@ from tests.engine.test_policies import model_of
 ROOT = Path(jaxinfer.__file__).parents[1]
 # Of policies, drafts, grammars, calls of tools, tiers, states and several hosts.
 OFF = {
-    "policies": ("jaxinfer/cache/policy", "jaxinfer/engine/prompt_ends.py", "jaxinfer/engine/prompt_passes.py"),
+    "policies": ("jaxinfer/cache/policy", "jaxinfer/engine/prompt_ends.py", "jaxinfer/engine/programs/compaction.py"),
     "drafts": ("jaxinfer/speculative", "jaxinfer/engine/speculation.py", "jaxinfer/engine/programs/speculative.py"),
     "grammars": ("jaxinfer/grammar", "jaxinfer/engine/grammars.py", "jaxinfer/engine/programs/grammar.py"),
     "calls of tools": ("jaxinfer/tool_calls", "jaxinfer/openai"),
