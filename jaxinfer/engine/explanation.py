@@ -211,7 +211,7 @@ def _describe_speculation(engine: Engine) -> dict[str, Any]:
             "layers": config.num_layers,
             "parameter bytes": num_bytes(spec.placed_draft),
             **draft.describe_own(),
-            "bytes per page (in the page's)": num_bytes(spec.draft_cache) // spec.num_pages,
+            "bytes per page (in the page's)": num_bytes(spec.cache_of_draft.layers) // spec.num_pages,
             "cache dtype": kv_dtype_name(spec.draft_kv_dtype),
         }
     options = spec.options

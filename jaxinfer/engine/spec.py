@@ -492,9 +492,9 @@ class EngineSpec:
         """Bytes of one device that stay allocated, without the padding of a layout."""
         parts = {"weights": num_bytes(host_layers.on_device(self.placed_params))}
         parts |= {"arriving layers": self.buffer_bytes} if self.buffer_bytes else {}
-        own = {"draft weights": num_bytes(self.own_draft_params), "draft cache": num_bytes(self.draft_cache)}
-        parts["cache"] = num_bytes(self.cache)
-        parts |= {name: size for name, size in own.items() if size}
+        parts |= {"draft weights": num_bytes(self.own_draft_params)}
+        parts |= {"cache": num_bytes(self.cache), "draft cache": num_bytes(self.draft_cache)}
+        parts = {name: size for name, size in parts.items() if size or not name.startswith("draft")}
         if self.num_saved_states:
             parts["saved states"] = num_bytes(self.saved_states)
         return {**parts, "slots": num_bytes(self.slots), "grammars": num_bytes(self.tables)}
