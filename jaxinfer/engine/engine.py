@@ -71,8 +71,7 @@ class Engine:
         self.scheduler = Scheduler(scheduling, self.spec.decode_slots)
         self.speculation = Speculation(self.spec, self.scheduler) if self.spec.trees else None
         self._features = tuple(feature for feature in [self.speculation] if feature is not None)
-        # Plans the next dispatch; None if pages are short and no sequence may be preempted.
-        self._schedule = next((feature.schedule for feature in self._features), self.scheduler.schedule)
+        self._planner = self.speculation or self.scheduler
         self.prefix_store = None if options.prefix_store is None else PrefixStore(self.runner, self.scheduler)
         self._sequences: dict[SequenceState, None] = {}  # unfinished ones, in the order of their arrival
         self._num_with_logprobs = self._num_with_grammars = 0  # of the unfinished ones
@@ -155,12 +154,12 @@ class Engine:
 
     def _plan_with_room(self, max_steps: int | None) -> tuple[DispatchPlan | None, list[SequenceState]]:
         """The next dispatch; and the sequences that made progress where dispatches had to be committed for it."""
-        plan = self._schedule(max_steps, can_preempt=not self._in_flight)
+        plan = self._planner.schedule(max_steps, can_preempt=not self._in_flight)
         if plan is not None:
             return plan, []
         # Pages are short: what is in flight may end sequences, and decides who is preempted.
         committed = self._commit_all()
-        return self._schedule(max_steps, can_preempt=True), committed
+        return self._planner.schedule(max_steps, can_preempt=True), committed
 
     def _run(self, plan: DispatchPlan) -> Flight | None:
         for sequence in plan.admitted:

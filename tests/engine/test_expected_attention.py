@@ -12,7 +12,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache.policy.kinds import parse_policy
-from jaxinfer.cache.policy.prompt_queries import BLOCK
+from jaxinfer.cache.policy.prompt_budget import BLOCK
 from tests.engine.dense_prompt_policy import dense_logits
 from tests.engine.mixed_requests import random_prompts
 from tests.engine.test_policies import model_of

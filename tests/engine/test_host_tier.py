@@ -200,10 +200,10 @@ def test_bits_come_back_as_they_left(tiny):
         before = [np.array(leaf) for leaf in jax.tree.leaves(runner._cache.layers)]
         for count in (1, 2, 9, 25):
             moves = [PageMove(0, page, 3 + 2 * page) for page in range(1, count + 1)]
-            runner._caches = runner.host_pages.move(runner._caches, moves, [])
+            runner.caches = runner.host_pages.move(runner.caches, moves, [])
             swapped = [PageMove(0, count + 1 - page, 3 + 2 * page) for page in range(1, count + 1)]
             for _ in range(2):  # the second time as it was
-                runner._caches = runner.host_pages.move(runner._caches, [], swapped)
+                runner.caches = runner.host_pages.move(runner.caches, [], swapped)
                 swapped = moves
             after = [np.array(leaf) for leaf in jax.tree.leaves(runner._cache.layers)]
             assert all((one == other).all() for one, other in zip(before, after, strict=True))

@@ -106,12 +106,12 @@ def test_a_pass_without_finite_logits_ends_the_answer_and_leaks_nothing(monkeypa
         run = ModelRunner._run_compaction
 
         def spoiled(self, *arguments):
-            weights = self.weights
-            self.weights = tuple(leaf * np.nan for leaf in weights)
+            weights = self.weights.value
+            self.weights.value = tuple(leaf * np.nan for leaf in weights)
             try:
                 return run(self, *arguments)
             finally:
-                self.weights = weights
+                self.weights.value = weights
 
         monkeypatch.setattr(ModelRunner, "_run_compaction", spoiled)
         broken, other = llm.generate([PROMPT, PROMPT[:20]], GREEDY)

@@ -72,7 +72,7 @@ ENGINE = (
             return None
         self._late = [*getattr(self, "_late", ()), moves.to_host]
         if len(self._late) > 1:
-            self._caches = self.host_pages.move(self._caches, self._late.pop(0), ())
+            self.caches = self.host_pages.move(self.caches, self._late.pop(0), ())
 """,
         ("tests/engine/test_host_tier.py",),
         "host memory keeps what the next prompt wrote, and answers from it",
