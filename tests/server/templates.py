@@ -10,9 +10,14 @@ from tests.server.asgi import Client
 from tests.server.test_tools import Scripted
 
 
-def use_template(monkeypatch, llm, template, **more):
+def tokenizer_of(template, **more):
     files = read_tokenizer_files(resources.files("jaxinfer") / "data" / "demo")
-    tokenizer = Tokenizer(dataclasses.replace(files, chat_templates={"default": template, **more}))
+    return Tokenizer(dataclasses.replace(files, chat_templates={"default": template, **more}))
+
+
+def use_template(monkeypatch, llm, template, **more):
+    """`template`: a text, or a tokenizer that has its own."""
+    tokenizer = template if isinstance(template, Tokenizer) else tokenizer_of(template, **more)
     for owner in (llm, llm.client):
         monkeypatch.setattr(owner, "tokenizer", tokenizer)
     monkeypatch.setattr(llm, "answer_format", AnswerFormat(tokenizer))
