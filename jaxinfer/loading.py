@@ -419,8 +419,8 @@ def load_draft(
     dtype: str = "auto",
     verify: bool | None = None,
 ) -> tuple[Draft, ModelWeights | None]:
-    """What drafts for `target`, from None for nothing, "ngram", "layers:N", or a model as `load_model` takes it; and
-    the weights of the latter.
+    """Loads the draft of `target`: None for nothing, "ngram", "layers:N", or a model as `load_model` takes it; and the
+    weights of the latter.
 
     Raises ValueError where the draft's tokens are not the target's, with the first id that differs, and as
     `load_model`.

@@ -47,52 +47,6 @@ if TYPE_CHECKING:
         state_bytes,
     )
 
-_NAMES = {
-    "contiguous": (
-        "CachedAttention",
-        "ContiguousCache",
-        "attend_as_stored",
-        "attend_without_cache",
-        "init_cache",
-    ),
-    "kv_dtype": (
-        "AUTO",
-        "KVScales",
-        "applied_scales",
-        "check_kv_dtype",
-        "check_rotated",
-        "default_page_size",
-        "is_rotated",
-        "is_scaled",
-        "kv_dtype_name",
-        "stored_dtype",
-    ),
-    "paged": (
-        "PagedCache",
-        "PageTables",
-        "abstract_paged_cache",
-        "init_paged_cache",
-        "move_tokens",
-        "page_bytes",
-    ),
-    "ragged": (
-        "PagedAttention",
-        "attend_ragged",
-    ),
-    "state": (
-        "LayerState",
-        "StateAttention",
-        "StateCache",
-        "StateOptions",
-        "abstract_state_cache",
-        "commit",
-        "deferred_bytes",
-        "init_state_cache",
-        "state_bytes",
-    ),
-}
-_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
-
 __all__ = [
     "AUTO",
     "CachedAttention",
@@ -130,6 +84,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in __all__:
+        for room in ("contiguous", "kv_dtype", "paged", "ragged", "state"):
+            found = importlib.import_module(f"{__name__}.{room}")
+            if hasattr(found, name):
+                return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

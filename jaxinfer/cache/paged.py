@@ -78,6 +78,11 @@ class PagedCache:
         bare = (pages.pages if isinstance(pages, LeafedPages) else pages for pages in self.layers)
         return replace(self, layers=tuple(bare))
 
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """By layer, what a policy keeps beside its pages; None for nothing."""
+        return tuple(pages.leaves if isinstance(pages, LeafedPages) else None for pages in self.layers)
+
     def with_leafed(self, layers: Sequence[Pages | LeafedPages | None]) -> PagedCache:
         """The cache with those of other layers that have leaves in place of its own."""
         pairs = zip(self.layers, layers, strict=True)
@@ -97,7 +102,7 @@ class PagedCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PromptPages:
-    """Where the prompt of one sequence lies in a group of layers, and where it goes.
+    """Pages of one sequence's prompt in a group of layers, and of what is kept of it.
 
     Attributes:
       page_table: int32 [P]. num_tokens: int32 scalar, of the prompt. num_dropped: int32 scalar, pages that it loses.

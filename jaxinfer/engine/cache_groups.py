@@ -47,7 +47,7 @@ class CacheGroup:
 
     @property
     def name(self) -> str:
-        """What people read: "full", "window of 128", "sinks and window of 1,025", or what `at_end` is called."""
+        """Name in reports: "full", "window of 128", "sinks and window of 1,025", or that of `at_end`."""
         if self.at_end is not None:
             return self.at_end.name
         return "full" if self.window is None else f"{'sinks and ' * bool(self.num_sinks)}window of {self.window:,}"

@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_rotated, is_scaled, kv_dtype_name
-from jaxinfer.cache.paged import LeafedPages
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule
@@ -351,10 +350,8 @@ def _bytes_per_token(spec: EngineSpec) -> dict[str, int]:
     """What a token takes in all layers, padding of the layout included, for as long as it is in their windows."""
     kept = spec.policy.leaves_name
     sizes = {"values": 0, "scales": 0, kept: 0}
-    for pages in spec.cache.layers:
-        if isinstance(pages, LeafedPages):
-            sizes[kept] += num_bytes(pages.leaves) // jax.tree.leaves(pages.leaves)[0].shape[0]
-            pages = pages.pages
+    for pages, own in zip(spec.cache.bare.layers, spec.cache.leaves, strict=True):
+        sizes[kept] += sum(num_bytes(leaf) // leaf.shape[0] for leaf in jax.tree.leaves(own))
         for leaf in jax.tree.leaves(pages):  # only scales have three axes
             sizes["scales" if leaf.ndim == 3 else "values"] += leaf.size // leaf.shape[0] * leaf.dtype.itemsize
     sizes = {name: size // spec.page_size for name, size in sizes.items()}

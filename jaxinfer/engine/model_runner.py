@@ -71,7 +71,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class FlightResults:
-    """What a dispatch computed, on the host.
+    """Results of a dispatch, on the host.
 
     Attributes:
       tokens: by slot, one a step; INVALID_LOGITS and NO_TOKEN stand after the last one.
@@ -426,7 +426,7 @@ class ModelRunner:
 
     @property
     def caches(self) -> Caches:
-        """What pages and saved states lie in, until the next dispatch."""
+        """Arrays of pages and saved states, valid until the next dispatch."""
         return Caches(self._cache, self._draft_cache, self._saved)
 
     @caches.setter

@@ -29,8 +29,9 @@ class PagePools:
     ):
         self.groups, self.page_size, self.policy = tuple(groups), page_size, policy
         self.all = tuple(PagePool(group.num_pages, shuffle_seed) for group in groups)
-        asked = (policy.num_held, policy.most_held, policy.place), (_num_tokens, _num_tokens, _num_stored)
-        self._num_held, self._most_held, self.place = asked[policy == KEEPS_ALL]
+        self._num_held, self._most_held, self.place = policy.num_held, policy.most_held, policy.place
+        if policy == KEEPS_ALL:  # a request then makes no call into the policies
+            self._num_held, self._most_held, self.place = _num_tokens, _num_tokens, _num_stored
         self._ends = [group.at_end for group in groups if group.at_end is not None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
 

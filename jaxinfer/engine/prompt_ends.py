@@ -31,18 +31,18 @@ class PromptEnds:
 
     def is_due(self, sequence: SequenceState) -> bool:
         """Whether its prompt is compacted, and was not yet."""
-        return bool(self) and not sequence.is_compacted and any(self.num_dropped(sequence))
+        return not sequence.is_compacted and any(self.num_dropped(sequence))
 
     def num_shareable(self, sequence: SequenceState) -> int:
         """Leading tokens that it may take from the prefix tree: at least one is computed, whose output is needed; of a
         prompt that is compacted, the last ones, whose queries are."""
-        if bool(self) and any(self.num_dropped(sequence)):
+        if any(self.num_dropped(sequence)):
             return sequence.num_prompt - self._num_observed
         return len(sequence.tokens) - 1
 
     def num_known(self, sequence: SequenceState) -> int:
         """Tokens of which others may find pages, once they are confirmed."""
-        if bool(self) and any(self.num_dropped(sequence)):
+        if any(self.num_dropped(sequence)):
             return min(sequence.target, sequence.num_prompt)
         return sequence.target
 

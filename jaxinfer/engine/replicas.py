@@ -50,7 +50,7 @@ class Replicas:
 
     @property
     def weights(self) -> ModelWeights:
-        """Of all engines."""
+        """Weights of all engines."""
         return self.engines[0].weights
 
     def drop_prefixes(self) -> None:

@@ -87,8 +87,6 @@ class SavedStates:
         """Removes the table of states from those of a prefix hit; returns the place of the hit's last state, NULL_PAGE
         for none. It has no owner from then on, or from `release_restored` on: it is copied before anything that is
         planned later is written to it."""
-        if not self:
-            return NULL_PAGE
         places = [place for place in tables.pop() if place != NULL_PAGE]
         if self._holds_restored:
             self._restored += places
@@ -105,8 +103,6 @@ class SavedStates:
 
     def tables(self, sequence: SequenceState, num_pages: int) -> list[list[int]]:
         """A table like those of pages, with the places of its states that nobody else knows."""
-        if not self:
-            return []
         table = [NULL_PAGE] * num_pages
         for num_tokens, place in sequence.saved.items():
             if num_tokens <= num_pages * self._page_size:

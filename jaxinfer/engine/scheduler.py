@@ -125,7 +125,7 @@ class SchedulerOptions:
 
     @property
     def can_rewind(self) -> bool:
-        """Whether tokens that are refused can be taken back."""
+        """True if tokens that are refused can be taken back."""
         return not self.has_states and self.policy.can_rewind
 
     @property
@@ -165,7 +165,7 @@ class Scheduler:
         groups = (*options.groups, *self.saved.groups)
         self.prefixes = PrefixTree((*self.pools.all, *self.saved.pools), groups, options.page_size, self.tier)
         self.counters = Counters()
-        # Those that are in use; the others are never asked.
+        # Parts that are in use; the others are not called.
         self._has_ends, self._has_saved, self._has_tier = bool(self.ends), bool(self.saved), bool(self.tier)
         parts = (self.saved, self._has_saved), (self.ends, self._has_ends), (self.policy, self.policy != KEEPS_ALL)
         self._stopping = [part for part, is_used in parts if is_used]
@@ -476,13 +476,13 @@ class Scheduler:
         return self._num_alike(sequence, self.ends.num_known(sequence) if self._has_ends else sequence.target)
 
     def _num_alike(self, sequence: SequenceState, num_tokens: int) -> int:
-        """Of a sequence's first `num_tokens` tokens, those whose pages any text that begins alike may have: of the
-        prompt alone where an answer's tokens attend to other keys than a prompt's."""
+        """Number of a sequence's first `num_tokens` tokens whose pages any text that begins alike may have: only the
+        prompt's where an answer's tokens attend to other keys than a prompt's."""
         return num_tokens if self._most_replayed is None else min(num_tokens, sequence.num_prompt)
 
     def _replay_stop(self, sequence: SequenceState, chunks: Sequence[Chunk]) -> int:
-        """Where the next piece of its tokens ends, at most, in a step that has `chunks` already: a step takes few
-        tokens of an answer that is computed again after a preemption, where each chooses what it reads."""
+        """Upper bound of the end of its next piece, in a step that has `chunks` already: a step takes few tokens of an
+        answer that is computed again after a preemption, where each chooses what it reads."""
         if self._most_replayed is None:
             return sequence.target
         left = self._most_replayed - sum(map(_num_replayed, chunks))

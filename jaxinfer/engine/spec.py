@@ -119,7 +119,6 @@ class EngineSpec:
             f"kv_policy={self.options.kv_policy!r}",
             self.config,
             self.max_model_len,
-            self.page_size,
             self.num_devices,
             self.kv_dtype,
             draft=self.draft.name,
@@ -156,7 +155,7 @@ class EngineSpec:
 
     @property
     def draft_kv_dtype(self) -> str:
-        """The same of a draft's own cache, where it has one."""
+        """Stored type of a draft's own cache, where it has one."""
         given = self.options.draft_kv_dtype or self.options.kv_dtype
         return next((stored_dtype(given, compute_dtype(params)) for _, params in self.draft.own), self.kv_dtype)
 
@@ -220,7 +219,7 @@ class EngineSpec:
 
     @cached_property
     def layers(self) -> tuple[LayerPages, ...]:
-        """Where each layer keeps its keys and values."""
+        """Pages of each layer."""
         if self.options.cache == "contiguous":
             return (LayerPages("contiguous"),) * self.config.num_layers
         return self.policy.layers(self.config)
@@ -248,12 +247,12 @@ class EngineSpec:
 
     @property
     def ends_prompts(self) -> bool:
-        """Whether prompts lose pages at their end, in a pass of its own."""
+        """True if prompts lose pages at their end, in a pass of its own."""
         return any(at_end is not None for _, _, at_end in self._group_kinds)
 
     @property
     def can_rewind(self) -> bool:
-        """Whether tokens that are refused can be taken back: they are in no state, and nothing was dropped for them."""
+        """True if tokens that are refused can be taken back: they are in no state, and nothing was dropped for them."""
         return not self.has_states and not self.draft_has_states and self.policy.can_rewind
 
     @cached_property
@@ -409,7 +408,7 @@ class EngineSpec:
 
     @cached_property
     def placed_draft(self) -> Params:
-        """The same of the model that a draft computes with; {} for none."""
+        """Placed parameters of the model that a draft computes with; {} for none."""
         return next((self._placed(*model) for model in self.draft_models), {})
 
     @property
@@ -457,7 +456,7 @@ class EngineSpec:
         return abstract_paged_cache(config, counts, self.page_size, kv_dtype, layout, mesh, groups, leaves)
 
     def page_leaves(self, layer: int, pages: Any) -> Any:
-        """What the policy keeps beside the pages of a layer."""
+        """Arrays that the policy keeps beside the pages of a layer."""
         layout = self.layout_of(self.config, self.kv_dtype)
         return self.policy.page_leaves(self.config, layer, pages, self.kv_dtype, layout)
 
@@ -469,7 +468,7 @@ class EngineSpec:
 
     @property
     def cache_of_draft(self) -> PagedCache:
-        """What the model of a draft reads: a cache of its own, or the target's of its first layers."""
+        """Cache that the model of a draft reads: its own, or the first layers of the target's."""
         if self.draft_cache is not None:
             return self.draft_cache
         return self.cache.first(max((config.num_layers for config, _ in self.draft_models), default=0))

@@ -65,7 +65,7 @@ class Speculation:
     # Before a dispatch.
 
     def choose(self, sequences: Sequence[SequenceState]) -> DraftPlan:
-        """What the next dispatch drafts if these decode."""
+        """Plans what the next dispatch drafts if these decode."""
         if self._controller is None or not sequences:
             tree = self.spec.trees[-1]
             counts = {one: 0 if self._must_follow(one) else tree.num_nodes - 1 for one in sequences}

@@ -147,7 +147,7 @@ class ChatDelta(Answer):
 
 
 class ChatChunkChoice(Answer):
-    """What is new of one choice; the last of it has its finish_reason."""
+    """New part of one choice; the last of it has its finish_reason."""
 
     index: int
     delta: ChatDelta
@@ -183,7 +183,7 @@ class _CompletionChoice(Answer):
 
 
 class CompletionChunkChoice(_CompletionChoice):
-    """What is new of one choice; the last of it has its finish_reason."""
+    """New part of one choice; the last of it has its finish_reason."""
 
     finish_reason: FinishReason | None
     stop_reason: StopReason | UnsetType = UNSET

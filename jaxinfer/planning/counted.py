@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from jaxinfer.cache.paged import LeafedPages
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weight_work import weight_work
 from jaxinfer.models import ModelConfig, Params
@@ -75,7 +74,7 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
     work = weight_work(config, params)
     keys: dict[int | None, float] = {}
     stored: dict[int | None, int] = {}
-    mla = config.mla
+    mla, bare = config.mla, cache.bare
     for layer in config.attention_layers:
         head_dim, window = config.head_dim_of(layer), spec.policy.num_seen(layer, spec.layers[layer])
         of_key = 2 * config.num_heads * (head_dim + (head_dim if mla is None else mla.latent_size)) / num_devices
@@ -84,17 +83,15 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
             of_chosen = 2 * config.num_heads * (2 * mla.latent_size + mla.rope_size)
             keys[mla.index_topk] = keys.get(mla.index_topk, 0.0) + of_chosen
             of_key = 2 * mla.index_heads * mla.index_size
-        pages = cache.layers[config.kv_source(layer)]
-        if isinstance(pages, LeafedPages):
-            # Answers read the leaves of all pages, and keys as in a window. FLOPs are those of prompts.
-            num_tokens = jax.tree.leaves(pages.leaves)[0].shape[0] * spec.page_size
-            stored[None] = stored.get(None, 0) + num_bytes(pages.leaves) // num_tokens
-            pages = pages.pages
-            keys[None] = keys.get(None, 0.0) + of_key
-        else:
-            keys[window] = keys.get(window, 0.0) + of_key
-        of_token = num_bytes(pages) // (jax.tree.leaves(pages)[0].shape[0] * spec.page_size)
-        stored[window] = stored.get(window, 0) + of_token
+        source = config.kv_source(layer)
+        pages, leaves = bare.layers[source], cache.leaves[source]
+        num_tokens = jax.tree.leaves(pages)[0].shape[0] * spec.page_size
+        stored[window] = stored.get(window, 0) + num_bytes(pages) // num_tokens
+        seen = window
+        if leaves is not None:  # answers read those of all pages, and keys as in a window; FLOPs are those of prompts
+            stored[None] = stored.get(None, 0) + num_bytes(leaves) // num_tokens
+            seen = None
+        keys[seen] = keys.get(seen, 0.0) + of_key
     return Counted(
         token_flops={kind: flops / num_devices for kind, flops in work.token_flops.items()},
         key_flops=keys.get(None, 0.0),

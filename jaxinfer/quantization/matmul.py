@@ -18,7 +18,7 @@ Weight = Any  # an array, or a leaf of a type in KINDS
 
 @dataclass(frozen=True)
 class WeightKind:
-    """What models compute with weights of one leaf type.
+    """Operations of models with weights of one leaf type.
 
     The type is a pytree with the attributes `shape` and `ndim`, of the weight that it stands for, and `scheme`, None if
     it is not quantized. It may hold data for each row of x: rows are those of all the tokens of a pass, in their order.

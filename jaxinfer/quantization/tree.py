@@ -20,8 +20,8 @@ def is_packed(leaf: Any) -> bool:
 
 
 def is_weight(leaf: Any) -> bool:
-    """Whether a node of the parameters is one weight of several arrays: quantized, packed, or of another type that
-    products take."""
+    """Tells whether a node of the parameters is one weight of several arrays: quantized, packed, or of another type
+    that products take."""
     return type(leaf) in KINDS
 
 

@@ -107,7 +107,7 @@ class _Form:
     def _chunk(
         self, index: int, name: bytes, value: Any, logprobs: Any = None, token_ids: list[int] | None = None
     ) -> bytes:
-        """What is new of a choice."""
+        """New part of a choice."""
         told = b"null" if logprobs is None else encode(logprobs)
         ids = b"" if token_ids is None else b',"token_ids":' + encode(token_ids)
         rest = b',"logprobs":%b,"finish_reason":null%b}]%b' % (told, ids, self._end)

@@ -50,7 +50,7 @@ class AnswerForm(Protocol):
 
 
 Shown = tuple[StreamDelta, str, ToolCallDelta | None]
-"""What `AnswerForm.add` takes."""
+"""Arguments of `AnswerForm.add`."""
 
 
 class Generation:

@@ -40,7 +40,7 @@ class Draft:
         return None
 
     def describe_own(self) -> dict[str, str]:
-        """What people read of its weights."""
+        """Facts of its weights for reports."""
         return {}
 
     def models(self, config: ModelConfig, params: Params) -> tuple[Model, ...]:
@@ -64,7 +64,7 @@ class Draft:
         return num_proposed
 
     def proposer(self, *models: Any) -> Proposer:
-        """What proposes, a static argument of the round; `models` are its own as programs take them."""
+        """Proposer of a round, a static argument; `models` are its own as programs take them."""
         raise NotImplementedError("no draft proposes tokens")
 
 

@@ -96,7 +96,7 @@ class Proposal(NamedTuple):
 
 
 class DraftState(NamedTuple):
-    """What a proposer reads and writes.
+    """State that a proposer reads and writes.
 
     Attributes:
       cache: the target's. own: the draft's, under the same page tables; None where it has none. slots: of the rows.
@@ -120,7 +120,7 @@ class BoundProposer(Protocol):
 
 
 class Proposer(Protocol):
-    """What a draft proposes with: a hashable, static argument of a round."""
+    """Device half of a draft: a hashable, static argument of a round."""
 
     def bind(self, weights: Any, vocab_size: int, is_maximal: bool) -> BoundProposer:
         """With the leaves of its model's parameters, for a target with so many tokens; called while tracing."""

@@ -164,10 +164,10 @@ def test_other_models_and_several_devices_are_refused():
     with pytest.raises(ValueError, match="has latent attention, whose cache is kept whole"):
         spec_of(LATENT)
     with pytest.raises(ValueError, match="runs on one device, not 2"):
-        H2O(24, page_size=8).check(PolicyUse(POLICY, TINY, 128, 8, num_devices=2))
+        H2O(24, page_size=8).check(PolicyUse(POLICY, TINY, 128, num_devices=2))
     sources = replace(TINY, max_position_embeddings=512, num_layers=2, kv_sources=(0, 0))
     with pytest.raises(ValueError, match="read the keys of other layers"):
-        H2O(24, page_size=8).check(PolicyUse(POLICY, sources, 128, 8))
+        H2O(24, page_size=8).check(PolicyUse(POLICY, sources, 128))
 
 
 def test_a_store_of_prefixes_and_taps_are_refused(model, tmp_path):

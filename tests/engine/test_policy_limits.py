@@ -181,7 +181,7 @@ def test_latent_attention_and_several_devices_are_refused():
     for policy in (POLICY, QUEST):
         with pytest.raises(ValueError, match="has latent attention, whose cache is kept whole"):
             spec_of(LATENT, kv_policy=policy)
-        use = PolicyUse(f"kv_policy={policy!r}", TINY, 128, PAGE, num_devices=2)
+        use = PolicyUse(f"kv_policy={policy!r}", TINY, 128, num_devices=2)
         with pytest.raises(ValueError, match="runs on one device, not 2"):
             parse_policy(policy).bound(PAGE, None).check(use)
 

@@ -20,8 +20,10 @@ from jaxinfer.cache.policy.row_parts import row_places
 from jaxinfer.cache.ragged import AttentionByLayer
 from jaxinfer.engine import host_pages
 from jaxinfer.engine.cache_groups import CacheGroup, most_pages
+from jaxinfer.engine.scheduler import RequestTooLargeError, Scheduler, SchedulerOptions
 from pallas_kernels.paged_attention.layout import from_stored, gather, page_shape
 from tests.engine import random_work
+from tests.engine.fake_device import Engine
 from tests.engine.test_policies import NUM_PROMPTS, answers, check_everything, model_of, open_llm
 from tests.engine.test_windows import check_idle
 
@@ -94,7 +96,7 @@ class Halves(CachePolicy):
 
 
 class GroupRows(NamedTuple):
-    """Of T rows in a group of layers: page tables [S, P], each row's slot and place in its table, whether it counts."""
+    """T rows in a group of layers: page tables [S, P], each row's slot and place in its table, whether it counts."""
 
     table: jax.Array
     slot: jax.Array
@@ -212,7 +214,7 @@ def expected(model, registered):
 
 
 def least_pages(pools) -> list[int]:
-    """What the longest sequence needs, and while its prompt moves."""
+    """Pages that the longest sequence needs, and while its prompt moves."""
     return [max(pools.least_pages(128, prompt)[group] for prompt in (1, 100)) for group in range(len(pools.all))]
 
 
@@ -276,6 +278,26 @@ def with_halves(options, rng):
     least = most_pages(window, 70, end.num_observed, size) + 1
     others = (CacheGroup(rng.choice([least, 2 * least, 60]), window),)
     return replace(options, policy=Halves(window, page_size=size), at_end=end, more_groups=others)
+
+
+def test_the_end_of_a_prompt_needs_room_in_every_group():
+    """Its last tokens are computed together: a window's pool that is a page too small for them is refused, where the
+    prompt would wait for ever."""
+
+    def options(num_pages: int) -> SchedulerOptions:
+        own = {"policy": Halves(5, page_size=1), "at_end": HalvesEnd(8, 1), "more_groups": (CacheGroup(num_pages, 5),)}
+        return SchedulerOptions(num_pages=90, page_size=1, max_seqs=1, prefill_chunk=4, **own)
+
+    least = most_pages(5, 49, HalvesEnd.num_observed, 1) + 1
+    with pytest.raises(
+        RequestTooLargeError, match=f"need {least - 1} pages of 1 tokens, but the cache has {least - 2}"
+    ):
+        Scheduler(options(least - 1)).check_fits(40, 10)
+    Scheduler(options(least)).check_fits(40, 10)
+    engine = Engine(options(least))
+    engine.add([*range(1, 41)], 10)
+    engine.drain()
+    assert engine.num_compacted == 1
 
 
 def run_random_work(monkeypatch, seeds, num_operations: int) -> None:

@@ -225,7 +225,7 @@ def test_other_trees_are_refused_and_change_nothing(case):
 
 
 def test_a_form_that_programs_do_not_take_changes_nothing():
-    """What a view refuses is refused before any other has the new weights: scales that are powers of two are packed in
+    """A view's refusal comes before any other has the new weights: scales that are powers of two are packed in
     8 bits."""
     pytest.importorskip("numba", reason="weights are packed with Numba")
     new = params_of(1, "int8")

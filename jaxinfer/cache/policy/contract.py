@@ -41,14 +41,14 @@ class SequenceLengths(Protocol):
 
 
 class PromptEnd(Protocol):
-    """What a group of layers loses of a prompt at its end, in whole pages, so that later tokens keep their places
+    """Rule of what a group of layers loses of a prompt at its end: whole pages, so that later tokens keep their places
     within pages; hashable. The prompt's last `num_observed` tokens are computed in a pass of their own, which moves
     what stays to fresh pages (`CachePolicy.attend_end`).
     """
 
     @property
     def name(self) -> str:
-        """What people read of the group."""
+        """Name of the group in reports."""
         ...
 
     @property
@@ -74,7 +74,7 @@ GroupKind = tuple[int | None, int, "PromptEnd | None"]
 
 @dataclass(frozen=True)
 class LayerPages:
-    """Where one layer keeps its keys and values.
+    """Pages of keys and values of one layer.
 
     Attributes:
       kind: "full", "window" (only the last `window` tokens are read), "latent" (keys that hold the values),
@@ -90,17 +90,17 @@ class LayerPages:
 
     @property
     def group(self) -> GroupKind:
-        """What layers of one group have in common."""
+        """Properties that layers of one group have in common."""
         return self.window, self.num_sinks, self.at_end
 
 
 @dataclass(frozen=True)
 class PolicyUse:
-    """What a policy runs with, some of which it may refuse.
+    """Model and options that a policy runs with, some of which it may refuse.
 
     Attributes:
       name: the option as it was given, "kv_policy='h2o(64)'".
-      max_model_len, page_size: in tokens. num_devices: of one replica. kv_dtype: what keys are stored as.
+      max_model_len: in tokens. num_devices: of one replica. kv_dtype: what keys are stored as.
       draft: the draft as people give it, "" for none. draft_in_cache: whether it stores keys in the target's cache.
       host_cache_gib: as the engine's option.
     """
@@ -108,7 +108,6 @@ class PolicyUse:
     name: str
     config: ModelConfig
     max_model_len: int
-    page_size: int
     num_devices: int = 1
     kv_dtype: Any = None
     draft: str = ""
@@ -213,7 +212,7 @@ class CachePolicy:
     is_same_in_prompts: ClassVar[bool] = True  # a token of a prompt sees what one of an answer would see in its place
 
     def describe(self, config: ModelConfig) -> str | None:
-        """What people read of it, in whole pages; None where there is nothing to say."""
+        """Sentence for reports, in whole pages; None where everything is kept."""
         del config
 
     @property
@@ -229,7 +228,7 @@ class CachePolicy:
         return self if type(self) is CachePolicy else replace(self, page_size=page_size)
 
     def of_layers(self, layers: Sequence[int]) -> Self:
-        """The same of a model that has these layers of the one that it is for."""
+        """The policy of a model that has only these layers of the one that it is for."""
         del layers
         return self
 
@@ -239,7 +238,7 @@ class CachePolicy:
     # Pages, by layer and by sequence. The tables of all groups are equally long.
 
     def layers(self, config: ModelConfig) -> tuple[LayerPages, ...]:
-        """Where each layer keeps its keys and values."""
+        """Pages of each layer."""
         return tuple(own_pages(config, layer) for layer in range(config.num_layers))
 
     def num_seen(self, layer: int, pages: LayerPages) -> int | None:
@@ -265,7 +264,7 @@ class CachePolicy:
         return num_tokens
 
     def place(self, sequence: SequenceLengths) -> int:
-        """Where the next token of a sequence is stored: as many tokens are before it in its pages."""
+        """Place of the next token of a sequence: the number of tokens before it in its pages."""
         return sequence.num_stored
 
     # Steps.
@@ -341,7 +340,7 @@ class CachePolicy:
 
 
 def own_pages(config: ModelConfig, layer: int) -> LayerPages:
-    """Where a layer keeps its keys and values if no policy has a say in it."""
+    """Pages of a layer without a policy."""
     if config.mla is not None:
         return LayerPages("latent")
     window = config.window(layer)

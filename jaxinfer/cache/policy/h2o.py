@@ -120,8 +120,8 @@ class H2O(CachePolicy):
         return count if count < sequence.num_prompt else count - self.num_dropped(count)
 
     def next_stop(self, sequence: SequenceLengths) -> int:
-        """Where tokens are dropped at a prompt's end and where pages of an answer are full, pieces stop there: each
-        attends to what was kept then."""
+        """Pieces end where tokens are dropped, at a prompt's end and where pages of an answer are full: each attends
+        to what was kept then."""
         count = sequence.num_stored
         if count < sequence.num_prompt:
             return min(sequence.num_prompt, sequence.target)
@@ -140,10 +140,12 @@ class H2O(CachePolicy):
     def attend_slots(self, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: SlotRows) -> Any:
         from jaxinfer.cache.policy.heavy_hitters import attend_decoding
 
+        if rows.count != 1:
+            raise NotImplementedError("sums of what queries attend to count no drafts, which may be rejected")
         return attend_decoding(self, config, cache, page_tables, rows.positions, rows.lengths)
 
     def working_bytes(self, config: ModelConfig, max_model_len: int, max_seqs: int, itemsize: int) -> int:
-        """Of the second pass over the keys of decoding slots, in one layer: as compilers make it, of keys, values with
-        them, and the same in another order; and of scores."""
+        """Bytes of the second pass over the keys of decoding slots, in one layer: as compilers make it, keys, values
+        with them, and the same in another order; and scores."""
         num_keys = max_seqs * self.num_tokens
         return num_keys * (4 * config.num_kv_heads * config.head_dim * itemsize + 8 * config.num_heads)

@@ -78,7 +78,7 @@ class SummedRows(NamedTuple):
 
 
 def abstract_sums(pages: Any, num_kv_heads: int) -> jax.ShapeDtypeStruct:
-    """What queries attended to each key of a layer's pages, float32 [pages, Hkv, page size]."""
+    """Sums of attention to each key of a layer's pages, float32 [pages, Hkv, page size]."""
     num_pages, page_size = jax.tree.leaves(pages)[0].shape[:2]
     return jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size), jnp.float32)
 

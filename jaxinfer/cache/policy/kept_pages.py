@@ -23,8 +23,8 @@ from pallas_kernels.paged_attention.specs import SHORT_QUERIES
 
 
 class KeptPages(Protocol):
-    """What a policy keeps of a sequence: the first pages, those before a token's own, and that one; tokens of a page.
-    Beyond `trained` tokens sinks are moved."""
+    """Pages that a policy keeps of a sequence: the first ones, those before a token's own, and that one; tokens of a
+    page. Beyond `trained` tokens sinks are moved."""
 
     @property
     def num_sinks(self) -> int: ...

@@ -50,5 +50,5 @@ def parse_policy(text: str) -> CachePolicy:
 
 
 def extends_length(text: str | None) -> bool:
-    """Whether a `kv_policy` lets sequences be longer than what the model was trained for."""
+    """Tells whether a `kv_policy` lets sequences be longer than what the model was trained for."""
     return text is not None and parse_policy(text).extends_length

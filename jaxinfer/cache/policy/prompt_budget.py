@@ -101,7 +101,7 @@ class PromptBudget(CachePolicy):
         return tuple(LayerPages("compacted", at_end=self.of_layer(layer, count)) for layer in range(count))
 
     def of_layer(self, layer: int, num_layers: int) -> LayerBudget:
-        """What one of the layers keeps of a prompt; the same for all but with pyramidkv."""
+        """Budget of one of the layers; equal for all but with pyramidkv."""
         place = (layer, num_layers) if self.method == "pyramidkv" else (0, 1)
         return LayerBudget(self, *place)
 
@@ -111,8 +111,8 @@ class PromptBudget(CachePolicy):
         return compacting(self.method, self.prompt_block, work)
 
     def working_bytes(self, config: ModelConfig, max_model_len: int, max_seqs: int, itemsize: int) -> int:
-        """Of a prompt's tokens, while it is compacted: products with queries, and keys; where all queries count, values
-        and products with covariances, as large as keys, and moments."""
+        """Bytes of a prompt's tokens, while it is compacted: products with queries, and keys; where all queries count,
+        values and products with covariances, as large as keys, and moments."""
         scored = 4 * max_model_len * (2 * config.num_heads * OBSERVED + config.num_kv_heads * config.head_dim)
         if self.prompt_block:
             scored += 8 * max_model_len * config.num_kv_heads * config.head_dim
@@ -122,7 +122,7 @@ class PromptBudget(CachePolicy):
 
 @dataclass(frozen=True)
 class LayerBudget:
-    """What layer `layer` of `num_layers` keeps of a prompt: a `PromptEnd`."""
+    """Budget of layer `layer` of `num_layers`: a `PromptEnd`."""
 
     policy: PromptBudget
     layer: int = 0

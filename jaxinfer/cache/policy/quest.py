@@ -62,7 +62,7 @@ class Quest(CachePolicy):
         return (self.num_pages + 1) * self.page_size
 
     def describe(self, config: ModelConfig) -> str:
-        count = sum(pages.kind == "best" for pages in self.layers(config))
+        count = sum(self._chooses(config, layer) for layer in range(config.num_layers))
         text = (
             f"{self}: all kept; in {count} of {config.num_layers} layers a token of an answer reads the bounds of all "
         )
@@ -78,18 +78,18 @@ class Quest(CachePolicy):
         refuse_kinds(use)
         refuse_draft_in_cache(use)
         refuse_windows_only(use)
-        if all(pages.kind != "best" for pages in self.layers(use.config)):
+        if not any(self._chooses(use.config, layer) for layer in range(use.config.num_layers)):
             raise ValueError(
                 f"{use.name} is for layers after the first {self.num_dense_layers}: {use.config.architecture} has none "
                 f"without a window"
             )
 
     def layers(self, config: ModelConfig) -> tuple[LayerPages, ...]:
-        found = (own_pages(config, layer) for layer in range(config.num_layers))
-        return tuple(
-            LayerPages("best") if pages.kind == "full" and layer >= self.num_dense_layers else pages
-            for layer, pages in enumerate(found)
-        )
+        layers = range(config.num_layers)
+        return tuple(LayerPages("best") if self._chooses(config, one) else own_pages(config, one) for one in layers)
+
+    def _chooses(self, config: ModelConfig, layer: int) -> bool:
+        return layer >= self.num_dense_layers and own_pages(config, layer).kind == "full"
 
     def num_seen(self, layer: int, pages: LayerPages) -> int | None:
         return self.num_kept if pages.kind == "best" else pages.window
@@ -97,7 +97,7 @@ class Quest(CachePolicy):
     def page_leaves(self, config: ModelConfig, layer: int, pages: Any, dtype: str, layout: str) -> Any:
         from jaxinfer.cache.policy.best_pages import abstract_bounds
 
-        if self.layers(config)[layer].kind != "best":
+        if not self._chooses(config, layer):
             return None
         heads = config.num_kv_heads_of(layer), config.head_dim_of(layer)
         return abstract_bounds(pages, heads, dtype, layout)
@@ -105,6 +105,7 @@ class Quest(CachePolicy):
     def attend_step(self, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: StepRows) -> Any:
         from jaxinfer.cache.policy.best_pages import BestAttention, parts_of_step
 
+        _refuse(rows)
         # The layers that choose are in the first group, of those without a window.
         parts = parts_of_step(self, page_tables[0], rows)
         return BestAttention(super().attend_step(config, cache.bare, page_tables, rows), cache, parts)
@@ -112,6 +113,7 @@ class Quest(CachePolicy):
     def attend_slots(self, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: SlotRows) -> Any:
         from jaxinfer.cache.policy.best_pages import BestAttention, parts_of_slots
 
+        _refuse(rows, has_tree=rows.ancestors is not None)
         parts = parts_of_slots(self, page_tables[0], rows)
         return BestAttention(super().attend_slots(config, cache.bare, page_tables, rows), cache, parts)
 
@@ -119,3 +121,8 @@ class Quest(CachePolicy):
         if is_step:
             return min(num_tokens, num_slots + self.num_replayed), num_columns
         return num_slots, min(num_columns, self.num_pages + 1)
+
+
+def _refuse(rows: StepRows | SlotRows, *, has_tree: bool = False) -> None:
+    if rows.mesh is not None or has_tree:
+        raise NotImplementedError("attention to the best pages has no mesh and no trees of drafts")

@@ -331,8 +331,9 @@ class TrialRunner:
 
         Raises ValueError for a policy of which the texts would show no loss.
         """
-        compacts, kept = spec.policy.drops and not spec.policy.is_same_in_prompts, spec.policy.num_kept or 0
-        kept = kept if spec.policy.drops else 0
+        policy = spec.policy
+        compacts = policy.drops and not policy.is_same_in_prompts
+        kept = (policy.drops and policy.num_kept) or 0
         longest = max(map(len, self._texts)) // (2 if compacts else 1)
         if longest <= kept:
             raise ValueError(

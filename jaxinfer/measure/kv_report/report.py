@@ -41,7 +41,7 @@ class CacheChoice:
         return self.named(self.kv_dtype)
 
     def named(self, kv_dtype: str) -> str:
-        """What people read where the dtype is this one."""
+        """Name in reports where the dtype is this one."""
         return kv_dtype if self.kv_policy == ALL else f"{kv_dtype} {self.kv_policy}"
 
 

@@ -267,3 +267,10 @@ def test_the_kernel_of_tpus_reads_the_chosen_pages(monkeypatch, stored):
 
 def test_other_caches_have_no_bounds():
     assert not isinstance(init_paged_cache(CONFIG, 4, SIZE, "float32").layers[0], LeafedPages)
+
+
+def test_trees_of_drafts_are_refused():
+    zero, one = jnp.array([0]), jnp.array([3])
+    rows = SlotRows(zero, zero, one, 3, ancestors=jnp.array([1, 3, 5], jnp.uint32))
+    with pytest.raises(NotImplementedError, match="no trees of drafts"):
+        best_of(2).attend_slots(CONFIG, used_cache("float32"), (table_of(1),), rows)

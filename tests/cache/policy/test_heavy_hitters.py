@@ -231,3 +231,9 @@ def test_texts_are_read():
         parse_policy("h2o(1)")
     with pytest.raises(ValueError, match="combines"):
         parse_policy("h2o(64)+window(64)")
+
+
+def test_drafts_are_refused():
+    rows = SlotRows(jnp.array([0, 3]), jnp.array([0, 20]), jnp.array([0, 3]), 3)
+    with pytest.raises(NotImplementedError, match="count no drafts"):
+        HEAVY.attend_slots(CONFIG, empty(), TABLES, rows)

@@ -1,6 +1,8 @@
 """Policies as text, and what tokens attend to under them: tables of pages against a mask over all tokens."""
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -196,3 +198,9 @@ def test_the_kernel_of_tpus_reads_what_a_step_stores(monkeypatch, trained):
     with pltpu.force_tpu_interpret_mode(parameters):
         found = attend_in_pieces(kept, "interleaved")
     np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_policies_are_imported_without_jax():
+    """In a process of its own, as a command that only parses its options does."""
+    code = "import sys, jaxinfer.cache.policy.kinds; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

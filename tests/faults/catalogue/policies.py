@@ -314,4 +314,12 @@ FAULTS = (
         QUEST_TESTS,
         "new keys are written to a page of the prompt, and not to the last one",
     ),
+    Fault(
+        "policies/a-windows-pool-has-no-room-for-a-prompts-end",
+        "jaxinfer/engine/pools.py",
+        "num_ahead = max((one.num_observed for one in ends), default=1)",
+        "num_ahead = 1",
+        ("tests/engine/test_toy_policy.py::test_the_end_of_a_prompt_needs_room_in_every_group",),
+        "a prompt that a policy compacts beside layers with a window waits for ever in a small cache",
+    ),
 )
