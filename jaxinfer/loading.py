@@ -42,7 +42,7 @@ from jaxinfer.quantization.on_device import (
 from jaxinfer.quantization.tree import is_quantized, is_weight
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, from_generation_config
 from jaxinfer.sampling.params import our_names
-from jaxinfer.speculative import NO_DRAFT, Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
+from jaxinfer.speculative import Draft, ModelDraft, draft_by_name
 from jaxinfer.store import FoundModel, StoreError, find_model
 from jaxinfer.text import Tokenizer, check_same_tokens
 
@@ -386,7 +386,7 @@ def load_draft_shapes(
 
     Raises ValueError for layers:N of a model without as many, and as `load_shapes`.
     """
-    if (found := _draft_by_name(draft, target, params)) is not None:
+    if (found := draft_by_name(draft, target, params)) is not None:
         return found
     config, draft_params = load_shapes(draft, dtype=dtype, is_here=is_here)
     try:
@@ -394,21 +394,6 @@ def load_draft_shapes(
     except ValueError as error:
         raise ValueError(f"draft {str(draft)!r}: {error}") from None
     return ModelDraft(str(draft), config, draft_params)
-
-
-def _draft_by_name(draft: Any, config: ModelConfig, params: Params) -> Draft | None:
-    """None, "ngram" and "layers:N"; None for a model. Raises ValueError for another number of layers."""
-    if draft is None:
-        return NO_DRAFT
-    if draft == "ngram":
-        return NgramDraft()
-    if not (isinstance(draft, str) and draft.startswith("layers:")):
-        return None
-    count = draft.removeprefix("layers:")
-    if not count.isdecimal():
-        raise ValueError(f"draft={draft!r}: layers:N takes the target's first N layers, such as layers:4")
-    first_layers(config, params, int(count))
-    return LayersDraft(int(count))
 
 
 def load_draft(
@@ -425,7 +410,7 @@ def load_draft(
     Raises ValueError where the draft's tokens are not the target's, with the first id that differs, and as
     `load_model`.
     """
-    if (found := _draft_by_name(draft, target.config, target.params)) is not None:
+    if (found := draft_by_name(draft, target.config, target.params)) is not None:
         return found, None
     verify = None if isinstance(draft, tuple) else verify
     loaded = load_model(draft, dtype=dtype, verify=verify, mesh=target.mesh)

@@ -217,17 +217,14 @@ class _Bench:
 
     def _draft_seconds(self, params: "list[SamplingParams]") -> float:
         """Seconds per token of the draft alone; 0 for n-grams."""
-        from jaxinfer.speculative import first_layers
+        from jaxinfer.speculative import draft_by_name
 
-        if self.draft_name == "ngram":
-            return 0.0
         if self.draft_model is not None:
             return self._run(params, 0, model=live(self.draft_model)).seconds_per_token
-        count = self.draft_name.removeprefix("layers:")
-        if not count.isdecimal():
-            raise UsageError(f"--draft {self.draft_name}: layers:N takes the model's first N layers, such as layers:4")
-        config, weights = first_layers(self.model.config, self.model.params, int(count))
-        return self._run(params, 0, model=(config, weights, self.model.tokenizer)).seconds_per_token
+        target = self.model.config, self.model.params
+        draft = draft_by_name(self.draft_name, *target)
+        models = [] if draft is None else [(*own, self.model.tokenizer) for own in draft.models(*target)]
+        return sum(self._run(params, 0, model=one).seconds_per_token for one in models)
 
     def _run(self, params: "list[SamplingParams]", num_draft_tokens: int, model: Any = None, **drafting: Any) -> Run:
         from jaxinfer.llm import LLM

@@ -44,7 +44,7 @@ class Determinism:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """What `programs.paged.decode` takes last: rows of each step where all have one shape."""
+        """Rows of each step where all have one shape, as `programs.paged.decode` takes them; () for others."""
         return (self.num_rows,) if self.is_on else ()
 
     def __str__(self) -> str:

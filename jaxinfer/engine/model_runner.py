@@ -42,7 +42,7 @@ from jaxinfer.models import Params, compute_dtype
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SampleOutput, SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
-from jaxinfer.speculative import NO_DRAFT, Draft
+from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft
 
 COPIES = 8  # pages of one copy program
 
@@ -118,6 +118,7 @@ class ModelRunner:
         programmed = [program_model(*model, mesh)[0] for model in models.value]
         self.draft_weights = leaves_of(models.view(lambda models: {"draft": [params for _, params in models]}))
         self.drafters = spec.drafters(*programmed)
+        self._observing = spec.observing(*programmed)
         check_host_cache(spec)
         spec, self.host_rule = decide_host_cache(spec, self.device)
         self.memory = self._plan_pool(spec, available)
@@ -132,6 +133,9 @@ class ModelRunner:
         for own, own_params in draft.own:
             scales = applied_scales(draft.own_scales, spec.draft_kv_dtype, own)
             self._draft_cache = self._init_cache(own, own_params, spec.draft_kv_dtype, scales, counts[:1])
+            if (carried := draft.carried(spec.max_seqs)) is not None:
+                zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), carried)
+                self._draft_cache = dataclasses.replace(self._draft_cache, states=self.placement.put(zeros))
         slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
@@ -347,13 +351,26 @@ class ModelRunner:
 
     def _step_arguments(self, work: StepWork) -> tuple[Any, ...]:
         arrays = (self.model, self.weights.value, self._cache, self._slots, work)
-        return *arrays, self.spec.is_deterministic, self.spec.token_buckets[-1]
+        return *arrays, self.spec.is_deterministic, self.spec.token_buckets[-1], *self._observer
+
+    @property
+    def _observer(self) -> tuple[ObservingDraft | None, PagedCache | None]:
+        """A draft that observes what a program computes, and its cache."""
+        if self._observing is None:
+            return None, None
+        return ObservingDraft(self._observing, self.draft_weights.value), self._draft_cache
+
+    def _observed(self, own: PagedCache | None) -> None:
+        """Takes back the cache of `_observer`."""
+        if self._observing is not None:
+            self._draft_cache = own
 
     @operation
     def _run_step(self, work: dict[str, np.ndarray], is_scored: bool) -> StepOutput:
         step = self._step_work(work, self._page_tables)
         self._compile_step(step)
-        self._cache, logits, hidden = programs.step(*self._step_arguments(step))
+        self._cache, logits, hidden, own = programs.step(*self._step_arguments(step))
+        self._observed(own)
         arguments = self._slots, self._batch, step.slots, logits, self._tables
         self._slots, output = programs.sample_step(self.placement.mesh, *arguments)
         self._hidden = hidden if is_scored else None
@@ -372,13 +389,14 @@ class ModelRunner:
     def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_tables: PageTables) -> tuple[Any, ...]:
         scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
         arrays = (self.model, self.weights.value, self._cache, self._slots, self._batch)
-        static = self.spec.steps_per_dispatch, self._tables, *self.spec.determinism.rows
-        return *arrays, DecodeWork(scheduled, page_tables, steps), *static
+        static = self.spec.steps_per_dispatch, self._tables, *(self.spec.determinism.rows or (None,))
+        return *arrays, DecodeWork(scheduled, page_tables, steps), *static, *self._observer
 
     @operation
     def _run_decode(self, is_scheduled: np.ndarray, num_steps: int) -> StepOutput:
         arguments = self._decode_arguments(is_scheduled, num_steps, self._page_tables)
-        self._cache, self._slots, output = programs.decode(*arguments)
+        self._cache, self._slots, output, own = programs.decode(*arguments)
+        self._observed(own)
         return output
 
     def _rounds_arguments(self, work: dict[str, Any], tree: int, page_tables: PageTables) -> tuple[Any, ...]:
@@ -460,12 +478,13 @@ class ModelRunner:
         rows, pieces = step_rows([(slot, chunk)], [], chunk.length, spec.max_seqs)
         del rows["tokens"], rows["token_slots"]
         prompt = sequence.tokens[: sequence.num_prompt]
-        work = self._end_work(prompt, chunk.length, chunk.end_moves)
+        work = self._end_work(prompt, chunk.length, chunk.end_moves, (slot, sequence.num_reused))
         return self._run_compaction(rows, work, pieces[0].is_read), pieces
 
     @operation
     def _run_compaction(self, rows: dict[str, np.ndarray], work: CompactionWork, is_scored: bool) -> StepOutput:
-        self._cache, logits, hidden = compact_prompt(*self._compaction_arguments(work))
+        self._cache, logits, hidden, own = compact_prompt(*self._compaction_arguments(work))
+        self._observed(own)
         slots = StepSlots(**self.placement.put(rows))
         arguments = self._slots, self._batch, slots, logits, self._tables
         self._slots, output = programs.sample_step(self.placement.mesh, *arguments)
@@ -475,7 +494,7 @@ class ModelRunner:
     def _compaction_arguments(self, work: CompactionWork) -> tuple[Any, ...]:
         spec = self.spec
         static = spec.max_seqs, spec.is_deterministic, spec.token_buckets[-1]
-        return self.model, self.weights.value, self._cache, self.placement.put(work), *static
+        return self.model, self.weights.value, self._cache, self.placement.put(work), *static, *self._observer
 
     @property
     def _compaction_programs(self) -> list[Program]:
@@ -488,11 +507,14 @@ class ModelRunner:
         """Work that writes nothing that is read: to the null page."""
         moves = tuple(GroupMove((), (), 0) for _ in self.spec.groups)
         observed = max(group.at_end.num_observed for group in self.spec.groups if group.at_end is not None)
-        return self._end_work([0] * observed, observed, moves)
+        return self._end_work([0] * observed, observed, moves, (0, observed))
 
-    def _end_work(self, prompt: list[int], window: int, moves: tuple[GroupMove, ...]) -> CompactionWork:
+    def _end_work(
+        self, prompt: list[int], window: int, moves: tuple[GroupMove, ...], observed: tuple[int, int]
+    ) -> CompactionWork:
         spec = self.spec
-        return compaction_work(prompt, window, moves, spec.groups, spec.pages_per_sequence, spec.policy)
+        sizes = spec.groups, spec.pages_per_sequence, spec.policy
+        return compaction_work(prompt, window, moves, *sizes, None if self._observing is None else observed)
 
     def _lower_compaction(self) -> Lowered:
         return compact_prompt.lower(*self._compaction_arguments(self._empty_compaction()))

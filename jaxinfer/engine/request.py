@@ -313,14 +313,15 @@ class SequenceState:
     def salt(self) -> str:
         return self.request.options.cache_salt
 
-    def keys(self, page_size: int, num_tokens: int) -> list[bytes]:
-        """The bytes of each full page of its first `num_tokens` tokens."""
-        count = num_tokens // page_size
+    def keys(self, page_size: int, num_tokens: int, num_ahead: int = 0) -> list[bytes]:
+        """The bytes of each full page of its first `num_tokens` tokens, each with those of `num_ahead` tokens after
+        it: always the same number."""
+        count = max(num_tokens - num_ahead, 0) // page_size
         if len(self._keys) < count:
             start = len(self._keys)
-            data = np.asarray(self.tokens[start * page_size : count * page_size], np.int32).tobytes()
-            width = 4 * page_size
-            self._keys += [data[i * width : (i + 1) * width] for i in range(count - start)]
+            data = np.asarray(self.tokens[start * page_size : count * page_size + num_ahead], np.int32).tobytes()
+            stride, width = 4 * page_size, 4 * (page_size + num_ahead)
+            self._keys += [data[i * stride : i * stride + width] for i in range(count - start)]
         return self._keys[:count]
 
     def drop_after(self, num_output: int) -> None:

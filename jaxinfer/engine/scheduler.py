@@ -77,7 +77,7 @@ class SchedulerOptions:
       states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages. host_pools: host
       pages of each group of layers, and of saved states; () for none. at_end: what a prompt loses at its end in the
       first group. policy: of the cache. max_step_tokens: tokens of a step in all; None for prefill_chunk beside
-      decoding sequences.
+      decoding sequences. num_ahead: tokens after a page that a part of it follows from, which a draft stores.
     """
 
     num_pages: int
@@ -98,6 +98,7 @@ class SchedulerOptions:
     at_end: PromptEnd | None = None
     policy: CachePolicy = KEEPS_ALL
     max_step_tokens: int | None = None
+    num_ahead: int = 0
 
     @classmethod
     def of(cls, spec: "EngineSpec", host_pools: tuple[HostPoolSize, ...] = ()) -> "SchedulerOptions":
@@ -121,6 +122,7 @@ class SchedulerOptions:
             host_pools=host_pools,
             policy=spec.policy,
             max_step_tokens=spec.token_buckets[-1],
+            num_ahead=spec.draft.num_ahead,
         )
 
     @property
@@ -215,9 +217,8 @@ class Scheduler:
         """Leading tokens of a sequence that is not queued yet, whose pages are known."""
         if not self.can_reuse(sequence):
             return 0
-        page_size = self.options.page_size
-        keys = sequence.keys(page_size, self._num_shareable(sequence))
-        return self.prefixes.num_known(keys, sequence.salt) * page_size
+        keys = self._keys(sequence, self._num_shareable(sequence))
+        return self.prefixes.num_known(keys, sequence.salt) * self.options.page_size
 
     @property
     def has_work(self) -> bool:
@@ -446,25 +447,28 @@ class Scheduler:
             return False
         if self._has_live_leader(sequence):
             return not self._has_prompt(sequence.leader)
-        page_size = self.options.page_size
+        page_size, num_ahead = self.options.page_size, self.options.num_ahead
         computing = [one for one in self.running if one.num_confirmed < one.target and one.salt == sequence.salt]
         if not computing:
             return False
-        keys = sequence.keys(page_size, self._num_shareable(sequence))
+        keys = self._keys(sequence, self._num_shareable(sequence))
         num_known = self.prefixes.num_known(keys, sequence.salt)
         if self._has_saved:
-            shared = (page_size * num_common(keys, one.keys(page_size, one.target)) for one in computing)
+            shared = (page_size * num_common(keys, self._keys(one, one.target)) for one in computing)
             pairs = zip(computing, shared, strict=True)
             return any(self.saved.request_from(one, num_known * page_size, count) for one, count in pairs)
         num_wanted = num_known + 1
         return num_wanted <= len(keys) and any(
-            keys[:num_wanted] == one.keys(page_size, min(self._num_known(one), num_wanted * page_size))
+            keys[:num_wanted] == self._keys(one, min(self._num_known(one), num_wanted * page_size + num_ahead))
             for one in computing
         )
 
     def can_reuse(self, sequence: SequenceState) -> bool:
         """Whether cached pages may be used for its first tokens."""
         return self.options.reuses_prefixes and not sequence.request.needs_whole_prompt
+
+    def _keys(self, sequence: SequenceState, num_tokens: int) -> list[bytes]:
+        return sequence.keys(self.options.page_size, num_tokens, self.options.num_ahead)
 
     def _num_shareable(self, sequence: SequenceState) -> int:
         """Leading tokens that it may take from the prefix tree."""
@@ -531,9 +535,9 @@ class Scheduler:
     def _num_shared(self, sequence: SequenceState) -> int:
         """Tokens, of whole pages, that a sequence has in common with what is cached, runs or waits next."""
         page_size, others = self.options.page_size, [*self.running, *self.waiting[:MAX_COMPARED]]
-        keys = sequence.keys(page_size, len(sequence.tokens))
+        keys = self._keys(sequence, len(sequence.tokens))
         counts = [
-            num_common(keys, one.keys(page_size, len(one.tokens)))
+            num_common(keys, self._keys(one, len(one.tokens)))
             for one in others
             if one is not sequence and one.salt == sequence.salt
         ]
@@ -544,12 +548,12 @@ class Scheduler:
         chosen from what that one gives."""
         if not self.can_reuse(sequence):
             return PrefixMatch([[] for _ in self.pools.all])
-        num_useful, page_size = self._num_shareable(sequence), self.options.page_size
+        num_useful = self._num_shareable(sequence)
         if sequence.leader is not None and self._has_live_leader(sequence):
             tables = self.pools.share_beginning(sequence.leader, num_useful)
             if tables is not None:
                 return PrefixMatch(tables)
-        return self.prefixes.match(sequence.keys(page_size, num_useful), sequence.salt)
+        return self.prefixes.match(self._keys(sequence, num_useful), sequence.salt)
 
     def _plan_moves(self, decodes: list[SequenceState]) -> list[tuple[int, int]]:
         """Moves sequences to lower slots where that lets a smaller program run."""
@@ -592,7 +596,7 @@ class Scheduler:
         tables = self.ends.known_tables(sequence) if self._has_ends else sequence.tables
         if tables is None:
             return
-        keys = sequence.keys(self.options.page_size, self._num_alike(sequence, sequence.num_confirmed))
+        keys = self._keys(sequence, self._num_alike(sequence, sequence.num_confirmed))
         saved = self.saved.tables(sequence, len(keys)) if self._has_saved else []
         if self.prefixes.insert(keys, [*tables, *saved], sequence.salt, sequence.place):
             sequence.num_listed = 0

@@ -44,7 +44,7 @@ from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingBatch
-from jaxinfer.speculative import NO_DRAFT, Draft, TokenTree
+from jaxinfer.speculative import NO_DRAFT, Draft, Proposer, TokenTree
 from pallas_kernels.paged_attention import Pages, platform_layout
 from pallas_kernels.recurrence import BLOCK_TOKENS
 
@@ -213,6 +213,7 @@ class EngineSpec:
         """Bytes of the states of all slots, of the model and a draft model, and of those that are saved."""
         models = [(self.config, self.params), *self.draft.own]
         slots = self.max_seqs * sum(state_bytes(config, compute_dtype(params)) for config, params in models)
+        slots += num_bytes(self._carried)
         return slots + self.num_saved_states * state_bytes(self.config, self.dtype)
 
     # Groups of layers.
@@ -385,6 +386,10 @@ class EngineSpec:
             for tree in self.trees
         }
 
+    def observing(self, *models: ProgramModel) -> Proposer | None:
+        """What observes every pass of the target, of models as in `drafters`; None for a draft that does not."""
+        return self.draft.proposer(*models) if self.trees and self.draft.observes else None
+
     # Arrays on the devices.
 
     @property
@@ -436,12 +441,21 @@ class EngineSpec:
         """States that are kept for prefix reuse: place p is row p - 1."""
         return abstract_state_cache(self.config, self.num_saved_states, self.dtype)
 
+    @property
+    def _carried(self) -> Any:
+        """As `Draft.carried`, whole on every device."""
+        carried = self.draft.carried(self.max_seqs)
+        if carried is None or (mesh := self.program_mesh) is None:
+            return carried
+        return placed(carried, jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), carried))
+
     @cached_property
     def draft_cache(self) -> PagedCache | None:
         """The pages and states of a draft model's own."""
         for config, params in self.draft.own:
-            cache = self._cache(config, self.draft_kv_dtype, (self.num_pages,))
-            return replace(cache, states=abstract_state_cache(config, self.max_seqs, compute_dtype(params)))
+            cache, carried = self._cache(config, self.draft_kv_dtype, (self.num_pages,)), self._carried
+            states = abstract_state_cache(config, self.max_seqs, compute_dtype(params)) if carried is None else carried
+            return replace(cache, states=states)
         return None
 
     def _cache(

@@ -48,7 +48,8 @@ class Speculation:
         self.spec, self.draft, self._scheduler = spec, spec.draft, scheduler
         self.rounds: Counter[tuple[int, int]] = Counter()
         self.num_plain = 0
-        self._has_own_pages = bool(self.draft.own)
+        # A draft that does not observe has of its own pages those in which it drafted, and catches up with the others.
+        self._catches_up = bool(self.draft.own) and not self.draft.observes
         self._has_keys = bytearray(spec.num_pages)  # of each page: whether the draft has stored all of it
         self._host_has_keys: dict[int, int] = {}  # the same of host pages
         self._controller = None
@@ -105,7 +106,7 @@ class Speculation:
             num_found = sequence.num_reused // self.spec.page_size
             self._clear_draft_pages(sequence.pages[max(sequence.num_listed, num_found) :])
         draft, num_behind = NOTHING if plan.tokens_per_step == 1 else draft, 0
-        if self._controller is not None and self._has_own_pages and not plan.is_empty:
+        if self._controller is not None and self._catches_up and not plan.is_empty:
             estimates = self._estimates_of(plan.decodes, self._controller)
             num_behind = self._controller.start(estimates, draft.tree.depth, plan.num_steps)
         return replace(plan, draft=replace(draft, num_behind=num_behind)) if draft.tree.depth else plan
@@ -119,7 +120,7 @@ class Speculation:
     ) -> list[AcceptanceEstimate]:
         for sequence in sequences:
             if sequence not in self._estimates:
-                num_tokens = len(sequence.tokens) if self._has_own_pages else 0
+                num_tokens = len(sequence.tokens) if self._catches_up else 0
                 self._estimates[sequence] = controller.new_estimate(num_tokens)
         return [self._estimates[sequence] for sequence in sequences]
 
@@ -202,10 +203,12 @@ class Speculation:
             self._has_keys[page] = 0
 
     def _num_drafted(self, sequence: SequenceState) -> int:
-        """Leading tokens whose pages the draft has stored, in some earlier sequence; a draft with states, which pages
-        do not hold, begins anew."""
+        """Leading tokens whose pages the draft has stored, in some earlier sequence: all that were found, for one that
+        observes. A draft with states, which pages do not hold, begins anew."""
+        if self.draft.observes:
+            return sequence.num_reused
         count = 0
-        if self._has_own_pages and self.spec.draft_has_states:
+        if self._catches_up and self.spec.draft_has_states:
             return count
         for page in sequence.pages[: sequence.num_reused // self.spec.page_size]:
             if not self._has_keys[page]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,28 @@ from pallas_kernels.recurrence import RecurrentTokens, conv_of_sequences, recurr
 # default: scale=float, soft_cap=float, sinks=float32 [Hq], as in `flash_attention`. A layer gets it without its number.
 Attend = Callable[..., jax.Array]
 Tap = Callable[[str, jax.Array], None]
+
+
+class Taps:
+    """The named hidden states of a forward pass, which `found` has afterwards.
+
+    Those between layers ("layers.N.residual") are taken outside of what is traced once for all layers.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self._names = frozenset(names)
+        self._split = {tuple(name.split(".")[1:]) for name in self._names if name.startswith("layers.")}
+        self.found: dict[str, jax.Array] = {}
+
+    def __call__(self, name: str, value: jax.Array) -> None:
+        if name in self._names:
+            self.found[name] = value
+
+    def inside(self, layer: int) -> Tap | None:
+        """The tap of a layer, by the names of its parts; None where only states between layers are wanted."""
+        if all(number != str(layer) or part == "residual" for number, part in self._split):
+            return None
+        return lambda name, value: self(f"layers.{layer}.{name}", value)
 
 
 class LayerAttend(Protocol):

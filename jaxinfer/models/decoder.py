@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.checks import did_you_mean
 from jaxinfer.kept_files import KeptFiles, key_of, sources_key
-from jaxinfer.models.attend import Attend, AttendByLayer, LayerAttend, LayerView, SharedKeys, Tap
+from jaxinfer.models.attend import Attend, AttendByLayer, LayerAttend, LayerView, SharedKeys, Tap, Taps
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.host_layers import HostLayers, merged_names
 from jaxinfer.models.rope import Positions
@@ -45,9 +45,10 @@ class Decoder:
         self.embed, self.final_norm = self._embedding.embed, self._head.final_norm
 
     def __call__(
-        self, tokens: Int[Array, "*rows"], positions: Int[Array, "*rows"], attend: Attend, tap: Tap | None = None
+        self, tokens: Int[Array, "*rows"], positions: Int[Array, "*rows"], attend: Attend, tap: Taps | None = None
     ) -> Float[Array, "*rows D"]:
-        """Final hidden states [..., D] of int32 tokens [...] at int32 positions [...]."""
+        """Final hidden states [..., D] of int32 tokens [...] at int32 positions [...]; `tap` (`collect`) gets
+        those that it names."""
         with jax.named_scope("embed"):
             x = self._embedding(tokens, positions, self.final_norm.weight.get_value().dtype)
             layer_inputs = self._embedding.layer_inputs(tokens, x)
@@ -56,7 +57,10 @@ class Decoder:
         shared, layers = _Pass(Positions(positions), layer_inputs), HostLayers(self._params)
         for number in range(self.config.num_layers):
             with jax.named_scope(f"layers.{number}"):
-                x = self._run_layer(number, layers.take(number, x), x, shared, attend, tap)
+                own_tap = None if tap is None else tap.inside(number)
+                x = self._run_layer(number, layers.take(number, x), x, shared, attend, own_tap)
+            if tap is not None:
+                tap(f"layers.{number}.residual", x)
         with jax.named_scope("final_norm"):
             x = self.final_norm(x)
         if tap is not None:
@@ -83,18 +87,17 @@ class Decoder:
             attend.update(source, state)
             return x
         layer = bind_layer(config, first, params, self._over)
-        own_tap = None if tap is None else lambda name, value: tap(f"layers.{number}.{name}", value)
         if config.recurrent_of(number) is None:
             own = partial(attend, source)
             own = own if kept is None else SharedKeys(own, *kept)
             own = shared.keeping(number, own) if config.is_kv_source(number) else own
-            return layer(x, shared.positions, own, own_tap, layer_input)
+            return layer(x, shared.positions, own, tap, layer_input)
         if not isinstance(attend, AttendByLayer):
-            return layer(x, shared.positions, LayerView(attend, number), own_tap)
+            return layer(x, shared.positions, LayerView(attend, number), tap)
         own = attend.of_layer(number)
         if not hasattr(own, "recur"):
             raise ValueError(f"{type(attend).__name__} has no states for recurrent layers")
-        x = layer(x, shared.positions, own, own_tap)
+        x = layer(x, shared.positions, own, tap)
         attend.update(number, own.state)
         return x
 
@@ -217,15 +220,10 @@ def check_taps(config: ModelConfig, taps: Sequence[str]) -> tuple[str, ...]:
     return tuple(taps)
 
 
-def collect(taps: Sequence[str]) -> tuple[dict[str, jax.Array], Callable[[str, jax.Array], None]]:
-    """A dict, and a tap function that stores the named hidden states in it."""
-    found: dict[str, jax.Array] = {}
-
-    def tap(name: str, value: jax.Array) -> None:
-        if name in taps:
-            found[name] = value
-
-    return found, tap
+def collect(taps: Sequence[str]) -> tuple[dict[str, jax.Array], Taps]:
+    """A dict, and the tap of a forward pass that stores the named hidden states in it."""
+    tap = Taps(taps)
+    return tap.found, tap
 
 
 def _as_shapes(tree: Any) -> Any:

@@ -229,7 +229,7 @@ class DecoderLayer(nnx.Module):
         layer_input: jax.Array | None = None,
     ) -> jax.Array:
         """Hidden states [..., D] after the layer. The taps "attention" and "mlp" are the terms added to the
-        residual, "residual" is the result. `layer_input` [..., P] is of a model with `layer_inputs`."""
+        residual. `layer_input` [..., P] is of a model with `layer_inputs`."""
         if self.attention is None or self.recurrent is not None or self.mlp is None:
             return self._call_hybrid(x, positions, attend, tap)
         normed = x if self.attention_norm is None else self.attention_norm(x)
@@ -250,8 +250,6 @@ class DecoderLayer(nnx.Module):
                 x = self.layer_input(x, layer_input)
         if self.scalar is not None:
             x = x * self.scalar[...]
-        if tap is not None:
-            tap("residual", x)
         return x
 
     def _call_hybrid(self, x: jax.Array, positions: Positions, attend: Any, tap: Tap | None) -> jax.Array:
@@ -270,8 +268,6 @@ class DecoderLayer(nnx.Module):
             with jax.named_scope("mlp"):
                 fed = self.mlp(self.mlp_norm(x))
             x = x + self._residual_term("mlp", fed, None, tap)
-        if tap is not None:
-            tap("residual", x)
         return x
 
     def _residual_term(

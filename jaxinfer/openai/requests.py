@@ -144,7 +144,7 @@ class TextRequest:
         is_short = self.has_openai_limits and not self.is_chat
         if is_short and values["max_tokens"] is None and "max_tokens" not in limits:
             values["max_tokens"] = COMPLETIONS_MAX_TOKENS
-        if self.num_kept == 0:
+        if self.num_kept == 0 and _number(values["min_tokens"]) > 0:
             values["min_tokens"] = 0
         if "max_tokens" not in limits and values["max_tokens"] is not None:
             values["max_tokens"] = max(values["max_tokens"], _number(values["min_tokens"]))

@@ -17,6 +17,7 @@ from jaxinfer.engine.programs import paged, program_model
 from jaxinfer.engine.programs.speculative import speculate
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.quantization.tree import num_bytes
+from jaxinfer.speculative import ObservingDraft
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import Compilation
 from pallas_kernels.hbm_traffic import Instruction, Program
@@ -388,9 +389,13 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     resident = num_bytes(spec.own_draft_params) + num_bytes(spec.draft_cache)
     lengths = {"has_prompt_lengths": spec.policy.needs_prompt_lengths}
     work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, **lengths)
-    step = (model, weights, spec.cache, spec.slots[0], work, spec.is_deterministic)
+    models, draft_weights = _drafting(spec)
+    proposer = spec.observing(*models)
+    observer = (None, None) if proposer is None else (ObservingDraft(proposer, draft_weights), spec.draft_cache)
+    step = (model, weights, spec.cache, spec.slots[0], work, spec.is_deterministic, None, *observer)
     decoding = abstract_decode_work(spec.decode_slots[-1], *tables)
-    decode = (*common, decoding, spec.steps_per_dispatch, spec.tables, *spec.determinism.rows)
+    static = spec.steps_per_dispatch, spec.tables, *(spec.determinism.rows or (None,))
+    decode = (*common, decoding, *static, *observer)
     found = [Planned(PREFILL, paged.step, step, resident), Planned(DECODE, paged.decode, decode, resident)]
     if spec.trees:
         twice = num_bytes(spec.own_draft_params) - num_bytes(spec.placed_draft)  # weights that are the target's
@@ -398,10 +403,15 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     return {one.name: one for one in found}
 
 
+def _drafting(spec: EngineSpec) -> tuple[list[Any], tuple[Any, ...]]:
+    """The models of a draft as programs take them, and their leaves."""
+    found = [program_model(config, spec.placed_draft, spec.program_mesh) for config, _ in spec.draft_models]
+    return [model for model, _ in found], tuple(leaf for _, leaves in found for leaf in leaves)
+
+
 def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:
-    drafting = [program_model(config, spec.placed_draft, spec.program_mesh) for config, _ in spec.draft_models]
-    drafter = spec.drafters(*(model for model, _ in drafting))[spec.trees[-1]]
-    draft_weights = tuple(leaf for _, leaves in drafting for leaf in leaves)
+    models, draft_weights = _drafting(spec)
+    drafter = spec.drafters(*models)[spec.trees[-1]]
     tables = spec.pages_per_sequence, len(spec.windows), spec.ends_prompts
     work = abstract_rounds(spec.decode_slots[-1], *tables)
     arrays = spec.cache, spec.draft_cache, *spec.slots

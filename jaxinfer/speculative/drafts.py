@@ -23,6 +23,8 @@ class Draft:
     lengths: ClassVar[tuple[int, ...]] = ()  # tokens of a round, from which an adaptive engine chooses; () for none
     has_branches: ClassVar[bool] = True  # it can fill a tree
     in_cache: ClassVar[bool] = False  # it stores keys in the target's cache
+    observes: ClassVar[bool] = False  # in every pass of the target, so that it is never behind
+    num_ahead: ClassVar[int] = 0  # tokens after a page that what it stores of the page follows from
 
     @property
     def name(self) -> str:
@@ -42,6 +44,11 @@ class Draft:
     def describe_own(self) -> dict[str, str]:
         """Facts of its weights for reports."""
         return {}
+
+    def carried(self, num_slots: int) -> Any:
+        """Abstract arrays of so many slots that it keeps from pass to pass beside its own pages; None for none. They
+        are moved with the slots, and zeros at first."""
+        del num_slots
 
     def models(self, config: ModelConfig, params: Params) -> tuple[Model, ...]:
         """The model that it computes with, for a target; () for none."""
@@ -161,7 +168,8 @@ class LayersDraft(Draft):
         return f"layers:{self.num_layers}"
 
     def models(self, config: ModelConfig, params: Params) -> tuple[Model, ...]:
-        return (first_layers(config, params, self.num_layers),)
+        layers = range(self.num_layers)
+        return ((config.with_layers(layers), take_layers(params, layers)),)
 
     def with_layers(self, layers: Sequence[int] | None) -> Self:
         return self if layers is None else replace(self, num_layers=len(layers))
@@ -170,11 +178,33 @@ class LayersDraft(Draft):
         return LayersProposer(*models)
 
 
-def first_layers(config: ModelConfig, params: Params, num_layers: int) -> Model:
-    """Configuration and parameters of a model of the first layers; arrays are shared, not copied.
+def _layers_draft(number: str, config: ModelConfig, params: Params) -> LayersDraft:
+    del params
+    if not number.isdecimal():
+        raise ValueError(f"draft='layers:{number}': layers:N takes the target's first N layers, such as layers:4")
+    if not 1 <= int(number) < config.num_layers:
+        raise ValueError(f"draft='layers:{number}': the target has {config.num_layers} layers, use 1 to one less")
+    return LayersDraft(int(number))
 
-    Raises ValueError unless 1 <= num_layers < config.num_layers.
-    """
-    if not 1 <= num_layers < config.num_layers:
-        raise ValueError(f"draft='layers:{num_layers}': the target has {config.num_layers} layers, use 1 to one less")
-    return config.with_layers(range(num_layers)), take_layers(params, range(num_layers))
+
+# By its name, with a colon if a text comes after it, what makes a draft of the text for a target.
+Maker = Callable[[str, ModelConfig, Params], Draft]
+_KINDS: dict[str, Maker] = {"layers:": _layers_draft, "ngram": lambda *_: NgramDraft()}
+
+
+def register_draft(name: str, make: Maker) -> None:
+    """Adds a kind of draft: for the name "a:", `draft="a:text"` is `make(text, config, params)` of the target. Raises
+    ValueError for a name that a kind has."""
+    if name in _KINDS:
+        raise ValueError(f"draft={name!r} is a kind of draft already")
+    _KINDS[name] = make
+
+
+def draft_by_name(draft: Any, config: ModelConfig, params: Params) -> Draft | None:
+    """The draft that None, "ngram", "layers:N" or a registered name gives for a target; None for a model's. Raises
+    ValueError for what the kind cannot be made of."""
+    if draft is None:
+        return NO_DRAFT
+    name, colon, text = draft.partition(":") if isinstance(draft, str) else ("", "", "")
+    make = _KINDS.get(name + colon)
+    return None if make is None else make(text, config, params)

@@ -6,6 +6,7 @@ same logits: with the same transforms, penalties and noise.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -107,24 +108,73 @@ class DraftState(NamedTuple):
     slots: DraftSlots
 
 
-class BoundProposer(Protocol):
+class ObservedRows(NamedTuple):
+    """Tokens that the target has stored in a pass, for a draft that observes: T rows of S sequences.
+
+    Attributes:
+      tokens, positions: int32[T]. The rows of a sequence are adjacent.
+      starts, lengths: int32[S], the first row of each sequence, and how many it has; 0 takes no part. Other rows are
+        padding.
+      slots: int32[S], of the sequences. num_found: int32[S], leading tokens whose pages were found when the sequence
+        began: an earlier one was observed there, and from here on this one, without gaps.
+      page_table: int32[S, P], of pages of its own.
+      taps: by name, hidden states [T, D].
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    starts: jax.Array
+    lengths: jax.Array
+    slots: jax.Array
+    num_found: jax.Array
+    page_table: jax.Array
+    taps: dict[str, jax.Array]
+
+
+class BoundProposer:
     """A proposer with its weights, while tracing."""
 
     def propose(self, state: DraftState, rows: DraftRows, tree: TokenTree) -> tuple[DraftState, Proposal]:
         """Drafts a round. What it stores of its drafts counts only as far as they are accepted."""
-        ...
+        raise NotImplementedError
 
     def keep(self, own: PagedCache | None, rows: DraftRows, path: jax.Array, num_kept: jax.Array) -> PagedCache | None:
         """Its cache after a round over a tree with branches: arguments as of `keep_path`."""
-        ...
+        del rows, path, num_kept
+        return own
+
+    def observe(self, own: PagedCache | None, rows: ObservedRows) -> PagedCache | None:
+        """Its cache after a pass of the target, of prompts, plain steps or accepted drafts, whose true states replace
+        those that it drafted with. Called for one with taps."""
+        del rows
+        return own
 
 
-class Proposer(Protocol):
-    """Device half of a draft: a hashable, static argument of a round."""
+class Proposer:
+    """Device half of a draft: a hashable, static argument of programs.
+
+    Attributes:
+      taps: hidden states of the target (`models.tap_names`) that it observes in every pass; () for none.
+    """
+
+    taps: tuple[str, ...] = ()
 
     def bind(self, weights: Any, vocab_size: int, is_maximal: bool) -> BoundProposer:
         """With the leaves of its model's parameters, for a target with so many tokens; called while tracing."""
-        ...
+        raise NotImplementedError
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["proposer"])
+@dataclass(frozen=True)
+class ObservingDraft:
+    """A draft that observes, as a program takes it whose own work is not drafting."""
+
+    proposer: Proposer
+    weights: Any
+
+    def bind(self, vocab_size: int) -> BoundProposer:
+        """As `Proposer.bind`."""
+        return self.proposer.bind(self.weights, vocab_size, False)
 
 
 class ProposingModel(Protocol):
@@ -138,7 +188,7 @@ class ProposingModel(Protocol):
 
 
 @dataclass(frozen=True)
-class NgramProposer:
+class NgramProposer(Proposer, BoundProposer):
     """As `NgramDraft`."""
 
     min_match: int
@@ -151,13 +201,9 @@ class NgramProposer:
     def propose(self, state: DraftState, rows: DraftRows, tree: TokenTree) -> tuple[DraftState, Proposal]:
         return state, propose_ngram(self, state.slots, rows, tree)
 
-    def keep(self, own: PagedCache | None, rows: DraftRows, path: jax.Array, num_kept: jax.Array) -> PagedCache | None:
-        del rows, path, num_kept
-        return own
-
 
 @dataclass(frozen=True)
-class ModelProposer:
+class ModelProposer(Proposer):
     """A model with pages of its own."""
 
     model: ProposingModel
@@ -167,7 +213,7 @@ class ModelProposer:
 
 
 @dataclass(frozen=True)
-class LayersProposer:
+class LayersProposer(Proposer):
     """The target's first layers, in its cache."""
 
     model: ProposingModel
@@ -294,7 +340,7 @@ def propose_chain(
 
         def choose(scores):
             drafting = rows._replace(batch=mask_inactive_rows(rows.batch, is_drafting), history=history)
-            tokens, found = _children(model, hidden, position + 1, drafting, 1)
+            tokens, found = draft_tokens_of(position + 1, model.logits(hidden), drafting, 1, model.is_maximal)
             if scores is not None:
                 node = jnp.where(is_drafting, position - rows.positions, tree.num_nodes)
                 scores = scores.at[row, node].set(found, mode="drop")
@@ -357,7 +403,8 @@ def propose_tree(
             for ancestor in path:
                 history = advance(history, tokens[:, ancestor], is_drafting, rows.tables)
             drafting = rows._replace(batch=mask_inactive_rows(rows.batch, is_drafting), history=history)
-            chosen, found = _children(model, hidden[:, node], rows.positions + depth + 1, drafting, len(children))
+            position, logits = rows.positions + depth + 1, model.logits(hidden[:, node])
+            chosen, found = draft_tokens_of(position, logits, drafting, len(children), model.is_maximal)
             if path:
                 drafted = jnp.where(is_drafting[:, None], tokens[:, jnp.array(path)], rows.batch.vocab_size)
                 history = rewind(history, rows.history, drafted, jnp.zeros((num_slots,), jnp.int32))
@@ -368,7 +415,7 @@ def propose_tree(
 
 
 @dataclass(frozen=True, eq=False)
-class _BoundModel:
+class _BoundModel(BoundProposer):
     decoder: DraftDecoder
 
     def propose(self, state: DraftState, rows: DraftRows, tree: TokenTree) -> tuple[DraftState, Proposal]:
@@ -386,7 +433,7 @@ class _BoundModel:
 
 
 @dataclass(frozen=True, eq=False)
-class _BoundLayers:
+class _BoundLayers(BoundProposer):
     decoder: DraftDecoder
     num_layers: int
 
@@ -394,10 +441,6 @@ class _BoundLayers:
         slots = replace(state.slots, num_drafted=rows.positions)
         first, slots, proposal = _propose(self.decoder, state.cache.first(self.num_layers), slots, rows, tree)
         return DraftState(state.cache.with_first(first), state.own, slots), proposal
-
-    def keep(self, own: PagedCache | None, rows: DraftRows, path: jax.Array, num_kept: jax.Array) -> PagedCache | None:
-        del rows, path, num_kept  # the target's pages are moved as all of its own
-        return own
 
 
 def _propose(model: DraftDecoder, cache: PagedCache, slots: DraftSlots, rows: DraftRows, tree: TokenTree):
@@ -438,14 +481,15 @@ def _store_last(model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows:
     return lax.while_loop(lambda carry: jnp.any(is_behind(carry[1])), store, (cache, draft, jnp.int32(0)))
 
 
-def _children(
-    model: DraftDecoder, hidden: jax.Array, positions: jax.Array, rows: DraftRows, width: int
+def draft_tokens_of(
+    positions: jax.Array, logits: jax.Array, rows: DraftRows, width: int, is_maximal: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The `width` best tokens int32[S, width] at one node of each row, best first, and the transformed logits
-    float32[S, V]. Sampled rows add the noise of their position: the target's own in exact mode, an independent one in
-    maximal mode, which draws without replacement (Kool et al. 2019)."""
-    transformed = transform(model.logits(hidden), rows.batch, rows.history, rows.tables)
-    stream = DRAFT_STREAM if model.is_maximal else None
+    """The `width` best tokens int32[S, width] for positions int32[S] by logits float32[S, V] at one node of each row,
+    best first, and the transformed logits float32[S, V]. Sampled rows add the noise of their position: the
+    target's own in exact mode, an independent one in maximal mode, which draws without replacement (Kool et al.
+    2019)."""
+    transformed = transform(logits, rows.batch, rows.history, rows.tables)
+    stream = DRAFT_STREAM if is_maximal else None
     return choose_several(transformed, positions, rows.batch, width, stream=stream), transformed
 
 

@@ -69,11 +69,11 @@ def run(config, params, mesh, layout):
             ),
             page_tables=(table,),
         )
-        cache, logits, _ = programs.step(model, weights, cache, slots, work)
+        cache, logits, *_ = programs.step(model, weights, cache, slots, work)
         slots, output = programs.sample_step(mesh, slots, batch, work.slots, logits)
         outputs.append(jax.block_until_ready(output))
     work = programs.DecodeWork(np.ones(num_slots, bool), (table,), np.int32(NUM_STEPS))
-    cache, slots, output = programs.decode(model, weights, cache, slots, batch, work, NUM_STEPS)
+    cache, slots, output, _ = programs.decode(model, weights, cache, slots, batch, work, NUM_STEPS)
     return jax.device_get((*outputs, output)), cache, slots
 
 

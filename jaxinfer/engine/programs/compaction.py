@@ -15,17 +15,21 @@ from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.plans import GroupMove
 from jaxinfer.engine.programs import ProgramModel, Weights, padded
+from jaxinfer.models import collect
+from jaxinfer.speculative import ObservedRows, ObservingDraft
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CompactionWork:
     """The end of one prompt: its last tokens int32 [W], and by group where it lies and goes. `before` are the tokens
-    before those, int32 [n] with padding, where the policy chooses by the queries of all; else None."""
+    before those, int32 [n] with padding, where the policy chooses by the queries of all; else None. `observed`: for a
+    draft that observes, int32 [2], the slot and `ObservedRows.num_found`."""
 
     tokens: jax.Array
     prompts: tuple[PromptPages, ...]
     before: jax.Array | None
+    observed: jax.Array | None
 
 
 def compaction_work(
@@ -35,6 +39,7 @@ def compaction_work(
     groups: tuple[CacheGroup, ...],
     num_columns: int,
     policy: CachePolicy,
+    observed: tuple[int, int] | None,
 ) -> CompactionWork:
     """The work as NumPy arrays, of the last `window` tokens of a prompt, with page tables of `num_columns`."""
 
@@ -50,14 +55,15 @@ def compaction_work(
     last, before, block = np.array(prompt[-window:], np.int32), None, policy.prompt_block
     if block:
         before = padded(prompt[:-window], -(-num_columns * policy.page_size // block) * block)
-    return CompactionWork(last, tuple(prompts), before)  # pyright: ignore[reportArgumentType]
+    seen = None if observed is None else np.array(observed, np.int32)
+    return CompactionWork(last, tuple(prompts), before, seen)  # pyright: ignore[reportArgumentType]
 
 
 @partial(
     LargeProgram,
-    is_uniform=lambda model, weights, cache, work, num_slots, is_uniform=False, num_hidden=None: is_uniform,
+    is_uniform=lambda model, weights, cache, work, num_slots, is_uniform=False, *_: is_uniform,
     static_argnums=(0, 4, 5, 6),
-    donate_argnums=2,
+    donate_argnums=(2, 8),
 )
 def compact_prompt(
     model: ProgramModel,
@@ -67,19 +73,27 @@ def compact_prompt(
     num_slots: int,
     is_uniform: bool = False,
     num_hidden: int | None = None,
-) -> tuple[PagedCache, jax.Array, jax.Array]:
+    observer: ObservingDraft | None = None,
+    own: PagedCache | None = None,
+) -> tuple[PagedCache, jax.Array, jax.Array, PagedCache | None]:
     """Stores the last tokens of a prompt and attends to all of it, as `step` does, and in each layer copies what stays
-    of the prompt to other pages. Donates the cache. A policy that chooses by the queries of all tokens has those before
-    the last computed once more, first.
+    of the prompt to other pages. Donates the caches. A policy that chooses by the queries of all tokens has those
+    before the last computed once more, first.
 
-    Returns it, the logits float32 [num_slots, V] of the last token in every row, for `sample_step`, and the final
-    hidden states as `step` does.
+    Returns the cache, the logits float32 [num_slots, V] of the last token in every row, for `sample_step`, the final
+    hidden states and the observer's cache as `step` does.
     """
     window, end, decoder = work.tokens.shape[0], work.prompts[0].num_tokens, model.bind(weights)
     positions = end - window + jnp.arange(window)
     attend = model.policy.attend_end(EndWork(decoder, cache, work.prompts, positions, end, work.before, is_uniform))
-    hidden = decoder(work.tokens, positions, attend)
+    taps, tap = collect(() if observer is None else observer.proposer.taps)
+    hidden = decoder(work.tokens, positions, attend, tap)
+    if observer is not None and work.observed is not None:
+        rows = work.tokens, positions, jnp.zeros(1, jnp.int32), jnp.full(1, window)
+        place = work.observed[:1], work.observed[1:], work.prompts[0].page_table[None]
+        seen = ObservedRows(*rows, *place, taps)
+        own = observer.bind(model.config.vocab_size).observe(own, seen)
     logits = decoder.logits(jnp.broadcast_to(hidden[-1], (num_slots, hidden.shape[-1])))
     if num_hidden is not None and num_hidden > window:
         hidden = jnp.pad(hidden, ((0, num_hidden - window), (0, 0)))
-    return attend.cache, logits, hidden
+    return attend.cache, logits, hidden, own

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
-from jaxinfer.cache import PagedCache, StateCache
+from jaxinfer.cache import PagedCache, PageTables, StateCache
 from jaxinfer.cache.policy.contract import SlotRows, StepRows
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.programs import ProgramModel, Weights
@@ -31,7 +31,7 @@ from jaxinfer.engine.programs.work import (
     decoding_work,
 )
 from jaxinfer.grammar.device import GrammarTables
-from jaxinfer.models import Decoder
+from jaxinfer.models import Decoder, collect
 from jaxinfer.sampling import (
     SampleOutput,
     SamplingBatch,
@@ -44,12 +44,13 @@ from jaxinfer.sampling import (
     sample,
     set_row,
 )
-from jaxinfer.speculative import DraftSlots, init_draft_slots, record
+from jaxinfer.speculative import DraftSlots, ObservedRows, ObservingDraft, init_draft_slots, record
 from pallas_kernels import copy_pages as _copy_pages
 
 # A slot's rows over the vocabulary, which only requests with a bias or penalties need.
 WIDE_ROWS = ("bias", "output_counts", "prompt_mask")
 Tree = TypeVar("Tree")
+BothCaches = tuple[PagedCache, PagedCache | None]  # the target's, and that of a draft that observes its passes
 OUTPUT: Any = StepOutput(0, SampleOutput(0, 0, 0, 0, 0, 0))  # its structure  # pyright: ignore[reportArgumentType]
 
 
@@ -91,12 +92,17 @@ def axes_of(rows):
     return replace(jax.tree.map(lambda leaf: (None,) * leaf.ndim, rows), **wide)
 
 
+def _given(arguments: tuple[Any, ...], place: int) -> Any:
+    """The argument at a place; None where it was left out."""
+    return arguments[place] if place < len(arguments) else None
+
+
 @partial(
     LargeProgram,
-    is_uniform=lambda model, weights, cache, slots, work, is_uniform=False, num_hidden=None: is_uniform,
-    outputs=lambda model, weights, cache, *_: (cache, 0, 0),
+    is_uniform=lambda model, weights, cache, slots, work, is_uniform=False, *_: is_uniform,
+    outputs=lambda *given: (given[2], 0, 0, _given(given, 8)),
     static_argnums=(0, 5, 6),
-    donate_argnums=2,
+    donate_argnums=(2, 8),
 )
 def step(
     model: ProgramModel,
@@ -106,25 +112,36 @@ def step(
     work: StepWork,
     is_uniform: bool = False,
     num_hidden: int | None = None,
-) -> tuple[PagedCache, jax.Array, jax.Array]:
-    """Stores prompt tokens and the newest ones of decoding slots, in one pass over the weights. Donates the cache.
+    observer: ObservingDraft | None = None,
+    own: PagedCache | None = None,
+) -> tuple[PagedCache, jax.Array, jax.Array, PagedCache | None]:
+    """Stores prompt tokens and the newest ones of decoding slots, in one pass over the weights, which `observer`
+    observes with a cache of its own. Donates both caches.
 
-    Returns it, the logits float32 [B, V] of each slot's last row, for `sample_step`, and the final hidden states
-    [T, D], or [num_hidden, D] with zeros at the end, so that one program scores those of every step. `is_uniform` gives
-    every token the same arithmetic, whether it comes with its prompt's other tokens or alone.
+    Returns the cache, the logits float32 [B, V] of each slot's last row, for `sample_step`, the final hidden states
+    [T, D], or [num_hidden, D] with zeros at the end, so that one program scores those of every step, and the observer's
+    cache. `is_uniform` gives every token the same arithmetic, whether it comes with its prompt's other tokens or alone.
     """
     slots = take_rows(slots, work.page_tables[0].shape[0])
-    cache, logits, hidden = _one_pass(model, model.bind(weights), cache, slots, work, is_uniform)
+    caches = cache, own
+    (cache, own), logits, hidden = _one_pass(model, model.bind(weights), caches, slots, work, is_uniform, observer)
     num_tokens = work.tokens.shape[0]
     if num_hidden is not None and num_hidden > num_tokens:
         hidden = jnp.pad(hidden, ((0, num_hidden - num_tokens), (0, 0)))
-    return cache, logits, replicate(model.mesh, hidden)
+    return cache, logits, replicate(model.mesh, hidden), own
 
 
 def _one_pass(
-    model: ProgramModel, decoder: Decoder, cache: PagedCache, slots: Slots, work: StepWork, is_uniform: bool
-) -> tuple[PagedCache, jax.Array, jax.Array]:
-    """The cache, logits and hidden states of `step`, for the slots of its rows."""
+    model: ProgramModel,
+    decoder: Decoder,
+    caches: BothCaches,
+    slots: Slots,
+    work: StepWork,
+    is_uniform: bool,
+    observer: ObservingDraft | None,
+) -> tuple[BothCaches, jax.Array, jax.Array]:
+    """The caches, logits and hidden states of `step`, for the slots of its rows."""
+    cache, own = caches
     num_tokens, num_slots, rows = work.tokens.shape[0], work.page_tables[0].shape[0], work.slots
     lengths, ends = rows.lengths(slots), rows.ends(slots)
     newest = jnp.where(rows.is_decoding(slots), rows.query_starts, num_tokens)
@@ -139,12 +156,32 @@ def _one_pass(
     if model.mesh is not None and parallel.axis_of(model.mesh, "tokens") is not None:  # each device has its rows
         cut = parallel.array_shardings(model.mesh, (tokens, positions), (("tokens",), ("tokens",)))
         tokens, positions = lax.with_sharding_constraint((tokens, positions), cut)
-    hidden = decoder(tokens, positions, attend)
+    observed, tap = collect(() if observer is None else observer.proposer.taps)
+    hidden = decoder(tokens, positions, attend, tap)
+    if observer is not None:
+        pass_rows = tokens, positions, rows.query_starts, lengths
+        own = _observe(model, observer, own, slots, pass_rows, work.page_tables, observed)
     last = jnp.clip(rows.query_starts + lengths - 1, 0, num_tokens - 1)
     logits = decoder.logits(hidden[last])
     if model.mesh is not None:
         logits = lax.with_sharding_constraint(logits, logits_sharding(model.mesh, logits))
-    return attend.cache, logits, hidden
+    return (attend.cache, own), logits, hidden
+
+
+def _observe(
+    model: ProgramModel,
+    observer: ObservingDraft,
+    own: PagedCache | None,
+    slots: Slots,
+    rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    page_tables: PageTables,
+    taps: dict[str, jax.Array],
+) -> PagedCache | None:
+    """The observer's cache after a pass over the rows (the first four fields of `ObservedRows`) of all slots."""
+    if slots.draft is None:
+        raise ValueError("slots of an engine with a draft hold its state")
+    found = jnp.arange(slots.tokens.shape[0]), slots.draft.num_drafted
+    return observer.bind(model.config.vocab_size).observe(own, ObservedRows(*rows, *found, page_tables[0], taps))
 
 
 def logits_sharding(mesh: Mesh, logits: Any) -> NamedSharding:
@@ -208,25 +245,26 @@ def _sample_rows(
 def _uniform_step(
     model: ProgramModel,
     decoder: Decoder,
-    cache: PagedCache,
+    caches: BothCaches,
     slots: Slots,
     batch: SamplingBatch,
     work: DecodeWork,
     num_rows: int,
     tables: GrammarTables | None,
-) -> tuple[PagedCache, Slots, StepOutput]:
+    observer: ObservingDraft | None,
+) -> tuple[BothCaches, Slots, StepOutput]:
     """What `step` and `sample_step` do where all slots that are scheduled decode."""
     rows = decoding_work(work, num_rows, model.policy.needs_prompt_lengths)
-    cache, logits, _ = _one_pass(model, decoder, cache, slots, rows, True)
-    return cache, *_sample_rows(slots, batch, rows.slots, logits, tables)
+    caches, logits, _ = _one_pass(model, decoder, caches, slots, rows, True, observer)
+    return caches, *_sample_rows(slots, batch, rows.slots, logits, tables)
 
 
 @partial(
     LargeProgram,
-    is_uniform=lambda model, weights, cache, slots, batch, work, max_steps, tables=None, num_rows=None: bool(num_rows),
-    outputs=lambda model, weights, cache, slots, *_: (cache, slots, OUTPUT),
+    is_uniform=lambda *given, num_rows=None, **_: bool(num_rows or _given(given, 8)),
+    outputs=lambda *given: (*given[2:4], OUTPUT, _given(given, 10)),
     static_argnums=(0, 6, 8),
-    donate_argnums=(2, 3),
+    donate_argnums=(2, 3, 10),
 )
 def decode(
     model: ProgramModel,
@@ -238,24 +276,32 @@ def decode(
     max_steps: int,
     tables: GrammarTables | None = None,
     num_rows: int | None = None,
-) -> tuple[PagedCache, Slots, StepOutput]:
+    observer: ObservingDraft | None = None,
+    own: PagedCache | None = None,
+) -> tuple[PagedCache, Slots, StepOutput, PagedCache | None]:
     """Up to `work.num_steps` (at most the static `max_steps`) tokens for every held, active slot, in one loop on the
-    device that ends early when none is left. Donates the cache and the slots; nothing passes through the host. With the
-    static `num_rows` each step is a uniform one of so many rows, with the same arithmetic as in `step`."""
+    device that ends early when none is left. Donates the caches and the slots; nothing passes through the host. With
+    the static `num_rows` each step is a uniform one of so many rows, with the same arithmetic as in `step`; `observer`
+    and its cache `own` as there."""
     decoder = model.bind(weights)
     num_slots = work.is_scheduled.shape[0]
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
     rows = jnp.arange(num_slots)
 
     @partial(jax.jit, inline=True)  # traced once for the shapes of its output and the loop
-    def one_step(cache: PagedCache, slots: Slots) -> tuple[PagedCache, Slots, StepOutput]:
+    def one_step(caches: BothCaches, slots: Slots) -> tuple[BothCaches, Slots, StepOutput]:
         if num_rows is not None:
-            return _uniform_step(model, decoder, cache, slots, batch, work, num_rows, tables)
+            return _uniform_step(model, decoder, caches, slots, batch, work, num_rows, tables, observer)
+        cache, own = caches
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
         newest = SlotRows(rows, slots.positions, lengths, 1, mesh=model.mesh)
         attend = model.policy.attend_slots(model.config, cache, work.page_tables, newest)
-        hidden = decoder(slots.tokens, slots.positions, attend)
+        observed, tap = collect(() if observer is None else observer.proposer.taps)
+        hidden = decoder(slots.tokens, slots.positions, attend, tap)
+        if observer is not None:
+            pass_rows = slots.tokens, slots.positions, rows, lengths
+            own = _observe(model, observer, own, slots, pass_rows, work.page_tables, observed)
         samples = _sample(
             decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables
         )
@@ -270,23 +316,25 @@ def decode(
             history=advance(slots.history, samples.tokens, took_part, tables),
             draft=record(slots.draft, slots.positions + 1, samples.tokens, took_part),
         )
-        return attend.cache, new_slots, StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples)
+        caches = attend.cache, own
+        return caches, new_slots, StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples)
 
     def body(carry):
-        count, cache, slots, outputs = carry
-        cache, slots, output = one_step(cache, slots)
+        count, caches, slots, outputs = carry
+        caches, slots, output = one_step(caches, slots)
         outputs = jax.tree.map(lambda all_, new: lax.dynamic_update_index_in_dim(all_, new, count, 0), outputs, output)
-        return count + 1, cache, slots, outputs
+        return count + 1, caches, slots, outputs
 
     def keep_going(carry):
         count, _, slots, _ = carry
         return (count < work.num_steps) & jnp.any(slots.is_active & work.is_scheduled)
 
-    _, _, shapes = jax.eval_shape(one_step, cache, slots)
+    caches = cache, own
+    _, _, shapes = jax.eval_shape(one_step, caches, slots)
     outputs = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
     outputs = replace(outputs, tokens=outputs.tokens + NO_TOKEN)
-    _, cache, slots, outputs = lax.while_loop(keep_going, body, (jnp.int32(0), cache, slots, outputs))
-    return cache, constrain_sharding(model.mesh, write_rows(all_slots, slots)), replicate(model.mesh, outputs)
+    _, (cache, own), slots, outputs = lax.while_loop(keep_going, body, (jnp.int32(0), caches, slots, outputs))
+    return cache, constrain_sharding(model.mesh, write_rows(all_slots, slots)), replicate(model.mesh, outputs), own
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))

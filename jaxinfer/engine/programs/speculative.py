@@ -22,7 +22,7 @@ from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.paged import constrain_sharding, replicate, take_rows, write_rows
 from jaxinfer.engine.programs.work import INVALID_LOGITS, NO_TOKEN, Slots, StepOutput
 from jaxinfer.grammar.device import GrammarTables
-from jaxinfer.models import Decoder
+from jaxinfer.models import Decoder, collect
 from jaxinfer.sampling import SampleOutput, SamplingBatch
 from jaxinfer.sampling.params import MAX_LOGPROBS
 from jaxinfer.sampling.sampler import no_logprobs
@@ -31,6 +31,7 @@ from jaxinfer.speculative import (
     DraftRows,
     DraftSlots,
     DraftState,
+    ObservedRows,
     Proposal,
     Proposer,
     TokenTree,
@@ -156,7 +157,7 @@ class _Round:
             state, proposal = self.proposer.propose(DraftState(cache, draft_cache, slots.draft), rows, tree)
         cache, draft_cache, draft_slots = state
         proposal = proposal._replace(num_nodes=jnp.where(is_active, proposal.num_nodes, 0))
-        attend, hidden = verify(self.target, self.model, cache, proposal, rows, self.drafter)
+        attend, hidden, taps = verify(self.target, self.model, cache, proposal, rows, self.drafter)
         state, outputs = walk(
             _logits_at(self.target, hidden, self.drafter.is_uniform),
             proposal,
@@ -174,6 +175,9 @@ class _Round:
             draft_cache = self.proposer.keep(draft_cache, *moved)
         positions = rows.positions + state.num_tokens
         path = jnp.take_along_axis(proposal.tokens, state.path, axis=1)
+        if taps:
+            seen = _accepted(rows, path, state.path, state.num_tokens, slots.draft, taps)
+            draft_cache = self.proposer.observe(draft_cache, seen)
         new_slots = Slots(
             tokens=jnp.where(is_active, state.newest, slots.tokens),
             positions=positions,
@@ -194,9 +198,9 @@ class _Round:
 
 def verify(
     target: Decoder, model: ProgramModel, cache: PagedCache, proposal: Proposal, rows: DraftRows, drafter: Drafter
-) -> tuple[Any, jax.Array]:
+) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
     """The target's pass over all nodes of all rows. Returns what stored them (`attend_ragged`), whose `commit` makes
-    the cache, and the final hidden states [S, N, D]."""
+    the cache, the final hidden states [S, N, D], and those that the draft observes, by name."""
     num_slots, num_nodes = proposal.tokens.shape
     tree, count = drafter.tree, num_slots * num_nodes
     padding = max(drafter.min_rows - count, 0)
@@ -209,8 +213,30 @@ def verify(
     nodes = SlotRows(starts, rows.positions, proposal.num_nodes, num_nodes, **options, mesh=model.mesh)
     attend = model.policy.attend_slots(model.config, cache, rows.page_tables, nodes)
     tokens, positions = (jnp.pad(x, (0, padding)) for x in (proposal.tokens.reshape(-1), positions))
-    hidden = target(tokens, positions, attend)
-    return attend, hidden[:count].reshape(num_slots, num_nodes, -1)
+    taps, tap = collect(drafter.proposer.taps)
+    hidden = target(tokens, positions, attend, tap)
+
+    def of_nodes(states: jax.Array) -> jax.Array:
+        return states[:count].reshape(num_slots, num_nodes, -1)
+
+    return attend, of_nodes(hidden), {name: of_nodes(states) for name, states in taps.items()}
+
+
+def _accepted(
+    rows: DraftRows,
+    tokens: jax.Array,
+    path: jax.Array,
+    num_kept: jax.Array,
+    slots: DraftSlots,
+    taps: dict[str, jax.Array],
+) -> ObservedRows:
+    """The first `num_kept` int32[S] tokens of the accepted path int32[S, D + 1], with their nodes' taps [S, N, D]."""
+    num_slots, length = path.shape
+    slot = jnp.arange(num_slots)
+    positions = rows.positions[:, None] + jnp.arange(length)
+    found = {name: states[slot[:, None], path].reshape(num_slots * length, -1) for name, states in taps.items()}
+    flat = tokens.reshape(-1), positions.reshape(-1), slot * length, jnp.where(rows.is_active, num_kept, 0)
+    return ObservedRows(*flat, slot, slots.num_drafted, rows.page_tables[0], found)
 
 
 def _logits_at(target: Decoder, hidden: jax.Array, is_uniform: bool) -> Callable[[jax.Array], jax.Array]:

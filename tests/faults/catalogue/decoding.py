@@ -204,8 +204,8 @@ SPECULATIVE = (
     Fault(
         "speculative/the-draft-draws-the-noise-of-the-token-before",
         "jaxinfer/speculative",
-        "model, hidden, position + 1, drafting",
-        "model, hidden, position, drafting",
+        "draft_tokens_of(position + 1, model",
+        "draft_tokens_of(position, model",
         ("tests/engine/test_speculation.py::test_the_target_accepts_all_that_it_drafts_itself",),
         "sampled rows accept next to no drafts",
     ),
@@ -420,4 +420,33 @@ TEXT = (
     ),
 )
 
-FAULTS = (*SAMPLING, *SPECULATIVE, *MODELS, *CACHE, *TEXT)
+OBSERVED_TESTS = ("tests/engine/test_toy_draft.py::test_its_pages_follow_from_the_tokens[short of pages]",)
+
+OBSERVED = (
+    Fault(
+        "speculative/a-draft-does-not-see-plain-steps",
+        "jaxinfer/engine",
+        "            pass_rows = slots.tokens, slots.positions, rows, lengths\n",
+        "            pass_rows = slots.tokens, slots.positions, rows, 0 * lengths\n",
+        OBSERVED_TESTS,
+        "after plain steps a draft head guesses from states of other tokens, and is accepted less",
+    ),
+    Fault(
+        "speculative/a-draft-sees-the-states-of-other-nodes",
+        "jaxinfer/engine",
+        "states[slot[:, None], path].reshape(num_slots * length, -1)",
+        "states[slot[:, None], 0 * path].reshape(num_slots * length, -1)",
+        OBSERVED_TESTS,
+        "a draft head keeps the first state of a round for all that was accepted",
+    ),
+    Fault(
+        "speculative/a-draft-does-not-see-the-end-of-a-prompt",
+        "jaxinfer/engine",
+        "    if observer is not None and work.observed is not None:\n",
+        "    if observer is None and work.observed is not None:\n",
+        ("tests/engine/test_toy_draft.py::test_its_pages_follow_from_the_tokens[snapkv]",),
+        "under a prompt budget a draft head lacks the last tokens of each prompt",
+    ),
+)
+
+FAULTS = (*SAMPLING, *SPECULATIVE, *MODELS, *CACHE, *TEXT, *OBSERVED)

@@ -14,8 +14,8 @@ FAULTS = (
     Fault(
         "determinism/steps-of-a-dispatch-attend-as-decoding-does",
         "jaxinfer/engine/programs/paged.py",
-        "cache, logits, _ = _one_pass(model, decoder, cache, slots, rows, True)",
-        "cache, logits, _ = _one_pass(model, decoder, cache, slots, rows, False)",
+        "caches, logits, _ = _one_pass(model, decoder, caches, slots, rows, True, observer)",
+        "caches, logits, _ = _one_pass(model, decoder, caches, slots, rows, False, observer)",
         ("tests/engine/test_uniform_steps.py",),
         "attention of one token is summed in another order than that of a prompt",
     ),

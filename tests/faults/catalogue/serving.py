@@ -155,7 +155,7 @@ ENGINE = (
     Fault(
         "engine/a-draft-with-states-begins-in-the-middle",
         "jaxinfer/engine/speculation.py",
-        "if self._has_own_pages and self.spec.draft_has_states:",
+        "if self._catches_up and self.spec.draft_has_states:",
         "if False:",
         ("tests/engine/test_state_drafts.py::test_a_draft_with_states_begins_anew_wherever_a_sequence_does",),
         "after a prefix hit a draft goes on from the state of another sequence, and little is accepted",
@@ -328,8 +328,8 @@ ENGINE = (
     Fault(
         "engine/prefixes-are-found-without-their-salt",
         "jaxinfer/engine",
-        "self.prefixes.match(sequence.keys(page_size, num_useful), sequence.salt)",
-        'self.prefixes.match(sequence.keys(page_size, num_useful), "")',
+        "self.prefixes.match(self._keys(sequence, num_useful), sequence.salt)",
+        'self.prefixes.match(self._keys(sequence, num_useful), "")',
         ("tests/engine/test_scheduler_examples.py",),
         "a tenant's request reads pages of another, and its timing shows it",
     ),
