@@ -99,7 +99,12 @@ def abstract_state_cache(config: ModelConfig, num_slots: int, dtype: Any) -> Sta
 
 def init_state_cache(config: ModelConfig, num_slots: int, dtype: Any) -> StateCache | None:
     """A zeroed cache, or None: see `abstract_state_cache`. `dtype` is that of hidden states."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state_cache(config, num_slots, dtype))
+    return zeros_of(abstract_state_cache(config, num_slots, dtype))
+
+
+def zeros_of(states: Any) -> Any:
+    """Zeros of the shapes, where their shardings say."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), states)
 
 
 def deferred_bytes(config: ModelConfig, params: Params) -> int:

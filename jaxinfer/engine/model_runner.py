@@ -16,7 +16,7 @@ from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
-from jaxinfer.cache.state import init_state_cache
+from jaxinfer.cache.state import zeros_of
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.host_pages import Caches, HostPages, check_host_cache, host_pools
@@ -38,7 +38,7 @@ from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PendingScores, P
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weights import WeightsView, leaves_of
 from jaxinfer.grammar.device import empty_tables
-from jaxinfer.models import Params, compute_dtype
+from jaxinfer.models import Params
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SampleOutput, SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
@@ -118,7 +118,7 @@ class ModelRunner:
         programmed = [program_model(*model, mesh)[0] for model in models.value]
         self.draft_weights = leaves_of(models.view(lambda models: {"draft": [params for _, params in models]}))
         self.drafters = spec.drafters(*programmed)
-        self._observing = spec.observing(*programmed)
+        self._observing = spec.observer(programmed, self.draft_weights.value)
         check_host_cache(spec)
         spec, self.host_rule = decide_host_cache(spec, self.device)
         self.memory = self._plan_pool(spec, available)
@@ -127,15 +127,13 @@ class ModelRunner:
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
         counts = tuple(group.num_allocated for group in spec.groups)
         stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups, spec.page_leaves
-        self._cache = self._init_cache(config, params, *stored)
-        self._saved: StateCache | None = init_state_cache(spec.config, spec.num_saved_states, spec.dtype)
+        self._cache = self._init_cache(config, spec.states, *stored)
+        self._saved: StateCache | None = zeros_of(spec.saved_states)
         self._draft_cache: PagedCache | None = None
-        for own, own_params in draft.own:
+        for own, _ in draft.own:
             scales = applied_scales(draft.own_scales, spec.draft_kv_dtype, own)
-            self._draft_cache = self._init_cache(own, own_params, spec.draft_kv_dtype, scales, counts[:1])
-            if (carried := draft.carried(spec.max_seqs)) is not None:
-                zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), carried)
-                self._draft_cache = dataclasses.replace(self._draft_cache, states=self.placement.put(zeros))
+            stored = spec.draft_kv_dtype, scales, counts[:1]
+            self._draft_cache = self._init_cache(own, spec.draft_states, *stored)
         slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
@@ -157,12 +155,11 @@ class ModelRunner:
         return plan_pool(spec, weights=weights, available=available)
 
     def _init_cache(
-        self, config: Any, params: Params, kv_dtype: str, scales: KVScales | None, counts: Any, *groups: Any
+        self, config: Any, states: Any, kv_dtype: str, scales: KVScales | None, counts: Any, *groups: Any
     ) -> PagedCache:
         spec, layout = self.spec, self.spec.layout_of(config, kv_dtype)
         pages = init_paged_cache(config, counts, spec.page_size, kv_dtype, layout, spec.mesh, scales, *groups)
-        states = init_state_cache(config, spec.max_seqs, compute_dtype(params))
-        return dataclasses.replace(pages, states=states)
+        return dataclasses.replace(pages, states=zeros_of(states))
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
@@ -358,7 +355,7 @@ class ModelRunner:
         """A draft that observes what a program computes, and its cache."""
         if self._observing is None:
             return None, None
-        return ObservingDraft(self._observing, self.draft_weights.value), self._draft_cache
+        return dataclasses.replace(self._observing, weights=self.draft_weights.value), self._draft_cache
 
     def _observed(self, own: PagedCache | None) -> None:
         """Takes back the cache of `_observer`."""

@@ -20,7 +20,6 @@ from jaxinfer.cache import (
     abstract_state_cache,
     check_rotated,
     default_page_size,
-    state_bytes,
     stored_dtype,
 )
 from jaxinfer.cache.paged import PageLeaves
@@ -37,14 +36,14 @@ from jaxinfer.engine.abstract_work import (
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.determinism import Determinism, decide
 from jaxinfer.engine.options import EngineOptions, most_tokens
-from jaxinfer.engine.programs import ProgramModel
+from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.programs.work import Slots
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingBatch
-from jaxinfer.speculative import NO_DRAFT, Draft, Proposer, TokenTree
+from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft, TokenTree
 from pallas_kernels.paged_attention import Pages, platform_layout
 from pallas_kernels.recurrence import BLOCK_TOKENS
 
@@ -211,10 +210,7 @@ class EngineSpec:
     @cached_property
     def state_bytes(self) -> int:
         """Bytes of the states of all slots, of the model and a draft model, and of those that are saved."""
-        models = [(self.config, self.params), *self.draft.own]
-        slots = self.max_seqs * sum(state_bytes(config, compute_dtype(params)) for config, params in models)
-        slots += num_bytes(self._carried)
-        return slots + self.num_saved_states * state_bytes(self.config, self.dtype)
+        return num_bytes((self.states, self.draft_states, self.saved_states))
 
     # Groups of layers.
 
@@ -386,9 +382,10 @@ class EngineSpec:
             for tree in self.trees
         }
 
-    def observing(self, *models: ProgramModel) -> Proposer | None:
-        """What observes every pass of the target, of models as in `drafters`; None for a draft that does not."""
-        return self.draft.proposer(*models) if self.trees and self.draft.observes else None
+    def observer(self, models: Sequence[ProgramModel], weights: Weights) -> ObservingDraft | None:
+        """A draft that observes every pass of the target, with the models and weights that `speculate` takes; None for
+        one that does not."""
+        return ObservingDraft(self.draft.proposer(*models), weights) if self.trees and self.draft.observes else None
 
     # Arrays on the devices.
 
@@ -434,7 +431,12 @@ class EngineSpec:
         """The model's pages and states."""
         counts = tuple(group.num_allocated for group in self.groups)
         cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups, self.page_leaves)
-        return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype))
+        return replace(cache, states=self.states)
+
+    @property
+    def states(self) -> StateCache | None:
+        """States of recurrent layers, of all slots."""
+        return abstract_state_cache(self.config, self.max_seqs, self.dtype)
 
     @cached_property
     def saved_states(self) -> StateCache | None:
@@ -442,20 +444,23 @@ class EngineSpec:
         return abstract_state_cache(self.config, self.num_saved_states, self.dtype)
 
     @property
-    def _carried(self) -> Any:
-        """As `Draft.carried`, whole on every device."""
+    def draft_states(self) -> Any:
+        """States of a draft model's own, of all slots, or what else it carries from pass to pass."""
+        own = (abstract_state_cache(config, self.max_seqs, compute_dtype(params)) for config, params in self.draft.own)
         carried = self.draft.carried(self.max_seqs)
-        if carried is None or (mesh := self.program_mesh) is None:
-            return carried
-        return placed(carried, jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), carried))
+        return self._whole(next(own, None) if carried is None else carried)
+
+    def _whole(self, arrays: Any) -> Any:
+        """Abstract arrays, whole on every device."""
+        if (mesh := self.program_mesh) is None:
+            return arrays
+        return placed(arrays, jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), arrays))
 
     @cached_property
     def draft_cache(self) -> PagedCache | None:
         """The pages and states of a draft model's own."""
-        for config, params in self.draft.own:
-            cache, carried = self._cache(config, self.draft_kv_dtype, (self.num_pages,)), self._carried
-            states = abstract_state_cache(config, self.max_seqs, compute_dtype(params)) if carried is None else carried
-            return replace(cache, states=states)
+        for config, _ in self.draft.own:
+            return replace(self._cache(config, self.draft_kv_dtype, (self.num_pages,)), states=self.draft_states)
         return None
 
     def _cache(
@@ -495,10 +500,7 @@ class EngineSpec:
     @cached_property
     def tables(self) -> GrammarTables:
         """Masks and tables of grammars, whole on every device."""
-        tables = self.table_sizes.abstract()
-        if (mesh := self.program_mesh) is None:
-            return tables
-        return placed(tables, jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), tables))
+        return self._whole(self.table_sizes.abstract())
 
     @cached_property
     def parts(self) -> dict[str, int]:

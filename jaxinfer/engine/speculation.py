@@ -203,12 +203,12 @@ class Speculation:
             self._has_keys[page] = 0
 
     def _num_drafted(self, sequence: SequenceState) -> int:
-        """Leading tokens whose pages the draft has stored, in some earlier sequence: all that were found, for one that
-        observes. A draft with states, which pages do not hold, begins anew."""
-        if self.draft.observes:
-            return sequence.num_reused
+        """Leading tokens whose pages the draft has stored, in some earlier sequence: all that were found, where it does
+        not catch up. A draft with states, which pages do not hold, begins anew."""
         count = 0
-        if self._catches_up and self.spec.draft_has_states:
+        if not self._catches_up:
+            return sequence.num_reused
+        if self.spec.draft_has_states:
             return count
         for page in sequence.pages[: sequence.num_reused // self.spec.page_size]:
             if not self._has_keys[page]:

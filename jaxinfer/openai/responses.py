@@ -48,7 +48,7 @@ def read_response(body: ResponsesRequest, *, ignore_unknown: bool = False) -> Te
         raise RequestError("input is empty: a conversation needs at least one item", "input")
     else:
         found += _turns(body.input)
-    hosted = {f"{tool.get('type')!s:.80}" for tool in body.tools or () if tool.get("type") != "function"}
+    hosted = {_kind(tool, number) for number, tool in enumerate(body.tools or ())} - {"function"}
     return TextRequest(
         sampling,
         {"max_tokens": "max_output_tokens", "structured": _FORMAT},
@@ -62,9 +62,15 @@ def read_response(body: ResponsesRequest, *, ignore_unknown: bool = False) -> Te
         tool_path="",
         effort=(body.reasoning or {}).get("effort"),
         effort_name="reasoning.effort",
-        ignored=tuple(f"tools of type {kind}" for kind in sorted(hosted)),
+        ignored=tuple(f"tools of type {kind:.80}" for kind in sorted(hosted)),
         **scheduling(body),
     )
+
+
+def _kind(tool: Mapping[str, Any], number: int) -> str:
+    if not isinstance(kind := tool.get("type"), str) or not kind:
+        raise RequestError(f"tools[{number}].type must be a text such as 'function', got {kind!r:.60}", "tools")
+    return kind
 
 
 def _as_chat(tool: Mapping[str, Any], names: Sequence[str] = _FUNCTION) -> dict[str, Any]:

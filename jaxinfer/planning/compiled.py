@@ -17,7 +17,6 @@ from jaxinfer.engine.programs import paged, program_model
 from jaxinfer.engine.programs.speculative import speculate
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.quantization.tree import num_bytes
-from jaxinfer.speculative import ObservingDraft
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import Compilation
 from pallas_kernels.hbm_traffic import Instruction, Program
@@ -390,12 +389,12 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     lengths = {"has_prompt_lengths": spec.policy.needs_prompt_lengths}
     work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables, **lengths)
     models, draft_weights = _drafting(spec)
-    proposer = spec.observing(*models)
-    observer = (None, None) if proposer is None else (ObservingDraft(proposer, draft_weights), spec.draft_cache)
-    step = (model, weights, spec.cache, spec.slots[0], work, spec.is_deterministic, None, *observer)
+    observer = spec.observer(models, draft_weights)
+    observed = observer, observer and spec.draft_cache
+    step = (model, weights, spec.cache, spec.slots[0], work, spec.is_deterministic, None, *observed)
     decoding = abstract_decode_work(spec.decode_slots[-1], *tables)
     static = spec.steps_per_dispatch, spec.tables, *(spec.determinism.rows or (None,))
-    decode = (*common, decoding, *static, *observer)
+    decode = (*common, decoding, *static, *observed)
     found = [Planned(PREFILL, paged.step, step, resident), Planned(DECODE, paged.decode, decode, resident)]
     if spec.trees:
         twice = num_bytes(spec.own_draft_params) - num_bytes(spec.placed_draft)  # weights that are the target's

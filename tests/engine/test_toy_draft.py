@@ -15,6 +15,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import attend_ragged
+from jaxinfer.models import decoder
 from jaxinfer.sampling import advance, mask_inactive_rows
 from jaxinfer.speculative import (
     BoundProposer,
@@ -217,6 +218,15 @@ def test_one_answer(model, expected, variant):
         check_idle(llm)
 
 
+def test_taps_between_layers_trace_no_layer_again(model, monkeypatch):
+    """The first layer of a kind is traced where it stands, and once more for all others."""
+    traced, bind_layer = [], decoder.bind_layer
+    monkeypatch.setattr(decoder, "bind_layer", lambda *given: traced.append(given[1]) or bind_layer(*given))
+    with open_toy(model, max_seqs=5) as llm:
+        llm.engine.runner._lower_decode(5)
+    assert 1 <= len(traced) <= 2 < len(TAPS)
+
+
 def stored_keys(llm: LLM, sequence, count: int) -> np.ndarray:
     """Keys [count, Hkv, K] of a running sequence in the draft's own pages."""
     own, size = llm.engine.runner._draft_cache, llm.engine.spec.page_size
@@ -230,7 +240,7 @@ def largest_error(llm: LLM) -> float:
     """The most that a key in the draft's pages differs from what the tokens of a running sequence give."""
     runner, errors = llm.engine.runner, []
     llm.engine._commit_all()
-    head = runner._observing.bind(runner.draft_weights.value, llm.engine.spec.config.vocab_size, False)
+    head = runner._observer[0].bind(llm.engine.spec.config.vocab_size)
     for sequence in llm.engine.scheduler.running:
         tokens = sequence.tokens
         if llm.engine.spec.ends_prompts:  # an answer sees less than what is computed here

@@ -22,6 +22,7 @@ WRONG = [
     ("/v1/embeddings", {"input": "a", "pooling": "mean", "dimensions": 9999}, "input", "dimensions=9999 must be 1 to"),
     ("/v1/completions", {**SCORED, "min_tokens": -1}, "min_tokens", "got -1"),
     ("/v1/responses", {"input": [], "max_output_tokens": 3}, "input", "input is empty"),
+    ("/v1/responses", {"input": "a", "tools": [{"name": "f"}]}, "tools", "tools[0].type must be a text"),
     ("/v1/responses", {"input": "a", "previous_response_id": "b"}, "previous_response_id", "nothing is stored"),
 ]
 

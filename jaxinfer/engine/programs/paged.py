@@ -178,9 +178,8 @@ def _observe(
     taps: dict[str, jax.Array],
 ) -> PagedCache | None:
     """The observer's cache after a pass over the rows (the first four fields of `ObservedRows`) of all slots."""
-    if slots.draft is None:
-        raise ValueError("slots of an engine with a draft hold its state")
-    found = jnp.arange(slots.tokens.shape[0]), slots.draft.num_drafted
+    drafting: Any = slots.draft
+    found = jnp.arange(slots.tokens.shape[0]), drafting.num_drafted
     return observer.bind(model.config.vocab_size).observe(own, ObservedRows(*rows, *found, page_tables[0], taps))
 
 
