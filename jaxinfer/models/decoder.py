@@ -20,6 +20,7 @@ from jaxinfer.models.attend import Attend, AttendByLayer, LayerAttend, LayerView
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.host_layers import HostLayers, merged_names
 from jaxinfer.models.rope import Positions
+from jaxinfer.quantization.tree import for_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -38,11 +39,24 @@ class Decoder:
     `bind` makes one, while tracing. Its parts are Flax modules over the parameters given.
     """
 
-    def __init__(self, config: ModelConfig, params: Params, experts_over: ExpertsOver | None):
+    def __init__(
+        self, config: ModelConfig, params: Params, experts_over: ExpertsOver | None, adapters: jax.Array | None = None
+    ):
         self.config, self._kinds = config, config.kinds
-        self._params, self._over = params, experts_over
-        self._embedding, self._head = _modules().bound_ends(config, params)
+        self._params, self._over, self._adapters = params, experts_over, adapters
+        self._embedding, self._head = _modules().bound_ends(config, self._for_rows(params))
         self.embed, self.final_norm = self._embedding.embed, self._head.final_norm
+
+    def for_rows(self, adapters: Int[Array, "*rows"] | None, of: Int[Array, " T"] | None = None) -> Decoder:
+        """The decoder for rows with the adapters int32 [T], or [], that of all rows; with `of` int32 [T] for rows with
+        the adapters[of]. Itself where `adapters` is None."""
+        if adapters is None:
+            return self
+        adapters = adapters if of is None else adapters[of]
+        return Decoder(self.config, self._params, self._over, adapters)
+
+    def _for_rows(self, params: Params) -> Params:
+        return params if self._adapters is None else for_rows(params, self._adapters)
 
     def __call__(
         self, tokens: Int[Array, "*rows"], positions: Int[Array, "*rows"], attend: Attend, tap: Tap | None = None
@@ -56,7 +70,7 @@ class Decoder:
         shared, layers = _Pass(Positions(positions), layer_inputs), HostLayers(self._params)
         for number in range(self.config.num_layers):
             with jax.named_scope(f"layers.{number}"):
-                x = self._run_layer(number, layers.take(number, x), x, shared, attend, tap)
+                x = self._run_layer(number, self._for_rows(layers.take(number, x)), x, shared, attend, tap)
         with jax.named_scope("final_norm"):
             x = self.final_norm(x)
         if tap is not None:

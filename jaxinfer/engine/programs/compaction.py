@@ -21,11 +21,13 @@ from jaxinfer.engine.programs import ProgramModel, Weights, padded
 @dataclass(frozen=True)
 class CompactionWork:
     """The end of one prompt: its last tokens int32 [W], and by group where it lies and goes. `before` are the tokens
-    before those, int32 [n] with padding, where the policy chooses by the queries of all; else None."""
+    before those, int32 [n] with padding, where the policy chooses by the queries of all; else None. `adapter`: an int32
+    scalar, None for a model whose weights hold none."""
 
     tokens: jax.Array
     prompts: tuple[PromptPages, ...]
     before: jax.Array | None
+    adapter: jax.Array | None = None
 
 
 def compaction_work(
@@ -35,8 +37,10 @@ def compaction_work(
     groups: tuple[CacheGroup, ...],
     num_columns: int,
     policy: CachePolicy,
+    adapter: int | None = None,
 ) -> CompactionWork:
-    """The work as NumPy arrays, of the last `window` tokens of a prompt, with page tables of `num_columns`."""
+    """The work as NumPy arrays, of the last `window` tokens of a prompt, with page tables of `num_columns`. `adapter`
+    is None for a model whose weights hold none."""
 
     def ids(values: tuple[int, ...], size: int, filler: int) -> Any:
         return np.array([*values, *[filler] * (size - len(values))], np.int32)
@@ -50,7 +54,8 @@ def compaction_work(
     last, before, block = np.array(prompt[-window:], np.int32), None, policy.prompt_block
     if block:
         before = padded(prompt[:-window], -(-num_columns * policy.page_size // block) * block)
-    return CompactionWork(last, tuple(prompts), before)  # pyright: ignore[reportArgumentType]
+    own: Any = None if adapter is None else np.int32(adapter)
+    return CompactionWork(last, tuple(prompts), before, own)  # pyright: ignore[reportArgumentType]
 
 
 @partial(
@@ -75,7 +80,8 @@ def compact_prompt(
     Returns it, the logits float32 [num_slots, V] of the last token in every row, for `sample_step`, and the final
     hidden states as `step` does.
     """
-    window, end, decoder = work.tokens.shape[0], work.prompts[0].num_tokens, model.bind(weights)
+    window, end = work.tokens.shape[0], work.prompts[0].num_tokens
+    decoder = model.bind(weights).for_rows(work.adapter)
     positions = end - window + jnp.arange(window)
     attend = model.policy.attend_end(EndWork(decoder, cache, work.prompts, positions, end, work.before, is_uniform))
     hidden = decoder(work.tokens, positions, attend)
