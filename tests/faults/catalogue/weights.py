@@ -442,7 +442,7 @@ ADAPTERS = (
         "jaxinfer/engine/programs",
         "decoder.for_rows(slots.adapters, slot)",
         "decoder.for_rows(slots.adapters, jnp.arange(num_tokens) % num_slots)",
-        (f"{_ROWS}::test_mixed_rows_are_each_alone[plain]",),
+        (f"{_ROWS}::test_mixed_rows_are_each_with_merged_weights[plain]",),
         "a prompt's tokens are computed with the adapters of other requests",
     ),
     Fault(
@@ -450,7 +450,7 @@ ADAPTERS = (
         "jaxinfer/engine/programs",
         "jax.tree.map(lambda leaf: leaf[order], (slots, batch))",
         "jax.tree.map(lambda leaf: leaf if leaf is slots.adapters else leaf[order], (slots, batch))",
-        (f"{_ROWS}::test_mixed_rows_are_each_alone[plain]",),
+        (f"{_ROWS}::test_moved_to_other_slots",),
         "a request goes on with another one's adapter when a slot before it is free",
     ),
     Fault(
@@ -466,7 +466,7 @@ ADAPTERS = (
         "jaxinfer/engine/programs",
         "np.pad(np.repeat(np.arange(num_slots), num_nodes), (0, padding))",
         "np.pad(np.tile(np.arange(num_slots), num_nodes), (0, padding))",
-        (f"{_ROWS}::test_mixed_rows_are_each_alone[layers]",),
+        (f"{_ROWS}::test_mixed_rows_are_each_with_merged_weights[layers]",),
         "drafts are verified with the adapters of other requests",
     ),
     Fault(
