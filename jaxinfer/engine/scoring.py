@@ -204,7 +204,7 @@ class DeviceScorer:
         self, num_tokens: int, dtype: Any, has_adapters: bool = False
     ) -> tuple[Callable[[], Lowered], Callable[[], Lowered]]:
         """How the programs of raw and of processed scores are traced, for hidden states [num_tokens, D]."""
-        adapters = self._placement.put(np.zeros(num_tokens, np.int32)) if has_adapters else None
+        adapters, adapter = (np.zeros(num_tokens, np.int32), np.int32(0)) if has_adapters else (None, None)
 
         def arguments(*values: Any) -> tuple[Any, ...]:
             shape = (num_tokens, self._model.config.hidden_size)
@@ -212,13 +212,12 @@ class DeviceScorer:
 
         def lower_raw() -> Lowered:
             targets = np.zeros(num_tokens, np.int32)
-            return programs.score.lower(*arguments(targets, np.int32(0)), MAX_LOGPROBS, adapters)
+            return programs.score.lower(*arguments(targets, np.int32(0)), MAX_LOGPROBS, self._placement.put(adapters))
 
         def lower_processed() -> Lowered:
             targets, vocab_size = np.zeros(num_tokens, np.int32), self._model.config.vocab_size
             row = make_batch([None], vocab_size), make_state([None], vocab_size)
-            adapter = None if adapters is None else adapters[0]
-            return programs.score_processed.lower(*arguments(targets, np.zeros(2, np.int32), *row), adapter)
+            return programs.score_processed.lower(*arguments(targets, np.zeros(2, np.int32), *row, adapter))
 
         return lower_raw, lower_processed
 

@@ -272,11 +272,13 @@ def test_mixed_rows_are_each_with_merged_weights(model, expected, variant):
             assert llm.engine.speculation_stats.accepted > 0
 
 
-@pytest.mark.parametrize("draft", quick([None, "ngram"], None))
-def test_mixed_prompts_that_are_compacted(model, draft):
-    policy = {"kv_policy": "snapkv(48)"}
-    with LLM(model, **OPTIONS, **policy, draft=draft) as llm:
-        assert tokens_of(llm) == of_merged(model, tokens_of, **policy)
+COMPACTED = [("snapkv(48)", None), ("snapkv(48)", "ngram"), ("expected_attention(48)", None)]
+
+
+@pytest.mark.parametrize(("policy", "draft"), quick(COMPACTED, COMPACTED[0]))
+def test_mixed_prompts_that_are_compacted(model, policy, draft):
+    with LLM(model, **OPTIONS, kv_policy=policy, draft=draft) as llm:
+        assert tokens_of(llm) == of_merged(model, tokens_of, kv_policy=policy)
 
 
 def jobs_of_lengths(*counts):

@@ -62,8 +62,7 @@ def init_slots(
     history = make_state([None] * num_slots, vocab_size)
     draft = None if draft_length is None else init_draft_slots(num_slots, draft_length)
     adapters = np.zeros((num_slots,), np.int32) if has_adapters else None
-    rows: Any = {"history": history, "draft": draft, "adapters": adapters}
-    slots = Slots(*counts, is_active=np.zeros((num_slots,), bool), **rows)  # pyright: ignore
+    slots = Slots(*counts, np.zeros((num_slots,), bool), history, draft, adapters)  # pyright: ignore
     # Filled here and sent: a fill on the device is a program to compile, for each shape.
     return jax.device_put((slots, make_batch([None] * num_slots, vocab_size)), may_alias=False)
 

@@ -474,7 +474,7 @@ ADAPTERS = (
         "jaxinfer/engine",
         "self.spec, adapter if self.spec.has_adapters else None",
         "self.spec, 0 if self.spec.has_adapters else None",
-        (f"{_ROWS}::test_mixed_prompts_that_are_compacted[None]",),
+        (f"{_ROWS}::test_mixed_prompts_that_are_compacted[snapkv(48)-None]",),
         "what a compacted prompt keeps, and its first token, are those of the model without the adapter",
     ),
     Fault(
