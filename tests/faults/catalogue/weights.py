@@ -438,7 +438,7 @@ PARALLEL = (
 _ROWS = "tests/engine/test_row_data.py"
 ADAPTERS = (
     Fault(
-        "adapters/rows-of-a-step-have-those-of-slots",
+        "engine/rows-of-a-step-have-the-adapters-of-slots",
         "jaxinfer/engine/programs",
         "decoder.for_rows(slots.adapters, slot)",
         "decoder.for_rows(slots.adapters, jnp.arange(num_tokens) % num_slots)",
@@ -446,7 +446,7 @@ ADAPTERS = (
         "a prompt's tokens are computed with the adapters of other requests",
     ),
     Fault(
-        "adapters/they-stay-where-a-slot-moves",
+        "engine/adapters-stay-where-a-slot-moves",
         "jaxinfer/engine/programs",
         "jax.tree.map(lambda leaf: leaf[order], (slots, batch))",
         "jax.tree.map(lambda leaf: leaf if leaf is slots.adapters else leaf[order], (slots, batch))",
@@ -454,7 +454,7 @@ ADAPTERS = (
         "a request goes on with another one's adapter when a slot before it is free",
     ),
     Fault(
-        "adapters/prefixes-are-shared-between-them",
+        "engine/adapters-share-prefixes",
         "jaxinfer/engine",
         ".hexdigest() if adapter else salt",
         ".hexdigest() if adapter < 0 else salt",
@@ -462,7 +462,7 @@ ADAPTERS = (
         "a prompt that another adapter has read is answered from its keys and values",
     ),
     Fault(
-        "adapters/nodes-of-a-round-have-those-of-slots",
+        "engine/nodes-of-a-round-have-the-adapters-of-slots",
         "jaxinfer/engine/programs",
         "np.pad(np.repeat(np.arange(num_slots), num_nodes), (0, padding))",
         "np.pad(np.tile(np.arange(num_slots), num_nodes), (0, padding))",
@@ -470,7 +470,7 @@ ADAPTERS = (
         "drafts are verified with the adapters of other requests",
     ),
     Fault(
-        "adapters/a-prompt-ends-without-one",
+        "engine/a-compacted-prompt-ends-without-its-adapter",
         "jaxinfer/engine",
         "self.spec, adapter if self.spec.has_adapters else None",
         "self.spec, 0 if self.spec.has_adapters else None",
@@ -478,7 +478,7 @@ ADAPTERS = (
         "what a compacted prompt keeps, and its first token, are those of the model without the adapter",
     ),
     Fault(
-        "adapters/scores-are-without-them",
+        "engine/scores-are-without-adapters",
         "jaxinfer/engine",
         "= piece.sequence.request.adapter",
         "= 0",
