@@ -241,7 +241,7 @@ class DeviceScorer:
         sums = logits = None
         if work.pooled is not None:
             sums = programs.pool(hidden, self._placement.put(work.pooled))
-        if sums is not None and work.token_ids is not None:
-            arrays = self._placement.put((work.token_ids, work.adapters_at(work.pooled[:, 0])))
-            logits = programs.logits_of(self._model, self._weights.value, sums.astype(hidden.dtype), *arrays)
+            if work.token_ids is not None:
+                arrays = self._placement.put((work.token_ids, work.adapters_at(work.pooled[:, 0])))
+                logits = programs.logits_of(self._model, self._weights.value, sums.astype(hidden.dtype), *arrays)
         return raw, tuple(processed), sums, logits

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.checks import did_you_mean
@@ -47,7 +48,7 @@ class Decoder:
         self._embedding, self._head = _modules().bound_ends(config, self._for_rows(params))
         self.embed, self.final_norm = self._embedding.embed, self._head.final_norm
 
-    def for_rows(self, adapters: Int[Array, "*rows"] | None, of: Int[Array, " T"] | None = None) -> Decoder:
+    def for_rows(self, adapters: Int[Array, "*rows"] | None, of: jax.Array | np.ndarray | None = None) -> Decoder:
         """The decoder for rows with the adapters int32 [T], or [], that of all rows; with `of` int32 [T] for rows with
         the adapters[of]. Itself where `adapters` is None."""
         if adapters is None:
