@@ -22,10 +22,14 @@ from jaxinfer.sampling import SamplingBatch
 
 
 def abstract_slots(
-    num_slots: int, vocab_size: int, mesh: Mesh | None = None, draft_length: int | None = None
+    num_slots: int,
+    vocab_size: int,
+    mesh: Mesh | None = None,
+    draft_length: int | None = None,
+    has_adapters: bool = False,
 ) -> tuple[Slots, SamplingBatch]:
-    """Slots and sampling parameters; `draft_length` as in `init_slots`."""
-    rows = jax.eval_shape(lambda: init_slots(num_slots, vocab_size, draft_length))
+    """Slots and sampling parameters; `draft_length` and `has_adapters` as in `init_slots`."""
+    rows = jax.eval_shape(lambda: init_slots(num_slots, vocab_size, draft_length, has_adapters))
     return rows if mesh is None else placed(rows, parallel.array_shardings(mesh, rows, slot_axes(*rows)))
 
 

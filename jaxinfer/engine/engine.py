@@ -97,8 +97,9 @@ class Engine:
     def add(self, sequence: SequenceState) -> None:
         """Queues a sequence, which must fit: at most max_model_len tokens, and `check_fits`.
 
-        Raises QueueFullError when max_waiting sequences wait.
+        Raises QueueFullError when max_waiting sequences wait, and ValueError for an adapter that there is not.
         """
+        self.spec.check_adapter(sequence.request.adapter)
         self.scheduler.add(sequence)
         if sequence.leader not in self._sequences:
             sequence.leader = None

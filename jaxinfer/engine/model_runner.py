@@ -134,12 +134,12 @@ class ModelRunner:
             scales = applied_scales(draft.own_scales, spec.draft_kv_dtype, own)
             stored = spec.draft_kv_dtype, scales, counts[:1]
             self._draft_cache = self._init_cache(own, spec.draft_states, *stored)
-        slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
+        slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length, spec.has_adapters)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
         self._rows = PageTableRows(spec.groups, spec.max_seqs, spec.pages_per_sequence)
         self._sent_tables: PageTables | None = None  # what the device has, None where the host's are newer
-        self._scorer = PromptScorer(spec.config.vocab_size, spec.max_seqs, self)
+        self._scorer = PromptScorer(spec.config.vocab_size, spec.max_seqs, self, spec.has_adapters)
         self._scores = DeviceScorer(self.model, self.weights, self.placement)
         self._hidden: jax.Array | None = None  # final hidden states of the step just sent, where they are scored
         self._read_at = 0.0
@@ -266,6 +266,8 @@ class ModelRunner:
             self._write_row(slot, rows, history)
         if (length := self.spec.draft_length) is not None:
             self._write_draft_row(slot, padded(sequence.tokens[:length], length), sequence.num_drafted)
+        if self.spec.has_adapters:
+            self._write_adapter(slot, sequence.request.adapter)
 
     def _update_tables(self, plan: DispatchPlan | None, num_slots: int) -> None:
         """Brings the first rows of the page tables to the device, where they have changed."""
@@ -321,6 +323,11 @@ class ModelRunner:
     def _write_draft_row(self, slot: int, tokens: np.ndarray, num_drafted: int) -> None:
         arguments = self.placement.put((np.int32(slot), tokens, np.int32(num_drafted)))
         self._slots = programs.write_draft_slot(self.placement.mesh, self._slots, *arguments)
+
+    @operation
+    def _write_adapter(self, slot: int, adapter: int) -> None:
+        arguments = self.placement.put((np.int32(slot), np.int32(adapter)))
+        self._slots = programs.write_adapter(self.placement.mesh, self._slots, *arguments)
 
     @operation
     def _write_table(self, block: grammars.TableBlock) -> None:
@@ -475,7 +482,8 @@ class ModelRunner:
         rows, pieces = step_rows([(slot, chunk)], [], chunk.length, spec.max_seqs)
         del rows["tokens"], rows["token_slots"]
         prompt = sequence.tokens[: sequence.num_prompt]
-        work = self._end_work(prompt, chunk.length, chunk.end_moves, (slot, sequence.num_reused))
+        found = slot, sequence.num_reused, sequence.request.adapter
+        work = self._end_work(prompt, chunk.length, chunk.end_moves, found)
         return self._run_compaction(rows, work, pieces[0].is_read), pieces
 
     @operation
@@ -504,14 +512,16 @@ class ModelRunner:
         """Work that writes nothing that is read: to the null page."""
         moves = tuple(GroupMove((), (), 0) for _ in self.spec.groups)
         observed = max(group.at_end.num_observed for group in self.spec.groups if group.at_end is not None)
-        return self._end_work([0] * observed, observed, moves, (0, observed))
+        return self._end_work([0] * observed, observed, moves, (0, observed, 0))
 
     def _end_work(
-        self, prompt: list[int], window: int, moves: tuple[GroupMove, ...], observed: tuple[int, int]
+        self, prompt: list[int], window: int, moves: tuple[GroupMove, ...], of: tuple[int, int, int]
     ) -> CompactionWork:
-        spec = self.spec
+        """Of a sequence with this slot, tokens that were found, and adapter."""
+        spec, (*observed, adapter) = self.spec, of
         sizes = spec.groups, spec.pages_per_sequence, spec.policy
-        return compaction_work(prompt, window, moves, *sizes, None if self._observing is None else observed)
+        kept = None if self._observing is None else observed, adapter if spec.has_adapters else None
+        return compaction_work(prompt, window, moves, *sizes, *kept)
 
     def _lower_compaction(self) -> Lowered:
         return compact_prompt.lower(*self._compaction_arguments(self._empty_compaction()))
@@ -541,7 +551,7 @@ class ModelRunner:
                 calls = partial(self._lower_rounds, num_slots, number), partial(self._warm_up_rounds, num_slots, number)
                 found.append(Program(name, *calls))
         found += self._compaction_programs
-        raw, processed = self._scores.lower(spec.token_buckets[-1], spec.dtype)
+        raw, processed = self._scores.lower(spec.token_buckets[-1], spec.dtype, spec.has_adapters)
         scores = Program("scores", raw), Program("scores under parameters", processed, self._warm_up_scores)
         return [*found, *scores]
 
@@ -558,7 +568,7 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
         self._has_decoded = True
         has_draft, has_draft_cache = bool(self.spec.trees), self._draft_cache is not None
-        num_small = 6 + has_draft + has_draft_cache + 2 * (self._saved is not None)
+        num_small = 6 + has_draft + has_draft_cache + self.spec.has_adapters + 2 * (self._saved is not None)
         self.caches, num_tiers = self.host_pages.warm_up(self.caches)
         return len(self.all_programs) + num_small + num_tiers
 

@@ -1,5 +1,6 @@
 """Requests, the state of their answers while they run, and what callers get. Plain Python: no JAX here."""
 
+import hashlib
 import math
 import sys
 from collections import Counter
@@ -105,6 +106,7 @@ class Request:
       pooling: what vector is wanted of the prompt; the answer, of one token, is then not looked at. None for none.
       grammar: what the answers must match, compiled; None for anything. gate: where in an answer it begins; None for
         its first token.
+      adapter: the number of the one that the model's weights hold for it; 0 for none.
       options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
     """
 
@@ -119,6 +121,7 @@ class Request:
     pooling: Pooling | None = None
     grammar: Any = None
     gate: Any = None
+    adapter: int = 0
     options: RequestOptions = DEFAULT_REQUEST_OPTIONS
     deadline: float | None = None
 
@@ -311,7 +314,9 @@ class SequenceState:
 
     @property
     def salt(self) -> str:
-        return self.request.options.cache_salt
+        """What separates its prefixes from others of the same tokens: the request's salt and adapter."""
+        adapter, salt = self.request.adapter, self.request.options.cache_salt
+        return hashlib.sha256(repr((adapter, salt)).encode()).hexdigest() if adapter else salt
 
     def keys(self, page_size: int, num_tokens: int, num_ahead: int = 0) -> list[bytes]:
         """The bytes of each full page of its first `num_tokens` tokens, each with those of `num_ahead` tokens after

@@ -90,6 +90,7 @@ class ScoreWork:
         the first row that is scored and one past the last, and the parameters; else None.
       pooled: int32[S, 2], the first row and one past the last of each pooled piece, in their order; None for none.
       token_ids: int32[S, N], the tokens whose logits are wanted after the pooled rows; None for none.
+      adapters: int32[T], of the rows; None for a model whose weights hold none.
     """
 
     targets: np.ndarray
@@ -98,6 +99,11 @@ class ScoreWork:
     processed: tuple[tuple[int, np.ndarray, SamplingBatch] | None, ...]
     pooled: np.ndarray | None = None
     token_ids: np.ndarray | None = None
+    adapters: np.ndarray | None = None
+
+    def adapters_at(self, rows: np.ndarray) -> np.ndarray | None:
+        """Of some rows; for one past the last one, which stands where there are none, any."""
+        return None if self.adapters is None else self.adapters[np.minimum(rows, len(self.adapters) - 1)]
 
 
 class ScoreOperations(Protocol):
@@ -112,10 +118,11 @@ class ScoreOperations(Protocol):
 
 class PromptScorer:
     """Scores and pools the prompts of requests that ask for it: the host's side. `num_slots`: pieces of a step at
-    most."""
+    most. `has_adapters`: of a model whose weights hold adapters."""
 
-    def __init__(self, vocab_size: int, num_slots: int, operations: ScoreOperations):
+    def __init__(self, vocab_size: int, num_slots: int, operations: ScoreOperations, has_adapters: bool = False):
         self._vocab_size, self._num_slots, self._operations = vocab_size, num_slots, operations
+        self._has_adapters = has_adapters
         self._numbers: dict[SequenceState, int] = {}  # of those with a history on the device
         self._next_number = 0
 
@@ -142,12 +149,15 @@ class PromptScorer:
         if not pieces:
             return None
         targets = np.zeros(hidden.shape[0], np.int32)
+        adapters = np.zeros_like(targets) if self._has_adapters else None
         for piece in pieces:
+            if adapters is not None:
+                adapters[piece.row : piece.end] = piece.sequence.request.adapter
             following = piece.sequence.tokens[piece.start + 1 : piece.start + 1 + piece.num_targets]
             targets[piece.row : piece.row + piece.num_targets] = following
         wants_raw = any(piece.sequence.params.prompt_logprobs is not None for piece in pieces)
         processed = tuple(map(self._processed, pieces))
-        work = ScoreWork(targets, num_rows, wants_raw, processed, *self._pooled(pieces))
+        work = ScoreWork(targets, num_rows, wants_raw, processed, *self._pooled(pieces), adapters)
         return PendingScores(pieces, self._operations.run_scores(work))
 
     def _pooled(self, pieces: tuple[ScoredChunk, ...]) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -190,8 +200,11 @@ class DeviceScorer:
         """Drops it."""
         del self._histories[number]
 
-    def lower(self, num_tokens: int, dtype: Any) -> tuple[Callable[[], Lowered], Callable[[], Lowered]]:
+    def lower(
+        self, num_tokens: int, dtype: Any, has_adapters: bool = False
+    ) -> tuple[Callable[[], Lowered], Callable[[], Lowered]]:
         """How the programs of raw and of processed scores are traced, for hidden states [num_tokens, D]."""
+        adapters, adapter = (np.zeros(num_tokens, np.int32), np.int32(0)) if has_adapters else (None, None)
 
         def arguments(*values: Any) -> tuple[Any, ...]:
             shape = (num_tokens, self._model.config.hidden_size)
@@ -199,12 +212,12 @@ class DeviceScorer:
 
         def lower_raw() -> Lowered:
             targets = np.zeros(num_tokens, np.int32)
-            return programs.score.lower(*arguments(targets, np.int32(0)), MAX_LOGPROBS)
+            return programs.score.lower(*arguments(targets, np.int32(0)), MAX_LOGPROBS, self._placement.put(adapters))
 
         def lower_processed() -> Lowered:
             targets, vocab_size = np.zeros(num_tokens, np.int32), self._model.config.vocab_size
             row = make_batch([None], vocab_size), make_state([None], vocab_size)
-            return programs.score_processed.lower(*arguments(targets, np.zeros(2, np.int32), *row))
+            return programs.score_processed.lower(*arguments(targets, np.zeros(2, np.int32), *row, adapter))
 
         return lower_raw, lower_processed
 
@@ -213,21 +226,22 @@ class DeviceScorer:
         [T, D]. The programs that pool are compiled when they are first needed."""
         (targets, num_rows), raw = self._placement.put((work.targets, np.int32(work.num_rows))), None
         if work.wants_raw:
-            raw = programs.score(self._model, self._weights.value, hidden, targets, num_rows, MAX_LOGPROBS)
+            adapters = self._placement.put(work.adapters)
+            raw = programs.score(self._model, self._weights.value, hidden, targets, num_rows, MAX_LOGPROBS, adapters)
         processed: list[jax.Array | None] = []
         for one in work.processed:
             values = None
             if one is not None:
                 number, *arrays = one
-                rows, batch = self._placement.put(tuple(arrays))
+                rows, batch, adapter = self._placement.put((*arrays, work.adapters_at(one[1][0])))
                 self._histories[number], values = programs.score_processed(
-                    self._model, self._weights.value, hidden, targets, rows, batch, self._histories[number]
+                    self._model, self._weights.value, hidden, targets, rows, batch, self._histories[number], adapter
                 )
             processed.append(values)
         sums = logits = None
         if work.pooled is not None:
             sums = programs.pool(hidden, self._placement.put(work.pooled))
-        if sums is not None and work.token_ids is not None:
-            states, token_ids = sums.astype(hidden.dtype), self._placement.put(work.token_ids)
-            logits = programs.logits_of(self._model, self._weights.value, states, token_ids)
+            if work.token_ids is not None:
+                arrays = self._placement.put((work.token_ids, work.adapters_at(work.pooled[:, 0])))
+                logits = programs.logits_of(self._model, self._weights.value, sums.astype(hidden.dtype), *arrays)
         return raw, tuple(processed), sums, logits

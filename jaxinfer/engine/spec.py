@@ -41,7 +41,7 @@ from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.programs.work import Slots
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
-from jaxinfer.quantization.tree import num_bytes
+from jaxinfer.quantization.tree import num_adapters, num_bytes
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft, TokenTree
 from pallas_kernels.paged_attention import Pages, platform_layout
@@ -88,6 +88,7 @@ class EngineSpec:
         host_layers.check_devices(self.params, self.num_devices)
         check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
         check_sequence_axis(self.mesh, self.page_size, options)
+        self._check_adapters()
         options.check_draft(self.draft)
         self.policy.check(self._policy_use)
         if self.determinism is None:
@@ -104,6 +105,29 @@ class EngineSpec:
         platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
         chip = chip_of_kind(device.device_kind)
         return cls(config, shapes_of(params), options, platform, mesh, draft, chip=chip and chip.name)
+
+    @cached_property
+    def num_adapters(self) -> int:
+        """Adapters in the weights, number 0 included, which is none; 0 for weights without any."""
+        return num_adapters(host_layers.all_layers(self.params))
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.num_adapters > 0
+
+    def check_adapter(self, adapter: int) -> None:
+        """Raises ValueError, with both numbers, for an adapter that the weights do not hold."""
+        if not 0 <= adapter < max(self.num_adapters, 1):
+            held = f"hold adapters 0 to {self.num_adapters - 1}" if self.has_adapters else "hold no adapters"
+            raise ValueError(f"adapter {adapter} was asked for, and the model's weights {held}")
+
+    def _check_adapters(self) -> None:
+        if self.has_adapters and self.mesh is not None:
+            raise ValueError(f"weights with adapters run without a mesh, not on one of {self.num_devices} devices")
+        if any(num_adapters(params) for _, params in self.draft.own):
+            raise ValueError(
+                f"draft {self.draft.name!r} has weights with adapters, which only the model itself may have"
+            )
 
     @cached_property
     def policy(self) -> CachePolicy:
@@ -495,7 +519,9 @@ class EngineSpec:
     @cached_property
     def slots(self) -> tuple[Slots, SamplingBatch]:
         """What slots carry between dispatches, and their sampling parameters."""
-        return abstract_slots(self.max_seqs, self.config.vocab_size, self.program_mesh, self.draft_length)
+        return abstract_slots(
+            self.max_seqs, self.config.vocab_size, self.program_mesh, self.draft_length, self.has_adapters
+        )
 
     @cached_property
     def tables(self) -> GrammarTables:

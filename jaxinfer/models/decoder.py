@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.checks import did_you_mean
@@ -20,6 +21,7 @@ from jaxinfer.models.attend import Attend, AttendByLayer, LayerAttend, LayerView
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.host_layers import HostLayers, merged_names
 from jaxinfer.models.rope import Positions
+from jaxinfer.quantization.tree import for_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -38,11 +40,24 @@ class Decoder:
     `bind` makes one, while tracing. Its parts are Flax modules over the parameters given.
     """
 
-    def __init__(self, config: ModelConfig, params: Params, experts_over: ExpertsOver | None):
+    def __init__(
+        self, config: ModelConfig, params: Params, experts_over: ExpertsOver | None, adapters: jax.Array | None = None
+    ):
         self.config, self._kinds = config, config.kinds
-        self._params, self._over = params, experts_over
-        self._embedding, self._head = _modules().bound_ends(config, params)
+        self._params, self._over, self._adapters = params, experts_over, adapters
+        self._embedding, self._head = _modules().bound_ends(config, self._for_rows(params))
         self.embed, self.final_norm = self._embedding.embed, self._head.final_norm
+
+    def for_rows(self, adapters: Int[Array, "*rows"] | None, of: jax.Array | np.ndarray | None = None) -> Decoder:
+        """The decoder for rows with the adapters int32 [T], or [], that of all rows; with `of` int32 [T] for rows with
+        the adapters[of]. Itself where `adapters` is None."""
+        if adapters is None:
+            return self
+        adapters = adapters if of is None else adapters[of]
+        return Decoder(self.config, self._params, self._over, adapters)
+
+    def _for_rows(self, params: Params) -> Params:
+        return params if self._adapters is None else for_rows(params, self._adapters)
 
     def __call__(
         self, tokens: Int[Array, "*rows"], positions: Int[Array, "*rows"], attend: Attend, tap: Taps | None = None
@@ -58,7 +73,7 @@ class Decoder:
         for number in range(self.config.num_layers):
             with jax.named_scope(f"layers.{number}"):
                 own_tap = None if tap is None else tap.inside(number)
-                x = self._run_layer(number, layers.take(number, x), x, shared, attend, own_tap)
+                x = self._run_layer(number, self._for_rows(layers.take(number, x)), x, shared, attend, own_tap)
             if tap is not None:
                 tap(f"layers.{number}.residual", x)
         with jax.named_scope("final_norm"):

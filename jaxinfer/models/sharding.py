@@ -22,7 +22,7 @@ from jaxinfer.models.decoder import Params, abstract_params, logical_axes
 from jaxinfer.models.experts import stack_specs
 from jaxinfer.parallel import AnyMesh, axis_of, axis_size, is_axes, shardings, shortest
 from jaxinfer.quantization import NestedScales, QuantizedArray
-from jaxinfer.quantization.tree import is_quantized
+from jaxinfer.quantization.tree import is_quantized, is_weight
 
 # Field of the configuration that counts each sharded logical dimension.
 _COUNTS = {
@@ -226,7 +226,7 @@ class MeshFit:
     def resize(self, params: Params) -> Params:
         """The parameters with their shapes on the mesh, not moved between devices. Raises as `place`."""
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self.resized(tuple(key.key for key in path), leaf), params, is_leaf=is_quantized
+            lambda path, leaf: self.resized(tuple(key.key for key in path), leaf), params, is_leaf=is_weight
         )
 
     def place(self, params: Params) -> Params:
@@ -235,7 +235,7 @@ class MeshFit:
         Raises ValueError, naming the parameter, for a quantized one whose blocks cannot be padded.
         """
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self.place_leaf(tuple(key.key for key in path), leaf), params, is_leaf=is_quantized
+            lambda path, leaf: self.place_leaf(tuple(key.key for key in path), leaf), params, is_leaf=is_weight
         )
 
     def place_leaf(self, path: tuple[str, ...], leaf: Any) -> Any:
@@ -248,6 +248,8 @@ class MeshFit:
 
     def resized(self, path: tuple[str, ...], leaf: Any) -> Any:
         """`resize` for one parameter, given its path."""
+        if is_weight(leaf) and not is_quantized(leaf):
+            raise ValueError(f"{'.'.join(path)}: a {type(leaf).__name__} runs on one device, without a mesh")
         axes = _at(self.axes, path)
         indices = [self.index(name, length) for name, length in zip(axes, leaf.shape, strict=True)]
         if all(index is None for index in indices):

@@ -35,6 +35,39 @@ def weights(params: Any) -> list[Any]:
     return jax.tree.leaves(params, is_leaf=is_weight)
 
 
+def for_rows(params: Any, adapters: jax.Array) -> Any:
+    """The parameters for rows with the adapters int32 [T], or [], that of all rows; without weights that hold adapters
+    the same ones."""
+
+    def of_leaf(leaf: Any) -> Any:
+        kind = KINDS.get(type(leaf))
+        return leaf if kind is None or kind.for_rows is None else kind.for_rows(leaf, adapters)
+
+    return jax.tree.map(of_leaf, params, is_leaf=is_weight)
+
+
+def num_adapters(params: Any) -> int:
+    """How many adapters the weights hold, number 0 included, which is none; 0 where no weight holds any.
+
+    Raises ValueError, with names, for weights that hold different numbers of them, and for those of experts.
+    """
+    found: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
+        kind = KINDS.get(type(leaf))
+        if kind is None or kind.num_adapters is None:
+            continue
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if leaf.ndim != 2:
+            raise ValueError(
+                f"{name}: adapters are for matrices, and a {type(leaf).__name__} of {list(leaf.shape)} is none"
+            )
+        found.setdefault(kind.num_adapters(leaf), name)
+    if len(found) > 1:
+        told = ", ".join(f"{name} {count}" for count, name in found.items())
+        raise ValueError(f"all weights with adapters must hold as many: {told}")
+    return next(iter(found), 0)
+
+
 def check_plain(params: Any, purpose: str) -> None:
     """Raises ValueError, with `purpose` and the first quantized weight, if there is one."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):

@@ -70,7 +70,7 @@ class DraftRows(NamedTuple):
       positions: int32[S], position of the root, which equals the number of tokens in the target's cache.
       is_active: bool[S]. num_nodes: int32[S], leading nodes of the tree that the row may use, the root included.
       page_tables: int32[S, P] of each group of layers. batch: sampling parameters. history: sampling state, up to the
-        root. tables: of grammars.
+        root. tables: of grammars. adapters: int32[S], None for a target whose weights hold none.
     """
 
     positions: jax.Array
@@ -80,6 +80,7 @@ class DraftRows(NamedTuple):
     batch: SamplingBatch
     history: SamplingState
     tables: GrammarTables | None = None
+    adapters: jax.Array | None = None
 
 
 class Proposal(NamedTuple):
@@ -393,7 +394,8 @@ def propose_tree(
             mesh=model.mesh,
         )
         positions = (rows.positions[:, None] + tree.depths[:count]).reshape(-1)
-        hidden = model.decoder(tokens[:, :count].reshape(-1), positions, attend).reshape(num_slots, count, -1)
+        decoder = model.decoder.for_rows(rows.adapters, np.repeat(np.arange(num_slots), count))
+        hidden = decoder(tokens[:, :count].reshape(-1), positions, attend).reshape(num_slots, count, -1)
         cache = attend.cache
         for node in level:
             children = [int(child) for child in tree.children[node] if child < tree.num_nodes]
@@ -439,7 +441,8 @@ class _BoundLayers(BoundProposer):
 
     def propose(self, state: DraftState, rows: DraftRows, tree: TokenTree) -> tuple[DraftState, Proposal]:
         slots = replace(state.slots, num_drafted=rows.positions)
-        first, slots, proposal = _propose(self.decoder, state.cache.first(self.num_layers), slots, rows, tree)
+        decoder = replace(self.decoder, decoder=self.decoder.decoder.for_rows(rows.adapters))
+        first, slots, proposal = _propose(decoder, state.cache.first(self.num_layers), slots, rows, tree)
         return DraftState(state.cache.with_first(first), state.own, slots), proposal
 
 

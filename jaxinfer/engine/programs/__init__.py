@@ -72,10 +72,16 @@ def program_model(
 
 @partial(jax.jit, static_argnums=(0, 5))
 def score(
-    model: ProgramModel, weights: Weights, hidden: jax.Array, targets: jax.Array, num_rows: jax.Array, num_top: int
+    model: ProgramModel,
+    weights: Weights,
+    hidden: jax.Array,
+    targets: jax.Array,
+    num_rows: jax.Array,
+    num_top: int,
+    adapters: jax.Array | None = None,
 ) -> TokenLogprobs:
     """Raw log-probabilities of int32 targets [T] under the final hidden states [T, D] that predict them; zeros well
-    beyond the first `num_rows` (an int32 scalar).
+    beyond the first `num_rows` (an int32 scalar). `adapters` int32 [T] where weights hold any.
 
     Logits exist for `SCORE_ELEMENTS` / V positions at a time, whatever T and V are.
     """
@@ -83,8 +89,9 @@ def score(
     size = _score_block(model.config, hidden.shape[0])
 
     def block(number: jax.Array) -> TokenLogprobs:
-        states, tokens = (lax.dynamic_slice_in_dim(rows, number * size, size) for rows in (hidden, targets))
-        return token_logprobs(decoder.logits(states), tokens, num_top)
+        of_all = hidden, targets, adapters
+        states, tokens, own = jax.tree.map(lambda rows: lax.dynamic_slice_in_dim(rows, number * size, size), of_all)
+        return token_logprobs(decoder.for_rows(own).logits(states), tokens, num_top)
 
     def add(number: jax.Array, found: TokenLogprobs) -> TokenLogprobs:
         return jax.tree.map(
@@ -105,13 +112,14 @@ def score_processed(
     rows: jax.Array,
     batch: SamplingBatch,
     history: SamplingState,
+    adapter: jax.Array | None = None,
 ) -> tuple[SamplingState, jax.Array]:
     """Log-probabilities of the targets under one row's sampling parameters, each seeing the ones before it.
 
     hidden [T, D], targets int32[T]; `rows` int32[2], the first row that is scored and one past the last: the others do
-    not enter the history and get 0. One position at a time.
+    not enter the history and get 0. One position at a time. `adapter`: an int32 scalar where weights hold any.
     """
-    decoder = model.bind(weights)
+    decoder = model.bind(weights).for_rows(adapter)
 
     def one(row: jax.Array, carry: tuple[SamplingState, jax.Array]) -> tuple[SamplingState, jax.Array]:
         history, found = carry
@@ -149,9 +157,17 @@ def pool(hidden: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def logits_of(model: ProgramModel, weights: Weights, states: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """float32 [S, N], the logits of int32 token ids [S, N] after the final hidden states [S, D]."""
-    return jnp.take_along_axis(model.bind(weights).logits(states), token_ids, axis=-1)
+def logits_of(
+    model: ProgramModel,
+    weights: Weights,
+    states: jax.Array,
+    token_ids: jax.Array,
+    adapters: jax.Array | None = None,
+) -> jax.Array:
+    """float32 [S, N], the logits of int32 token ids [S, N] after the final hidden states [S, D]; `adapters` int32 [S]
+    where weights hold any."""
+    logits = model.bind(weights).for_rows(adapters).logits(states)
+    return jnp.take_along_axis(logits, token_ids, axis=-1)
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))

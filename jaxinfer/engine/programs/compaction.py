@@ -1,5 +1,6 @@
 """The jitted program that computes the last tokens of a prompt and compacts the prompt's cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,12 +25,14 @@ from jaxinfer.speculative import ObservedRows, ObservingDraft
 class CompactionWork:
     """The end of one prompt: its last tokens int32 [W], and by group where it lies and goes. `before` are the tokens
     before those, int32 [n] with padding, where the policy chooses by the queries of all; else None. `observed`: for a
-    draft that observes, int32 [2], the slot and `ObservedRows.num_found`."""
+    draft that observes, int32 [2], the slot and `ObservedRows.num_found`. `adapter`: an int32 scalar, None for a model
+    whose weights hold none."""
 
     tokens: jax.Array
     prompts: tuple[PromptPages, ...]
     before: jax.Array | None
-    observed: jax.Array | None
+    observed: jax.Array | None = None
+    adapter: jax.Array | None = None
 
 
 def compaction_work(
@@ -39,9 +42,11 @@ def compaction_work(
     groups: tuple[CacheGroup, ...],
     num_columns: int,
     policy: CachePolicy,
-    observed: tuple[int, int] | None,
+    observed: Sequence[int] | None = None,
+    adapter: int | None = None,
 ) -> CompactionWork:
-    """The work as NumPy arrays, of the last `window` tokens of a prompt, with page tables of `num_columns`."""
+    """The work as NumPy arrays, of the last `window` tokens of a prompt, with page tables of `num_columns`. `adapter`
+    is None for a model whose weights hold none."""
 
     def ids(values: tuple[int, ...], size: int, filler: int) -> Any:
         return np.array([*values, *[filler] * (size - len(values))], np.int32)
@@ -55,8 +60,9 @@ def compaction_work(
     last, before, block = np.array(prompt[-window:], np.int32), None, policy.prompt_block
     if block:
         before = padded(prompt[:-window], -(-num_columns * policy.page_size // block) * block)
-    seen = None if observed is None else np.array(observed, np.int32)
-    return CompactionWork(last, tuple(prompts), before, seen)  # pyright: ignore[reportArgumentType]
+    seen: Any = None if observed is None else np.array(observed, np.int32)
+    own: Any = None if adapter is None else np.int32(adapter)
+    return CompactionWork(last, tuple(prompts), before, seen, own)  # pyright: ignore[reportArgumentType]
 
 
 @partial(
@@ -83,7 +89,8 @@ def compact_prompt(
     Returns the cache, the logits float32 [num_slots, V] of the last token in every row, for `sample_step`, the final
     hidden states and the observer's cache as `step` does.
     """
-    window, end, decoder = work.tokens.shape[0], work.prompts[0].num_tokens, model.bind(weights)
+    window, end = work.tokens.shape[0], work.prompts[0].num_tokens
+    decoder = model.bind(weights).for_rows(work.adapter)
     positions = end - window + jnp.arange(window)
     attend = model.policy.attend_end(EndWork(decoder, cache, work.prompts, positions, end, work.before, is_uniform))
     taps, tap = collect(() if observer is None else observer.proposer.taps)

@@ -54,13 +54,16 @@ BothCaches = tuple[PagedCache, PagedCache | None]  # the target's, and that of a
 OUTPUT: Any = StepOutput(0, SampleOutput(0, 0, 0, 0, 0, 0))  # its structure  # pyright: ignore[reportArgumentType]
 
 
-def init_slots(num_slots: int, vocab_size: int, draft_length: int | None = None) -> tuple[Slots, SamplingBatch]:
+def init_slots(
+    num_slots: int, vocab_size: int, draft_length: int | None = None, has_adapters: bool = False
+) -> tuple[Slots, SamplingBatch]:
     """Empty slots, and sampling parameters that do nothing. `draft_length`: tokens of the longest sequence, in an
-    engine that speculates."""
+    engine that speculates. `has_adapters`: of a model whose weights hold adapters."""
     counts = (np.zeros((num_slots,), np.int32) for _ in range(3))
     history = make_state([None] * num_slots, vocab_size)
     draft = None if draft_length is None else init_draft_slots(num_slots, draft_length)
-    slots = Slots(*counts, is_active=np.zeros((num_slots,), bool), history=history, draft=draft)  # pyright: ignore
+    adapters = np.zeros((num_slots,), np.int32) if has_adapters else None
+    slots = Slots(*counts, np.zeros((num_slots,), bool), history, draft, adapters)  # pyright: ignore
     # Filled here and sent: a fill on the device is a program to compile, for each shape.
     return jax.device_put((slots, make_batch([None] * num_slots, vocab_size)), may_alias=False)
 
@@ -157,12 +160,12 @@ def _one_pass(
         cut = parallel.array_shardings(model.mesh, (tokens, positions), (("tokens",), ("tokens",)))
         tokens, positions = lax.with_sharding_constraint((tokens, positions), cut)
     observed, tap = collect(() if observer is None else observer.proposer.taps)
-    hidden = decoder(tokens, positions, attend, tap)
+    hidden = decoder.for_rows(slots.adapters, slot)(tokens, positions, attend, tap)
     if observer is not None:
         pass_rows = tokens, positions, rows.query_starts, lengths
         own = _observe(model, observer, own, slots, pass_rows, work.page_tables, observed)
     last = jnp.clip(rows.query_starts + lengths - 1, 0, num_tokens - 1)
-    logits = decoder.logits(hidden[last])
+    logits = decoder.for_rows(slots.adapters).logits(hidden[last])
     if model.mesh is not None:
         logits = lax.with_sharding_constraint(logits, logits_sharding(model.mesh, logits))
     return (attend.cache, own), logits, hidden
@@ -237,6 +240,7 @@ def _sample_rows(
         ),
         history=advance(slots.history, samples.tokens, took_part, tables),
         draft=record(slots.draft, ends, samples.tokens, took_part),
+        adapters=slots.adapters,
     )
     return new_slots, StepOutput(encode_tokens(samples, is_produced, takes_part), samples)
 
@@ -296,13 +300,14 @@ def decode(
         lengths = is_decoding.astype(jnp.int32)
         newest = SlotRows(rows, slots.positions, lengths, 1, mesh=model.mesh)
         attend = model.policy.attend_slots(model.config, cache, work.page_tables, newest)
+        target = decoder.for_rows(slots.adapters)
         observed, tap = collect(() if observer is None else observer.proposer.taps)
-        hidden = decoder(slots.tokens, slots.positions, attend, tap)
+        hidden = target(slots.tokens, slots.positions, attend, tap)
         if observer is not None:
             pass_rows = slots.tokens, slots.positions, rows, lengths
             own = _observe(model, observer, own, slots, pass_rows, work.page_tables, observed)
         samples = _sample(
-            decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables
+            target.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables
         )
         took_part = is_decoding & samples.ok
         remaining = slots.remaining - took_part
@@ -314,6 +319,7 @@ def decode(
             is_active=jnp.where(is_decoding, is_going_on, slots.is_active),
             history=advance(slots.history, samples.tokens, took_part, tables),
             draft=record(slots.draft, slots.positions + 1, samples.tokens, took_part),
+            adapters=slots.adapters,
         )
         caches = attend.cache, own
         return caches, new_slots, StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples)
@@ -373,6 +379,12 @@ def write_draft_slot(
     return constrain_sharding(
         mesh, replace(slots, draft=set_row(slots.draft, slot, DraftSlots(sequence[None], num_drafted[None])))
     )
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def write_adapter(mesh: Mesh | None, slots: Slots, slot: jax.Array, adapter: jax.Array) -> Slots:
+    """Gives a slot (int32 scalar) its request's adapter (int32 scalar). Donates the slots."""
+    return constrain_sharding(mesh, replace(slots, adapters=set_row(slots.adapters, slot, adapter[None])))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))

@@ -152,14 +152,16 @@ class _Round:
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, tree.num_nodes) - 1)
         num_nodes = self.model.policy.limit_rows(slots.positions, num_nodes)
         num_nodes = jnp.where(is_active, num_nodes, 0)
-        rows = DraftRows(slots.positions, is_active, num_nodes, work.page_tables, batch, slots.history, self.tables)
+        rows = DraftRows(
+            slots.positions, is_active, num_nodes, work.page_tables, batch, slots.history, self.tables, slots.adapters
+        )
         with jax.named_scope("draft"):
             state, proposal = self.proposer.propose(DraftState(cache, draft_cache, slots.draft), rows, tree)
         cache, draft_cache, draft_slots = state
         proposal = proposal._replace(num_nodes=jnp.where(is_active, proposal.num_nodes, 0))
         attend, hidden, taps = verify(self.target, self.model, cache, proposal, rows, self.drafter)
         state, outputs = walk(
-            _logits_at(self.target, hidden, self.drafter.is_uniform),
+            _logits_at(self.target, hidden, rows, self.drafter.is_uniform),
             proposal,
             rows,
             tree,
@@ -185,6 +187,7 @@ class _Round:
             is_active=jnp.where(is_active, state.is_active, slots.is_active),
             history=state.history,
             draft=_extend_sequences(draft_slots, rows, path, state.newest, positions, jnp.arange(tree.depth + 1)),
+            adapters=slots.adapters,
         )
         # Where an answer ended with an accepted draft, nobody asked what the target thinks of those after it.
         is_cut = ~state.is_active & (state.num_accepted == state.num_tokens)
@@ -213,8 +216,9 @@ def verify(
     nodes = SlotRows(starts, rows.positions, proposal.num_nodes, num_nodes, **options, mesh=model.mesh)
     attend = model.policy.attend_slots(model.config, cache, rows.page_tables, nodes)
     tokens, positions = (jnp.pad(x, (0, padding)) for x in (proposal.tokens.reshape(-1), positions))
+    slot = np.pad(np.repeat(np.arange(num_slots), num_nodes), (0, padding))
     taps, tap = collect(drafter.proposer.taps)
-    hidden = target(tokens, positions, attend, tap)
+    hidden = target.for_rows(rows.adapters, slot)(tokens, positions, attend, tap)
 
     def of_nodes(states: jax.Array) -> jax.Array:
         return states[:count].reshape(num_slots, num_nodes, -1)
@@ -239,13 +243,17 @@ def _accepted(
     return ObservedRows(*flat, slot, slots.num_drafted, rows.page_tables[0], found)
 
 
-def _logits_at(target: Decoder, hidden: jax.Array, is_uniform: bool) -> Callable[[jax.Array], jax.Array]:
+def _logits_at(
+    target: Decoder, hidden: jax.Array, rows: DraftRows, is_uniform: bool
+) -> Callable[[jax.Array], jax.Array]:
     """The logits float32[S, V] at a node int32[S] of each row. All nodes' are computed in one pass over the head,
     unless every bit has to be that of plain decoding, whose product has S rows."""
     row = jnp.arange(hidden.shape[0])
     if is_uniform:
-        return lambda node: target.logits(hidden[row, node])
-    logits = target.logits(hidden)
+        own = target.for_rows(rows.adapters)
+        return lambda node: own.logits(hidden[row, node])
+    slot = np.repeat(np.arange(hidden.shape[0]), hidden.shape[1])
+    logits = target.for_rows(rows.adapters, slot).logits(hidden)
     return lambda node: logits[row, node]
 
 

@@ -27,6 +27,7 @@ class Slots:
       history: tokens so far, for penalties. The sampling parameters, a `SamplingBatch`, travel beside: decoding only
         reads them.
       draft: what drafting needs to know of each slot; None in an engine that never speculates.
+      adapters: int32[S], the adapter of each slot's request; None for a model whose weights hold none.
     """
 
     tokens: jax.Array
@@ -35,6 +36,7 @@ class Slots:
     is_active: jax.Array
     history: SamplingState
     draft: DraftSlots | None = None
+    adapters: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -435,13 +435,65 @@ PARALLEL = (
     ),
 )
 
+_ROWS = "tests/engine/test_row_data.py"
+ADAPTERS = (
+    Fault(
+        "engine/rows-of-a-step-have-the-adapters-of-slots",
+        "jaxinfer/engine/programs",
+        "decoder.for_rows(slots.adapters, slot)",
+        "decoder.for_rows(slots.adapters, jnp.arange(num_tokens) % num_slots)",
+        (f"{_ROWS}::test_mixed_rows_are_each_with_merged_weights[plain]",),
+        "a prompt's tokens are computed with the adapters of other requests",
+    ),
+    Fault(
+        "engine/adapters-stay-where-a-slot-moves",
+        "jaxinfer/engine/programs",
+        "jax.tree.map(lambda leaf: leaf[order], (slots, batch))",
+        "jax.tree.map(lambda leaf: leaf if leaf is slots.adapters else leaf[order], (slots, batch))",
+        (f"{_ROWS}::test_moved_to_other_slots",),
+        "a request goes on with another one's adapter when a slot before it is free",
+    ),
+    Fault(
+        "engine/adapters-share-prefixes",
+        "jaxinfer/engine",
+        ".hexdigest() if adapter else salt",
+        ".hexdigest() if adapter < 0 else salt",
+        (f"{_ROWS}::test_prefixes_are_of_one_adapter",),
+        "a prompt that another adapter has read is answered from its keys and values",
+    ),
+    Fault(
+        "engine/nodes-of-a-round-have-the-adapters-of-slots",
+        "jaxinfer/engine/programs",
+        "np.pad(np.repeat(np.arange(num_slots), num_nodes), (0, padding))",
+        "np.pad(np.tile(np.arange(num_slots), num_nodes), (0, padding))",
+        (f"{_ROWS}::test_mixed_rows_are_each_with_merged_weights[layers]",),
+        "drafts are verified with the adapters of other requests",
+    ),
+    Fault(
+        "engine/a-compacted-prompt-ends-without-its-adapter",
+        "jaxinfer/engine",
+        "observed, adapter if spec.has_adapters else None",
+        "observed, 0 if spec.has_adapters else None",
+        (f"{_ROWS}::test_mixed_prompts_that_are_compacted[snapkv(48)-None]",),
+        "what a compacted prompt keeps, and its first token, are those of the model without the adapter",
+    ),
+    Fault(
+        "engine/scores-are-without-adapters",
+        "jaxinfer/engine",
+        "= piece.sequence.request.adapter",
+        "= 0",
+        (f"{_ROWS}::test_scores_and_vectors",),
+        "log-probabilities of prompts are those of the head without the adapter",
+    ),
+)
+
 REPLACED = (
     Fault(
         "quantization/leaf-types-of-others-fall-apart",
         "jaxinfer/quantization/tree.py",
         "return type(leaf) in KINDS",
         "return isinstance(leaf, (QuantizedArray, PackedArray))",
-        ("tests/quantization/test_row_data.py",),
+        (_ROWS,),
         "weights of a type that was registered are taken for several parameters, and refused or copied",
     ),
     Fault(
@@ -589,4 +641,4 @@ OFFLOAD = (
     ),
 )
 
-FAULTS = (*QUANTIZATION, *CHECKPOINTS, *CALIBRATION, *TRAINING, *PARALLEL, *REPLACED, *OFFLOAD)
+FAULTS = (*QUANTIZATION, *CHECKPOINTS, *CALIBRATION, *TRAINING, *PARALLEL, *ADAPTERS, *REPLACED, *OFFLOAD)
