@@ -512,9 +512,7 @@ class EngineSpec:
     @property
     def cache_of_draft(self) -> PagedCache:
         """Cache that the model of a draft reads: its own, or the first layers of the target's."""
-        if self.draft_cache is not None:
-            return self.draft_cache
-        return self.cache.first(max((config.num_layers for config, _ in self.draft_models), default=0))
+        return self.draft_cache or self.cache.first(max((one.num_layers for one, _ in self.draft_models), default=0))
 
     @cached_property
     def slots(self) -> tuple[Slots, SamplingBatch]:
