@@ -96,10 +96,10 @@ FAULTS = (
     ),
     Fault(
         "kernels/threads-register-a-kernel-twice",
-        "pallas_kernels/numba_cpu/kernels.py",
+        "cpu_kernels/kernels.py",
         "_lock = threading.RLock()",
         "import contextlib\n\n_lock = contextlib.nullcontext()",
-        ("tests/pallas_kernels/numba_cpu/test_kernels.py::test_threads_that_need_a_kernel_at_once_share_it",),
+        ("tests/cpu_kernels/test_kernels.py::test_threads_that_need_a_kernel_at_once_share_it",),
         "the engine dies with: Duplicate FFI handler registration",
     ),
 )

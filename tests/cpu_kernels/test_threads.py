@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("numba", reason="kernels for CPUs need Numba")
 
-from pallas_kernels.numba_cpu import calls, frames, kernels, threads
+from cpu_kernels import frames, kernels, threads
+from pallas_kernels import cpu_calls
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ def thread_handler(frame):
 
 def call(handler, size: int, *operands):
     name = kernels.register(f"jaxinfer_test_{handler.__qualname__}_{id(handler)}", handler)
-    return calls.call(name, jax.ShapeDtypeStruct((size,), jnp.float32), operands)
+    return cpu_calls.call(name, jax.ShapeDtypeStruct((size,), jnp.float32), operands)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 50])

@@ -20,10 +20,10 @@ CPUS = {"haswell": AVX2, "cascadelake": AVX512}
 PRINT_ASSEMBLY = """
 import sys
 from numba import types
-from pallas_kernels.packed_matmul import numba_table
+from cpu_kernels.packed_matmul import table
 for name in sys.argv[1:]:
     print(f"loop {name}")
-    print(numba_table.compile_loop(name)._library.get_asm_str())
+    print(table.compile_loop(name)._library.get_asm_str())
 """
 LOOPS = ("multiply_nibbles", "multiply_int8", "multiply_bfloat16", "multiply_quads", "tile_float", "tile_int8")
 

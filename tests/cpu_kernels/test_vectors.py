@@ -8,7 +8,7 @@ pytest.importorskip("numba", reason="kernels for CPUs need Numba")
 from numba import njit, types
 from numba.extending import intrinsic
 
-from pallas_kernels.numba_cpu import vectors as vec
+from cpu_kernels import vectors as vec
 
 
 def converter(kind, convert):

@@ -1,4 +1,4 @@
-"""The kernel of `numba_cpu`, for each type of weights.
+"""Products with integer and float32 weights, a kernel for each type of weights.
 
 Few rows: 8 inputs of 32 outputs are converted in registers, and their products added to sums in the first cache. Many
 rows: blocks of 128 inputs of 32 outputs are written as float32 to the first cache, and the sums of 8 rows stay in
@@ -13,8 +13,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pallas_kernels.numba_cpu import vectors as vec
-from pallas_kernels.numba_cpu.frames import (
+from cpu_kernels import vectors as vec
+from cpu_kernels.frames import (
     answers_metadata,
     attribute,
     compiled,
@@ -26,8 +26,8 @@ from pallas_kernels.numba_cpu.frames import (
     result,
     result_size,
 )
-from pallas_kernels.numba_cpu.memory import allocate, free, get, put
-from pallas_kernels.numba_cpu.threads import in_parts, num_threads
+from cpu_kernels.memory import allocate, free, get, put
+from cpu_kernels.threads import in_parts, num_threads
 
 # Sums of all rows that stay in the first cache while a panel of outputs passes.
 PANEL_BYTES = 2**15

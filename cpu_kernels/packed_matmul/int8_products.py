@@ -11,9 +11,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from pallas_kernels.numba_cpu import vectors as vec
-from pallas_kernels.numba_cpu.memory import intrinsic
-from pallas_kernels.packed_matmul.numba_loads import (
+from cpu_kernels import vectors as vec
+from cpu_kernels.memory import intrinsic
+from cpu_kernels.packed_matmul.forms import STEP
+from cpu_kernels.packed_matmul.loads import (
     HAS_VNNI,
     PANEL_BYTES,
     STEP_FLOATS,
@@ -31,7 +32,6 @@ from pallas_kernels.packed_matmul.numba_loads import (
     prefetch_step,
     store_totals,
 )
-from pallas_kernels.packed_matmul.specs import STEP
 
 ROUNDED = 32  # inputs of a row that are rounded together
 HALF_WORDS = 2  # words of 4 inputs in a step
@@ -101,7 +101,7 @@ def multiplier(kind: str) -> Any:
 
     @intrinsic
     def multiply(context, totals, codes, scales, offsets, x, sums, segments, steps, left, table):
-        """As `numba_float.multiplier`'s; x and sums as `preparer` leaves them."""
+        """As `float_products.multiplier`'s; x and sums as `preparer` leaves them."""
 
         def generate(context, builder, signature, arguments):
             totals, codes, scales, offsets, x, sums, segments, steps, left, _ = arguments
@@ -142,7 +142,7 @@ def converter(kind: str) -> Any:
 
     @intrinsic
     def convert(context, target, codes, stride, segments, steps, left, table, scales):
-        """As `numba_float.converter`'s, as words [2 * left, vectors of a tile, 16]."""
+        """As `float_products.converter`'s, as words [2 * left, vectors of a tile, 16]."""
 
         def generate(context, builder, signature, arguments):
             target, codes, stride, _, _, left, *_ = arguments
@@ -169,7 +169,7 @@ def tiler(rows: int, vectors: int) -> Any:
 
     @intrinsic
     def add_tile(context, totals, codes, x, segments, steps, left, scales, offsets, sums, ahead):
-        """As `numba_float.tiler`'s; codes are words [2 * left, vectors, 16], x words [2 * left, rows], sums planes
+        """As `float_products.tiler`'s; codes are words [2 * left, vectors, 16], x words [2 * left, rows], sums planes
         [segments, 3, rows]."""
 
         def generate(context, builder, signature, arguments):
@@ -277,8 +277,8 @@ def preparer(is_for_nibbles: bool) -> Any:
 
     @intrinsic
     def prepare(context, target, rows, source, steps, inputs, of_segment, sums):
-        """As `numba_float.preparer`'s; target: words [2 * steps, rows], sums: planes [segments, 3, rows]. A row with a
-        number that is not finite has factors that are NaN."""
+        """As `float_products.preparer`'s; target: words [2 * steps, rows], sums: planes [segments, 3, rows]. A row with
+        a number that is not finite has factors that are NaN."""
 
         def generate(context, builder, signature, arguments):
             target, rows, source, steps, inputs, of_segment, sums = arguments

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.numba_cpu.calls import untouched_zeros
+from pallas_kernels.cpu_calls import untouched_zeros
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory that is given back is zero on Linux")
 

@@ -1,10 +1,10 @@
-"""The kernel of `numba_cpu`: products of rows with several packed weights in one call.
+"""Products of rows with several packed weights in one call.
 
 A weight may be a stack of experts; then the rows are sorted by expert. Few rows and experts: threads share panels, and
 the rows are prepared once for all. Many rows: each part takes some of them, and all panels. That changes no sum.
 """
 
-from pallas_kernels.numba_cpu.frames import (
+from cpu_kernels.frames import (
     answers_metadata,
     compiled,
     inlined,
@@ -14,9 +14,9 @@ from pallas_kernels.numba_cpu.frames import (
     operand_size,
     result,
 )
-from pallas_kernels.numba_cpu.memory import allocate, free, store_word
-from pallas_kernels.numba_cpu.threads import in_parts, num_threads
-from pallas_kernels.packed_matmul.numba_loads import (
+from cpu_kernels.memory import allocate, free, store_word
+from cpu_kernels.packed_matmul.forms import KERNELS, LANES, NUMBERS, OUTER, STEP
+from cpu_kernels.packed_matmul.loads import (
     AHEAD_BYTES,
     INT8_TILE_ROWS,
     PANEL_BYTES,
@@ -27,8 +27,8 @@ from pallas_kernels.packed_matmul.numba_loads import (
     VECTORS,
     WIDTH,
 )
-from pallas_kernels.packed_matmul.numba_memory import clear, copy_lanes, load_int32, prefetch_line
-from pallas_kernels.packed_matmul.numba_table import (
+from cpu_kernels.packed_matmul.memory import clear, copy_lanes, load_int32, prefetch_line
+from cpu_kernels.packed_matmul.table import (
     PLACES,
     call_convert,
     call_fill,
@@ -36,7 +36,7 @@ from pallas_kernels.packed_matmul.numba_table import (
     call_prepare,
     call_tile,
 )
-from pallas_kernels.packed_matmul.specs import KERNELS, LANES, NUMBERS, OUTER, STEP
+from cpu_kernels.threads import in_parts, num_threads
 
 # Columns of the plan, an int32 row for each weight.
 KIND, INPUTS, STEPS, OUTPUTS, GROUP, SEGMENT, SCALES, OFFSETS, UNIT, FIELDS = range(10)

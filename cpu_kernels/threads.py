@@ -18,10 +18,10 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from pallas_kernels.numba_cpu import kernels
-from pallas_kernels.numba_cpu.frames import API, inlined, internal, load_word
-from pallas_kernels.numba_cpu.memory import allocate, external, free, intrinsic, store_word
-from pallas_kernels.numba_cpu.vectors import LONG, at
+from cpu_kernels import kernels
+from cpu_kernels.frames import API, inlined, internal, load_word
+from cpu_kernels.memory import allocate, external, free, intrinsic, store_word
+from cpu_kernels.vectors import LONG, at
 
 # Byte offset of XLA_FFI_CallFrame.ctx, and of functions of XLA_FFI_Api.
 CONTEXT = 24

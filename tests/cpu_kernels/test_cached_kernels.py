@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("numba", reason="kernels for CPUs need Numba")
 
-COMPILE = "from pallas_kernels.quantized_matmul import numba_kernel; numba_kernel.{}()"
+COMPILE = "from cpu_kernels import quantized_matmul; quantized_matmul.{}()"
 USE = """
 import jax, numpy as np
 from pallas_kernels.dense_matmul import dense_matmul

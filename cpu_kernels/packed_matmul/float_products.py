@@ -16,9 +16,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from pallas_kernels.numba_cpu import vectors as vec
-from pallas_kernels.numba_cpu.memory import intrinsic
-from pallas_kernels.packed_matmul.numba_loads import (
+from cpu_kernels import vectors as vec
+from cpu_kernels.memory import intrinsic
+from cpu_kernels.packed_matmul.forms import CHAINED_KERNELS, STEP
+from cpu_kernels.packed_matmul.loads import (
     AT_ONCE,
     HAS_AVX512,
     NIBBLES_IN_PLACE,
@@ -39,7 +40,6 @@ from pallas_kernels.packed_matmul.numba_loads import (
     prefetch_step,
     store_totals,
 )
-from pallas_kernels.packed_matmul.specs import CHAINED_KERNELS, STEP
 
 SCALED_KERNELS = CHAINED_KERNELS[:3]  # that have scales
 

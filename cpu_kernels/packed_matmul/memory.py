@@ -3,9 +3,9 @@
 from numba import types
 from numba.core import cgutils
 
-from pallas_kernels.numba_cpu import vectors as vec
-from pallas_kernels.numba_cpu.memory import intrinsic
-from pallas_kernels.packed_matmul.numba_loads import VECTOR_BYTES, WIDTH
+from cpu_kernels import vectors as vec
+from cpu_kernels.memory import intrinsic
+from cpu_kernels.packed_matmul.loads import VECTOR_BYTES, WIDTH
 
 
 @intrinsic

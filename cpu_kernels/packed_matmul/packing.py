@@ -1,4 +1,4 @@
-"""The kernels of `packing`: codes into panels, and scales into factors. Python calls them by their addresses."""
+"""Kernels that pack weights: codes into panels, and scales into factors. Python calls them by their addresses."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from pallas_kernels.numba_cpu import vectors as vec
-from pallas_kernels.numba_cpu.frames import compiled, internal
-from pallas_kernels.numba_cpu.memory import get, intrinsic
-from pallas_kernels.packed_matmul.specs import LANES, OUTER
+from cpu_kernels import vectors as vec
+from cpu_kernels.frames import compiled, internal
+from cpu_kernels.memory import get, intrinsic
+from cpu_kernels.packed_matmul.forms import LANES, OUTER
 
 LARGEST = (63, -128, 15, -32, 31, 127)  # inner numbers that quantizers give the largest of a block, most frequent first
 

@@ -1,4 +1,4 @@
-"""Calls of kernels that Numba compiled, inside XLA programs."""
+"""Calls of kernels in `cpu_kernels`, inside XLA programs."""
 
 import importlib.util
 import math
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.numba_cpu import kernels
+from cpu_kernels import kernels
 from pallas_kernels.platform import current_platform, missing_platform
 
 MAX_PARTS = 16  # beyond which the cost of a part itself shows
@@ -64,7 +64,7 @@ def materialized(x: jax.Array) -> jax.Array:
         return jax.lax.optimization_barrier(x)
 
     def copy_kernel() -> kernels.Compiled:
-        from pallas_kernels.numba_cpu.memory import copy_handler
+        from cpu_kernels.memory import copy_handler
 
         return copy_handler()
 
@@ -86,7 +86,7 @@ def untouched_zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """
 
     def zeros_kernel() -> kernels.Compiled:
-        from pallas_kernels.numba_cpu.zeros import zeros_handler
+        from cpu_kernels.zeros import zeros_handler
 
         return zeros_handler()
 

@@ -6,8 +6,8 @@ from llvmlite import ir
 from numba import extending, types
 from numba.core import cgutils
 
-from pallas_kernels.numba_cpu.frames import answers_metadata, compiled, operand, operand_size, result
-from pallas_kernels.numba_cpu.vectors import BYTE, FLOAT, LONG, at, constant
+from cpu_kernels.frames import answers_metadata, compiled, operand, operand_size, result
+from cpu_kernels.vectors import BYTE, FLOAT, LONG, at, constant
 
 POINTER = ir.PointerType(BYTE)
 intrinsic: Any = extending.intrinsic  # whose calls have an argument less than its functions
@@ -77,7 +77,7 @@ def put(context, address, index, number):
 
 @compiled
 def copy_handler(frame):
-    """The kernel of `calls.materialized`."""
+    """The kernel of `pallas_kernels.cpu_calls.materialized`."""
     if not answers_metadata(frame):
         source, target = operand(frame, 0), result(frame, 0)
         for index in range(operand_size(frame, 0, 0)):

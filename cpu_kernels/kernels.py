@@ -258,7 +258,7 @@ def machine() -> tuple[str, ...]:
 def sources_digest() -> str:
     """The hash of this package's Python files."""
     digest = sha256()
-    folder = Path(__file__).parents[1]
+    folder = Path(__file__).parent
     for file in sorted(folder.rglob("*.py")):
         digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
     return digest.hexdigest()

@@ -11,10 +11,8 @@ A kernel takes the frame's address, and returns 0:
 """
 
 import contextlib
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
-from pallas_kernels.numba_cpu import kernels
+from cpu_kernels import kernels
 
 HANDLER = types.int64(types.int64)
 # Byte offsets of XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Scalar and XLA_FFI_Metadata.
@@ -271,10 +269,10 @@ def compiled(function: Any, signature: Any = HANDLER) -> Callable[[], Kernel]:
     """A kernel, or with another signature a function that kernels call by its address: when the result is called, it is
     compiled, or read from Numba's cache where `kernels` keeps none.
 
-    Numba compares the kernel's own file with what is cached; the hash of this package's files and of the `numba_*`
-    files beside the kernel, in the kernel's name, covers what it imports.
+    Numba compares the kernel's own file with what is cached; the hash of this package's files, in the kernel's name,
+    covers what it imports.
     """
-    function.__qualname__ += f"_{_hash_of_sources(Path(function.__code__.co_filename).parent):08x}"
+    function.__qualname__ += f"_{kernels.sources_digest()[:8]}"
 
     def get() -> Kernel:
         kernel = Kernel(function, signature)
@@ -285,8 +283,3 @@ def compiled(function: Any, signature: Any = HANDLER) -> Callable[[], Kernel]:
         return kernel
 
     return get
-
-
-def _hash_of_sources(folder: Path) -> int:
-    files = [*sorted(Path(__file__).parent.glob("*.py")), *sorted(folder.glob("numba_*.py"))]
-    return zlib.crc32(b"".join(file.read_bytes() for file in files))

@@ -13,9 +13,9 @@ pytest.importorskip("numba", reason="kernels for CPUs need Numba")
 from numba import njit, types
 from numba.extending import intrinsic
 
-from pallas_kernels.numba_cpu import vectors
-from pallas_kernels.paged_attention import numba_vectors
-from pallas_kernels.paged_attention.numba_vectors import BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32, INT8, NIBBLES
+from cpu_kernels import vectors
+from cpu_kernels.paged_attention import vectors as attention_vectors
+from cpu_kernels.paged_attention.vectors import BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32, INT8, NIBBLES
 
 LANES = 16
 
@@ -49,22 +49,22 @@ def of_vectors(write):
 
 @njit
 def convert(out, out_stride, stored, stride, rows, vecs, kind):
-    numba_vectors.convert(out, out_stride, stored, stride, rows, vecs, kind)
+    attention_vectors.convert(out, out_stride, stored, stride, rows, vecs, kind)
 
 
 @njit
 def score(out, out_stride, q, q_stride, rows, k, k_stride, vecs, factors):
-    numba_vectors.score(out, out_stride, q, q_stride, rows, k, k_stride, vecs, factors)
+    attention_vectors.score(out, out_stride, q, q_stride, rows, k, k_stride, vecs, factors)
 
 
 @njit
 def add_weighted(sums, sum_stride, weights, weight_stride, rows, v, v_stride, count, vecs):
-    numba_vectors.add_weighted(sums, sum_stride, weights, weight_stride, rows, v, v_stride, count, vecs)
+    attention_vectors.add_weighted(sums, sum_stride, weights, weight_stride, rows, v, v_stride, count, vecs)
 
 
 def test_exponentials():
     """Within 1 unit in the last place, exactly 1 for 0, and 0 where float32 has no normal number."""
-    exp = of_vectors(numba_vectors._exp)
+    exp = of_vectors(attention_vectors._exp)
     x = np.concatenate([np.linspace(-87, 0, 400_003), -np.logspace(-30, 0, 5000)]).astype(np.float32)
     expected = np.exp(x.astype(np.float64))
     error = np.abs(exp(x) - expected) / np.spacing(expected.astype(np.float32))
@@ -74,7 +74,7 @@ def test_exponentials():
 
 
 def test_hyperbolic_tangents():
-    tanh = of_vectors(numba_vectors._tanh)
+    tanh = of_vectors(attention_vectors._tanh)
     x = np.concatenate([np.linspace(-12, 12, 100_003), np.logspace(-20, 0, 2000)]).astype(np.float32)
     np.testing.assert_allclose(tanh(x), np.tanh(x.astype(np.float64)), rtol=5e-7)
     assert np.isnan(tanh(np.array([np.nan], np.float32))).all()

@@ -12,12 +12,13 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from pallas_kernels.numba_cpu import kernels
-from pallas_kernels.numba_cpu import vectors as vec
-from pallas_kernels.numba_cpu.frames import Kernel, compiled
-from pallas_kernels.numba_cpu.memory import intrinsic
-from pallas_kernels.packed_matmul import numba_float, numba_int8
-from pallas_kernels.packed_matmul.numba_loads import (
+from cpu_kernels import kernels
+from cpu_kernels import vectors as vec
+from cpu_kernels.frames import Kernel, compiled
+from cpu_kernels.memory import intrinsic
+from cpu_kernels.packed_matmul import float_products, int8_products
+from cpu_kernels.packed_matmul.forms import CHAINED_KERNELS, INT8_KERNELS, KERNELS, LANES, NUMBERS, OUTER
+from cpu_kernels.packed_matmul.loads import (
     INT8_TILE_ROWS,
     PANEL_BYTES,
     TILE_ROWS,
@@ -28,7 +29,6 @@ from pallas_kernels.packed_matmul.numba_loads import (
     number_vector,
     offset,
 )
-from pallas_kernels.packed_matmul.specs import CHAINED_KERNELS, INT8_KERNELS, KERNELS, LANES, NUMBERS, OUTER
 
 
 def _filler(kind: str) -> Any:
@@ -89,7 +89,7 @@ _FUNCTIONS = {7: _of_seven, 8: _of_eight, 10: _of_ten}
 
 
 def _module(kernel: str) -> Any:
-    return numba_int8 if kernel in INT8_KERNELS else numba_float
+    return int8_products if kernel in INT8_KERNELS else float_products
 
 
 # What makes each loop, by name, and the number of its arguments.
@@ -98,17 +98,17 @@ _LOOPS: dict[str, tuple[int, Callable[[], Any]]] = {
     **{f"convert_{name}": (8, lambda name=name: _module(name).converter(name)) for name in KERNELS},
     **{
         f"tile_{name}_{rows}": (10, lambda module=module, rows=rows: module.tiler(rows, TILE_VECTORS))
-        for name, module, tile_rows in (("float", numba_float, TILE_ROWS), ("int8", numba_int8, INT8_TILE_ROWS))
+        for name, module, tile_rows in (("float", float_products, TILE_ROWS), ("int8", int8_products, INT8_TILE_ROWS))
         for rows in tile_rows
     },
     **{
-        f"tile_chained_{rows}": (10, lambda rows=rows: numba_float.tiler(rows, TILE_VECTORS, is_chained=True))
+        f"tile_chained_{rows}": (10, lambda rows=rows: float_products.tiler(rows, TILE_VECTORS, is_chained=True))
         for rows in TILE_ROWS
     },
-    "prepare_float": (7, lambda: numba_float.preparer(False)),
-    "prepare_scaled": (7, lambda: numba_float.preparer(True)),
-    "prepare_int8": (7, lambda: numba_int8.preparer(False)),
-    "prepare_nibbles_int8": (7, lambda: numba_int8.preparer(True)),
+    "prepare_float": (7, lambda: float_products.preparer(False)),
+    "prepare_scaled": (7, lambda: float_products.preparer(True)),
+    "prepare_int8": (7, lambda: int8_products.preparer(False)),
+    "prepare_nibbles_int8": (7, lambda: int8_products.preparer(True)),
     **{f"fill_{name}": (8, lambda name=name: _filler(name)) for name in NUMBERS},
 }
 PLACES = {name: index for index, name in enumerate(_LOOPS)}

@@ -8,8 +8,8 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-from pallas_kernels.numba_cpu import vectors as vec
-from pallas_kernels.packed_matmul.specs import CODES, LANES, STEP
+from cpu_kernels import vectors as vec
+from cpu_kernels.packed_matmul.forms import CODES, LANES, STEP
 
 _FEATURES = cpu_target.target_context.codegen()._get_host_cpu_features().split(",")  # pyright: ignore
 # A vector of 16 float32 takes one of 32 registers with AVX-512, else two of 16.

@@ -20,11 +20,11 @@ import llvmlite.binding as llvm
 import numba
 from numba import types
 
-from pallas_kernels.numba_cpu import frames, kernels, memory, zeros
-from pallas_kernels.packed_matmul import numba_kernel as packed_kernel
-from pallas_kernels.packed_matmul import numba_packing, numba_table
-from pallas_kernels.paged_attention import numba_kernel as attention_kernel
-from pallas_kernels.quantized_matmul import numba_kernel as matmul_kernel
+from cpu_kernels import frames, kernels, memory, zeros
+from cpu_kernels import quantized_matmul as matmul_kernel
+from cpu_kernels.packed_matmul import kernel as packed_kernel
+from cpu_kernels.packed_matmul import packing, table
+from cpu_kernels.paged_attention import kernel as attention_kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="object code is kept in ELF only")
 
@@ -35,14 +35,14 @@ SLOW_HANDLERS = {
     "paged_attention": attention_kernel.attention_handler,
     **{f"matmul_{name}": getattr(matmul_kernel, name) for name in MATMULS},
 }
-LOOPS = {name: lambda name=name: numba_table.compile_loop(name) for name in numba_table.PLACES}
+LOOPS = {name: lambda name=name: table.compile_loop(name) for name in table.PLACES}
 FAST = {**HANDLERS, **{name: LOOPS[name] for name in ("multiply_nibbles", "prepare_scaled")}}
-SLOW = {**SLOW_HANDLERS, **numba_packing.KERNELS, **{name: loop for name, loop in LOOPS.items() if name not in FAST}}
+SLOW = {**SLOW_HANDLERS, **packing.KERNELS, **{name: loop for name, loop in LOOPS.items() if name not in FAST}}
 LAST_PLACE = 127  # in the table of loops, whose first places are in use
 
 FIND_MISSING = """
 import sys
-from pallas_kernels.numba_cpu import kernels
+from cpu_kernels import kernels
 print(*(name for name in sys.argv[1:] if not kernels._has_symbol(name)))
 assert "numba" not in sys.modules
 """
@@ -52,12 +52,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jaxinfer.kept_files import KeptFiles
-from pallas_kernels.numba_cpu import calls, kernels
+from pallas_kernels import cpu_calls
+from cpu_kernels import kernels
 kernels.keep_in(KeptFiles(Path(sys.argv[1]), 2**20))
 is_ready = kernels.load_kept({"jaxinfer_zeros": None})
 used = jnp.full((20_000,), 0x7F, jnp.uint8).block_until_ready()
 del used
-assert not np.asarray(calls.untouched_zeros((5_000,), jnp.dtype(jnp.float32))).view(np.uint8).any()
+assert not np.asarray(cpu_calls.untouched_zeros((5_000,), jnp.dtype(jnp.float32))).view(np.uint8).any()
 print(is_ready, "numba" in sys.modules)
 """
 
@@ -187,12 +188,12 @@ def test_numba_has_symbols_that_others_lack():
 
 
 def test_every_handler_and_loop_is_covered():
-    sources = Path(kernels.__file__).parents[1].rglob("*.py")
+    sources = Path(kernels.__file__).parent.rglob("*.py")
     handlers = [
         line for source in sources for line in re.findall(r"^@(?:frames\.)?compiled$", source.read_text(), re.M)
     ]
     assert len(handlers) == len(HANDLERS) + len(SLOW_HANDLERS)
-    assert set(LOOPS) | set(numba_packing.KERNELS) < set(FAST) | set(SLOW)
+    assert set(LOOPS) | set(packing.KERNELS) < set(FAST) | set(SLOW)
     assert len(LOOPS) < LAST_PLACE
 
 

@@ -12,9 +12,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pallas_kernels.numba_cpu import vectors
-from pallas_kernels.numba_cpu.vectors import BYTE, FLOAT, FLOATS, HALF, INT, INTS, LANES, LONG, constant, load, splat
-from pallas_kernels.paged_attention.specs import MASKED
+from cpu_kernels import vectors
+from cpu_kernels.paged_attention.masks import MASKED
+from cpu_kernels.vectors import BYTE, FLOAT, FLOATS, HALF, INT, INTS, LANES, LONG, constant, load, splat
 
 BYTES, HALVES = ir.VectorType(BYTE, LANES), ir.VectorType(HALF, LANES)
 VECTOR = 4 * LANES  # bytes

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
-from pallas_kernels.numba_cpu import frames
-from pallas_kernels.numba_cpu.frames import as_pointer, floats, integers, internal
-from pallas_kernels.numba_cpu.memory import allocate, free
-from pallas_kernels.numba_cpu.threads import in_parts
-from pallas_kernels.numba_cpu.vectors import LANES
-from pallas_kernels.paged_attention import numba_vectors
-from pallas_kernels.paged_attention.numba_vectors import FLOAT32, NIBBLES, VECTOR
-from pallas_kernels.paged_attention.specs import MASKED, MAX_TREE_TOKENS
+from cpu_kernels import frames
+from cpu_kernels.frames import as_pointer, floats, integers, internal
+from cpu_kernels.memory import allocate, free
+from cpu_kernels.paged_attention import vectors
+from cpu_kernels.paged_attention.masks import MASKED, MAX_TREE_TOKENS
+from cpu_kernels.paged_attention.vectors import FLOAT32, NIBBLES, VECTOR
+from cpu_kernels.threads import in_parts
+from cpu_kernels.vectors import LANES
 
 BLOCK = 64  # keys
 # Operands, in order.
@@ -135,10 +135,10 @@ def _bytes(address, size):
 def _convert_rows(out, stored, stride, num_rows, kind, size, width, vecs, padded):
     """Rows as float32 vectors, padded with zeros."""
     if kind == NIBBLES:
-        numba_vectors.convert(out, vecs * VECTOR, stored, stride, num_rows, vecs // 2, kind)
+        vectors.convert(out, vecs * VECTOR, stored, stride, num_rows, vecs // 2, kind)
         return
     whole = width // LANES
-    numba_vectors.convert(out, vecs * VECTOR, stored, stride, num_rows, whole, kind)
+    vectors.convert(out, vecs * VECTOR, stored, stride, num_rows, whole, kind)
     if whole < vecs:
         num_bytes = (width - whole * LANES) * size
         tail = _bytes(padded, VECTOR)
@@ -148,7 +148,7 @@ def _convert_rows(out, stored, stride, num_rows, kind, size, width, vecs, padded
             source = _bytes(stored + row * stride + whole * LANES * size, num_bytes)
             for index in range(num_bytes):
                 tail[index] = source[index]
-            numba_vectors.convert(out + (row * vecs + whole) * VECTOR, 0, padded, 0, 1, 1, kind)
+            vectors.convert(out + (row * vecs + whole) * VECTOR, 0, padded, 0, 1, 1, kind)
 
 
 @_inlined
@@ -193,9 +193,9 @@ def _prefetch(call, item, rows, head, first):
     if first < item.end_key:
         size = rows.width // 2 if rows.kind == NIBBLES else rows.width * rows.size
         run = min(LANES, call.page_size - first % call.page_size)
-        numba_vectors.prefetch(_row(call, item, rows, head, first), rows.stride, run, size)
+        vectors.prefetch(_row(call, item, rows, head, first), rows.stride, run, size)
         if rows.scales != 0:
-            numba_vectors.prefetch(_scales(call, item, rows, head, first), 0, 1, run * 4)
+            vectors.prefetch(_scales(call, item, rows, head, first), 0, 1, run * 4)
 
 
 @_inlined
@@ -257,9 +257,9 @@ def _finish_rows(call, item, values, scratch):
                 sums, total = scratch.sums + row * values.vecs * VECTOR, scratch.total + row * VECTOR
                 row += 1
                 if values.width % LANES == 0:
-                    numba_vectors.divide(at, sums, values.vecs, total)
+                    vectors.divide(at, sums, values.vecs, total)
                     continue
-                numba_vectors.divide(sums, sums, values.vecs, total)
+                vectors.divide(sums, sums, values.vecs, total)
                 quotients, results = floats(sums, values.width), floats(at, values.width)
                 for index in range(values.width):
                     results[index] = quotients[index]
@@ -280,8 +280,8 @@ def _weigh(call, item, base, first_vec, end_vec, first_row, values, scratch):
             row = first_row + query * item.groups + group
             scores = scratch.scores + (row - first_row) * BLOCK * 4 + first_vec * VECTOR
             if call.soft_cap > 0:
-                numba_vectors.cap(scores, end_vec - first_vec, call.soft_cap)
-            numba_vectors.soften(
+                vectors.cap(scores, end_vec - first_vec, call.soft_cap)
+            vectors.soften(
                 scores,
                 end_vec - first_vec,
                 base + first_vec * LANES,
@@ -314,7 +314,7 @@ def _attend_block(call, item, head, base, keys, values, scratch):
         if base <= item.first_key:
             _prefetch(call, item, values, head, first + begin)
         _prefetch(call, item, values, head, first + BLOCK)
-        numba_vectors.score(
+        vectors.score(
             scratch.scores + vec * VECTOR,
             BLOCK * 4,
             scratch.q + first_row * keys.vecs * VECTOR,
@@ -331,7 +331,7 @@ def _attend_block(call, item, head, base, keys, values, scratch):
         begin, end = max(item.first_key - first, 0), min(item.end_key - first, LANES)
         address, stride = _rows(call, item, values, head, first, begin, end, scratch)
         _prefetch(call, item, keys, head, first + BLOCK)
-        numba_vectors.add_weighted(
+        vectors.add_weighted(
             scratch.sums + first_row * values.vecs * VECTOR,
             values.vecs * VECTOR,
             scratch.scores + vec * VECTOR + begin * 4,

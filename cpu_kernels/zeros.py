@@ -1,13 +1,13 @@
-"""The kernel of `calls.untouched_zeros`: a pool of pages takes memory as it is used."""
+"""The kernel of `pallas_kernels.cpu_calls.untouched_zeros`: a pool of pages takes memory as it is used."""
 
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 
-from pallas_kernels.numba_cpu.frames import answers_metadata, attribute, compiled, result
-from pallas_kernels.numba_cpu.memory import POINTER, external, intrinsic
-from pallas_kernels.numba_cpu.vectors import INT, LONG, constant
+from cpu_kernels.frames import answers_metadata, attribute, compiled, result
+from cpu_kernels.memory import POINTER, external, intrinsic
+from cpu_kernels.vectors import INT, LONG, constant
 
 PAGE_BYTES = 4096  # of the system's memory; where pages are larger, madvise may refuse, and zeros are written
 _DONT_NEED = 4  # MADV_DONTNEED: private memory reads as zeros from then on, and is not resident
