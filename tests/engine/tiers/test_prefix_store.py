@@ -14,11 +14,11 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.prefix_store import _checksum
-from tests.engine.test_host_tier import GIB, GREEDY, random_tokens
+from jaxinfer.engine.tiers.prefix_store import _checksum
 from tests.engine.test_saved_states import MIXED
 from tests.engine.test_states import random_params
 from tests.engine.test_windows import WINDOWS, model_of
+from tests.engine.tiers.test_host_tier import GIB, GREEDY, random_tokens
 from tests.pallas_kernels.quick import quick
 
 OPTIONS = {"max_seqs": 4, "max_model_len": 128, "prefill_chunk": 32, "num_pages": 60, "page_size": 4}
@@ -113,8 +113,8 @@ import sys
 import jax
 from jaxinfer import LLM
 from jaxinfer.models import init_params
-from tests.engine.test_host_tier import GIB, GREEDY, random_tokens
-from tests.engine.test_prefix_store import OPTIONS, PROMPTS
+from tests.engine.tiers.test_host_tier import GIB, GREEDY, random_tokens
+from tests.engine.tiers.test_prefix_store import OPTIONS, PROMPTS
 from tests.tiny import TINY
 params = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, init_params(TINY, jax.random.key(0)))
 with LLM((TINY, params), **OPTIONS, host_cache_gib=GIB, prefix_store=sys.argv[1]) as llm:

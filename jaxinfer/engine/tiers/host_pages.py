@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.cache import PagedCache, StateCache
 from jaxinfer.checks import format_bytes
-from jaxinfer.engine.host_tier import BATCH_BYTES, BATCH_PAGES, MAX_IN_TRANSIT, HostPoolSize, PageMove
 from jaxinfer.engine.memory import system_memory
 from jaxinfer.engine.programs.tiers import abstract_rows, gather_pages, row_specs, scatter_pages
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.tiers.host_tier import BATCH_BYTES, BATCH_PAGES, MAX_IN_TRANSIT, HostPoolSize, PageMove
 
 AUTO_FACTOR = 16  # host memory by host_cache_gib="auto", at most so many times the caches on the device
 

@@ -11,14 +11,14 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import state_bytes
-from jaxinfer.engine import host_pages as host_tier_pages
-from jaxinfer.engine import link_rates
-from jaxinfer.engine.host_pages import host_pools
-from jaxinfer.engine.host_tier import HostPool, HostPoolSize, HostTier, PageMove, transit_bytes
-from jaxinfer.engine.link_rates import TransferRule, met_parameters
 from jaxinfer.engine.memory import activation_bytes
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.tiers import host_pages as host_tier_pages
+from jaxinfer.engine.tiers import link_rates
+from jaxinfer.engine.tiers.host_pages import host_pools
+from jaxinfer.engine.tiers.host_tier import HostPool, HostPoolSize, HostTier, PageMove, transit_bytes
+from jaxinfer.engine.tiers.link_rates import TransferRule, met_parameters
 from jaxinfer.models import abstract_params, init_params
 from jaxinfer.quantization.tree import num_parameters
 from jaxinfer.speculative import ModelDraft

@@ -19,11 +19,11 @@ from jax import lax
 
 from jaxinfer import __version__
 from jaxinfer.engine.model_runner import ModelRunner
-from jaxinfer.engine.page_files import PageFiles, PageWriter, chain
 from jaxinfer.engine.programs import Weights
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.tiers.page_files import PageFiles, PageWriter, chain
 from jaxinfer.models import host_layers
 from pallas_kernels.paged_attention import rotation
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxinfer.engine.page_files import MAGIC, STALE_SECONDS, PageFiles, PageWriter, chain
+from jaxinfer.engine.tiers.page_files import MAGIC, STALE_SECONDS, PageFiles, PageWriter, chain
 from tests.pallas_kernels.quick import quick
 
 SIZE = 1000
@@ -18,8 +18,8 @@ NUM_WRITTEN = 400
 WRITER = """
 import sys
 from pathlib import Path
-from jaxinfer.engine.page_files import PageFiles
-from tests.engine.test_page_files import NUM_WRITTEN, SIZE, content_of, name_of
+from jaxinfer.engine.tiers.page_files import PageFiles
+from tests.engine.tiers.test_page_files import NUM_WRITTEN, SIZE, content_of, name_of
 files = PageFiles(Path(sys.argv[1]), SIZE * NUM_WRITTEN // 2)
 print("ready", flush=True)
 number = int(sys.argv[2])
@@ -162,7 +162,7 @@ def test_a_full_disk_loses_the_page_only(tmp_path, monkeypatch):
 
 def test_a_thread_writes_in_order_and_drops_what_it_cannot_hold(tmp_path, monkeypatch):
     files = files_in(tmp_path)
-    monkeypatch.setattr("jaxinfer.engine.page_files.MAX_QUEUED_BYTES", -1)
+    monkeypatch.setattr("jaxinfer.engine.tiers.page_files.MAX_QUEUED_BYTES", -1)
     writer = PageWriter(files)
     assert not writer.put(name_of(0), b"")
     monkeypatch.undo()
