@@ -26,8 +26,8 @@ from jaxinfer.sampling.seeds import derive_seed
 from jaxinfer.tool_calls import AnswerFormat
 
 if TYPE_CHECKING:
-    from jaxinfer.embedding import VectorJob
     from jaxinfer.engine.request import RequestOptions, RequestOutput
+    from jaxinfer.engine.results import VectorJob
 
 
 _LOG = logging.getLogger("jaxinfer.batch")

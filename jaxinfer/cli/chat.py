@@ -38,8 +38,8 @@ from jaxinfer.options import argument, option
 from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
+    from jaxinfer.api.llm import LLM
     from jaxinfer.engine.request import RequestOutput
-    from jaxinfer.llm import LLM
     from jaxinfer.sampling import SamplingParams
 
 

@@ -14,7 +14,7 @@ from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
 
 if TYPE_CHECKING:
-    from jaxinfer.llm import LLM
+    from jaxinfer.api.llm import LLM
     from jaxinfer.models import ModelConfig, Params
     from jaxinfer.training.acceptance import Acceptance
     from jaxinfer.training.distill import DistillOptions, DistillResult, Documents, TextRequest
@@ -81,7 +81,7 @@ def distill(options: DistillCommandOptions) -> None:
     training = _training_options(options)
     work_dir = options.work_dir or out.with_name(out.name + ".training")
     with Stage(f"loading {options.target}"):
-        from jaxinfer.llm import LLM
+        from jaxinfer.api.llm import LLM
 
         llm = LLM(options.target, max_model_len=options.length)
     with llm, resumes("from the last training checkpoint"), Stage("distilling"):

@@ -20,7 +20,7 @@ from jaxinfer.cli.pull import fits_here, sentence_of
 from jaxinfer.options import argument, option
 
 if TYPE_CHECKING:
-    from jaxinfer.llm import LLM
+    from jaxinfer.api.llm import LLM
 
 
 @dataclass(frozen=True, kw_only=True)

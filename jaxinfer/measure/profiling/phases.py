@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from jaxinfer import compilation_cache
+from jaxinfer.api.llm import LLM
 from jaxinfer.engine.events import Dispatch
 from jaxinfer.engine.request import RequestOptions
-from jaxinfer.llm import LLM
 from jaxinfer.measure.bench.model import Bench
 from jaxinfer.measure.bench.probe import DispatchProbe
 from jaxinfer.measure.profiling import trace

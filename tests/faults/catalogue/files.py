@@ -80,18 +80,18 @@ FAULTS = (
     ),
     Fault(
         "engine/a-request-that-cannot-be-added-waits-for-ever",
-        "jaxinfer/async_engine.py",
+        "jaxinfer/api/async_engine.py",
         "        except Exception as error:  # this request's own, of whatever type: the others go on",
         "        except (ValueError, RuntimeError) as error:",
-        ("tests/test_async_engine.py::test_a_request_that_cannot_be_added_fails_alone_whatever_the_error",),
+        ("tests/api/test_async_engine.py::test_a_request_that_cannot_be_added_fails_alone_whatever_the_error",),
         "one request ends the engine, and never gets an answer itself",
     ),
     Fault(
         "engine/a-death-without-its-cause",
-        "jaxinfer/async_engine.py",
+        "jaxinfer/api/async_engine.py",
         '_LOG.critical("the engine has failed", exc_info=error)',
         "pass",
-        ("tests/test_async_engine.py::test_an_engine_that_fails_tells_every_reader_and_those_who_come_later",),
+        ("tests/api/test_async_engine.py::test_an_engine_that_fails_tells_every_reader_and_those_who_come_later",),
         "the server ends, and its log does not say why",
     ),
     Fault(

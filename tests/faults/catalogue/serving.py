@@ -445,7 +445,7 @@ ENGINE = (
         "jaxinfer/engine",
         "[piece.start + 1 : piece.start + 1 + piece.num_targets]",
         "[piece.start : piece.start + piece.num_targets]",
-        ("tests/test_llm.py::test_logprobs_are_the_scores_of_the_same_tokens",),
+        ("tests/api/test_llm.py::test_logprobs_are_the_scores_of_the_same_tokens",),
         "log-probabilities of prompts are those of the token before",
     ),
 )
@@ -831,7 +831,7 @@ PROGRESS = (
         "jaxinfer/progress.py",
         'return "log" if show or _settings["in_command"] else None',
         'return "log"',
-        ("tests/test_progress.py", "tests/test_llm.py"),
+        ("tests/test_progress.py", "tests/api/test_llm.py"),
         "a service that imports jaxinfer has lines in its log that nobody wanted",
     ),
     Fault(

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer.api.llm import LLM
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.weights import ModelWeights
-from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel
 from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
 from jaxinfer.measure.advise.search import after_one

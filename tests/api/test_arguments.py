@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS
-from jaxinfer.llm_arguments import (
+from jaxinfer.api.arguments import (
     as_conversations,
     as_count,
     as_names,
@@ -17,6 +16,7 @@ from jaxinfer.llm_arguments import (
     priorities_of_each,
     takes_other_names,
 )
+from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS
 from jaxinfer.sampling import SamplingParams
 
 HI = [{"role": "user", "content": "hi"}]

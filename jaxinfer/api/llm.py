@@ -1,37 +1,23 @@
-"""Public API: load a model, generate, chat, stream; scores and embeddings are in `llm_scoring`."""
+"""Public API: load a model, generate, chat, stream, score, embed."""
 
-import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import jax
+import numpy as np
 
 from jaxinfer import compilation_cache, parallel
-from jaxinfer.cache.policy.kinds import extends_length
-from jaxinfer.embedding import Embedder
-from jaxinfer.engine.abstract_work import shapes_of
-from jaxinfer.engine.client import Client
-from jaxinfer.engine.explanation import Explanation, explain_engine, summarize_engine
-from jaxinfer.engine.lockstep import Lockstep
-from jaxinfer.engine.protocol import AnyEngine
-from jaxinfer.engine.replicas import make_engine
-from jaxinfer.engine.request import (
-    DEFAULT_REQUEST_OPTIONS,
-    Prompt,
-    Request,
-    RequestOptions,
-    RequestOutput,
-    SequenceState,
-    StreamDelta,
-)
-from jaxinfer.engine.weights import WeightsView, as_weights
-from jaxinfer.llm_arguments import (
+from jaxinfer.api.arguments import (
     as_conversations,
     as_count,
     as_names,
+    as_pairs,
     as_params,
     as_prompt,
     as_prompts,
@@ -43,11 +29,34 @@ from jaxinfer.llm_arguments import (
     takes_other_names,
     unknown_attribute,
 )
-from jaxinfer.llm_offload import is_from_disk, layers_chooser
-from jaxinfer.llm_options import LLMOptions, documented
-from jaxinfer.llm_scoring import ScoringMethods, together
-from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
-from jaxinfer.models import Params, check_taps
+from jaxinfer.api.embedding import Embedder, best_first
+from jaxinfer.api.options import LLMOptions, documented
+from jaxinfer.cache.policy.kinds import extends_length
+from jaxinfer.engine.abstract_work import shapes_of
+from jaxinfer.engine.client import Client
+from jaxinfer.engine.explanation import Explanation, explain_engine, summarize_engine
+from jaxinfer.engine.lockstep import Lockstep
+from jaxinfer.engine.memory import available_bytes
+from jaxinfer.engine.offload import DISK, layers_for_host
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.protocol import AnyEngine
+from jaxinfer.engine.replicas import make_engine
+from jaxinfer.engine.request import (
+    DEFAULT_REQUEST_OPTIONS,
+    Prompt,
+    Request,
+    RequestOptions,
+    RequestOutput,
+    Score,
+    SequenceState,
+    StreamDelta,
+)
+from jaxinfer.engine.results import VectorJob, score_of
+from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.weights import WeightsView, as_weights
+from jaxinfer.files import Closable
+from jaxinfer.loading import ChooseLayers, LiveModel, LoadedModel, for_length, load_draft, load_draft_shapes, load_model
+from jaxinfer.models import ModelConfig, Params, check_taps
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.openai.fields import check_message_names
 from jaxinfer.openai.requests import TextRequest
@@ -56,7 +65,7 @@ from jaxinfer.param_dict import ParamDict, refuse
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
-from jaxinfer.speculative import SpeculationStats
+from jaxinfer.speculative import ModelDraft, SpeculationStats
 from jaxinfer.text import Tokenizer
 from jaxinfer.tool_calls import AnswerFormat, as_tools
 
@@ -64,11 +73,24 @@ if TYPE_CHECKING:
     from jaxinfer.batch import BatchSummary
     from jaxinfer.planning import MemoryPlan
 
+P = ParamSpec("P")
 R = TypeVar("R")
 Key = TypeVar("Key")
 
 
-class LLM(ScoringMethods):
+def together(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method that only host 0 runs, where there are several; the others follow, and return or raise the same."""
+
+    @functools.wraps(method)
+    def run(self: Any, *arguments: P.args, **keywords: P.kwargs) -> R:
+        if self._lockstep is None:
+            return method(self, *arguments, **keywords)
+        return self._lockstep.lead_or_follow(method.__name__, lambda: method(self, *arguments, **keywords))
+
+    return run
+
+
+class LLM(Closable):
     """A model ready to generate.
 
     Args:
@@ -116,8 +138,8 @@ class LLM(ScoringMethods):
             quantization=chosen.quantization,
             verify=chosen.verify,
             mesh=self.mesh,
-            offload=layers_chooser(chosen),
-            from_disk=is_from_disk(chosen, is_live=isinstance(model, tuple)),
+            offload=_layers_chooser(chosen),
+            from_disk=_is_from_disk(chosen, is_live=isinstance(model, tuple)),
         )
         self._loaded = loaded
         loaded, self.max_model_len = loaded.for_length(
@@ -317,6 +339,157 @@ class LLM(ScoringMethods):
         with open_job(path_in, path_out, **files) as job:
             return job.run(self, params, use_tqdm=use_tqdm)
 
+    # Scores, vectors, relevance.
+
+    @takes_other_names
+    @together
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt] | None = None,
+        params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[Score]:
+        """Log-probabilities of texts, or of each continuation after its prompt: of each token, their sum, mean loss and
+        perplexity.
+
+        Args:
+          prompts: a text or a list of token ids, or a list of these. Without continuations, all their tokens are
+            scored but the first, which none predicts: it is BOS where the tokenizer adds one.
+          continuations: as many; only their tokens are scored. They are tokenized apart from the prompts; give token
+            ids to choose the split yourself.
+          params: for `processed` log-probabilities beside `raw` ones; by default they are the same.
+          use_tqdm: as of `generate`.
+
+        All run in one batch, in any number. Memory does not grow with length times vocabulary: logits exist for a few
+        positions at a time. Raises ValueError, with its number and both lengths, for a text that is longer than
+        `max_model_len`, for other numbers of prompts and continuations, and as `generate`.
+        """
+        params = as_params(params, SamplingParams())
+        if continuations is None:
+            what, pairs = "text", [(text, None) for text in as_prompts(prompts, "text")]
+        else:
+            what, pairs = "pair", as_pairs(prompts, continuations)
+        requests = [
+            self.client.prepare_score(*pair, params, what=f"{what} {number}") for number, pair in enumerate(pairs)
+        ]
+        scores: dict[SequenceState, Score] = {}
+
+        def take(answer: SequenceState) -> None:
+            scores[answer] = score_of(answer)
+            answer.prompt_logprobs = []  # ten times as large, while others of a long list run
+
+        return [scores[answer] for (answer,) in self._run(requests, "scoring", what, use_tqdm, take)]
+
+    @takes_other_names
+    @together
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: bool = False,
+        use_tqdm: bool | None = None,
+    ) -> np.ndarray:
+        """Vectors of texts, float32 [texts, dimensions]: pooled final hidden states, as the checkpoint's files of
+        sentence-transformers say.
+
+        Args:
+          texts: a text or a list of token ids, or a list of these.
+          prompt_name: of one of the checkpoint's prompts, such as "query" or "document", which goes before each text;
+            None for its default one. prompt: a text to go there instead.
+          pooling: "last", "mean" or "cls" (the first token), in place of the checkpoint's.
+          dimensions: cuts vectors to their first components (Matryoshka), before they get length 1.
+          normalize: whether vectors get length 1; None for what the checkpoint says.
+          truncate: cuts texts that are too long at their end.
+          use_tqdm: as of `generate`.
+
+        Cached beginnings are used where only the last token counts; for "mean" and "cls" all of a text is computed.
+        Raises ValueError, with the text's number and length, for a text that is too long, for a checkpoint that does
+        not say how it pools where `pooling` does not either, and for an unknown prompt or too many dimensions.
+        """
+        keywords: dict[str, Any] = {"prompt_name": prompt_name, "prompt": prompt, "pooling": pooling}
+        keywords |= {"dimensions": dimensions, "normalize": normalize, "truncate": truncate}
+        return self._vectors(self.embedder.embed(as_prompts(texts), **keywords), "embedding", use_tqdm)
+
+    @together
+    def relevance(
+        self,
+        queries: str | Sequence[str],
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate: bool = False,
+        use_tqdm: bool | None = None,
+    ) -> np.ndarray:
+        """How relevant each document is for its query, or for the only one: float32 [documents].
+
+        For a model that embeds (see `embed`), the cosine of their vectors, with its prompts "query" and "document". For
+        any other, the probability of "yes" against "no" after the template of Qwen3-Reranker, from 0 to 1; the query's
+        part of the prompt is computed once for all of its documents.
+
+        Args:
+          instruction: the task, in place of the reranker's default; for a model that embeds, the prompt of queries.
+          truncate: cuts documents that are too long at their end.
+
+        Raises ValueError for other numbers of queries and documents, for a document that is too long, with its number,
+        and for a model without the tokens of the template. TypeError for what is no text.
+        """
+        queries = [queries] if isinstance(queries, str) else queries
+        job = self.embedder.relevance(queries, documents, instruction=instruction, truncate=truncate)
+        return self._vectors(job, "scoring", use_tqdm)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+        use_tqdm: bool | None = None,
+    ) -> list[tuple[int, float]]:
+        """Pairs (index of a document, its `relevance`), the most relevant first, at most `top_n`."""
+        scores = self.relevance(query, documents, instruction=instruction, truncate=truncate, use_tqdm=use_tqdm)
+        return best_first(scores, top_n)
+
+    def _vectors(self, job: VectorJob, description: str, use_tqdm: bool | None) -> np.ndarray:
+        answers = self._run(job.requests, description, "text", use_tqdm)
+        return job.result([self.client.collect(one) for one in answers])
+
+    def _run(
+        self,
+        requests: list[Request],
+        description: str,
+        unit: str,
+        use_tqdm: bool | None,
+        take: Callable[[SequenceState], None] = lambda answer: None,
+    ) -> list[list[SequenceState]]:
+        """Runs requests to their end; the answers of each. `take` is called with each answer as it ends."""
+        submitted: list[list[SequenceState]] = []
+        try:
+            for request in requests:
+                submitted.append(self.client.submit(request))
+            running: dict[SequenceState, Any] = dict.fromkeys(one for answers in submitted for one in answers)
+            num_tokens = 0
+            with Stage(description, len(running), unit, show=use_tqdm) as stage:
+                stage.describe(lambda: f"{num_tokens / stage.seconds:.0f} tokens/s")
+                for answer, delta in self.client.run(running):
+                    num_tokens += len(delta.token_ids)
+                    if answer.is_finished:
+                        take(answer)
+                        stage.update()
+        except BaseException:
+            for answers in submitted:
+                self.client.abort(answers)
+            raise
+        return submitted
+
     # The engine.
 
     @property
@@ -371,7 +544,7 @@ class LLM(ScoringMethods):
     def explain(self) -> Explanation:
         """What was allocated and chosen: dtypes, bytes, slots, programs, kernels. `str()` is a table."""
         tokenizer = "none: token ids only" if self.tokenizer is None else f"{self.tokenizer.vocab_size} tokens"
-        defaults = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
+        defaults = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
         quantized = describe(all_layers(shapes_of(self.params)))
         weights: dict[str, Any] = {"quantized": quantized} if quantized else {}
         if self._copies is not None and self._copies.num_copyable:
@@ -491,3 +664,39 @@ class LLM(ScoringMethods):
 
 
 LLM.__doc__ = documented(LLM.__doc__)
+
+
+def _layers_chooser(options: LLMOptions) -> ChooseLayers | None:
+    """What `load_model` asks for the layers that `options.offload` moves to the host; None for none."""
+    if not options.offload or options.offload == DISK:
+        return None
+    is_live = isinstance(options.draft, tuple)
+
+    def choose(config: ModelConfig, params: Params) -> tuple[int, ...]:
+        config, length = for_length(config, options.max_model_len)
+        own = {field.name: getattr(options, field.name) for field in fields(EngineOptions)}
+        given: Any = options.draft
+        if is_live:
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given[1])
+            draft = ModelDraft("live parameters", given[0], shapes)
+        else:
+            draft = load_draft_shapes(given, config, params, length, options.dtype)
+        platform = jax.default_backend()
+        spec = EngineSpec(config, params, EngineOptions(**{**own, "max_model_len": length}), platform, None, draft)
+        total = available_bytes(jax.devices()[0]) if options.offload == "auto" else None
+        if total is not None and is_live:
+            total += sum(num_bytes(params) for _, params in draft.own)
+        return layers_for_host(spec, options.offload, total)
+
+    return choose
+
+
+def _is_from_disk(options: LLMOptions, *, is_live: bool) -> bool:
+    """Whether layers stay in the files of a checkpoint. Raises ValueError for live parameters and devices but a CPU."""
+    if options.offload != DISK:
+        return False
+    if is_live:
+        raise ValueError("offload='disk' is for the files of a checkpoint, not for live parameters")
+    if (platform := jax.default_backend()) != "cpu":
+        raise ValueError(f"offload='disk' is for a CPU, not for {platform}; offload='auto' is")
+    return True

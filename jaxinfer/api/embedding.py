@@ -3,15 +3,16 @@
 `LLM`, `AsyncEngine` and the server run the requests of a `VectorJob` each in their own way.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxinfer.embedding_files import POOLINGS, EmbeddingConfig
 from jaxinfer.engine.client import Client
-from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Pooling, Prompt, Request, RequestOptions, RequestOutput
+from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Pooling, Prompt, Request, RequestOptions
+from jaxinfer.engine.results import VectorJob
 from jaxinfer.engine.scheduler import RequestTooLargeError
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.text import Tokenizer
@@ -27,27 +28,6 @@ _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _LABELS = ("yes", "no")
 _NEEDED = ("<|im_start|>", "<|im_end|>", *_LABELS)
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=1)
-
-
-@dataclass(frozen=True)
-class VectorJob:
-    """Requests whose answers are vectors, and what makes the result of the vectors, given in the requests' order."""
-
-    requests: list[Request]
-    finish: Callable[[Sequence[np.ndarray]], np.ndarray]
-
-    def result(self, outputs: Sequence[RequestOutput]) -> np.ndarray:
-        """The result. Raises FloatingPointError where a request failed: its hidden states were not finite."""
-        vectors = []
-        for output in outputs:
-            if output.pooled is None:
-                raise FloatingPointError(output.outputs[0].error or "the vector was not computed")
-            vectors.append(output.pooled)
-        return self.finish(vectors)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(request.num_prompt for request in self.requests)
 
 
 class Embedder:

@@ -12,7 +12,7 @@ from jaxinfer import LLM, ModelConfig, RopeConfig, SamplingParams, Tokenizer
 from jaxinfer.cache import attend_without_cache
 from jaxinfer.engine.request import Score
 from jaxinfer.models import bind, init_params
-from tests.test_llm import train_tokenizer
+from tests.api.test_llm import train_tokenizer
 
 
 @pytest.fixture(scope="module")

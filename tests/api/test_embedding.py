@@ -8,7 +8,7 @@ import pytest
 
 import checkpoints_convert
 from jaxinfer import LLM, AsyncEngine, SamplingParams
-from jaxinfer.embedding import best_first
+from jaxinfer.api.embedding import best_first
 from jaxinfer.engine.programs import pool
 from jaxinfer.engine.request import Pooling, PoolingKind
 from tests.oracle.embedding_cases import CASES, WIDTH, write

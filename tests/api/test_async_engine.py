@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from jaxinfer import LLM, AsyncEngine, ModelConfig, RopeConfig, SamplingParams
-from jaxinfer import async_engine as module
-from jaxinfer.async_engine import EngineDeadError
+from jaxinfer.api import async_engine as module
+from jaxinfer.api.async_engine import EngineDeadError
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.models import init_params
 from jaxinfer.server.errors import as_api_error

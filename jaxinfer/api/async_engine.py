@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.embedding import VectorJob, best_first
+from jaxinfer.api.arguments import as_prompts, takes_other_names
+from jaxinfer.api.embedding import best_first
+from jaxinfer.api.llm import LLM
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
     Prompt,
@@ -23,8 +25,7 @@ from jaxinfer.engine.request import (
     SequenceState,
     StreamDelta,
 )
-from jaxinfer.llm import LLM
-from jaxinfer.llm_arguments import as_prompts, takes_other_names
+from jaxinfer.engine.results import VectorJob
 from jaxinfer.loading import LiveModel
 from jaxinfer.parallel import hosts
 from jaxinfer.sampling import SamplingParams

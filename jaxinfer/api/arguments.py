@@ -10,9 +10,9 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
+from jaxinfer.api.options import LLMOptions
 from jaxinfer.checks import did_you_mean
 from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, Request, RequestOptions
-from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loading import LiveModel
 from jaxinfer.option_names import NAMES, find, translated
 from jaxinfer.sampling import SamplingParams
