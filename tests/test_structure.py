@@ -172,6 +172,26 @@ def identifiers(tree: ast.AST) -> set[str]:
     return found
 
 
+def homes_of_classes(trees: dict[str, ast.AST]) -> dict[str, list[str]]:
+    """Modules that define a class, by its public name."""
+    found: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    return found
+
+
+def test_a_public_class_name_has_one_meaning():
+    homes = homes_of_classes({module_of(path): parsed(path) for path in FILES})
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_a_class_name_with_two_meanings_is_found():
+    two = ast.parse("class Stage: ...\nclass _Part: ...")
+    assert homes_of_classes({"one": two, "other": two}) == {"Stage": ["one", "other"]}
+
+
 def test_nothing_imports_torch_or_pickle():
     forbidden = {"torch", "transformers", "pickle", "cloudpickle", "dill"}
     for path in FILES:
