@@ -89,7 +89,7 @@ def load_word(address):
 
 @internal("boolean(int64)")
 def answers_metadata(frame):
-    """Whether this is the call in which XLA asks for a handler's version; answers it with XLA's own."""
+    """Tells whether this is the call in which XLA asks for a handler's version; answers it with XLA's own."""
     extension = load_word(frame + EXTENSION)
     if extension == 0 or load_word(extension + EXTENSION_TYPE) & 0xFFFFFFFF != METADATA_TYPE:
         return False

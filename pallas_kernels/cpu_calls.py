@@ -32,7 +32,7 @@ def unsupported(platform: str) -> str | None:
 
 
 def is_divided() -> bool:
-    """Whether arrays of the current trace may be divided over devices, outside of `jax.shard_map`."""
+    """Tells whether arrays of the current trace may be divided over devices, outside of `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return any(size > 1 and kind != jax.sharding.AxisType.Manual for size, kind in kinds)

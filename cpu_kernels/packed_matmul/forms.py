@@ -109,5 +109,5 @@ class PackedForm:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return 4 if self.codes in ("nibbles", "codebook") else 8 * CODES[self.codes].itemsize

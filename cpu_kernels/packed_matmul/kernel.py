@@ -208,7 +208,7 @@ def _prepare(frame, weight, first, rows, target, sums):
 
 @internal("int64(int64, int64, int64)")
 def _is_prepared_as(frame, weight, other):
-    """Whether a weight's rows are prepared as another's."""
+    """Tells whether a weight's rows are prepared as another's."""
     place, own = _place_of_prepare(_field(frame, weight, KIND)), _place_of_prepare(_field(frame, other, KIND))
     return place == own and _field(frame, weight, SEGMENT) == _field(frame, other, SEGMENT)
 

@@ -1,4 +1,4 @@
-"""What the loops over packed weights share: the sizes of vectors and tiles, and loads of codes and scales."""
+"""Shared parts of the loops over packed weights: the sizes of vectors and tiles, and loads of codes and scales."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -156,8 +156,8 @@ def load_number(builder: Any, address: Any) -> Any:
 
 
 def panel_totals(builder: Any, totals: Any) -> list[Any]:
-    """Where a panel's totals are while a loop runs: in registers, or in memory where there are 16, so that no chain of
-    sums has to be there."""
+    """The place of a panel's totals while a loop runs: in registers, or in memory where there are 16, so that no chain
+    of sums has to be there."""
     places = [offset(builder, totals, VECTOR_BYTES * v) for v in range(VECTORS)]
     if not HAS_AVX512:
         return [vec.at(builder, place, vec.FLOATS) for place in places]

@@ -52,8 +52,8 @@ class Rows(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What is the same for all units: addresses of q, sinks (or 0), ancestors, and the result; tokens of a page, heads
-    of queries and of keys, and query heads of a key head."""
+    """Facts of all units: addresses of q, sinks (or 0), ancestors, and the result; tokens of a page, heads of queries
+    and of keys, and query heads of a key head."""
 
     q: int
     sinks: int

@@ -1,4 +1,4 @@
-"""What `LLM` is given, checked: options, prompts, parameters, conversations. Raises sentences for wrong types."""
+"""Checks of what `LLM` is given: options, prompts, parameters, conversations. Raises sentences for wrong types."""
 
 import functools
 import inspect
@@ -103,7 +103,7 @@ def _our_keywords(keywords: Mapping[str, Any], known: Sequence[str], name: str, 
 
 
 def _is_option(name: str) -> bool:
-    """Whether a name is one of a request's or a method's, ours or another engine's, and so no template variable."""
+    """True of names of a request's or a method's fields, ours or another engine's, which are no template variables."""
     return name in _SAMPLING_NAMES or find("call", name) is not None or find("SamplingParams", name) is not None
 
 
@@ -268,7 +268,7 @@ def _are_scalars(values: Sequence[Any]) -> bool:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Whether a value stands where a token id does: a number, or an array of one element without axes."""
+    """Tells whether a value stands where a token id does: a number, or an array of one element without axes."""
     return isinstance(value, (int, float, complex, np.generic)) or (hasattr(value, "ndim") and value.ndim == 0)
 
 

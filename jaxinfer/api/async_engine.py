@@ -191,7 +191,7 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be served."""
+        """True while requests can be served."""
         return self._death is None and not self._is_closed
 
     async def close(self) -> None:
@@ -309,7 +309,7 @@ class AsyncEngine:
         return self.llm.collect(reader.answers)
 
     def _end(self) -> None:
-        """Nobody waits any more, and no command is left unanswered."""
+        """Ends all waiting: every reader and every command gets an answer."""
         with self._lock:
             self._is_closed = True
         try:
@@ -355,7 +355,7 @@ class AnswerStream:
 
     @property
     def is_done(self) -> bool:
-        """Whether all was read."""
+        """True once all was read."""
         return self._reader.is_done
 
     def read(self) -> Coroutine[Any, Any, list[StreamDelta]]:

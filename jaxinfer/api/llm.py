@@ -542,7 +542,7 @@ class LLM(Closable):
             return self.engine.warm_up(jobs, report)
 
     def explain(self) -> Explanation:
-        """What was allocated and chosen: dtypes, bytes, slots, programs, kernels. `str()` is a table."""
+        """Describes what was allocated and chosen: dtypes, bytes, slots, programs, kernels. `str()` is a table."""
         tokenizer = "none: token ids only" if self.tokenizer is None else f"{self.tokenizer.vocab_size} tokens"
         defaults = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
         quantized = describe(all_layers(shapes_of(self.params)))
@@ -563,7 +563,7 @@ class LLM(Closable):
         )
 
     def plan(self) -> "MemoryPlan":
-        """What the model needs on this machine: bytes by part as the compiler counts them, how much cache remains, and,
+        """The model's needs on this machine: bytes by part as the compiler counts them, how much cache remains, and,
         on chips that `jaxinfer plan` knows, the least time of a step. Prints well; `to_dict()` is JSON-ready.
 
         Compiles the largest programs, or reads them from the compilation cache.
@@ -574,7 +574,7 @@ class LLM(Closable):
 
     @together
     def speculation_stats(self) -> SpeculationStats | None:
-        """What was drafted and accepted since the start, all answers together; None without a draft."""
+        """Counts of what was drafted and accepted since the start, all answers together; None without a draft."""
         return self.engine.speculation_stats
 
     def fingerprint(self) -> str:
@@ -608,7 +608,7 @@ class LLM(Closable):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is host 0, which reads, writes and shows things; so is a host alone."""
+        """True on host 0, which reads, writes and shows things; so is a host alone."""
         return self._hosts is None or self._hosts.is_leader
 
     def on_leader(self, work: Callable[[], R]) -> R | None:
@@ -659,7 +659,7 @@ class LLM(Closable):
 
     @property
     def engine(self) -> AnyEngine:
-        """What runs the requests. Raises RuntimeError once closed."""
+        """The engine that runs the requests. Raises RuntimeError once closed."""
         return self.client.engine
 
 
@@ -667,7 +667,7 @@ LLM.__doc__ = documented(LLM.__doc__)
 
 
 def _layers_chooser(options: LLMOptions) -> ChooseLayers | None:
-    """What `load_model` asks for the layers that `options.offload` moves to the host; None for none."""
+    """The function that names the layers which `options.offload` moves to the host, for `load_model`; None for none."""
     if not options.offload or options.offload == DISK:
         return None
     is_live = isinstance(options.draft, tuple)
@@ -692,7 +692,7 @@ def _layers_chooser(options: LLMOptions) -> ChooseLayers | None:
 
 
 def _is_from_disk(options: LLMOptions, *, is_live: bool) -> bool:
-    """Whether layers stay in the files of a checkpoint. Raises ValueError for live parameters and devices but a CPU."""
+    """True if layers stay in a checkpoint's files. Raises ValueError for live parameters and devices but a CPU."""
     if options.offload != DISK:
         return False
     if is_live:

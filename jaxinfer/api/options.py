@@ -33,7 +33,7 @@ def parse_offload(text: str) -> int | Literal["auto", "disk"]:
 
 @dataclass(frozen=True, kw_only=True)
 class LLMOptions(EngineOptions):
-    """What `LLM` takes beside a model: how to load it, and the options of its engine."""
+    """Options of `LLM` beside the model: how to load it, and the options of its engine."""
 
     tokenizer: "Tokenizer | str | Path | None" = option(
         None,

@@ -21,7 +21,7 @@ AUTO_FACTOR = 16  # host memory by host_cache_gib="auto", at most so many times 
 
 
 class Caches(NamedTuple):
-    """What pages and saved states lie in."""
+    """The arrays that hold pages and saved states."""
 
     cache: PagedCache
     draft: PagedCache | None
@@ -35,7 +35,7 @@ class Caches(NamedTuple):
         return own, () if self.draft is None or group > 0 else self.draft.layers
 
     def with_parts(self, group: int, num_groups: int, parts: Any) -> "Caches":
-        """The same with other layers in place of `parts(group, num_groups)`."""
+        """These caches with other layers in place of `parts(group, num_groups)`."""
         if group == num_groups:
             return self._replace(saved=self.saved and replace(self.saved, layers=parts))
         layers = list(self.cache.layers)

@@ -110,12 +110,12 @@ class HostTier:
 
     @property
     def num_bytes(self) -> int:
-        """Of all host pages."""
+        """Bytes of all host pages."""
         return sum(size.num_pages * size.page_bytes for size in self.sizes)
 
     @property
     def used_bytes(self) -> int:
-        """Of the host pages that hold something."""
+        """Bytes of the host pages that hold something."""
         return sum(pool.num_used * size.page_bytes for pool, size in zip(self.pools, self.sizes, strict=True))
 
     def move_out(self, group: int, page: int, forget: Callable[[], None]) -> int:

@@ -1,4 +1,4 @@
-"""Whether bytes of a host tier are cheaper than computing again: the rule, and the rates that it needs, measured."""
+"""The rule that tells whether bytes of a host tier are cheaper than computing again, and the rates that it needs."""
 
 import time
 from dataclasses import dataclass, replace
@@ -36,12 +36,12 @@ class TransferRule:
 
     @property
     def read_seconds(self) -> float:
-        """Of a token that comes back."""
+        """Time of a token that comes back."""
         return self.token_bytes / self.link_rate
 
     @property
     def compute_seconds(self) -> float:
-        """Of a token that is computed."""
+        """Time of a token that is computed."""
         return self.token_flops / self.flop_rate
 
     @property

@@ -63,8 +63,8 @@ class PageFiles:
         self.trim()
 
     def has(self, name: str, num_bytes: int) -> bool:
-        """Whether there is a page; one that this process has neither read nor written is read, and removed if it is
-        damaged."""
+        """Tells whether there is a page; one that this process has neither read nor written is read, and removed if it
+        is damaged."""
         return self._path(name).exists() and (name in self._sound or self.read(name, num_bytes) is not None)
 
     def read(self, name: str, num_bytes: int) -> bytes | None:
@@ -178,7 +178,7 @@ class PageWriter:
 
 
 def _head(name: str, content: bytes) -> bytes:
-    """What stands before a page's bytes: the checksum covers the name, so that a file under another's is damaged."""
+    """The header of a page's bytes: the checksum covers the name, so that a file under another's is damaged."""
     digest = hashlib.blake2b(name.encode(), digest_size=DIGEST_BYTES)
     digest.update(content)
     return MAGIC + digest.digest()
