@@ -28,8 +28,8 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/quantization/test_rtn.py tests/checkpoints_convert/test_load.py tests/checkpoints_convert/test_manifest.py \
     tests/checkpoints_convert/formats/test_bits.py tests/checkpoints_convert/gguf/test_metadata.py \
     tests/checkpoints_convert/huggingface/test_config.py tests/pallas_kernels/test_choice.py tests/pallas_kernels/test_tuning.py \
-    tests/pallas_kernels/numba_cpu tests/pallas_kernels/packed_matmul tests/pallas_kernels/quantized_matmul/test_numba_cpu.py \
-    tests/pallas_kernels/paged_attention/test_numba_cpu.py
+    tests/cpu_kernels tests/pallas_kernels/test_cpu_calls.py tests/pallas_kernels/packed_matmul \
+    tests/pallas_kernels/quantized_matmul/test_numba_cpu.py tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
 .PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative bench-quantization bench-loading bench-stored golden golden-real on-chip on-chip-packages docs notebooks readme clean
 
@@ -105,7 +105,7 @@ test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray $(CLIENTS
 
 coverage: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run `make test` and print the lines that it did not run
 	@$(BIN)/coverage erase
-	@$(MAKE) test PYTEST_OPTIONS="--cov=jaxinfer --cov=pallas_kernels --cov=checkpoints_convert --cov-append --cov-report= $(PYTEST_OPTIONS)"
+	@$(MAKE) test PYTEST_OPTIONS="--cov=jaxinfer --cov=pallas_kernels --cov=cpu_kernels --cov=checkpoints_convert --cov-append --cov-report= $(PYTEST_OPTIONS)"
 	$(BIN)/coverage report --skip-covered --show-missing
 
 # JAX's newest releases need Python 3.12.

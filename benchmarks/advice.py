@@ -27,7 +27,7 @@ from jaxinfer.measure.advise.goals import GOALS, Arguments, Goal, TrialResult, m
 from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
 from jaxinfer.measure.advise.search import after_one
 from jaxinfer.measure.bench.model import machine
-from jaxinfer.measure.bench.workload import Lengths, Workload
+from jaxinfer.measure.bench.workload import BenchWorkload, Lengths
 from jaxinfer.training.corpus import held_out_files
 
 FILE = Path(__file__).parent / "results/advice.json"
@@ -96,7 +96,7 @@ def in_turn(runner: TrialRunner, goal: Goal, first: Arguments, second: Arguments
 def make_runner() -> TrialRunner:
     prompts, answers = (Lengths("fixed", count, count) for count in (PROMPT_TOKENS, ANSWER_TOKENS))
     texts = tuple(text for _, text in held_out_files(8))
-    return TrialRunner(TrialSettings(MODEL, {}, Workload(prompts, answers), texts, (), REQUESTS, REPEATS))
+    return TrialRunner(TrialSettings(MODEL, {}, BenchWorkload(prompts, answers), texts, (), REQUESTS, REPEATS))
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from jaxinfer.planning.plan import PlanRequest
 from jaxinfer.planning.roofline import Rates, decode_point
 from jaxinfer.quantization import quantize_params
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 
 CHIPS = ("v5e", "v6e", "tpu7x", "h100", "h200")
 WEIGHTS = ("bfloat16", "int8", "int4-g128", "fp8")
@@ -141,14 +141,14 @@ def _compiled(spec: EngineSpec, chip: str) -> tuple[float, float, int]:
     """Bytes moved beside attention and by its kernels, and temporaries."""
     planned = planned_programs(spec)[DECODE]
     found = ahead_of_time.compile_for(chip, planned.function, *planned.arguments, chip_mesh=spec.mesh)
-    program = Program(found.program.as_text())
+    program = HloProgram(found.program.as_text())
     moves = program.moves()
     kernels = sum(move.num_bytes for move in moves if is_attention(move.instruction))
     beside = sum(move.num_bytes for move in moves) - kernels + _gpu_product_bytes(program)
     return beside, kernels, found.temporary_bytes
 
 
-def _gpu_product_bytes(program: Program) -> int:
+def _gpu_product_bytes(program: HloProgram) -> int:
     """Operands and results of our GPU kernels of quantized products, which `moves` does not count."""
     arrays = {instruction.name: instruction.results for instruction in program.instructions}
     total = 0

@@ -58,9 +58,9 @@ def measure(rows_of: list[int], threads: int, is_limited: bool, folder: Path | N
     import jax.numpy as jnp
 
     from benchmarks.peers.ggml_products import Ggml
+    from cpu_kernels.packed_matmul.loads import HAS_AVX512
     from jaxinfer.quantization.matmul import matmul
     from jaxinfer.quantization.packed import can_round_activations, pack_weight
-    from pallas_kernels.packed_matmul.numba_loads import HAS_AVX512
 
     torch, ggml, found = _torch(threads), None if folder is None else Ggml(folder), []
     is_peer = ggml is not None and ggml.has_avx512 == HAS_AVX512

@@ -21,8 +21,8 @@ import jax
 from benchmarks.continuous_batching import sequence
 from jaxinfer import compilation_cache
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.link_rates import transfer_rule
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.tiers.link_rates import transfer_rule
 from jaxinfer.loading import load_model
 
 NUM_PROMPTS, PROMPT_TOKENS, OWN_TOKENS, NUM_ROUNDS = 64, 2000, 8, 3

@@ -22,7 +22,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxinfer import AsyncEngine, SamplingParams, async_engine
+from jaxinfer import AsyncEngine, SamplingParams
+from jaxinfer.api import async_engine
 from jaxinfer.engine.client import Client
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.run import run_server

@@ -23,7 +23,7 @@ from jaxinfer import AsyncEngine, compilation_cache
 from jaxinfer.measure.bench.metrics import figures
 from jaxinfer.measure.bench.remote import Server
 from jaxinfer.measure.bench.runs import RunOptions, serve_arriving
-from jaxinfer.measure.bench.workload import Lengths, Workload
+from jaxinfer.measure.bench.workload import BenchWorkload, Lengths
 
 MIN_THROUGHPUT = 0.85  # of the engine in process
 MAX_CHUNK_MICROSECONDS = 60.0
@@ -75,7 +75,7 @@ class Process:
 
 def measure(engine, process, server, num_streams, answer_tokens, num_requests, num_rounds):
     """One list of figures in process, one over HTTP, and the processor times of the latter."""
-    workload = Workload(Lengths.parse("32", ""), Lengths.parse(answer_tokens, ""))
+    workload = BenchWorkload(Lengths.parse("32", ""), Lengths.parse(answer_tokens, ""))
     requests = workload.requests(num_requests, VOCAB_SIZE)
     times, options = [0.0] * num_requests, RunOptions()
     found = {"in process": [], "HTTP": [], "loop": [], "engine": []}

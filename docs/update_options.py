@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli import options
-from jaxinfer.llm_options import LLMOptions
 from jaxinfer.option_names import NAMES, OtherName
 from jaxinfer.options import Description, describe
 from jaxinfer.sampling.params import SamplingParams

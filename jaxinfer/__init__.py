@@ -7,9 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxinfer.async_engine import AsyncEngine
+    from jaxinfer.api.async_engine import AsyncEngine
+    from jaxinfer.api.llm import LLM
     from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score, StreamDelta
-    from jaxinfer.llm import LLM
     from jaxinfer.models import ModelConfig, RopeConfig
     from jaxinfer.parallel.hosts import initialize_hosts
     from jaxinfer.sampling import SamplingParams
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "jaxinfer.llm",
-    "AsyncEngine": "jaxinfer.async_engine",
+    "LLM": "jaxinfer.api.llm",
+    "AsyncEngine": "jaxinfer.api.async_engine",
     "StreamDelta": "jaxinfer.engine.request",
     "SamplingParams": "jaxinfer.sampling",
     "CompletionOutput": "jaxinfer.engine.request",

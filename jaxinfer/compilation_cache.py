@@ -28,9 +28,9 @@ from jax._src import compilation_cache as jax_cache
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lru_cache import LRUCache
 
+from cpu_kernels import kernels
 from jaxinfer.files import cache_folder
 from jaxinfer.kept_files import KeptFiles
-from pallas_kernels.numba_cpu import kernels
 from pallas_kernels.paged_attention import numba_cpu
 from pallas_kernels.platform import num_cores
 

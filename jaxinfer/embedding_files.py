@@ -33,7 +33,7 @@ _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 @dataclass(frozen=True)
-class DenseModule:
+class PooledVectorLayer:
     """A layer over pooled vectors: weight float32 [out, in], bias [out] or None, the name of its activation."""
 
     weight: np.ndarray
@@ -61,7 +61,7 @@ class EmbeddingConfig:
 
     pooling: PoolingKind = "last"
     includes_prompt: bool = True
-    dense: tuple[DenseModule, ...] = ()
+    dense: tuple[PooledVectorLayer, ...] = ()
     normalizes: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -168,7 +168,7 @@ def _pooling(path: Path) -> dict[str, Any]:
     return {"pooling": _KINDS[modes[0]], "includes_prompt": _field(path, data, "include_prompt", bool, True)}
 
 
-def _dense(folder: Path) -> DenseModule:
+def _dense(folder: Path) -> PooledVectorLayer:
     path = folder / "config.json"
     data = _read(path, dict)
     activation = _field(path, data, "activation_function", str, "Tanh").rpartition(".")[2]
@@ -193,7 +193,7 @@ def _dense(folder: Path) -> DenseModule:
         raise ValueError(
             f"{weights}: bias is {data.get('bias')} in config.json, but its tensors are {', '.join(tensors)}"
         )
-    return DenseModule(weight, bias, activation)
+    return PooledVectorLayer(weight, bias, activation)
 
 
 def _labels(path: Path) -> tuple[int, int | None]:

@@ -50,7 +50,7 @@ class _Worker:
     """The actor: one engine, many rows at once. Runs in a process of its own."""
 
     def __init__(self, model: str, options: Mapping[str, Any]):
-        from jaxinfer.async_engine import AsyncEngine
+        from jaxinfer.api.async_engine import AsyncEngine
 
         self._engine = AsyncEngine(model, **{"steps_per_dispatch": 8, **options, "max_waiting": None})
 
@@ -273,7 +273,7 @@ class RayDataGenerator:
         seed: int = 0,
         **options: Any,
     ):
-        from jaxinfer.llm import LLM
+        from jaxinfer.api.llm import LLM
 
         self._given, self._prompts, self._ids, self._seed = dict(params or {}), prompt_column, id_column, seed
         if self._given.get("n", 1) != 1:

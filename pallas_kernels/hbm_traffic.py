@@ -116,7 +116,7 @@ class _Options:
     gpu_kernels: str | None
 
 
-class Program:
+class HloProgram:
     """A compiled program's HLO text (`compiled.as_text()`), parsed."""
 
     def __init__(self, text: str):

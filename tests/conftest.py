@@ -27,7 +27,7 @@ import pytest
 from tests import compilation, shape_checks
 
 compilation.install()
-shape_checks.install("pallas_kernels", "jaxinfer", "checkpoints_convert")
+shape_checks.install("pallas_kernels", "cpu_kernels", "jaxinfer", "checkpoints_convert")
 
 
 def pytest_addoption(parser):

@@ -2,10 +2,10 @@
 
 import re
 
-from pallas_kernels.hbm_traffic import _CALLS, _FREE, _LATER, _UPDATES, HloArray, Instruction, Program
+from pallas_kernels.hbm_traffic import _CALLS, _FREE, _LATER, _UPDATES, HloArray, HloProgram, Instruction
 
 
-def made_in_hbm(program: Program, at_least: int) -> list[Instruction]:
+def made_in_hbm(program: HloProgram, at_least: int) -> list[Instruction]:
     """Instructions, in any branch, with a result of `at_least` bytes in HBM that is not one of their operands."""
     fused = {instruction.called for instruction in program.instructions if instruction.opcode == "fusion"}
     return [
@@ -18,7 +18,7 @@ def made_in_hbm(program: Program, at_least: int) -> list[Instruction]:
     ]
 
 
-def _made(program: Program, instruction: Instruction, computation: dict[str, Instruction]) -> tuple[HloArray, ...]:
+def _made(program: HloProgram, instruction: Instruction, computation: dict[str, Instruction]) -> tuple[HloArray, ...]:
     """The results that do not update an operand in place."""
     if instruction.opcode in _CALLS or instruction.opcode.endswith(_LATER):
         return ()

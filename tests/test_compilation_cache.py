@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from cpu_kernels import kernels
 from jaxinfer import compilation_cache
 from jaxinfer.kept_files import KeptFiles
-from pallas_kernels.numba_cpu import kernels
 from pallas_kernels.paged_attention import numba_cpu
 
 # Compiles one program with the cache on; the entries below are those of a process of its own.

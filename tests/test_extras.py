@@ -28,7 +28,7 @@ def test_every_hint_is_made_here_and_names_an_extra_that_exists():
     extras = set(re.findall(r"^([\w-]+) = \[", optional, re.MULTILINE))
     assert {"serve", "cpu", "aot"} <= extras
     written, named = [], []
-    for top in ("jaxinfer", "pallas_kernels", "checkpoints_convert", "tests", "benchmarks"):
+    for top in ("jaxinfer", "pallas_kernels", "cpu_kernels", "checkpoints_convert", "tests", "benchmarks"):
         for path in (ROOT / top).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             named += re.findall(r"""install_hint\(["']([\w-]+)["']""", text)

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from jaxinfer.llm_options import LLMOptions
+from jaxinfer.api.options import LLMOptions
 from jaxinfer.option_names import NAMES, OptionNameError, check_format, our_value, translated
 from jaxinfer.sampling import SamplingParams, SamplingParamsError
 from jaxinfer.server.options import ServerOptions

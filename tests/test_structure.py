@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("jaxinfer", "pallas_kernels", "checkpoints_convert")
+PACKAGES = ("jaxinfer", "pallas_kernels", "cpu_kernels", "checkpoints_convert")
 FILES = sorted(path for top in PACKAGES for path in (ROOT / top).rglob("*.py"))
 MAY_IMPORT_CHECKPOINTS = (
     "jaxinfer.loading",
@@ -31,7 +31,7 @@ def floors() -> dict[str, int]:
     for line in (ROOT / "jaxinfer/README.md").read_text(encoding="utf-8").splitlines():
         if match := re.fullmatch(r"\| (\d+) \| (.*) \|", line):
             for name in re.findall(r"`([\w/]+?)(?:/|\.py)`", match[2]):
-                is_top = name in ("pallas_kernels", "checkpoints_convert")
+                is_top = name in PACKAGES
                 found[name if is_top else f"jaxinfer.{name.replace('/', '.')}"] = int(match[1])
     return found
 
@@ -101,9 +101,12 @@ def test_an_import_that_points_up_is_found():
 
 
 def test_kernels_know_nothing_of_the_package():
-    found = {str(path.relative_to(ROOT)): imported(path) for path in FILES if room(module_of(path)) == "pallas_kernels"}
-    assert found
-    assert {path: names for path, names in found.items() if any(one.split(".")[0] == "jaxinfer" for one in names)} == {}
+    """Those of `cpu_kernels` know nothing of `pallas_kernels` either, which calls them."""
+    for own, others in (("pallas_kernels", {"cpu_kernels"}), ("cpu_kernels", set())):
+        found = {path: imported(path) for path in FILES if room(module_of(path)) == own}
+        assert found
+        names = {name for one in found.values() for name in one}
+        assert {name.split(".")[0] for name in names} & set(PACKAGES) <= {own} | others
 
 
 def test_every_module_is_on_a_floor():
@@ -167,6 +170,26 @@ def identifiers(tree: ast.AST) -> set[str]:
             if isinstance(value := getattr(node, field, None), str):
                 found.add(value)
     return found
+
+
+def homes_of_classes(trees: dict[str, ast.AST]) -> dict[str, list[str]]:
+    """Modules that define a class, by its public name."""
+    found: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    return found
+
+
+def test_a_public_class_name_has_one_meaning():
+    homes = homes_of_classes({module_of(path): parsed(path) for path in FILES})
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_a_class_name_with_two_meanings_is_found():
+    two = ast.parse("class Stage: ...\nclass _Part: ...")
+    assert homes_of_classes({"one": two, "other": two}) == {"Stage": ["one", "other"]}
 
 
 def test_nothing_imports_torch_or_pickle():

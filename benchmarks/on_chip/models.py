@@ -16,7 +16,7 @@ from jaxinfer import LLM, SamplingParams, compilation_cache
 from jaxinfer.loading import LiveModel
 from jaxinfer.measure.bench.model import Bench, opened, random_model
 from jaxinfer.measure.bench.runs import RunOptions, latency
-from jaxinfer.measure.bench.workload import Lengths, Workload
+from jaxinfer.measure.bench.workload import BenchWorkload, Lengths
 
 # Least shares of the roofline, by recipe of the weights (None: bfloat16) and number of sequences.
 GOALS = {(None, 1): 0.85, ("int8", 1): 0.80, ("int4-g128", 1): 0.75, (None, 64): 0.80}
@@ -98,7 +98,7 @@ def start(name: str, sizes: Sizes, results: Results) -> Iterator[Row]:
         with opened(path, arguments, random_weights=True, sizes=sizes.rate_sizes) as bench:
             note = f"{bench.start.programs} programs, {bench.start.from_cache} from the cache"
             yield Row("warm-up", bench.start.compile_seconds, "s", note=note)
-            prompts = Workload(Lengths("uniform", 1, sizes.prompt_tokens), Lengths("fixed", 8, 8))
+            prompts = BenchWorkload(Lengths("uniform", 1, sizes.prompt_tokens), Lengths("fixed", 8, 8))
             params = SamplingParams(temperature=0.7, seed=1, max_tokens=8, ignore_eos=True)
             requests = [request.prompt for request in prompts.requests(24, bench.vocab_size)]
             with compilation_cache.counting() as counts:
@@ -151,9 +151,9 @@ def _timed(llm: LLM, prompts: list[Any], num_allowed: int, sizes: Sizes) -> tupl
     return statistics.median(spent[1:]), tokens
 
 
-def _workload(num_prompt: int, num_answer: int) -> Workload:
+def _workload(num_prompt: int, num_answer: int) -> BenchWorkload:
     """Random prompts and answers of these lengths."""
-    return Workload(Lengths("fixed", num_prompt, num_prompt), Lengths("fixed", num_answer, num_answer))
+    return BenchWorkload(Lengths("fixed", num_prompt, num_prompt), Lengths("fixed", num_answer, num_answer))
 
 
 def free() -> None:

@@ -26,7 +26,7 @@ _WINDOW = 2**16  # bytes read ahead: small numbers and names come from memory
 _STRING_BYTES, _MAX_WINDOW = 20, 2**22
 
 
-class Cursor:
+class FileCursor:
     """A position in an open file of `size` bytes.
 
     Raises CheckpointError at the end of the file, with `what` was read and the number of missing bytes.
@@ -253,8 +253,8 @@ class GGUFFile(Closable):
     def close(self) -> None:
         self._file.close()
 
-    def _cursor(self, position: int) -> Cursor:
-        return Cursor(self._file.descriptor, self.size, self.path, position)
+    def _cursor(self, position: int) -> FileCursor:
+        return FileCursor(self._file.descriptor, self.size, self.path, position)
 
     def _header(self) -> _Header:
         """The header, parsed unless this process has parsed the same bytes before."""
@@ -293,7 +293,7 @@ class GGUFFile(Closable):
         size, end = self.size, cursor.position
         return _Header(size, end, self._digest(end), self._values, tensors, self.alignment)
 
-    def _check_count(self, what: str, count: int, limit: int, least: int, cursor: Cursor) -> None:
+    def _check_count(self, what: str, count: int, limit: int, least: int, cursor: FileCursor) -> None:
         if count > limit:
             raise CheckpointError(self.path, f"{count} {what}, the limit is {limit}")
         if count * least > cursor.num_left:
@@ -301,7 +301,7 @@ class GGUFFile(Closable):
                 self.path, f"{count} {what} take at least {count * least} bytes, {cursor.num_left} follow: truncated?"
             )
 
-    def _read_pair(self, cursor: Cursor, index: int) -> None:
+    def _read_pair(self, cursor: FileCursor, index: int) -> None:
         key = self._name(cursor, f"key {index}")
         what = f"key {key!r}"
         if key in self._values:
@@ -322,7 +322,7 @@ class GGUFFile(Closable):
         else:
             raise CheckpointError(self.path, f"{what} has the value type {kind}, which does not exist")
 
-    def _skip_array(self, cursor: Cursor, what: str) -> _Stored:
+    def _skip_array(self, cursor: FileCursor, what: str) -> _Stored:
         kind, count = cursor.number("<u4", what), cursor.number("<u8", what)
         begin, starts = cursor.position, None
         if kind in _NUMPY:
@@ -337,7 +337,7 @@ class GGUFFile(Closable):
             raise CheckpointError(self.path, f"{what} is an array of type {kind}, which does not exist")
         return _Stored(kind, True, count, begin, cursor.position, starts)
 
-    def _name(self, cursor: Cursor, what: str) -> str:
+    def _name(self, cursor: FileCursor, what: str) -> str:
         length = cursor.number("<u8", what)
         if not 0 < length <= MAX_NAME_BYTES:
             raise CheckpointError(self.path, f"{what} has a name of {length} bytes, not 1 to {MAX_NAME_BYTES}")
@@ -360,7 +360,7 @@ class GGUFFile(Closable):
             raise CheckpointError(self.path, f"{key} is {self.describe(key)}, not a power of two up to {MAX_ALIGNMENT}")
         return int(value)  # type: ignore[arg-type]  # an int, as just checked
 
-    def _read_table(self, cursor: Cursor, num_tensors: int) -> dict[str, GGUFTensorEntry]:
+    def _read_table(self, cursor: FileCursor, num_tensors: int) -> dict[str, GGUFTensorEntry]:
         found: dict[str, tuple[BlockType, tuple[int, ...], int]] = {}
         for index in range(num_tensors):
             name = self._name(cursor, f"tensor {index}")
@@ -380,7 +380,7 @@ class GGUFFile(Closable):
         self._check_layout(entries)
         return entries
 
-    def _read_entry(self, cursor: Cursor, what: str) -> tuple[BlockType, tuple[int, ...], int]:
+    def _read_entry(self, cursor: FileCursor, what: str) -> tuple[BlockType, tuple[int, ...], int]:
         num_dims = cursor.number("<u4", what)
         if not 1 <= num_dims <= 4:
             raise CheckpointError(self.path, f"{what} has {num_dims} dimensions, not 1 to 4")

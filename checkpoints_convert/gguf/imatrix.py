@@ -19,7 +19,7 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.gguf.architectures import ARCHITECTURES
 from checkpoints_convert.gguf.blocks import dequantize
 from checkpoints_convert.gguf.checkpoint import rules
-from checkpoints_convert.gguf.file import MAX_NAME_BYTES, MAX_TENSORS, Cursor
+from checkpoints_convert.gguf.file import MAX_NAME_BYTES, MAX_TENSORS, FileCursor
 from checkpoints_convert.gguf.index import GGUFIndex
 from checkpoints_convert.huggingface.rules import layout
 from jaxinfer.models import ModelConfig
@@ -91,7 +91,7 @@ def _of_gguf(path: Path) -> dict[str, np.ndarray]:
 
 
 def _of_binary(path: Path, descriptor: int) -> dict[str, np.ndarray]:
-    cursor = Cursor(descriptor, os.fstat(descriptor).st_size, path)
+    cursor = FileCursor(descriptor, os.fstat(descriptor).st_size, path)
     count = cursor.number("<i4", "the number of entries")
     if not 1 <= count <= MAX_TENSORS:
         raise CheckpointError(path, f"begins with {count} entries: not an imatrix")

@@ -9,7 +9,7 @@ _NUM_SAMPLED = 16  # values of each of three rows of each array
 _PROBE = "Ünïcode, 12345  spaces\n\ttabs; <|endoftext|> 你好"
 
 
-class LoadedModel(Protocol):
+class FingerprintedModel(Protocol):
     """The attributes of an `LLM` that the fingerprint reads."""
 
     @property
@@ -28,7 +28,7 @@ class LoadedModel(Protocol):
     def eos_token_ids(self) -> Any: ...
 
 
-def model_fingerprint(llm: LoadedModel, params: Any) -> str:
+def model_fingerprint(llm: FingerprintedModel, params: Any) -> str:
     """SHA-256 over the configuration, the name, shape, dtype and some values of each of `params`, and the tokenizer.
 
     The first values of three rows of each array distinguish checkpoints of one architecture without reading all

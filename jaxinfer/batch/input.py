@@ -50,7 +50,7 @@ class Scan:
       is_plain: whether no row has OpenAI's form.
     """
 
-    source: "Source"
+    source: "RowSource"
     sha256: str
     num_rows: int
     num_bad: int
@@ -90,7 +90,7 @@ class Scan:
             yield self.source.row(data, line)
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """A reader of one kind of file; `unit` is what its numbers count: "line" or "row"."""
 
     path: Path
@@ -130,7 +130,7 @@ class JsonLines:
         return parse_row(data, number)
 
 
-def open_source(path: Path, options: TableOptions | None = None) -> Source:
+def open_source(path: Path, options: TableOptions | None = None) -> RowSource:
     """The reader of a file, by its name: a table, or JSON lines.
 
     Raises BatchError for options of tables with JSON lines, for a path that is not a file, for a file of another kind

@@ -26,15 +26,15 @@ from jaxinfer.sampling.seeds import derive_seed
 from jaxinfer.tool_calls import AnswerFormat
 
 if TYPE_CHECKING:
-    from jaxinfer.embedding import VectorJob
     from jaxinfer.engine.request import RequestOptions, RequestOutput
+    from jaxinfer.engine.results import VectorJob
 
 
 _LOG = logging.getLogger("jaxinfer.batch")
 Key = tuple[int, int]  # line, number of the prompt among the row's
 
 
-class Model(TextModel, Protocol):
+class BatchModel(TextModel, Protocol):
     """The part of `LLM` that a job uses."""
 
     name: str
@@ -157,7 +157,7 @@ class Job:
 
     def run(
         self,
-        model: Model,
+        model: BatchModel,
         params: SamplingParams | Mapping[str, Any] | None = None,
         *,
         use_tqdm: bool | None = None,
@@ -395,7 +395,7 @@ class Defaults:
         own_seed = given.pop("seed", None)
         return cls(checkpoint, given, seed if own_seed is None else own_seed)
 
-    def bind(self, row: BatchRow, model: Model) -> BoundRequest:
+    def bind(self, row: BatchRow, model: BatchModel) -> BoundRequest:
         """The request of one row, with its seed. Raises RequestError or SamplingParamsError."""
         asked = row.request.text
         if row.is_table and asked.is_chat:

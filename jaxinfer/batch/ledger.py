@@ -68,7 +68,7 @@ def read_identity(path: Path) -> dict[str, Any] | None:
 
 
 @dataclass
-class Counts:
+class RowCounts:
     """Numbers of rows, and of tokens of the successful ones."""
 
     ok: int = 0
@@ -101,7 +101,7 @@ class Ledger:
         overwrite: bool,
         retry_errors: bool,
     ):
-        self.counts = Counts()
+        self.counts = RowCounts()
         self.done: set[int] = set()
         self.path_out = path_out
         self.path_errors = path_errors or _beside(path_out)

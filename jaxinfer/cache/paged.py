@@ -16,7 +16,7 @@ from jaxinfer import parallel
 from jaxinfer.cache.kv_dtype import KVScales
 from jaxinfer.cache.state import StateCache
 from jaxinfer.models import ModelConfig, check_divides
-from pallas_kernels.numba_cpu import calls
+from pallas_kernels import cpu_calls
 from pallas_kernels.paged_attention import Pages, PageShape, platform_layout
 from pallas_kernels.paged_attention import move_tokens as _move_tokens
 from pallas_kernels.paged_attention.layout import dtype_name
@@ -140,8 +140,8 @@ def init_paged_cache(
     cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh, groups, leaves)
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if mesh is None and calls.can_be_untouched(leaf.dtype):
-            return calls.untouched_zeros(leaf.shape, leaf.dtype)
+        if mesh is None and cpu_calls.can_be_untouched(leaf.dtype):
+            return cpu_calls.untouched_zeros(leaf.shape, leaf.dtype)
         sharding = leaf.sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, parallel.shortest(sharding.spec))

@@ -13,8 +13,8 @@ from jaxinfer.calibration.capture import STACKS, KeptInputs, LayerProgram, exper
 from jaxinfer.calibration.inputs import FloatModel, ReadUnit, in_chunks, rounded
 from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.layer_state import (
+    CalibratedLayer,
     Chunks,
-    LayerState,
     LinearError,
     QuantizedLayer,
     dequantized,
@@ -371,7 +371,7 @@ def quantize_layer(
       params: float32. chunks: hidden states [B, T, D] before the layer, to calibrate on; not used for rounding to
         nearest.
     """
-    state = LayerState(program, number, params, chunks, options)
+    state = CalibratedLayer(program, number, params, chunks, options)
     {"rtn": _rtn, "gptq": _gptq, "awq": awq, "smoothquant": smoothquant}[options.method](state)
     result = _stored(state.result, options)
     return QuantizedLayer(result, state.errors, state.value_divisors, tuple(state.notes), state.kept)
@@ -388,7 +388,7 @@ def _stored(params: Params, options: CalibrationOptions) -> Params:
     return jax.tree_util.tree_map_with_path(stored, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
 
 
-def _rtn(state: LayerState) -> None:
+def _rtn(state: CalibratedLayer) -> None:
     for names in state.program.groups:
         names = tuple(name for name in names if state.is_quantized(name))
         hessian = state.statistics(names).hessian if names and state.chunks else None
@@ -398,7 +398,7 @@ def _rtn(state: LayerState) -> None:
         state.set(name, _rounded(state, name))
 
 
-def _rounded(state: LayerState, name: str) -> QuantizedArray:
+def _rounded(state: CalibratedLayer, name: str) -> QuantizedArray:
     """A weight rounded to nearest, with the weights of the error that the options have for it."""
     options, weight = state.options, state.weight(name)
     full = f"layers.{state.number}.{name}"
@@ -411,7 +411,7 @@ def _rounded(state: LayerState, name: str) -> QuantizedArray:
     return quantize(weight, options.recipe(state.bits(name)), scale_dtype=options.dtype, importance=importance)
 
 
-def _gptq(state: LayerState) -> None:
+def _gptq(state: CalibratedLayer) -> None:
     """GPTQ in the order of computation, each linear layer with the inputs that the quantized ones before it produce
     ("true sequential")."""
     state.result = _stored(state.result, state.options)

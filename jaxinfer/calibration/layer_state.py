@@ -50,7 +50,7 @@ class QuantizedLayer(NamedTuple):
     kept: KeptInputs | None = None
 
 
-class LayerState:
+class CalibratedLayer:
     """A decoder layer that is being quantized: its original parameters, and those that replace them."""
 
     def __init__(self, program: LayerProgram, number: int, params: Params, chunks: Chunks, options: CalibrationOptions):

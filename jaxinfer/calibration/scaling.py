@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.calibration.capture import ROUTER, STACKS, InputStatistics
-from jaxinfer.calibration.layer_state import LayerState, find
+from jaxinfer.calibration.layer_state import CalibratedLayer, find
 from jaxinfer.calibration.stacks import common_losses, own_scales, relative_sizes_of_stack, round_stacks
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import quantize
@@ -109,7 +109,7 @@ def _feed_forward(config: ModelConfig, layer: int) -> tuple[Fold, list[Fold]]:
 _Found = dict[Fold, tuple[jax.Array, InputStatistics | None]]  # the scale [K], or [E, K] of a stack
 
 
-def awq(state: LayerState) -> None:
+def awq(state: CalibratedLayer) -> None:
     """Lin et al. 2023. The experts of a layer share one scale of what they all read, by the sum of their errors."""
     found: _Found = {}
     for fold in folds(state.config):
@@ -125,7 +125,7 @@ def awq(state: LayerState) -> None:
     _fold_and_round(state, found)
 
 
-def _awq_scale(state: LayerState, fold: Fold, names: tuple[str, ...], statistics: InputStatistics) -> jax.Array:
+def _awq_scale(state: CalibratedLayer, fold: Fold, names: tuple[str, ...], statistics: InputStatistics) -> jax.Array:
     """The scale with which the outputs of the layers `names` err least."""
     share = _sharing(state.config, fold)
     relative = share(_relative_sizes(state, fold, names)) if state.options.duo_scaling else None
@@ -147,7 +147,7 @@ def _awq_scale(state: LayerState, fold: Fold, names: tuple[str, ...], statistics
     return best_scale(candidates, table)
 
 
-def _relative_sizes(state: LayerState, fold: Fold, names: tuple[str, ...]) -> jax.Array:
+def _relative_sizes(state: CalibratedLayer, fold: Fold, names: tuple[str, ...]) -> jax.Array:
     """Of all that read the input, side by side."""
     parts, counts = [], []
     group_size = state.options.grid(state.bits(names[0])).group_size
@@ -164,7 +164,7 @@ def _relative_sizes(state: LayerState, fold: Fold, names: tuple[str, ...]) -> ja
     return jnp.average(jnp.stack(parts), axis=0, weights=jnp.array(counts))
 
 
-def smoothquant(state: LayerState) -> None:
+def smoothquant(state: CalibratedLayer) -> None:
     """Xiao et al. 2022, of what norms feed."""
     found: _Found = {}
     for fold in folds(state.config):
@@ -176,7 +176,7 @@ def smoothquant(state: LayerState) -> None:
     _fold_and_round(state, found)
 
 
-def _fold_and_round(state: LayerState, found: _Found) -> None:
+def _fold_and_round(state: CalibratedLayer, found: _Found) -> None:
     """Divides inputs by their scales, multiplies the weights that read them, clips those if asked, and rounds."""
     divisors: dict[str, jax.Array] = {}  # of a linear layer's outputs
     multipliers: dict[str, jax.Array] = {}  # of its inputs
@@ -204,7 +204,7 @@ def _fold_and_round(state: LayerState, found: _Found) -> None:
         _round_stacks(state, names, multipliers.get(names[0]), divisors)
 
 
-def _divide_norm(state: LayerState, name: str, scale: jax.Array) -> jax.Array:
+def _divide_norm(state: CalibratedLayer, name: str, scale: jax.Array) -> jax.Array:
     """Divides what a norm gives; returns the scale it is then really divided by."""
     norm, is_zero_centred = find(state.result, name), state.config.norm == "rms_zero_centred"
     norm["weight"], scale = fold_into_norm(
@@ -216,7 +216,7 @@ def _divide_norm(state: LayerState, name: str, scale: jax.Array) -> jax.Array:
 
 
 def _round_linear(
-    state: LayerState, name: str, rows: jax.Array | None, columns: jax.Array | None, hessian: jax.Array | None
+    state: CalibratedLayer, name: str, rows: jax.Array | None, columns: jax.Array | None, hessian: jax.Array | None
 ) -> None:
     options, linear, weight = state.options, find(state.result, name), state.weight(name)
     rows = jnp.ones(weight.shape[0]) if rows is None else rows
@@ -241,7 +241,7 @@ def _round_linear(
 
 
 def _round_stacks(
-    state: LayerState, names: tuple[str, ...], rows: jax.Array | None, divisors: dict[str, jax.Array]
+    state: CalibratedLayer, names: tuple[str, ...], rows: jax.Array | None, divisors: dict[str, jax.Array]
 ) -> None:
     """Of stacks that read the same."""
     rows = jnp.ones(state.weight(names[0]).shape[1]) if rows is None else rows

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.calibration.capture import InputStatistics
-from jaxinfer.calibration.layer_state import LayerState, LinearError
+from jaxinfer.calibration.layer_state import CalibratedLayer, LinearError
 from jaxinfer.quantization import QuantizedArray, quantize
 from jaxinfer.quantization.awq import best_scale, candidate_scales, clip, relative_sizes, scaled_error, squared_outputs
 from jaxinfer.quantization.gptq import gptq
@@ -28,7 +28,7 @@ def tokens_needed(width: int) -> int:
     return -(-width // 4)
 
 
-def gptq_stacks(state: LayerState, names: Sequence[str]) -> None:
+def gptq_stacks(state: CalibratedLayer, names: Sequence[str]) -> None:
     """GPTQ of the stacks `names`, which have the same input, with a Hessian for each expert."""
     stacks = [_Stack(state, name) for name in names]
     for number, statistics in enumerate(state.expert_statistics(names[0], state.result)):
@@ -44,7 +44,7 @@ def gptq_stacks(state: LayerState, names: Sequence[str]) -> None:
     _finish(state, stacks)
 
 
-def common_losses(state: LayerState, names: Sequence[str], candidates: Sequence[jax.Array]) -> list[list[float]]:
+def common_losses(state: CalibratedLayer, names: Sequence[str], candidates: Sequence[jax.Array]) -> list[list[float]]:
     """Squared errors of the outputs, summed over experts, for each candidate scale [K] of the shared input and each of
     the stacks `names`."""
     stacks = [_Stack(state, name) for name in names]
@@ -57,7 +57,7 @@ def common_losses(state: LayerState, names: Sequence[str], candidates: Sequence[
     return [[float(loss) for loss in row] for row in losses]
 
 
-def own_scales(state: LayerState, name: str) -> jax.Array:
+def own_scales(state: CalibratedLayer, name: str) -> jax.Array:
     """float32 [E, K]: for each expert of a stack, the scale of its input with the least error of the outputs; 1 if it
     has too few tokens."""
     stack, found = _Stack(state, name), []
@@ -79,7 +79,7 @@ def relative_sizes_of_stack(weight: jax.Array, group_size: int | None) -> jax.Ar
     return sum((relative_sizes([one], group_size) for one in weight), jnp.float32(0)) / len(weight)
 
 
-def round_stacks(state: LayerState, names: Sequence[str], rows: jax.Array, columns: dict[str, jax.Array]) -> None:
+def round_stacks(state: CalibratedLayer, names: Sequence[str], rows: jax.Array, columns: dict[str, jax.Array]) -> None:
     """Rounds the stacks `names`, which have the same input, after multiplying each weight by `rows` [K] or [E, K] and
     dividing it by `columns` [E, N], if any. AWQ clips first, if an expert has enough tokens."""
     stacks = [_Stack(state, name) for name in names]
@@ -96,7 +96,7 @@ def round_stacks(state: LayerState, names: Sequence[str], rows: jax.Array, colum
     _finish(state, stacks)
 
 
-def _finish(state: LayerState, stacks: Sequence["_Stack"]) -> None:
+def _finish(state: CalibratedLayer, stacks: Sequence["_Stack"]) -> None:
     """Finishes stacks with the same input, and notes experts with too few tokens."""
     for stack in stacks:
         stack.finish()
@@ -111,7 +111,7 @@ def _finish(state: LayerState, stacks: Sequence["_Stack"]) -> None:
 class _Stack:
     """A stack of experts that is being quantized, expert by expert."""
 
-    def __init__(self, state: LayerState, name: str):
+    def __init__(self, state: CalibratedLayer, name: str):
         self.name, self.grid = name, state.options.grid(state.bits(name))
         self._state, self._weight, self._found = state, state.weight(name), list[QuantizedArray]()
         self._sums, self.num_few = jnp.zeros(3), 0

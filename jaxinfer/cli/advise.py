@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxinfer.measure.advise.goals import Goal, TrialResult
     from jaxinfer.measure.advise.report import Advice
     from jaxinfer.measure.advise.search import Findings
-    from jaxinfer.measure.bench.workload import Workload
+    from jaxinfer.measure.bench.workload import BenchWorkload
 
 _goal = partial(option, group="Goal")
 _trials = partial(option, group="Trials")
@@ -125,7 +125,7 @@ def read_goal(options: AdviseOptions) -> "Goal":
     )
 
 
-def read_requests(options: AdviseOptions) -> "Workload":
+def read_requests(options: AdviseOptions) -> "BenchWorkload":
     """Raises as `read_workload`."""
     if options.dataset is not None and options.shared_prefix:
         raise UsageError("--shared-prefix is for prompts cut from texts, and --dataset gives the prompts")
@@ -143,7 +143,7 @@ def draft_names(options: AdviseOptions) -> list[str]:
     return list(dict.fromkeys(["ngram", *own, *(options.draft or ())]))
 
 
-def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
+def _planned(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", arguments: dict[str, Any]) -> None:
     from jaxinfer.measure.advise.candidates import ModelFacts, candidates, mesh_shapes
     from jaxinfer.measure.advise.planned import Planner
     from jaxinfer.measure.advise.search import Search
@@ -178,7 +178,7 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", argumen
     report.finish(found, left_out)
 
 
-def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
+def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", arguments: dict[str, Any]) -> None:
     start = time.monotonic()
     with Stage("starting"):
         import jax
@@ -241,7 +241,7 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
 
 
 def _roofline_bound(
-    options: AdviseOptions, workload: "Workload", arguments: dict[str, Any], max_seqs: int
+    options: AdviseOptions, workload: "BenchWorkload", arguments: dict[str, Any], max_seqs: int
 ) -> "Callable[[dict[str, Any]], TrialResult | None]":
     """The most tokens/s that the rates of this machine's chip allow for a trial, with the shortest sequences; None for
     a chip that is not listed."""
@@ -288,7 +288,7 @@ class _Report:
         self,
         options: AdviseOptions,
         goal: "Goal",
-        workload: "Workload",
+        workload: "BenchWorkload",
         arguments: dict[str, Any],
         machine: dict[str, Any],
         source: str | None = None,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxinfer.measure.bench.model import Bench
     from jaxinfer.measure.bench.remote import Server
     from jaxinfer.measure.bench.runs import RunOptions
-    from jaxinfer.measure.bench.workload import Workload
+    from jaxinfer.measure.bench.workload import BenchWorkload
 
 WARM_UP_REQUESTS = 2
 VOCAB_SIZE = 1000  # of prompts for a server, most of whose vocabularies are larger
@@ -228,14 +228,14 @@ def plot(options: PlotOptions) -> None:
     write_text(f"{options.out}: {', '.join(titles)}\n")
 
 
-def read_workload(options: WorkloadOptions) -> "Workload":
+def read_workload(options: WorkloadOptions) -> "BenchWorkload":
     """Raises UsageError or ValueError for an option that cannot be read."""
     from jaxinfer.measure.bench.metrics import parse_goodput
-    from jaxinfer.measure.bench.workload import Lengths, Workload, read_dataset
+    from jaxinfer.measure.bench.workload import BenchWorkload, Lengths, read_dataset
 
     parse_goodput(options.goodput)
     check_folder(options.json, "--json")
-    return Workload(
+    return BenchWorkload(
         Lengths.parse(options.prompt_tokens, "--prompt-tokens"),
         Lengths.parse(options.answer_tokens, "--answer-tokens"),
         () if options.dataset is None else read_dataset(options.dataset),

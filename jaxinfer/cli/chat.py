@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.cli.chat_input import PROMPT, Terminal
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, UsageError, say, sentence
 from jaxinfer.cli.options import (
     DraftedModelOptions,
@@ -38,12 +37,15 @@ from jaxinfer.options import argument, option
 from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
+    from jaxinfer.api.llm import LLM
     from jaxinfer.engine.request import RequestOutput
-    from jaxinfer.llm import LLM
     from jaxinfer.sampling import SamplingParams
 
 
 Message = dict[str, str]
+PROMPT, MORE = ">>> ", "... "
+QUOTES = '"""'
+HISTORY = "JAXINFER_CHAT_HISTORY"  # a file; empty keeps no history
 PAUSE_SECONDS = 0.5  # of nobody typing ahead, after which programs are compiled
 HELP = """\
 /help              this list
@@ -321,7 +323,7 @@ def length_of_answers(defaults: "SamplingParams") -> dict[str, None]:
     return {"max_tokens": None} if defaults.max_tokens == SamplingParams().max_tokens else {}
 
 
-def _converse(llm: "LLM", session: ChatSession, terminal: Terminal, is_typing: threading.Event) -> int:
+def _converse(llm: "LLM", session: ChatSession, terminal: "Terminal", is_typing: threading.Event) -> int:
     """Answers what is typed until the input ends; `is_typing` is set while nothing is answered."""
     note(f"{llm.name}, up to {session.max_model_len} tokens. /help lists commands, Ctrl-D leaves.")
     while True:
@@ -496,3 +498,58 @@ def _stoppable(is_wanted: bool) -> Iterator:
         yield lambda: bool(pressed)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def read_message(read: Callable[[str], str]) -> str:
+    """A message of one line or several, from what reads a line after a prompt.
+
+    A line that begins with three quotation marks begins a text that ends with three; a line that ends in a backslash
+    goes on in the next one.
+    """
+    line = read(PROMPT)
+    if not line.lstrip().startswith(QUOTES):
+        while line.endswith("\\"):
+            line = line[:-1] + "\n" + read(MORE)
+        return line
+    text = line.lstrip().removeprefix(QUOTES)
+    while not text.rstrip().endswith(QUOTES):
+        text += "\n" + read(MORE)
+    return text.rstrip().removesuffix(QUOTES).strip("\n")
+
+
+class Terminal:
+    """Lines typed at a terminal, with editing keys and a history. What is pasted is one text, whatever lines it has."""
+
+    def __init__(self, **streams: Any):
+        from prompt_toolkit import PromptSession
+
+        self._session: PromptSession[str] = PromptSession(history=_history(), **streams)
+
+    def read(self, prompt: str, text: str = "") -> str:
+        """A line, or what was pasted; `text` is there to edit. Raises EOFError, KeyboardInterrupt."""
+        return self._session.prompt(prompt, default=text)
+
+    def message(self) -> str:
+        """A message, as `read_message` reads it."""
+        return read_message(self.read)
+
+
+def history_file() -> Path | None:
+    """The file of the history; None for none."""
+    if (given := os.environ.get(HISTORY)) is not None:
+        return Path(given).expanduser() if given else None
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "jaxinfer" / "chat_history"
+
+
+def _history() -> Any:
+    """The history in its file, which only its owner may read; in memory where no such file can be written."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    path = history_file()
+    with contextlib.suppress(OSError, RuntimeError):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+            return FileHistory(path)
+    return InMemoryHistory()

@@ -12,8 +12,8 @@ from jaxinfer.progress import Stage
 from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
+    from jaxinfer.api.llm import LLM
     from jaxinfer.engine.request import RequestOutput
-    from jaxinfer.llm import LLM
     from jaxinfer.sampling import SamplingParams
 
 # Each ends at a token boundary: a space or an indentation belongs to the next token.
@@ -51,7 +51,7 @@ def demo(options: DemoOptions) -> int:
     prompts = tuple(options.prompt or PROMPTS)
     started = time.monotonic()
     with Stage(f"loading {model}"):
-        from jaxinfer.llm import LLM
+        from jaxinfer.api.llm import LLM
 
         llm = LLM(model, max_seqs=1)
     load_seconds = time.monotonic() - started

@@ -14,10 +14,10 @@ from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
 
 if TYPE_CHECKING:
-    from jaxinfer.llm import LLM
+    from jaxinfer.api.llm import LLM
     from jaxinfer.models import ModelConfig, Params
     from jaxinfer.training.acceptance import Acceptance
-    from jaxinfer.training.distill import DistillOptions, DistillResult, Documents, TextRequest
+    from jaxinfer.training.distill import DistillOptions, DistillResult, Documents, TargetTextRequest
 
 _draft = partial(option, group="The draft")
 _training = partial(option, group="Training")
@@ -81,7 +81,7 @@ def distill(options: DistillCommandOptions) -> None:
     training = _training_options(options)
     work_dir = options.work_dir or out.with_name(out.name + ".training")
     with Stage(f"loading {options.target}"):
-        from jaxinfer.llm import LLM
+        from jaxinfer.api.llm import LLM
 
         llm = LLM(options.target, max_model_len=options.length)
     with llm, resumes("from the last training checkpoint"), Stage("distilling"):
@@ -142,11 +142,11 @@ def read_documents(paths: list[Path], flag: str = "--data") -> list[str]:
     return documents
 
 
-def writer(llm: "LLM") -> "Callable[[list[TextRequest]], list[list[int]]]":
+def writer(llm: "LLM") -> "Callable[[list[TargetTextRequest]], list[list[int]]]":
     """Generates texts with the target."""
     from jaxinfer.sampling import SamplingParams
 
-    def generate(requests: "list[TextRequest]") -> list[list[int]]:
+    def generate(requests: "list[TargetTextRequest]") -> list[list[int]]:
         params = [
             SamplingParams(temperature=one.temperature, max_tokens=one.num_tokens, seed=one.seed, ignore_eos=True)
             for one in requests

@@ -32,8 +32,8 @@ from jaxinfer.cli.prompts import PromptLine, read_prompts
 from jaxinfer.options import argument, option
 
 if TYPE_CHECKING:
+    from jaxinfer.api.llm import LLM
     from jaxinfer.engine.request import RequestOutput
-    from jaxinfer.llm import LLM
     from jaxinfer.sampling import SamplingParams
 
 

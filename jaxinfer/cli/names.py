@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli.command import USAGE, say
-from jaxinfer.llm_options import LLMOptions
 from jaxinfer.option_names import OptionNameError, OtherName, Scope, check_do_sample, find, translated
 from jaxinfer.options import describe
 

@@ -8,15 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli.command import OK, UsageError
-from jaxinfer.llm_options import LLMOptions
 from jaxinfer.option_names import our_value
 from jaxinfer.options import MISSING, Description, argument, describe, option
 from jaxinfer.progress import Stage
 from jaxinfer.sampling.params import SamplingParams, our_names
 
 if TYPE_CHECKING:
-    from jaxinfer.llm import LLM
+    from jaxinfer.api.llm import LLM
 
 _hosts = partial(option, group="Several hosts")
 _structured = partial(option, group="Structured output")
@@ -241,6 +241,6 @@ def open_llm(options: ModelOptions, **more: Any) -> "LLM":
         raise UsageError(f"--revision is for hub ids, and {options.model} is a folder on this machine")
     arguments = {**more, **llm_arguments(options)}
     with Stage(f"loading {options.model}"):
-        from jaxinfer.llm import LLM
+        from jaxinfer.api.llm import LLM
 
         return LLM(options.model, **arguments)

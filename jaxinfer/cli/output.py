@@ -18,8 +18,8 @@ from jaxinfer.tables import make_table
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from jaxinfer.api.llm import LLM
     from jaxinfer.engine.request import CompletionOutput, RequestOutput, TokenLogprob
-    from jaxinfer.llm import LLM
     from jaxinfer.sampling import SamplingParams
     from jaxinfer.text.reasoning import AnswerSplitter
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli.bench import check_picture
 from jaxinfer.cli.command import UsageError, say
 from jaxinfer.cli.options import as_json, given, given_values, model_argument
 from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.extras import install_hint
-from jaxinfer.llm_options import LLMOptions
 from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
 

@@ -1,6 +1,7 @@
 """`jaxinfer quantize`: writes a checkpoint with quantized weights, calibrated on text."""
 
 import hashlib
+import math
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -12,7 +13,6 @@ from jaxinfer.cli.distill import read_documents
 from jaxinfer.cli.options import as_json, given_values, overwrite
 from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.cli.quantize_files import check_not_quantized, check_room, planned, rest_of, unit_reader, write
-from jaxinfer.cli.quantize_gguf import check_gguf_usage, quantize_to_gguf, read_importance
 from jaxinfer.options import MISSING, argument, option
 from jaxinfer.progress import Stage, is_shown
 from jaxinfer.tables import table_text
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxinfer.calibration.journal import CalibrationJournal
     from jaxinfer.quantization import QuantizedArray
 
+_WEIGHTED = ("q4_0", "q4_k")  # GGUF's types that an importance matrix is for
 _NUM_NOTES = 6  # printed; --json has all
 _text = partial(option, None, group="The text")
 _gptq = partial(option, None, group="GPTQ and auto")
@@ -128,7 +129,7 @@ def quantize(
     Example: jaxinfer quantize ./model ./model-int4 --method awq --bits 4 --calibration texts.txt
     """
     if options.to == "gguf":
-        check_gguf_usage(options)
+        _check_gguf_usage(options)
     options = replace(options, method=options.method or ("rtn" if options.to == "gguf" else "gptq"))
     _check_usage(options)
     for owner, flags in (("gptq and auto", gptq), ("awq", awq), ("smoothquant", smoothquant)):
@@ -142,7 +143,7 @@ def quantize(
 
     kept, (path, requantize), destination = _kept(options), _source(options), options.destination
     if options.to == "gguf":
-        return quantize_to_gguf(options, path, requantize)
+        return _quantize_to_gguf(options, path, requantize)
     check_destination(destination, overwrite=options.overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
     with open_checkpoint(path, requantize=requantize) as opened:
@@ -194,6 +195,26 @@ def _check_usage(options: QuantizeOptions) -> None:
         raise UsageError(f"--max-kl must be positive, got {max_kl}")
     if method == "smoothquant" and options.bits not in (None, 8):
         raise UsageError(f"--method smoothquant makes weights of 8 bits, not {options.bits}")
+
+
+def _check_gguf_usage(options: QuantizeOptions) -> None:
+    """Raises UsageError for options that have no meaning for a GGUF file."""
+    if options.method not in (None, "rtn"):
+        raise UsageError(f"--to gguf rounds to nearest: --method {options.method} is not applied there")
+    given = {
+        "--bits": options.bits,
+        "--group-size": options.group_size,
+        "--calibration": options.calibration,
+        "--keep": options.keep,
+        "--max-kl": options.max_kl,
+        "--asymmetric": None if options.symmetric else True,
+        "--dtype": None if options.dtype == "auto" else options.dtype,
+    }
+    for flag, value in given.items():
+        if value is not None:
+            raise UsageError(f"{flag} is not applied by --to gguf: --type names the type of the weights")
+    if options.imatrix is not None and options.type not in _WEIGHTED:
+        raise UsageError(f"--imatrix is for --type q4_0 and q4_k; {options.type or 'q8_0'} is rounded without weights")
 
 
 def _check_owner(method: str | None, owner: str, flags: Any) -> None:
@@ -262,10 +283,10 @@ def _importance(path: Path | None, source: "Checkpoint") -> "dict[str, np.ndarra
     """Weights of the rounding error by the names of the linear layers."""
     if path is None:
         return None
-    from checkpoints_convert.gguf.imatrix import by_parameter
+    from checkpoints_convert.gguf.imatrix import by_parameter, read_imatrix
     from jaxinfer.calibration.driver import all_linears
 
-    found = by_parameter(read_importance(path), source.config, path)
+    found = by_parameter(read_imatrix(path), source.config, path)
     named = {".".join(target[:-1]): array for target, array in found.items() if target[0] == "layers"}
     linears = all_linears(source.config)
     if missing := [name for name in linears if name not in named]:
@@ -428,4 +449,62 @@ def summary(report: dict[str, Any]) -> str:
             ("same top token", f"{100 * quality['top1_agreement']:.2f} % of positions"),
         ]
     rows.append(("loaded again", f"logits differ by at most {report['max_logit_difference']:.2g}"))
+    return table_text(("", ""), rows, num_left=2)
+
+
+def _quantize_to_gguf(options: QuantizeOptions, path: Path, requantize: str | None) -> None:
+    """Writes the checkpoint at `path` and prints the report; `requantize` as of
+    `open_checkpoint`."""
+    from checkpoints_convert.load import open_checkpoint
+
+    with open_checkpoint(path, requantize=requantize) as source:
+        source.check_head()
+        report = _write_gguf(source, options)
+    if options.as_json:
+        write_json(report)
+    else:
+        write_text(gguf_summary(report))
+
+
+def _write_gguf(source: "Checkpoint", options: QuantizeOptions) -> dict[str, Any]:
+    """Writes the file; returns its report: path, bytes, tensors by type, relative errors and notes."""
+    from checkpoints_convert.gguf.imatrix import read_imatrix
+    from checkpoints_convert.gguf.write import save_gguf
+
+    kind = (options.type or "q8_0").upper()
+    importance = None if options.imatrix is None else read_imatrix(options.imatrix)
+    num_tensors = sum(map(len, source.units().values()))
+    with Stage("writing", num_tensors, "tensor") as stage:
+        found = save_gguf(
+            source,
+            options.destination,
+            kind,
+            importance=importance,
+            overwrite=options.overwrite,
+            report=lambda name: stage.update(),
+        )
+    return {
+        "path": options.destination,
+        "method": "rtn",
+        "type": kind.lower(),
+        "num_bytes": found.num_bytes,
+        "source_bytes": source.num_bytes(),
+        "kinds": found.kinds,
+        "errors": found.errors,
+        "notes": list(found.notes),
+    }
+
+
+def gguf_summary(report: dict[str, Any]) -> str:
+    """The report of `_write_gguf` in a few lines."""
+    errors = report["errors"].values()
+    rows = [
+        ("wrote", str(report["path"])),
+        ("tensors", ", ".join(f"{count} {kind}" for kind, count in report["kinds"].items())),
+        ("bytes", f"{report['num_bytes']:,} of {report['source_bytes']:,}"),
+    ]
+    if errors:
+        mean = math.sqrt(sum(error**2 for error in errors) / len(errors))
+        rows.append(("rounding error", f"{mean:.3g} of the weights, at most {max(errors):.3g}"))
+    rows += [("note", note) for note in report["notes"]]
     return table_text(("", ""), rows, num_left=2)

@@ -20,7 +20,7 @@ from jaxinfer.cli.pull import fits_here, sentence_of
 from jaxinfer.options import argument, option
 
 if TYPE_CHECKING:
-    from jaxinfer.llm import LLM
+    from jaxinfer.api.llm import LLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class RunModelOptions(DraftedModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class RunCommandOptions:
     prompt: str | None = argument(None, "Answer this alone; - reads it from standard input.", "PROMPT")
     system: str | None = option(None, "The system message.", "TEXT")
     yes: bool = option(False, "Download what is missing without asking.", flag="--yes -y")
@@ -39,7 +39,7 @@ class RunOptions:
     as_json: bool = as_json("JSON lines, one for each answer.")
 
 
-def run(model_options: RunModelOptions, sampling_options: SamplingOptions, options: RunOptions) -> int:
+def run(model_options: RunModelOptions, sampling_options: SamplingOptions, options: RunCommandOptions) -> int:
     """Talk with a model, or have one prompt answered.
 
     A model of the hub that is not here is pulled first, after a question on a terminal. Without a PROMPT it is
@@ -57,7 +57,7 @@ def run(model_options: RunModelOptions, sampling_options: SamplingOptions, optio
         return _run(model_options, values, prompt, options)
 
 
-def _run(model_options: RunModelOptions, values: dict[str, Any], prompt: str | None, options: RunOptions) -> int:
+def _run(model_options: RunModelOptions, values: dict[str, Any], prompt: str | None, options: RunCommandOptions) -> int:
     from jaxinfer.store import alias_options
 
     settings = alias_options(model_options.model)

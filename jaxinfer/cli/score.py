@@ -14,8 +14,8 @@ from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
+    from jaxinfer.api.llm import LLM
     from jaxinfer.engine.request import Score
-    from jaxinfer.llm import LLM
 
 Named = dict[str, Any]  # a text, or a prompt and its continuation, by these names
 

@@ -37,7 +37,7 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
         from jaxinfer.server.run import run_server, run_service
     except ImportError as error:
         raise ImportError(f"jaxinfer serve needs {error.name}: {install_hint('serve')}") from None
-    from jaxinfer.async_engine import AsyncEngine
+    from jaxinfer.api.async_engine import AsyncEngine
     from jaxinfer.server.names import split_name
     from jaxinfer.server.service import Service
 
@@ -88,7 +88,7 @@ def several_models(model: str, arguments: dict[str, Any], options: ServerOptions
     Raises UsageError for one that is not here, ValueError for two of one name.
     """
     from jaxinfer import compilation_cache
-    from jaxinfer.llm_arguments import checked_options
+    from jaxinfer.api.arguments import checked_options
     from jaxinfer.server.catalogue import LocalModels, locate
     from jaxinfer.server.names import served_models, split_name
     from jaxinfer.server.service import Service

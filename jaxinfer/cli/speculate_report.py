@@ -16,7 +16,7 @@ from jaxinfer.progress import Stage
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
-    from jaxinfer.llm import LLM
+    from jaxinfer.api.llm import LLM
     from jaxinfer.loading import LoadedModel
     from jaxinfer.sampling import SamplingParams
     from jaxinfer.speculative import SpeculationStats
@@ -227,7 +227,7 @@ class _Bench:
         return sum(self._run(params, 0, model=one).seconds_per_token for one in models)
 
     def _run(self, params: "list[SamplingParams]", num_draft_tokens: int, model: Any = None, **drafting: Any) -> Run:
-        from jaxinfer.llm import LLM
+        from jaxinfer.api.llm import LLM
 
         if num_draft_tokens:
             drafting["num_draft_tokens"] = num_draft_tokens

@@ -99,7 +99,7 @@ def export_pair(
 
     Raises, before anything is trained, FileExistsError if a model exists, ImportError without matplotlib.
     """
-    from jaxinfer.llm import LLM
+    from jaxinfer.api.llm import LLM
     from jaxinfer.training import demo
 
     need_plotting("a model card")  # after hours of training

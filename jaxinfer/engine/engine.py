@@ -20,12 +20,12 @@ from jaxinfer.engine.grammars import Grammars
 from jaxinfer.engine.model_runner import Flight, ModelRunner
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.plans import DispatchPlan
-from jaxinfer.engine.prefix_store import PrefixStore
 from jaxinfer.engine.programs.work import INVALID_LOGITS
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.speculation import Speculation
+from jaxinfer.engine.tiers.prefix_store import PrefixStore
 from jaxinfer.engine.weights import WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.sampling import SampleOutput

@@ -11,11 +11,11 @@ from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_rotated, is_scaled, kv_dtype_name
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.link_rates import transfer_rule
 from jaxinfer.engine.memory import PoolPlan
 from jaxinfer.engine.programs import paged, speculative
 from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.tiers.link_rates import transfer_rule
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.attend import attention_options
 from jaxinfer.models.host_layers import all_layers, disk_layers, host_rows

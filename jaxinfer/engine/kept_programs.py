@@ -27,8 +27,8 @@ from jax._src.export import _export
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from cpu_kernels import kernels
 from jaxinfer.kept_files import KeptFiles, key_of, sources_key
-from pallas_kernels.numba_cpu import kernels
 from pallas_kernels.platform import current_platform
 
 _LOG = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def _described(value: Any) -> str:
 @cache
 def _surroundings() -> tuple[str, ...]:
     """The part of a key that stays the same in a process."""
-    folder = Path(__file__).parents[1]
+    folders = (Path(__file__).parents[2] / name for name in ("jaxinfer", "pallas_kernels"))  # `machine` has cpu_kernels
     packages = (f"{name} {_version(name)}" for name in _PACKAGES)
     environment = (
         f"{name}={value}"
@@ -175,7 +175,7 @@ def _surroundings() -> tuple[str, ...]:
     )
     device = jax.devices()[0]
     facts = (device.device_kind, device.client.platform_version, platform.machine(), sys.version)
-    return sources_key(folder), *kernels.machine(), *packages, *environment, *map(str, facts)
+    return sources_key(*folders), *kernels.machine(), *packages, *environment, *map(str, facts)
 
 
 def _version(package: str) -> str:

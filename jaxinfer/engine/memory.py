@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.cache import deferred_bytes, state_bytes
-from jaxinfer.engine.host_tier import transit_bytes
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.tiers.host_tier import transit_bytes
 from jaxinfer.models import compute_dtype
 
 # Arrays of T tokens that are alive at once in a layer: residual, normed, query, key, value, attended and the two

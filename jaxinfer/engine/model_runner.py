@@ -19,8 +19,6 @@ from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied
 from jaxinfer.cache.state import zeros_of
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
-from jaxinfer.engine.host_pages import Caches, HostPages, check_host_cache, host_pools
-from jaxinfer.engine.link_rates import decide_host_cache
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids, state_copies
@@ -36,6 +34,8 @@ from jaxinfer.engine.programs.work import DecodeWork, StepOutput, StepSlots, Ste
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PendingScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.tiers.host_pages import Caches, HostPages, check_host_cache, host_pools
+from jaxinfer.engine.tiers.link_rates import decide_host_cache
 from jaxinfer.engine.weights import WeightsView, leaves_of
 from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxinfer.engine.host_tier import PageMove
 from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import SequenceState
+from jaxinfer.engine.tiers.host_tier import PageMove
 
 
 class GroupMove(NamedTuple):

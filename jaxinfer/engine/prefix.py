@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from jaxinfer.engine.cache_groups import CacheGroup
-from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
+from jaxinfer.engine.tiers.host_tier import HostTier
 
 
 class _Node:

@@ -1,10 +1,11 @@
 """From what a program sampled to the results in a `SequenceState`; mirrors on the host what the program decided."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.engine.request import Logprob, RequestTimings, Score, SequenceState, TokenLogprob
+from jaxinfer.engine.request import Logprob, Request, RequestOutput, RequestTimings, Score, SequenceState, TokenLogprob
 from jaxinfer.sampling import SampleOutput, TokenLogprobs
 
 NOT_A_NUMBER = (
@@ -122,3 +123,24 @@ def timings(answers: Sequence[SequenceState]) -> RequestTimings:
         total_time=finished - arrived,
         time_per_output_token=(finished - first) / max(num_tokens - 1, 1),
     )
+
+
+@dataclass(frozen=True)
+class VectorJob:
+    """Requests whose answers are vectors, and what makes the result of the vectors, given in the requests' order."""
+
+    requests: list[Request]
+    finish: Callable[[Sequence[np.ndarray]], np.ndarray]
+
+    def result(self, outputs: Sequence[RequestOutput]) -> np.ndarray:
+        """The result. Raises FloatingPointError where a request failed: its hidden states were not finite."""
+        vectors = []
+        for output in outputs:
+            if output.pooled is None:
+                raise FloatingPointError(output.outputs[0].error or "the vector was not computed")
+            vectors.append(output.pooled)
+        return self.finish(vectors)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(request.num_prompt for request in self.requests)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from jaxinfer.cache.policy.contract import CachePolicy, PromptEnd
 from jaxinfer.cache.policy.kinds import KEEPS_ALL
 from jaxinfer.engine.cache_groups import CacheGroup
-from jaxinfer.engine.host_tier import HostPoolSize, HostTier
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
 from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy, num_expected
 from jaxinfer.engine.pools import PagePools
@@ -25,6 +24,7 @@ from jaxinfer.engine.prefix import PrefixMatch, PrefixPlace, PrefixTree
 from jaxinfer.engine.prompt_ends import PromptEnds
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.saved_states import SavedStates, num_common
+from jaxinfer.engine.tiers.host_tier import HostPoolSize, HostTier
 
 if TYPE_CHECKING:
     from jaxinfer.engine.spec import EngineSpec

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.config import RopeConfig
-from pallas_kernels.numba_cpu.calls import materialized
+from pallas_kernels.cpu_calls import materialized
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

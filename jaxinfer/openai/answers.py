@@ -71,14 +71,14 @@ class TokenEntry(Answer):
     bytes: list[int] | None
 
 
-class TokenLogprobs(TokenEntry):
+class ChatTokenLogprobs(TokenEntry):
     """A token that was chosen, with the most probable ones."""
 
     top_logprobs: list[TokenEntry]
 
 
 class ChatLogprobs(Answer):
-    content: list[TokenLogprobs]
+    content: list[ChatTokenLogprobs]
     refusal: None
 
 
@@ -89,7 +89,7 @@ class Function(Answer):
     arguments: str
 
 
-class ToolCall(Answer):
+class ChatToolCall(Answer):
     id: str
     type: Literal["function"]
     function: Function
@@ -102,7 +102,7 @@ class ChatMessage(Answer):
     content: str | None
     refusal: None
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Answer):
@@ -120,7 +120,7 @@ class ChatCompletion(_Generated):
     usage: Usage
     seed: int
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET
+    prompt_logprobs: list[ChatTokenLogprobs | None] | UnsetType = UNSET
 
 
 class FunctionDelta(Answer):
@@ -130,7 +130,7 @@ class FunctionDelta(Answer):
     name: str | UnsetType = UNSET
 
 
-class ToolCallDelta(Answer):
+class ChatToolCallDelta(Answer):
     """What is new of a call; the first piece has its id, its type and its name."""
 
     index: int
@@ -143,7 +143,7 @@ class ChatDelta(Answer):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    tool_calls: list[ChatToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Answer):
@@ -197,7 +197,7 @@ class CompletionChoice(_CompletionChoice):
     stop_reason: StopReason
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET
+    prompt_logprobs: list[ChatTokenLogprobs | None] | UnsetType = UNSET
 
 
 class Completion(_Generated):
@@ -225,7 +225,7 @@ class TokenCounts(Answer):
     total_tokens: int
 
 
-class Embedding(Answer):
+class TextEmbedding(Answer):
     """The vector of one text; base64 of its float32 values, little-endian, where that is asked for."""
 
     object: Literal["embedding"]
@@ -235,7 +235,7 @@ class Embedding(Answer):
 
 class Embeddings(Answer):
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[TextEmbedding]
     model: str
     usage: TokenCounts
 
@@ -291,7 +291,7 @@ class Tokens(Answer):
     token_strs: list[str | None] | UnsetType = UNSET
 
 
-class Text(Answer):
+class DetokenizedText(Answer):
     """The text of token ids."""
 
     prompt: str

@@ -26,7 +26,7 @@ class OutputMessage(Answer, tag_field="type", tag="message"):
     content: list[OutputText]
 
 
-class Reasoning(Answer, tag_field="type", tag="reasoning"):
+class ReasoningItem(Answer, tag_field="type", tag="reasoning"):
     id: str
     summary: Empty
     content: list[ReasoningText]
@@ -42,7 +42,7 @@ class FunctionCall(Answer, tag_field="type", tag="function_call"):
     arguments: str
 
 
-Item = OutputMessage | Reasoning | FunctionCall
+Item = OutputMessage | ReasoningItem | FunctionCall
 
 
 class InputDetails(Answer):

@@ -197,7 +197,7 @@ class ResponseWriter:
         (answer,) = output.outputs
         items = self._items_of(answer) if items is None else items
         is_cut, counted = answer.finish_reason == "length", usage([output])
-        thought = "".join(part.text for item in items if isinstance(item, types.Reasoning) for part in item.content)
+        thought = "".join(part.text for item in items if isinstance(item, types.ReasoningItem) for part in item.content)
         num_thought = 0
         if thought and self._tokenizer is not None:
             num_thought = len(self._tokenizer.encode(thought, add_special_tokens=False))
@@ -231,7 +231,7 @@ class ResponseWriter:
             return types.FunctionCall(id=item_id, status=status, call_id=call.id, name=call.name, arguments=text)
         content: list[Any] = [part(kind, text)] if text or status != "in_progress" else []
         if kind == "reasoning":
-            return types.Reasoning(id=item_id, summary=[], content=content)
+            return types.ReasoningItem(id=item_id, summary=[], content=content)
         return types.OutputMessage(id=item_id, status=status, role="assistant", content=content)
 
 

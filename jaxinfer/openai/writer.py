@@ -99,7 +99,7 @@ def embeddings(vectors: "np.ndarray", num_tokens: int, body: EmbeddingsRequest, 
     rows = [base64.b64encode(row).decode() for row in vectors.astype("<f4")] if as_base64 else vectors.tolist()
     return types.Embeddings(
         object="list",
-        data=[types.Embedding(object="embedding", index=index, embedding=row) for index, row in enumerate(rows)],
+        data=[types.TextEmbedding(object="embedding", index=index, embedding=row) for index, row in enumerate(rows)],
         model=model,
         usage=types.TokenCounts(prompt_tokens=num_tokens, total_tokens=num_tokens),
     )
@@ -133,10 +133,10 @@ def chat_logprobs(entries: "Sequence[TokenLogprob] | None", params: "SamplingPar
     return types.ChatLogprobs(content=[token_entry(one, params.logprobs or 0) for one in entries], refusal=None)
 
 
-def call_entries(calls: Sequence["ToolCall"]) -> list[types.ToolCall]:
+def call_entries(calls: Sequence["ToolCall"]) -> list[types.ChatToolCall]:
     """Calls of tools as in OpenAI's chat API."""
     return [
-        types.ToolCall(id=one.id, type="function", function=types.Function(name=one.name, arguments=one.arguments))
+        types.ChatToolCall(id=one.id, type="function", function=types.Function(name=one.name, arguments=one.arguments))
         for one in calls
     ]
 
@@ -188,7 +188,7 @@ def prompt_text(
 # Log-probabilities.
 
 
-def token_entry(entry: "TokenLogprob", num_top: int) -> types.TokenLogprobs:
+def token_entry(entry: "TokenLogprob", num_top: int) -> types.ChatTokenLogprobs:
     """A token as in OpenAI's chat API, with its id and rank; `top_logprobs` are the `num_top` most probable ones."""
     every = [
         types.TokenEntry(
@@ -202,7 +202,7 @@ def token_entry(entry: "TokenLogprob", num_top: int) -> types.TokenLogprobs:
     ]
     best = sorted((one for one in every if one.rank <= num_top), key=lambda one: one.rank)
     chosen = every[0]
-    return types.TokenLogprobs(
+    return types.ChatTokenLogprobs(
         token=chosen.token,
         token_id=chosen.token_id,
         logprob=chosen.logprob,
@@ -212,7 +212,7 @@ def token_entry(entry: "TokenLogprob", num_top: int) -> types.TokenLogprobs:
     )
 
 
-def prompt_entries(output: "RequestOutput", params: "SamplingParams") -> list[types.TokenLogprobs | None]:
+def prompt_entries(output: "RequestOutput", params: "SamplingParams") -> list[types.ChatTokenLogprobs | None]:
     """Those of a prompt, of which the first token has none."""
     entries = output.prompt_logprobs or []
     return [None if entry is None else token_entry(entry, params.prompt_logprobs or 0) for entry in entries]

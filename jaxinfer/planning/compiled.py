@@ -19,7 +19,7 @@ from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import Compilation
-from pallas_kernels.hbm_traffic import Instruction, Program
+from pallas_kernels.hbm_traffic import HloProgram, Instruction
 from pallas_kernels.platform import num_cores
 
 
@@ -96,7 +96,7 @@ def read_figures(
     found: Compilation, num_devices: int, *, is_tpu: bool, has_host_layers: bool = False
 ) -> ProgramFigures:
     """Reads the figures of a program that was compiled for `num_devices` devices."""
-    program = Program(found.program.as_text()) if is_tpu or num_devices > 1 or has_host_layers else None
+    program = HloProgram(found.program.as_text()) if is_tpu or num_devices > 1 or has_host_layers else None
     moved = kernels = None
     if program is not None and is_tpu:
         moves = program.moves()
@@ -127,7 +127,7 @@ def is_attention(instruction: Instruction) -> bool:
     return instruction.opcode == "custom-call" and "paged_attention" in instruction.text
 
 
-def _exchanges(program: Program, num_devices: int):
+def _exchanges(program: HloProgram, num_devices: int):
     """Bytes that a device sends in each operation between devices of one run."""
     for instruction, times in program.executed():
         opcode = instruction.opcode.removesuffix("-start")

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 
 from jaxinfer import parallel
-from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.api.arguments import checked_options
+from jaxinfer.api.async_engine import AsyncEngine
+from jaxinfer.api.options import LLMOptions
 from jaxinfer.cache.policy.kinds import extends_length
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.memory import OutOfMemoryError, activation_bytes, available_bytes
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.llm_arguments import checked_options
-from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loaded_weights import weights_key
 from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
 from jaxinfer.models import fit_to_mesh

@@ -11,8 +11,9 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.embedding import VectorJob, best_first
+from jaxinfer.api.embedding import best_first
 from jaxinfer.engine.request import Prompt, RequestOptions
+from jaxinfer.engine.results import VectorJob
 from jaxinfer.openai import answers, writer
 from jaxinfer.openai.bodies import EmbeddingsRequest
 from jaxinfer.openai.reader import check_number, options_of, read_inputs, truncates

@@ -10,7 +10,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from jaxinfer.async_engine import EngineDeadError
+from jaxinfer.api.async_engine import EngineDeadError
 from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
 from jaxinfer.openai.errors import RequestError

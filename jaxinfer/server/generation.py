@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from jaxinfer.async_engine import AnswerStream
+from jaxinfer.api.async_engine import AnswerStream
 from jaxinfer.engine.request import Request, RequestOptions, RequestOutput, StreamDelta
 from jaxinfer.openai.requests import BoundRequest
 from jaxinfer.openai.writer import prompt_text, scored

@@ -16,7 +16,7 @@ from jaxinfer.server.record import Record
 from jaxinfer.speculative.statistics import SpeculationStats
 
 if TYPE_CHECKING:
-    from jaxinfer.async_engine import AsyncEngine
+    from jaxinfer.api.async_engine import AsyncEngine
     from jaxinfer.engine.model_runner import Flight
 
 _FIRST_TOKEN = (

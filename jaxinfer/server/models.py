@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from jaxinfer import __version__
-from jaxinfer.async_engine import AsyncEngine
-from jaxinfer.llm import LLM
+from jaxinfer.api.async_engine import AsyncEngine
+from jaxinfer.api.llm import LLM
 from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import unavailable
 from jaxinfer.server.metrics import Metrics

@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer import __version__
-from jaxinfer.embedding import VectorJob
+from jaxinfer.api.llm import LLM
 from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.engine.request import RequestOptions
-from jaxinfer.llm import LLM
+from jaxinfer.engine.results import VectorJob
 from jaxinfer.models import Params
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.quantization.tree import describe, num_parameters

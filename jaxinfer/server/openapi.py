@@ -29,7 +29,7 @@ _ANSWERS: dict[str, Any] = {
     "/v1/messages/count_tokens": TokenCount,
     "/v1/responses": Response,
     "/tokenize": answers.Tokens,
-    "/detokenize": answers.Text,
+    "/detokenize": answers.DetokenizedText,
     "/tokenizer_info": answers.TokenizerInfo,
     "/v1/embeddings": answers.Embeddings,
     **dict.fromkeys(("/v1/score", "/score"), answers.Scores),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.server.admission import Admission

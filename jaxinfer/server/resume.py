@@ -38,7 +38,7 @@ _NOT_CONTENT = (
 
 
 @dataclass
-class Progress:
+class SentPart:
     """What was sent of one answer: tokens, characters, a checksum of the text, and whether its end was."""
 
     num_tokens: int = 0
@@ -55,7 +55,7 @@ class Progress:
         return f"{self.num_tokens:x}-{self.num_chars:x}-{self.checksum:x}{'-x' if self.has_ended else ''}"
 
     @classmethod
-    def read(cls, text: str) -> "Progress":
+    def read(cls, text: str) -> "SentPart":
         """Raises ValueError."""
         tokens, chars, checksum, *ended = text.split("-")
         if ended not in ([], ["x"]):
@@ -73,7 +73,7 @@ class StreamPosition:
 
     def __init__(self, answer_id: str, digest: str, seed: int, num_choices: int):
         self.answer_id, self.digest, self.seed = answer_id, digest, seed
-        self.choices = [Progress() for _ in range(num_choices)]
+        self.choices = [SentPart() for _ in range(num_choices)]
         self._head = f"{answer_id}.{digest}.{seed}."
 
     @property
@@ -109,7 +109,7 @@ class StreamPosition:
         try:
             if found is None or int(found[3]) >= 2**64:
                 raise ValueError(text)
-            choices = [Progress.read(part) for part in found[4].split(",")]
+            choices = [SentPart.read(part) for part in found[4].split(",")]
         except ValueError:
             raise APIError(400, f"{text!r:.80} is no id of an event of this server", param="Last-Event-ID") from None
         position = cls(found[1], found[2], int(found[3]), len(choices))
@@ -136,8 +136,8 @@ def request_digest(body: msgspec.Struct, fingerprint: str) -> str:
 class Skipper:
     """Leaves out of a repeated answer what was sent before."""
 
-    def __init__(self, sent: Progress):
-        self._sent, self._seen = replace(sent), Progress()  # the stream's own goes on
+    def __init__(self, sent: SentPart):
+        self._sent, self._seen = replace(sent), SentPart()  # the stream's own goes on
 
     def skip(self, text: str, num_tokens: int) -> tuple[int, int]:
         """Of new text and tokens, how many characters and tokens were sent before. Raises APIError where the text is

@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from jaxinfer import progress
-from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.extras import install_hint
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from starlette.requests import Request
 
-from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.openai.requests import CHARS_PER_TOKEN, check_timeout
 from jaxinfer.server.errors import refused, unavailable
 from jaxinfer.server.metrics import Metrics

@@ -20,7 +20,7 @@ import tokenizers
 from jaxinfer.text.token_bytes import byte_level
 
 
-class Stage(Protocol):
+class DecoderStage(Protocol):
     """One streaming stage. `push` takes a piece and returns the finished ones; `flush` returns what is left."""
 
     def push(self, piece: str) -> Sequence[str]: ...
@@ -31,7 +31,7 @@ class Stage(Protocol):
 class StreamDecoder:
     """A chain of stages. `push(token)` returns new text, `flush()` the rest."""
 
-    def __init__(self, stages: Sequence[Stage]):
+    def __init__(self, stages: Sequence[DecoderStage]):
         self._stages = stages
 
     def push(self, token: str) -> str:
@@ -53,7 +53,7 @@ class StreamDecoder:
 
 def build_decoder(spec: Mapping[str, Any] | None) -> StreamDecoder | None:
     """The streaming form of the `decoder` entry of a tokenizer.json, or None if it has no exact one."""
-    stages: list[Stage] = []
+    stages: list[DecoderStage] = []
     if spec is None:
         stages.append(_SpaceJoined())
     is_fused = False
@@ -74,7 +74,7 @@ def _flatten(spec: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     return [spec]
 
 
-def _build_stage(spec: Mapping[str, Any], is_fused: bool) -> tuple[Stage | None, bool]:
+def _build_stage(spec: Mapping[str, Any], is_fused: bool) -> tuple[DecoderStage | None, bool]:
     """The stage for one step, and whether it fuses its tokens into one string."""
     kind = spec.get("type")
     if is_fused:

@@ -47,7 +47,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repetition:
     body: Node
     low: int
     high: int
@@ -64,7 +64,7 @@ class Alternatives:
     branches: tuple[Node, ...]
 
 
-Node = CharSet | Assertion | Look | Repeat | Chain | Alternatives
+Node = CharSet | Assertion | Look | Repetition | Chain | Alternatives
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class _Parser:
         while (bounds := self._bounds()) is not None:
             if isinstance(node, (Assertion, Look)) and bounds[1] > 1:
                 raise self.unsupported("a repeated assertion")
-            node = Repeat(node, *bounds)
+            node = Repetition(node, *bounds)
         return node
 
     def _bounds(self) -> tuple[int, int] | None:

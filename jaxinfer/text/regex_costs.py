@@ -27,7 +27,7 @@ from jaxinfer.text.patterns import (
     Node,
     Pattern,
     PatternError,
-    Repeat,
+    Repetition,
     parse,
 )
 
@@ -57,7 +57,7 @@ def min_length(node: Node) -> int:
         return sum(map(min_length, node.items))
     if isinstance(node, Alternatives):
         return min(map(min_length, node.branches))
-    return node.low * min_length(node.body) if isinstance(node, Repeat) else 0
+    return node.low * min_length(node.body) if isinstance(node, Repetition) else 0
 
 
 def can_match(node: Node, chars: Iterable[str]) -> bool:
@@ -73,13 +73,13 @@ def _max_length(node: Node) -> int:
         return min(sum(map(_max_length, node.items)), INFINITE)
     if isinstance(node, Alternatives):
         return max(map(_max_length, node.branches))
-    return min(node.high * _max_length(node.body), INFINITE) if isinstance(node, Repeat) else 0
+    return min(node.high * _max_length(node.body), INFINITE) if isinstance(node, Repetition) else 0
 
 
 def _leaves(node: Node) -> Iterable[CharSet]:
     if isinstance(node, CharSet):
         yield node
-    elif isinstance(node, (Repeat, Look)):
+    elif isinstance(node, (Repetition, Look)):
         yield from _leaves(node.body)
     elif isinstance(node, (Chain, Alternatives)):
         for child in node.items if isinstance(node, Chain) else node.branches:
@@ -106,7 +106,7 @@ class _Judge:
             return 1
         if isinstance(node, Alternatives):
             return self._ways_of_choice(node, can_fail)
-        return self._ways_of_chain((node,) if isinstance(node, Repeat) else node.items, can_fail)
+        return self._ways_of_chain((node,) if isinstance(node, Repetition) else node.items, can_fail)
 
     def _ways_of_choice(self, node: Alternatives, can_fail: bool) -> int:
         counts = [self.ways(branch, can_fail=can_fail) for branch in node.branches]
@@ -119,7 +119,7 @@ class _Judge:
         scanned: list[frozenset[str]] = []  # the classes of repetitions that can go back
         for index, item in enumerate(items):
             fails = can_fail or any(map(_can_fail, items[index + 1 :]))
-            if not isinstance(item, Repeat):
+            if not isinstance(item, Repetition):
                 product *= self.ways(item, can_fail=fails)
             elif item.high > 0:
                 product *= self._ways_of_repeat(item, fails)
@@ -132,7 +132,7 @@ class _Judge:
             self._bounded(product)
         return product
 
-    def _ways_of_repeat(self, node: Repeat, can_fail: bool) -> int:
+    def _ways_of_repeat(self, node: Repetition, can_fail: bool) -> int:
         body = node.body
         if isinstance(body, CharSet):
             return node.high - node.low + 1 if can_fail and node.high <= _LONG else 1
@@ -183,7 +183,7 @@ class _Judge:
         """Characters with which a match can start; None if it may be empty."""
         if isinstance(node, CharSet):
             return self._chars(node)
-        if isinstance(node, Repeat):
+        if isinstance(node, Repetition):
             return self._first(node.body) if node.low else None
         if isinstance(node, Alternatives):
             firsts = [self._first(branch) for branch in node.branches]

@@ -29,7 +29,7 @@ CHUNK = 256  # texts generated, and kept, at once
 
 
 @dataclass(frozen=True)
-class TextRequest:
+class TargetTextRequest:
     """A request for text of the target: `num_tokens` new tokens, ignoring the end of text."""
 
     prompt: tuple[int, ...]
@@ -38,7 +38,7 @@ class TextRequest:
     seed: int
 
 
-Generate = Callable[[list[TextRequest]], list[list[int]]]  # the new tokens of each
+Generate = Callable[[list[TargetTextRequest]], list[list[int]]]  # the new tokens of each
 
 
 @dataclass(frozen=True)
@@ -348,11 +348,11 @@ class _TextWriter:
         chosen = [pieces[i * len(pieces) // count] for i in range(count)]
         return self._written("held_out", [self._request(piece, False, i) for i, piece in enumerate(chosen)])
 
-    def _request(self, prompt: np.ndarray, is_sampled: bool, number: int) -> TextRequest:
+    def _request(self, prompt: np.ndarray, is_sampled: bool, number: int) -> TargetTextRequest:
         temperature = self._options.sampling_temperature if is_sampled else 0.0
-        return TextRequest(tuple(prompt.tolist()), self._options.length - len(prompt), temperature, number)
+        return TargetTextRequest(tuple(prompt.tolist()), self._options.length - len(prompt), temperature, number)
 
-    def _written(self, name: str, requests: list[TextRequest]) -> np.ndarray:
+    def _written(self, name: str, requests: list[TargetTextRequest]) -> np.ndarray:
         folder = self._work_dir / name
         folder.mkdir(parents=True, exist_ok=True)
         chunks = [np.zeros((0, self._options.length), np.int32)]

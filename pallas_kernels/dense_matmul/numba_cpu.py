@@ -7,14 +7,14 @@ with 5 rows and 27.9 with 32; this kernel takes 7.6 and 20.0.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import cpu_calls
 from pallas_kernels.dense_matmul import xla
 from pallas_kernels.dense_matmul.api import DenseSpec
-from pallas_kernels.numba_cpu import calls
 from pallas_kernels.quantized_matmul.numba_cpu import STEP, UNIT, register
 
 
 def unsupported(spec: DenseSpec, platform: str) -> str | None:
-    if (reason := calls.unsupported(platform)) is not None:
+    if (reason := cpu_calls.unsupported(platform)) is not None:
         return reason
     if spec.dtypes != ("float32",) * 3:
         return f"it multiplies float32, not {' and '.join(dict.fromkeys(spec.dtypes))}"
@@ -34,7 +34,7 @@ def matmul(x: jax.Array, weight: jax.Array, spec: DenseSpec) -> jax.Array:
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         shape = jax.ShapeDtypeStruct((spec.rows, spec.outputs), jnp.float32)
         name = register("float32", is_transposed=spec.is_transposed)
-        found = calls.call(name, shape, (x.reshape(spec.rows, -1), weight), group=spec.inputs)
+        found = cpu_calls.call(name, shape, (x.reshape(spec.rows, -1), weight), group=spec.inputs)
         return found.reshape(*x.shape[:-1], spec.outputs)
 
     @product.defjvp

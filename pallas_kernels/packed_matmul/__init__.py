@@ -1,8 +1,8 @@
 """Products with weights that are packed for CPUs, read as they are stored: integers, codebooks and 16-bit floats."""
 
+from cpu_kernels.packed_matmul.forms import CODES, LANES, STEP, PackedArrays, PackedForm
 from pallas_kernels.packed_matmul.api import packed_matmul, unsupported
 from pallas_kernels.packed_matmul.packing import dequantize, pack, take_outputs, unpack, why_not
-from pallas_kernels.packed_matmul.specs import CODES, LANES, STEP, PackedArrays, PackedForm
 
 __all__ = [
     "CODES",

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.numba_cpu import calls
+from cpu_kernels.packed_matmul.forms import PackedArrays, PackedForm
+from pallas_kernels import cpu_calls
 from pallas_kernels.packed_matmul import numba_cpu
 from pallas_kernels.packed_matmul.packing import dequantize
-from pallas_kernels.packed_matmul.specs import PackedArrays, PackedForm
 from pallas_kernels.platform import current_platform
 
 if TYPE_CHECKING:
@@ -48,4 +48,4 @@ def unsupported(platform: str) -> str | None:
     """The reason why the kernels cannot run on `platform`, or None."""
     if machine() not in ("x86_64", "AMD64"):
         return f"its loops have instructions of x86-64, and this is {machine()}"
-    return calls.unsupported(platform)
+    return cpu_calls.unsupported(platform)

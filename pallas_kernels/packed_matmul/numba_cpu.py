@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.numba_cpu import calls, kernels
-from pallas_kernels.packed_matmul.specs import INT8_KERNELS, KERNELS, NUMBERS, STEP, PackedArrays, PackedForm
+from cpu_kernels import kernels
+from cpu_kernels.packed_matmul.forms import INT8_KERNELS, KERNELS, NUMBERS, STEP, PackedArrays, PackedForm
+from pallas_kernels import cpu_calls
 
 # Inputs whose products are summed in one chain, at most; with int8 activations those that are rounded together.
 SEGMENT, INT8_SEGMENT = 128, 32
@@ -49,13 +50,13 @@ def multiply(
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], form.outputs), jnp.float32) for form in forms)
     counts = jnp.full(1, x.shape[0], jnp.int32) if counts is None else counts
     operands = [x.astype(jnp.float32), jnp.asarray(plan), counts, *(array for _, arrays in weights for array in arrays)]
-    return list(calls.call(register(forms), shapes, operands))
+    return list(cpu_calls.call(register(forms), shapes, operands))
 
 
 def register(forms: Sequence[PackedForm]) -> str:
     """The registered name of the kernel, which can then multiply weights of these forms."""
-    from pallas_kernels.packed_matmul import numba_kernel, numba_table
+    from cpu_kernels.packed_matmul import kernel, table
 
     for form in forms:
-        numba_table.register(form.kernel, (form.scales, form.offsets))
-    return kernels.register("jaxinfer_packed_matmul", numba_kernel.packed_matmul)
+        table.register(form.kernel, (form.scales, form.offsets))
+    return kernels.register("jaxinfer_packed_matmul", kernel.packed_matmul)

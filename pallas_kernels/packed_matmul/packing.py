@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.numba_cpu import kernels
-from pallas_kernels.packed_matmul.specs import CODES, LANES, OUTER, STEP, PackedArrays, PackedForm
+from cpu_kernels import kernels
+from cpu_kernels.packed_matmul.forms import CODES, LANES, OUTER, STEP, PackedArrays, PackedForm
 from pallas_kernels.platform import num_cores
 
 _FLOATS = {
@@ -113,7 +113,7 @@ _READERS = {1: "pack_bytes", 2: "pack_halves", 4: "pack_ints"}
 
 
 def _copy_to_panels(name: str, values: np.ndarray, packed: np.ndarray, padded: int) -> None:
-    """Runs a kernel of `numba_packing` over values [inputs, outputs], of which panels have `padded` inputs."""
+    """Runs a kernel over values [inputs, outputs], of which panels have `padded` inputs."""
     inputs, outputs = values.shape
     panels, run = len(packed), _kernel(name)
     arguments = _address(values), _address(packed), inputs, padded, outputs, *values.strides
@@ -127,7 +127,7 @@ def _copy_to_panels(name: str, values: np.ndarray, packed: np.ndarray, padded: i
 
 def _kernel(name: str) -> Callable[..., int]:
     def compile_kernel() -> kernels.Compiled:
-        from pallas_kernels.packed_matmul.numba_packing import KERNELS
+        from cpu_kernels.packed_matmul.packing import KERNELS
 
         return KERNELS[name]()
 

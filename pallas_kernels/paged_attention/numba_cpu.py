@@ -1,4 +1,4 @@
-"""Paged attention on CPUs: a kernel that reads pages where they lie, compiled by Numba (`numba_kernel`).
+"""Paged attention on CPUs: a kernel that reads pages where they lie, compiled by Numba (`cpu_kernels.paged_attention`).
 
 XLA appends the new tokens, and divides the work into equal parts for the kernel's threads.
 """
@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.numba_cpu import calls, kernels
+from cpu_kernels import kernels
+from pallas_kernels import cpu_calls
 from pallas_kernels.paged_attention import layout
 from pallas_kernels.paged_attention.reference import token_places, write_places
 from pallas_kernels.paged_attention.rotation import LEVEL_STEP
@@ -45,7 +46,7 @@ class StepUnits(NamedTuple):
 
 def unsupported(spec: PagedSpec, platform: str) -> str | None:
     """The reason why the kernel cannot run `spec` on `platform`, or None."""
-    if (reason := calls.unsupported(platform)) is not None:
+    if (reason := cpu_calls.unsupported(platform)) is not None:
         return reason
     if spec.num_parts > 1:
         return DIVIDED_PAGES
@@ -104,7 +105,7 @@ def _bounds(spec: PagedSpec, queries: int, units_of_item: int, ends, first, quer
     cost = jnp.where(count > 0, (num_keys * (count + 4)).astype(jnp.float32), 0.0)
     after = _running_sum(cost)
     middle = (after - cost)[:, None] + cost[:, None] * ((np.arange(units_of_item) + 0.5) / units_of_item)
-    num_parts = parts_of_core * calls.num_parts(capacity * units_of_item, parts_of_core)
+    num_parts = parts_of_core * cpu_calls.num_parts(capacity * units_of_item, parts_of_core)
     shares = np.arange(1, num_parts) / num_parts * after[-1]
     inner = jnp.sum((middle[..., None] < shares) & (count > 0)[:, None, None], axis=(0, 1), dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), inner, (ends[-1] * units_of_item)[None]])
@@ -150,7 +151,7 @@ def _call(operands: PagedOperands, schedule: StepUnits, spec: PagedSpec, pages: 
         jnp.array([spec.soft_cap or 0.0, spec.scale * factors[0], factors[1]], jnp.float32),
     )
     shape = jax.ShapeDtypeStruct((spec.num_tokens, spec.num_q_heads, spec.value_dim), jnp.float32)
-    return calls.call(register(), shape, arrays)
+    return cpu_calls.call(register(), shape, arrays)
 
 
 def _stored(pages: Any, spec: PagedSpec, nothing: jax.Array) -> tuple[jax.Array, ...]:
@@ -163,6 +164,6 @@ def _stored(pages: Any, spec: PagedSpec, nothing: jax.Array) -> tuple[jax.Array,
 
 def register() -> str:
     """The registered name of the kernel."""
-    from pallas_kernels.paged_attention.numba_kernel import attention_handler
+    from cpu_kernels.paged_attention.kernel import attention_handler
 
     return kernels.register(NAME, attention_handler)

@@ -6,14 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cpu_kernels.paged_attention.masks import MASKED as MASKED
+from cpu_kernels.paged_attention.masks import MAX_TREE_TOKENS as MAX_TREE_TOKENS
 from pallas_kernels.paged_attention.layout import InterleavedPages, Pages, PageShape, layout_of, page_shape
 from pallas_kernels.paged_attention.parts import PagePart
 
-# Bits of an ancestor mask; sequences with more new tokens are causal.
-MAX_TREE_TOKENS = 32
-# The score of a masked key. It is finite, so that a query that has seen only masked keys has no NaN; the sums of such a
-# query are multiplied by exp(MASKED - score) = 0 at its first visible key.
-MASKED = -1e30
 DIVIDED_PAGES = "it does not read pages whose tokens are divided between devices"
 # Sequences with at most this many new tokens (decode, verify) run in a program of their own.
 SHORT_QUERIES = 16

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.numba_cpu import calls, kernels
+from cpu_kernels import kernels
+from pallas_kernels import cpu_calls
 from pallas_kernels.quantized_matmul.dequantize import code_zero
 from pallas_kernels.quantized_matmul.specs import MatmulSpec, WeightReads
 
@@ -11,7 +12,7 @@ STEP, UNIT = 8, 32  # inputs that the kernel takes at once, and where the weight
 
 
 def unsupported(spec: MatmulSpec, platform: str) -> str | None:
-    if (reason := calls.unsupported(platform)) is not None:
+    if (reason := cpu_calls.unsupported(platform)) is not None:
         return reason
     if spec.values_dtype not in ("int8", "int4") or spec.has_codebook:
         return f"it reads int8 and int4, not {'codebooks' if spec.has_codebook else spec.values_dtype}"
@@ -54,7 +55,7 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
     elif zeros is not None:
         operands.append(-zeros.astype(jnp.float32) * operands[2])
     shape = jax.ShapeDtypeStruct((spec.rows, spec.outputs), jnp.float32)
-    return calls.call(
+    return cpu_calls.call(
         register(spec.values_dtype, is_transposed=spec.is_transposed),
         shape,
         operands,
@@ -64,7 +65,7 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
 
 def register(dtype: str, *, is_transposed: bool) -> str:
     """The registered name of the kernel for weights of a dtype."""
-    from pallas_kernels.quantized_matmul import numba_kernel
+    from cpu_kernels import quantized_matmul
 
     kernel = f"{'transposed_' if is_transposed else ''}{dtype}"
-    return kernels.register(f"jaxinfer_matmul_{kernel}", getattr(numba_kernel, kernel))
+    return kernels.register(f"jaxinfer_matmul_{kernel}", getattr(quantized_matmul, kernel))

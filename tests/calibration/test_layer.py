@@ -10,7 +10,7 @@ from jaxinfer.calibration import CalibrationOptions, Keep
 from jaxinfer.calibration.capture import LayerProgram
 from jaxinfer.calibration.driver import quantize_layer
 from jaxinfer.calibration.inputs import FloatModel
-from jaxinfer.calibration.layer_state import LayerState, dequantized, find, linear_names
+from jaxinfer.calibration.layer_state import CalibratedLayer, dequantized, find, linear_names
 from jaxinfer.calibration.scaling import folds
 from jaxinfer.models import abstract_params
 from jaxinfer.quantization import QuantizedArray, check
@@ -67,12 +67,12 @@ def test_folding_changes_nothing_but_the_rounding(layer, method, dtype, monkeypa
     monkeypatch.setattr(module, "quantize", lambda weight, recipe, scale_dtype: weight)
     monkeypatch.setattr(module, "clip", lambda weight, hessian, grid: weight)
     monkeypatch.setattr(
-        LayerState, "set", lambda work, name, weight, *rest: find(work.result, name).update(weight=weight)
+        CalibratedLayer, "set", lambda work, name, weight, *rest: find(work.result, name).update(weight=weight)
     )
     program, params, chunks = layer
     change = {"bits": 8, "group_size": "auto"} if method == "smoothquant" else {"bits": 3}
     options = replace(OPTIONS, method=method, dtype=dtype, **change)
-    work = LayerState(program, 0, params, chunks, options)
+    work = CalibratedLayer(program, 0, params, chunks, options)
     {"awq": module.awq, "smoothquant": module.smoothquant}[method](work)
     moved = np.asarray(work.result["attention_norm"]["weight"]) / np.asarray(params["attention_norm"]["weight"])
     assert moved.max() / moved.min() > 1.1  # something was folded
@@ -181,7 +181,7 @@ def test_folding_changes_nothing_in_other_blocks_and_norms(name, config, tokens,
 
     monkeypatch.setattr(module, "quantize", lambda weight, recipe, scale_dtype: weight)
     monkeypatch.setattr(
-        LayerState, "set", lambda work, name, weight, *rest: find(work.result, name).update(weight=weight)
+        CalibratedLayer, "set", lambda work, name, weight, *rest: find(work.result, name).update(weight=weight)
     )
     other = replace(config, **FAMILIES[name])
     random = np.random.default_rng(4)
@@ -189,7 +189,7 @@ def test_folding_changes_nothing_in_other_blocks_and_norms(name, config, tokens,
     program, layer = LayerProgram.of(other, 0), params["layers"]["0"]
     chunks = [*FloatModel.of(other, params).embedded(tokens)]
     options = replace(OPTIONS, method="smoothquant", bits=8, group_size="auto")
-    work = LayerState(program, 0, layer, chunks, options)
+    work = CalibratedLayer(program, 0, layer, chunks, options)
     module.smoothquant(work)
     for fold in folds(other):
         if fold.norm is not None:

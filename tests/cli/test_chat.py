@@ -11,8 +11,7 @@ import threading
 
 import pytest
 
-from jaxinfer.cli.chat import ChatSession
-from jaxinfer.cli.chat_input import PROMPT, Terminal, history_file, read_message
+from jaxinfer.cli.chat import PROMPT, ChatSession, Terminal, history_file, read_message
 from jaxinfer.sampling import SamplingParams
 
 

@@ -31,7 +31,7 @@ def seen(monkeypatch):
             found.append(params[0])
             raise ValueError("enough")
 
-    monkeypatch.setattr("jaxinfer.llm.LLM", Model)
+    monkeypatch.setattr("jaxinfer.api.llm.LLM", Model)
     return found
 
 

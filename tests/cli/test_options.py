@@ -66,7 +66,7 @@ def test_each_option_arrives(jaxinfer, model, monkeypatch):
         seen.extend(params)
         raise ValueError("enough")
 
-    monkeypatch.setattr("jaxinfer.llm.LLM.generate", remember)
+    monkeypatch.setattr("jaxinfer.api.llm.LLM.generate", remember)
     for name, (arguments, value) in GIVEN.items():
         needed = ["--max-tokens", "9", "--json"] if name != "max_tokens" else ["--json"]
         assert jaxinfer("generate", "hi", "-m", model, *needed, *arguments).stderr == "error: enough\n"
@@ -127,7 +127,7 @@ def test_sampling_params_error_is_what_is_caught():
 
 def test_the_dtype_of_the_cache_arrives(jaxinfer, model, monkeypatch):
     seen = []
-    monkeypatch.setattr("jaxinfer.llm.LLM.__init__", lambda self, *_, **options: seen.append(options) or 1 / 0)
+    monkeypatch.setattr("jaxinfer.api.llm.LLM.__init__", lambda self, *_, **options: seen.append(options) or 1 / 0)
     for command in (["generate", "hi"], ["chat"], ["score", "-p", "a", "-c", "b"]):
         jaxinfer(*command, "-m", model, "--kv-dtype", "int8")
     assert [options["kv_dtype"] for options in seen] == ["int8"] * 3
@@ -171,7 +171,7 @@ def test_structured_output_arrives(jaxinfer, model, monkeypatch, tmp_path, argum
         seen.extend(params)
         raise ValueError("enough")
 
-    monkeypatch.setattr("jaxinfer.llm.LLM.generate", remember)
+    monkeypatch.setattr("jaxinfer.api.llm.LLM.generate", remember)
     arguments = [str(path) if one == "FILE" else one for one in arguments]
     assert jaxinfer("generate", "hi", "-m", model, "--json", *arguments).stderr == "error: enough\n"
     assert seen[0].structured == StructuredOutputs(**wanted)

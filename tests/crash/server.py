@@ -97,8 +97,8 @@ def serve() -> None:
     import jaxinfer.cli.main
 
     if "--all" in sys.argv:
+        import jaxinfer.api.llm
         import jaxinfer.calibration.verify
-        import jaxinfer.llm
         import jaxinfer.training.card
         import jaxinfer.training.distill
         from tests.crash import tiny

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
-from jaxinfer.engine.host_tier import PageMove
 from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.plans import GroupMove
 from jaxinfer.engine.request import MAX_PREEMPTIONS, SequenceState
 from jaxinfer.engine.scheduler import DispatchPlan, PageCopy, QueueFullError, Scheduler, SchedulerOptions
+from jaxinfer.engine.tiers.host_tier import PageMove
 from tests.engine.sequences import make_sequence
 
 VOCAB = 97

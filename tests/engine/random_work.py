@@ -4,8 +4,8 @@ import random
 from dataclasses import replace
 
 from jaxinfer.engine.cache_groups import CacheGroup, most_pages
-from jaxinfer.engine.host_tier import HostPoolSize
 from jaxinfer.engine.scheduler import SchedulerOptions
+from jaxinfer.engine.tiers.host_tier import HostPoolSize
 from tests.engine.fake_device import VOCAB, Engine, FakeEnd
 
 

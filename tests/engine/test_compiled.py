@@ -31,7 +31,7 @@ from jaxinfer.quantization.tree import num_bytes as _num_bytes
 from jaxinfer.sampling import sample
 from jaxinfer.speculative import DraftRows, ModelProposer, Proposal, TokenTree, chain
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Instruction, Program
+from pallas_kernels.hbm_traffic import HloProgram, Instruction
 from tests.hbm import made_in_hbm
 from tests.planning.plan_models import LLAMA_3_8B
 
@@ -98,7 +98,7 @@ class Found:
     """What was compiled, in bytes of one chip."""
 
     compilation: ahead_of_time.Compilation
-    program: Program
+    program: HloProgram
     weights: int
     smallest_weight: int
     embedding: int
@@ -128,7 +128,7 @@ def compiled(case: Case) -> Found:
     matrices = [_num_bytes(leaf) for leaf in weights if leaf.ndim == 2]
     return Found(
         compilation=found,
-        program=Program(found.program.as_text()),
+        program=HloProgram(found.program.as_text()),
         weights=_num_bytes(weights),
         smallest_weight=min(matrices),
         embedding=max(matrices),
@@ -214,11 +214,11 @@ class Speculation:
     def slots(self, draft_length: int | None = None):
         return abstract_slots(self.config, SPECULATING_SLOTS, self.mesh, draft_length)
 
-    def compile(self, function, *arguments) -> tuple[ahead_of_time.Compilation, Program]:
+    def compile(self, function, *arguments) -> tuple[ahead_of_time.Compilation, HloProgram]:
         if (reason := ahead_of_time.missing_compiler(self.chip)) is not None:
             pytest.skip(reason)
         found = ahead_of_time.compile_for(self.chip, function, *arguments, chip_mesh=self.mesh)
-        return found, Program(found.program.as_text())
+        return found, HloProgram(found.program.as_text())
 
 
 SPECULATIONS = [

@@ -13,7 +13,7 @@ from jaxinfer.engine.programs import program_model
 from jaxinfer.models import abstract_params
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.engine.test_compiled import MAX_STEPS, abstract_slots, has_rows, is_eviction
 from tests.hbm import made_in_hbm
 from tests.planning.plan_models import LLAMA_3_8B
@@ -49,7 +49,7 @@ def test_a_decode_step_reads_the_four_bits(chip, layout, page_size, num_layers):
     slots, batch = abstract_slots(config, SLOTS)
     operands = (model, weights, cache, slots, batch, abstract_decode_work(SLOTS, CONTEXT // page_size), MAX_STEPS)
     memory = ahead_of_time.compile_for(chip, paged_programs.decode, *operands)
-    program = Program(memory.program.as_text())
+    program = HloProgram(memory.program.as_text())
     kernels = [move.num_bytes for move in program.moves() if move.instruction.opcode == "custom-call"]
     wide = num_bytes(in_bfloat16)
     print(

@@ -12,7 +12,7 @@ from jaxinfer.models import abstract_params
 from jaxinfer.planning.compiled import chip_compiler, planned_programs
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.hbm import made_in_hbm
 from tests.planning.plan_models import LLAMA_3_8B
 
@@ -39,7 +39,7 @@ def test_no_pool_is_copied(chip, program):
     assert found.aliased_bytes >= CONFIG.num_layers * (pages + sums)
     # Sums are so few that a TPU's compiler keeps them in vector memory for a loop.
     assert sums < pages / 100
-    assert made_in_hbm(Program(found.program.as_text()), at_least=pages // 2) == []
+    assert made_in_hbm(HloProgram(found.program.as_text()), at_least=pages // 2) == []
     estimate = activation_bytes(spec)
     print(f"{chip}, {program}: {found.temporary_bytes:,} bytes beside, {estimate:,} estimated")
     assert found.temporary_bytes <= estimate
@@ -53,8 +53,8 @@ def test_decode_moves_less_than_with_all_keys():
     if (reason := ahead_of_time.missing_compiler("v6e")) is not None:
         pytest.skip(reason)
     spec, found = compiled("v6e", f"h2o({BUDGET})", "decode")
-    full = Program(compiled("v6e", None, "decode")[1].program.as_text())
-    program, weights = Program(found.program.as_text()), num_bytes(spec.params)
+    full = HloProgram(compiled("v6e", None, "decode")[1].program.as_text())
+    program, weights = HloProgram(found.program.as_text()), num_bytes(spec.params)
     moved = [sum(move.num_bytes for move in one.moves()) - weights for one in (full, program)]
     kept = SLOTS * (BUDGET + PAGE) * CONFIG.num_layers * 2 * 2 * CONFIG.num_kv_heads * CONFIG.head_dim
     print(f"{moved[0]:,} bytes beside the weights with all keys, {moved[1]:,} with the policy; {kept:,} are kept")

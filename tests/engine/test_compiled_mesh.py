@@ -24,7 +24,7 @@ from jaxinfer.planning.compiled import PREFILL, chip_compiler, compile_programs
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.engine.test_compiled import COLLECTIVES, LLAMA_3_8B, MAX_STEPS, NARROW, PAGE, PAGES, SLOTS
 
 LLAMA_3_70B = replace(LLAMA_3_8B, hidden_size=8192, intermediate_size=28_672, num_heads=64)
@@ -60,7 +60,7 @@ def sent(chip: str, size: int, model: str, recipe: str | None, num_layers: int) 
     arguments = (program_of, weights, cache, *slots, abstract_decode_work(SLOTS, PAGES), MAX_STEPS)
     found = ahead_of_time.compile_for(chip, paged_programs.decode, *arguments, chip_mesh=mesh)
     counts: Counter[tuple[str, int]] = Counter()
-    for instruction in Program(found.program.as_text()).instructions:
+    for instruction in HloProgram(found.program.as_text()).instructions:
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
             counts[kind, max(array.num_bytes for array in instruction.results)] += 1

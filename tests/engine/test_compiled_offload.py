@@ -16,7 +16,7 @@ from jaxinfer.models import abstract_params
 from jaxinfer.planning.compiled import DECODE, planned_programs
 from jaxinfer.quantization import quantize_params
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Instruction, Program, copied_from_host
+from pallas_kernels.hbm_traffic import HloProgram, Instruction, copied_from_host
 from tests.engine.test_compiled import NARROW
 from tests.planning.plan_models import LLAMA_3_8B
 
@@ -36,8 +36,8 @@ class Compiled:
     found: ahead_of_time.Compilation
 
     @cached_property
-    def program(self) -> Program:
-        return Program(self.found.program.as_text())
+    def program(self) -> HloProgram:
+        return HloProgram(self.found.program.as_text())
 
     @cached_property
     def schedule(self) -> list[Instruction]:

@@ -16,7 +16,7 @@ from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.planning.plan_models import LLAMA_3_8B
 
 SLOTS, CONTEXT, LAYERS = 32, 8192, 2
@@ -42,7 +42,9 @@ def test_it_moves_a_prompt_and_no_cache(chip, platform, kv_dtype, policy):
     work = jax.tree.map(lambda array: jax.ShapeDtypeStruct(np.shape(array), array.dtype), work)
     memory = ahead_of_time.compile_for(chip, compact_prompt, model, weights, spec.cache, work, SLOTS, False, None)
     pool = num_bytes(spec.cache.layers[0])
-    others = (move for move in Program(memory.program.as_text()).moves() if "dot_general" not in move.instruction.text)
+    others = (
+        move for move in HloProgram(memory.program.as_text()).moves() if "dot_general" not in move.instruction.text
+    )
     largest = max(move.num_bytes for move in others)
     print(
         f"{memory.seconds:.0f} s to compile; {memory.temporary_bytes:,} temporary bytes, pages of a layer {pool:,}; "

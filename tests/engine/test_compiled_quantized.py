@@ -19,7 +19,7 @@ from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.engine.test_compiled import CONTEXT, LLAMA_3_8B, MAX_STEPS, NARROW, PAGE, SLOTS, abstract_slots, has_rows
 from tests.hbm import made_in_hbm
 
@@ -98,7 +98,7 @@ def test_a_step_reads_each_weight_once_as_it_is_stored(case):
     if (reason := ahead_of_time.missing_compiler(case.chip)) is not None:
         pytest.skip(reason)
     found, cache = case.compile()
-    program = Program(found.program.as_text())
+    program = HloProgram(found.program.as_text())
     embedding = num_bytes(case.params["embed"])
     weights, pages = num_bytes(case.params) - embedding, num_bytes(cache)
     moves = program.moves()

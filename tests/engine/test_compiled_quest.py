@@ -14,7 +14,7 @@ from jaxinfer.engine.programs import program_model
 from jaxinfer.models import abstract_params
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.engine.test_compiled import MAX_STEPS, abstract_slots, has_rows, is_eviction
 from tests.hbm import made_in_hbm
 from tests.planning.plan_models import LLAMA_3_8B
@@ -46,7 +46,7 @@ def test_a_decode_step_reads_the_bounds_and_the_best_pages(chip, layout, page_si
     slots, batch = abstract_slots(config, SLOTS)
     operands = (model, weights, cache, slots, batch, abstract_decode_work(SLOTS, CONTEXT // page_size), MAX_STEPS)
     memory = ahead_of_time.compile_for(chip, paged_programs.decode, *operands)
-    program = Program(memory.program.as_text())
+    program = HloProgram(memory.program.as_text())
     assert memory.aliased_bytes >= num_bytes((cache, slots))
     smallest = min(num_bytes(leaf) for leaf in weights if leaf.ndim == 2)
     assert memory.temporary_bytes < smallest + 8 * 4 * SLOTS * config.vocab_size

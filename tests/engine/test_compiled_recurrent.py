@@ -23,7 +23,7 @@ from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import DraftRows, ModelProposer, Proposal, chain
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from pallas_kernels.paged_attention import platform_layout
 from tests.hbm import made_in_hbm
 from tests.pallas_kernels.quick import quick
@@ -68,7 +68,7 @@ def test_decode_moves_little_more_than_it_must(request, chip, name):
     compiled = ahead_of_time.compile_for(chip, paged.decode, model, weights, cache, slots, batch, work, 8)
 
     text = compiled.program.as_text()
-    program = Program(text)
+    program = HloProgram(text)
     matrices = [layer.matrices for layer in states.layers if layer is not None and layer.matrices is not None]
     pages, moved = num_bytes(cache.layers), sum(move.num_bytes for move in program.moves())
     embedding = 0 if config.tie_word_embeddings else 2 * config.vocab_size * config.hidden_size
@@ -120,7 +120,7 @@ def test_verifying_reads_states_twice_and_writes_them_once(chip, name):
     operands = model, weights, Drafter(ModelProposer(model), CHAIN), replace(cache, states=states), slots, batch, *work
     compiled = ahead_of_time.compile_for(chip, verify_and_commit, *operands)
 
-    program = Program(compiled.program.as_text())
+    program = HloProgram(compiled.program.as_text())
     matrices = [layer.matrices for layer in states.layers if layer is not None and layer.matrices is not None]
     pages, moved = num_bytes(cache.layers), sum(move.num_bytes for move in program.moves())
     tables = 2 * config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)

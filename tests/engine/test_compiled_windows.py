@@ -15,7 +15,7 @@ from jaxinfer.planning.compiled import chip_compiler, planned_programs
 from jaxinfer.planning.counted import count
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.hbm import made_in_hbm
 from tests.planning.plan_models import GEMMA_3_27B, GEMMA_4_31B, GPT_OSS_20B
 
@@ -47,7 +47,7 @@ def test_decode_moves_little_more_than_the_weights_and_what_windows_show(request
     spec = EngineSpec(config, abstract_params(config, "bfloat16"), options, "gpu" if chip == "h100" else "tpu")
     assert len(spec.windows) == 2
     found = chip_compiler(chip, None)((one := planned_programs(spec)["decode"]).function, one.arguments)
-    program, counted = Program(found.program.as_text()), count(spec, config, spec.placed_params, spec.cache)
+    program, counted = HloProgram(found.program.as_text()), count(spec, config, spec.placed_params, spec.cache)
 
     pools = [num_bytes(layer) for layer in spec.cache.layers]
     assert len(set(pools)) == 2

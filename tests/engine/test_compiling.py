@@ -14,7 +14,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs import compaction, paged, speculative
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program as Compiled
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.engine.sequences import make_sequence
 from tests.tiny import OPTIONS
 
@@ -124,7 +124,7 @@ def test_a_uniform_pass_sums_each_product_at_once():
 
     def moved(is_uniform: bool) -> int:
         found = ahead_of_time.compile_for("h100", program, *shapes, is_uniform)
-        return sum(move.num_bytes for move in Compiled(found.program.as_text()).moves())
+        return sum(move.num_bytes for move in HloProgram(found.program.as_text()).moves())
 
     read_and_written = 2 * (256 * 4096 + 4096 * 1024 + 256 * 1024)
     assert moved(True) == read_and_written

@@ -15,10 +15,10 @@ import pytest
 
 from checkpoints_convert.huggingface.save import save_huggingface
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.api.options import parse_offload
 from jaxinfer.engine.offload import layers_for_host
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.llm_options import parse_offload
 from jaxinfer.loading import load_shapes
 from jaxinfer.models import MoEConfig, abstract_params, host_layers, init_params
 from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader

@@ -140,6 +140,13 @@ def plant_source(monkeypatch):
     monkeypatch.setattr(kept_programs, "sources_key", lambda *paths: "of other sources")
 
 
+def test_keys_have_the_sources_of_kernels(monkeypatch):
+    folders = []
+    monkeypatch.setattr(kept_programs, "sources_key", lambda *paths: folders.extend(paths) or "")
+    assert kept_programs.kernels.sources_digest() in kept_programs._surroundings.__wrapped__()  # of cpu_kernels
+    assert [folder.name for folder in folders if list(folder.glob("*.py"))] == ["jaxinfer", "pallas_kernels"]
+
+
 @pytest.mark.parametrize("plant", [plant_version, plant_flags, plant_processor, plant_source])
 def test_an_old_program_never_runs(monkeypatch, plant):
     assert run()

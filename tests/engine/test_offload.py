@@ -10,12 +10,12 @@ import pytest
 
 from checkpoints_convert.load import OnDefaultDevice
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.api.options import parse_offload
 from jaxinfer.engine import model_runner, offload
 from jaxinfer.engine.memory import OutOfMemoryError, plan_pool
 from jaxinfer.engine.offload import device_bytes, layers_for_host, spread, with_host_layers
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.llm_options import parse_offload
 from jaxinfer.models import MoEConfig, abstract_params, host_layers, init_params
 from jaxinfer.models.host_layers import HostLayers, HostStacks, all_layers, layer_of, move_layers_to_host, take_layers
 from jaxinfer.quantization import quantize_params
@@ -170,7 +170,7 @@ def test_a_model_of_three_times_the_memory_runs(monkeypatch):
     with LLM((config, params), **options) as llm:
         expected = llm.generate(prompt, sampling)[0].outputs[0].token_ids
     total = num_bytes(params) // 3
-    monkeypatch.setattr("jaxinfer.llm_offload.available_bytes", lambda device: total)
+    monkeypatch.setattr("jaxinfer.api.llm.available_bytes", lambda device: total)
     held = {}
 
     def limited(spec, *, weights, available):

@@ -16,7 +16,7 @@ from jaxinfer.cache.paged import LeafedPages
 from jaxinfer.cache.policy import best_pages
 from jaxinfer.cache.policy.best_pages import parts_of_step
 from jaxinfer.cache.policy.kinds import parse_policy
-from jaxinfer.engine import host_pages
+from jaxinfer.engine.tiers import host_pages
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
 from tests.engine.dense_quest import dense_logits
 from tests.engine.test_policies import (

@@ -16,7 +16,7 @@ OFF = {
     "drafts": ("jaxinfer/speculative", "jaxinfer/engine/speculation.py", "jaxinfer/engine/programs/speculative.py"),
     "grammars": ("jaxinfer/grammar", "jaxinfer/engine/grammars.py", "jaxinfer/engine/programs/grammar.py"),
     "calls of tools": ("jaxinfer/tool_calls", "jaxinfer/openai"),
-    "tiers": ("jaxinfer/engine/host_tier.py", "jaxinfer/engine/host_pages.py", "jaxinfer/engine/prefix_store.py"),
+    "tiers": ("jaxinfer/engine/tiers",),
     "states": ("jaxinfer/engine/saved_states.py", "jaxinfer/cache/state.py"),
     "several hosts": ("jaxinfer/engine/lockstep.py", "jaxinfer/parallel/hosts.py"),
 }

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from jaxinfer.engine.host_tier import HostPoolSize
 from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import MAX_LOOKED_AT, QueueFullError, RequestTooLargeError, Scheduler, SchedulerOptions
+from jaxinfer.engine.tiers.host_tier import HostPoolSize
 from tests.engine.fake_device import Engine
 from tests.engine.sequences import make_sequence
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from jaxinfer.engine.host_tier import HostPool, HostTier
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixMatch, PrefixTree
 from jaxinfer.engine.saved_states import SavedStates
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.tiers.host_tier import HostPool, HostTier
 from tests.engine.random_work import RandomWork
 
 

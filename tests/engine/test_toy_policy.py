@@ -18,9 +18,9 @@ from jaxinfer.cache.policy import kinds
 from jaxinfer.cache.policy.contract import CachePolicy, EndWork, LayerPages, SlotRows, StepRows
 from jaxinfer.cache.policy.row_parts import row_places
 from jaxinfer.cache.ragged import AttentionByLayer
-from jaxinfer.engine import host_pages
 from jaxinfer.engine.cache_groups import CacheGroup, most_pages
 from jaxinfer.engine.scheduler import RequestTooLargeError, Scheduler, SchedulerOptions
+from jaxinfer.engine.tiers import host_pages
 from pallas_kernels.paged_attention.layout import from_stored, gather, page_shape
 from tests.engine import random_work
 from tests.engine.fake_device import Engine

@@ -12,7 +12,7 @@ from checkpoints_convert import save_huggingface
 from jaxinfer import LLM, SamplingParams, compilation_cache
 from jaxinfer.models import init_params
 from jaxinfer.quantization import quantize_params
-from tests.engine.test_host_tier import GIB
+from tests.engine.tiers.test_host_tier import GIB
 from tests.pallas_kernels.quick import quick
 from tests.tiny import OPTIONS, TINY
 

@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args(arguments)
     found: dict[str, Tally] = {}
-    import jaxinfer.batch
-    import jaxinfer.llm  # noqa: F401  so that no process imports it again
+    import jaxinfer.api.llm
+    import jaxinfer.batch  # noqa: F401  so that no process imports it again
 
     for name in options.kind or kinds.KINDS:
         found[name] = run(kinds.KINDS[name], options.seed, options.first, options.count, is_verbose=options.verbose)

@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.models.experts import Experts, run_experts
 from jaxinfer.quantization import quantize
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.hbm import made_in_hbm
 
 E, D, F, C = 128, 2048, 768, 8
@@ -39,7 +39,7 @@ def compiled(chip: str, num_tokens: int, recipe: str | None = None, form: str | 
 
 
 def made(found, at_least: int) -> list[str]:
-    return [i.name for i in made_in_hbm(Program(found.program.as_text()), at_least=at_least)]
+    return [i.name for i in made_in_hbm(HloProgram(found.program.as_text()), at_least=at_least)]
 
 
 @pytest.mark.parametrize("chip", ["v6e", pytest.param("v5e", marks=pytest.mark.slow)])

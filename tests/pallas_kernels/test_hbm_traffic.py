@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from jaxinfer.chips import chips
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import CACHE_SHARE, Access, Instruction, Move, Program, through_cache
+from pallas_kernels.hbm_traffic import CACHE_SHARE, Access, HloProgram, Instruction, Move, through_cache
 from tests.hbm import made_in_hbm
 
 # Beyond the vector memory of any chip, so that the compiler leaves it in HBM.
@@ -22,13 +22,13 @@ LARGE_BYTES = 2 * 16384**2
 SLACK = 8 * 2 * ROWS.size
 
 
-def compiled(function, *arguments, chip: str = "v6e", **options) -> Program:
+def compiled(function, *arguments, chip: str = "v6e", **options) -> HloProgram:
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
         pytest.skip(reason)
-    return Program(ahead_of_time.compile_for(chip, function, *arguments, **options).program.as_text())
+    return HloProgram(ahead_of_time.compile_for(chip, function, *arguments, **options).program.as_text())
 
 
-def moved(program: Program, **options) -> int:
+def moved(program: HloProgram, **options) -> int:
     return sum(move.num_bytes for move in program.moves(**options))
 
 
@@ -118,7 +118,7 @@ def test_what_is_executed_counts_loops_and_looks_inside():
 
 def test_other_text_is_refused():
     with pytest.raises(ValueError, match="entry"):
-        Program("module @jit_f {}")
+        HloProgram("module @jit_f {}")
 
 
 MB = 10**6
@@ -156,7 +156,7 @@ def saved(moves: list[Move], l2_bytes: float, **options) -> list[int]:
 
 
 def test_accesses_name_what_made_an_array():
-    moves = Program(TWO_KERNELS).moves(gpu_kernels="mosaic_gpu")
+    moves = HloProgram(TWO_KERNELS).moves(gpu_kernels="mosaic_gpu")
     found = {one.instruction.name: ([a.array for a in one.reads], [a.array for a in one.writes]) for one in moves}
     assert found == {
         "made": (["first"], ["made"]),
@@ -165,12 +165,12 @@ def test_accesses_name_what_made_an_array():
         "last": (["made"], ["last"]),
     }
     assert [one.num_bytes / MB for one in moves] == [8, 6, 4, 8]
-    assert "kernel" not in [one.instruction.name for one in Program(TWO_KERNELS).moves()]
+    assert "kernel" not in [one.instruction.name for one in HloProgram(TWO_KERNELS).moves()]
 
 
 def test_a_read_is_served_while_the_cache_holds_what_was_touched_since():
     """`last` reads 4 MB that were made before 2 MB of its maker's, 6 MB, 4 MB and 2 MB of its own were touched."""
-    moves = Program(TWO_KERNELS).moves(gpu_kernels="mosaic_gpu")
+    moves = HloProgram(TWO_KERNELS).moves(gpu_kernels="mosaic_gpu")
     assert saved(moves, 18 * MB + 1, share=1.0) == [0, 0, 2 * MB, 4 * MB]
     assert saved(moves, 18 * MB - 1, share=1.0) == [0, 0, 2 * MB, 0]
     assert saved(moves, 2 * 18 * MB - 1) == [0, 0, 2 * MB, 0]
@@ -243,5 +243,5 @@ ENTRY %main (first: f32[256]) -> f32[256] {
 """
     for estimate, moved in ((2048, 1024), (1500, 1500)):  # of both arrays, or of a part of them
         config = f'backend_config={{"cost_estimate":{{"flops":"0","bytes_accessed":"{estimate}"}}}}'
-        moves = Program(text.replace("CONFIG", config)).moves()
+        moves = HloProgram(text.replace("CONFIG", config)).moves()
         assert [move.num_bytes for move in moves] == [1024, moved]

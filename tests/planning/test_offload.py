@@ -9,7 +9,7 @@ from jaxinfer.models.host_layers import host_rows
 from jaxinfer.planning import chips, make_plan
 from jaxinfer.planning.compiled import chip_compiler, compile_programs
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import HOST_SPACE, Program
+from pallas_kernels.hbm_traffic import HOST_SPACE, HloProgram
 from tests.planning.plan_models import LLAMA_3_8B, LLAMA_3_70B, TINY
 
 
@@ -67,7 +67,7 @@ ENTRY %main (w: {stack}) -> s32[] {{
   ROOT %r = s32[] get-tuple-element(%l), index=0
 }}
 """
-    assert Program(text).host_bytes() == 3 * 64 * 32 * 4
+    assert HloProgram(text).host_bytes() == 3 * 64 * 32 * 4
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import ModelDraft
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.planning.plan_models import GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, TINY
 
 # Of memory and of bytes moved, between a program of all layers and what few layers say of it.
@@ -42,7 +42,7 @@ ENTRY %main (a: f32[8,16], b: bf16[2,4]) -> f32[2,16] {
   ROOT %t = f32[2,16]{1,0} reduce-scatter-done(%s)
 }
 """
-    gathered, scattered = compiled._exchanges(Program(text), 4)
+    gathered, scattered = compiled._exchanges(HloProgram(text), 4)
     assert gathered == (4 * 32 * 16 + 2 * 8 * 4) * 3 / 4
     assert scattered == 4 * 2 * 16 * 3
 

@@ -13,7 +13,7 @@ from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.matmul import matmul
 from jaxinfer.quantization.on_device import laid_out, layouts
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.hbm import made_in_hbm
 from tests.pallas_kernels.quick import quick
 
@@ -95,7 +95,7 @@ def test_compiled_in_a_loop_the_weight_is_read_as_stored(chip, place, name):
     found = ahead_of_time.compile_for(chip, jax.jit(decode), x, weight, count)
     size = weight.num_bytes if isinstance(weight, QuantizedArray) else 2 * weight.size
     results = 4 * 8 * outputs
-    program = Program(found.program.as_text())
+    program = HloProgram(found.program.as_text())
     kernels = "mosaic_gpu|__cublas|gemm" if chip == "h100" else None
     moved = sum(move.num_bytes for move in program.moves(gpu_kernels=kernels))
     print(f"{chip} {place} {name}: {moved / size:.2f} of the weight, {found.temporary_bytes:,} of temporaries")

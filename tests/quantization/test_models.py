@@ -77,7 +77,7 @@ def test_a_model_computes_what_the_dequantized_one_does(params, recipe):
 @pytest.mark.slow
 def test_answers_are_those_of_the_dequantized_model(params, monkeypatch):
     monkeypatch.setattr("jaxinfer.quantization.on_device.float32_copies.__defaults__", (0,))
-    monkeypatch.setattr("pallas_kernels.numba_cpu.calls.unsupported", lambda platform: "left out in this test")
+    monkeypatch.setattr("pallas_kernels.cpu_calls.unsupported", lambda platform: "left out in this test")
     quantized = quantize_params(params, "int4-g32-asym")
     found, explanation = answers(quantized)
     assert found == answers(dequantized(quantized))[0]
@@ -99,7 +99,7 @@ def test_integers_run_as_they_are_stored(params):
 
 def test_copies_on_a_cpu(params, monkeypatch):
     """Of what no kernel multiplies as it is stored; without Numba, of integers too."""
-    monkeypatch.setattr("pallas_kernels.numba_cpu.calls.unsupported", lambda platform: "left out in this test")
+    monkeypatch.setattr("pallas_kernels.cpu_calls.unsupported", lambda platform: "left out in this test")
     quantized = quantize_params(params, "int8")
     with LLM((CONFIG, quantized), max_seqs=1, max_model_len=32) as llm:
         explanation = str(llm.explain())

@@ -203,7 +203,7 @@ def without_kernels(monkeypatch):
 
     def leave_out() -> None:
         jax.clear_caches()
-        monkeypatch.setattr("pallas_kernels.numba_cpu.calls.unsupported", lambda platform: "left out in this test")
+        monkeypatch.setattr("pallas_kernels.cpu_calls.unsupported", lambda platform: "left out in this test")
 
     yield leave_out
     jax.clear_caches()

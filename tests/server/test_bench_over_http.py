@@ -11,7 +11,7 @@ import uvicorn
 from typer.testing import CliRunner
 
 from jaxinfer.cli.main import app
-from jaxinfer.measure.bench.remote import RequestError, Server
+from jaxinfer.measure.bench.remote import RemoteRequestError, Server
 from jaxinfer.measure.bench.runs import RunOptions
 from jaxinfer.measure.bench.workload import WorkloadRequest
 from jaxinfer.server.app import make_app
@@ -69,12 +69,12 @@ def test_refused_requests_are_counted_apart(make_service):
 def test_keys_and_errors(make_service, monkeypatch):
     with listening(make_app(make_service(api_keys="keys"), Keys({KEY: "a"}))) as url:
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-        with pytest.raises(RequestError, match="status 401"):
+        with pytest.raises(RemoteRequestError, match="status 401"):
             Server.open(url)
         monkeypatch.setenv("OPENAI_API_KEY", KEY)
         assert Server.open(url).model == "tiny"
         server = Server.open(url, "other")
-        with pytest.raises(RequestError, match="status 404"):
+        with pytest.raises(RemoteRequestError, match="status 404"):
             server.load([WorkloadRequest("a", 2)], [0.0], RunOptions())
     with pytest.raises(OSError, match=r"."):
         Server.open(url)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.server.app import make_app
 from jaxinfer.server.errors import APIError
-from jaxinfer.server.resume import Progress, Skipper, StreamPosition
+from jaxinfer.server.resume import SentPart, Skipper, StreamPosition
 from tests.server.asgi import Client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -127,7 +127,7 @@ def test_skipping_does_not_depend_on_the_pieces():
     generator = random.Random(3)
     text = "some text, ünd möre of it"
     for _ in range(300):
-        sent = Progress()
+        sent = SentPart()
         sent.add(text[: (cut := generator.randint(0, len(text)))], generator.randint(0, 9))
         skipper, rest, at = Skipper(sent), "", 0
         while at < len(text):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxinfer import LLM
-from jaxinfer.llm_arguments import checked_options
+from jaxinfer.api.arguments import checked_options
 from jaxinfer.loading import load_model, load_shapes
 from jaxinfer.quantization.tree import describe
 from jaxinfer.store import (

@@ -23,7 +23,7 @@ from jax import lax
 from jaxinfer.cache.kv_dtype import divide_by_scales, scales_of_layer
 from jaxinfer.cache.paged import LeafedPages, PagedCache, PageTables
 from jaxinfer.cache.policy.contract import StepRows
-from jaxinfer.cache.policy.row_parts import Parts, parts_in_pages
+from jaxinfer.cache.policy.row_parts import RowParts, parts_in_pages
 from jaxinfer.cache.policy.scores import kept_positions
 from jaxinfer.cache.ragged import AttentionByLayer, LayerAttention, attend_ragged
 from jaxinfer.models import ModelConfig
@@ -65,7 +65,7 @@ class PartRows(NamedTuple):
     """Parts of sequences that lie in one page each, N of which `count` are used; positions are places in the page
     table, int32 [S, C]."""
 
-    parts: Parts
+    parts: RowParts
     count: jax.Array
     page_tables: jax.Array
 

@@ -37,7 +37,7 @@ def parts_of(is_first: jax.Array, is_real: jax.Array, count: int) -> tuple[jax.A
     return starts, nothing.at[number].add(1, mode="drop")
 
 
-class Parts(NamedTuple):
+class RowParts(NamedTuple):
     """N parts of sequences, each within a page: int32 [N], their first rows, their rows, their slots, and the positions
     of their first rows. Unused ones come last and have length 0."""
 
@@ -49,10 +49,10 @@ class Parts(NamedTuple):
 
 def parts_in_pages(
     page_size: int, token_slots: jax.Array, query_starts: jax.Array, lengths: jax.Array, ends: jax.Array
-) -> Parts:
+) -> RowParts:
     """The parts of a step's rows that lie in one page each; arguments as of `row_places`."""
     rows = row_places(token_slots, query_starts, lengths, ends)
     is_first = rows.is_real & ((rows.offset == 0) | (rows.position % page_size == 0))
     size = num_parts(page_size, token_slots.shape[0], lengths.shape[0])
     starts, counts = parts_of(is_first, rows.is_real, size)
-    return Parts(starts, counts, rows.slot[starts], rows.position[starts])
+    return RowParts(starts, counts, rows.slot[starts], rows.position[starts])

@@ -10,19 +10,19 @@ import jax
 import numpy as np
 
 from jaxinfer import compilation_cache, parallel
+from jaxinfer.api.llm import LLM
 from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model
 from jaxinfer.calibration.inputs import split_rows
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weights import ModelWeights
-from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel, load_model
 from jaxinfer.measure.advise.candidates import ModelFacts, mesh_shapes
 from jaxinfer.measure.advise.goals import ROUNDING, Arguments, TrialResult, median
 from jaxinfer.measure.advise.search import Stop
 from jaxinfer.measure.bench.metrics import figures
 from jaxinfer.measure.bench.runs import RunOptions, serve_all
-from jaxinfer.measure.bench.workload import DatasetRow, Workload, WorkloadRequest
+from jaxinfer.measure.bench.workload import BenchWorkload, DatasetRow, WorkloadRequest
 from jaxinfer.models import compute_dtype
 from jaxinfer.quantization.tree import describe
 from jaxinfer.sampling import SamplingParams
@@ -48,7 +48,7 @@ class TrialSettings:
 
     model: str
     arguments: Arguments
-    workload: Workload
+    workload: BenchWorkload
     documents: tuple[str, ...] = ()
     calibration: tuple[str, ...] = ()
     num_requests: int = 32
@@ -409,7 +409,7 @@ def encoded(tokenizer: Any, documents: Sequence[str]) -> list[list[int]]:
     return [tokens for tokens in (tokenizer.encode_content(text) for text in documents) if len(tokens) > 1]
 
 
-def sampled(llm: LLM, workload: Workload) -> list[list[int]]:
+def sampled(llm: LLM, workload: BenchWorkload) -> list[list[int]]:
     """Token ids of text sampled from the model at temperature 1, after random first tokens: as long as the requests."""
     seed, longest = workload.seed, workload.prompt_tokens.high + workload.answer_tokens.high
     rows = llm.config.vocab_size if llm.tokenizer is None else min(llm.config.vocab_size, llm.tokenizer.vocab_size)
@@ -427,7 +427,7 @@ def for_quality(texts: Sequence[Sequence[int]], vocab_size: int, length: int) ->
 
 
 def make_requests(
-    workload: Workload, texts: Sequence[Sequence[int]], count: int, vocab_size: int, num_shared: int = 0
+    workload: BenchWorkload, texts: Sequence[Sequence[int]], count: int, vocab_size: int, num_shared: int = 0
 ) -> list[WorkloadRequest]:
     """`count` requests: from the workload's dataset if it has one, else prompts cut from the texts at random places,
     all preceded by the same `num_shared` tokens."""
@@ -437,7 +437,7 @@ def make_requests(
         prompts = [_cut(numbers, stream, length) for length in workload.prompt_tokens.draw(numbers, count)]
         shared = _cut(numbers, stream, num_shared) if num_shared else []
         rows = tuple(DatasetRow([*shared, *prompt], None) for prompt in prompts)
-        workload = Workload(workload.prompt_tokens, workload.answer_tokens, rows, workload.seed)
+        workload = BenchWorkload(workload.prompt_tokens, workload.answer_tokens, rows, workload.seed)
     return workload.requests(count, vocab_size)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jaxinfer import compilation_cache
-from jaxinfer.async_engine import AsyncEngine
-from jaxinfer.llm import LLM
+from jaxinfer.api.async_engine import AsyncEngine
+from jaxinfer.api.llm import LLM
 from jaxinfer.loading import LiveModel, load_shapes
 from jaxinfer.measure.bench.probe import peak_resident_bytes
 from jaxinfer.measure.bench.rates import Ideal

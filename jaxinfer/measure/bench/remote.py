@@ -21,7 +21,7 @@ _PORTS = {"http": 80, "https": 443}
 _READ_BYTES = 2**16
 
 
-class RequestError(RuntimeError):
+class RemoteRequestError(RuntimeError):
     """An answer of the server that is an error; `status` is 0 for an error within a stream."""
 
     def __init__(self, status: int, message: str):
@@ -55,12 +55,12 @@ class Server:
 
     @classmethod
     def open(cls, url: str, model: str = "") -> "Server":
-        """With the first model that the server lists, if none is given. Raises RequestError, OSError for a server that
-        does not answer."""
+        """With the first model that the server lists, if none is given. Raises RemoteRequestError, OSError for a server
+        that does not answer."""
         server = cls(url, model)
         names = asyncio.run(server.models())
         if not model and not names:
-            raise RequestError(200, "the server lists no models")
+            raise RemoteRequestError(200, "the server lists no models")
         server.model = model or names[0]
         return server
 
@@ -77,14 +77,14 @@ class Server:
         return asyncio.run(_load(self, requests, times, options, max_concurrency))
 
     async def models(self) -> list[str]:
-        """Names of the models that the server lists. Raises RequestError, OSError."""
+        """Names of the models that the server lists. Raises RemoteRequestError, OSError."""
         body = b"".join([part async for part in self._exchange("GET", "/v1/models", b"")])
         return [one["id"] for one in json.loads(body)["data"]]
 
     async def complete(self, body: dict[str, Any], trace: Trace) -> None:
         """Streams a completion; `trace` gets the times of its parts, and the numbers of tokens that the server tells.
 
-        Raises RequestError, OSError.
+        Raises RemoteRequestError, OSError.
         """
         rest, usage = b"", None
         trace.sent = time.perf_counter()
@@ -96,17 +96,17 @@ class Server:
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
-                    raise RequestError(0, str(event["error"]))
+                    raise RemoteRequestError(0, str(event["error"]))
                 usage = event.get("usage") or usage
                 if any(choice.get("text") or choice.get("token_ids") for choice in event.get("choices", ())):
                     trace.deliver(now, 1)
         if usage is not None:
             trace.num_prompt, trace.num_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         if not trace.times:
-            raise RequestError(0, "the stream ended without text")
+            raise RemoteRequestError(0, "the stream ended without text")
 
     async def _exchange(self, method: str, path: str, body: bytes) -> AsyncIterator[bytes]:
-        """The parts of the answer's body. Raises RequestError for a status other than 200, OSError."""
+        """The parts of the answer's body. Raises RemoteRequestError for a status other than 200, OSError."""
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
         try:
             head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}content-length: {len(body)}\r\n\r\n"
@@ -126,7 +126,7 @@ class Server:
             if not parts.is_complete and not parts.is_headed:
                 raise ConnectionError("the server closed the connection without an answer")
             if (status := parser.get_status_code()) != 200:
-                raise RequestError(status, collected.decode(errors="replace").strip()[:300])
+                raise RemoteRequestError(status, collected.decode(errors="replace").strip()[:300])
             if not parts.is_complete:
                 raise ConnectionError("the server closed the connection within an answer")
         finally:
@@ -172,7 +172,7 @@ async def _load(
             trace = Trace(time.perf_counter(), 0)
             try:
                 await server.complete({**_body(server.model, request, options), "cache_salt": salt}, trace)
-            except (RequestError, OSError) as error:
+            except (RemoteRequestError, OSError) as error:
                 failures[getattr(error, "status", 0)] += 1
                 errors.append(error)
                 waits.append(time.perf_counter() - trace.sent)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer import compilation_cache
-from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.api.async_engine import AsyncEngine
+from jaxinfer.api.llm import LLM
 from jaxinfer.engine.request import RequestOptions
-from jaxinfer.llm import LLM
 from jaxinfer.measure.bench.metrics import Trace, figures
 from jaxinfer.measure.bench.model import Bench
 from jaxinfer.measure.bench.probe import DispatchProbe, MemorySampler, host_gap

@@ -69,7 +69,7 @@ class DatasetRow:
 
 
 @dataclass(frozen=True)
-class Workload:
+class BenchWorkload:
     """A source of requests.
 
     Attributes:

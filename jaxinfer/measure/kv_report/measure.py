@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.api.llm import LLM
 from jaxinfer.cache import kv_dtype_name, stored_dtype
 from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.engine.cache_quality import CHUNK, compared, hidden_states, log_probs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel
 from jaxinfer.measure.kv_report.needle import Needle, make_needles, needle_lines, score_copy
 from jaxinfer.measure.kv_report.report import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.hbm_traffic import Instruction, Program
+from pallas_kernels.hbm_traffic import HloProgram, Instruction
 
 PRODUCTS, ATTENTION, MOVES = "matrix products", "attention", "gathers, copies, transposes"
 COLLECTIVES, SAMPLING, OTHER = "collectives", "sampling", "other"
@@ -106,7 +106,7 @@ def op_of(opcode: str, scope: str, inner: Iterable[str] = (), called: str = "") 
     return Op(opcode, kind, part, layer, scope)
 
 
-def ops_of(program: Program) -> dict[str, Op]:
+def ops_of(program: HloProgram) -> dict[str, Op]:
     """The instructions that can run on their own, by name."""
     callers: dict[str, tuple[str, Instruction]] = {}
     for name, computation in program.computations.items():
@@ -145,7 +145,7 @@ def ops_of(program: Program) -> dict[str, Op]:
     return found
 
 
-def _inside(program: Program, instruction: Instruction) -> Iterable[Instruction]:
+def _inside(program: HloProgram, instruction: Instruction) -> Iterable[Instruction]:
     """The instructions in a fusion, including nested fusions."""
     if instruction.opcode != "fusion":
         return
@@ -232,5 +232,5 @@ class Programs:
 
     def _read(self, module: object) -> dict[str, Op]:
         if id(module) not in self._ops:
-            self._ops[id(module)] = ops_of(Program(module.to_string()))  # type: ignore[attr-defined]
+            self._ops[id(module)] = ops_of(HloProgram(module.to_string()))  # type: ignore[attr-defined]
         return self._ops[id(module)]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from jaxinfer import compilation_cache
+from jaxinfer.api.llm import LLM
 from jaxinfer.engine.events import Dispatch
 from jaxinfer.engine.request import RequestOptions
-from jaxinfer.llm import LLM
 from jaxinfer.measure.bench.model import Bench
 from jaxinfer.measure.bench.probe import DispatchProbe
 from jaxinfer.measure.profiling import trace
@@ -48,7 +48,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Turn:
+class DispatchRun:
     """Consecutive dispatches, beginning and ending with an idle device, and their seconds."""
 
     dispatches: tuple[Dispatch, ...]
@@ -60,8 +60,8 @@ class Phase:
     """The observations of a phase: a turn without a trace, and one with the trace in `data`."""
 
     name: str
-    plain: Turn
-    traced: Turn
+    plain: DispatchRun
+    traced: DispatchRun
     probes: tuple[DispatchProbe, ...]
     data: Any
 
@@ -92,14 +92,14 @@ def run_phase(bench: Bench, name: str, workload: Workload, folder: Path, progres
     )
 
 
-def _prefill(llm: LLM, workload: Workload) -> Generator[Turn, None, None]:
+def _prefill(llm: LLM, workload: Workload) -> Generator[DispatchRun, None, None]:
     """Each turn runs other prompts, for at most `workload.steps` dispatches."""
     for number in itertools.count():
         with _submitted(llm, workload, 1, number):
             yield _turn(llm, lambda dispatches: len(dispatches) >= workload.steps)
 
 
-def _decode(llm: LLM, workload: Workload) -> Generator[Turn, None, None]:
+def _decode(llm: LLM, workload: Workload) -> Generator[DispatchRun, None, None]:
     """Each turn continues the same answers."""
     num_tokens = llm.max_model_len - workload.prompt_tokens
     num_answers = workload.batch * len(llm.engine.engines)
@@ -135,7 +135,7 @@ def _submitted(llm: LLM, workload: Workload, num_tokens: int, number: int) -> It
         llm.client.abort(answers)
 
 
-def _turn(llm: LLM, is_enough: Callable[[list[Dispatch]], bool]) -> Turn:
+def _turn(llm: LLM, is_enough: Callable[[list[Dispatch]], bool]) -> DispatchRun:
     """Steps the engine until `is_enough` dispatches were sent or there is no more work, and waits for them."""
     dispatches: list[Dispatch] = []
     with llm.engine.observe(dispatches.append):
@@ -145,7 +145,7 @@ def _turn(llm: LLM, is_enough: Callable[[list[Dispatch]], bool]) -> Turn:
         for dispatch in dispatches:
             dispatch.wait()
         seconds = time.perf_counter() - start
-    return Turn(tuple(dispatches), seconds)
+    return DispatchRun(tuple(dispatches), seconds)
 
 
 def _step(llm: LLM) -> None:

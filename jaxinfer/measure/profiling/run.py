@@ -20,7 +20,7 @@ from jaxinfer.measure.bench.model import machine, opened, public_name
 from jaxinfer.measure.bench.probe import host_gap
 from jaxinfer.measure.bench.rates import Ideal
 from jaxinfer.measure.profiling.ops import DRAFT, KINDS, PARTS, Op, Programs, op_of
-from jaxinfer.measure.profiling.phases import PHASES, Phase, Turn, Workload, run_phase
+from jaxinfer.measure.profiling.phases import PHASES, DispatchRun, Phase, Workload, run_phase
 from jaxinfer.measure.profiling.trace import Interval, intervals, shares
 from jaxinfer.planning.counted import Counted, count
 from jaxinfer.planning.roofline import Rates, pass_flops
@@ -162,7 +162,7 @@ def identified(found: list[Interval], programs: Programs) -> list[Op]:
     return ops
 
 
-def _steps(turn: Turn) -> int:
+def _steps(turn: DispatchRun) -> int:
     """Steps of one replica; the others run at the same time."""
     return sum(one.num_steps for one in turn.dispatches if one.replica == 0)
 

@@ -4,8 +4,8 @@ from tests.faults.fault import Fault
 
 PROGRAMS = "jaxinfer/engine/kept_programs.py"
 PROGRAM_TESTS = "tests/engine/test_kept_programs.py::"
-KERNELS = "pallas_kernels/numba_cpu/kernels.py"
-KERNEL_TESTS = "tests/pallas_kernels/numba_cpu/test_kernels.py::"
+KERNELS = "cpu_kernels/kernels.py"
+KERNEL_TESTS = "tests/cpu_kernels/test_kernels.py::"
 COMPILATION_CACHE, COMPILATION_TESTS = "jaxinfer/compilation_cache.py", "tests/test_compilation_cache.py::"
 PACKING_TESTS = "tests/pallas_kernels/packed_matmul/test_packing.py::"
 
@@ -13,7 +13,7 @@ FAULTS = (
     Fault(
         "engine/kept-programs-of-other-sources",
         PROGRAMS,
-        "return sources_key(folder), *kernels",
+        "return sources_key(*folders), *kernels",
         "return *kernels",
         (PROGRAM_TESTS + "test_an_old_program_never_runs",),
         "after an update the old version's programs run",
@@ -196,7 +196,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/eight-codes-are-read-at-once-across-a-stride",
-        "pallas_kernels/packed_matmul/numba_packing.py",
+        "cpu_kernels/packed_matmul/packing.py",
         "if input_stride == 1 and 8 * step + 8 <= inputs:",
         "if 8 * step + 8 <= inputs:",
         (PACKING_TESTS + "test_codes_are_those_of_plain_numpy",),
@@ -212,7 +212,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/nan-scales-become-zero",
-        "pallas_kernels/packed_matmul/numba_packing.py",
+        "cpu_kernels/packed_matmul/packing.py",
         "        if number != number:\n            return number\n",
         "",
         (PACKING_TESTS + "test_scales_that_are_no_numbers_stay",),
@@ -220,7 +220,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/the-last-block-has-no-factor-of-its-own",
-        "pallas_kernels/packed_matmul/numba_packing.py",
+        "cpu_kernels/packed_matmul/packing.py",
         "blocks = (groups + per_outer - 1) // per_outer",
         "blocks = groups // per_outer",
         (PACKING_TESTS + "test_factors_are_those_of_plain_numpy",),

@@ -222,7 +222,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-matmul-takes-the-scales-of-the-first-group",
-        "pallas_kernels/quantized_matmul",
+        "cpu_kernels/quantized_matmul.py",
         "place = 4 * (index * outputs + start)",
         "place = 4 * start",
         ("tests/pallas_kernels/quantized_matmul/test_numba_cpu.py::test_products_equal_float64",),
@@ -246,7 +246,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-transposed-products-leave-out-the-last-outputs",
-        "pallas_kernels/quantized_matmul",
+        "cpu_kernels/quantized_matmul.py",
         "for left in range(end - n):",
         "for left in range(end - n - 1):",
         ("tests/pallas_kernels/dense_matmul/test_dense_matmul.py::test_products_equal_float64",),
@@ -254,7 +254,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-matmul-leaves-out-the-last-row",
-        "pallas_kernels/quantized_matmul",
+        "cpu_kernels/quantized_matmul.py",
         "range(rows // TILE * TILE, rows)",
         "range(rows // TILE * TILE, rows - 1)",
         ("tests/pallas_kernels/quantized_matmul/test_numba_cpu.py::test_products_equal_float64",),
@@ -262,7 +262,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-matmul-of-many-rows-rounds-in-another-way",
-        "pallas_kernels/quantized_matmul",
+        "cpu_kernels/quantized_matmul.py",
         "vec.multiply_add(builder, number, loaded[half], builder.load(place))",
         "builder.fadd(builder.fmul(number, loaded[half]), builder.load(place))",
         ("tests/pallas_kernels/quantized_matmul/test_numba_cpu.py::test_a_row_does_not_depend_on_the_others",),
@@ -270,15 +270,15 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-int4-has-the-first-number-in-the-high-bits",
-        "pallas_kernels/numba_cpu",
+        "cpu_kernels",
         "builder.shuffle_vector(low, high, ir.Constant(INTS, order))",
         "builder.shuffle_vector(high, low, ir.Constant(INTS, order))",
-        ("tests/pallas_kernels/numba_cpu/test_vectors.py::test_int4_has_the_first_number_in_the_low_bits",),
+        ("tests/cpu_kernels/test_vectors.py::test_int4_has_the_first_number_in_the_low_bits",),
         "int4 weights are wrong on a CPU",
     ),
     Fault(
         "kernels/cpu-calls-take-arrays-of-a-mesh",
-        "pallas_kernels/numba_cpu",
+        "pallas_kernels/cpu_calls.py",
         "return any(size > 1 and kind != jax.sharding.AxisType.Manual for size, kind in kinds)",
         "return False",
         ("tests/pallas_kernels/quantized_matmul/test_numba_cpu.py::test_weights_divided_over_devices_are_left_to_xla",),
@@ -286,7 +286,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-packed-tiles-round-in-another-way",
-        "pallas_kernels/packed_matmul/numba_float.py",
+        "cpu_kernels/packed_matmul/float_products.py",
         "builder.store(vec.multiply_add(builder, number, loaded[v], builder.load(chain)), chain)",
         "builder.store(builder.fadd(builder.fmul(number, loaded[v]), builder.load(chain)), chain)",
         (PACKED_TESTS + "test_a_row_has_the_same_bits_from_1_to_2048_rows",),
@@ -294,7 +294,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-all-rows-are-the-first-expert's",
-        "pallas_kernels/packed_matmul/numba_kernel.py",
+        "cpu_kernels/packed_matmul/kernel.py",
         "_run_panels(frame, weight, expert * panels, start, end, rows, x, sums, out)",
         "_run_panels(frame, weight, 0, start, end, rows, x, sums, out)",
         (PACKED_TESTS + "test_rows_sorted_by_expert",),
@@ -302,7 +302,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-packed-offsets-are-left-out-of-many-rows",
-        "pallas_kernels/packed_matmul/numba_kernel.py",
+        "cpu_kernels/packed_matmul/kernel.py",
         "offset = offsets + at if offsets != 0 else 0",
         "offset = 0",
         (PACKED_TESTS + "test_products_equal_float64",),
@@ -310,7 +310,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-rounded-rows-share-one-factor",
-        "pallas_kernels/packed_matmul/numba_int8.py",
+        "cpu_kernels/packed_matmul/int8_products.py",
         "start = builder.mul(part.index, four)",
         "start = builder.mul(vec.constant(0), four)",
         (PACKED_TESTS + "test_products_of_rounded_rows_equal_float64",),
@@ -338,7 +338,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-window-is-a-key-too-short",
-        "pallas_kernels/paged_attention/numba_kernel.py",
+        "cpu_kernels/paged_attention/kernel.py",
         "low = newest + 1 - call.window",
         "low = newest + 2 - call.window",
         (CPU_TESTS + "test_suite[decode_window]",),
@@ -346,7 +346,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-sums-of-weights-are-not-rescaled",
-        "pallas_kernels/paged_attention/numba_vectors.py",
+        "cpu_kernels/paged_attention/vectors.py",
         "vectors.store(builder, builder.fmul(load(builder, total), decay), total)",
         "vectors.store(builder, load(builder, total), total)",
         (CPU_TESTS + "test_odd_sizes[blocks_of_keys]",),
@@ -354,7 +354,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-values-of-stale-slots-are-seen",
-        "pallas_kernels/paged_attention/numba_kernel.py",
+        "cpu_kernels/paged_attention/kernel.py",
         "            end - begin,\n            values.vecs,",
         "            LANES - begin,\n            values.vecs,",
         (CPU_TESTS + "test_suite[decode_around_a_page]",),
@@ -362,7 +362,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-pages-of-other-sequences-are-read",
-        "pallas_kernels/paged_attention/numba_kernel.py",
+        "cpu_kernels/paged_attention/kernel.py",
         "frames.operand(frame, TABLE) + sequence * table_width * 4",
         "frames.operand(frame, TABLE) + max(sequence - 1, 0) * table_width * 4",
         (CPU_TESTS + "test_suite[decode_around_a_page]",),
@@ -370,7 +370,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-units-at-a-border-are-left-out",
-        "pallas_kernels/paged_attention/numba_kernel.py",
+        "cpu_kernels/paged_attention/kernel.py",
         "np.int64(bounds[part]), np.int64(bounds[part + 1])",
         "np.int64(bounds[part]), np.int64(bounds[part + 1]) - 1",
         (CPU_TESTS + "test_suite[decode_around_a_page]",),
@@ -378,15 +378,15 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-call-ends-before-its-threads",
-        "pallas_kernels/numba_cpu",
+        "cpu_kernels",
         "while _read(block + DONE) < num_parts:",
         "while False:",
-        ("tests/pallas_kernels/numba_cpu/test_threads.py::test_every_part_runs_once",),
+        ("tests/cpu_kernels/test_threads.py::test_every_part_runs_once",),
         "products on a CPU have parts that are not computed yet",
     ),
     Fault(
         "kernels/cpu-sums-depend-on-the-cut-of-a-prompt",
-        "pallas_kernels/paged_attention/numba_kernel.py",
+        "cpu_kernels/paged_attention/kernel.py",
         "high, bits, newest = position + 1, np.int64(0), position",
         "high, bits, newest = item.end_key, np.int64(0), position",
         (CPU_TESTS + "test_bits_do_not_depend_on_the_chunks_of_a_prompt",),
@@ -394,7 +394,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/cpu-a-not-a-number-of-fp8-is-480",
-        "pallas_kernels/paged_attention/numba_vectors.py",
+        "cpu_kernels/paged_attention/vectors.py",
         "builder.select(is_nan, splat(HALVES, 0x7E00), builder.shl(magnitude, splat(HALVES, 7)))",
         "builder.select(is_nan, splat(HALVES, 0x3F80), builder.shl(magnitude, splat(HALVES, 7)))",
         (CPU_TESTS + "test_a_stored_nan_is_seen",),

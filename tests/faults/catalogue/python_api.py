@@ -24,7 +24,7 @@ FAULTS = (
         "jaxinfer/engine/client.py",
         "start = 1\n",
         "start = 2\n",
-        ("tests/test_llm_scoring.py::test_texts_are_scored_from_the_first_token_after_bos",),
+        ("tests/api/test_llm_scores.py::test_texts_are_scored_from_the_first_token_after_bos",),
         "losses and perplexities of texts leave a token out",
     ),
     Fault(
@@ -32,7 +32,7 @@ FAULTS = (
         "jaxinfer/engine/request.py",
         "self.score_from is not None and not self.params.keeps_distribution",
         "False",
-        ("tests/test_llm_scoring.py::test_processed_is_under_the_parameters",),
+        ("tests/api/test_llm_scores.py::test_processed_is_under_the_parameters",),
         "processed log-probabilities are raw ones, whatever the temperature",
     ),
     Fault(

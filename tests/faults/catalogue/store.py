@@ -45,7 +45,7 @@ FAULTS = (
     ),
     Fault(
         "store/an-alias-wins-over-what-is-given",
-        "jaxinfer/llm_arguments.py",
+        "jaxinfer/api/arguments.py",
         "if name not in given and",
         "if True and",
         ("tests/store/test_names.py::test_what_is_given_wins_over_an_alias",),

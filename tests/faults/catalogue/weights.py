@@ -526,7 +526,7 @@ REPLACED = (
     ),
     Fault(
         "engine/the-disk-tier-s-fingerprint-is-made-once",
-        "jaxinfer/engine/prefix_store.py",
+        "jaxinfer/engine/tiers/prefix_store.py",
         "runner.weights.view(partial(fingerprint, runner))",
         "runner.weights.view(lambda _, made=fingerprint(runner, runner.weights.value): made)",
         ("tests/engine/test_weights.py::test_the_disk_has_pages_of_the_new_weights_only",),

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer.api.llm import LLM
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.weights import ModelWeights
-from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel
 from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
 from jaxinfer.measure.advise.search import after_one
 from jaxinfer.measure.bench.runs import RunOptions
-from jaxinfer.measure.bench.workload import Lengths, Workload
+from jaxinfer.measure.bench.workload import BenchWorkload, Lengths
 from jaxinfer.models import init_params
 from jaxinfer.training.corpus import held_out_files
 from tests.tiny import TINY
@@ -39,7 +39,7 @@ def runner(params, monkeypatch):
         return LoadedModel("tiny", CONFIG, ModelWeights(params), None)
 
     monkeypatch.setattr("jaxinfer.measure.advise.measure.load_model", load)
-    workload = Workload(Lengths("fixed", 8, 8), Lengths("fixed", 6, 6))
+    workload = BenchWorkload(Lengths("fixed", 8, 8), Lengths("fixed", 6, 6))
     return TrialRunner(
         TrialSettings("tiny", dict(ARGUMENTS), workload, (), (), 3, 2, 4, RunOptions(limits={"e2el": 60.0}))
     )
@@ -62,7 +62,7 @@ def test_a_baseline_and_a_cache_of_8_bits(runner):
 @pytest.mark.slow
 def test_policies_and_caches_of_4_bits(runner):
     """A policy's loss is measured on texts that are longer than what it keeps; its sequences take less memory."""
-    runner.settings = replace(runner.settings, workload=Workload(Lengths("fixed", 36, 36), Lengths("fixed", 6, 6)))
+    runner.settings = replace(runner.settings, workload=BenchWorkload(Lengths("fixed", 36, 36), Lengths("fixed", 6, 6)))
     runner.settings.arguments.update(page_size=4, steps_per_dispatch=1)
     base = runner({})
     policy = runner({"kv_policy": "sinks(4)+window(8)"})
@@ -100,7 +100,7 @@ def test_calibrated_weights_lose_less_than_rounded_ones():
     documents = [text for _, text in held_out_files(6)]
     lengths = Lengths("fixed", 8, 8)
     settings = TrialSettings(
-        "demo", {"max_seqs": 2}, Workload(lengths, lengths), tuple(documents[:2]), (*documents[2:],)
+        "demo", {"max_seqs": 2}, BenchWorkload(lengths, lengths), tuple(documents[:2]), (*documents[2:],)
     )
     runner = TrialRunner(settings)
     runner.prepare()

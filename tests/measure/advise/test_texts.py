@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.measure.advise.measure import for_quality, make_requests, shared_share
-from jaxinfer.measure.bench.workload import DatasetRow, Lengths, Workload
+from jaxinfer.measure.bench.workload import BenchWorkload, DatasetRow, Lengths
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_the_share_that_reuse_could_save(prompts, share):
 
 def test_prompts_are_pieces_of_the_texts_and_repeat():
     texts = [list(range(100)), list(range(100, 150))]
-    workload = Workload(Lengths("uniform", 5, 9), Lengths("fixed", 3, 3), seed=1)
+    workload = BenchWorkload(Lengths("uniform", 5, 9), Lengths("fixed", 3, 3), seed=1)
     requests = make_requests(workload, texts, 20, 150, num_shared=4)
     assert requests == make_requests(workload, texts, 20, 150, num_shared=4)
     for request in requests:
@@ -34,7 +34,7 @@ def test_prompts_are_pieces_of_the_texts_and_repeat():
 
 
 def test_a_dataset_is_taken_as_it_is():
-    workload = Workload(
+    workload = BenchWorkload(
         Lengths("fixed", 5, 5), Lengths("fixed", 3, 3), (DatasetRow("one", None), DatasetRow([1, 2], 7))
     )
     assert [(request.prompt, request.num_tokens) for request in make_requests(workload, [], 3, 9)] == [
@@ -45,7 +45,7 @@ def test_a_dataset_is_taken_as_it_is():
 
 
 def test_a_text_that_is_shorter_than_a_prompt_goes_round():
-    workload = Workload(Lengths("fixed", 7, 7), Lengths("fixed", 1, 1))
+    workload = BenchWorkload(Lengths("fixed", 7, 7), Lengths("fixed", 1, 1))
     assert make_requests(workload, [[1, 2, 3]], 1, 9)[0].prompt == [1, 2, 3, 1, 2, 3, 1]
 
 

@@ -10,13 +10,13 @@ import pytest
 from jaxinfer.measure.bench import rates, runs
 from jaxinfer.measure.bench.model import opened, public_name, random_model
 from jaxinfer.measure.bench.probe import DispatchProbe, host_gap
-from jaxinfer.measure.bench.workload import Lengths, Workload, WorkloadRequest
+from jaxinfer.measure.bench.workload import BenchWorkload, Lengths, WorkloadRequest
 from jaxinfer.models import init_params
 from tests.tiny import TINY
 
 ARGUMENTS = {"max_seqs": 4, "max_model_len": 64, "prefill_chunk": 16, "steps_per_dispatch": 4}
 SIZES = {"num_bytes": 2**16, "size": 64}
-WORKLOAD = Workload(Lengths("uniform", 4, 12), Lengths("uniform", 3, 9))
+WORKLOAD = BenchWorkload(Lengths("uniform", 4, 12), Lengths("uniform", 3, 9))
 
 
 @pytest.fixture(scope="module")

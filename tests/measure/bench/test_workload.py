@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxinfer.measure.bench.workload import DatasetRow, Lengths, Workload, arrivals, parse_numbers, read_dataset
+from jaxinfer.measure.bench.workload import BenchWorkload, DatasetRow, Lengths, arrivals, parse_numbers, read_dataset
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_drawn_lengths_fill_their_range():
 
 
 def test_a_seed_repeats_requests_and_parts_differ():
-    workload = Workload(Lengths("uniform", 4, 9), Lengths("fixed", 5, 5), seed=3)
+    workload = BenchWorkload(Lengths("uniform", 4, 9), Lengths("fixed", 5, 5), seed=3)
     assert workload.requests(6, 100) == workload.requests(6, 100)
     assert workload.requests(6, 100) != workload.requests(6, 100, part=1)
     assert all(4 <= len(request.prompt) <= 9 and request.num_tokens == 5 for request in workload.requests(6, 100))
@@ -43,7 +43,9 @@ def test_a_seed_repeats_requests_and_parts_differ():
 
 
 def test_a_dataset_gives_prompts_and_its_own_lengths_and_begins_again():
-    workload = Workload(Lengths("fixed", 1, 1), Lengths("fixed", 7, 7), (DatasetRow("a", None), DatasetRow([1, 2], 3)))
+    workload = BenchWorkload(
+        Lengths("fixed", 1, 1), Lengths("fixed", 7, 7), (DatasetRow("a", None), DatasetRow([1, 2], 3))
+    )
     requests = workload.requests(3, 100)
     assert [(request.prompt, request.num_tokens) for request in requests] == [("a", 7), ([1, 2], 3), ("a", 7)]
 

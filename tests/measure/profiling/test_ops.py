@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.measure.profiling import ops
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 
 SCOPES = {
     "jit(decode)/while/body/embed/gather": ("embed", None),
@@ -80,7 +80,7 @@ ENTRY %main (a: f32[2,4], b: f32[4,4]) -> f32[2,4] {
 
 
 def test_what_has_no_name_takes_that_of_what_it_holds_or_runs_in():
-    found = ops.ops_of(Program(TEXT))
+    found = ops.ops_of(HloProgram(TEXT))
     assert "dot.1" not in found  # fused: it never runs by itself
     assert (found["ynn_fusion.2"].part, found["ynn_fusion.2"].layer) == (ops.MLP, 1)
     assert found["ynn_fusion.2"].kind == ops.PRODUCTS
@@ -110,7 +110,7 @@ ENTRY %main (a: f32[2,4], b: f32[4,4]) -> f32[2,4] {
 
 
 def test_products_without_a_name_are_known_by_what_is_beside_them():
-    found = ops.ops_of(Program(RENAMED))
+    found = ops.ops_of(HloProgram(RENAMED))
     parts = {name: found[name].part for name in ("values", "output", "up", "down")}
     assert parts == {"values": ops.PROJECTIONS, "output": ops.PROJECTIONS, "up": ops.MLP, "down": ops.MLP}
     assert {found[name].layer for name in parts} == {0}
@@ -129,7 +129,7 @@ def test_a_program_is_found_among_those_of_its_name_by_its_instructions():
     first = jax.jit(measured).lower(jnp.ones((8, 8))).compile()
     other = jax.jit(of_other_shape).lower(jnp.ones((8,))).compile()
     for compiled, layer in ((first, 6), (other, 7)):
-        wanted = ops.ops_of(Program(compiled.as_text()))
+        wanted = ops.ops_of(HloProgram(compiled.as_text()))
         found = ops.Programs().find("jit_measured", set(wanted))
         assert found == wanted
         assert layer in {op.layer for op in found.values()}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from pallas_kernels.paged_attention import (
     InterleavedPages,
     PageShape,
@@ -283,4 +283,4 @@ def test_tokens_are_moved_in_place_within_a_loop(chip, dtype):
     assert found.aliased_bytes >= num_bytes
     assert found.temporary_bytes < 8 * tokens
     if is_tpu:
-        assert sum(move.num_bytes for move in Program(found.program.as_text()).moves()) < 8 * tokens
+        assert sum(move.num_bytes for move in HloProgram(found.program.as_text()).moves()) < 8 * tokens

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.numba_cpu import calls
+from pallas_kernels import cpu_calls
 from pallas_kernels.paged_attention import choose, layout, numba_cpu, paged_attention
 from tests.pallas_kernels.paged_attention.shapes import FOUR_BITS, SMALL, PagedShape
 from tests.pallas_kernels.quick import quick
@@ -75,8 +75,8 @@ def test_bits_do_not_depend_on_neighbours(name, check_alone):
 @pytest.mark.parametrize("name", quick(["decode_64_sequences", "decode_one_sequence", "mixed_tree"], "mixed_tree"))
 def test_bits_do_not_depend_on_the_number_of_parts(name, monkeypatch):
     shape, found = SMALL[name], []
-    for num_parts in (1, 2, 5, calls.MAX_PARTS):
-        monkeypatch.setattr(calls, "MAX_PARTS", num_parts)
+    for num_parts in (1, 2, 5, cpu_calls.MAX_PARTS):
+        monkeypatch.setattr(cpu_calls, "MAX_PARTS", num_parts)
         call, arguments = compiled(shape), shape.arguments("separate")
         assert call.lower(arguments).as_text().count("stablehlo.custom_call @jaxinfer_paged_attention") == 1
         found.append(np.asarray(call(arguments)))

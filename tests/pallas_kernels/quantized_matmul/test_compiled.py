@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.quantization import quantize
 from jaxinfer.quantization.matmul import matmul
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from tests.hbm import made_in_hbm
 from tests.pallas_kernels.quick import quick
 
@@ -37,7 +37,7 @@ def test_xla_reads_the_weight_once_as_it_is_stored(chip, name, rows):
     x = jax.ShapeDtypeStruct((rows, K), jnp.bfloat16)
     weight = jax.eval_shape(partial(quantize, how=name), jax.ShapeDtypeStruct((K, N), jnp.bfloat16))
     found = ahead_of_time.compile_for(chip, matmul, x, weight)
-    program = Program(found.program.as_text())
+    program = HloProgram(found.program.as_text())
     moved = sum(move.num_bytes for move in program.moves())
     activations = 2 * rows * (K + N)
     print(f"{chip} {name} {rows} rows: {moved:,} bytes moved, {weight.num_bytes:,} of weights, {activations:,} of rows")
@@ -58,5 +58,5 @@ def test_one_row_and_few_outputs_on_a_gpu(name):
         pytest.skip(reason)
     x = jax.ShapeDtypeStruct((1, K), jnp.bfloat16)
     weight = jax.eval_shape(partial(quantize, how=name), jax.ShapeDtypeStruct((K, 1024), jnp.bfloat16))
-    program = Program(ahead_of_time.compile_for("h100", matmul, x, weight).program.as_text())
+    program = HloProgram(ahead_of_time.compile_for("h100", matmul, x, weight).program.as_text())
     assert sum(move.num_bytes for move in program.moves()) <= 1.1 * weight.num_bytes

@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.quantization import QuantizedArray, Scheme
 from jaxinfer.quantization.matmul import matmul, rows
 from pallas_kernels import ahead_of_time
-from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.hbm_traffic import HloProgram
 from pallas_kernels.quantized_matmul import choose, dequantize, make_spec, pallas_tpu, quantized_matmul
 from tests.hbm import made_in_hbm
 from tests.pallas_kernels.quick import quick
@@ -110,7 +110,7 @@ def test_a_look_up_and_a_product_make_no_second_head(chip, count):
         return jax.lax.fori_loop(0, num_steps, lambda _, taken: step(table, taken), tokens)
 
     found = ahead_of_time.compile_for(chip, jax.jit(decode), table, tokens, jax.ShapeDtypeStruct((), jnp.int32))
-    program = Program(found.program.as_text())
+    program = HloProgram(found.program.as_text())
     moved = sum(move.num_bytes for move in program.moves())
     logits = 4 * 262_144 * max(count, 8)
     print(f"{chip} {count}: {moved / table.num_bytes:.2f} of the weight, {found.temporary_bytes:,} of temporaries")

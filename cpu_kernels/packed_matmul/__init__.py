@@ -1,0 +1,1 @@
+"""Products with weights that are packed for CPUs."""

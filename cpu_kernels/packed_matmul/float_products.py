@@ -1,0 +1,275 @@
+"""The loops over packed codes and float32 rows, as LLVM instructions.
+
+The sums of an output are always taken in one order: its products of a segment in one chain of multiply-adds, then the
+segment's sum times the scale, then the sum of the segment's inputs times the offset; with weights that are scaled first
+(CHAINED_KERNELS) one chain over all inputs. So a row has the same bits whether it is computed alone, with the weight
+converted in registers (`multiplier`), or with others, with the weight's codes written as float32 to the first cache
+(`converter` and `tiler`).
+
+Nibble j of a part of a word is taken by one AND and without a shift, as nibble * 16^j, and multiplied by an input that
+was scaled by 16^-j beforehand (`preparer`): both are exact.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from cpu_kernels import vectors as vec
+from cpu_kernels.memory import intrinsic
+from cpu_kernels.packed_matmul.forms import CHAINED_KERNELS, STEP
+from cpu_kernels.packed_matmul.loads import (
+    AT_ONCE,
+    HAS_AVX512,
+    NIBBLES_IN_PLACE,
+    PANEL_BYTES,
+    STEP_FLOATS,
+    TILE_AHEAD_BYTES,
+    TILE_VECTORS,
+    VECTOR_BYTES,
+    VECTORS,
+    add_offsets,
+    bytes_of_step,
+    each_segment,
+    load_codes,
+    load_number,
+    load_step,
+    offset,
+    panel_totals,
+    prefetch_step,
+    store_totals,
+)
+
+SCALED_KERNELS = CHAINED_KERNELS[:3]  # that have scales
+
+
+def multiplier(kind: str) -> Any:
+    """An intrinsic that multiplies one row by a panel, converted in registers."""
+
+    @intrinsic
+    def multiply(context, totals, codes, scales, offsets, x, sums, segments, steps, left, table):
+        """totals[n] += the products of segments of inputs with a panel. All are int64.
+
+        totals: address of float32 [64]. codes: address of the panel's codes. scales, offsets: addresses of float32
+        [segments, 64]; offsets may be 0. x: address of float32 inputs, as `prepare` leaves them. sums: address of
+        float32 [segments], their sums. segments: of `steps` times 8 inputs, `left` times 8 in all. table: address of a
+        codebook.
+        """
+
+        def generate(context, builder, signature, arguments):
+            totals, codes, scales, offsets, x, sums, segments, steps, left, table = arguments
+            entries = vec.load(builder, table) if kind == "codebook" else None
+            own = panel_totals(builder, totals)
+            with each_segment(builder, segments, steps, left) as (segment, first, count):
+                numbers = builder.add(x, builder.mul(first, vec.constant(4 * STEP)))
+                start = builder.add(codes, builder.mul(first, vec.constant(bytes_of_step(kind))))
+                at = builder.add(scales, builder.mul(segment, vec.constant(PANEL_BYTES)))
+                chains = _chains(builder, kind, start, numbers, count, at, own, entries)
+                for v in range(VECTORS):
+                    total = builder.load(chains[v])
+                    if kind not in CHAINED_KERNELS:
+                        scale = vec.load(builder, offset(builder, at, VECTOR_BYTES * v))
+                        total = vec.multiply_add(builder, total, scale, builder.load(own[v], align=4))
+                    builder.store(total, own[v], align=4)
+                total = builder.add(sums, builder.mul(segment, vec.constant(4)))
+                add_offsets(builder, own, offsets, segment, total)
+            store_totals(builder, totals, own)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 10), generate
+
+    return multiply
+
+
+def _chains(builder, kind: str, codes, x, count, scales, totals, table) -> list[Any]:
+    """The places of the sums of the products of `count` times 8 inputs, for each of a panel's vectors."""
+    is_scaled = kind in SCALED_KERNELS
+    at_once, unroll = AT_ONCE, STEP
+    if not HAS_AVX512 and kind in CHAINED_KERNELS:
+        # Lines in their order, as memory is read fastest, and half of them where scales take registers, too. LLVM loads
+        # the inputs of a step first: 8 would leave too few, and beside scales more than one.
+        at_once, unroll = (VECTORS // 2, 1) if is_scaled else (VECTORS, STEP // 2)
+    chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
+    for v, chain in enumerate(chains):
+        is_chained = kind in CHAINED_KERNELS
+        builder.store(builder.load(totals[v], align=4) if is_chained else vec.splat(vec.FLOATS, 0.0), chain)
+    for start in range(0, VECTORS, at_once):
+        of = range(start, start + at_once)
+        factors = {v: vec.load(builder, offset(builder, scales, VECTOR_BYTES * v)) for v in of if is_scaled}
+        with cgutils.for_range(builder, builder.mul(count, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
+            numbers = builder.add(x, builder.mul(step.index, vec.constant(4 * unroll)))
+            address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind) * unroll // STEP)))
+            code = {v: load_codes(builder, kind, address, v, table) for v in of}
+            if start == 0:
+                prefetch_step(builder, kind, address, unroll)
+            for j in range(unroll):
+                number = load_number(builder, offset(builder, numbers, 4 * j))
+                for v in of:
+                    weight = builder.fmul(code[v](j), factors[v]) if is_scaled else code[v](j)
+                    builder.store(vec.multiply_add(builder, number, weight, builder.load(chains[v])), chains[v])
+    return chains
+
+
+def converter(kind: str) -> Any:
+    """An intrinsic that writes codes of a panel as float32."""
+
+    @intrinsic
+    def convert(context, target, codes, stride, segments, steps, left, table, scales):
+        """Writes the codes of segments as float32 [8 * left, vectors of a tile, 16] for each tile of the panel,
+        `stride` bytes apart, times the scales of kernels that are chained; nibbles times 16^(j mod NIBBLES_IN_PLACE).
+
+        segments: of `steps` times 8 inputs, `left` times 8 in all. scales: address of float32 [segments, 64].
+        """
+
+        def generate(context, builder, signature, arguments):
+            target, codes, stride, segments, steps, left, table, scales = arguments
+            entries = vec.load(builder, table) if kind == "codebook" else None
+            width = VECTOR_BYTES * TILE_VECTORS
+            with each_segment(builder, segments, steps, left) as (segment, first, count):
+                own, factors = builder.add(scales, builder.mul(segment, vec.constant(PANEL_BYTES))), []
+                if kind in SCALED_KERNELS:
+                    factors = [vec.load(builder, offset(builder, own, v * VECTOR_BYTES)) for v in range(VECTORS)]
+                with cgutils.for_range(builder, count, intp=vec.LONG) as step:
+                    index = builder.add(first, step.index)
+                    address = builder.add(codes, builder.mul(index, vec.constant(bytes_of_step(kind))))
+                    to = builder.add(target, builder.mul(index, vec.constant(width * STEP)))
+                    for v in range(VECTORS):
+                        if v and v % TILE_VECTORS == 0:
+                            to = builder.add(to, stride)
+                        code = load_codes(builder, kind, address, v, entries)
+                        for j in range(STEP):
+                            weight = builder.fmul(code(j), factors[v]) if factors else code(j)
+                            vec.store(builder, weight, offset(builder, to, j * width + v % TILE_VECTORS * VECTOR_BYTES))
+                    prefetch_step(builder, kind, address)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), generate
+
+    return convert
+
+
+def tiler(rows: int, vectors: int, *, is_chained: bool = False) -> Any:
+    """An intrinsic for the products of `rows` rows with a segment of `vectors` vectors, whose sums stay in registers.
+
+    is_chained: weights are scaled, and may be of several segments if they have no offsets."""
+
+    @intrinsic
+    def add_tile(context, totals, codes, x, segments, steps, left, scales, offsets, sums, ahead):
+        """totals[r, v, n] += the products of segments of inputs. All are int64.
+
+        totals: address of float32 [rows, vectors, 16]. codes: address of float32 [8 * left, vectors, 16]. x: address of
+        float32 [8 * left, rows]. segments: of `steps` times 8 inputs, `left` times 8 in all. scales, offsets: addresses
+        of float32 [segments, 64], of the tile's first output; offsets may be 0. sums: address of float32 [segments,
+        rows]. ahead: address of TILE_AHEAD_BYTES times 4 * left that are prefetched.
+        """
+
+        def generate(context, builder, signature, arguments):
+            totals, codes, x, segments, steps, left, scales, offsets, sums, ahead = arguments
+            chains = {(r, v): cgutils.alloca_once(builder, vec.FLOATS) for r in range(rows) for v in range(vectors)}
+            place = {key: offset(builder, totals, (key[0] * vectors + key[1]) * VECTOR_BYTES) for key in chains}
+            with each_segment(builder, segments, steps, left) as (segment, first, count):
+                for key, chain in chains.items():
+                    start = vec.load(builder, place[key]) if is_chained else vec.splat(vec.FLOATS, 0.0)
+                    builder.store(start, chain)
+                own_codes = builder.add(codes, builder.mul(first, vec.constant(STEP * vectors * VECTOR_BYTES)))
+                own_x = builder.add(x, builder.mul(first, vec.constant(STEP * rows * 4)))
+                own_ahead = builder.add(ahead, builder.mul(first, vec.constant(STEP // 2 * TILE_AHEAD_BYTES)))
+                _add_products(builder, rows, vectors, chains, own_codes, own_x, count, own_ahead)
+                at = builder.mul(segment, vec.constant(PANEL_BYTES))
+                own = [
+                    vec.load(builder, offset(builder, builder.add(scales, at), v * VECTOR_BYTES))
+                    for v in range(vectors)
+                    if not is_chained
+                ]
+                rest, own_sums = (
+                    builder.add(offsets, at),
+                    builder.add(sums, builder.mul(segment, vec.constant(4 * rows))),
+                )
+
+                def add_sums(others: list[Any]) -> None:
+                    """Adds the segment's sums to the totals, and the sums of its inputs times the offsets, if any."""
+                    for r in range(rows):
+                        number = load_number(builder, offset(builder, own_sums, 4 * r)) if others else None
+                        for v in range(vectors):
+                            total = builder.load(chains[r, v])
+                            if not is_chained:
+                                total = vec.multiply_add(builder, total, own[v], vec.load(builder, place[r, v]))
+                            if others:
+                                total = vec.multiply_add(builder, number, others[v], total)
+                            vec.store(builder, total, place[r, v])
+
+                with builder.if_else(builder.icmp_signed("!=", offsets, vec.constant(0))) as (has_offsets, has_none):
+                    with has_offsets:
+                        add_sums([vec.load(builder, offset(builder, rest, v * VECTOR_BYTES)) for v in range(vectors)])
+                    with has_none:
+                        add_sums([])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 10), generate
+
+    return add_tile
+
+
+def _add_products(
+    builder: Any, rows: int, vectors: int, chains: dict[tuple[int, int], Any], codes, x, steps, ahead
+) -> None:
+    """Adds the products of `steps` times 8 inputs to the chains of a tile."""
+    unroll = 2
+    with cgutils.for_range(builder, builder.mul(steps, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
+        at_codes = builder.add(codes, builder.mul(step.index, vec.constant(unroll * vectors * VECTOR_BYTES)))
+        at_x = builder.add(x, builder.mul(step.index, vec.constant(unroll * rows * 4)))
+        at_ahead = builder.add(ahead, builder.mul(step.index, vec.constant(TILE_AHEAD_BYTES)))
+        for line in range(0, TILE_AHEAD_BYTES, 64):
+            vec.prefetch(builder, offset(builder, at_ahead, line))
+        for k in range(unroll):
+            loaded = [
+                vec.load(builder, offset(builder, at_codes, (k * vectors + v) * VECTOR_BYTES)) for v in range(vectors)
+            ]
+            for r in range(rows):
+                number = load_number(builder, offset(builder, at_x, 4 * (k * rows + r)))
+                for v in range(vectors):
+                    chain = chains[r, v]
+                    builder.store(vec.multiply_add(builder, number, loaded[v], builder.load(chain)), chain)
+
+
+def preparer(is_scaled: bool) -> Any:
+    """An intrinsic that copies a row as the loops read it: for nibbles, input j times 16^-(j mod NIBBLES_IN_PLACE)."""
+    factors = [16.0 ** -(j % NIBBLES_IN_PLACE) if is_scaled else 1.0 for j in range(STEP)]
+
+    @intrinsic
+    def prepare(context, target, rows, source, steps, inputs, of_segment, sums):
+        """All are int64.
+
+        target: address of the row's first input in float32 [8 * steps, rows]; inputs beyond the last are 0. source:
+        address of float32 [inputs]. sums: address of the row's first sum in float32 [segments, rows]; a segment has
+        `of_segment` times 8 inputs.
+        """
+
+        def generate(context, builder, signature, arguments):
+            target, rows, source, steps, inputs, of_segment, sums = arguments
+            stride = builder.mul(rows, vec.constant(4))
+            segments = builder.udiv(builder.sub(builder.add(steps, of_segment), vec.constant(1)), of_segment)
+            with cgutils.for_range(builder, segments, intp=vec.LONG) as segment:
+                total = cgutils.alloca_once(builder, STEP_FLOATS)
+                builder.store(vec.splat(STEP_FLOATS, 0.0), total)
+                start = builder.mul(segment.index, of_segment)
+                rest = builder.sub(steps, start)
+                count = builder.select(builder.icmp_signed("<", rest, of_segment), rest, of_segment)
+                with cgutils.for_range(builder, count, intp=vec.LONG) as step:
+                    first = builder.mul(builder.add(start, step.index), vec.constant(STEP))
+                    numbers = load_step(builder, source, first, inputs)
+                    builder.store(builder.fadd(builder.load(total), numbers), total)
+                    numbers = builder.fmul(numbers, ir.Constant(STEP_FLOATS, factors))
+                    to = builder.add(target, builder.mul(first, stride))
+                    for j in range(STEP):
+                        number = builder.extract_element(numbers, ir.Constant(vec.INT, j))
+                        builder.store(number, vec.at(builder, to, vec.FLOAT), align=4)
+                        to = builder.add(to, stride)
+                to = builder.add(sums, builder.mul(segment.index, stride))
+                builder.store(vec.total(builder, builder.load(total)), vec.at(builder, to, vec.FLOAT), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return prepare

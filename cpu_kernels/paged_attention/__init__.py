@@ -1,0 +1,1 @@
+"""Attention to keys in pages."""

@@ -1,0 +1,277 @@
+"""Checks of what `LLM` is given: options, prompts, parameters, conversations. Raises sentences for wrong types."""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+
+import numpy as np
+
+from jaxinfer.api.options import LLMOptions
+from jaxinfer.checks import did_you_mean
+from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, Request, RequestOptions
+from jaxinfer.loading import LiveModel
+from jaxinfer.option_names import NAMES, find, translated
+from jaxinfer.sampling import SamplingParams
+from jaxinfer.store import alias_options
+
+P = ParamSpec("P")
+Method = TypeVar("Method", bound=Callable[..., Any])
+Key = TypeVar("Key")
+
+PROMPT_FORM = "a text or a list of token ids"
+MESSAGES_FORM = '[{"role": "user", "content": "..."}]'
+_MODEL_FORM = "a folder, a GGUF file, a hub id, 'demo', or (ModelConfig, params, tokenizer)"
+_MODEL_NAMES = tuple(one.name for one in NAMES if one.ours == "model")
+_SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
+_ELSEWHERE = {
+    "SamplingParams, as in generate(prompts, SamplingParams(max_tokens=64))": _SAMPLING_NAMES,
+    "LLM, as in LLM(model, max_model_len=1024)": tuple(field.name for field in fields(LLMOptions)),
+}
+
+
+def takes_options(
+    options: Callable[P, LLMOptions],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, str | Path | LiveModel, P], None]]:
+    """Gives a constructor's keywords the types of a dataclass's fields; its first argument, the model, is required."""
+
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, str | Path | LiveModel, P], None]:
+        @functools.wraps(init)
+        def run(self: Any, *models: Any, **keywords: Any) -> None:
+            models += tuple(keywords.pop(name) for name in ("model", *_MODEL_NAMES) if name in keywords)
+            if len(models) != 1:
+                raise TypeError(f"LLM takes one model, {_MODEL_FORM}, and options by name; got {len(models)} models")
+            init(self, models[0], **keywords)
+
+        return run
+
+    return decorate
+
+
+def checked_options(model: Any, options: Mapping[str, Any]) -> LLMOptions:
+    """The options of `LLM`, by our names or those of other engines; what is not given is as the model's alias says.
+
+    Raises TypeError for an unknown name or a wrong type, ValueError for a value out of range.
+    """
+    if not isinstance(model, (str, Path, tuple)) or not model:
+        raise TypeError(f"model must be {_MODEL_FORM}, got {_shown(model)}")
+    known = [field.name for field in fields(LLMOptions)]
+    elsewhere = {"SamplingParams, which generate takes": [name for name in _SAMPLING_NAMES if name not in known]}
+    given = translated("LLM", options, known, "LLM has no argument {}", elsewhere)
+    for name, value in alias_options(model).items() if isinstance(model, str) else ():
+        if name not in given and not (name == "quantize" and given.get("requantize") is not None):
+            given[name] = value
+    return LLMOptions(**given)
+
+
+def takes_other_names(method: Method) -> Method:
+    """Makes a method accept the keywords of `jaxinfer.option_names`; wrong ones raise TypeError with the right form."""
+    signature = inspect.signature(method)
+    parameters = list(signature.parameters.values())[1:]
+    known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    form = f"{method.__name__}({', '.join(str(one).partition(':')[0] for one in parameters)})"
+    is_open = len(known) < len(parameters)
+
+    @functools.wraps(method)
+    def run(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not set(known).issuperset(keywords):
+            keywords = _our_keywords(keywords, known, method.__name__, is_open=is_open)
+        try:
+            signature.bind(self, *arguments, **keywords)
+        except TypeError as error:
+            raise TypeError(f"{error}; the call is {form}") from None
+        return method(self, *arguments, **keywords)
+
+    return run  # type: ignore[return-value]
+
+
+def _our_keywords(keywords: Mapping[str, Any], known: Sequence[str], name: str, *, is_open: bool) -> dict[str, Any]:
+    """With `is_open`, unknown names are variables of the chat template, unless they are sampling parameters."""
+    template: dict[str, Any] = {}
+    if is_open:
+        rest = {one: keywords[one] for one in keywords if one != "chat_template_kwargs"}
+        template = {one: rest[one] for one in rest if not (one in known or _is_option(one))}
+        more = keywords.get("chat_template_kwargs")
+        if not (more is None or isinstance(more, Mapping)):
+            raise TypeError(f"chat_template_kwargs must be a dict, got {_shown(more)}")
+        keywords = {one: value for one, value in rest.items() if one not in template}
+        template |= more or {}
+    return {**translated("call", keywords, known, f"{name} has no argument {{}}", _ELSEWHERE), **template}
+
+
+def _is_option(name: str) -> bool:
+    """True of names of a request's or a method's fields, ours or another engine's, which are no template variables."""
+    return name in _SAMPLING_NAMES or find("call", name) is not None or find("SamplingParams", name) is not None
+
+
+def unknown_attribute(self: Any, name: str) -> NoReturn:
+    """The `__getattr__` of a class. Raises AttributeError with its public methods."""
+    named = [one for kind in type(self).__mro__[:-1] for one, value in vars(kind).items() if callable(value)]
+    methods = [one for one in dict.fromkeys(named) if not one.startswith("_")]
+    known = "" if name.startswith("_") else f"; its methods are {', '.join(methods)}"
+    raise AttributeError(
+        f"{type(self).__name__} has no attribute {name!r}{did_you_mean(name, methods, otherwise=known)}"
+    )
+
+
+def as_prompt(prompt: Any, what: str) -> Prompt:
+    """A prompt, whose token ids are not checked yet. Raises TypeError, with `what`, for anything else."""
+    if isinstance(prompt, str):
+        return prompt
+    if _is_array(prompt) and prompt.ndim == 1 and prompt.dtype.kind in "iu":
+        return [int(token) for token in prompt]
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)) and _are_scalars(prompt):
+        return prompt
+    hint = ""
+    if isinstance(prompt, Mapping) and "content" in prompt:
+        hint = "; messages are for llm.chat"
+    elif isinstance(prompt, Mapping) and "prompt" in prompt:
+        hint = "; pass what its 'prompt' is"
+    elif isinstance(prompt, (bytes, bytearray)):
+        hint = "; decode it first"
+    raise TypeError(f"{what} must be {PROMPT_FORM}, got {_shown(prompt)}{hint}")
+
+
+def as_prompts(prompts: Any, name: str = "prompt") -> list[Prompt]:
+    """One prompt (a text, or a sequence of integers) as a list of one; several as they are.
+
+    Raises TypeError, with its number, for what is no prompt.
+    """
+    if isinstance(prompts, (str, bytes, bytearray, Mapping)) or (_is_array(prompts) and prompts.ndim == 1):
+        return [as_prompt(prompts, f"a {name}")]
+    if not isinstance(prompts, Iterable) or (_is_array(prompts) and np.asarray(prompts).ndim != 2):
+        raise TypeError(f"{name}s must be {PROMPT_FORM}, or a list of these, got {_shown(prompts)}")
+    items = list(prompts)
+    if items and _are_scalars(items):
+        return [items]
+    return [as_prompt(one, f"{name} {number}") for number, one in enumerate(items)]
+
+
+def as_params(params: Any, default: SamplingParams, what: str = "params") -> SamplingParams:
+    """Sampling parameters, `default` for None. Raises TypeError for anything else."""
+    if params is None:
+        return default
+    if not isinstance(params, SamplingParams):
+        hint = ": SamplingParams.from_dict reads one" if isinstance(params, Mapping) else ""
+        raise TypeError(f"{what} must be SamplingParams, got {_shown(params)}{hint}")
+    return params
+
+
+def params_of_each(params: Any, default: SamplingParams, count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts, from those for all or one for each."""
+    if isinstance(params, Iterable) and not isinstance(params, (str, bytes, Mapping)):
+        each = [as_params(one, default, f"params {number}") for number, one in enumerate(params)]
+        return _of_each(each, count, "sampling parameters")
+    return [as_params(params, default)] * count
+
+
+def priorities_of_each(priority: Any, count: int) -> list[int]:
+    """The priority of each of `count` prompts, from one for all or one for each."""
+    is_list = isinstance(priority, Iterable) and not isinstance(priority, (str, bytes, Mapping))
+    each: list[Any] = list(priority) if is_list else [priority]
+    for one in each:
+        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
+            raise TypeError(f"priority must be an integer, or one for each prompt, got {_shown(one)}")
+    each = [int(one) for one in each]
+    return _of_each(each, count, "priorities") if is_list else each * count
+
+
+def _of_each(values: list[Any], count: int, name: str) -> list[Any]:
+    if len(values) != count:
+        raise ValueError(f"{len(values)} {name} for {count} prompts: give one for all, or one for each")
+    return values
+
+
+def as_conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
+    """One conversation as a list of one; several as they are. Raises TypeError for what is no conversation."""
+    if isinstance(messages, str):
+        raise TypeError(f"chat takes messages, {MESSAGES_FORM}, got a text: generate takes texts")
+    if isinstance(messages, Mapping):
+        raise TypeError(f"chat takes a list of messages, {MESSAGES_FORM}, got one message: put it in a list")
+    if not isinstance(messages, Iterable):
+        raise TypeError(f"chat takes messages, {MESSAGES_FORM}, or a list of conversations, got {_shown(messages)}")
+    items = list(messages)
+    if items and isinstance(items[0], Mapping):
+        for number, one in enumerate(items):
+            if not isinstance(one, Mapping):
+                raise TypeError(f"message {number} must be a dict with a role and a content, got {_shown(one)}")
+        return [items]
+    for number, one in enumerate(items):
+        if isinstance(one, (str, bytes, Mapping)) or not isinstance(one, Sequence):
+            raise TypeError(f"conversation {number} must be a list of messages, {MESSAGES_FORM}, got {_shown(one)}")
+    return items
+
+
+def as_pairs(prompts: Any, continuations: Any) -> list[tuple[Prompt, Prompt]]:
+    """Prompts with their continuations. Raises TypeError as `as_prompts`, ValueError for numbers that differ."""
+    before, after = as_prompts(prompts), as_prompts(continuations, "continuation")
+    if len(before) != len(after):
+        hint = f": for one prompt with several, [prompt] * {len(after)}" if len(before) == 1 else ""
+        raise ValueError(f"{len(before)} prompts and {len(after)} continuations do not pair up{hint}")
+    return list(zip(before, after, strict=True))
+
+
+def each_request(
+    requests: Any, default: SamplingParams
+) -> Iterator[tuple[Any, Prompt | Request, SamplingParams, RequestOptions]]:
+    """The requests of `generate_each`, checked one by one as they are taken."""
+    form = "(key, prompt, params)"
+    if isinstance(requests, (str, bytes, Mapping)) or not isinstance(requests, Iterable):
+        raise TypeError(f"generate_each takes tuples {form}, got {_shown(requests)}")
+
+    def checked() -> Iterator[tuple[Any, Prompt | Request, SamplingParams, RequestOptions]]:
+        for number, one in zip(itertools.count(), requests, strict=False):
+            if isinstance(one, (str, bytes)) or not isinstance(one, Sequence) or len(one) not in (3, 4):
+                told = f"{form}, params may be None and RequestOptions may follow"
+                raise TypeError(f"request {number} must be {told}; got {_shown(one)}")
+            key, prompt, params, *more = one
+            what = f"request {number} with key {key!r:.40}"
+            options = more[0] if more else DEFAULT_REQUEST_OPTIONS
+            if not isinstance(options, RequestOptions):
+                raise TypeError(f"{what}: options must be RequestOptions, got {_shown(options)}")
+            if not isinstance(prompt, Request):  # of an `Embedder`, for one
+                prompt = as_prompt(prompt, f"{what}: the prompt")
+            yield key, prompt, as_params(params, default, f"{what}: params"), options
+
+    return checked()
+
+
+def as_count(name: str, value: Any) -> int:
+    """A positive integer. Raises TypeError or ValueError, with the name."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a positive integer, got {_shown(value)}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def as_names(name: str, value: Any) -> list[str]:
+    """A list of names. Raises TypeError for one text, or anything else."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of names, got {_shown(value)}")
+    names = list(value)
+    for one in names:
+        if not isinstance(one, str):
+            raise TypeError(f"{name} must be a list of names, got {_shown(one)} in it")
+    return names
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "ndim") and hasattr(value, "dtype") and value.ndim > 0
+
+
+def _are_scalars(values: Sequence[Any]) -> bool:
+    return {int}.issuperset(map(type, values)) or all(map(_is_scalar, values))
+
+
+def _is_scalar(value: Any) -> bool:
+    """Tells whether a value stands where a token id does: a number, or an array of one element without axes."""
+    return isinstance(value, (int, float, complex, np.generic)) or (hasattr(value, "ndim") and value.ndim == 0)
+
+
+def _shown(value: Any) -> str:
+    """A value with its type, for messages."""
+    return "None" if value is None else f"{type(value).__name__} {value!r:.60}"
