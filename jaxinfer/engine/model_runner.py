@@ -482,8 +482,8 @@ class ModelRunner:
         rows, pieces = step_rows([(slot, chunk)], [], chunk.length, spec.max_seqs)
         del rows["tokens"], rows["token_slots"]
         prompt = sequence.tokens[: sequence.num_prompt]
-        found = slot, sequence.num_reused, sequence.request.adapter
-        work = self._end_work(prompt, chunk.length, chunk.end_moves, found)
+        of = {"slot": slot, "num_found": sequence.num_reused, "adapter": sequence.request.adapter}
+        work = self._end_work(prompt, chunk.length, chunk.end_moves, **of)
         return self._run_compaction(rows, work, pieces[0].is_read), pieces
 
     @operation
@@ -512,16 +512,20 @@ class ModelRunner:
         """Work that writes nothing that is read: to the null page."""
         moves = tuple(GroupMove((), (), 0) for _ in self.spec.groups)
         observed = max(group.at_end.num_observed for group in self.spec.groups if group.at_end is not None)
-        return self._end_work([0] * observed, observed, moves, (0, observed, 0))
+        return self._end_work([0] * observed, observed, moves)
 
     def _end_work(
-        self, prompt: list[int], window: int, moves: tuple[GroupMove, ...], of: tuple[int, int, int]
+        self,
+        prompt: list[int],
+        window: int,
+        moves: tuple[GroupMove, ...],
+        slot: int = 0,
+        num_found: int = 0,
+        adapter: int = 0,
     ) -> CompactionWork:
-        """Of a sequence with this slot, tokens that were found, and adapter."""
-        spec, (*observed, adapter) = self.spec, of
+        spec, observed = self.spec, None if self._observing is None else (slot, num_found)
         sizes = spec.groups, spec.pages_per_sequence, spec.policy
-        kept = None if self._observing is None else observed, adapter if spec.has_adapters else None
-        return compaction_work(prompt, window, moves, *sizes, *kept)
+        return compaction_work(prompt, window, moves, *sizes, observed, adapter if spec.has_adapters else None)
 
     def _lower_compaction(self) -> Lowered:
         return compact_prompt.lower(*self._compaction_arguments(self._empty_compaction()))

@@ -472,8 +472,8 @@ ADAPTERS = (
     Fault(
         "engine/a-compacted-prompt-ends-without-its-adapter",
         "jaxinfer/engine",
-        "observed, adapter if spec.has_adapters else None",
-        "observed, 0 if spec.has_adapters else None",
+        "*sizes, observed, adapter if spec.has_adapters else None",
+        "*sizes, observed, 0 if spec.has_adapters else None",
         (f"{_ROWS}::test_mixed_prompts_that_are_compacted[snapkv(48)-None]",),
         "what a compacted prompt keeps, and its first token, are those of the model without the adapter",
     ),
