@@ -14,7 +14,7 @@ import platform
 import re
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, wraps
 from importlib import metadata
 from pathlib import Path
@@ -29,9 +29,11 @@ from jax.interpreters import mlir
 
 from cpu_kernels import kernels
 from jaxinfer.kept_files import KeptFiles, key_of, sources_key
+from jaxinfer.quantization.matmul import KINDS
 from pallas_kernels.platform import current_platform
 
 _LOG = logging.getLogger(__name__)
+_OURS = ("jaxinfer", "pallas_kernels", "cpu_kernels", "jax", "jaxlib", "numpy")
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "numba", "llvmlite")
 _NO_PART_OF_TRACES = re.compile(r"cache|log|dump|profil|traceback|debug|check_tracer_leaks|compilation")
 is_on = True  # the suite turns it off: its programs are traced, so that it tests the sources that it runs
@@ -151,7 +153,32 @@ def _key(
     static = [_described(arguments[place]) for place in static_argnums if place < len(arguments)]
     shapes = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
     text = "\n".join([name, *static, str(structure), *shapes])
-    return None if re.search(r"(?: at |=)0x[0-9a-f]{6,}", text) else key_of(text, *_surroundings(), *_settings())
+    plugged = _plugged_in({*_modules(arguments), *(kind.__module__ for kind in KINDS)})
+    if plugged is None or re.search(r"(?: at |=)0x[0-9a-f]{6,}", text):
+        return None
+    return key_of(text, *plugged, *_surroundings(), *_settings())
+
+
+def _modules(value: Any) -> Iterator[str]:
+    """Names of the modules of the dataclasses in a value."""
+    parts: Iterable[Any] = value if isinstance(value, tuple | list) else ()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield type(value).__module__
+        parts = vars(value).values()
+    for part in parts:
+        yield from _modules(part)
+
+
+def _plugged_in(modules: set[str]) -> list[str] | None:
+    """Sources of those that are no part of the product: of a policy, draft or type of weights that somebody plugged in.
+    None where one has no file."""
+    found = []
+    for name in sorted(one for one in modules if one.split(".")[0] not in _OURS):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None:
+            return None
+        found.append(f"{name} {Path(file).read_text()}")
+    return found
 
 
 def _described(value: Any) -> str:
