@@ -1,4 +1,4 @@
-"""Chips by name, with the figures of planning/chips.json, and the rates of a device."""
+"""Chips by name, with the figures of chips.json, and the rates of a device."""
 
 import json
 import math
@@ -76,8 +76,8 @@ class Rates:
 
 @cache
 def chips() -> dict[str, Chip]:
-    """All of planning/chips.json, by name."""
-    data = json.loads(files("jaxinfer").joinpath("planning", "chips.json").read_text(encoding="utf-8"))
+    """All of chips.json, by name."""
+    data = json.loads(files("jaxinfer").joinpath("chips.json").read_text(encoding="utf-8"))
     return {name: _chip(name, fields) for name, fields in data["chips"].items()}
 
 

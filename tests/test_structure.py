@@ -61,7 +61,9 @@ def imported(path: Path) -> set[str]:
 
 
 def room(module: str) -> str | None:
-    return next((name for name in FLOORS if module == name or module.startswith(name + ".")), None)
+    """The innermost room that a module is in."""
+    found = [name for name in FLOORS if module == name or module.startswith(name + ".")]
+    return max(found, key=len, default=None)
 
 
 def violations(path: Path, names: set[str]) -> list[str]:

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
+from jaxinfer.cache.moved_sinks import MovedSinks, move_sinks
 from jaxinfer.cache.paged import PagedCache, PageTables, tables_by_group
-from jaxinfer.cache.policy.moved_sinks import MovedSinks, move_sinks
 from jaxinfer.cache.state import StateAttention, StateOptions
 from jaxinfer.models.indexer import Choice, attend_to_chosen
 from pallas_kernels.paged_attention import (

@@ -58,12 +58,13 @@ def run(model_options: RunModelOptions, sampling_options: SamplingOptions, optio
 
 
 def _run(model_options: RunModelOptions, values: dict[str, Any], prompt: str | None, options: RunCommandOptions) -> int:
+    from jaxinfer.speculative import names_kind
     from jaxinfer.store import alias_options
 
     settings = alias_options(model_options.model)
     _have(model_options.model, model_options.revision, options.yes, model_options.quantize or settings.get("quantize"))
     draft = model_options.draft or settings.get("draft")
-    if draft is not None and draft != "ngram" and not draft.startswith("layers:"):
+    if draft is not None and not names_kind(draft):
         _have(draft, None, options.yes)
     if prompt is None:
         return talk(model_options, values, options.system, as_json=options.as_json)

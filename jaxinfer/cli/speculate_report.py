@@ -186,13 +186,14 @@ class _Bench:
 
     def __init__(self, options: ServingOptions, draft: str, acceptance: str, lines: list[PromptLine], repeats: int):
         from jaxinfer.loading import load_model
+        from jaxinfer.speculative import names_kind
 
         values = llm_arguments(options)
         loading = {name: values.pop(name) for name in ON_LOADING if name in values}
         self.model = load_model(options.model, **loading)
         self.draft_name, self.acceptance, self.lines, self.repeats = draft, acceptance, lines, repeats
         self.draft_model: LoadedModel | None = None
-        if draft != "ngram" and not draft.startswith("layers:"):
+        if not names_kind(draft):
             self.draft_model = load_model(draft, dtype=loading.get("dtype", "auto"), verify=loading.get("verify"))
         self.engine: dict[str, Any] = {"max_seqs": 1, **values}
 

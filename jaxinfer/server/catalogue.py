@@ -27,6 +27,7 @@ from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.server.models import ModelNeeds, ModelSource
 from jaxinfer.server.names import is_path, public_name
 from jaxinfer.server.options import ServerOptions
+from jaxinfer.speculative import names_kind
 from jaxinfer.store import FoundModel, find_model, list_models
 
 _LOG = logging.getLogger("jaxinfer.server")
@@ -119,7 +120,7 @@ def check_is_here(name: str, arguments: Mapping[str, Any]) -> None:
     """Raises FileNotFoundError where a model, or what drafts for it, would have to be downloaded."""
     draft = checked_options(name, arguments).draft
     names = [name]
-    if isinstance(draft, str) and draft != "ngram" and not draft.startswith("layers:"):
+    if isinstance(draft, str) and not names_kind(draft):
         names.append(draft)
     for one in names:
         if find_model(one, offline=True, fetch=False).path is None:

@@ -1,41 +1,48 @@
-"""Speculative decoding: draft proposers, verification by the target model, adaptive draft length."""
+"""Speculative decoding: draft proposers, verification by the target model, adaptive draft length.
 
-from jaxinfer.speculative.acceptance import Walk, walk
-from jaxinfer.speculative.adaptive import AcceptanceEstimate, LengthController
-from jaxinfer.speculative.drafts import (
-    NO_DRAFT,
-    Draft,
-    LayersDraft,
-    ModelDraft,
-    NgramDraft,
-    draft_by_name,
-    register_draft,
-)
-from jaxinfer.speculative.proposers import (
-    BoundProposer,
-    DraftDecoder,
-    DraftRows,
-    DraftSlots,
-    DraftState,
-    LayersProposer,
-    ModelProposer,
-    NgramProposer,
-    ObservedRows,
-    ObservingDraft,
-    Proposal,
-    Proposer,
-    catch_up,
-    draft_tokens_of,
-    init_draft_slots,
-    keep_path,
-    propose_chain,
-    propose_ngram,
-    propose_tree,
-    record,
-)
-from jaxinfer.speculative.statistics import SpeculationStats, best_length, expected_speedup
-from jaxinfer.speculative.tree import TokenTree, chain
-from pallas_kernels.choice import renamed
+Names are resolved when first used: what drafts is plain Python on the host, and what imports it must not load JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.speculative.acceptance import Walk, walk
+    from jaxinfer.speculative.adaptive import AcceptanceEstimate, LengthController
+    from jaxinfer.speculative.drafts import (
+        NO_DRAFT,
+        Draft,
+        LayersDraft,
+        ModelDraft,
+        NgramDraft,
+        draft_by_name,
+        names_kind,
+        register_draft,
+    )
+    from jaxinfer.speculative.proposers import (
+        BoundProposer,
+        DraftDecoder,
+        DraftRows,
+        DraftSlots,
+        DraftState,
+        LayersProposer,
+        ModelProposer,
+        NgramProposer,
+        ObservedRows,
+        ObservingDraft,
+        Proposal,
+        Proposer,
+        catch_up,
+        draft_tokens_of,
+        init_draft_slots,
+        keep_path,
+        propose_chain,
+        propose_ngram,
+        propose_tree,
+        record,
+    )
+    from jaxinfer.speculative.statistics import SpeculationStats, best_length, expected_speedup
+    from jaxinfer.speculative.tree import TokenTree, chain
 
 __all__ = [
     "NO_DRAFT",
@@ -68,6 +75,7 @@ __all__ = [
     "expected_speedup",
     "init_draft_slots",
     "keep_path",
+    "names_kind",
     "propose_chain",
     "propose_ngram",
     "propose_tree",
@@ -76,4 +84,13 @@ __all__ = [
     "walk",
 ]
 
-__getattr__ = renamed(__name__, {"Rows": DraftRows})
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for room in ("drafts", "statistics", "adaptive", "tree", "proposers", "acceptance"):
+            found = importlib.import_module(f"{__name__}.{room}")
+            if hasattr(found, name):
+                return getattr(found, name)
+    from pallas_kernels.choice import renamed
+
+    return renamed(__name__, {"Rows": "jaxinfer.speculative.proposers:DraftRows"})(name)

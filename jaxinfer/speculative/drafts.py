@@ -1,19 +1,22 @@
 """The contract of a draft, and its kinds: a smaller model, n-grams of the sequence, or the target's first layers.
 
-`Draft` itself drafts nothing. What proposes tokens inside the jitted round is a draft's `proposer`.
+`Draft` itself drafts nothing. What proposes tokens inside the jitted round is a draft's `proposer`; here is no JAX.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from jaxinfer.cache import KVScales
-from jaxinfer.models import ModelConfig, Params
-from jaxinfer.models.host_layers import take_layers
-from jaxinfer.quantization.on_device import Copies
-from jaxinfer.speculative.proposers import LayersProposer, ModelProposer, NgramProposer, Proposer
+if TYPE_CHECKING:
+    from jaxinfer.cache import KVScales
+    from jaxinfer.models import ModelConfig, Params
+    from jaxinfer.quantization.on_device import Copies
+    from jaxinfer.speculative.proposers import Proposer
 
-Model = tuple[ModelConfig, Params]
+    Model = tuple[ModelConfig, Params]
+    Maker = Callable[[str, ModelConfig, Params], "Draft"]
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,14 @@ class ModelDraft(Draft):
     def with_layers(self, layers: Sequence[int] | None) -> Self:
         if layers is None:
             return self
+        from jaxinfer.models.host_layers import take_layers
+
         chosen = self.config.with_layers(layers), take_layers(self.params, layers)
         return replace(self.with_params(lambda *_: chosen), kv_scales=None)
 
     def proposer(self, *models: Any) -> Proposer:
+        from jaxinfer.speculative.proposers import ModelProposer
+
         return ModelProposer(*models)
 
 
@@ -148,6 +155,8 @@ class NgramDraft(Draft):
         return depth  # where no n-gram was found, nothing was gained
 
     def proposer(self, *models: Any) -> Proposer:
+        from jaxinfer.speculative.proposers import NgramProposer
+
         return NgramProposer(self.min_match, self.max_match)
 
 
@@ -168,6 +177,8 @@ class LayersDraft(Draft):
         return f"layers:{self.num_layers}"
 
     def models(self, config: ModelConfig, params: Params) -> tuple[Model, ...]:
+        from jaxinfer.models.host_layers import take_layers
+
         layers = range(self.num_layers)
         return ((config.with_layers(layers), take_layers(params, layers)),)
 
@@ -175,6 +186,8 @@ class LayersDraft(Draft):
         return self if layers is None else replace(self, num_layers=len(layers))
 
     def proposer(self, *models: Any) -> Proposer:
+        from jaxinfer.speculative.proposers import LayersProposer
+
         return LayersProposer(*models)
 
 
@@ -188,7 +201,6 @@ def _layers_draft(number: str, config: ModelConfig, params: Params) -> LayersDra
 
 
 # By its name, with a colon if a text comes after it, what makes a draft of the text for a target.
-Maker = Callable[[str, ModelConfig, Params], Draft]
 _KINDS: dict[str, Maker] = {"layers:": _layers_draft, "ngram": lambda *_: NgramDraft()}
 
 
@@ -200,11 +212,18 @@ def register_draft(name: str, make: Maker) -> None:
     _KINDS[name] = make
 
 
+def names_kind(draft: object) -> bool:
+    """Tells whether a text names a kind of draft, such as "ngram" or "layers:4", and not a model that drafts."""
+    name, colon, _ = draft.partition(":") if isinstance(draft, str) else ("", "", "")
+    return name + colon in _KINDS
+
+
 def draft_by_name(draft: Any, config: ModelConfig, params: Params) -> Draft | None:
     """The draft that None, "ngram", "layers:N" or a registered name gives for a target; None for a model's. Raises
     ValueError for what the kind cannot be made of."""
     if draft is None:
         return NO_DRAFT
-    name, colon, text = draft.partition(":") if isinstance(draft, str) else ("", "", "")
-    make = _KINDS.get(name + colon)
-    return None if make is None else make(text, config, params)
+    if not names_kind(draft):
+        return None
+    name, colon, text = draft.partition(":")
+    return _KINDS[name + colon](text, config, params)

@@ -13,6 +13,7 @@ from typing import Any
 from jaxinfer.checks import did_you_mean
 from jaxinfer.data import EMBEDDED
 from jaxinfer.files import write_text_atomically
+from jaxinfer.speculative import names_kind
 from jaxinfer.store.pulled import StoreError, home, lock_aliases
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*(:[A-Za-z0-9_.\-]+)?")
@@ -59,8 +60,8 @@ def is_alias_name(name: str) -> bool:
     return (
         _NAME.fullmatch(name) is not None
         and len(name) <= _MAX_LENGTH
-        and name not in (*EMBEDDED, "ngram")
-        and not name.startswith("layers:")
+        and name not in EMBEDDED
+        and not names_kind(name)
         and not name.endswith((".gguf", ".safetensors"))
     )
 

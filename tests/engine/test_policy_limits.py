@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cache.policy import best_pages, kept_pages, moved_sinks
+from jaxinfer.cache import moved_sinks
+from jaxinfer.cache.policy import best_pages, kept_pages
 from jaxinfer.cache.policy.contract import PolicyUse
 from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.cache.policy.sinks_window import SinksWindow

@@ -51,7 +51,7 @@ def test_rates_to_the_host_are_on_the_page_and_those_of_tpus_are_estimates():
 
 
 def test_the_file_says_nothing_that_is_not_read():
-    data = json.loads(files("jaxinfer.planning").joinpath("chips.json").read_text())
+    data = json.loads(files("jaxinfer").joinpath("chips.json").read_text())
     assert set(data) == {"about", "chips"}
     assert {"v4", "v5e", "v5p", "v6e", "tpu7x", "a100-40", "a100-80", "h100", "h200", "b200", "l4"} <= set(
         data["chips"]

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.cache.moved_sinks import MovedSinks
 from jaxinfer.cache.paged import PagedCache, PageTables
 from jaxinfer.cache.policy.contract import StepRows
-from jaxinfer.cache.policy.moved_sinks import MovedSinks
 from jaxinfer.cache.policy.row_parts import parts_in_pages
 from jaxinfer.cache.ragged import attend_ragged
 from jaxinfer.models import ModelConfig
