@@ -214,7 +214,10 @@ def test_one_answer(model, expected, variant):
     with open_toy(model, **VARIANTS[variant]) as llm:
         check_everything(llm, expected)
         stats = llm.speculation_stats()
-        assert stats.accepted > 0.1 * stats.proposed > 20
+        if llm.engine.spec.options.is_adaptive:  # how often it drafts depends on what the machine has to do
+            assert stats.proposed > 0 < stats.num_plain_tokens
+        else:
+            assert stats.accepted > 0.1 * stats.proposed > 20
         check_idle(llm)
 
 
