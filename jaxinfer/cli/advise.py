@@ -4,7 +4,6 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,12 @@ from jaxinfer.cli.bench import WorkloadOptions, read_workload, results_option, w
 from jaxinfer.cli.command import UsageError, is_interrupt
 from jaxinfer.cli.options import ServingOptions, llm_arguments, model_argument
 from jaxinfer.cli.output import console, write_text
-from jaxinfer.options import option
+from jaxinfer.options import describe, option
 from jaxinfer.progress import Stage, hidden
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
-    from jaxinfer.measure.advise.goals import Goal, TrialResult
+    from jaxinfer.measure.advise.goals import Goal
     from jaxinfer.measure.advise.report import Advice
     from jaxinfer.measure.advise.search import Findings
     from jaxinfer.measure.bench.workload import BenchWorkload
@@ -66,10 +65,6 @@ class AdviseOptions(WorkloadOptions, ServingOptions):
     resume: bool = results_option(False, "Keep the trials that --json FILE has.")
 
 
-# Options of the command that are no arguments of `LLM`.
-OWN = ("goal", "on", "max_kl", "memory", "goodput", "price_per_hour", "prompt_tokens", "answer_tokens", "dataset")
-OWN += ("texts", "shared_prefix", "requests", "temperature", "seed", "draft", "acceptance", "sizes", "repeats")
-OWN += ("calibration", "minutes", "json", "resume")
 # Options that change no trial's figures: with others, a file can still be resumed.
 LATER = ("json", "resume", "minutes", "goal", "max_kl", "price_per_hour")
 # Options of running a trial, which a plan does not use. Its sequences are as long as prompt and answer.
@@ -95,7 +90,7 @@ def advise(options: AdviseOptions) -> None:
     """
     goal = read_goal(options)
     workload = read_requests(options)
-    arguments = {name: value for name, value in llm_arguments(options).items() if name not in OWN}
+    arguments = {name: value for name, value in llm_arguments(options).items() if name in describe(ServingOptions)}
     if arguments.get("dtype") == "auto":
         del arguments["dtype"]
     run = _planned if options.on is not None else _measured
@@ -227,37 +222,14 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
             stage.restart(f"{number} of about {total}: {flags(arguments) or 'baseline'}")
             return runner(arguments, stop)
 
-        if found.base:
-            runner.refer_to(found.base[0])
-        bound = _roofline_bound(options, workload, arguments, facts.default_size)
         try:
-            Search(goal, measure, used=used, found=found, report=report.write, bound=bound).run(trials)
+            Search(goal, measure, used=used, found=found, report=report.write).run(trials)
         except BaseException as error:
             if found.base and is_interrupt(error):
                 with hidden():
                     report.finish(found, left_out)
             raise
     report.finish(found, left_out)
-
-
-def _roofline_bound(
-    options: AdviseOptions, workload: "BenchWorkload", arguments: dict[str, Any], max_seqs: int
-) -> "Callable[[dict[str, Any]], TrialResult | None]":
-    """The most tokens/s that the rates of this machine's chip allow for a trial, with the shortest sequences; None for
-    a chip that is not listed."""
-    import jax
-
-    from jaxinfer.planning import Place, chip_of_kind
-
-    chip = chip_of_kind(jax.devices()[0].device_kind)
-    if chip is None or workload.dataset or arguments.get("mesh") is not None:
-        return lambda arguments: None
-    from jaxinfer.measure.advise.planned import Planner
-
-    place = Place(chip.title, chip, 1)
-    return Planner.open(
-        *(options.model, place, arguments), prompt_tokens=workload.prompt_tokens.low, answer_tokens=1, max_seqs=max_seqs
-    ).most_tokens_per_second
 
 
 def _calibration(options: AdviseOptions) -> tuple[str, ...]:
