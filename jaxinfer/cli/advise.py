@@ -240,17 +240,14 @@ def _calibration(options: AdviseOptions) -> tuple[str, ...]:
 
 def _documents(options: AdviseOptions) -> tuple[tuple[str, ...], str]:
     """Texts, and a sentence on where they are from."""
-    from jaxinfer.cli.distill import read_documents
+    from jaxinfer.cli.distill import read_texts
+    from jaxinfer.measure.advise.measure import NUM_TEXTS
 
-    if options.texts:
-        return tuple(read_documents(options.texts, "--texts")), "KL and prompts: your --texts"
-    if options.model in ("demo", "demo-draft"):
-        from jaxinfer.measure.advise.measure import NUM_TEXTS
-        from jaxinfer.training.corpus import held_out_files
-
-        texts = tuple(text for _, text in held_out_files(NUM_TEXTS))
-        return texts, "KL and prompts: Python files that the embedded model was not trained on"
-    return (), "KL and prompts: text sampled from the model at temperature 1; --texts FILE uses yours"
+    found = tuple(read_texts(options.texts, options.model, NUM_TEXTS))
+    source = "your --texts" if options.texts else "Python files that the embedded model was not trained on"
+    if not found:
+        source = "text sampled from the model at temperature 1; --texts FILE uses yours"
+    return found, f"KL and prompts: {source}"
 
 
 class _Report:

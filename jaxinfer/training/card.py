@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxinfer.extras import install_hint
+from jaxinfer.checks import need_plotting
 from jaxinfer.models import abstract_params
 from jaxinfer.training.acceptance import NUM_DRAFT_TOKENS
 from jaxinfer.training.distill import DistillOptions, DistillResult
@@ -88,10 +88,9 @@ def plot_distillation(path: Path, result: DistillResult) -> None:
 
 def import_pyplot() -> Any:
     """matplotlib.pyplot, which draws to files only. Raises ImportError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError(f"plotting needs matplotlib: {install_hint('plot')}") from None
+    need_plotting("plotting")
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

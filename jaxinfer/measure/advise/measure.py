@@ -13,6 +13,7 @@ from jaxinfer import compilation_cache, parallel
 from jaxinfer.api.llm import LLM
 from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model
 from jaxinfer.calibration.inputs import split_rows
+from jaxinfer.calibration.quality import kl_divergence
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weights import ModelWeights
@@ -269,7 +270,7 @@ class TrialRunner:
             states = hidden_states(engine, self._texts, ends)
             for start, rows, whole in zip(starts, states, self._expected, strict=True):
                 found, expected = log_probs(engine, rows[start:]), whole[start:]
-                kl += float(np.sum(np.exp(expected) * (expected - found), dtype=np.float64))
+                kl += float(np.asarray(kl_divergence(expected, found)).sum(dtype=np.float64))
                 agreeing += float(np.sum(expected.argmax(-1) == found.argmax(-1)))
             count = sum(map(len, self._texts)) - sum(starts)
             self._qualities[key] = max(kl, 0.0) / count, agreeing / count
