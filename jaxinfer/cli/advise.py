@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.bench import WorkloadOptions, read_workload, results_option, workload_option
 from jaxinfer.cli.command import UsageError, is_interrupt
+from jaxinfer.cli.distill import read_documents, read_texts
 from jaxinfer.cli.options import ServingOptions, llm_arguments, model_argument
 from jaxinfer.cli.output import console, write_text
 from jaxinfer.options import describe, option
@@ -200,7 +201,7 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
         arguments,
         workload,
         documents,
-        _calibration(options),
+        tuple(read_documents(options.calibration, "--calibration")) if options.calibration else (),
         num_requests=options.requests or max(*sizes, options.max_seqs or 1),
         repeats=options.repeats,
         num_shared=options.shared_prefix,
@@ -211,8 +212,7 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
     def used() -> float:
         return (time.monotonic() - start) / (60 * minutes) if minutes else 1.0
 
-    with Stage("loading") as stage, contextlib.closing(TrialRunner(settings, stage.describe)) as runner:
-        runner.limit_memory(goal.memory)
+    with Stage("loading") as stage, contextlib.closing(TrialRunner(settings, stage.describe, goal.memory)) as runner:
         runner.prepare()
         facts = runner.facts(sizes, CPU_MAX_SEQS if is_cpu else DEFAULT_MAX_SEQS, draft_names(options))
         trials, left_out = candidates(goal, facts)
@@ -232,15 +232,8 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
     report.finish(found, left_out)
 
 
-def _calibration(options: AdviseOptions) -> tuple[str, ...]:
-    from jaxinfer.cli.distill import read_documents
-
-    return tuple(read_documents(options.calibration, "--calibration")) if options.calibration else ()
-
-
 def _documents(options: AdviseOptions) -> tuple[tuple[str, ...], str]:
     """Texts, and a sentence on where they are from."""
-    from jaxinfer.cli.distill import read_texts
     from jaxinfer.measure.advise.measure import NUM_TEXTS
 
     found = tuple(read_texts(options.texts, options.model, NUM_TEXTS))
@@ -269,12 +262,10 @@ class _Report:
         self.source = source
         values = {name: value for name, value in vars(options).items() if name not in LATER and name != "model"}
         values = {name: value for name, value in values.items() if value not in (None, [])}
-        for name in ("tokenizer", "dataset"):
-            if name in values:
-                values[name] = public_name(str(values[name]))
-        for name in ("texts", "calibration", "draft"):
-            if name in values:
-                values[name] = [public_name(str(one)) for one in values[name]]
+        for name in values.keys() & {"tokenizer", "dataset", "texts", "calibration", "draft"}:
+            value = values[name]
+            is_list = isinstance(value, list)
+            values[name] = [public_name(str(one)) for one in value] if is_list else public_name(str(value))
         self.result = new_result(public_name(options.model), json.loads(json.dumps(values)), machine)
 
     def write(self, found: "Findings") -> None:

@@ -58,17 +58,22 @@ class TrialSettings:
 
 
 class TrialRunner:
-    """Measures trials, with one set of weights in memory at a time."""
+    """Measures trials, with one set of weights in memory at a time. Tokens of cache are those that fit in `limit`
+    bytes, by default in this machine's memory."""
 
-    def __init__(self, settings: TrialSettings, progress: Callable[[str], None] = lambda text: None):
-        self.settings, self.progress = settings, progress
+    def __init__(
+        self,
+        settings: TrialSettings,
+        progress: Callable[[str], None] = lambda text: None,
+        limit: int | None = None,
+    ):
+        self.settings, self.progress, self.limit = settings, progress, limit
         self.requests: list[WorkloadRequest] = []
         self._texts: list[list[int]] = []
         self._expected: list[np.ndarray] = []
         self._key: tuple[Any, ...] = ()
         self._model: LoadedModel | None = None
-        self._budget: float | None = None
-        self.limit: int | None = None
+        self._budget: float | None = limit
         self._qualities: dict[tuple[Any, ...], tuple[float, float]] = {}
 
     def close(self) -> None:
@@ -201,10 +206,6 @@ class TrialRunner:
     def _longest(self) -> int:
         """Tokens of the longest request, its answer included."""
         return max(len(request.prompt) + request.num_tokens for request in self.requests)
-
-    def limit_memory(self, num_bytes: int | None) -> None:
-        """Counts the tokens of cache that fit in `num_bytes`, instead of this machine's memory."""
-        self._budget = self.limit = num_bytes
 
     def _repeated(self, llm: LLM, row: TrialResult) -> TrialResult:
         """The result with another repeat."""
