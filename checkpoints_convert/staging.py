@@ -39,7 +39,7 @@ _OWN_FILES = (
     *QUANTIZATION_FILES,
     *(NATIVE_CONFIG, MANIFEST, JOURNAL, f"{PARAMS}/*"),
     *("*.safetensors", "*.safetensors.index.json", "README.md", ".gitattributes"),
-    *("MODEL_CARD.md", "*.png"),  # model cards of `jaxinfer train-demo` and `distill`, with their plots
+    *("MODEL_CARD.md", "*.png"),  # model cards of the embedded models and of `jaxinfer distill`, with their plots
     ".*.json.part",  # left by a killed process
 )
 _NUM_NAMED = 3

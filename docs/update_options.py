@@ -86,8 +86,8 @@ def _other_names() -> list[str]:
     refused = [one for one in NAMES if one.read is None]
     parts = [OTHER_NAMES, "\n| name | of | here |\n| --- | --- | --- |\n"]
     parts += [f"| `{one.name}` | {one.engines} | {_code(one.ours)} |\n" for one in applied]
-    parts += ["\nThe others:\n\n| name | of | here |\n| --- | --- | --- |\n"]
-    return [*parts, *(f"| `{one.name}` | {one.engines} | {one.ours.replace('|', '/')} |\n" for one in refused)]
+    parts += ["\nNo option here means the same as these:\n\n| name | instead |\n| --- | --- |\n"]
+    return [*parts, *(f"| `{one.name}` | {one.ours.replace('|', '/')} |\n" for one in refused)]
 
 
 def _code(names: str) -> str:

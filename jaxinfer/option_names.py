@@ -55,12 +55,13 @@ class OtherName:
         """Our options for a value. Raises OptionNameError, which says what to write instead."""
         if any(value is one or (type(value) is type(one) and value == one) for one in (None, *self.harmless)):
             return {}
+        given = f"{self.name}={value!r:.60} ({self.engines})"
         if self.read is None:
-            raise OptionNameError(self.name, f"{self.name}={value!r:.60} ({self.engines}): {self.ours}")
+            raise OptionNameError(self.name, f"{given}: no option here means the same; {self.ours}")
         try:
             return self.read(value)
         except ValueError as error:
-            raise OptionNameError(self.name, f"{self.name}={value!r:.60} ({self.engines}): {error}") from None
+            raise OptionNameError(self.name, f"{given}: {error}") from None
 
 
 def _same(scope: Scope, name: str, engines: str, ours: str, **more: Any) -> OtherName:
@@ -133,36 +134,113 @@ def _do_sample(value: Any) -> Values:
     return {} if value else {"temperature": 0.0}
 
 
-_MESH = 'mesh="model=4" places a model on devices, and by default it is on one'
-_OFFLOAD = 'offload=8 keeps 8 layers in the host\'s memory, offload="auto" as many as must be'
-_FILES = "the environment variable HF_HOME says where downloads are kept"
-_QUANTIZED = (
-    "a checkpoint's own format is read from its config.json, so leave it out; to round plain weights as they are "
-    'loaded: quantize="int8", "int4-g128", "fp8" or "nf4"; to calibrate: `jaxinfer quantize --method awq` or gptq'
+_FORMER, _STOP, _BOTH = "a former flag", "include_stop_str_in_output", f"{VLLM}, {SGLANG}"
+
+# Names without a counterpart, by what to do instead.
+_REFUSED: Mapping[Scope, Mapping[str, str]] = {
+    "LLM": {
+        "leave it out": "disable_log_stats load_format use_safetensors tokenizer_mode attn_implementation flash_attn",
+        "a checkpoint's own format is found from its files; quantize= rounds plain weights, `jaxinfer quantize "
+        "--method awq` calibrates": "load_in_8bit load_in_4bit quantization_config",
+        "every step is a compiled program; `jaxinfer warm MODEL` compiles beforehand": "enforce_eager "
+        "disable_cuda_graph compilation_config max_seq_len_to_capture",
+        "code of a checkpoint is never run; `jaxinfer models` lists the families": "trust_remote_code",
+        "see host_cache_gib=": "swap_space",
+        "see offload=": "cpu_offload_gb num_gpu n_gpu_layers gpu_layers",
+        "see num_pages=": "num_gpu_blocks_override",
+        "see prefill_chunk=": "max_num_batched_tokens max_prefill_tokens num_batch batch_size n_batch "
+        "enable_chunked_prefill",
+        "see memory_fraction=": "mem_fraction_static",
+        "see tokenizer=": "tokenizer_config",
+        "see revision=": "tokenizer_revision",
+        "prompts may be token ids in any case": "skip_tokenizer_init",
+        "see mesh=": "pipeline_parallel_size enable_expert_parallel decode_context_parallel_size device_map",
+        "see jaxinfer.initialize_hosts()": "distributed_executor_backend",
+        "the environment variable JAX_PLATFORMS chooses the platform": "device",
+        "XLA takes all cores: taskset limits them": "num_thread n_threads threads",
+        "the environment variable HF_HOME says where downloads are kept": "download_dir cache_dir",
+        "the environment variable HF_TOKEN holds the token": "hf_token token",
+        "see logprobs= of SamplingParams, at most 20": "max_logprobs",
+        "see `jaxinfer serve MODEL`": "host port api_key served_model_name",
+        "see max_model_len=": "hf_overrides rope_scaling max_kv_size num_keep",
+        "see priority= of generate": "scheduling_policy",
+        "see kv_dtype=": "kv_bits cache_type_k f16_kv",
+        "a model stays until llm.close()": "keep_alive",
+        "merge adapters into the weights": "enable_lora adapter_path",
+        "see num_draft_tokens=": "draft_max",
+        'see draft="ngram"': "ngram_prompt_lookup_max",
+    },
+    "SamplingParams": {
+        "leave it out": "detokenize use_cache",
+        "see repetition_penalty=, presence_penalty= and frequency_penalty=": "repeat_penalty repeat_last_n "
+        "repetition_context_size penalize_newline no_repeat_ngram_size",
+        "see max_tokens=, and max_model_len= of LLM": "max_length",
+        "see min_tokens=": "min_length",
+        "see stop= and stop_token_ids=": "eos_token_id extra_eos_token",
+        "see temperature=, top_k=, top_p= and min_p=": "typical_p tfs_z mirostat mirostat_tau mirostat_eta "
+        "xtc_probability xtc_threshold top_n_sigma min_tokens_to_keep",
+        "see n= and logprobs=": "num_beams use_beam_search beam_width length_penalty early_stopping best_of",
+        "see logprobs=": "top_logprobs output_scores",
+        "see prompt_logprobs=": "echo",
+        "see seed=": "generator",
+        "see bad_words=, allowed_token_ids= and logit_bias=": "bad_words_ids suppress_tokens logits_processor "
+        "logits_processors",
+        "see structured=": "force_words_ids format grammar",
+        "pass the token ids to keep": "truncate_prompt_tokens",
+    },
+    "call": {
+        "prompts= takes texts or lists of token ids": "prompt_token_ids",
+        "merge adapters into the weights": "lora_request",
+        "see llm.stream(prompt, params)": "stream streamer verbose",
+        "see `jaxinfer chat MODEL`": "interactive conversation",
+        "params= takes SamplingParams": "generation_config options",
+        "see tokenizer= of LLM": "chat_template",
+    },
+    "server": {
+        "see --api-keys FILE": "api_key",
+        "see --reasoning": "reasoning_parser",
+        "calls are always read": "enable_auto_tool_choice",
+        "see --tokenizer": "chat_template",
+        "put a proxy such as nginx in front (docs/serving.md)": "ssl_keyfile ssl_certfile root_path",
+        "see --log-prompts": "log_requests enable_log_requests disable_log_requests",
+    },
+}
+# Values of these names that ask for what happens anyway.
+_HARMLESS: tuple[tuple[Any, str], ...] = (
+    (
+        False,
+        "load_in_8bit load_in_4bit enforce_eager disable_cuda_graph trust_remote_code skip_tokenizer_init "
+        "enable_expert_parallel enable_lora use_beam_search early_stopping output_scores echo stream verbose "
+        "interactive conversation",
+    ),
+    (True, "enable_chunked_prefill use_safetensors disable_log_stats detokenize use_cache enable_auto_tool_choice"),
+    (0, "swap_space cpu_offload_gb no_repeat_ngram_size mirostat xtc_probability"),
+    (
+        1,
+        "pipeline_parallel_size decode_context_parallel_size repeat_penalty typical_p tfs_z min_tokens_to_keep "
+        "num_beams length_penalty best_of",
+    ),
+    (-1, "n_gpu_layers gpu_layers"),
+    (20, "max_logprobs"),
+    ("auto", "tokenizer_mode device device_map load_format attn_implementation flash_attn"),
+    ("safetensors", "load_format"),
+    ("priority", "scheduling_policy"),
 )
-_COMPILED = "every step is a compiled program: leave it out; `jaxinfer warm MODEL` or llm.warm_up() compiles beforehand"
-_CHUNK = "prefill_chunk= is the number of prompt tokens that a step computes beside the decoding answers"
-_KV = 'kv_dtype="int8", "fp8_e4m3" or "int4" says how keys and values are stored'
-_ADAPTERS = "adapters are not supported: merge them into the weights"
-_ATTENTION = "chosen by device and shape: `jaxinfer doctor` and llm.explain() show it"
-_EVICTION = "nothing is ever dropped from the cache; max_model_len= limits a prompt with its answer"
-_LOADING = "the format is found from the files, so leave it out"
-_LENGTH = "counts the prompt too; max_tokens= is the number of new tokens, max_model_len= of LLM the length of both"
-_TRUNCATION = "not available: temperature=, top_k=, top_p= and min_p= choose among tokens"
-_PENALTY = (
-    "looks at the last tokens only; repetition_penalty= looks at all tokens of prompt and answer, presence_penalty= "
-    "and frequency_penalty= at those of the answer"
-)
-_BEAMS = "beam search is not supported: n= samples several answers, logprobs= ranks them"
-_CHAT = "`jaxinfer chat MODEL` talks with a model"
-_SERVER = "`jaxinfer serve MODEL` is the HTTP server, with --host, --port, --api-keys FILE and --served-model-name"
-_GRAMMAR = 'structured={"json": schema} and the like say what the answer must match'
-_PROCESSORS = "functions on logits are not supported; logit_bias=, allowed_token_ids= and bad_words= act on tokens"
-_FORMER, _STOP = "a former flag", "include_stop_str_in_output"
-_STREAM = "llm.stream(prompt, params) yields text as it comes"
+
+
+def _refused(scope: Scope) -> list[OtherName]:
+    """The names of `_REFUSED`; those with a harmless value of True or False are switches."""
+    found = []
+    for hint, names in _REFUSED[scope].items():
+        for name in names.split():
+            harmless = tuple(value for value, others in _HARMLESS if name in others.split())
+            harmless += tuple(float(value) for value in harmless if type(value) is int)
+            is_switch = any(isinstance(value, bool) for value in harmless) or name.endswith("log_requests")
+            found.append(OtherName(scope, name, "other engines", hint, None, harmless, is_switch))
+    return found
+
 
 _LLM = (
-    # The same meaning.
     OtherName("LLM", "tensor_parallel_size", VLLM, "mesh", _axis("model")),
     OtherName("LLM", "tp_size", SGLANG, "mesh", _axis("model")),
     OtherName("LLM", "data_parallel_size", VLLM, "mesh", _axis("data")),
@@ -192,90 +270,10 @@ _LLM = (
     _same("LLM", "model_path", SGLANG, "model"),
     _same("LLM", "pretrained_model_name_or_path", HF, "model"),
     _same("LLM", "hf_repo", LLAMA, "model"),
-    # Another meaning, or none here.
-    OtherName("LLM", "load_in_8bit", HF, 'quantize="int8" rounds weights to 8 bits', None, (False,), True),
-    OtherName("LLM", "load_in_4bit", HF, 'quantize="nf4" rounds weights to 4 bits', None, (False,), True),
-    OtherName("LLM", "quantization_config", HF, _QUANTIZED),
-    OtherName("LLM", "enforce_eager", VLLM, _COMPILED, None, (False,), True),
-    OtherName("LLM", "disable_cuda_graph", SGLANG, _COMPILED, None, (False,), True),
-    OtherName("LLM", "compilation_config", VLLM, _COMPILED),
-    OtherName("LLM", "max_seq_len_to_capture", VLLM, _COMPILED),
-    OtherName(
-        *("LLM", "trust_remote_code", f"{VLLM}, {HF}"),
-        "code of a checkpoint is never run, so leave it out; `jaxinfer models` lists the families",
-        *(None, (False,), True),
-    ),
-    OtherName(
-        *("LLM", "swap_space", VLLM),
-        "host_cache_gib= is host memory for pages that leave the device; num_pages= gives the cache more room there",
-        *(None, (0, 0.0)),
-    ),
-    OtherName(
-        *("LLM", "cpu_offload_gb", VLLM),
-        'offload="auto" keeps as many layers in the host\'s memory as must be, and offload=8 eight of them',
-        *(None, (0, 0.0)),
-    ),
-    OtherName("LLM", "num_gpu_blocks_override", VLLM, "num_pages= is the number of pages, the unused page 0 included"),
-    OtherName("LLM", "max_num_batched_tokens", VLLM, f"it counts decoding answers too; {_CHUNK}"),
-    OtherName("LLM", "max_prefill_tokens", SGLANG, _CHUNK),
-    OtherName("LLM", "num_batch", OLLAMA, _CHUNK),
-    OtherName("LLM", "batch_size", LLAMA, _CHUNK),
-    OtherName("LLM", "n_batch", LLAMA, _CHUNK),
-    OtherName(
-        *("LLM", "enable_chunked_prefill", VLLM),
-        f"prompts are always computed in chunks; {_CHUNK}",
-        *(None, (True,), True),
-    ),
-    OtherName("LLM", "mem_fraction_static", SGLANG, "memory_fraction= is for weights, cache and temporary arrays"),
-    OtherName("LLM", "tokenizer_mode", VLLM, "tokenizer= is a folder or a Tokenizer", None, ("auto",)),
-    OtherName("LLM", "tokenizer_config", MLX, "tokenizer= is a folder or a Tokenizer"),
-    OtherName("LLM", "tokenizer_revision", VLLM, "revision= is that of model and tokenizer"),
-    OtherName(
-        *("LLM", "skip_tokenizer_init", VLLM),
-        "prompts may be token ids in any case, and the tokens are in token_ids",
-        *(None, (False,), True),
-    ),
-    OtherName("LLM", "pipeline_parallel_size", VLLM, _MESH, None, (1,)),
-    OtherName("LLM", "enable_expert_parallel", VLLM, 'mesh="expert=8" gives each device some experts', None, (False,)),
-    OtherName("LLM", "decode_context_parallel_size", VLLM, 'mesh="sequence=4" divides prompts and cache', None, (1,)),
-    OtherName("LLM", "distributed_executor_backend", VLLM, "jaxinfer.initialize_hosts() joins several hosts"),
-    OtherName("LLM", "device", f"{VLLM}, {HF}", f"JAX_PLATFORMS=cpu chooses the platform; {_MESH}", None, ("auto",)),
-    OtherName("LLM", "device_map", HF, _MESH, None, ("auto",)),
-    OtherName("LLM", "num_gpu", OLLAMA, _OFFLOAD),
-    *(OtherName("LLM", name, LLAMA, _OFFLOAD, None, (-1,)) for name in ("n_gpu_layers", "gpu_layers")),
-    OtherName("LLM", "num_thread", OLLAMA, "XLA takes all cores: taskset limits them"),
-    *(OtherName("LLM", name, LLAMA, "XLA takes all cores: taskset limits them") for name in ("n_threads", "threads")),
-    OtherName("LLM", "download_dir", VLLM, _FILES),
-    OtherName("LLM", "cache_dir", HF, _FILES),
-    OtherName("LLM", "hf_token", VLLM, "the environment variable HF_TOKEN holds the token"),
-    OtherName("LLM", "token", HF, "the environment variable HF_TOKEN holds the token"),
-    OtherName("LLM", "load_format", VLLM, _LOADING, None, ("auto", "safetensors")),
-    OtherName("LLM", "use_safetensors", HF, _LOADING, None, (True,)),
-    OtherName("LLM", "max_logprobs", VLLM, "logprobs= of SamplingParams is at most 20", None, (20,)),
-    OtherName("LLM", "disable_log_stats", VLLM, "nothing is logged, so leave it out", None, (True,), True),
-    OtherName("LLM", "attn_implementation", HF, _ATTENTION, None, ("auto",)),
-    OtherName("LLM", "flash_attn", LLAMA, _ATTENTION, None, ("auto",)),
-    OtherName("LLM", "host", VLLM, _SERVER),
-    OtherName("LLM", "port", VLLM, _SERVER),
-    OtherName("LLM", "api_key", VLLM, _SERVER),
-    OtherName("LLM", "served_model_name", VLLM, _SERVER),
-    OtherName("LLM", "hf_overrides", VLLM, "max_model_len= stretches positions; other settings are in config.json"),
-    OtherName("LLM", "rope_scaling", VLLM, "max_model_len= stretches positions; other settings are in config.json"),
-    OtherName("LLM", "scheduling_policy", VLLM, "priority= of generate orders requests", None, ("priority",)),
-    OtherName("LLM", "max_kv_size", MLX, _EVICTION),
-    OtherName("LLM", "num_keep", OLLAMA, _EVICTION),
-    OtherName("LLM", "kv_bits", MLX, _KV),
-    OtherName("LLM", "cache_type_k", LLAMA, _KV),
-    OtherName("LLM", "f16_kv", OLLAMA, _KV),
-    OtherName("LLM", "keep_alive", OLLAMA, "a model stays until llm.close()"),
-    OtherName("LLM", "enable_lora", VLLM, _ADAPTERS, None, (False,), True),
-    OtherName("LLM", "adapter_path", MLX, _ADAPTERS),
-    OtherName("LLM", "draft_max", LLAMA, "num_draft_tokens= is the number drafted before each check"),
-    OtherName("LLM", "ngram_prompt_lookup_max", VLLM, 'draft="ngram" finds drafts in prompt and answer'),
+    *_refused("LLM"),
 )
 
 _SAMPLING = (
-    # The same meaning.
     _same("SamplingParams", "max_new_tokens", f"{HF}, {SGLANG}", "max_tokens"),
     _same("SamplingParams", "max_completion_tokens", OPENAI, "max_tokens"),
     OtherName("SamplingParams", "num_predict", OLLAMA, "max_tokens", _limit),
@@ -289,51 +287,12 @@ _SAMPLING = (
     _same("SamplingParams", "include_stop_str", _FORMER, _STOP, is_switch=True),
     OtherName("SamplingParams", "cut_stop_str", _FORMER, _STOP, _opposite(_STOP), is_switch=True),
     OtherName("SamplingParams", "do_sample", HF, "temperature", _do_sample, is_switch=True),
-    # Another meaning, or none here.
-    OtherName("SamplingParams", "repeat_penalty", f"{OLLAMA}, {LLAMA}", _PENALTY, None, (1, 1.0)),
-    OtherName("SamplingParams", "repeat_last_n", f"{OLLAMA}, {LLAMA}", _PENALTY),
-    OtherName("SamplingParams", "repetition_context_size", MLX, _PENALTY),
-    OtherName("SamplingParams", "penalize_newline", OLLAMA, _PENALTY),
-    OtherName("SamplingParams", "no_repeat_ngram_size", HF, _PENALTY, None, (0,)),
-    OtherName("SamplingParams", "max_length", HF, _LENGTH),
-    OtherName("SamplingParams", "min_length", HF, "counts the prompt too; min_tokens= counts new tokens"),
-    OtherName("SamplingParams", "eos_token_id", HF, "stop_token_ids= adds to the model's end-of-sequence ids"),
-    OtherName("SamplingParams", "extra_eos_token", MLX, "stop= takes texts, stop_token_ids= ids"),
-    OtherName("SamplingParams", "typical_p", f"{OLLAMA}, {HF}", _TRUNCATION, None, (1, 1.0)),
-    OtherName("SamplingParams", "tfs_z", OLLAMA, _TRUNCATION, None, (1, 1.0)),
-    OtherName("SamplingParams", "mirostat", OLLAMA, _TRUNCATION, None, (0,)),
-    OtherName("SamplingParams", "mirostat_tau", OLLAMA, _TRUNCATION),
-    OtherName("SamplingParams", "mirostat_eta", OLLAMA, _TRUNCATION),
-    OtherName("SamplingParams", "xtc_probability", f"{MLX}, {LLAMA}", _TRUNCATION, None, (0, 0.0)),
-    OtherName("SamplingParams", "xtc_threshold", f"{MLX}, {LLAMA}", _TRUNCATION),
-    OtherName("SamplingParams", "top_n_sigma", LLAMA, _TRUNCATION),
-    OtherName("SamplingParams", "min_tokens_to_keep", MLX, _TRUNCATION, None, (1,)),
-    OtherName("SamplingParams", "num_beams", HF, _BEAMS, None, (1,)),
-    OtherName("SamplingParams", "use_beam_search", VLLM, _BEAMS, None, (False,), True),
-    OtherName("SamplingParams", "beam_width", VLLM, _BEAMS),
-    OtherName("SamplingParams", "length_penalty", HF, _BEAMS, None, (1, 1.0)),
-    OtherName("SamplingParams", "early_stopping", HF, _BEAMS, None, (False,), True),
-    OtherName("SamplingParams", "best_of", f"{VLLM}, {OPENAI}", "all n= answers are returned", None, (1,)),
-    OtherName("SamplingParams", "top_logprobs", OPENAI, "logprobs= is the number of tokens to report"),
-    OtherName("SamplingParams", "output_scores", HF, "logprobs= is the number of tokens to report", None, (False,)),
-    OtherName(
-        "SamplingParams", "echo", OPENAI, "the output has the prompt, prompt_logprobs= scores it", None, (False,)
-    ),
-    OtherName("SamplingParams", "generator", HF, "seed= is an integer"),
-    OtherName("SamplingParams", "bad_words_ids", HF, "bad_words= takes texts; logit_bias={id: -100} forbids ids"),
-    OtherName("SamplingParams", "suppress_tokens", HF, "logit_bias={id: -100} forbids ids"),
-    OtherName("SamplingParams", "force_words_ids", HF, _GRAMMAR),
-    OtherName("SamplingParams", "logits_processor", HF, _PROCESSORS),
-    OtherName("SamplingParams", "logits_processors", f"{VLLM}, {MLX}", _PROCESSORS),
     *(_same("SamplingParams", name, VLLM, "structured") for name in ("structured_outputs", "guided_decoding")),
     _same("SamplingParams", "response_format", OPENAI, "structured", harmless=({"type": "text"},)),
     *(_structured(f"guided_{kind}", VLLM, kind) for kind in ("json", "regex", "choice", "grammar")),
     _structured("json_schema", SGLANG, "json"),
     _structured("regex", SGLANG, "regex"),
-    *(OtherName("SamplingParams", *one, _GRAMMAR) for one in (("format", OLLAMA), ("grammar", LLAMA))),
-    OtherName("SamplingParams", "detokenize", VLLM, "token_ids of an answer are its tokens", None, (True,), True),
-    OtherName("SamplingParams", "truncate_prompt_tokens", VLLM, "prompts are not cut: pass the token ids to keep"),
-    OtherName("SamplingParams", "use_cache", HF, "the cache is always used, so leave it out", None, (True,)),
+    *_refused("SamplingParams"),
 )
 
 _CALL = (
@@ -341,21 +300,8 @@ _CALL = (
     _same("call", "prompt", f"{MLX}, {SGLANG}", "prompts"),
     _same("call", "inputs", VLLM, "prompts"),
     _same("call", "input_ids", f"{HF}, {SGLANG}", "prompts"),
-    OtherName("call", "prompt_token_ids", VLLM, "prompts= takes texts or lists of token ids"),
-    OtherName("call", "lora_request", VLLM, _ADAPTERS),
-    OtherName("call", "stream", f"{OPENAI}, {OLLAMA}", _STREAM, None, (False,), True),
-    OtherName("call", "streamer", HF, _STREAM),
-    OtherName("call", "verbose", f"{MLX}, {OLLAMA}", f"use_tqdm= shows progress; {_STREAM}", None, (False,), True),
-    OtherName("call", "interactive", LLAMA, _CHAT, None, (False,), True),
-    OtherName("call", "conversation", LLAMA, _CHAT, None, (False,), True),
-    OtherName("call", "generation_config", HF, "params= takes SamplingParams; the checkpoint's own file is applied"),
-    OtherName("call", "chat_template", VLLM, "it is the checkpoint's, or that of the folder tokenizer= of LLM"),
-    OtherName("call", "options", OLLAMA, "params= takes SamplingParams"),
+    *_refused("call"),
 )
-
-_TLS = "there is no TLS: put a proxy such as nginx in front (docs/serving.md)"
-_LOG = "each request is one line of the log; --log-prompts adds the prompt's text"
-_BOTH = f"{VLLM}, {SGLANG}"
 
 _HTTP = (
     _same("server", "max_num_queued_reqs", VLLM, "max_queued"),
@@ -363,16 +309,7 @@ _HTTP = (
     _same("server", "max_queued_requests", SGLANG, "max_queued"),
     _same("server", "shutdown_timeout", VLLM, "drain_timeout"),
     _same("server", "otlp_traces_endpoint", _BOTH, "otlp_endpoint"),
-    OtherName("server", "api_key", _BOTH, "--api-keys FILE names a file with a key in each line"),
-    OtherName("server", "reasoning_parser", _BOTH, "--reasoning names the tags, by default the template's"),
-    OtherName("server", "enable_auto_tool_choice", VLLM, "calls are always read", None, (True,), is_switch=True),
-    OtherName("server", "chat_template", _BOTH, "it is the checkpoint's, or that of the folder that --tokenizer names"),
-    OtherName("server", "ssl_keyfile", VLLM, _TLS),
-    OtherName("server", "ssl_certfile", VLLM, _TLS),
-    OtherName("server", "root_path", VLLM, "let the proxy in front remove the prefix from the path"),
-    OtherName("server", "log_requests", SGLANG, _LOG, is_switch=True),
-    OtherName("server", "enable_log_requests", VLLM, _LOG, is_switch=True),
-    OtherName("server", "disable_log_requests", VLLM, _LOG, is_switch=True),
+    *_refused("server"),
 )
 
 NAMES: tuple[OtherName, ...] = (*_LLM, *_SAMPLING, *_CALL, *_HTTP)

@@ -41,6 +41,11 @@ class _Sums(NamedTuple):
     num_agreeing: jax.Array
 
 
+def kl_divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+    """KL(p || q) [...] in nats, of log-probabilities [..., V]."""
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
 def compare(
     config: ModelConfig,
     rest: Params,
@@ -90,7 +95,7 @@ def _head(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., 
         def nll(log_probs: jax.Array) -> jax.Array:
             return -jnp.take_along_axis(log_probs[:, :-1], tokens[:, 1:, None], axis=-1).sum()
 
-        kl = jnp.maximum(jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1), 0.0).sum()
+        kl = jnp.maximum(kl_divergence(log_p, log_q), 0.0).sum()
         agrees = jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)
         return _Sums(kl, nll(log_q), nll(log_p), agrees.sum())
 

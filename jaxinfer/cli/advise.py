@@ -4,7 +4,6 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.bench import WorkloadOptions, read_workload, results_option, workload_option
 from jaxinfer.cli.command import UsageError, is_interrupt
+from jaxinfer.cli.distill import read_documents, read_texts
 from jaxinfer.cli.options import ServingOptions, llm_arguments, model_argument
 from jaxinfer.cli.output import console, write_text
-from jaxinfer.options import option
+from jaxinfer.options import describe, option
 from jaxinfer.progress import Stage, hidden
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
-    from jaxinfer.measure.advise.goals import Goal, TrialResult
+    from jaxinfer.measure.advise.goals import Goal
     from jaxinfer.measure.advise.report import Advice
     from jaxinfer.measure.advise.search import Findings
     from jaxinfer.measure.bench.workload import BenchWorkload
@@ -66,10 +66,6 @@ class AdviseOptions(WorkloadOptions, ServingOptions):
     resume: bool = results_option(False, "Keep the trials that --json FILE has.")
 
 
-# Options of the command that are no arguments of `LLM`.
-OWN = ("goal", "on", "max_kl", "memory", "goodput", "price_per_hour", "prompt_tokens", "answer_tokens", "dataset")
-OWN += ("texts", "shared_prefix", "requests", "temperature", "seed", "draft", "acceptance", "sizes", "repeats")
-OWN += ("calibration", "minutes", "json", "resume")
 # Options that change no trial's figures: with others, a file can still be resumed.
 LATER = ("json", "resume", "minutes", "goal", "max_kl", "price_per_hour")
 # Options of running a trial, which a plan does not use. Its sequences are as long as prompt and answer.
@@ -95,7 +91,7 @@ def advise(options: AdviseOptions) -> None:
     """
     goal = read_goal(options)
     workload = read_requests(options)
-    arguments = {name: value for name, value in llm_arguments(options).items() if name not in OWN}
+    arguments = {name: value for name, value in llm_arguments(options).items() if name in describe(ServingOptions)}
     if arguments.get("dtype") == "auto":
         del arguments["dtype"]
     run = _planned if options.on is not None else _measured
@@ -205,7 +201,7 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
         arguments,
         workload,
         documents,
-        _calibration(options),
+        tuple(read_documents(options.calibration, "--calibration")) if options.calibration else (),
         num_requests=options.requests or max(*sizes, options.max_seqs or 1),
         repeats=options.repeats,
         num_shared=options.shared_prefix,
@@ -216,8 +212,7 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
     def used() -> float:
         return (time.monotonic() - start) / (60 * minutes) if minutes else 1.0
 
-    with Stage("loading") as stage, contextlib.closing(TrialRunner(settings, stage.describe)) as runner:
-        runner.limit_memory(goal.memory)
+    with Stage("loading") as stage, contextlib.closing(TrialRunner(settings, stage.describe, goal.memory)) as runner:
         runner.prepare()
         facts = runner.facts(sizes, CPU_MAX_SEQS if is_cpu else DEFAULT_MAX_SEQS, draft_names(options))
         trials, left_out = candidates(goal, facts)
@@ -227,11 +222,8 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
             stage.restart(f"{number} of about {total}: {flags(arguments) or 'baseline'}")
             return runner(arguments, stop)
 
-        if found.base:
-            runner.refer_to(found.base[0])
-        bound = _roofline_bound(options, workload, arguments, facts.default_size)
         try:
-            Search(goal, measure, used=used, found=found, report=report.write, bound=bound).run(trials)
+            Search(goal, measure, used=used, found=found, report=report.write).run(trials)
         except BaseException as error:
             if found.base and is_interrupt(error):
                 with hidden():
@@ -240,45 +232,15 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
     report.finish(found, left_out)
 
 
-def _roofline_bound(
-    options: AdviseOptions, workload: "BenchWorkload", arguments: dict[str, Any], max_seqs: int
-) -> "Callable[[dict[str, Any]], TrialResult | None]":
-    """The most tokens/s that the rates of this machine's chip allow for a trial, with the shortest sequences; None for
-    a chip that is not listed."""
-    import jax
-
-    from jaxinfer.planning import Place, chip_of_kind
-
-    chip = chip_of_kind(jax.devices()[0].device_kind)
-    if chip is None or workload.dataset or arguments.get("mesh") is not None:
-        return lambda arguments: None
-    from jaxinfer.measure.advise.planned import Planner
-
-    place = Place(chip.title, chip, 1)
-    return Planner.open(
-        *(options.model, place, arguments), prompt_tokens=workload.prompt_tokens.low, answer_tokens=1, max_seqs=max_seqs
-    ).most_tokens_per_second
-
-
-def _calibration(options: AdviseOptions) -> tuple[str, ...]:
-    from jaxinfer.cli.distill import read_documents
-
-    return tuple(read_documents(options.calibration, "--calibration")) if options.calibration else ()
-
-
 def _documents(options: AdviseOptions) -> tuple[tuple[str, ...], str]:
     """Texts, and a sentence on where they are from."""
-    from jaxinfer.cli.distill import read_documents
+    from jaxinfer.measure.advise.measure import NUM_TEXTS
 
-    if options.texts:
-        return tuple(read_documents(options.texts, "--texts")), "KL and prompts: your --texts"
-    if options.model in ("demo", "demo-draft"):
-        from jaxinfer.measure.advise.measure import NUM_TEXTS
-        from jaxinfer.training.corpus import held_out_files
-
-        texts = tuple(text for _, text in held_out_files(NUM_TEXTS))
-        return texts, "KL and prompts: Python files that the embedded model was not trained on"
-    return (), "KL and prompts: text sampled from the model at temperature 1; --texts FILE uses yours"
+    found = tuple(read_texts(options.texts, options.model, NUM_TEXTS))
+    source = "your --texts" if options.texts else "Python files that the embedded model was not trained on"
+    if not found:
+        source = "text sampled from the model at temperature 1; --texts FILE uses yours"
+    return found, f"KL and prompts: {source}"
 
 
 class _Report:
@@ -300,12 +262,10 @@ class _Report:
         self.source = source
         values = {name: value for name, value in vars(options).items() if name not in LATER and name != "model"}
         values = {name: value for name, value in values.items() if value not in (None, [])}
-        for name in ("tokenizer", "dataset"):
-            if name in values:
-                values[name] = public_name(str(values[name]))
-        for name in ("texts", "calibration", "draft"):
-            if name in values:
-                values[name] = [public_name(str(one)) for one in values[name]]
+        for name in values.keys() & {"tokenizer", "dataset", "texts", "calibration", "draft"}:
+            value = values[name]
+            is_list = isinstance(value, list)
+            values[name] = [public_name(str(one)) for one in value] if is_list else public_name(str(value))
         self.result = new_result(public_name(options.model), json.loads(json.dumps(values)), machine)
 
     def write(self, found: "Findings") -> None:

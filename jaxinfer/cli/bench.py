@@ -243,6 +243,16 @@ def read_workload(options: WorkloadOptions) -> "BenchWorkload":
     )
 
 
+def read_integers(text: str, flag: str) -> list[int]:
+    """Positive numbers separated by commas, without repeats. Raises UsageError for anything else."""
+    from jaxinfer.measure.bench.workload import parse_numbers
+
+    try:
+        return [int(number) for number in parse_numbers(text, flag, integers=True)]
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
 def check_folder(file: Path | None, flag: str) -> None:
     """Raises UsageError if the folder of a file to write does not exist."""
     if file is not None and not file.resolve().parent.is_dir():

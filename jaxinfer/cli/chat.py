@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, UsageError, say, sentence
+from jaxinfer.cli.names import literal
 from jaxinfer.cli.options import (
     DraftedModelOptions,
     SamplingOptions,
@@ -191,20 +192,9 @@ class ChatSession:
             raise ValueError("/set needs a name and a value: /set temperature 0.7")
         if name == "n":
             raise ValueError("a chat has one answer per turn: n stays 1")
-        given = our_names({name: _parse(value.strip())})
+        given = our_names({name: literal(value.strip())})
         self.params = SamplingParams.from_dict({**self._params(), **given})
         return "\n".join(f"{name} = {_readable(getattr(self.params, name))}" for name in given) or "nothing changes"
-
-
-def _parse(text: str) -> Any:
-    """A JSON value, with none, true and false in any case; anything else is a text."""
-    known = {"none": None, "null": None, "true": True, "false": False}
-    if text.lower() in known:
-        return known[text.lower()]
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def _readable(value: Any) -> str:

@@ -142,6 +142,18 @@ def read_documents(paths: list[Path], flag: str = "--data") -> list[str]:
     return documents
 
 
+def read_texts(paths: list[Path] | None, model: str, count: int) -> list[str]:
+    """The texts of --texts, as of `read_documents`; for an embedded model, otherwise, `count` Python files that it was
+    not trained on. [] for another model."""
+    if paths:
+        return read_documents(paths, "--texts")
+    if model not in ("demo", "demo-draft"):
+        return []
+    from jaxinfer.training.corpus import held_out_files
+
+    return [text for _, text in held_out_files(count)]
+
+
 def writer(llm: "LLM") -> "Callable[[list[TargetTextRequest]], list[list[int]]]":
     """Generates texts with the target."""
     from jaxinfer.sampling import SamplingParams

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.checks import need_plotting
 from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.distill import read_texts
 from jaxinfer.cli.options import ON_LOADING, given, given_values, model_argument
 from jaxinfer.cli.output import console, note, write_json
 from jaxinfer.options import option
@@ -73,7 +74,9 @@ def kv_report(options: KVReportOptions) -> None:
         need_plotting("--out")
         if options.out.exists() and not options.out.is_dir():
             raise UsageError(f"--out {options.out} is a file: give a folder")
-    documents = _documents(options)
+    documents = read_texts(options.texts, options.model, options.num_texts)
+    if not documents:
+        raise UsageError("--texts FILE is missing: give text as the model will read it")
     with Stage(f"loading {options.model}"):
         from jaxinfer.loading import load_model
         from jaxinfer.measure.kv_report.measure import CacheReporter, ReportSettings
@@ -125,18 +128,6 @@ def _read_policies(options: KVReportOptions) -> list[str] | None:
         return None if options.policies is None else read_policies(options.policies)
     except ValueError as error:
         raise UsageError(f"--policies: {error}") from None
-
-
-def _documents(options: KVReportOptions) -> list[str]:
-    from jaxinfer.cli.distill import read_documents
-
-    if options.texts:
-        return read_documents(options.texts, "--texts")
-    if options.model in ("demo", "demo-draft"):
-        from jaxinfer.training.corpus import held_out_files
-
-        return [text for _, text in held_out_files(options.num_texts)]
-    raise UsageError("--texts FILE is missing: give text as the model will read it")
 
 
 def _result(

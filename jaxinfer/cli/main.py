@@ -31,7 +31,6 @@ from jaxinfer.cli.serve import serve
 from jaxinfer.cli.served import ps, stop
 from jaxinfer.cli.speculate_report import speculate_report
 from jaxinfer.cli.store import copy, create, disk, list_, remove, show
-from jaxinfer.cli.train_demo import train_demo
 from jaxinfer.cli.verify import verify
 from jaxinfer.cli.warm import warm
 
@@ -101,7 +100,7 @@ GROUPS = {
     "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},
     "Planning": {"advise": advise, "plan": plan, "kv-report": kv_report, "warm": warm},
     "Speculation": {"speculate-report": speculate_report, "distill": distill},
-    "This machine": {"profile": profile, "doctor": doctor, "train-demo": train_demo},
+    "This machine": {"profile": profile, "doctor": doctor},
 }
 for group, commands in GROUPS.items():
     for name, function in commands.items():

@@ -166,7 +166,7 @@ def _scan(params: Sequence[Any], args: Sequence[str]) -> _Scan:
             _note(found, own, flag)
             found.rest += [own.opts[0], text]
         else:
-            value = _literal(text) if equals or not entry.is_switch else True
+            value = literal(text) if equals or not entry.is_switch else True
             found.given.setdefault(entry.scope, {})[entry.name] = not value if is_negative else value
     return found
 
@@ -217,9 +217,9 @@ def _values(found: _Scan, known: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _literal(text: str) -> Any:
-    """A JSON value, with true, false and none in any case; anything else is a text."""
-    known = {"none": None, "true": True, "false": False}
+def literal(text: str) -> Any:
+    """A JSON value, with true, false, null and none in any case; anything else is a text."""
+    known = {"none": None, "null": None, "true": True, "false": False}
     if text.lower() in known:
         return known[text.lower()]
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.api.options import LLMOptions
-from jaxinfer.cli.bench import check_picture
+from jaxinfer.cli.bench import check_picture, read_integers
 from jaxinfer.cli.command import UsageError, say
 from jaxinfer.cli.options import as_json, given, given_values, model_argument
 from jaxinfer.cli.output import write_json, write_text
@@ -170,17 +170,8 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     draft = load_draft_shapes(drafting, config, params, length, dtype)
     return PlanRequest(
         *(options.model, config, params, place, engine_options, options.mesh, draft),
-        batches=_batches(options.batch),
+        batches=() if options.batch is None else tuple(read_integers(options.batch, "--batch")),
         offload=values.get("offload", 0),
         trace=() if options.trace is None else read_trace(options.trace, length),
         max_programs=options.max_programs,
     )
-
-
-def _batches(text: str | None) -> tuple[int, ...]:
-    from jaxinfer.measure.bench.workload import parse_numbers
-
-    try:
-        return () if text is None else tuple(map(int, parse_numbers(text, "--batch", integers=True)))
-    except ValueError as error:
-        raise UsageError(str(error)) from None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.checks import need_plotting
+from jaxinfer.cli.bench import read_integers
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import ON_LOADING, ServingOptions, as_json, llm_arguments
 from jaxinfer.cli.output import console, note, write_json, write_text
@@ -121,7 +122,7 @@ def speculate_report(model_options: ServingOptions, options: ReportOptions) -> N
     after warming up. Shows the acceptance rate, the speedup that Leviathan et al. predict from it, the measured
     speedup, what limits it, and the best draft length.
     """
-    lengths = _read_lengths(options.num_draft_tokens)
+    lengths = read_integers(options.num_draft_tokens, "--num-draft-tokens")
     if options.acceptance not in ("exact", "maximal"):
         raise UsageError(f"--acceptance is exact or maximal, got {options.acceptance!r}")
     if options.plot is not None:
@@ -138,14 +139,16 @@ def speculate_report(model_options: ServingOptions, options: ReportOptions) -> N
         draw(options.plot, rows, f"{model_options.model}, drafted by {options.draft}")
     plain_rate = 1 / plain.seconds_per_token
     if options.as_json:
-        best = max(rows, key=lambda row: row.measured)
+        from jaxinfer.measure.bench.model import machine
+
+        here, best = machine(), max(rows, key=lambda row: row.measured)
         report = {
             "model": model_options.model,
             "draft": options.draft,
             "acceptance": options.acceptance,
             "num_prompts": len(lines),
             "plain_tokens_per_second": plain_rate,
-            **_machine(),
+            **{name: here[name] for name in ("platform", "device", "jax")},
             "lengths": [row.data() for row in rows],
             "best_num_draft_tokens": best.num_draft_tokens if best.measured > 1 else 0,
             "conclusion": conclusion(rows),
@@ -362,20 +365,3 @@ def draw(path: Path, rows: list[LengthReport], title: str) -> None:
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-
-
-def _read_lengths(text: str) -> list[int]:
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1:
-        raise UsageError(f"--num-draft-tokens: {text!r} is not a list of positive numbers, such as {LENGTHS}")
-    return list(dict.fromkeys(lengths))
-
-
-def _machine() -> dict[str, Any]:
-    import jax
-
-    device = jax.devices()[0]
-    return {"platform": device.platform, "device": device.device_kind, "jax": jax.__version__}

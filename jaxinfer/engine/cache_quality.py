@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.cache import KVScales
+from jaxinfer.calibration.quality import kl_divergence
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.model_runner import ModelRunner
 from jaxinfer.engine.options import EngineOptions
@@ -174,6 +175,5 @@ def _compare(model: ProgramModel, weights: Weights, expected: jax.Array, found: 
     """KL, surprise at the targets int32[T], and whether both choose the same token, [T] each."""
     decoder = model.bind(weights)
     wanted, logprobs = (jax.nn.log_softmax(decoder.logits(x)) for x in (expected, found))
-    kl = jnp.sum(jnp.exp(wanted) * (wanted - logprobs), axis=-1)
     surprise = -jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
-    return kl, surprise, jnp.argmax(wanted, -1) == jnp.argmax(logprobs, -1)
+    return kl_divergence(wanted, logprobs), surprise, jnp.argmax(wanted, -1) == jnp.argmax(logprobs, -1)

@@ -53,15 +53,9 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
     serves as prefix cache. `weights` are loaded already; the fraction is of all memory, theirs included. Raises
     OutOfMemoryError where not even one sequence of max_model_len fits.
     """
-    max_seqs, vocab_size = spec.max_seqs, spec.config.vocab_size
     sizes, num_pages = spec.pool_sizes, spec.options.num_pages
-    # Of each slot and token: bias and counts of 4 bytes, a mask of 1. Beside them grammars.
-    sampler = max_seqs * vocab_size * 9 + spec.table_sizes.num_bytes
-    activations = activation_bytes(spec)
-    wanted = sizes.default
-    parts = {"weights": weights, "sampler": sampler, "activations": activations}
-    if spec.state_bytes:
-        parts["states"] = spec.state_bytes
+    wanted, parts = sizes.default, fixed_parts(spec, weights)
+    others = sum(parts.values()) - weights
 
     def plan(pages: int) -> PoolPlan:
         return PoolPlan(
@@ -78,13 +72,13 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
     budget = int(spec.options.memory_fraction * (available + weights)) - sum(parts.values())
     fitting = sizes.fitting(budget)
     if num_pages is not None:
-        if sizes.bytes_of(num_pages) > available - sampler - activations - spec.state_bytes:
+        if sizes.bytes_of(num_pages) > available - others:
             raise _does_not_fit(spec, parts, num_pages, available, f"num_pages={fitting}")
         return plan(num_pages)
     if fitting < sizes.smallest:
         if fitting > 1:
             helps = f"max_model_len={(fitting - 1) * spec.page_size}"
-        elif sampler + LIVE_LOGITS * max_seqs * vocab_size * 4 > sizes.bytes_of(sizes.smallest):
+        elif parts["sampler"] + logits_bytes(spec) > sizes.bytes_of(sizes.smallest):
             helps = "a smaller max_seqs"
         else:
             helps = "a smaller dtype or a quantized checkpoint"
@@ -93,6 +87,19 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
     if not fills_memory and fitting < wanted:
         fitting = max(_step_below(fitting, wanted), sizes.smallest)
     return plan(fitting if fills_memory else min(fitting, wanted))
+
+
+def fixed_parts(spec: EngineSpec, weights: int) -> dict[str, int]:
+    """Bytes of one device that are not for keys and values, by part, as in `PoolPlan`."""
+    # Of each slot and token: bias and counts of 4 bytes, a mask of 1. Beside them grammars.
+    sampler = spec.max_seqs * spec.config.vocab_size * 9 + spec.table_sizes.num_bytes
+    parts = {"weights": weights, "sampler": sampler, "activations": activation_bytes(spec)}
+    return {**parts, "states": spec.state_bytes} if spec.state_bytes else parts
+
+
+def logits_bytes(spec: EngineSpec) -> int:
+    """Bytes of the sampler's rows of logits that are alive at once."""
+    return LIVE_LOGITS * spec.max_seqs * spec.config.vocab_size * 4
 
 
 def _step_below(fitting: int, wanted: int) -> int:
@@ -109,7 +116,6 @@ def activation_bytes(spec: EngineSpec) -> int:
     kv_heads = max(config.num_kv_heads, config.num_global_kv_heads or 0)
     heads = (config.num_heads + 2 * kv_heads) * max(config.head_dim, config.global_head_dim or 0)
     hidden = LIVE_HIDDEN * max(config.hidden_size, heads) + LIVE_INNER * config.intermediate_size
-    logits = LIVE_LOGITS * spec.max_seqs * config.vocab_size * 4
     # A speculative round keeps the inputs of its states until it is known which rows are confirmed.
     rows = spec.decode_slots[-1] * spec.most_nodes
     if rows and spec.is_deterministic:  # a pass of one shape, filled up
@@ -121,7 +127,7 @@ def activation_bytes(spec: EngineSpec) -> int:
     scored = spec.policy.working_bytes(config, spec.max_model_len, spec.max_seqs, spec.dtype.itemsize)
     moved = transit_bytes(max(spec.group_page_bytes)) if spec.options.host_cache_gib else 0
     own = num_tokens * hidden * spec.dtype.itemsize + spec.buffer_bytes
-    return own + logits + deferred + copied + moved + scored
+    return own + logits_bytes(spec) + deferred + copied + moved + scored
 
 
 def available_bytes(device: Any) -> int | None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Literal
 
-from jaxinfer.engine.memory import activation_bytes
+from jaxinfer.engine.memory import fixed_parts
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models.host_layers import move_layers_to_host, on_device
 from jaxinfer.quantization.tree import num_bytes
@@ -56,10 +56,8 @@ def spread(count: int, num_layers: int) -> tuple[int, ...]:
 
 def device_bytes(spec: EngineSpec) -> int:
     """Bytes of the device that are not for keys and values, estimated as `memory.plan_pool` does."""
-    weights = num_bytes(on_device(spec.placed_params))
-    weights += num_bytes(spec.own_draft_params)
-    sampler = spec.max_seqs * spec.config.vocab_size * 9 + spec.table_sizes.num_bytes
-    return weights + sampler + activation_bytes(spec) + spec.state_bytes
+    weights = num_bytes(on_device(spec.placed_params)) + num_bytes(spec.own_draft_params)
+    return sum(fixed_parts(spec, weights).values())
 
 
 def _fits(spec: EngineSpec, total: int) -> bool:

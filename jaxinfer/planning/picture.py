@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.extras import install_hint
+from jaxinfer.checks import need_plotting
 from jaxinfer.planning.plan import Memory, MemoryPlan
 
 _COLOURS = {
@@ -20,10 +20,9 @@ _COLOURS = {
 
 def draw(plan: MemoryPlan, file: Path) -> None:
     """Writes the picture in the format of the file's suffix. Raises ImportError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(f"a picture needs matplotlib: {install_hint('plot')}") from None
+    need_plotting("a picture")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     figure.suptitle(_title(plan), fontsize=11)
     if plan.roofline:

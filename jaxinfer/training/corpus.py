@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-END_OF_TEXT = "<|endoftext|>"
 # Tables, generated data and tests, which are repetitive.
 EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "config-",
             "__pycache__", "ensurepip", "lib-dynload")  # fmt: skip
@@ -61,34 +59,6 @@ def held_out_files(count: int) -> list[tuple[str, str]]:
     if len(found) < count:
         raise ValueError(f"{count} held-out files asked for, {len(found)} are installed")
     return found
-
-
-def train_tokenizer(texts: tuple[str, ...], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer, trained on texts. Runs of spaces are not split, for indentation."""
-    tokenizer = Tokenizer(models.BPE())
-    # A word with the space or punctuation before it, single digits, runs of punctuation, line ends with indentation.
-    pattern = r" ?[^\W\d]+|[^\r\n\w\s]?[^\W\d]+|\d| ?[^\s\w]+|\n+[^\S\n]*|[^\S\n]+"
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, "<|pad|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def encode(tokenizer: Tokenizer, texts: tuple[str, ...]) -> np.ndarray:
-    """All texts as one int32 stream, with the end-of-text token before and after each."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    stream = [np.asarray([end], np.int32)]
-    for encoding in tokenizer.encode_batch(list(texts)):
-        stream += [np.asarray(encoding.ids, np.int32), np.asarray([end], np.int32)]
-    return np.concatenate(stream)
 
 
 def rows_at(num_rows: int, step: int, count: int, seed: int) -> np.ndarray:

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from optax.contrib import MuonDimensionNumbers, muon
@@ -208,14 +207,3 @@ def _restored(
     with _late_reports_ignored():
         restored = manager.restore(latest, args=wanted)
     return restored["state"], latest, [(int(step), dict(metrics)) for step, metrics in restored["history"]]
-
-
-def mean_loss(objective: Objective, params: Params, stream: np.ndarray, *, batch_size: int, length: int) -> float:
-    """Mean loss over consecutive pieces of a held-out token stream."""
-    evaluate = jax.jit(lambda params, tokens: objective(params, tokens)[0])
-    count = (len(stream) - 1) // length // batch_size
-    if count < 1:
-        raise ValueError(f"{len(stream)} tokens are too few to evaluate {batch_size} x {length}")
-    starts = length * np.arange(count * batch_size).reshape(count, batch_size)
-    losses = [evaluate(params, jnp.asarray(stream[row[:, None] + np.arange(length + 1)])) for row in starts]
-    return float(np.mean([float(loss) for loss in losses]))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxinfer.calibration.quality import kl_divergence
 from jaxinfer.models import ModelConfig, Params, bind
 
 MASKED = -1e30
@@ -75,8 +76,7 @@ def next_token(config: ModelConfig) -> Objective:
 
 def forward_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
     """KL(target || draft) [...] in nats of logits [..., V]: the draft covers all that the target says."""
-    target, draft = jax.nn.log_softmax(target_logits), jax.nn.log_softmax(draft_logits)
-    return jnp.sum(jnp.exp(target) * (target - draft), axis=-1)
+    return kl_divergence(jax.nn.log_softmax(target_logits), jax.nn.log_softmax(draft_logits))
 
 
 def reverse_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`jaxinfer demo` and `jaxinfer train-demo`."""
+"""`jaxinfer demo` and `python -m tools.train_demo`."""
 
 import shutil
 
@@ -66,8 +66,8 @@ def test_demo_refuses_bad_values(jaxinfer, tmp_path):
 
 
 def test_scaled_phases_keep_their_shares():
-    from jaxinfer.cli.train_demo import scaled
-    from jaxinfer.training.demo import TrainingPhase
+    from tools.train_demo.command import scaled
+    from tools.train_demo.training import TrainingPhase
 
     phases = (TrainingPhase(200, 24, 256), TrainingPhase(760, 12, 256), TrainingPhase(140, 6, 512))
     assert scaled(phases, None) == phases
@@ -84,12 +84,13 @@ def quick_training(monkeypatch):
     """Training that returns random weights of a small model at once."""
     import jax
 
+    from jaxinfer.cli.main import app
     from jaxinfer.models import ModelConfig, RopeConfig, init_params
-    from jaxinfer.training import demo
     from jaxinfer.training.acceptance import Acceptance
-    from jaxinfer.training.corpus import train_tokenizer
     from jaxinfer.training.distill import DistillResult, Documents
     from jaxinfer.training.loop import TrainOptions, TrainResult
+    from tools.train_demo import training as demo
+    from tools.train_demo.command import register
 
     config = ModelConfig(
         architecture="LlamaForCausalLM",
@@ -107,7 +108,7 @@ def quick_training(monkeypatch):
 
     def load_data(work_dir):
         work_dir.mkdir(parents=True, exist_ok=True)
-        tokenizer = train_tokenizer(("def f(x):\n    return x\n" * 9,), 300)
+        tokenizer = demo.train_tokenizer(("def f(x):\n    return x\n" * 9,), 300)
         tokenizer.save(str(work_dir / "tokenizer.json"))
         empty = np.zeros(9, np.int32)
         return demo.DemoData(tokenizer, empty, empty, 9, Documents((empty,), (empty,)))
@@ -124,6 +125,9 @@ def quick_training(monkeypatch):
     monkeypatch.setattr(demo, "load_data", load_data)
     monkeypatch.setattr(demo, "distill_draft", distill_draft)
     monkeypatch.setattr(demo, "train_model", train_model)
+    register()
+    yield
+    app.registered_commands.pop()
 
 
 def test_train_demo_writes_models_that_load(jaxinfer, json_lines, quick_training, tmp_path):

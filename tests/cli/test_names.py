@@ -90,11 +90,14 @@ def test_a_flag_that_may_stand_alone(jaxinfer, seen, arguments, value):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--enforce-eager"], "--enforce-eager (vLLM): every step is a compiled program"),
+        (
+            ["--enforce-eager"],
+            "--enforce-eager (other engines): no option here means the same; every step is a compiled program",
+        ),
         (["--do-sample", "--temperature", "0"], "--do-sample (Transformers): --temperature 0 is greedy"),
-        (["-ngl", "99"], "--n-gpu-layers 99 (llama.cpp): --offload 8 keeps 8 layers in the host"),
-        (["--stream"], "--stream (OpenAI, Ollama): the answer to a single prompt is streamed"),
-        (["--repeat-penalty", "1.1"], "--repetition-penalty looks at all tokens"),
+        (["-ngl", "99"], "--n-gpu-layers 99 (other engines): no option here means the same; see --offload"),
+        (["--stream"], "--stream (other engines): the answer to a single prompt is streamed"),
+        (["--repeat-penalty", "1.1"], "see --repetition-penalty, --presence-penalty"),
         (["--max-tokens", "4", "--max-new-tokens", "4"], "--max-new-tokens and --max-tokens are the same option"),
         (["--max-new-tokens=4", "--num-predict", "4"], "--max-new-tokens and --num-predict are the same option"),
         (["--mesh", "model=2", "--tensor-parallel-size", "2"], "--mesh and --tensor-parallel-size are the same option"),

@@ -96,8 +96,8 @@ ANSWERS = [
     ("jaxinfer serve demo --model a=demo-draft --served-model-name b", 2, "named as in --model NAME=MODEL"),
     ("jaxinfer serve demo --pooling max", 2, "'max' is not one of 'last', 'mean', 'cls'"),
     ("jaxinfer serve demo --ssl-keyfile key.pem", 2, "put a proxy such as nginx in front"),
-    ("jaxinfer generate hi -m demo -ngl 99", 2, "--offload 8 keeps 8 layers in the host"),
-    ("jaxinfer generate hi -m demo --load-in-4bit", 2, "--quantize nf4"),
+    ("jaxinfer generate hi -m demo -ngl 99", 2, "no option here means the same; see --offload"),
+    ("jaxinfer generate hi -m demo --load-in-4bit", 2, "--quantize rounds plain weights"),
     ("jaxinfer generate hi -m demo --guided-json {}", 2, "say what the answer must match"),
     ("jaxinfer generate hi -m demo --tensor-parallel-size 64", 1, "mesh 'model=64' needs 64 devices"),
     # Flags that mean what ours do.
@@ -235,7 +235,7 @@ SNIPPETS = [
     ("llm.generate_file('none.jsonl', 'out.jsonl')", FileNotFoundError, "none.jsonl"),
     ("llm.create_chat_completion([])", AttributeError, "its methods are generate, chat"),
     ("jaxinfer.load('demo')", AttributeError, "it has LLM, AsyncEngine"),
-    ("SamplingParams(grammar='root ::= a')", TypeError, "say what the answer must match"),
+    ("SamplingParams(grammar='root ::= a')", TypeError, "see structured="),
     ("SamplingParams(max_token=3)", TypeError, "did you mean 'max_tokens'"),
 ]
 

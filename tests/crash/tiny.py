@@ -6,11 +6,17 @@ from typing import Any
 
 
 def install() -> None:
-    """Changes `jaxinfer distill` and `jaxinfer train-demo` in this process."""
+    """Changes `jaxinfer distill` in this process, and adds a `jaxinfer train-demo`."""
     from jaxinfer import compilation_cache
     from jaxinfer.cli import distill
     from jaxinfer.models import RopeConfig
-    from jaxinfer.training import card, corpus, demo
+    from jaxinfer.training import card as draft_card
+    from jaxinfer.training import corpus
+    from tools.train_demo import card
+    from tools.train_demo import training as demo
+    from tools.train_demo.command import register
+
+    register()
 
     compilation_cache.enable()
     compilation_cache.keep_all()
@@ -35,6 +41,6 @@ def install() -> None:
         min_prompt=4, max_prompt=8, warmup_steps=1,
     )  # fmt: skip
     card.plot_loss = lambda path, model: path.write_text(str(model.result.history))
-    card.plot_distillation = lambda path, result: path.write_text(str(result.history))
+    draft_card.plot_distillation = lambda path, result: path.write_text(str(result.history))
     texts = tuple(f"def function_{number}(x):\n    return x + {number}\n\n" * 12 for number in range(8))
     demo.corpus.standard_library = lambda: corpus.Corpus(texts[2:], texts[:2])

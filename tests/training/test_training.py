@@ -6,9 +6,10 @@ import pytest
 
 from jaxinfer.models import ModelConfig, RopeConfig, init_params
 from jaxinfer.training import corpus
-from jaxinfer.training.loop import TrainOptions, mean_loss, train
+from jaxinfer.training.loop import TrainOptions, train
 from jaxinfer.training.objectives import next_token
 from tests.training.process import run_python
+from tools.train_demo.training import mean_loss, train_tokenizer
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
@@ -86,7 +87,7 @@ def test_corpus_holds_files_out_by_name_and_the_tokenizer_is_exact(tmp_path):
     assert data == again
     assert 0 < len(data.held_out) < 12
     assert len(data.train) + len(data.held_out) == 120
-    tokenizer = corpus.train_tokenizer(data.train, 300)
+    tokenizer = train_tokenizer(data.train, 300)
     text = "def f():\n    return 'naïve \U0001f600 \t\n\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     with pytest.raises(FileNotFoundError, match="no Python source"):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.extras import install_hint
+from jaxinfer.checks import need_plotting
 
 LATENCIES = {"ttft": "time to first token (TTFT)", "tpot": "time per output token (TPOT)"}
 PERCENTS = {"p50": ("#4269d0", "o-"), "p90": ("#efb118", "s-"), "p99": ("#ff725c", "^-")}
@@ -18,10 +18,9 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> list[str]:
 
     Raises ImportError without matplotlib; ValueError if there is nothing to draw.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(f"a picture needs matplotlib: {install_hint('plot')}") from None
+    need_plotting("a picture")
+    from matplotlib.figure import Figure
+
     panels: list[tuple[str, Any]] = []
     loads = [one for one in results if one["command"] == "load" and one["runs"]]
     batches = [one for one in results if one["command"] == "latency" and one["runs"]]

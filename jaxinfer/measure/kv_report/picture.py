@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxinfer.extras import install_hint
+from jaxinfer.checks import need_plotting
 from jaxinfer.measure.kv_report.report import ALL, CacheFigures
 
 _COLOURS = ("#4269d0", "#3ca951", "#ff725c", "#a463f2", "#9c6b4e", "#efb118", "#97bbf5")
@@ -13,10 +13,9 @@ _MARKERS = "osD^vP*"
 def draw(rows: Sequence[CacheFigures], file: Path, title: str) -> None:
     """Writes the picture: a colour for each kv_dtype, a marker for each policy; KL from 0 at the bottom, in powers of
     ten above the smallest. Raises ImportError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(f"a picture needs matplotlib: {install_hint('plot')}") from None
+    need_plotting("a picture")
+    from matplotlib.figure import Figure
+
     measured = [row for row in rows if row.kl is not None and row.sequence_bytes is not None]
     dtypes = list(dict.fromkeys(row.kv_dtype for row in measured))
     policies = list(dict.fromkeys(row.choice.kv_policy for row in measured))

@@ -74,8 +74,6 @@ def test_results_without_runs_are_refused(tmp_path):
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"\[plot\]"):
         draw([LOAD], tmp_path / "a.png")

@@ -1,20 +1,22 @@
-"""Training of the embedded models: sizes, data, steps. `jaxinfer train-demo` runs it and writes the package's files."""
+"""The training of the embedded models: sizes, data, steps."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxinfer.files import write_text_atomically
 from jaxinfer.models import ModelConfig, Params, RopeConfig, init_params
 from jaxinfer.training import corpus
 from jaxinfer.training.copying import with_copying
 from jaxinfer.training.distill import DistillOptions, DistillResult, Documents, Generate, distill
-from jaxinfer.training.loop import TrainOptions, TrainResult, mean_loss, train
-from jaxinfer.training.objectives import next_token
+from jaxinfer.training.loop import TrainOptions, TrainResult, train
+from jaxinfer.training.objectives import Objective, next_token
 
+END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 VOCAB_SIZE = 4096
 CONTEXT = 512  # tokens of a sequence in the held-out loss
 
@@ -86,19 +88,19 @@ def load_data(work_dir: Path) -> DemoData:
         tokenizer = Tokenizer.from_file(str(path))
     else:
         work_dir.mkdir(parents=True, exist_ok=True)
-        tokenizer = corpus.train_tokenizer(texts.train, VOCAB_SIZE)
+        tokenizer = train_tokenizer(texts.train, VOCAB_SIZE)
         write_text_atomically(path, tokenizer.to_str(pretty=True))
     return DemoData(
         tokenizer=tokenizer,
-        train=corpus.encode(tokenizer, texts.train),
-        held_out=corpus.encode(tokenizer, texts.held_out),
+        train=encode(tokenizer, texts.train),
+        held_out=encode(tokenizer, texts.held_out),
         held_out_bytes=sum(len(text.encode()) for text in texts.held_out),
         documents=Documents(
             *(
                 tuple(np.asarray(one.ids, np.int32) for one in tokenizer.encode_batch(list(some)))
                 for some in (texts.train, texts.held_out)
             ),
-            separator=tokenizer.token_to_id(corpus.END_OF_TEXT),
+            separator=tokenizer.token_to_id(END_OF_TEXT),
         ),
     )
 
@@ -143,3 +145,42 @@ def distill_draft(
     """The embedded draft: the initial model with copying heads, distilled from the target in `work_dir`."""
     config, initial = with_copying(start.config, start.result.params, documents.stream()[None, : options.length])
     return distill(target, target_params, config, initial, documents, generate, options, work_dir=work_dir)
+
+
+def train_tokenizer(texts: tuple[str, ...], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer, trained on texts. Runs of spaces are not split, for indentation."""
+    tokenizer = Tokenizer(models.BPE())
+    # A word with the space or punctuation before it, single digits, runs of punctuation, line ends with indentation.
+    pattern = r" ?[^\W\d]+|[^\r\n\w\s]?[^\W\d]+|\d| ?[^\s\w]+|\n+[^\S\n]*|[^\S\n]+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: tuple[str, ...]) -> np.ndarray:
+    """All texts as one int32 stream, with the end-of-text token before and after each."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    stream = [np.asarray([end], np.int32)]
+    for encoding in tokenizer.encode_batch(list(texts)):
+        stream += [np.asarray(encoding.ids, np.int32), np.asarray([end], np.int32)]
+    return np.concatenate(stream)
+
+
+def mean_loss(objective: Objective, params: Params, stream: np.ndarray, *, batch_size: int, length: int) -> float:
+    """Mean loss over consecutive pieces of a held-out token stream."""
+    evaluate = jax.jit(lambda params, tokens: objective(params, tokens)[0])
+    count = (len(stream) - 1) // length // batch_size
+    if count < 1:
+        raise ValueError(f"{len(stream)} tokens are too few to evaluate {batch_size} x {length}")
+    starts = length * np.arange(count * batch_size).reshape(count, batch_size)
+    losses = [evaluate(params, jnp.asarray(stream[row[:, None] + np.arange(length + 1)])) for row in starts]
+    return float(np.mean([float(loss) for loss in losses]))

@@ -1,4 +1,4 @@
-"""`jaxinfer train-demo`: trains the two embedded models again, on Python's standard library."""
+"""`python -m tools.train_demo`: trains the two embedded models again, on Python's standard library."""
 
 import json
 import shutil
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.checks import need_plotting
-from jaxinfer.cli.command import resumes
+from jaxinfer.cli.command import command, resumes
 from jaxinfer.cli.distill import figures, writer
+from jaxinfer.cli.main import app
+from jaxinfer.cli.names import NamedCommand
 from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.options import option
@@ -16,18 +18,17 @@ from jaxinfer.progress import Stage
 
 if TYPE_CHECKING:
     from jaxinfer.models import ModelConfig, Params
-    from jaxinfer.training.demo import DemoData, DemoModel, TrainingPhase
     from jaxinfer.training.distill import DistillOptions, DistillResult
+    from tools.train_demo.training import DemoData, DemoModel, TrainingPhase
 
 NAMES = ("demo", "demo-draft")
 START = "demo-draft-start"
 DRAFT_ORIGIN = """\
 First trained as a model of 2 layers, 128 wide, on the Python standard library like `demo` (PSF License Agreement); then
 extended by heads that copy earlier text (`jaxinfer/training/copying.py`) and distilled.
-`jaxinfer train-demo` makes it.
+`python -m tools.train_demo` makes it.
 
 """
-END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 # The model knows no roles, only Python: a user message becomes a comment, and the answer is the code below it.
 CHAT_TEMPLATE = """\
 {% for message in messages %}
@@ -52,6 +53,11 @@ class TrainDemoOptions:
     draft_steps: int | None = option(None, "Distillation steps of the draft. Default: its own number.", "N", min=1)
     overwrite: bool = overwrite("Replace existing models.")
     as_json: bool = as_json("One JSON object.")
+
+
+def register() -> None:
+    """Makes `train-demo` a command of `jaxinfer` in this process."""
+    app.command("train-demo", cls=NamedCommand)(command(train_demo))
 
 
 def train_demo(options: TrainDemoOptions) -> None:
@@ -100,21 +106,23 @@ def export_pair(
     Raises, before anything is trained, FileExistsError if a model exists, ImportError without matplotlib.
     """
     from jaxinfer.api.llm import LLM
-    from jaxinfer.training import demo
+    from tools.train_demo import training
 
     need_plotting("a model card")  # after hours of training
     # Of a run that was killed while it wrote the two models: the first one may be there.
     claim = out_dir / ".publishing"
     overwrite |= claim.exists()
     _check_free(out_dir, overwrite=overwrite)
-    data = demo.load_data(work_dir)
-    target = demo.train_model(NAMES[0], demo.TARGET, scaled(demo.TARGET_PHASES, target_steps), data, work_dir)
-    start = demo.train_model(START, demo.DRAFT_START, demo.DRAFT_PHASES, data, work_dir)
+    data = training.load_data(work_dir)
+    target = training.train_model(
+        NAMES[0], training.TARGET, scaled(training.TARGET_PHASES, target_steps), data, work_dir
+    )
+    start = training.train_model(START, training.DRAFT_START, training.DRAFT_PHASES, data, work_dir)
     export_model(target, data, work_dir, work_dir / "export" / NAMES[0], overwrite=True)
     options = draft_options(draft_steps)
     with LLM(work_dir / "export" / NAMES[0], max_model_len=options.length) as llm:
         generate = writer(llm)
-        draft = demo.distill_draft(
+        draft = training.distill_draft(
             llm.config, llm.params, start, data.documents, generate, options, work_dir / NAMES[1]
         )  # fmt: skip
     _check_free(out_dir, overwrite=overwrite)
@@ -134,7 +142,7 @@ def _check_free(out_dir: Path, *, overwrite: bool) -> None:
 
 def draft_options(num_steps: int | None) -> "DistillOptions":
     """The embedded draft's distillation, with another number of steps unless that is None."""
-    from jaxinfer.training.demo import DISTILLATION
+    from tools.train_demo.training import DISTILLATION
 
     return DISTILLATION if num_steps is None else replace(DISTILLATION, num_steps=num_steps)
 
@@ -158,7 +166,7 @@ def export_draft(
 
 def export_model(model: "DemoModel", data: "DemoData", work_dir: Path, destination: Path, *, overwrite: bool) -> None:
     """Writes the model in bfloat16 with its tokenizer, in Hugging Face's format."""
-    from jaxinfer.training.card import write_card
+    from tools.train_demo.card import write_card
 
     card = _empty_folder(work_dir / "card" / destination.name)
     write_card(card, model, data)
@@ -183,6 +191,7 @@ def _save(
 ) -> None:
     """Writes the model, with its card from the folder `card`, so that it appears complete."""
     import checkpoints_convert
+    from tools.train_demo.training import END_OF_TEXT, PAD
 
     end, pad = data.tokenizer.token_to_id(END_OF_TEXT), data.tokenizer.token_to_id(PAD)
     files = {

@@ -1,0 +1,1 @@
+"""Makes the embedded models again."""
