@@ -142,11 +142,11 @@ def _express_experts(config: ModelConfig) -> dict[str, Any]:
     return {**_express_sizes(moe), "first_k_dense_replace": first}
 
 
-def _express_attention(config: ModelConfig, *settings: Setting) -> dict[str, Any]:
+def _express_attention(config: ModelConfig, settings: tuple[Setting, ...]) -> dict[str, Any]:
     mla = config.mla
     if mla is None:
         raise ValueError(f"{config.architecture} needs latent attention, and the configuration has none")
-    sizes = write_settings(mla, (*_latent(), *settings))
+    sizes = write_settings(mla, settings)
     return {"num_key_value_heads": config.num_heads, "qk_rope_head_dim": mla.rope_size, **sizes}
 
 
@@ -169,7 +169,7 @@ def _v2(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _express_v2(config: ModelConfig) -> dict[str, Any]:
     method = "group_limited_greedy" if mixture(config).num_groups > 1 else "greedy"
-    return {**_express_attention(config), **_express_experts(config), "topk_method": method}
+    return {**_express_attention(config, _latent()), **_express_experts(config), "topk_method": method}
 
 
 def _v3_like(
@@ -179,6 +179,7 @@ def _v3_like(
     first: int,
     router: Mapping[str, Any] = _SIGMOID,
     lists_layers: bool = False,
+    **fixed: Any,
 ) -> dict[str, Any]:
     """`build` and `express` of V3 and its successors.
 
@@ -186,42 +187,42 @@ def _v3_like(
       experts, latent: sizes of the experts and of latent attention, () for usual attention.
       first: default of the first layer with experts. router: fields of `MoEConfig` that all models share.
       lists_layers: whether config.json may name each layer with experts, and does so where it is written.
+      fixed: fields of `MLAConfig` that all models share.
     """
 
     def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         moe = _mixture(fields, values, experts, first, 1, **router)
         moe = _in_named_layers(fields, moe, values["num_layers"]) if lists_layers else moe
-        return {**(_attention(fields, values, latent) if latent else {}), "moe": moe}
+        return {**(_attention(fields, values, latent, **fixed) if latent else {}), "moe": moe}
 
     def express(config: ModelConfig) -> dict[str, Any]:
         later = {"num_nextn_predict_layers": 0} if router is _SIGMOID else {}
-        attention = _express_attention(config, _INTERLEAVED) if latent else {}
+        attention = _express_attention(config, latent) if latent else {}
         return {**attention, **(_express_named_layers if lists_layers else _express_experts)(config), **later}
 
     return {"build": build, "express": express}
 
 
-def _sparse(
-    latent: tuple[Setting, ...], heads: int, groups: tuple[int, int], *, is_interleaved: bool
-) -> dict[str, Any]:
-    """`build` and `express` of models with an indexer."""
-    experts, indexer = v3_sizes(256, 8, 2048, 2.5, groups=groups), _indexer(heads)
+def _sparse(latent: tuple[Setting, ...], heads: int, groups: tuple[int, int], *, is_interleaved: bool) -> Any:
+    """`build` and `express` of models with an indexer of so many heads."""
+    found = _v3_like(
+        v3_sizes(256, 8, 2048, 2.5, groups=groups),
+        (*latent, *_indexer(heads)),
+        first=3,
+        lists_layers=True,
+        is_interleaved=True,
+        is_index_interleaved=is_interleaved,
+    )
 
     def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-        moe = _in_named_layers(fields, _mixture(fields, values, experts, 3, 1, **_SIGMOID), values["num_layers"])
         for name, every in (("indexer_types", "full"), ("index_topk_pattern", "F")):
-            found = fields.data.get(name)
-            is_list = isinstance(found, list | str) and all(one in (every, "full") for one in found)
-            if found is not None and not is_list:
-                fields.problem(name, f"{found!r} is not supported: every layer has an indexer of its own")
-        fixed = {"is_interleaved": True, "is_index_interleaved": is_interleaved}
-        return {**_attention(fields, values, (*latent, *indexer), **fixed), "moe": moe}
+            kinds = fields.data.get(name)
+            is_list = isinstance(kinds, list | str) and all(kind in (every, "full") for kind in kinds)
+            if kinds is not None and not is_list:
+                fields.problem(name, f"{kinds!r} is not supported: every layer has an indexer of its own")
+        return found["build"](fields, values)
 
-    def express(config: ModelConfig) -> dict[str, Any]:
-        later = {"num_nextn_predict_layers": 0}
-        return {**_express_attention(config, *indexer), **_express_named_layers(config), **later}
-
-    return {"build": build, "express": express}
+    return {**found, "build": build}
 
 
 def _in_named_layers(fields: Fields, moe: MoEConfig, count: int) -> MoEConfig:
