@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from checkpoints_convert.checkpoint import Bounds, slices_of
-from checkpoints_convert.host_arrays import CastStats, count_nonfinite, max_relative_error
+from checkpoints_convert.host_arrays import CastStats
 
 # Hashed, tested and cast at once: half of a core's second-level cache, and large enough that Python's part is small.
 _BLOCK_BYTES = 2**20
@@ -101,17 +101,9 @@ def copy_blocks(
             block = np.ascontiguousarray(block)
             hasher.update(block)
         if is_dense:
-            stats.size += block.size
-            num_nonfinite = count_nonfinite(block)
-            stats.num_nonfinite += num_nonfinite
+            block = stats.cast(block, target.dtype, measure_cast=measure_cast)
         if is_copied:
-            with np.errstate(over="ignore", invalid="ignore"):  # overflows are counted; the setting is per thread
-                target[index] = block.astype(target.dtype, copy=False)
-            if is_dense and source.dtype != target.dtype:
-                cast = target[index]
-                stats.num_overflowed += max(0, count_nonfinite(cast) - num_nonfinite)
-                if measure_cast:
-                    stats.max_relative_error = max(stats.max_relative_error, max_relative_error(block, cast))
+            target[index] = block.astype(target.dtype, copy=False)
     return stats
 
 

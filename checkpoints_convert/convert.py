@@ -156,12 +156,8 @@ def _to_native(
             _write_native_unit(source, unit, partial, journal, bar)
         _finish_native(source, partial, journal, origin, companions)
         publish(partial, destination)
-    finished = journal.finished.values()
-    return {
-        "num_resumed_units": num_resumed,
-        "cast_errors": {name: error for unit in finished for name, error in unit.cast_errors.items()},
-        "requantize_errors": {name: error for unit in finished for name, error in unit.requantize_errors.items()},
-    }
+    errors = {name: journal.merged(name) for name in ("cast_errors", "requantize_errors")}
+    return {"num_resumed_units": num_resumed, **errors}
 
 
 def _write_native_unit(source: Checkpoint, unit: str, partial: Path, journal: ConversionJournal, bar: Progress) -> None:
@@ -197,15 +193,12 @@ def _finish_native(
     source: Checkpoint, partial: Path, journal: ConversionJournal, origin: dict[str, Any], companions: Companions
 ) -> None:
     carried = write_companions(companions, partial)
-    quantized = {name: entry for unit in journal.finished.values() for name, entry in unit.quantized.items()}
-    write_json(partial / NATIVE_CONFIG, native_config(source.config, origin, quantized, source.kv_scales))
-    entries = {name: entry for unit in journal.finished.values() for name, entry in unit.files.items()}
-    entries |= measure(partial, [*carried, NATIVE_CONFIG])
-    parameters = {name: found for unit in journal.finished.values() for name, found in unit.parameters.items()}
-    arrays = {name: found for unit in journal.finished.values() for name, found in unit.arrays.items()}
+    config = native_config(source.config, origin, journal.merged("quantized"), source.kv_scales)
+    write_json(partial / NATIVE_CONFIG, config)
+    entries = journal.merged("files") | measure(partial, [*carried, NATIVE_CONFIG])
     if problems := size_problems(partial, entries):  # somebody removed files of finished units
         raise CheckpointError(partial, *problems)
-    write_manifest(partial, entries, parameters, arrays)
+    write_manifest(partial, entries, journal.merged("parameters"), journal.merged("arrays"))
     for name in [*carried, MANIFEST]:
         sync(partial / name)
     journal.remove()

@@ -58,6 +58,17 @@ class CastStats:
         self.num_overflowed += other.num_overflowed
         self.max_relative_error = max(self.max_relative_error, other.max_relative_error)
 
+    def cast(self, values: np.ndarray, dtype: np.dtype, *, measure_cast: bool) -> np.ndarray:
+        """The values in a dtype, themselves if they have it; they are counted."""
+        found = CastStats(values.size, count_nonfinite(values))
+        with np.errstate(over="ignore", invalid="ignore"):  # overflows are counted; the setting is per thread
+            cast = values.astype(dtype, copy=False)
+        if cast is not values:
+            found.num_overflowed = max(0, count_nonfinite(cast) - found.num_nonfinite)
+            found.max_relative_error = max_relative_error(values, cast) if measure_cast else 0.0
+        self.add(found)
+        return cast
+
 
 def read_regions(
     regions: Sequence[Region],
@@ -181,17 +192,10 @@ class _Reading:
             fetched = fetched[order]
         for columns, target in region.targets:
             values = fetched[:, _index(columns - block.first_column)]
-            stats.size += values.size
-            num_nonfinite = count_nonfinite(values)
-            with np.errstate(over="ignore", invalid="ignore"):  # overflows are counted below; the setting is per thread
-                cast = values.astype(target.dtype, copy=False)
-                if cast is not values:
-                    stats.num_overflowed += max(0, count_nonfinite(cast) - num_nonfinite)
-                    if self.measure_cast:
-                        stats.max_relative_error = max(stats.max_relative_error, max_relative_error(values, cast))
-                if self.add:
+            cast = stats.cast(values, target.dtype, measure_cast=self.measure_cast)
+            if self.add:
+                with np.errstate(over="ignore", invalid="ignore"):  # the setting is per thread
                     cast = (cast.astype(np.float32) + np.float32(self.add)).astype(cast.dtype)
-            stats.num_nonfinite += num_nonfinite
             done = 0
             for first, last in _runs(places):
                 store(cast[done : done + last - first], target[first:last])

@@ -58,13 +58,10 @@ def resolve(path_or_hub_id: str | Path, *, revision: str | None = None) -> Path:
         return stage(name)
     path = Path(path_or_hub_id).expanduser()
     is_path = bool(name) and "\0" not in name
-    if is_path and path.is_dir():
+    if is_path and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         if revision is not None:
-            raise ValueError(f"revision={revision!r} is for hub ids; {name} is a local directory")
-        return path
-    if is_path and path.is_file() and path.suffix == ".gguf":
-        if revision is not None:
-            raise ValueError(f"revision={revision!r} is for hub ids; {name} is a local file")
+            kind = "directory" if path.is_dir() else "file"
+            raise ValueError(f"revision={revision!r} is for hub ids; {name} is a local {kind}")
         return path
     if is_path and path.is_file():
         raise CheckpointError(path, "is a file: pass the directory it lies in, with its config.json")

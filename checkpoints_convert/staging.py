@@ -251,6 +251,10 @@ class ConversionJournal(Closable):
         except OSError:
             return False
 
+    def merged(self, name: str) -> dict[str, Any]:
+        """A field of `FinishedUnit`, of all units together."""
+        return {key: value for unit in self.finished.values() for key, value in getattr(unit, name).items()}
+
     def _rewrite(self, fingerprint: str) -> None:
         """Rewrites the journal with the finished units, and removes all other files of an earlier run."""
         kept = {(self._directory / file).parts for unit in self.finished.values() for file in unit.files}

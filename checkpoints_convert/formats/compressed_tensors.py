@@ -35,6 +35,7 @@ from checkpoints_convert.formats.module import (
     order_of_groups,
     signed,
     transposed,
+    two_sizes,
     unpack,
 )
 from checkpoints_convert.formats.mxfp4 import BLOCK, mxfp4_form, mxfp4_weight
@@ -423,15 +424,7 @@ def _weights(name: str, data: Any) -> WeightScheme:
         raise FormatError(f"{where} of strategy {strategy!r} are not supported, {', '.join(_STRATEGIES)} are")
     if strategy in _GROUPED and (type(group_size) is not int or group_size < 1):
         raise FormatError(f"{where}: group_size must be a positive integer, got {group_size!r}")
-    block = None
-    if strategy == "block":
-        if (
-            not isinstance(structure, list)
-            or len(structure) != 2
-            or not all(type(n) is int and n > 0 for n in structure)
-        ):
-            raise FormatError(f"{where}: block_structure must be two positive integers, got {structure!r}")
-        block = (structure[0], structure[1])
+    block = two_sizes(f"{where}: block_structure", structure) if strategy == "block" else None
     if data.get("dynamic"):
         raise FormatError(f"{where} are dynamic, which no stored weight is")
     return WeightScheme(

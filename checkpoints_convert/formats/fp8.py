@@ -25,6 +25,7 @@ from checkpoints_convert.formats.module import (
     is_named,
     names_list,
     transposed,
+    two_sizes,
 )
 from checkpoints_convert.formats.nvfp4 import GROUP, ModelOptNvfp4
 from checkpoints_convert.safetensors_files import NUMPY_DTYPES, TensorHeader
@@ -110,7 +111,9 @@ def fp8(data: Mapping[str, Any]) -> Fp8:
     excluded = tuple(
         name for key in ("modules_to_not_convert", "ignored_layers") for name in names_list(key, data.get(key))
     )
-    return Fp8("fp8", _block(data.get("weight_block_size")), _FORMATS[name], activations == "dynamic", excluded)
+    size = data.get("weight_block_size")
+    block = None if size is None else two_sizes("weight_block_size", size)
+    return Fp8("fp8", block, _FORMATS[name], activations == "dynamic", excluded)
 
 
 def fbgemm_fp8(data: Mapping[str, Any]) -> Fp8:
@@ -153,11 +156,3 @@ def _powers_of_two(exponents: np.ndarray, suffix: str) -> np.ndarray:
     if bad := int((exponents == 255).sum()):
         raise FormatError(f"{bad} of {exponents.size} scales are NaN", suffix)
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
-
-
-def _block(value: Any) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
-        raise FormatError(f"weight_block_size must be two positive integers, got {value!r}")
-    return value[0], value[1]

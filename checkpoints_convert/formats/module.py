@@ -174,6 +174,13 @@ def names_list(key: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def two_sizes(key: str, value: Any) -> tuple[int, int]:
+    """A list of two positive integers. Raises FormatError."""
+    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+        raise FormatError(f"{key} must be two positive integers, got {value!r}")
+    return value[0], value[1]
+
+
 def is_named(module: str, patterns: Iterable[str]) -> bool:
     """Whether a module is named: by its name, a part of it between dots, or a pattern with wildcards."""
     return any(f".{pattern}." in f".{module}." or fnmatchcase(module, pattern) for pattern in patterns)

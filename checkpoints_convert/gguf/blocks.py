@@ -167,13 +167,11 @@ def quantized_leaf(
             minima[chunk] = groups.minima
 
     list(executor.map(place, range(0, num_rows, step)))
-    scheme_kind = "affine" if minima is not None else "int" if form.codebook is None else "codebook"
-    scheme = Scheme(scheme_kind, form.bits, (size, 1) if transpose else (1, size))
     arrays: Any = {"values": values.view(ml_dtypes.int4) if form.bits <= 4 else values, "scales": scales}
     arrays["minima"] = minima
     if transpose:
         arrays = {name: None if array is None else array.T for name, array in arrays.items()}
-    return QuantizedArray(**arrays, codebook=form.codebook, scheme=scheme)  # type: ignore[arg-type]
+    return QuantizedArray(**arrays, codebook=form.codebook, scheme=_scheme(form, transpose))  # type: ignore[arg-type]
 
 
 def abstract_leaf(kind: BlockType, shape: tuple[int, ...], *, transpose: bool) -> QuantizedArray:
@@ -185,31 +183,18 @@ def abstract_leaf(kind: BlockType, shape: tuple[int, ...], *, transpose: bool) -
     numbers = jax.ShapeDtypeStruct(groups, np.dtype(np.float32))
     minima = None if form.minima is None else numbers
     codebook = None if form.codebook is None else jax.ShapeDtypeStruct(form.codebook.shape, form.codebook.dtype)
-    scheme_kind = "affine" if minima is not None else "int" if codebook is None else "codebook"
     arrays: Any = {
         "values": jax.ShapeDtypeStruct(shape, np.dtype(ml_dtypes.int4 if form.bits <= 4 else np.int8)),
         "scales": numbers,
         "codebook": codebook,
         "minima": minima,
     }
-    return QuantizedArray(**arrays, scheme=Scheme(scheme_kind, form.bits, (size, 1) if transpose else (1, size)))
+    return QuantizedArray(**arrays, scheme=_scheme(form, transpose))
 
 
-def leaf_bytes(kind: BlockType, num_values: int) -> int:
-    """Bytes of a `QuantizedArray` on a device, with two 4-bit values per byte."""
-    of_one = _form(kind)
-    bits = 4 if of_one.bits <= 4 else 8
-    return num_values * bits // 8 + _scale_bytes(of_one, num_values)
-
-
-def leaf_host_bytes(kind: BlockType, num_values: int) -> int:
-    """Bytes of a `QuantizedArray` on the host, with one 4-bit value per byte."""
-    return num_values + _scale_bytes(_form(kind), num_values)
-
-
-def _scale_bytes(form: BlockGroups, num_values: int) -> int:
-    num_numbers = num_values // form.group_size * (1 if form.minima is None else 2)
-    return 4 * (num_numbers + (0 if form.codebook is None else 16))
+def _scheme(form: BlockGroups, transpose: bool) -> Scheme:
+    kind = "affine" if form.minima is not None else "int" if form.codebook is None else "codebook"
+    return Scheme(kind, form.bits, (form.group_size, 1) if transpose else (1, form.group_size))
 
 
 def _form(kind: BlockType) -> BlockGroups:

@@ -32,14 +32,7 @@ from checkpoints_convert.checkpoint import (
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG
 from checkpoints_convert.gguf.architectures import Architecture
-from checkpoints_convert.gguf.blocks import (
-    FLOATS,
-    abstract_leaf,
-    dequantize,
-    leaf_bytes,
-    leaf_host_bytes,
-    quantized_leaf,
-)
+from checkpoints_convert.gguf.blocks import FLOATS, abstract_leaf, dequantize, quantized_leaf
 from checkpoints_convert.gguf.config import architecture_of, huggingface_config
 from checkpoints_convert.gguf.file import GGUFTensorEntry
 from checkpoints_convert.gguf.index import GGUFIndex
@@ -132,12 +125,7 @@ class GGUFCheckpoint(Checkpoint):
         return self.requantize == DENSE
 
     def param_bytes(self, path: ParamPath) -> int:
-        if path not in self._quantized:
-            return super().param_bytes(path)
-        plan = self._quantized[path]
-        if self.is_requantized(plan):
-            return self.abstract_param(path).num_bytes
-        return leaf_bytes(plan.entry.kind, int(np.prod(plan.shape, dtype=np.int64)))
+        return self.abstract_param(path).num_bytes if path in self._quantized else super().param_bytes(path)
 
     def abstract_param(self, path: ParamPath) -> Any:
         """Abstract arrays of what `read_param` returns; `jax.ShapeDtypeStruct` if it is dense."""
@@ -159,7 +147,9 @@ class GGUFCheckpoint(Checkpoint):
             return itemsize * (size * (2 if is_copied else 1) + sum(map(size_of, parts)))
         if self.is_requantized(plan):  # the weight, the rounded weight and their difference, in float32
             return 3 * 4 * size + self.param_bytes(path)
-        return leaf_host_bytes(plan.entry.kind, size) * (2 if is_copied else 1)
+        # A 4-bit value takes a byte on the host.
+        arrays = jax.tree.leaves(self.abstract_param(path))
+        return sum(array.size * array.dtype.itemsize for array in arrays) * (2 if is_copied else 1)
 
     @property
     def generation_config(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def huggingface_config(index: GGUFIndex) -> dict[str, Any]:
     missing, of the wrong type, or larger than the tensors allow."""
     architecture, problems = architecture_of(index), []
     metadata = Metadata(index, f"{index.text(_ARCHITECTURE)}.", problems)
-    values = {**_common(metadata, architecture), **architecture.fields(metadata)}
+    values = {**_common(metadata, architecture), **architecture.values(metadata)}
     values = {**values, **_rope(metadata, values)}
     refuse_unread(metadata, values)
     for name in ("bos_token_id", "pad_token_id"):

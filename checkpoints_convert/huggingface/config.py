@@ -15,7 +15,7 @@ from checkpoints_convert.huggingface.families import (
     family_of,
     text_part,
 )
-from checkpoints_convert.huggingface.family import Bias, Family, Fields, Setting
+from checkpoints_convert.huggingface.family import Bias, Family, Fields, read_settings, write_settings
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.checks import did_you_mean, whole_numbers
 from jaxinfer.models import ModelConfig, RopeConfig
@@ -94,7 +94,7 @@ def _model_config(data: Mapping[str, Any], where: str | Path) -> ModelConfig:
         "max_position_embeddings": max_positions,
         "dtype": declared_dtype(data, problems) or "float32",
         **family.fixed,
-        **{setting.field: _setting(fields, setting) for setting in family.settings},
+        **read_settings(fields, family.settings),
     }
     try:
         if family.build is not None:
@@ -177,11 +177,7 @@ def huggingface_config(config: ModelConfig) -> dict[str, Any]:
     for name in ("qkv_bias", "output_bias", "mlp_bias"):
         if isinstance(field := getattr(family, name), str):
             data[field] = getattr(config, name)
-    for setting in family.settings:
-        if setting.is_derived:
-            continue
-        value = getattr(config, setting.field)
-        data[setting.name] = None if value is None else setting.conversion.write(value)
+    data |= write_settings(config, family.settings)
     if family.express is not None:
         data |= family.express(config)
     _check_round_trip(config, data)
@@ -258,16 +254,6 @@ def _family(data: Mapping[str, Any], where: str | Path) -> Family:
 
 def _bias(fields: Fields, bias: Bias) -> bool:
     return fields.boolean(bias, False) if isinstance(bias, str) else bias
-
-
-def _setting(fields: Fields, setting: Setting) -> Any:
-    name, default = setting.name, setting.default
-    if setting.kind == "text":
-        return fields.data.get(name, default)
-    if setting.kind == "optional" and name in fields.data and fields.data[name] is None:
-        return None
-    value = fields.boolean(name, default) if setting.kind == "boolean" else fields.number(name, default)
-    return None if value is None else setting.conversion.read(value)
 
 
 def _activation(fields: Fields, family: Family) -> str:

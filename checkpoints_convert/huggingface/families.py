@@ -7,11 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from checkpoints_convert.huggingface.families_conv import SHORT_CONV
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
-from checkpoints_convert.huggingface.families_delta import DELTA
-from checkpoints_convert.huggingface.families_dense import DENSE
-from checkpoints_convert.huggingface.families_experts import EXPERTS
+from checkpoints_convert.huggingface.families_delta import DELTA, SHORT_CONV
 from checkpoints_convert.huggingface.families_gemma4 import GEMMA4
 from checkpoints_convert.huggingface.families_layernorm import EARLY, PARALLEL
 from checkpoints_convert.huggingface.families_llama import GEMMA, LLAMA_LIKE
@@ -24,7 +21,7 @@ from jaxinfer.models import ModelConfig
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for group in (
-        *(LLAMA_LIKE, DENSE, LLAMA4, MIXTURES, EXPERTS, DEEPSEEK),
+        *(LLAMA_LIKE, LLAMA4, MIXTURES, DEEPSEEK),
         *(DELTA, MAMBA, SHORT_CONV, GEMMA, GEMMA4, PARALLEL, EARLY),
     )
     for family in group

@@ -6,18 +6,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from checkpoints_convert.huggingface.families_llama import (
-    ATTENTION,
+from checkpoints_convert.huggingface.families_mixtures import (
+    expert_size,
+    mixture,
+    normalizes,
+    num_experts,
+    per_token,
+)
+from checkpoints_convert.huggingface.family import Family, Fields, RopeForm, Setting, read_settings, write_settings
+from checkpoints_convert.huggingface.llama_tensors import (
     EMBEDDING,
     GATED_MLP,
     HEAD,
     LAYER,
+    LLAMA_TENSORS,
     NORMS,
-    QK_NORMS,
     TARGET,
+    experts_of,
+    router,
+    shared_mlp,
 )
-from checkpoints_convert.huggingface.families_mixtures import experts_of, mixture, router, shared_mlp
-from checkpoints_convert.huggingface.family import Family, Fields, RopeForm, Setting
 from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
 from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 
@@ -38,48 +46,69 @@ _LATENT_ATTENTION = (
     ),
     *linear(f"{_ATTENTION}.o_proj", f"{_TARGET}.o_proj"),
 )
-_FEED_FORWARD = (
-    *GATED_MLP,
+_EXPERTS = (
     *router(f"{LAYER}.mlp.gate"),
     TensorRule(f"{LAYER}.mlp.gate.e_score_correction_bias", (f"{TARGET}.mlp.router.correction",)),
     *experts_of(f"{LAYER}.mlp"),
     *shared_mlp(f"{LAYER}.mlp.shared_experts"),
 )
-_TENSORS = (*EMBEDDING, *NORMS, *_LATENT_ATTENTION, *_FEED_FORWARD, *HEAD)
+_DENSE = (*EMBEDDING, *NORMS, *_LATENT_ATTENTION, *GATED_MLP, *HEAD)
 _INDEXER, _INDEX_TARGET = f"{_ATTENTION}.indexer", f"{_TARGET}.indexer"
 _SPARSE_TENSORS = (
-    *_TENSORS,
+    *(*_DENSE, *_EXPERTS),
     *linear(f"{_INDEXER}.wq_b", f"{_INDEX_TARGET}.q_proj"),
     *linear(f"{_INDEXER}.wk", f"{_INDEX_TARGET}.k_proj"),
     *norm(f"{_INDEXER}.k_norm", f"{_INDEX_TARGET}.k_norm"),
     *linear(f"{_INDEXER}.weights_proj", f"{_INDEX_TARGET}.weights_proj"),
 )
-_GLM_TENSORS = (*EMBEDDING, *NORMS, *ATTENTION, *QK_NORMS, *_FEED_FORWARD, *HEAD)
 
 
-def _attention(
-    fields: Fields,
-    values: Mapping[str, Any],
-    *,
-    is_interleaved: bool,
-    index: Mapping[str, Any] | None = None,
-    **defaults: int,
-) -> dict[str, Any]:
-    """Latent attention, and what the cache holds of it; `defaults` are those of DeepSeek where they are not given.
-    `index` are fields of `MLAConfig` of an indexer."""
-    defaults = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, **defaults}
-    rank = None
-    if "q_lora_rank" not in fields.data or fields.data["q_lora_rank"] is not None:
-        rank = fields.integer("q_lora_rank", defaults["q_lora_rank"])
-    mla = MLAConfig(
-        fields.integer("kv_lora_rank", defaults["kv_lora_rank"]),
-        values["rope"].rotary_dim,
-        fields.integer("qk_nope_head_dim", defaults["qk_nope_head_dim"]),
-        fields.integer("v_head_dim", defaults["v_head_dim"]),
-        rank,
-        is_interleaved,
-        **(index or {}),
+def _latent(latent: int = 512, query: int = 1536, nope: int = 128, value: int = 128) -> tuple[Setting, ...]:
+    """Sizes of latent attention: fields of `MLAConfig`, with their defaults."""
+    return (
+        Setting("latent_size", "kv_lora_rank", "integer", latent),
+        Setting("nope_size", "qk_nope_head_dim", "integer", nope),
+        Setting("value_size", "v_head_dim", "integer", value),
+        Setting("query_rank", "q_lora_rank", "integer_or_null", query),
     )
+
+
+def _indexer(heads: int) -> tuple[Setting, ...]:
+    """Sizes of an indexer in every layer."""
+    return (
+        Setting("index_topk", "index_topk", "integer", 2048),
+        Setting("index_heads", "index_n_heads", "integer", heads),
+        Setting("index_size", "index_head_dim", "integer", 128),
+    )
+
+
+_INTERLEAVED = Setting("is_interleaved", "rope_interleave", "boolean", True)
+
+
+def _v2_sizes(count: int, chosen: int, size: int, scale: float, *other_names: str) -> tuple[Setting, ...]:
+    """Sizes of experts: fields of `MoEConfig`, with their defaults, and other names of their number."""
+    of_scale = Setting("scale", "routed_scaling_factor", "number", scale)
+    return num_experts(count, "n_routed_experts", *other_names), per_token(chosen), expert_size(size), of_scale
+
+
+def v3_sizes(
+    count: int, chosen: int, size: int, scale: float, *other_names: str, groups: tuple[int, int] = (1, 1)
+) -> tuple[Setting, ...]:
+    """Sizes of experts and of their groups; a default of all groups and of those that are chosen."""
+    return (
+        *_v2_sizes(count, chosen, size, scale, *other_names),
+        normalizes(True),
+        Setting("num_groups", "n_group", "integer", groups[0]),
+        Setting("num_chosen_groups", "topk_group", "integer", groups[1]),
+    )
+
+
+_SIGMOID: dict[str, Any] = {"scoring": "sigmoid", "group_score": "top2_sum", "has_correction_bias": True}
+
+
+def _attention(fields: Fields, values: Mapping[str, Any], settings: tuple[Setting, ...], **fixed: Any) -> Any:
+    """Latent attention, and what the cache holds of it."""
+    mla = MLAConfig(rope_size=values["rope"].rotary_dim, **read_settings(fields, settings), **fixed)
     scale = mla.query_size**-0.5 * _mscale(values["rope"]) ** 2
     return {"mla": mla, "num_kv_heads": 1, "head_dim": mla.key_size, "attention_scale": scale, "qkv_bias": False}
 
@@ -91,33 +120,18 @@ def _mscale(rope: RopeConfig) -> float:
     return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
 
 
-def _express_attention(config: ModelConfig) -> dict[str, Any]:
-    mla = config.mla
-    if mla is None:
-        raise ValueError(f"{config.architecture} needs latent attention, and the configuration has none")
-    return {
-        "num_key_value_heads": config.num_heads,
-        "kv_lora_rank": mla.latent_size,
-        "q_lora_rank": mla.query_rank,
-        "qk_rope_head_dim": mla.rope_size,
-        "qk_nope_head_dim": mla.nope_size,
-        "v_head_dim": mla.value_size,
-    }
+def _mixture(
+    fields: Fields, values: Mapping[str, Any], settings: tuple[Setting, ...], first: int, shared: int, **fixed: Any
+) -> MoEConfig:
+    """Experts from a layer on, by default `first`, with that many shared ones by default."""
+    sizes, count = read_settings(fields, settings), values["num_layers"]
+    start = min(fields.integer("first_k_dense_replace", first, least=0), count)
+    num_shared = fields.integer("n_shared_experts", shared, least=0)
+    return MoEConfig(**sizes, layers=tuple(range(start, count)), shared_size=sizes["expert_size"] * num_shared, **fixed)
 
 
-def _experts(fields: Fields, values: Mapping[str, Any], first_dense: int, num_shared: int, **options: Any) -> MoEConfig:
-    size = fields.integer("moe_intermediate_size", options.pop("expert_size"))
-    first = fields.integer("first_k_dense_replace", first_dense, least=0)
-    shared = fields.integer("n_shared_experts", num_shared, least=0)
-    return MoEConfig(
-        fields.integer("n_routed_experts", options.pop("num_experts")),
-        fields.integer("num_experts_per_tok", options.pop("per_token")),
-        size,
-        tuple(range(min(first, values["num_layers"]), values["num_layers"])),
-        scale=fields.number("routed_scaling_factor", options.pop("scale")),
-        shared_size=size * shared,
-        **options,
-    )
+def _express_sizes(moe: MoEConfig) -> dict[str, Any]:
+    return {**write_settings(moe, v3_sizes(1, 1, 1, 1.0)), "n_shared_experts": moe.shared_size // moe.expert_size}
 
 
 def _express_experts(config: ModelConfig) -> dict[str, Any]:
@@ -125,21 +139,15 @@ def _express_experts(config: ModelConfig) -> dict[str, Any]:
     first = config.num_layers - len(moe.layers)
     if moe.layers != tuple(range(first, config.num_layers)) or moe.shared_size % moe.expert_size:
         raise ValueError(f"{config.architecture}: experts in layers {moe.layers}, beside an MLP of {moe.shared_size}")
-    return {**express_sizes(moe), "first_k_dense_replace": first}
+    return {**_express_sizes(moe), "first_k_dense_replace": first}
 
 
-def express_sizes(moe: MoEConfig) -> dict[str, Any]:
-    """Fields of config.json of experts with V3's router."""
-    return {
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_experts_per_token,
-        "moe_intermediate_size": moe.expert_size,
-        "n_shared_experts": moe.shared_size // moe.expert_size,
-        "routed_scaling_factor": moe.scale,
-        "norm_topk_prob": moe.normalize,
-        "n_group": moe.num_groups,
-        "topk_group": moe.num_chosen_groups,
-    }
+def _express_attention(config: ModelConfig, settings: tuple[Setting, ...]) -> dict[str, Any]:
+    mla = config.mla
+    if mla is None:
+        raise ValueError(f"{config.architecture} needs latent attention, and the configuration has none")
+    sizes = write_settings(mla, settings)
+    return {"num_key_value_heads": config.num_heads, "qk_rope_head_dim": mla.rope_size, **sizes}
 
 
 def _v2(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,70 +163,66 @@ def _v2(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     # Transformers' DeepSeek-V2 has norm_topk_prob and does not apply it.
     if fields.boolean("norm_topk_prob", False):
         fields.problem("norm_topk_prob", "is true, which is not supported: no DeepSeek-V2 was trained with it")
-    sizes = {"expert_size": 1407, "num_experts": 64, "per_token": 6, "scale": 1.0}
-    moe = _experts(fields, values, 0, 2, normalize=False, **sizes, **groups)
-    return {**_attention(fields, values, is_interleaved=True), "moe": moe}
+    moe = _mixture(fields, values, _v2_sizes(64, 6, 1407, 1.0), 0, 2, normalize=False, **groups)
+    return {**_attention(fields, values, _latent(), is_interleaved=True), "moe": moe}
 
 
 def _express_v2(config: ModelConfig) -> dict[str, Any]:
     method = "group_limited_greedy" if mixture(config).num_groups > 1 else "greedy"
-    return {**_express_attention(config), **_express_experts(config), "topk_method": method}
+    return {**_express_attention(config, _latent()), **_express_experts(config), "topk_method": method}
 
 
-def _v3(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {"expert_size": 2048, "num_experts": 256, "per_token": 8, "scale": 2.5}
-    moe = _sigmoid_experts(fields, values, 3, num_groups=8, num_chosen_groups=4, **sizes)
-    is_interleaved = fields.boolean("rope_interleave", True)
-    return {**_attention(fields, values, is_interleaved=is_interleaved), "moe": moe}
-
-
-def _sigmoid_experts(
-    fields: Fields,
-    values: Mapping[str, Any],
-    first_dense: int,
+def _v3_like(
+    experts: tuple[Setting, ...],
+    latent: tuple[Setting, ...] = (),
     *,
-    num_groups: int,
-    num_chosen_groups: int,
-    **sizes: Any,
-) -> MoEConfig:
-    """V3's experts; the arguments are defaults."""
-    return _experts(
-        fields,
-        values,
-        first_dense,
-        1,
-        scoring="sigmoid",
-        normalize=fields.boolean("norm_topk_prob", True),
-        num_groups=fields.integer("n_group", num_groups),
-        num_chosen_groups=fields.integer("topk_group", num_chosen_groups),
-        group_score="top2_sum",
-        has_correction_bias=True,
-        **sizes,
+    first: int,
+    router: Mapping[str, Any] = _SIGMOID,
+    lists_layers: bool = False,
+    **fixed: Any,
+) -> dict[str, Any]:
+    """`build` and `express` of V3 and its successors.
+
+    Args:
+      experts, latent: sizes of the experts and of latent attention, () for usual attention.
+      first: default of the first layer with experts. router: fields of `MoEConfig` that all models share.
+      lists_layers: whether config.json may name each layer with experts, and does so where it is written.
+      fixed: fields of `MLAConfig` that all models share.
+    """
+
+    def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        moe = _mixture(fields, values, experts, first, 1, **router)
+        moe = _in_named_layers(fields, moe, values["num_layers"]) if lists_layers else moe
+        return {**(_attention(fields, values, latent, **fixed) if latent else {}), "moe": moe}
+
+    def express(config: ModelConfig) -> dict[str, Any]:
+        later = {"num_nextn_predict_layers": 0} if router is _SIGMOID else {}
+        attention = _express_attention(config, latent) if latent else {}
+        return {**attention, **(_express_named_layers if lists_layers else _express_experts)(config), **later}
+
+    return {"build": build, "express": express}
+
+
+def _sparse(latent: tuple[Setting, ...], heads: int, groups: tuple[int, int], *, is_interleaved: bool) -> Any:
+    """`build` and `express` of models with an indexer of so many heads."""
+    found = _v3_like(
+        v3_sizes(256, 8, 2048, 2.5, groups=groups),
+        (*latent, *_indexer(heads)),
+        first=3,
+        lists_layers=True,
+        is_interleaved=True,
+        is_index_interleaved=is_interleaved,
     )
 
+    def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        for name, every in (("indexer_types", "full"), ("index_topk_pattern", "F")):
+            kinds = fields.data.get(name)
+            is_list = isinstance(kinds, list | str) and all(kind in (every, "full") for kind in kinds)
+            if kinds is not None and not is_list:
+                fields.problem(name, f"{kinds!r} is not supported: every layer has an indexer of its own")
+        return found["build"](fields, values)
 
-def _express_v3(config: ModelConfig) -> dict[str, Any]:
-    data = {**_express_attention(config), **_express_experts(config), "num_nextn_predict_layers": 0}
-    assert config.mla is not None
-    return {**data, "rope_interleave": config.mla.is_interleaved}
-
-
-def _glm(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {"expert_size": 1408, "num_experts": 128, "per_token": 8, "scale": 1.0}
-    return {"moe": _sigmoid_experts(fields, values, 1, num_groups=1, num_chosen_groups=1, **sizes)}
-
-
-def _express_glm(config: ModelConfig) -> dict[str, Any]:
-    return {**_express_experts(config), "num_nextn_predict_layers": 0}
-
-
-def _glm_lite(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {"expert_size": 1536, "num_experts": 64, "per_token": 4, "scale": 1.8}
-    moe = _sigmoid_experts(fields, values, 1, num_groups=1, num_chosen_groups=1, **sizes)
-    moe = _in_named_layers(fields, moe, values["num_layers"])
-    defaults: dict[str, Any] = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
-    is_interleaved = fields.boolean("rope_interleave", True)
-    return {**_attention(fields, values, is_interleaved=is_interleaved, **defaults), "moe": moe}
+    return {**found, "build": build}
 
 
 def _in_named_layers(fields: Fields, moe: MoEConfig, count: int) -> MoEConfig:
@@ -232,15 +236,10 @@ def _in_named_layers(fields: Fields, moe: MoEConfig, count: int) -> MoEConfig:
     return replace(moe, layers=tuple(i for i, kind in enumerate(kinds) if kind == "sparse"))
 
 
-def _express_glm_lite(config: ModelConfig) -> dict[str, Any]:
-    data = {**_express_attention(config), **_express_named_layers(config), "num_nextn_predict_layers": 0}
-    return {**data, "rope_interleave": config.mla is None or config.mla.is_interleaved}
-
-
 def _express_named_layers(config: ModelConfig) -> dict[str, Any]:
     moe = mixture(config)
     kinds = ["sparse" if layer in moe.layers else "dense" for layer in range(config.num_layers)]
-    return {**express_sizes(moe), "mlp_layer_types": kinds}
+    return {**_express_sizes(moe), "mlp_layer_types": kinds}
 
 
 def _one_kind(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,51 +247,6 @@ def _one_kind(data: Mapping[str, Any]) -> dict[str, Any]:
     kinds = data.get("layer_types")
     is_usual = isinstance(kinds, list) and all(kind == "indexed_attention" for kind in kinds)
     return {name: value for name, value in data.items() if name != "layer_types" or not is_usual}
-
-
-def _index(fields: Fields, heads: int, *, is_interleaved: bool) -> dict[str, Any]:
-    """The fields of `MLAConfig` of an indexer in every layer."""
-    for name, every in (("indexer_types", "full"), ("index_topk_pattern", "F")):
-        found = fields.data.get(name)
-        is_list = isinstance(found, list | str) and all(one in (every, "full") for one in found)
-        if found is not None and not is_list:
-            fields.problem(name, f"{found!r} is not supported: every layer has an indexer of its own")
-    return {
-        "index_topk": fields.integer("index_topk", 2048),
-        "index_heads": fields.integer("index_n_heads", heads),
-        "index_size": fields.integer("index_head_dim", 128),
-        "is_index_interleaved": is_interleaved,
-    }
-
-
-def _v32(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {"expert_size": 2048, "num_experts": 256, "per_token": 8, "scale": 2.5}
-    moe = _sigmoid_experts(fields, values, 3, num_groups=8, num_chosen_groups=4, **sizes)
-    index = _index(fields, 64, is_interleaved=False)
-    moe = _in_named_layers(fields, moe, values["num_layers"])
-    return {**_attention(fields, values, is_interleaved=True, index=index), "moe": moe}
-
-
-def _glm_dsa(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {"expert_size": 2048, "num_experts": 256, "per_token": 8, "scale": 2.5}
-    moe = _sigmoid_experts(fields, values, 3, num_groups=1, num_chosen_groups=1, **sizes)
-    index = _index(fields, 32, is_interleaved=True)
-    defaults = {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256}
-    moe = _in_named_layers(fields, moe, values["num_layers"])
-    return {**_attention(fields, values, is_interleaved=True, index=index, **defaults), "moe": moe}
-
-
-def _express_sparse(config: ModelConfig) -> dict[str, Any]:
-    mla = config.mla
-    assert mla is not None
-    return {
-        **_express_attention(config),
-        **_express_named_layers(config),
-        "index_topk": mla.index_topk,
-        "index_n_heads": mla.index_heads,
-        "index_head_dim": mla.index_size,
-        "num_nextn_predict_layers": 0,
-    }
 
 
 def _mistral4_rope(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,31 +262,6 @@ def _mistral4_rope(data: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(share, float) and int((rotated + rest) * share) == rotated:
                 data[name] = {key: value for key, value in settings.items() if key != "partial_rotary_factor"}
     return data
-
-
-def _mistral4(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    moe = _experts(
-        fields,
-        values,
-        0,
-        1,
-        expert_size=2048,
-        num_experts=128,
-        per_token=4,
-        scale=1.0,
-        normalize=fields.boolean("norm_topk_prob", True),
-        num_groups=fields.integer("n_group", 1),
-        num_chosen_groups=fields.integer("topk_group", 1),
-        group_score="top2_sum",
-    )
-    defaults: dict[str, Any] = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
-    is_interleaved = fields.boolean("rope_interleave", True)
-    return {**_attention(fields, values, is_interleaved=is_interleaved, **defaults), "moe": moe}
-
-
-def _express_mistral4(config: ModelConfig) -> dict[str, Any]:
-    data = {**_express_attention(config), **_express_experts(config)}
-    return {**data, "rope_interleave": config.mla is None or config.mla.is_interleaved}
 
 
 _SHARED: dict[str, Any] = {
@@ -354,7 +283,7 @@ DEEPSEEK: tuple[Family, ...] = (
         examples="DeepSeek-V2, V2-Lite, Coder-V2",
         max_position_embeddings=2048,
         supported=_V2_SUPPORTED,
-        tensors=_TENSORS,
+        tensors=(*_DENSE, *_EXPERTS),
         build=_v2,
         express=_express_v2,
         **_SHARED,
@@ -366,9 +295,8 @@ DEEPSEEK: tuple[Family, ...] = (
         examples="DeepSeek-V3, V3.1, R1, Kimi K2",
         max_position_embeddings=4096,
         supported=_V3_ROUTER,
-        tensors=_TENSORS,
-        build=_v3,
-        express=_express_v3,
+        tensors=(*_DENSE, *_EXPERTS),
+        **_v3_like(v3_sizes(256, 8, 2048, 2.5, groups=(8, 4)), (*_latent(), _INTERLEAVED), first=3),
         has_later_layers=True,
         **_SHARED,
     ),
@@ -384,9 +312,8 @@ DEEPSEEK: tuple[Family, ...] = (
         rope=RopeForm(partial=0.5, has_partial=True),
         settings=(Setting("qk_norm", "use_qk_norm", "boolean", False),),
         supported=_V3_ROUTER,
-        tensors=_GLM_TENSORS,
-        build=_glm,
-        express=_express_glm,
+        tensors=(*LLAMA_TENSORS, *_EXPERTS),
+        **_v3_like(v3_sizes(128, 8, 1408, 1.0), first=1),
         has_later_layers=True,
     ),
     Family(
@@ -397,9 +324,13 @@ DEEPSEEK: tuple[Family, ...] = (
         max_position_embeddings=202752,
         norm_eps=1e-5,
         supported=_V3_ROUTER,
-        tensors=_TENSORS,
-        build=_glm_lite,
-        express=_express_glm_lite,
+        tensors=(*_DENSE, *_EXPERTS),
+        **_v3_like(
+            v3_sizes(64, 4, 1536, 1.8),
+            (*_latent(query=768, nope=192, value=256), _INTERLEAVED),
+            first=1,
+            lists_layers=True,
+        ),
         has_later_layers=True,
         **_SHARED,
     ),
@@ -412,8 +343,7 @@ DEEPSEEK: tuple[Family, ...] = (
         supported={**_V3_ROUTER, **_ONE_INDEXER, "indexer_rope_interleave": (False,)},
         tensors=_SPARSE_TENSORS,
         normalize=_one_kind,
-        build=_v32,
-        express=_express_sparse,
+        **_sparse(_latent(), 64, (8, 4), is_interleaved=False),
         notes=("sparse attention: an indexer chooses the tokens",),
         has_later_layers=True,
         **_SHARED,
@@ -428,8 +358,7 @@ DEEPSEEK: tuple[Family, ...] = (
         supported={**_V3_ROUTER, **_ONE_INDEXER, "indexer_rope_interleave": (True,)},
         tensors=_SPARSE_TENSORS,
         normalize=_one_kind,
-        build=_glm_dsa,
-        express=_express_sparse,
+        **_sparse(_latent(query=2048, nope=192, value=256), 32, (1, 1), is_interleaved=True),
         notes=("sparse attention: an indexer chooses the tokens",),
         has_later_layers=True,
         **_SHARED,
@@ -456,18 +385,18 @@ DEEPSEEK: tuple[Family, ...] = (
         ),
         supported={"topk_method": (), "scoring_func": ("softmax",)},
         tensors=(
-            *EMBEDDING,
-            *NORMS,
-            *_LATENT_ATTENTION,
-            *GATED_MLP,
+            *_DENSE,
             *router(f"{LAYER}.mlp.gate"),
             *experts_of(f"{LAYER}.mlp")[::-1],  # the fused ones are those that are written
             *shared_mlp(f"{LAYER}.mlp.shared_experts"),
-            *HEAD,
         ),
         normalize=_mistral4_rope,
-        build=_mistral4,
-        express=_express_mistral4,
+        **_v3_like(
+            v3_sizes(128, 4, 2048, 1.0),
+            (*_latent(256, 1024, 64), _INTERLEAVED),
+            first=0,
+            router={"group_score": "top2_sum"},
+        ),
         **_SHARED,
     ),
 )

@@ -3,55 +3,31 @@
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints_convert.huggingface.families_llama import (
-    ATTENTION,
-    ATTENTION_BIAS,
-    EMBEDDING,
-    EMBEDDING_MULTIPLIER,
-    GATED_MLP,
-    HEAD,
-    LAYER,
-    POST_NORMS,
-    QK_NORMS,
-    TARGET,
-    scaled_embedding,
-)
-from checkpoints_convert.huggingface.family import Family, Fields, RopeForm, Setting
+from checkpoints_convert.huggingface.families_llama import EMBEDDING_MULTIPLIER, SANDWICH_TENSORS, scaled_embedding
+from checkpoints_convert.huggingface.family import ATTENTION_BIAS, Family, Fields, RopeForm, Setting
+from checkpoints_convert.huggingface.llama_tensors import LAYER, TARGET, all_experts
 from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
 from jaxinfer.models import LayerInputConfig, ModelConfig, MoEConfig
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _GLOBAL_HEAD_DIM, _LAYER_INPUT_SIZE, _VOCAB_SIZE, _FULL_EVERY = 512, 256, 262144, 6
 _BESIDE, _INPUT = f"{TARGET}.beside", f"{TARGET}.layer_input"
-_EXPERTS = f"{_BESIDE}.moe.experts"
 _TENSORS = (
-    *EMBEDDING,
+    *SANDWICH_TENSORS,
     TensorRule("model.embed_tokens_per_layer.weight", ("layer_embed",)),
     *linear("model.per_layer_model_projection", "layer_embed_proj"),
     *norm("model.per_layer_projection_norm", "layer_embed_norm"),
-    *norm(f"{LAYER}.input_layernorm", f"{TARGET}.attention_norm"),
-    *norm(f"{LAYER}.pre_feedforward_layernorm", f"{TARGET}.mlp_norm"),
-    *POST_NORMS,
-    *ATTENTION,
-    *QK_NORMS,
-    *GATED_MLP,
     *norm(f"{LAYER}.post_feedforward_layernorm_1", f"{_BESIDE}.mlp_norm"),
     *norm(f"{LAYER}.pre_feedforward_layernorm_2", f"{_BESIDE}.input_norm"),
     *norm(f"{LAYER}.post_feedforward_layernorm_2", f"{_BESIDE}.output_norm"),
     TensorRule(f"{LAYER}.router.proj.weight", (f"{_BESIDE}.moe.router.weight",), transpose=True),
     TensorRule(f"{LAYER}.router.scale", (f"{_BESIDE}.moe.router.input_scale",)),
     TensorRule(f"{LAYER}.router.per_expert_scale", (f"{_BESIDE}.moe.router.expert_scale",)),
-    TensorRule(
-        f"{LAYER}.experts.gate_up_proj",
-        (f"{_EXPERTS}.gate_proj.weight", f"{_EXPERTS}.up_proj.weight"),
-        transpose=True,
-    ),
-    TensorRule(f"{LAYER}.experts.down_proj", (f"{_EXPERTS}.down_proj.weight",), transpose=True),
+    *all_experts(f"{LAYER}.experts", f"{_BESIDE}.moe.experts"),
     *linear(f"{LAYER}.per_layer_input_gate", f"{_INPUT}.gate_proj"),
     *linear(f"{LAYER}.per_layer_projection", f"{_INPUT}.out_proj"),
     *norm(f"{LAYER}.post_per_layer_input_norm", f"{_INPUT}.norm"),
     TensorRule(f"{LAYER}.layer_scalar", (f"{TARGET}.scalar",)),
-    *HEAD,
 )
 
 

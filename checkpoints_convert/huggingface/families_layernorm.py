@@ -4,28 +4,28 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from checkpoints_convert.huggingface.families_llama import (
+from checkpoints_convert.huggingface.family import ATTENTION_BIAS, Family, RopeForm, Setting, all_biases, choice
+from checkpoints_convert.huggingface.llama_tensors import (
     ATTENTION,
-    ATTENTION_BIAS,
     EMBEDDING,
     GATED_MLP,
     HEAD,
     LAYER,
-    LLAMA_TENSORS,
     NORMS,
+    QKV,
     TARGET,
+    linears,
 )
-from checkpoints_convert.huggingface.family import Family, RopeForm, Setting, choice
 from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
 from jaxinfer.models import ModelConfig
 
-_QKV = tuple(f"{TARGET}.attention.{name}" for name in ("q_proj", "k_proj", "v_proj"))
+_QKV = tuple(f"{TARGET}.attention.{name}" for name in QKV)
 _FIXED = {"norm": "layer", "norm_bias": True, "is_mlp_gated": False}
 # Masks that old exports stored.
 _MASKS = r".*\.(attn|attention)\.(bias|masked_bias)"
 _ROPE_BUFFERS = r".*\.rotary_emb\.inv_freq"
 
-_GPT2 = "transformer.h.{layer}"
+_GPT2 = _FALCON = "transformer.h.{layer}"
 _GPT2_TENSORS = (
     TensorRule("transformer.wte.weight", ("embed",)),
     TensorRule("transformer.wpe.weight", ("position_embed",)),
@@ -37,7 +37,7 @@ _GPT2_TENSORS = (
     *linear(f"{_GPT2}.mlp.c_fc", f"{TARGET}.mlp.up_proj", transpose=False),
     *linear(f"{_GPT2}.mlp.c_proj", f"{TARGET}.mlp.down_proj", transpose=False),
     *norm("transformer.ln_f", "final_norm"),
-    TensorRule("lm_head.weight", ("lm_head",), transpose=True),
+    *HEAD,
 )
 
 _NEOX = "gpt_neox.layers.{layer}"
@@ -47,14 +47,12 @@ _NEOX_TENSORS = (
     *linear(f"{_NEOX}.attention.query_key_value", *_QKV, groups="num_kv_heads"),
     *linear(f"{_NEOX}.attention.dense", f"{TARGET}.attention.o_proj"),
     *norm(f"{_NEOX}.post_attention_layernorm", f"{TARGET}.mlp_norm"),
-    *linear(f"{_NEOX}.mlp.dense_h_to_4h", f"{TARGET}.mlp.up_proj"),
-    *linear(f"{_NEOX}.mlp.dense_4h_to_h", f"{TARGET}.mlp.down_proj"),
+    *linears(f"{_NEOX}.mlp", f"{TARGET}.mlp", ("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h")),
     *norm("gpt_neox.final_layer_norm", "final_norm"),
     TensorRule("embed_out.weight", ("lm_head",), transpose=True),
-    TensorRule("lm_head.weight", ("lm_head",), transpose=True),
+    *HEAD,
 )
 
-_FALCON = "transformer.h.{layer}"
 _TWO_NORMS = ("block", "parallel_two_norms")
 _FALCON_TENSORS = (
     TensorRule("transformer.word_embeddings.weight", ("embed",)),
@@ -65,10 +63,9 @@ _FALCON_TENSORS = (
     *linear(f"{_FALCON}.self_attention.dense", f"{TARGET}.attention.o_proj"),
     *norm(f"{_FALCON}.ln_mlp", f"{TARGET}.mlp_norm", when=_TWO_NORMS),
     *norm(f"{_FALCON}.post_attention_layernorm", f"{TARGET}.mlp_norm", when=("block", "pre_norm")),
-    *linear(f"{_FALCON}.mlp.dense_h_to_4h", f"{TARGET}.mlp.up_proj"),
-    *linear(f"{_FALCON}.mlp.dense_4h_to_h", f"{TARGET}.mlp.down_proj"),
+    *linears(f"{_FALCON}.mlp", f"{TARGET}.mlp", ("up_proj", "down_proj"), ("dense_h_to_4h", "dense_4h_to_h")),
     *norm("transformer.ln_f", "final_norm"),
-    TensorRule("lm_head.weight", ("lm_head",), transpose=True),
+    *HEAD,
 )
 
 
@@ -108,9 +105,7 @@ EARLY: tuple[Family, ...] = (
         examples="GPT-2 124M to 1.5B, DistilGPT2",
         max_position_embeddings=1024,
         norm_eps=1e-5,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
+        **all_biases(True),
         is_tied=True,
         inner_factor=4,
         names={
@@ -166,9 +161,7 @@ EARLY: tuple[Family, ...] = (
         examples="Falcon 7B to 180B, Falcon 2 11B",
         max_position_embeddings=2048,
         norm_eps=1e-5,
-        qkv_bias="bias",
-        output_bias="bias",
-        mlp_bias="bias",
+        **all_biases("bias"),
         is_tied=True,
         inner_factor=4,
         names={
@@ -198,14 +191,11 @@ _NAMES = {"rms_norm_eps": "layer_norm_eps", "head_dim": None}
 _PHI_TENSORS = (
     *EMBEDDING,
     *norm(f"{LAYER}.input_layernorm", f"{TARGET}.attention_norm"),
-    *linear(f"{LAYER}.self_attn.q_proj", f"{TARGET}.attention.q_proj"),
-    *linear(f"{LAYER}.self_attn.k_proj", f"{TARGET}.attention.k_proj"),
-    *linear(f"{LAYER}.self_attn.v_proj", f"{TARGET}.attention.v_proj"),
+    *linears(f"{LAYER}.self_attn", f"{TARGET}.attention", QKV),
     *linear(f"{LAYER}.self_attn.dense", f"{TARGET}.attention.o_proj"),
     *norm(f"{LAYER}.self_attn.q_layernorm", f"{TARGET}.attention.q_norm"),
     *norm(f"{LAYER}.self_attn.k_layernorm", f"{TARGET}.attention.k_norm"),
-    *linear(f"{LAYER}.mlp.fc1", f"{TARGET}.mlp.up_proj"),
-    *linear(f"{LAYER}.mlp.fc2", f"{TARGET}.mlp.down_proj"),
+    *linears(f"{LAYER}.mlp", f"{TARGET}.mlp", ("up_proj", "down_proj"), ("fc1", "fc2")),
     *norm("model.final_layernorm", "final_norm"),
     *HEAD,
     TensorRule("lm_head.bias", ("lm_head_bias",)),
@@ -236,7 +226,6 @@ _COHERE = Family(
         Setting("qk_norm", "use_qk_norm", "boolean", False),
         Setting("logit_scale", "logit_scale", "number", 0.0625),
     ),
-    tensors=LLAMA_TENSORS,
 )
 
 PARALLEL: tuple[Family, ...] = (
@@ -261,9 +250,7 @@ PARALLEL: tuple[Family, ...] = (
         examples="Phi-1.5, Phi-2",
         max_position_embeddings=2048,
         norm_eps=1e-5,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
+        **all_biases(True),
         names=_NAMES,
         activation="gelu_new",
         rope=RopeForm(partial=0.5, has_partial=True),

@@ -1,4 +1,4 @@
-"""Llama and the families that keep its names: another window, bias, norm, or place of the norms; Gemma 1, 2 and 3."""
+"""Dense families that keep Llama's names: another window, bias, norm, or place of the norms; Gemma 1, 2 and 3."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,65 +6,82 @@ from typing import Any
 
 from checkpoints_convert.huggingface.family import (
     ACTIVATIONS,
+    ATTENTION_BIAS,
     INVERSE_ROOT,
+    LINEAR_BIAS,
     MAX_INTEGER,
     RECIPROCAL,
     Family,
     RopeForm,
     Setting,
+    all_biases,
+)
+from checkpoints_convert.huggingface.llama_tensors import (
+    ATTENTION,
+    EMBEDDING,
+    FUSED_MLP,
+    GATED_MLP,
+    HEAD,
+    LAYER,
+    NORMS,
+    POST_NORMS,
+    QK_NORMS,
+    QKV,
+    SANDWICH_NORMS,
+    TARGET,
 )
 from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
+from jaxinfer.models import ModelConfig
 
-LAYER, TARGET = "model.layers.{layer}", "layers.{layer}"
-
-EMBEDDING: tuple[TensorRule, ...] = (TensorRule("model.embed_tokens.weight", ("embed",)),)
-HEAD: tuple[TensorRule, ...] = (TensorRule("lm_head.weight", ("lm_head",), transpose=True),)
-ATTENTION: tuple[TensorRule, ...] = (
-    *linear(f"{LAYER}.self_attn.q_proj", f"{TARGET}.attention.q_proj", is_rotated=True),
-    *linear(f"{LAYER}.self_attn.k_proj", f"{TARGET}.attention.k_proj", is_rotated=True),
-    *linear(f"{LAYER}.self_attn.v_proj", f"{TARGET}.attention.v_proj"),
-    *linear(f"{LAYER}.self_attn.o_proj", f"{TARGET}.attention.o_proj"),
-)
-QK_NORMS: tuple[TensorRule, ...] = (
-    *norm(f"{LAYER}.self_attn.q_norm", f"{TARGET}.attention.q_norm", is_rotated=True),
-    *norm(f"{LAYER}.self_attn.k_norm", f"{TARGET}.attention.k_norm", is_rotated=True),
-)
-GATED_MLP: tuple[TensorRule, ...] = (
-    *linear(f"{LAYER}.mlp.gate_proj", f"{TARGET}.mlp.gate_proj"),
-    *linear(f"{LAYER}.mlp.up_proj", f"{TARGET}.mlp.up_proj"),
-    *linear(f"{LAYER}.mlp.down_proj", f"{TARGET}.mlp.down_proj"),
-)
-FUSED_MLP: tuple[TensorRule, ...] = (
-    *linear(f"{LAYER}.mlp.gate_up_proj", f"{TARGET}.mlp.gate_proj", f"{TARGET}.mlp.up_proj"),
-    *linear(f"{LAYER}.mlp.down_proj", f"{TARGET}.mlp.down_proj"),
-)
-NORMS: tuple[TensorRule, ...] = (
-    *norm(f"{LAYER}.input_layernorm", f"{TARGET}.attention_norm"),
-    *norm(f"{LAYER}.post_attention_layernorm", f"{TARGET}.mlp_norm"),
-    *norm("model.norm", "final_norm"),
-)
-LLAMA_TENSORS = (*EMBEDDING, *NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD)
-POST_NORMS = (
-    *norm(f"{LAYER}.post_attention_layernorm", f"{TARGET}.attention_post_norm"),
-    *norm(f"{LAYER}.post_feedforward_layernorm", f"{TARGET}.mlp_post_norm"),
-    *norm("model.norm", "final_norm"),
-)
 _GLM_NORMS = (
     *NORMS,
     *norm(f"{LAYER}.post_self_attn_layernorm", f"{TARGET}.attention_post_norm"),
     *norm(f"{LAYER}.post_mlp_layernorm", f"{TARGET}.mlp_post_norm"),
 )
 _FUSED_ATTENTION = (
-    *linear(
-        f"{LAYER}.self_attn.qkv_proj",
-        *(f"{TARGET}.attention.{name}" for name in ("q_proj", "k_proj", "v_proj")),
-    ),
+    *linear(f"{LAYER}.self_attn.qkv_proj", *(f"{TARGET}.attention.{name}" for name in QKV)),
     *linear(f"{LAYER}.self_attn.o_proj", f"{TARGET}.attention.o_proj"),
 )
 
-ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
-_LINEAR_BIAS: dict[str, Any] = {**ATTENTION_BIAS, "mlp_bias": "mlp_bias"}
+_POST_NORM_TENSORS = (*EMBEDDING, *POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD)
+HUNYUAN_TENSORS = (
+    *(*EMBEDDING, *NORMS, *ATTENTION, *GATED_MLP, *HEAD),
+    *norm(f"{LAYER}.self_attn.query_layernorm", f"{TARGET}.attention.q_norm"),
+    *norm(f"{LAYER}.self_attn.key_layernorm", f"{TARGET}.attention.k_norm"),
+)
+_APERTUS = (
+    *norm(f"{LAYER}.attention_layernorm", f"{TARGET}.attention_norm"),
+    *norm(f"{LAYER}.feedforward_layernorm", f"{TARGET}.mlp_norm"),
+    *norm("model.norm", "final_norm"),
+    TensorRule(f"{LAYER}.mlp.act_fn.alpha_p", (f"{TARGET}.mlp.act.alpha_p",)),
+    TensorRule(f"{LAYER}.mlp.act_fn.alpha_n", (f"{TARGET}.mlp.act.alpha_n",)),
+    TensorRule(f"{LAYER}.mlp.act_fn.beta", (f"{TARGET}.mlp.act.beta",), stored=()),
+    TensorRule(f"{LAYER}.mlp.act_fn.eps", (f"{TARGET}.mlp.act.eps",), stored=()),
+)
+
 _NO_HEAD_DIM = {"head_dim": None}
+
+
+def _exaone_pattern(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The pattern of layers as a number: "LLLG" is 4. Other strings are left, to be refused as no integer."""
+    pattern = data.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
+        return {**data, "sliding_window_pattern": len(pattern)}
+    return dict(data)
+
+
+def _express_exaone(config: ModelConfig) -> dict[str, Any]:
+    if any(config.sliding_windows) or not all(config.rotated_layers):
+        return {}
+    return {"sliding_window": None, "layer_types": ["full_attention"] * config.num_layers}
+
+
+GRANITE_SCALES = (
+    Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
+    Setting("residual_multiplier", "residual_multiplier", "number", 1.0),
+    Setting("attention_scale", "attention_multiplier", "number", 1.0),
+    Setting("logit_scale", "logits_scaling", "number", 1.0, RECIPROCAL),
+)
 
 _MISTRAL = Family(
     "MistralForCausalLM",
@@ -75,7 +92,6 @@ _MISTRAL = Family(
     num_kv_heads=8,
     windows="all",
     default_window=4096,
-    tensors=LLAMA_TENSORS,
 )
 _OLMO2 = Family(
     "Olmo2ForCausalLM",
@@ -88,7 +104,7 @@ _OLMO2 = Family(
     qk_norm=True,
     names=_NO_HEAD_DIM,
     fixed={"norm": "rms_float32", "block": "post_norm", "qk_norm_span": "all_heads"},
-    tensors=(*EMBEDDING, *POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD),
+    tensors=_POST_NORM_TENSORS,
 )
 
 LLAMA_LIKE: tuple[Family, ...] = (
@@ -98,8 +114,7 @@ LLAMA_LIKE: tuple[Family, ...] = (
         title="Llama 1 to 3.3",
         examples="Llama, TinyLlama, SmolLM2, Yi, DeepSeek LLM",
         max_position_embeddings=2048,
-        **_LINEAR_BIAS,
-        tensors=LLAMA_TENSORS,
+        **LINEAR_BIAS,
     ),
     _MISTRAL,
     replace(
@@ -131,7 +146,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
                 "llama_4_scaling_beta": 0.1,
             },
         ),
-        tensors=LLAMA_TENSORS,
     ),
     Family(
         "Qwen2ForCausalLM",
@@ -143,7 +157,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
         qkv_bias=True,
         windows="late",
         default_window=4096,
-        tensors=LLAMA_TENSORS,
     ),
     Family(
         "Qwen3ForCausalLM",
@@ -157,7 +170,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
         qk_norm=True,
         windows="late",
         default_window=4096,
-        tensors=LLAMA_TENSORS,
     ),
     Family(
         "Phi3ForCausalLM",
@@ -191,12 +203,11 @@ LLAMA_LIKE: tuple[Family, ...] = (
         examples="SmolLM3 3B",
         max_position_embeddings=32768,
         num_kv_heads=4,
-        **_LINEAR_BIAS,
+        **LINEAR_BIAS,
         is_tied=True,
         windows="unrotated",
         names=_NO_HEAD_DIM,
         rope=RopeForm(theta=2e6, rotated="listed"),
-        tensors=LLAMA_TENSORS,
     ),
     Family(
         "GraniteForCausalLM",
@@ -204,15 +215,9 @@ LLAMA_LIKE: tuple[Family, ...] = (
         title="Granite",
         examples="Granite 3.0 to 3.3",
         max_position_embeddings=2048,
-        **_LINEAR_BIAS,
+        **LINEAR_BIAS,
         names=_NO_HEAD_DIM,
-        settings=(
-            Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
-            Setting("residual_multiplier", "residual_multiplier", "number", 1.0),
-            Setting("attention_scale", "attention_multiplier", "number", 1.0),
-            Setting("logit_scale", "logits_scaling", "number", 1.0, RECIPROCAL),
-        ),
-        tensors=LLAMA_TENSORS,
+        settings=GRANITE_SCALES,
     ),
     Family(
         "Glm4ForCausalLM",
@@ -229,17 +234,107 @@ LLAMA_LIKE: tuple[Family, ...] = (
         fixed={"block": "sandwich_norm"},
         tensors=(*EMBEDDING, *_GLM_NORMS, *ATTENTION, *FUSED_MLP, *HEAD),
     ),
+    Family(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        title="Seed-OSS",
+        examples="Seed-OSS-36B",
+        max_position_embeddings=524288,
+        num_kv_heads=8,
+        head_dim=128,
+        qkv_bias="attention_bias",
+        output_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+        defaults={"attention_bias": True},
+    ),
+    Family(
+        "Ernie4_5ForCausalLM",
+        "ernie4_5",
+        title="ERNIE 4.5",
+        examples="ERNIE-4.5-0.3B",
+        max_position_embeddings=131072,
+        num_kv_heads=2,
+        head_dim=128,
+        norm_eps=1e-5,
+        **all_biases("use_bias"),
+        is_tied=True,
+        rope=RopeForm(theta=500000.0, pairs_neighbours=True),
+    ),
+    Family(
+        "HunYuanDenseV1ForCausalLM",
+        "hunyuan_v1_dense",
+        title="Hunyuan",
+        examples="Hunyuan 0.5B to 7B",
+        max_position_embeddings=2048,
+        norm_eps=1e-5,
+        **ATTENTION_BIAS,
+        qk_norm=True,
+        fixed={"is_qk_norm_after_rotation": True},
+        rope=RopeForm(has_alpha=True),
+        supported={"use_qk_norm": (True,), "use_cla": (False,), "mlp_bias": (False,)},
+        tensors=HUNYUAN_TENSORS,
+    ),
+    Family(
+        "ArceeForCausalLM",
+        "arcee",
+        title="Arcee",
+        examples="AFM-4.5B",
+        max_position_embeddings=4096,
+        norm_eps=1e-5,
+        **ATTENTION_BIAS,
+        mlp_bias="mlp_bias",
+        activation="relu2",
+        activations={**ACTIVATIONS, "relu2": "relu2"},
+        fixed={"is_mlp_gated": False},
+    ),
+    Family(
+        "Exaone4ForCausalLM",
+        "exaone4",
+        title="EXAONE 4",
+        examples="EXAONE 4.0 1.2B, 32B",
+        max_position_embeddings=2048,
+        num_kv_heads=32,
+        norm_eps=1e-5,
+        qk_norm=True,
+        windows="pattern",
+        full_every=4,
+        default_window=4096,
+        rope=RopeForm(rotated="windowed_or_all"),
+        fixed={"block": "post_norm"},
+        tensors=_POST_NORM_TENSORS,
+        normalize=_exaone_pattern,
+        express=_express_exaone,
+    ),
+    Family(
+        "ApertusForCausalLM",
+        "apertus",
+        title="Apertus",
+        examples="Apertus 8B, 70B",
+        max_position_embeddings=65536,
+        norm_eps=1e-5,
+        **ATTENTION_BIAS,
+        qk_norm=True,
+        activation="xielu",
+        activations={**ACTIVATIONS, "relu2": "relu2", "xielu": "xielu"},
+        rope=RopeForm(
+            theta=12000000.0,
+            default={
+                "rope_type": "llama3",
+                "rope_theta": 12000000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        ),
+        fixed={"is_mlp_gated": False},
+        supported={"mlp_bias": (False,), "post_norm": (False,), "qk_norm": (True,)},
+        tensors=(*EMBEDDING, *ATTENTION, *QK_NORMS, *GATED_MLP, *_APERTUS, *HEAD),
+    ),
 )
 
 
-_NORMS = (
-    *norm(f"{LAYER}.input_layernorm", f"{TARGET}.attention_norm"),
-    *norm(f"{LAYER}.post_attention_layernorm", f"{TARGET}.attention_post_norm"),
-    *norm(f"{LAYER}.pre_feedforward_layernorm", f"{TARGET}.mlp_norm"),
-    *norm(f"{LAYER}.post_feedforward_layernorm", f"{TARGET}.mlp_post_norm"),
-    *norm("model.norm", "final_norm"),
-)
-_SANDWICH_TENSORS = (*EMBEDDING, *_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD)
+SANDWICH_TENSORS = (*EMBEDDING, *SANDWICH_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD)
 _FIXED = {"norm": "rms_zero_centred"}
 # "gelu" in the files of the first release means the tanh form: the weights were trained with that.
 _ACTIVATIONS = {**ACTIVATIONS, "gelu": "gelu_tanh"}
@@ -250,9 +345,7 @@ _REFUSED = {"use_bidirectional_attention": (True, "the model sees later tokens, 
 def scaled_embedding(data: Mapping[str, Any]) -> dict[str, Any]:
     """Multiplies the embedding by the square root of the width; config.json has no field for it."""
     width = data.get("hidden_size")
-    if (
-        not isinstance(width, int) or not 1 <= width <= MAX_INTEGER
-    ):  # what is noted as a problem when the field itself is read
+    if not isinstance(width, int) or not 1 <= width <= MAX_INTEGER:  # a problem when the field itself is read
         width = 1
     return {**data, "embedding_multiplier": width**0.5}
 
@@ -284,7 +377,7 @@ _GEMMA2 = Family(
     fixed={**_FIXED, "block": "sandwich_norm"},
     settings=_settings(30.0, 50.0),
     refused=_REFUSED,
-    tensors=_SANDWICH_TENSORS,
+    tensors=SANDWICH_TENSORS,
     normalize=scaled_embedding,
 )
 
@@ -304,7 +397,6 @@ GEMMA: tuple[Family, ...] = (
         fixed=_FIXED,
         settings=(EMBEDDING_MULTIPLIER,),
         refused=_REFUSED,
-        tensors=LLAMA_TENSORS,
         normalize=scaled_embedding,
     ),
     _GEMMA2,

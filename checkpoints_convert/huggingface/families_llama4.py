@@ -3,43 +3,47 @@
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints_convert.huggingface.families_llama import (
-    ATTENTION,
+from checkpoints_convert.huggingface.families_mixtures import layer_list, mixture, num_experts, per_token
+from checkpoints_convert.huggingface.family import (
     ATTENTION_BIAS,
+    Family,
+    Fields,
+    RopeForm,
+    Setting,
+    read_settings,
+    write_settings,
+)
+from checkpoints_convert.huggingface.llama_tensors import (
+    ATTENTION,
     EMBEDDING,
     HEAD,
     LAYER,
+    MLP,
     NORMS,
     TARGET,
+    all_experts,
+    each_expert,
+    linears,
+    router,
+    shared_mlp,
 )
-from checkpoints_convert.huggingface.families_mixtures import EXPERTS, mixture
-from checkpoints_convert.huggingface.family import Family, Fields, RopeForm, Setting
-from checkpoints_convert.huggingface.rules import INDEX, TensorRule, linear
 from jaxinfer.models import ModelConfig, MoEConfig
 
-_FEED_FORWARD, _MLP = f"{LAYER}.feed_forward", f"{TARGET}.mlp"
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_FEED_FORWARD = f"{LAYER}.feed_forward"
 _TENSORS = (
-    *EMBEDDING,
-    *NORMS,
-    *ATTENTION,
-    *(rule for name in _PROJECTIONS for rule in linear(f"{_FEED_FORWARD}.{name}", f"{_MLP}.{name}")),
-    TensorRule(f"{_FEED_FORWARD}.router.weight", (f"{_MLP}.router.weight",), transpose=True),
-    # [E, D, 2 F] and [E, F, D], not transposed
-    TensorRule(f"{_FEED_FORWARD}.experts.gate_up_proj", (f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight")),
-    TensorRule(f"{_FEED_FORWARD}.experts.down_proj", (f"{EXPERTS}.down_proj.weight",)),
-    # One by one, as quantized checkpoints have them
-    *(
-        TensorRule(f"{_FEED_FORWARD}.experts.{INDEX}.{name}.weight", (f"{EXPERTS}.{name}.weight",), transpose=True)
-        for name in _PROJECTIONS
-    ),
-    *(
-        rule
-        for name in _PROJECTIONS
-        for rule in linear(f"{_FEED_FORWARD}.shared_expert.{name}", f"{_MLP}.shared.{name}")
-    ),
-    *HEAD,
+    *(*EMBEDDING, *NORMS, *ATTENTION, *HEAD),
+    *linears(_FEED_FORWARD, f"{TARGET}.mlp", MLP),
+    *router(f"{_FEED_FORWARD}.router"),
+    *all_experts(f"{_FEED_FORWARD}.experts", transpose=False),  # [E, D, 2 F] and [E, F, D]
+    *each_expert(f"{_FEED_FORWARD}.experts"),
+    *shared_mlp(f"{_FEED_FORWARD}.shared_expert"),
 )
+_SIZES = (
+    num_experts(16, "num_local_experts"),
+    per_token(1),
+    Setting("expert_size", "expert_size", "integer", 8192),
+)
+_CHUNK = Setting("attention_chunk", "attention_chunk_size", "integer_or_null", 8192)
 _CHUNKED, _FULL = "chunked_attention", "full_attention"
 
 
@@ -70,28 +74,20 @@ def _llama4(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
 def _experts(fields: Fields, values: Mapping[str, Any]) -> MoEConfig:
     count, step = values["num_layers"], fields.integer("interleave_moe_layer_step", 1)
     layers = fields.data.get("moe_layers")
-    if layers is None:
-        layers = list(range(step - 1, count, step))
-    if not isinstance(layers, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in layers):
-        fields.problem("moe_layers", f"must be a list of layers, got {layers!r}")
-        layers = []
-    size = fields.integer("expert_size", 8192)
+    layers = layer_list(fields, "moe_layers", list(range(step - 1, count, step)) if layers is None else layers)
+    sizes = read_settings(fields, _SIZES)
     return MoEConfig(
-        fields.integer("num_local_experts", 16),
-        fields.integer("num_experts_per_tok", 1),
-        size,
-        tuple(sorted(set(layers))),
+        **sizes,
+        layers=tuple(sorted(set(layers))),
         scoring="sigmoid_of_chosen",
         scales_input=True,
-        shared_size=size,
+        shared_size=sizes["expert_size"],
     )
 
 
 def _chunk(fields: Fields, values: Mapping[str, Any]) -> int | None:
     """The size of the chunks of the rotated layers; None if no layer has chunks."""
-    chunk = None
-    if "attention_chunk_size" not in fields.data or fields.data["attention_chunk_size"] is not None:
-        chunk = fields.integer("attention_chunk_size", 8192)
+    chunk = _CHUNK.read(fields)
     rotated = values["rotated_layers"] or (True,) * values["num_layers"]
     kinds = fields.data.get(_CHUNKS)
     if kinds is None or kinds == [_CHUNKED if is_rotated else _FULL for is_rotated in rotated]:
@@ -107,9 +103,8 @@ def _express(config: ModelConfig) -> dict[str, Any]:
     kinds = {"layer_types": [_FULL] * config.num_layers} if config.attention_chunk is None else {}
     return {
         **kinds,
+        **write_settings(moe, _SIZES[:2]),
         "intermediate_size": moe.expert_size,
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_experts_per_token,
         "moe_layers": list(moe.layers),
         "attention_chunk_size": config.attention_chunk,
         "attn_temperature_tuning": config.query_temperature is not None,

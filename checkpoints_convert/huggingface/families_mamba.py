@@ -4,28 +4,38 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from checkpoints_convert.huggingface.families_deepseek import express_sizes
-from checkpoints_convert.huggingface.families_delta import KINDS, read_kinds, take_kinds
-from checkpoints_convert.huggingface.families_llama import (
-    ATTENTION,
-    ATTENTION_BIAS,
-    EMBEDDING,
-    HEAD,
-    LAYER,
-    NORMS,
-    TARGET,
-)
-from checkpoints_convert.huggingface.families_mixtures import EXPERTS, router
+from checkpoints_convert.huggingface.families_deepseek import v3_sizes
+from checkpoints_convert.huggingface.families_delta import KINDS, read_kinds, take_kinds, write_kinds
+from checkpoints_convert.huggingface.families_llama import GRANITE_SCALES
+from checkpoints_convert.huggingface.families_mixtures import per_token
 from checkpoints_convert.huggingface.family import (
+    ATTENTION_BIAS,
+    LINEAR_BIAS,
     MAX_NUMBER,
-    RECIPROCAL,
     Family,
     Fields,
     RopeForm,
     Setting,
     is_positive,
+    read_settings,
+    write_settings,
 )
-from checkpoints_convert.huggingface.rules import INDEX, TensorRule, linear, norm
+from checkpoints_convert.huggingface.llama_tensors import (
+    ATTENTION,
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    LAYER,
+    MLP,
+    NORMS,
+    QKV,
+    TARGET,
+    all_experts,
+    each_expert,
+    linears,
+    router,
+)
+from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
 from jaxinfer.models import MambaConfig, ModelConfig, MoEConfig
 from jaxinfer.models.recurrent_config import LayerKind
 
@@ -34,8 +44,7 @@ _TARGET = f"{TARGET}.recurrent"
 
 def _mamba_tensors(source: str) -> tuple[TensorRule, ...]:
     return (
-        *linear(f"{source}.in_proj", f"{_TARGET}.in_proj"),
-        *linear(f"{source}.out_proj", f"{_TARGET}.out_proj"),
+        *linears(source, _TARGET, ("in_proj", "out_proj")),
         TensorRule(f"{source}.conv1d.weight", (f"{_TARGET}.conv_weight",)),
         TensorRule(f"{source}.conv1d.bias", (f"{_TARGET}.conv_bias",)),
         TensorRule(f"{source}.A_log", (f"{_TARGET}.decay_log",)),
@@ -43,6 +52,15 @@ def _mamba_tensors(source: str) -> tuple[TensorRule, ...]:
         TensorRule(f"{source}.D", (f"{_TARGET}.skip",)),
         TensorRule(f"{source}.norm.weight", (f"{_TARGET}.out_norm",)),
     )
+
+
+_MAMBA = (
+    Setting("num_groups", "mamba_n_groups", "integer", 1),
+    Setting("state_size", "mamba_d_state", "integer", 256),
+    Setting("conv_width", "mamba_d_conv", "integer", 4),
+    Setting("has_conv_bias", "mamba_conv_bias", "boolean", True),
+    Setting("has_bias", "mamba_proj_bias", "boolean", False),
+)
 
 
 def mamba_of(config: ModelConfig) -> MambaConfig:
@@ -61,14 +79,7 @@ def _mamba(fields: Fields, values: Mapping[str, Any], inner: int | None = None, 
     if head_size * num_heads != inner:
         fields.problem("mamba_d_head", f"{head_size} of {num_heads} heads make {head_size * num_heads}, not {inner}")
     return MambaConfig(
-        num_heads,
-        max(head_size, 1),
-        fields.integer("mamba_n_groups", 1),
-        fields.integer("mamba_d_state", 256),
-        fields.integer("mamba_d_conv", 4),
-        has_conv_bias=fields.boolean("mamba_conv_bias", True),
-        has_bias=fields.boolean("mamba_proj_bias", False),
-        **{**_time_steps(fields), **options},
+        num_heads, max(head_size, 1), **read_settings(fields, _MAMBA), **{**_time_steps(fields), **options}
     )
 
 
@@ -95,11 +106,7 @@ def _express_mamba(mamba: MambaConfig) -> dict[str, Any]:
     return {
         "mamba_n_heads": mamba.num_heads,
         "mamba_d_head": mamba.head_size,
-        "mamba_n_groups": mamba.num_groups,
-        "mamba_d_state": mamba.state_size,
-        "mamba_d_conv": mamba.conv_width,
-        "mamba_conv_bias": mamba.has_conv_bias,
-        "mamba_proj_bias": mamba.has_bias,
+        **write_settings(mamba, _MAMBA),
         "time_step_limit": [mamba.time_step_min, most],
     }
 
@@ -112,7 +119,7 @@ _GRANITE_KINDS: dict[str, LayerKind] = {
     "mamba": "mamba2",
     "attention": "attention",
 }
-_GATE, _UP, _DOWN = (f"{EXPERTS}.{name}_proj.weight" for name in ("gate", "up", "down"))
+_MIXTURE = f"{LAYER}.block_sparse_moe"
 _SHARED, _DENSE = f"{TARGET}.mlp.shared", f"{TARGET}.mlp"
 _GRANITE_TENSORS = (
     *EMBEDDING,
@@ -123,13 +130,11 @@ _GRANITE_TENSORS = (
     *linear(f"{LAYER}.shared_mlp.output_linear", f"{_DENSE}.down_proj", when=("moe", None)),
     *linear(f"{LAYER}.shared_mlp.input_linear", f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"),
     *linear(f"{LAYER}.shared_mlp.output_linear", f"{_SHARED}.down_proj"),
-    TensorRule(f"{LAYER}.block_sparse_moe.router.layer.weight", (f"{TARGET}.mlp.router.weight",), transpose=True),
-    TensorRule(f"{LAYER}.block_sparse_moe.input_linear.weight", (_GATE, _UP), transpose=True),
-    TensorRule(f"{LAYER}.block_sparse_moe.output_linear.weight", (_DOWN,), transpose=True),
+    *router(f"{_MIXTURE}.router.layer"),
+    *all_experts(_MIXTURE, names=("input_linear.weight", "output_linear.weight")),
     # As Transformers 5 has them in memory.
-    TensorRule(f"{LAYER}.block_sparse_moe.router.weight", (f"{TARGET}.mlp.router.weight",), transpose=True),
-    TensorRule(f"{LAYER}.block_sparse_moe.experts.gate_up_proj", (_GATE, _UP), transpose=True),
-    TensorRule(f"{LAYER}.block_sparse_moe.experts.down_proj", (_DOWN,), transpose=True),
+    *router(f"{_MIXTURE}.router"),
+    *all_experts(f"{_MIXTURE}.experts"),
     *HEAD,
 )
 
@@ -150,7 +155,7 @@ def _granite(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     if experts:
         moe = MoEConfig(
             experts,
-            fields.integer("num_experts_per_tok", 2),
+            per_token(2).read(fields),
             values["intermediate_size"],
             tuple(range(num_layers)),
             scoring="softmax_of_chosen",
@@ -169,11 +174,10 @@ def _express_granite(config: ModelConfig) -> dict[str, Any]:
     mamba, moe = mamba_of(config), config.moe
     if mamba.width % config.hidden_size or mamba.has_output_bias != mamba.has_bias:
         raise ValueError(f"{config.architecture}: a state space of {mamba.width} for a width of {config.hidden_size}")
-    kinds = {"mamba2": "linear_attention", "attention": "full_attention"}
     return {
         **_express_mamba(mamba),
         "mamba_expand": mamba.width // config.hidden_size,
-        "layer_types": [kinds[config.layer_kind(i)] for i in range(config.num_layers)],
+        **write_kinds(config, _GRANITE_KINDS),
         "position_embedding_type": "rope" if config.rope_of(0) is not None else None,
         "shared_intermediate_size": config.intermediate_size if moe is None else moe.shared_size,
         "intermediate_size": config.intermediate_size if moe is None else moe.expert_size,
@@ -191,12 +195,17 @@ _FALCON_TENSORS = (
     *norm("model.final_layernorm", "final_norm"),
     *ATTENTION,
     *_mamba_tensors(f"{LAYER}.mamba"),
-    *(
-        rule
-        for name in ("gate_proj", "up_proj", "down_proj")
-        for rule in linear(f"{LAYER}.feed_forward.{name}", f"{TARGET}.mlp.{name}")
-    ),
+    *linears(f"{LAYER}.feed_forward", f"{TARGET}.mlp", MLP),
     *HEAD,
+)
+
+
+_FALCON_MAMBA = (
+    Setting("has_output_bias", "projectors_bias", "boolean", False),
+    Setting("has_norm", "mamba_rms_norm", "boolean", False),
+    Setting("gates_after_norm", "mamba_norm_before_gate", "boolean", True),
+    Setting("in_multiplier", "ssm_in_multiplier", "number", 1.0),
+    Setting("out_multiplier", "ssm_out_multiplier", "number", 1.0),
 )
 
 
@@ -212,19 +221,13 @@ def _falcon(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         fields,
         values,
         inner,
-        has_output_bias=fields.boolean("projectors_bias", False),
-        has_norm=fields.boolean("mamba_rms_norm", False),
-        gates_after_norm=fields.boolean("mamba_norm_before_gate", True),
-        in_multiplier=fields.number("ssm_in_multiplier", 1.0),
-        out_multiplier=fields.number("ssm_out_multiplier", 1.0),
+        **read_settings(fields, _FALCON_MAMBA),
         part_multipliers=() if set(parts) == {1.0} else parts,
     )
     return {
         "mamba": mamba,
         "layer_kinds": ("attention_and_mamba2",) * values["num_layers"],
         "attention_scale": None if key == 1.0 else values["head_dim"] ** -0.5 * key,
-        "attention_in_multiplier": fields.number("attention_in_multiplier", 1.0),
-        "attention_out_multiplier": fields.number("attention_out_multiplier", 1.0),
         "mlp_multipliers": _factors(fields, "mlp_multipliers", 2),
     }
 
@@ -235,15 +238,9 @@ def _express_falcon(config: ModelConfig) -> dict[str, Any]:
     return {
         **_express_mamba(mamba),
         "mamba_d_ssm": mamba.width,
-        "projectors_bias": mamba.has_output_bias,
-        "mamba_rms_norm": mamba.has_norm,
-        "mamba_norm_before_gate": mamba.gates_after_norm,
-        "ssm_in_multiplier": mamba.in_multiplier,
-        "ssm_out_multiplier": mamba.out_multiplier,
+        **write_settings(mamba, _FALCON_MAMBA),
         "ssm_multipliers": list(mamba.part_multipliers or (1.0,) * 5),
         "key_multiplier": key,
-        "attention_in_multiplier": config.attention_in_multiplier,
-        "attention_out_multiplier": config.attention_out_multiplier,
         "mlp_multipliers": list(config.mlp_multipliers),
     }
 
@@ -265,25 +262,15 @@ _NEMOTRON_TENSORS = (
     # A layer has one of the two. The condition holds for all: no two rules have the same source and condition.
     *norm(f"{_NEMOTRON_LAYER}.norm", f"{TARGET}.mlp_norm", when=("is_mlp_gated", False)),
     *norm("backbone.norm_f", "final_norm"),
-    *(
-        rule
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj")
-        for rule in linear(f"{_MIXER}.{name}", f"{TARGET}.attention.{name}")
-    ),
+    *linears(_MIXER, f"{TARGET}.attention", (*QKV, "o_proj")),
     *_mamba_tensors(_MIXER),
-    *(rule for name in ("up_proj", "down_proj") for rule in linear(f"{_MIXER}.{name}", f"{TARGET}.mlp.{name}")),
+    *linears(_MIXER, _DENSE, MLP[1:]),
     *router(f"{_MIXER}.gate"),
     TensorRule(f"{_MIXER}.gate.e_score_correction_bias", (f"{TARGET}.mlp.router.correction",)),
-    TensorRule(f"{_MIXER}.experts.{INDEX}.up_proj.weight", (_UP,), transpose=True),
-    TensorRule(f"{_MIXER}.experts.{INDEX}.down_proj.weight", (_DOWN,), transpose=True),
+    *each_expert(f"{_MIXER}.experts", MLP[1:], MLP[1:]),
     # As Transformers 5 has them in memory.
-    TensorRule(f"{_MIXER}.experts.up_proj", (_UP,), transpose=True),
-    TensorRule(f"{_MIXER}.experts.down_proj", (_DOWN,), transpose=True),
-    *(
-        rule
-        for name in ("up_proj", "down_proj")
-        for rule in linear(f"{_MIXER}.shared_experts.{name}", f"{_SHARED}.{name}")
-    ),
+    *(TensorRule(f"{_MIXER}.experts.{name}", (f"{EXPERTS}.{name}.weight",), transpose=True) for name in MLP[1:]),
+    *linears(f"{_MIXER}.shared_experts", _SHARED, MLP[1:]),
     *HEAD,
 )
 # As Transformers 5 has them in memory.
@@ -303,6 +290,23 @@ _NEMOTRON_KINDS: dict[str, LayerKind] = {
 }
 
 
+_NEMOTRON_MAMBA = (
+    Setting("num_heads", "mamba_num_heads", "integer", 128),
+    Setting("head_size", "mamba_head_dim", "integer", 64),
+    Setting("num_groups", "n_groups", "integer", 8),
+    Setting("state_size", "ssm_state_size", "integer", 128),
+    Setting("conv_width", "conv_kernel", "integer", 4),
+    Setting("has_conv_bias", "use_conv_bias", "boolean", True),
+    Setting("has_bias", "use_bias", "boolean", False),
+    Setting("time_step_min", "time_step_min", "number", 0.001),
+)
+# V3's router, with experts of the MLP's form.
+_NEMOTRON_EXPERTS = (
+    *v3_sizes(8, 2, 7688, 1.0, "num_local_experts"),
+    Setting("shared_size", "moe_shared_expert_intermediate_size", "integer", 7688),
+)
+
+
 def _nemotron_kinds(data: Mapping[str, Any]) -> dict[str, Any]:
     """The number of layers is that of their kinds, which may be letters."""
     data = dict(data)
@@ -317,17 +321,7 @@ def _nemotron_kinds(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _nemotron(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     kinds = read_kinds(fields, values["num_layers"], _NEMOTRON_KINDS)
-    mamba = MambaConfig(
-        fields.integer("mamba_num_heads", 128),
-        fields.integer("mamba_head_dim", 64),
-        fields.integer("n_groups", 8),
-        fields.integer("ssm_state_size", 128),
-        fields.integer("conv_kernel", 4),
-        has_conv_bias=fields.boolean("use_conv_bias", True),
-        has_bias=fields.boolean("use_bias", False),
-        has_output_bias=fields.boolean("use_bias", False),
-        time_step_min=fields.number("time_step_min", 0.001),
-    )
+    mamba = MambaConfig(**read_settings(fields, _NEMOTRON_MAMBA), has_output_bias=fields.boolean("use_bias", False))
     given = fields.data.get(KINDS)
     with_experts = tuple(i for i, kind in enumerate(given) if kind == "moe") if isinstance(given, list) else ()
     return {
@@ -345,20 +339,8 @@ def _nemotron_experts(fields: Fields, layers: tuple[int, ...]) -> MoEConfig:
         fields.problem("moe_latent_size", f"{found!r} is not supported: experts read the hidden state itself")
     if fields.boolean("mlp_bias", False):
         fields.problem("mlp_bias", "is true, which is not supported beside experts")
-    return MoEConfig(
-        fields.integer("n_routed_experts" if fields.has("n_routed_experts") else "num_local_experts", 8),
-        fields.integer("num_experts_per_tok", 2),
-        fields.integer("moe_intermediate_size", 7688),
-        layers,
-        scoring="sigmoid",
-        normalize=fields.boolean("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0),
-        num_groups=fields.integer("n_group", 1),
-        num_chosen_groups=fields.integer("topk_group", 1),
-        group_score="top2_sum",
-        has_correction_bias=True,
-        shared_size=fields.integer("moe_shared_expert_intermediate_size", 7688),
-    )
+    sizes = read_settings(fields, _NEMOTRON_EXPERTS)
+    return MoEConfig(layers=layers, scoring="sigmoid", group_score="top2_sum", has_correction_bias=True, **sizes)
 
 
 def _express_nemotron(config: ModelConfig) -> dict[str, Any]:
@@ -368,17 +350,10 @@ def _express_nemotron(config: ModelConfig) -> dict[str, Any]:
     experts = {}
     if moe is not None:
         # One MLP of its own width, whatever the number says.
-        experts = {**express_sizes(moe), "n_shared_experts": 1, "moe_shared_expert_intermediate_size": moe.shared_size}
+        experts = {**write_settings(moe, _NEMOTRON_EXPERTS), "n_shared_experts": 1}
     return {
         **experts,
-        "mamba_num_heads": mamba.num_heads,
-        "mamba_head_dim": mamba.head_size,
-        "n_groups": mamba.num_groups,
-        "ssm_state_size": mamba.state_size,
-        "conv_kernel": mamba.conv_width,
-        "use_conv_bias": mamba.has_conv_bias,
-        "use_bias": mamba.has_bias,
-        "time_step_min": mamba.time_step_min,
+        **write_settings(mamba, _NEMOTRON_MAMBA),
         "layers_block_type": types,
     }
 
@@ -393,12 +368,7 @@ MAMBA: tuple[Family, ...] = (
         **ATTENTION_BIAS,
         names={"head_dim": None},
         activations={"silu": "silu"},  # the convolution has it too
-        settings=(
-            Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
-            Setting("residual_multiplier", "residual_multiplier", "number", 1.0),
-            Setting("attention_scale", "attention_multiplier", "number", 1.0),
-            Setting("logit_scale", "logits_scaling", "number", 1.0, RECIPROCAL),
-        ),
+        settings=GRANITE_SCALES,
         tensors=_GRANITE_TENSORS,
         normalize=_granite_kinds,
         build=_granite,
@@ -412,12 +382,13 @@ MAMBA: tuple[Family, ...] = (
         max_position_embeddings=8192,
         num_kv_heads=8,
         norm_eps=1e-5,
-        **ATTENTION_BIAS,
-        mlp_bias="mlp_bias",
+        **LINEAR_BIAS,
         activations={"silu": "silu"},  # the convolution has it too
         settings=(
             Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
             Setting("logit_scale", "lm_head_multiplier", "number", 1.0),
+            Setting("attention_in_multiplier", "attention_in_multiplier", "number", 1.0),
+            Setting("attention_out_multiplier", "attention_out_multiplier", "number", 1.0),
         ),
         tensors=_FALCON_TENSORS,
         build=_falcon,
@@ -432,8 +403,7 @@ MAMBA: tuple[Family, ...] = (
         num_kv_heads=8,
         head_dim=128,
         norm_eps=1e-5,
-        **ATTENTION_BIAS,
-        mlp_bias="mlp_bias",
+        **LINEAR_BIAS,
         rope=RopeForm(rotated="none"),
         names={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
         activation="relu2",

@@ -1,56 +1,36 @@
-"""Families with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss."""
+"""Families with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss, OLMoE, Phi-3.5-MoE, MiniMax-M2, ERNIE
+4.5 and Hunyuan."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-from checkpoints_convert.huggingface.families_llama import (
-    ATTENTION,
+from checkpoints_convert.huggingface.families_llama import HUNYUAN_TENSORS
+from checkpoints_convert.huggingface.family import (
     ATTENTION_BIAS,
-    EMBEDDING,
-    GATED_MLP,
-    HEAD,
-    LAYER,
-    NORMS,
-    QK_NORMS,
-    TARGET,
+    Family,
+    Fields,
+    RopeForm,
+    Setting,
+    all_biases,
+    read_settings,
+    write_settings,
 )
-from checkpoints_convert.huggingface.family import Family, Fields, RopeForm
-from checkpoints_convert.huggingface.rules import INDEX, TensorRule, linear
+from checkpoints_convert.huggingface.llama_tensors import (
+    EXPERTS,
+    LAYER,
+    LLAMA_TENSORS,
+    TARGET,
+    all_experts,
+    experts_of,
+    router,
+    shared_mlp,
+)
+from checkpoints_convert.huggingface.rules import TensorRule, linear
 from jaxinfer.models import ModelConfig, MoEConfig
 
-EXPERTS = f"{TARGET}.mlp.experts"
-_GATE, _UP, _DOWN = (f"{EXPERTS}.{name}_proj.weight" for name in ("gate", "up", "down"))
-
-
-def experts_of(source: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[TensorRule, ...]:
-    """Experts one by one, as repositories and `save_pretrained` have them, or all in two tensors [E, 2 F, D] and
-    [E, D, F], as Transformers 5 has them in memory."""
-    each = (TensorRule(f"{source}.experts.{INDEX}.{name}.weight", (target,), transpose=True)
-            for name, target in zip(names, (_GATE, _UP, _DOWN), strict=True))  # fmt: skip
-    return (
-        *each,
-        TensorRule(f"{LAYER}.mlp.experts.gate_up_proj", (_GATE, _UP), transpose=True),
-        TensorRule(f"{LAYER}.mlp.experts.down_proj", (_DOWN,), transpose=True),
-    )
-
-
-def router(source: str) -> tuple[TensorRule, ...]:
-    return (TensorRule(f"{source}.weight", (f"{TARGET}.mlp.router.weight",), transpose=True),)
-
-
-def shared_mlp(source: str) -> tuple[TensorRule, ...]:
-    """The MLP that all tokens go through."""
-    names = ("gate_proj", "up_proj", "down_proj")
-    return tuple(rule for name in names for rule in linear(f"{source}.{name}", f"{TARGET}.mlp.shared.{name}"))
-
-
-_COMMON = (*EMBEDDING, *NORMS, *ATTENTION, *HEAD)
-_MIXTRAL_TENSORS = (
-    *_COMMON,
+_MIXTRAL_EXPERTS = (
     *router(f"{LAYER}.block_sparse_moe.gate"),
-    *router(f"{LAYER}.mlp.gate"),
-    *experts_of(f"{LAYER}.block_sparse_moe", ("w1", "w3", "w2")),
+    *experts_of(f"{LAYER}.block_sparse_moe", ("w1", "w3", "w2")),  # as in repositories
 )
 QWEN_EXPERTS = (
     *router(f"{LAYER}.mlp.gate"),
@@ -58,39 +38,24 @@ QWEN_EXPERTS = (
     *shared_mlp(f"{LAYER}.mlp.shared_expert"),
     TensorRule(f"{LAYER}.mlp.shared_expert_gate.weight", (f"{TARGET}.mlp.shared_gate",), transpose=True),
 )
-_QWEN_TENSORS = (*_COMMON, *QK_NORMS, *GATED_MLP, *QWEN_EXPERTS)
 # Gates and ups lie in turn along 2 F, and nothing is transposed.
 _IN_TURN = "intermediate_size"
 _GPT_OSS_TENSORS = (
-    *_COMMON,
+    *LLAMA_TENSORS,
     TensorRule(f"{LAYER}.self_attn.sinks", (f"{TARGET}.attention.sinks",)),
     *linear(f"{LAYER}.mlp.router", f"{TARGET}.mlp.router"),
-    TensorRule(f"{LAYER}.mlp.experts.gate_up_proj", (_GATE, _UP), groups=_IN_TURN),
+    *all_experts(f"{LAYER}.mlp.experts", transpose=False, groups=_IN_TURN),
     TensorRule(
         f"{LAYER}.mlp.experts.gate_up_proj_bias",
         (f"{EXPERTS}.gate_proj.bias", f"{EXPERTS}.up_proj.bias"),
         groups=_IN_TURN,
     ),
-    TensorRule(f"{LAYER}.mlp.experts.down_proj", (_DOWN,)),
     TensorRule(f"{LAYER}.mlp.experts.down_proj_bias", (f"{EXPERTS}.down_proj.bias",)),
 )
-
-
-def _num_experts(fields: Fields, default: int) -> int:
-    """By the name that Transformers 5 writes for all families, or Qwen's before."""
-    return fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts", default)
-
-
-def _mixtral(fields: Fields, values: Mapping[str, Any], num_experts: int = 8, per_token: int = 2) -> dict[str, Any]:
-    """Experts of the width of the MLP in all layers."""
-    num_experts, per_token = _num_experts(fields, num_experts), fields.integer("num_experts_per_tok", per_token)
-    layers = tuple(range(values["num_layers"]))
-    return {"moe": MoEConfig(num_experts, per_token, values["intermediate_size"], layers)}
-
-
-def _express_mixtral(config: ModelConfig) -> dict[str, Any]:
-    moe = mixture(config)
-    return {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.num_experts_per_token}
+_CORRECTION = (f"{TARGET}.mlp.router.correction",)
+_LM_HEAD_BIAS = TensorRule("lm_head.bias", ("lm_head_bias",))
+# By the name that Transformers 5 writes for all families, or Qwen's before.
+_EITHER = ("num_experts", "num_local_experts")
 
 
 def without_experts(rules: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
@@ -106,43 +71,76 @@ def mixture(config: ModelConfig) -> MoEConfig:
     return config.moe
 
 
-def qwen_mixture(num_experts: int, per_token: int, expert_size: int, shared_size: int = 0):
+def num_experts(default: int, *names: str, written: str | None = None) -> Setting:
+    """The number of experts, by the first of the names; `written` is by default the first."""
+    return Setting("num_experts", written or names[0], "integer", default, names=names)
+
+
+def per_token(default: int, name: str = "num_experts_per_tok") -> Setting:
+    return Setting("num_experts_per_token", name, "integer", default, names=(name, "num_experts_per_tok"))
+
+
+def expert_size(default: int) -> Setting:
+    return Setting("expert_size", "moe_intermediate_size", "integer", default)
+
+
+def normalizes(default: bool) -> Setting:
+    return Setting("normalize", "norm_topk_prob", "boolean", default)
+
+
+def _everywhere(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts of the width of the MLP in all layers."""
+    return {"expert_size": values["intermediate_size"], "layers": tuple(range(values["num_layers"]))}
+
+
+def _mixture_of(*settings: Setting, **fixed: Any) -> dict[str, Any]:
+    """`build` and `express` of a family with experts of the width of the MLP in all layers.
+
+    Args:
+      settings: fields of `MoEConfig` that are read from config.json. fixed: those that all models share.
+    """
+
+    def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {"moe": MoEConfig(**_everywhere(values), **read_settings(fields, settings), **fixed)}
+
+    return {"build": build, "express": lambda config: write_settings(mixture(config), settings)}
+
+
+def _qwen_sizes(count: int, chosen: int, size: int, shared: int) -> tuple[Setting, ...]:
+    sizes = (num_experts(count, *_EITHER), per_token(chosen), expert_size(size))
+    of_shared = Setting("shared_size", "shared_expert_intermediate_size", "integer", shared)
+    return (*sizes, normalizes(False), *([of_shared] if shared else []))
+
+
+def qwen_mixture(count: int, chosen: int, size: int, shared: int = 0):
     """`build` of Qwen's mixtures, with their defaults where config.json has no value."""
+    settings = _qwen_sizes(count, chosen, size, shared)
 
     def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         step = fields.integer("decoder_sparse_step", 1)
-        dense = fields.data.get("mlp_only_layers") or []
-        if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
-            fields.problem("mlp_only_layers", f"must be a list of layers, got {dense!r}")
-            dense = []
-        shared = fields.integer("shared_expert_intermediate_size", shared_size) if shared_size else 0
-        moe = MoEConfig(
-            _num_experts(fields, num_experts),
-            fields.integer("num_experts_per_tok", per_token),
-            fields.integer("moe_intermediate_size", expert_size),
-            tuple(i for i in range(values["num_layers"]) if i not in dense and (i + 1) % step == 0),
-            normalize=fields.boolean("norm_topk_prob", False),
-            shared_size=shared,
-            has_shared_gate=bool(shared),
-        )
-        return {"moe": moe}
+        dense = layer_list(fields, "mlp_only_layers", fields.data.get("mlp_only_layers") or [])
+        layers = tuple(i for i in range(values["num_layers"]) if i not in dense and (i + 1) % step == 0)
+        return {"moe": MoEConfig(layers=layers, has_shared_gate=bool(shared), **read_settings(fields, settings))}
 
     return build
 
 
+def layer_list(fields: Fields, name: str, value: Any) -> list[int]:
+    """A list of layers; an empty one beside a problem."""
+    if isinstance(value, list) and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in value):
+        return value
+    fields.problem(name, f"must be a list of layers, got {value!r}")
+    return []
+
+
 def express_qwen(config: ModelConfig) -> dict[str, Any]:
+    """Fields of config.json of Qwen's mixtures."""
     moe = mixture(config)
-    data = {
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_experts_per_token,
-        "moe_intermediate_size": moe.expert_size,
-        "norm_topk_prob": moe.normalize,
+    return {
+        **write_settings(moe, _qwen_sizes(1, 1, 1, moe.shared_size)),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in range(config.num_layers) if i not in moe.layers],
     }
-    if moe.shared_size:
-        data["shared_expert_intermediate_size"] = moe.shared_size
-    return data
 
 
 def _express_qwen3(config: ModelConfig) -> dict[str, Any]:
@@ -165,21 +163,112 @@ def _qwen3_windows(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, "sliding_window": data.get("sliding_window", 4096) if data.get("use_sliding_window") else None}
 
 
-def _gpt_oss(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    moe = replace(
-        _mixtral(fields, values, 128, 4)["moe"],
-        scoring="softmax_of_chosen",
-        has_router_bias=True,
-        has_expert_bias=True,
-        clamp=fields.number("swiglu_limit", 7.0),
-        clamp_slope=fields.number("swiglu_alpha", 1.702),
+_PHIMOE = (num_experts(16, "num_local_experts"), per_token(2))
+
+
+def _phimoe(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    if values["rope"].kind not in ("default", "longrope"):
+        fields.problem("rope_scaling", f"of type {values['rope'].kind!r} is not supported, only 'longrope' is")
+    has_no_jitter = fields.data.get("router_jitter_noise") == 0
+    jitter = 0.0 if has_no_jitter else fields.number("router_jitter_noise", 0.01)
+    sizes = {**_everywhere(values), **read_settings(fields, _PHIMOE)}
+    return {"moe": MoEConfig(**sizes, scoring="sparsemixer", jitter=jitter)}
+
+
+def _express_phimoe(config: ModelConfig) -> dict[str, Any]:
+    moe = mixture(config)
+    return {**write_settings(moe, _PHIMOE), "router_jitter_noise": moe.jitter}
+
+
+def _minimax_rotation(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Repositories give the rotated dimensions, not their share of a head."""
+    rotated, head_dim = data.get("rotary_dim"), data.get("head_dim", 128)
+    if not isinstance(rotated, int) or not isinstance(head_dim, int) or head_dim < 1:
+        return dict(data)
+    return {"partial_rotary_factor": rotated / head_dim, **data}
+
+
+_MINIMAX = (num_experts(256, "num_local_experts", "num_experts"), per_token(8))
+
+
+def _minimax(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = fields.data.get("attn_type_list")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != 1 for kind in kinds)):
+        fields.problem("attn_type_list", f"{kinds!r} is not supported: only 1, softmax attention, is")
+    sizes = {**_everywhere(values), **read_settings(fields, _MINIMAX)}
+    return {"moe": MoEConfig(**sizes, scoring="sigmoid", has_correction_bias=True)}
+
+
+def _express_minimax(config: ModelConfig) -> dict[str, Any]:
+    sizes = write_settings(mixture(config), _MINIMAX)
+    return {**sizes, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}
+
+
+_ERNIE = (num_experts(64, "moe_num_experts", "num_experts"), per_token(6, "moe_k"), expert_size(1536))
+
+
+def _ernie(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    count, sizes = values["num_layers"], read_settings(fields, _ERNIE)
+    first = fields.integer("moe_layer_start_index", 1, least=0)
+    last = fields.integer("moe_layer_end_index", -1, least=-1)
+    interval = fields.integer("moe_layer_interval", 1)
+    last = count - 1 if last == -1 else last
+    if fields.number("moe_norm_min", 1e-12) > 1e-6:
+        found = fields.data["moe_norm_min"]
+        fields.problem("moe_norm_min", f"{found!r} is not supported: sums of scores are not limited below")
+    moe = MoEConfig(
+        **sizes,
+        layers=tuple(layer for layer in range(count) if first <= layer <= last and (layer + 1) % interval == 0),
+        has_correction_bias=True,
+        shared_size=sizes["expert_size"] * fields.integer("moe_num_shared_experts", 2, least=0),
     )
     return {"moe": moe}
 
 
-def _express_gpt_oss(config: ModelConfig) -> dict[str, Any]:
+def _express_ernie(config: ModelConfig) -> dict[str, Any]:
     moe = mixture(config)
-    return {**_express_mixtral(config), "swiglu_limit": moe.clamp, "swiglu_alpha": moe.clamp_slope}
+    first, last = (moe.layers[0], moe.layers[-1]) if moe.layers else (config.num_layers, config.num_layers)
+    return {
+        **write_settings(moe, _ERNIE),
+        "moe_num_shared_experts": moe.shared_size // moe.expert_size,
+        "moe_layer_start_index": first,
+        "moe_layer_end_index": last,
+        "moe_layer_interval": moe.layers[1] - first if len(moe.layers) > 1 else 1,
+    }
+
+
+def _hunyuan(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    size = values["intermediate_size"]
+    for name, wanted in (("num_shared_expert", 1), ("moe_intermediate_size", size)):
+        if (found := _common_value(fields, name, wanted)) != wanted:
+            fields.problem(name, f"{found!r} is not supported, only {wanted} is: Transformers computes with no other")
+    name = "moe_topk" if fields.has("moe_topk") else "num_experts_per_tok"
+    moe = MoEConfig(
+        _common_value(fields, "num_experts" if fields.has("num_experts") else "num_local_experts", 1),
+        _common_value(fields, name, 1),
+        size,
+        tuple(range(values["num_layers"])),
+        shared_size=size,
+    )
+    return {"moe": moe}
+
+
+def _common_value(fields: Fields, name: str, default: int) -> int:
+    """An integer, or that of a list with one for each layer."""
+    value = fields.data.get(name)
+    if not isinstance(value, list):
+        return fields.integer(name, default)
+    if not value or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in value):
+        fields.problem(name, f"must be an integer of at least 1, or a list of them, got {value!r}")
+        return default
+    if len(set(value)) > 1:
+        fields.problem(name, f"{value!r} is not supported: only the same for all layers is")
+    return value[0]
+
+
+def _express_hunyuan(config: ModelConfig) -> dict[str, Any]:
+    moe = mixture(config)
+    return {"num_experts": moe.num_experts, "moe_topk": moe.num_experts_per_token, "use_qk_norm": True}
 
 
 MIXTURES: tuple[Family, ...] = (
@@ -193,9 +282,8 @@ MIXTURES: tuple[Family, ...] = (
         norm_eps=1e-5,
         windows="all",
         rope=RopeForm(theta=1e6),
-        tensors=_MIXTRAL_TENSORS,
-        build=_mixtral,
-        express=_express_mixtral,
+        tensors=(*LLAMA_TENSORS, *_MIXTRAL_EXPERTS, *router(f"{LAYER}.mlp.gate")),
+        **_mixture_of(num_experts(8, *_EITHER, written="num_local_experts"), per_token(2)),
     ),
     Family(
         "Qwen2MoeForCausalLM",
@@ -209,7 +297,7 @@ MIXTURES: tuple[Family, ...] = (
         defaults={"qkv_bias": True},
         windows="late",
         default_window=4096,
-        tensors=_QWEN_TENSORS,
+        tensors=(*LLAMA_TENSORS, *QWEN_EXPERTS),
         normalize=_qwen2_windows,
         build=qwen_mixture(60, 4, 1408, 5632),
         express=express_qwen,
@@ -225,7 +313,7 @@ MIXTURES: tuple[Family, ...] = (
         qk_norm=True,
         windows="all",
         default_window=4096,
-        tensors=_QWEN_TENSORS,
+        tensors=(*LLAMA_TENSORS, *QWEN_EXPERTS),
         normalize=_qwen3_windows,
         build=qwen_mixture(128, 8, 768),
         express=_express_qwen3,
@@ -257,7 +345,134 @@ MIXTURES: tuple[Family, ...] = (
         ),
         fixed={"norm": "rms_float32", "has_sinks": True},
         tensors=_GPT_OSS_TENSORS,
-        build=_gpt_oss,
-        express=_express_gpt_oss,
+        **_mixture_of(
+            num_experts(128, *_EITHER, written="num_local_experts"),
+            per_token(4),
+            Setting("clamp", "swiglu_limit", "number", 7.0),
+            Setting("clamp_slope", "swiglu_alpha", "number", 1.702),
+            scoring="softmax_of_chosen",
+            has_router_bias=True,
+            has_expert_bias=True,
+        ),
+    ),
+    Family(
+        "OlmoeForCausalLM",
+        "olmoe",
+        title="OLMoE",
+        examples="OLMoE-1B-7B",
+        max_position_embeddings=4096,
+        norm_eps=1e-5,
+        **ATTENTION_BIAS,
+        qk_norm=True,
+        names={"head_dim": None},
+        fixed={"qk_norm_span": "all_heads"},
+        settings=(Setting("qkv_clip", "clip_qkv", "optional", None),),
+        supported={"sliding_window": ()},
+        tensors=(*LLAMA_TENSORS, *router(f"{LAYER}.mlp.gate"), *experts_of(f"{LAYER}.mlp")),
+        **_mixture_of(num_experts(64, *_EITHER), per_token(8), normalizes(False)),
+    ),
+    Family(
+        "PhimoeForCausalLM",
+        "phimoe",
+        title="Phi-3.5-MoE",
+        examples="Phi-3.5-MoE, Phi-mini-MoE",
+        max_position_embeddings=131072,
+        num_kv_heads=8,
+        norm_eps=1e-5,
+        **ATTENTION_BIAS,
+        windows="all",
+        rope=RopeForm(theta=1e6, has_mscales=True),
+        fixed={"norm": "layer", "norm_bias": True},
+        settings=(Setting("lm_head_bias", "lm_head_bias", "boolean", False),),
+        tensors=(*LLAMA_TENSORS, _LM_HEAD_BIAS, *_MIXTRAL_EXPERTS, *router(f"{LAYER}.mlp.router")),
+        notes=("SparseMixer routing",),
+        build=_phimoe,
+        express=_express_phimoe,
+    ),
+    Family(
+        "MiniMaxM2ForCausalLM",
+        "minimax_m2",
+        title="MiniMax-M2",
+        examples="MiniMax-M2, M2.1, M2.5",
+        max_position_embeddings=196608,
+        num_kv_heads=8,
+        head_dim=128,
+        qk_norm=True,
+        rope=RopeForm(theta=5e6, has_partial=True),
+        fixed={"qk_norm_span": "all_heads"},
+        supported={
+            "scoring_func": ("sigmoid",),
+            "use_qk_norm": (True,),
+            "qk_norm_type": ("per_layer",),
+            "use_routing_bias": (True,),
+            "shared_intermediate_size": (0,),
+        },
+        tensors=(
+            *LLAMA_TENSORS,
+            TensorRule(f"{LAYER}.block_sparse_moe.e_score_correction_bias", _CORRECTION),
+            TensorRule(f"{LAYER}.mlp.e_score_correction_bias", _CORRECTION),
+            *_MIXTRAL_EXPERTS,
+            *router(f"{LAYER}.mlp.gate"),
+        ),
+        skipped=(r".*\.rotary_emb\.inv_freq", r"(model\.)?mtp.*"),
+        normalize=_minimax_rotation,
+        build=_minimax,
+        express=_express_minimax,
+        has_later_layers=True,
+    ),
+    Family(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        title="ERNIE 4.5 mixtures",
+        examples="ERNIE-4.5-21B-A3B, 300B-A47B",
+        max_position_embeddings=131072,
+        num_kv_heads=4,
+        norm_eps=1e-5,
+        **all_biases("use_bias"),
+        is_tied=True,
+        rope=RopeForm(theta=500000.0, pairs_neighbours=True),
+        settings=(Setting("lm_head_bias", "use_bias", "boolean", False),),
+        supported={"moe_gate": ("topk",), "moe_gate_act": ("softmax",)},
+        tensors=(
+            *LLAMA_TENSORS,
+            _LM_HEAD_BIAS,
+            *router(f"{LAYER}.mlp.gate"),
+            TensorRule(f"{LAYER}.mlp.moe_statics.e_score_correction_bias", _CORRECTION, stored=(1, -1)),
+            TensorRule(f"{LAYER}.mlp.gate.moe_statics.e_score_correction_bias", _CORRECTION, stored=(1, -1)),
+            *experts_of(f"{LAYER}.mlp"),
+            *shared_mlp(f"{LAYER}.mlp.shared_experts"),
+        ),
+        skipped=(r".*\.rotary_emb\.inv_freq", r"(model\.)?mtp.*"),
+        build=_ernie,
+        express=_express_ernie,
+    ),
+    Family(
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan_v1_moe",
+        title="Hunyuan mixtures",
+        examples="Hunyuan-A13B",
+        max_position_embeddings=2048,
+        norm_eps=1e-5,
+        **ATTENTION_BIAS,
+        qk_norm=True,
+        fixed={"is_qk_norm_after_rotation": True},
+        rope=RopeForm(has_alpha=True),
+        supported={
+            "use_qk_norm": (True,),
+            "use_cla": (False,),
+            "use_mla": (False,),
+            "mlp_bias": (False,),
+            "use_mixed_mlp_moe": (True,),
+            "group_limited_greedy": (False,),
+            "moe_layer_num_skipped": (0,),
+        },
+        tensors=(
+            *HUNYUAN_TENSORS,
+            *router(f"{LAYER}.mlp.gate.wg"),
+            *experts_of(f"{LAYER}.mlp"),
+            *shared_mlp(f"{LAYER}.mlp.shared_mlp"),
+        ),
+        build=_hunyuan,
+        express=_express_hunyuan,
     ),
 )

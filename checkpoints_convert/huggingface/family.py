@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from checkpoints_convert.huggingface.llama_tensors import LLAMA_TENSORS
 from checkpoints_convert.huggingface.rules import TensorLayout, TensorRule, layout
 from jaxinfer.models import ModelConfig
 
@@ -115,6 +116,15 @@ def is_positive(value: Any, most: float) -> bool:
 
 # Whether there is a bias: never, always, or as the named field of config.json says.
 Bias = bool | str
+ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+LINEAR_BIAS: dict[str, Any] = {**ATTENTION_BIAS, "mlp_bias": "mlp_bias"}
+
+
+def all_biases(bias: Bias) -> dict[str, Any]:
+    """The same for all Linears of a layer."""
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
+
+
 # Which layers have a sliding window: none; all, if `sliding_window` is set; if `use_sliding_window` is set, those from
 # `max_window_layers` on ("late"), or those without rotation; all but every n-th ("pattern"). `layer_types` overrides.
 Windows = Literal["none", "all", "late", "unrotated", "pattern"]
@@ -160,20 +170,53 @@ INVERSE_ROOT = Conversion(lambda x: x**-0.5, lambda x: int(y) if (y := _rounded(
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of ModelConfig that is read from a field of config.json.
+    """A field of ModelConfig, or of a configuration in it, that is read from a field of config.json.
 
     Attributes:
-      field: of ModelConfig. name: in config.json. default: Transformers' default.
-      kind: type of the value in config.json; "optional" is a number, or null for off.
+      field: of ModelConfig, or of the configuration in it. name: in config.json. default: Transformers' default.
+      kind: type of the value in config.json; "count" is an integer that may be 0, "integer_or_null" and "optional" are
+        an integer and a number, or null for off.
       is_derived: `normalize` computes it from other fields, so it is not written.
+      names: it is read by the first of these names that is present; () for `name` only.
     """
 
     field: str
     name: str
-    kind: Literal["boolean", "number", "optional", "text"]
+    kind: Literal["boolean", "count", "integer", "integer_or_null", "number", "optional", "text"]
     default: Any
     conversion: Conversion = SAME
     is_derived: bool = False
+    names: tuple[str, ...] = ()
+
+    def read(self, fields: Fields) -> Any:
+        """The value for `field`; None for null if it means off."""
+        name = next((name for name in self.names if fields.has(name)), self.name)
+        if self.kind == "text":
+            return fields.data.get(name, self.default)
+        if self.kind in ("integer_or_null", "optional") and name in fields.data and fields.data[name] is None:
+            return None
+        if self.kind == "boolean":
+            value = fields.boolean(name, self.default)
+        elif self.kind in ("number", "optional"):
+            value = fields.number(name, self.default)
+        else:
+            value = fields.integer(name, self.default, least=0 if self.kind == "count" else 1)
+        return None if value is None else self.conversion.read(value)
+
+
+def read_settings(fields: Fields, settings: Iterable[Setting]) -> dict[str, Any]:
+    """Values of fields of a configuration."""
+    return {setting.field: setting.read(fields) for setting in settings}
+
+
+def write_settings(config: Any, settings: Iterable[Setting]) -> dict[str, Any]:
+    """Fields of config.json of a configuration; the inverse of `read_settings`."""
+    found = {}
+    for setting in settings:
+        if not setting.is_derived:
+            value = getattr(config, setting.field)
+            found[setting.name] = None if value is None else setting.conversion.write(value)
+    return found
 
 
 @dataclass(frozen=True)
@@ -263,7 +306,7 @@ class Family:
     is_tied: bool = False
     norm_eps: float = 1e-6
     prefix: str = "model."
-    tensors: tuple[TensorRule, ...] = field(default=(), repr=False)
+    tensors: tuple[TensorRule, ...] = field(default=LLAMA_TENSORS, repr=False)
     skipped: tuple[str, ...] = (ROTARY_BUFFERS,)
     normalize: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     express: Callable[[ModelConfig], dict[str, Any]] | None = None

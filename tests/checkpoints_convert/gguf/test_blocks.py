@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.gguf import blocks as gguf_blocks
-from checkpoints_convert.gguf.blocks import TYPES, dequantize, leaf_bytes, quantized_leaf, unpack
+from checkpoints_convert.gguf.blocks import TYPES, abstract_leaf, dequantize, quantized_leaf, unpack
 from jaxinfer.quantization import check
 from tests.checkpoints_convert.gguf.gguf_writer import BLOCKS, FLOATS, random_blocks
 
@@ -48,7 +48,8 @@ def test_a_leaf_dequantizes_to_the_same_bits(kind, transpose, monkeypatch):
     expected = dequantize(kind, blocks.raw)
     found = np.asarray(jax.tree.map(jax.numpy.asarray, leaf).dequantize())
     np.testing.assert_array_equal(bits(found), bits(expected.T if transpose else expected))
-    assert leaf_bytes(of_type, 24 * 512) == leaf.num_bytes
+    shape = (512, 24) if transpose else (24, 512)
+    assert abstract_leaf(of_type, shape, transpose=transpose).num_bytes == leaf.num_bytes
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints_convert.gguf.strings import string_starts
+from checkpoints_convert.gguf.file import string_starts
 
 
 def stored(texts):

@@ -265,10 +265,10 @@ CHECKPOINTS = (
     Fault(
         "checkpoints/bfloat16-is-truncated",
         "checkpoints_convert",
-        "cast = values.astype(target.dtype, copy=False)",
-        """cast = values.astype(target.dtype, copy=False)
-                if (values.dtype, target.dtype) == (np.float32, "bfloat16"):
-                    cast = (values.view(np.uint32) >> 16).astype(np.uint16).view(target.dtype)""",
+        "cast = values.astype(dtype, copy=False)",
+        """cast = values.astype(dtype, copy=False)
+            if (values.dtype, dtype) == (np.float32, "bfloat16"):
+                cast = (values.view(np.uint32) >> 16).astype(np.uint16).view(dtype)""",
         ("tests/checkpoints_convert/test_regions.py",),
         "weights are rounded towards zero, which costs half a bit of every layer",
     ),
