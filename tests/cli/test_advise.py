@@ -36,11 +36,11 @@ def test_measured_written_and_resumed(jaxinfer, model, tmp_path, monkeypatch):
     arguments += ("--max-seqs", 2, "--kv-dtype", "auto")
     lab_call, seen = measure.TrialRunner.__call__, []
 
-    def stops(lab, arguments):
+    def stops(lab, arguments, *more):
         if len(seen) == 2:
             raise KeyboardInterrupt
         seen.append(arguments)
-        return lab_call(lab, arguments)
+        return lab_call(lab, arguments, *more)
 
     with monkeypatch.context() as patched:
         patched.setattr(measure.TrialRunner, "__call__", stops)
