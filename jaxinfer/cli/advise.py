@@ -4,6 +4,7 @@ import contextlib
 import json
 import shlex
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from jaxinfer.progress import Stage, hidden
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
-    from jaxinfer.measure.advise.goals import Goal
+    from jaxinfer.measure.advise.goals import Goal, TrialResult
     from jaxinfer.measure.advise.report import Advice
     from jaxinfer.measure.advise.search import Findings
     from jaxinfer.measure.bench.workload import BenchWorkload
@@ -222,14 +223,37 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
             stage.restart(f"{number} of about {total}: {flags(arguments) or 'baseline'}")
             return runner(arguments, stop)
 
+        if found.base:
+            runner.refer_to(found.base[0])
+        bound = _roofline_bound(options, workload, arguments, facts.default_size)
         try:
-            Search(goal, measure, used=used, found=found, report=report.write).run(trials)
+            Search(goal, measure, used=used, found=found, report=report.write, bound=bound).run(trials)
         except BaseException as error:
             if found.base and is_interrupt(error):
                 with hidden():
                     report.finish(found, left_out)
             raise
     report.finish(found, left_out)
+
+
+def _roofline_bound(
+    options: AdviseOptions, workload: "BenchWorkload", arguments: dict[str, Any], max_seqs: int
+) -> "Callable[[dict[str, Any]], TrialResult | None]":
+    """The most tokens/s that the rates of this machine's chip allow for a trial, with the shortest sequences; None for
+    a chip that is not listed."""
+    import jax
+
+    from jaxinfer.planning import Place, chip_of_kind
+
+    chip = chip_of_kind(jax.devices()[0].device_kind)
+    if chip is None or workload.dataset or arguments.get("mesh") is not None:
+        return lambda arguments: None
+    from jaxinfer.measure.advise.planned import Planner
+
+    place = Place(chip.title, chip, 1)
+    return Planner.open(
+        *(options.model, place, arguments), prompt_tokens=workload.prompt_tokens.low, answer_tokens=1, max_seqs=max_seqs
+    ).most_tokens_per_second
 
 
 def _documents(options: AdviseOptions) -> tuple[tuple[str, ...], str]:

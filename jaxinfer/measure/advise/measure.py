@@ -18,7 +18,7 @@ from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weights import ModelWeights
 from jaxinfer.loading import LoadedModel, load_model
-from jaxinfer.measure.advise.candidates import MODEL_FITS, ModelFacts, mesh_shapes
+from jaxinfer.measure.advise.candidates import ModelFacts, mesh_shapes
 from jaxinfer.measure.advise.goals import ROUNDING, Arguments, TrialResult, median
 from jaxinfer.measure.advise.search import Stop
 from jaxinfer.measure.bench.metrics import figures
@@ -34,6 +34,7 @@ LOADING = ("tokenizer", "dtype", "revision", "requantize", "quantize", "verify",
 OF_WEIGHTS = ("quantize", "method", "mesh")
 # A repeat in which a program was compiled is discarded and made again, at most this many times.
 MAX_AGAIN = 8
+BESIDE_SHARE = 0.1  # of the free memory, for the weights and the cache of a baseline that stays open
 _SALTS = itertools.count()  # one for each run, so that no run reuses the prefixes of another
 
 
@@ -59,7 +60,11 @@ class TrialSettings:
 
 class TrialRunner:
     """Measures trials, with one set of weights in memory at a time. Tokens of cache are those that fit in `limit`
-    bytes, by default in this machine's memory."""
+    bytes, by default in this machine's memory.
+
+    On a CPU the engine of a small baseline stays open: each repeat of a trial is followed by one of the baseline, and
+    the figures are scaled by how much slower this one was than at first. What else runs on the machine slows both.
+    """
 
     def __init__(
         self,
@@ -74,14 +79,28 @@ class TrialRunner:
         self._key: tuple[Any, ...] = ()
         self._model: LoadedModel | None = None
         self._budget: float | None = limit
+        self._beside: tuple[LoadedModel, LLM] | None = None  # the baseline that stays open
+        self._reference: TrialResult | None = None
         self._qualities: dict[tuple[Any, ...], tuple[float, float]] = {}
 
     def close(self) -> None:
         """Frees the weights."""
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside[1].close()
+            if beside[0] is not self._model:
+                beside[0].weights.release()
+        self._close_model()
+
+    def _close_model(self) -> None:
         model, self._model = self._model, None
-        if model is not None:
+        if model is not None and (self._beside is None or model is not self._beside[0]):
             model.weights.release()
         gc.collect()
+
+    def refer_to(self, base: TrialResult) -> None:
+        """Scales the figures of trials to the machine as it was when this was measured."""
+        self._reference = base
 
     def __call__(self, arguments: Arguments, stop: Stop = lambda row: None) -> TrialResult:
         """Runs a trial, until `stop` gives a reason. A failure is a result with the reason; only a failing baseline
@@ -98,15 +117,18 @@ class TrialRunner:
             jax.clear_caches()
             gc.collect()
 
+    @property
+    def shared(self) -> float:
+        """The share of prompt tokens that prefix reuse could save."""
+        return shared_share([request.prompt for request in self.requests if not isinstance(request.prompt, str)])
+
     def facts(self, sizes: Sequence[int], default_size: int, drafts: Sequence[str]) -> ModelFacts:
         """The facts that decide which trials make sense."""
         model = self._loaded({})
         devices = jax.devices()
         if self.settings.arguments.get("mesh") is not None:
             devices = devices[:1]
-        why_no_offload = None if self.limit is not None else MODEL_FITS
-        if devices[0].platform == "cpu":
-            why_no_offload = "a CPU computes in the host's memory"
+        is_cpu = devices[0].platform == "cpu"
         return ModelFacts(
             given=self.settings.arguments,
             is_quantized=bool(describe(model.params)),
@@ -114,15 +136,20 @@ class TrialRunner:
             sizes=sizes,
             default_size=default_size,
             drafts=drafts,
-            shared=shared_share([one.prompt for one in self.requests if not isinstance(one.prompt, str)]),
+            shared=self.shared,
             longest=self._longest,
             has_limits=bool(self.settings.run_options.limits),
             prompt=max(len(request.prompt) for request in self.requests),
             num_layers=model.config.num_layers,
             meshes=mesh_shapes(len(devices)),
             has_calibration=bool(self.settings.calibration),
-            why_no_offload=why_no_offload,
+            why_no_offload=self._why_no_offload(is_cpu),
         )
+
+    def _why_no_offload(self, is_cpu: bool) -> str | None:
+        if is_cpu:
+            return "a CPU computes in the host's memory"
+        return None if self.limit is not None else "the model fits: copying layers in each step only takes time"
 
     def prepare(self, texts: list[list[int]] | None = None) -> None:
         """Loads the model and makes the requests, from text sampled from the model unless other texts are given."""
@@ -156,9 +183,12 @@ class TrialRunner:
         if arguments and not self._expected:  # the baseline was measured by an earlier run
             with self._opened({}) as llm:
                 self._quality(llm, self._sizes(llm, TrialResult()))
+                self._open_beside(llm)
         with self._opened(arguments) as llm:
             self.progress("compiling")
             row = self._quality(llm, self._sizes(llm, TrialResult(arguments)))
+            if not arguments:
+                self._open_beside(llm)
             before = llm.speculation_stats()
             stopped = stop(row)
             for number in range(self.settings.repeats):
@@ -169,6 +199,8 @@ class TrialRunner:
                 row = self._repeated(llm, row)
                 stopped = stop(row) if number + 1 < self.settings.repeats else None
             after = llm.speculation_stats()
+            if not arguments and self._reference is None and row.one:
+                self.refer_to(row)
             notes = list(self._notes(llm))
             if after is not None and before is not None and row.one:
                 stats = after - before
@@ -211,15 +243,33 @@ class TrialRunner:
         """The result with another repeat."""
         ttft, tpot, one = self._again(lambda: self._single(llm))
         batch = self._again(lambda: self._batch(llm))
+        slower, slower_batch = self._slower()
         return replace(
             row,
-            ttft=(*row.ttft, ttft),
-            tpot=(*row.tpot, tpot),
-            one=(*row.one, one),
-            rate=(*row.rate, batch["tokens_per_second"]["out"]),
-            batch_ttft=(*row.batch_ttft, batch["ttft"]["p50"]),
+            ttft=(*row.ttft, ttft / slower),
+            tpot=(*row.tpot, tpot / slower),
+            one=(*row.one, one / slower),
+            rate=(*row.rate, batch["tokens_per_second"]["out"] * slower_batch),
+            batch_ttft=(*row.batch_ttft, batch["ttft"]["p50"] / slower_batch),
             goodput=(*row.goodput, batch["goodput"]["requests_per_second"]) if "goodput" in batch else (),
         )
+
+    def _open_beside(self, llm: LLM) -> None:
+        """Opens the baseline, which `llm` is, beside the trials: on a CPU where it takes little of the memory."""
+        engine = llm.engine.engines[0]
+        memory = engine.runner.memory
+        held = memory.weights + sum(group.pool_bytes for group in engine.spec.groups)
+        is_small = memory.available is not None and held <= BESIDE_SHARE * memory.available
+        if self._beside is None and self._model is not None and engine.spec.platform == "cpu" and is_small:
+            self._beside = self._model, self._opened_over(self._model, {})
+
+    def _slower(self) -> tuple[float, float]:
+        """How much longer the baseline takes than at first: one request, and a batch; 1 where it is not open."""
+        if self._beside is None or self._reference is None:
+            return 1.0, 1.0
+        llm = self._beside[1]
+        one, batch = self._again(lambda: self._single(llm))[2], self._again(lambda: self._batch(llm))
+        return one / median(self._reference.one), median(self._reference.rate) / batch["tokens_per_second"]["out"]
 
     def _again(self, run: Callable[[], Any]) -> Any:
         """The result of a run in which nothing was compiled."""
@@ -300,10 +350,15 @@ class TrialRunner:
         key = tuple(arguments.get(name) for name in OF_WEIGHTS)
         if self._model is not None and self._key == key:
             return self._model
-        self.close()
+        if self._beside is not None and not any(key):
+            self._close_model()
+            self._model, self._key = self._beside[0], key
+            return self._model
+        self._close_model()
         self.progress("loading")
         values = {name: self.settings.arguments[name] for name in LOADING if name in self.settings.arguments}
-        values |= {name: arguments[name] for name in ("quantize",) if name in arguments}
+        if "quantize" in arguments:
+            values["quantize"] = arguments["quantize"]
         self._model = load_model(self.settings.model, mesh=self._mesh(arguments), **values)
         if (method := arguments.get("method")) is not None:
             self._model = self._calibrated(self._model, method)
@@ -327,9 +382,12 @@ class TrialRunner:
 
     def _opened(self, arguments: Arguments) -> LLM:
         if "offload" in arguments:  # its weights are read to where they stay
-            self.close()
+            self._close_model()
             return LLM(self.settings.model, **{**self.settings.arguments, **arguments})
-        model, values = self._loaded(arguments), {**self.settings.arguments, **arguments}
+        return self._opened_over(self._loaded(arguments), arguments)
+
+    def _opened_over(self, model: LoadedModel, arguments: Arguments) -> LLM:
+        values = {**self.settings.arguments, **arguments}
         values = {name: value for name, value in values.items() if name not in (*LOADING, "method")}
         values |= {name: self.settings.arguments[name] for name in ("dtype",) if name in self.settings.arguments}
         if str(values.get("kv_dtype", "")).startswith("fp8") and model.kv_scales is not None:

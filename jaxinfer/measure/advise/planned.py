@@ -9,7 +9,6 @@ import jax
 
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
-from jaxinfer.measure.advise.candidates import MODEL_FITS
 from jaxinfer.measure.advise.goals import Arguments, TrialResult
 from jaxinfer.measure.advise.search import Stop
 from jaxinfer.models import ModelConfig, Params
@@ -57,7 +56,7 @@ class Planner:
     def open(
         cls,
         model: str,
-        on: str,
+        on: str | Place,
         arguments: Mapping[str, Any],
         *,
         prompt_tokens: int,
@@ -66,7 +65,7 @@ class Planner:
         acceptance: float | None = None,
     ) -> "Planner":
         """Reads the headers of a checkpoint. Raises ValueError for an invalid place or length, and as `load_shapes`."""
-        place = parse_place(on)
+        place = parse_place(on) if isinstance(on, str) else on
         values = {name: arguments[name] for name in LOADING if name in arguments}
         config, params = load_shapes(model, **values)
         config, _ = for_length(config, prompt_tokens + answer_tokens)
@@ -92,7 +91,14 @@ class Planner:
         if self.request({}).layout.num_devices > 1:
             return "it is for one device"
         is_needed = not make_plan(self.request({}), compiles=False).fits
-        return None if is_needed else MODEL_FITS
+        return None if is_needed else "the model fits: copying layers in each step only takes time"
+
+    def most_tokens_per_second(self, arguments: Arguments) -> TrialResult | None:
+        """The tokens/s of a full batch that the rates allow; None where they depend on more."""
+        if {"draft", "method", "mesh", "offload", "prefix_cache"} & set(arguments):
+            return None
+        row = self(arguments)
+        return None if row.reason is not None else TrialResult(arguments, rate=row.rate)
 
     def request(self, arguments: Arguments, num_draft_tokens: int | None = None) -> PlanRequest:
         """The request for `make_plan`. Raises ValueError for options that are out of range."""

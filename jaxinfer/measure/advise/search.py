@@ -54,6 +54,8 @@ class Search:
       found: results of an earlier search, which are kept except for failures.
       report: called with the findings after each trial.
       repeats: whether the baseline is measured again, and finalists in turn: not where figures are computed.
+      bound: the best figures that a trial could have, as far as they are known; a trial that would not win with them
+        is not measured.
     """
 
     def __init__(
@@ -65,9 +67,10 @@ class Search:
         found: Findings | None = None,
         report: Callable[[Findings], None] = lambda found: None,
         repeats: bool = True,
+        bound: Callable[[Arguments], TrialResult | None] = lambda arguments: None,
     ):
         self.goal, self.measure, self.used, self.report = goal, measure, used, report
-        self.repeats = repeats
+        self.repeats, self.bound = repeats, bound
         self.found = found = found or Findings([], [], [])
         found.alone = [row for row in found.alone if row.reason is None]
         found.together = [row for row in found.together if row.reason is None]
@@ -111,7 +114,7 @@ class Search:
         alone, base = self.found.alone, self.found.base
         best, fits = base[0], self.goal.ruled_out(base[0]) is None
         if start := promising(self.goal, alone, base):
-            return [row for row, _ in start[: 1 if fits else 2]]
+            return start[: 1 if fits else 2]
         for row in () if fits else sorted((row for row in alone if row.needed_bytes is not None), key=_needed):
             if not any(name in best.arguments for name in row.arguments):
                 both = self._tried(ordered({**best.arguments, **row.arguments}), self.found.together)
@@ -157,14 +160,13 @@ class Search:
         fits = self.goal.ruled_out(base) is None
         if self.goal.name == "quality" and fits and not row.is_exact and not self.goal.is_planned:
             return "it cannot win: the model fits as it is, and its answers would change"
-        if set(arguments) != {"max_seqs"} or not min(base.tpot, default=0.0) or not fits:
+        limit = self.bound(arguments) or _batch_bound(arguments, base)
+        if limit is None or not fits:
             return None
-        # At most, if a step of the batch takes as long as one of a single request, with no prompts.
-        most = self.goal.values(replace(row, rate=(arguments["max_seqs"] / min(base.tpot),)))
-        least = self.goal.values(pooled(self.found.base))
-        if most and least and most[0] * (1 + REPEAT_NOISE) < median(least):
+        most, least = self.goal.values(limit), self.goal.values(pooled(self.found.base))
+        if most and least and median(most) * (1 + REPEAT_NOISE) < median(least):
             return (
-                f"it cannot win: {self.goal.title(base)} of {most[0]:,.4g} at most, and the baseline has "
+                f"it cannot win: {self.goal.title(base)} of {median(most):,.4g} at most, and the baseline has "
                 f"{median(least):,.4g}"
             )
         return None
@@ -193,8 +195,7 @@ class Search:
     def _play_finals(self) -> None:
         """Measures the best few and the baseline in turn, forwards and backwards, a repeat each: what drifts then
         changes all of them."""
-        best = promising(self.goal, self.found.rows, self.found.base)
-        finalists = [row.arguments for row, _ in best[:NUM_FINALISTS]]
+        finalists = [row.arguments for row in best_rows(self.goal, self.found)[:NUM_FINALISTS]]
         if not finalists or self.found.finals or (self.goal.name == "users" and not self.found.base[0].goodput):
             return
         order: list[Arguments] = [{}, *finalists]
@@ -211,6 +212,13 @@ class Search:
             self.report(self.found)
 
 
+def _batch_bound(arguments: Arguments, base: TrialResult) -> TrialResult | None:
+    """A batch's tokens/s at most, if a step of it takes as long as one of a single request, with no prompts."""
+    if set(arguments) != {"max_seqs"} or not base.tpot or min(base.tpot) <= 0:
+        return None
+    return TrialResult(arguments, rate=(arguments["max_seqs"] / min(base.tpot),))
+
+
 def after_one(row: TrialResult) -> str | None:
     """Stops after one repeat."""
     return "one repeat" if row.one else None
@@ -218,16 +226,11 @@ def after_one(row: TrialResult) -> str | None:
 
 def pooled(rows: Sequence[TrialResult]) -> TrialResult:
     """One result with the repeats of several."""
-    return _with_repeats(rows[0], rows)
+    values = {name: sum((getattr(row, name) for row in rows), ()) for name in REPEATED}
+    return replace(rows[0], **values)
 
 
-def _with_repeats(row: TrialResult, rows: Sequence[TrialResult]) -> TrialResult:
-    return replace(row, **{name: sum((getattr(one, name) for one in rows), ()) for name in REPEATED})
-
-
-def promising(
-    goal: Goal, rows: Sequence[TrialResult], base: Sequence[TrialResult]
-) -> list[tuple[TrialResult, Judgement]]:
+def promising(goal: Goal, rows: Sequence[TrialResult], base: Sequence[TrialResult]) -> list[TrialResult]:
     """The results within the limits that may be better than the baseline, the best first: their medians are, whatever
     the noise; if the baseline is outside the limits, all that are within."""
     pairs = [(row, judge(goal, row, base)) for row in rows]
@@ -238,7 +241,7 @@ def promising(
             good = [pair for pair in good if pair[0].is_exact]
     else:
         good = good or [pair for pair in pairs if pair[1].verdict == "in doubt"]
-    return sorted(good, key=lambda pair: _rank(goal, *pair))
+    return [row for row, _ in sorted(good, key=lambda pair: _rank(goal, *pair))]
 
 
 def additions(
@@ -270,15 +273,19 @@ def _needed(row: TrialResult) -> float:
     return math.inf if row.needed_bytes is None else row.needed_bytes
 
 
+def best_rows(goal: Goal, found: Findings) -> list[TrialResult]:
+    """All results that may be better than the baseline, the best first."""
+    return promising(goal, found.rows, found.base)
+
+
 def recommended(goal: Goal, found: Findings) -> tuple[TrialResult, Judgement] | None:
     """The best result, the baseline if nothing beats it, None if nothing is within the limits. Finalists are compared
     by their figures in turn; without them a result must beat the baseline by more than the noise."""
     fits = goal.ruled_out(found.base[0]) is None
-    pairs = promising(goal, found.rows, found.base)
     if found.finals and fits:
-        base = _turns(found, {})
-        turns = [(row, _turns(found, row.arguments)) for row, _ in pairs]
-        pairs = [(_with_repeats(row, rounds), compare(goal, rounds, base)) for row, rounds in turns if rounds]
+        pairs = _judged_finals(goal, found)
+    else:
+        pairs = [(row, judge(goal, row, found.base)) for row in best_rows(goal, found)]
     good = [pair for pair in pairs if pair[1].verdict == "better" or not fits]
     if not good:
         base = found.base[0]
@@ -287,10 +294,10 @@ def recommended(goal: Goal, found: Findings) -> tuple[TrialResult, Judgement] | 
     # Prefer fewer changes, if more of them gain no more than the noise.
     fewer = [pair for pair in good if len(pair[0].arguments) < len(best[0].arguments)]
     fewer.sort(key=lambda pair: (len(pair[0].arguments), _rank(goal, *pair)))
-    return next((pair for pair in fewer if not _is_improvement(goal, found, best[0], pair[0])), best)
+    return next((pair for pair in fewer if not is_improvement(goal, found, best[0], pair[0])), best)
 
 
-def _is_improvement(goal: Goal, found: Findings, row: TrialResult, before: TrialResult) -> bool:
+def is_improvement(goal: Goal, found: Findings, row: TrialResult, before: TrialResult) -> bool:
     """Whether more changes are better than fewer, by more than the noise."""
     if goal.name == "quality" and _kl(row) != _kl(before):
         return _kl(row) < _kl(before)
@@ -298,6 +305,15 @@ def _is_improvement(goal: Goal, found: Findings, row: TrialResult, before: Trial
     if rows and others:
         return compare(goal, rows, others).verdict == "better"
     return judge(goal, row, [before]).verdict == "better"
+
+
+def _judged_finals(goal: Goal, found: Findings) -> list[tuple[TrialResult, Judgement]]:
+    base, pairs = _turns(found, {}), []
+    for row in best_rows(goal, found):
+        if rounds := _turns(found, row.arguments):
+            both = {name: getattr(pooled(rounds), name) for name in REPEATED}
+            pairs.append((replace(row, **both), compare(goal, rounds, base)))
+    return pairs
 
 
 def _turns(found: Findings, arguments: Arguments) -> list[TrialResult]:

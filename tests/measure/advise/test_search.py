@@ -320,18 +320,19 @@ def test_what_cannot_win_is_stopped_and_what_may_is_not():
     assert recommended(Goal("cost"), found)[0].name == "--max-seqs 64"
 
 
-def test_a_batch_that_cannot_win_is_not_measured():
+def test_a_bound_keeps_what_cannot_win_from_running():
     class Timed(Machine):
         def __call__(self, arguments, stop=lambda row: None):
             return replace(super().__call__(arguments), tpot=(0.02,) * 3)
 
     trials = [{"max_seqs": 1}, {"max_seqs": 4}, {"quantize": "int8"}]
     machine = Timed({})
-    found = search(Goal("cost"), trials, machine)
+    bound = {"--quantize int8": TrialResult({"quantize": "int8"}, rate=(80.0,))}
+    found = search(Goal("cost"), trials, machine, bound=lambda arguments: bound.get(flags(arguments)))
     assert [row.reason for row in found.alone] == [
         "not tried: it cannot win: tokens/s of 50 at most, and the baseline has 100",
         None,
-        None,
+        "not tried: it cannot win: tokens/s of 80 at most, and the baseline has 100",
     ]
     assert machine.asked[:2] == ["", "--max-seqs 4"]
     found = search(Goal("latency"), trials, Timed({}))
