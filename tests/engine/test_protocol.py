@@ -16,7 +16,7 @@ from tests.tiny import OPTIONS
 ROOT = Path(jaxinfer.__file__).parent
 MEMBERS = {name: value for name, value in vars(AnyEngine).items() if not name.startswith("_")}
 # Where an engine is used through a model's or a client's attribute `engine`.
-USES = {"engine/client.py": "self.engine", "llm.py": "self.engine", "": "llm.engine"}
+USES = {"engine/client.py": "self.engine", "api/llm.py": "self.engine", "": "llm.engine"}
 
 
 def lacks(kind, members=MEMBERS):
