@@ -30,7 +30,8 @@ class PagePools:
         self.groups, self.page_size, self.policy = tuple(groups), page_size, policy
         self.all = tuple(PagePool(group.num_pages, shuffle_seed) for group in groups)
         self._num_held, self._most_held, self.place = policy.num_held, policy.most_held, policy.place
-        if policy == KEEPS_ALL:  # a request then makes no call into the policies
+        self._holds_all = policy == KEEPS_ALL
+        if self._holds_all:  # a request then makes no call into the policies
             self._num_held, self._most_held, self.place = _num_tokens, _num_tokens, _num_stored
         self._ends = [group.at_end for group in groups if group.at_end is not None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
@@ -40,7 +41,8 @@ class PagePools:
 
     def pages_of(self, sequence: SequenceState, num_tokens: int) -> int:
         """Pages that a sequence needs when so many of its tokens are stored."""
-        return self.pages_for(self._num_held(sequence.num_prompt, num_tokens))
+        held = num_tokens if self._holds_all else self._num_held(sequence.num_prompt, num_tokens)
+        return -(-held // self.page_size)
 
     def num_lacking(self, sequence: SequenceState, num_tokens: int) -> int:
         """Pages that a decoding sequence does not have yet for so many more tokens."""
