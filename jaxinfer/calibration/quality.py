@@ -41,7 +41,7 @@ class _Sums(NamedTuple):
     num_agreeing: jax.Array
 
 
-def kl_divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+def kl_divergence(log_p: jax.Array | np.ndarray, log_q: jax.Array | np.ndarray) -> jax.Array:
     """KL(p || q) [...] in nats, of log-probabilities [..., V]."""
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
