@@ -121,7 +121,7 @@ LINEAR_BIAS: dict[str, Any] = {**ATTENTION_BIAS, "mlp_bias": "mlp_bias"}
 
 
 def all_biases(bias: Bias) -> dict[str, Any]:
-    """The same for all Linears of a layer."""
+    """Settings that give all Linears of a layer this bias."""
     return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
 
 

@@ -46,7 +46,8 @@ class PagedCache:
     The layout of a page is that of the platform's kernel. Page 0 is the null page: unused entries of page tables point
     to it, and it is never written. `scales` are static scales of a checkpoint, for an fp8 cache. `groups` is the group
     of each layer: layers of one group share page ids, and the page table with that number; () where all are in one.
-    Layers that store no keys have None for their pages; `states` are those of recurrent layers, by slot.
+    Layers that store no keys have None for their pages; `states` are those of recurrent layers, by slot, or what a
+    draft carries beside pages of its own.
     """
 
     layers: tuple[Pages | LeafedPages | None, ...]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 from jaxinfer.models import ModelConfig, Params, abstract_params, bind
 
 Hidden = jax.Array | np.ndarray
+Array = TypeVar("Array", jax.Array, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class _Sums(NamedTuple):
     num_agreeing: jax.Array
 
 
-def kl_divergence(log_p: jax.Array | np.ndarray, log_q: jax.Array | np.ndarray) -> jax.Array:
-    """KL(p || q) [...] in nats, of log-probabilities [..., V]."""
-    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+def kl_divergence(log_p: Array, log_q: Array) -> Array:
+    """KL(p || q) [...] in nats, of log-probabilities [..., V], both on the host or both on devices."""
+    numbers: Any = log_p.__array_namespace__()
+    return numbers.sum(numbers.exp(log_p) * (log_p - log_q), axis=-1)
 
 
 def compare(

@@ -7,6 +7,7 @@ the arguments' shapes and structures, static arguments, sources, packages, setti
 """
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -175,9 +176,9 @@ def _plugged_in(modules: set[str]) -> list[str] | None:
     found = []
     for name in sorted(one for one in modules if one.split(".")[0] not in _OURS):
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file is None:
+        if file is None or not Path(file).is_file():
             return None
-        found.append(f"{name} {Path(file).read_text()}")
+        found.append(f"{name} {hashlib.sha256(Path(file).read_bytes()).hexdigest()}")
     return found
 
 

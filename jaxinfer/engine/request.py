@@ -312,9 +312,9 @@ class SequenceState:
         """Its place among the others: lower is served first and preempted last."""
         return (self.num_preemptions < MAX_PREEMPTIONS, self.request.options.priority, self.order)
 
-    @property
+    @cached_property
     def salt(self) -> str:
-        """What separates its prefixes from others of the same tokens: the request's salt and adapter."""
+        """Separates its prefixes from others of the same tokens: by the request's salt and adapter."""
         adapter, salt = self.request.adapter, self.request.options.cache_salt
         return hashlib.sha256(repr((adapter, salt)).encode()).hexdigest() if adapter else salt
 

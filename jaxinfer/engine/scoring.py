@@ -102,7 +102,7 @@ class ScoreWork:
     adapters: np.ndarray | None = None
 
     def adapters_at(self, rows: np.ndarray) -> np.ndarray | None:
-        """Of some rows; for one past the last one, which stands where there are none, any."""
+        """Adapters of some rows; any for one past the last one, which stands where there are none."""
         return None if self.adapters is None else self.adapters[np.minimum(rows, len(self.adapters) - 1)]
 
 

@@ -472,9 +472,9 @@ class EngineSpec:
         """States of a draft model's own, of all slots, or what else it carries from pass to pass."""
         own = (abstract_state_cache(config, self.max_seqs, compute_dtype(params)) for config, params in self.draft.own)
         carried = self.draft.carried(self.max_seqs)
-        return self._whole(next(own, None) if carried is None else carried)
+        return self._replicated(next(own, None) if carried is None else carried)
 
-    def _whole(self, arrays: Any) -> Any:
+    def _replicated(self, arrays: Any) -> Any:
         """Abstract arrays, whole on every device."""
         if (mesh := self.program_mesh) is None:
             return arrays
@@ -524,7 +524,7 @@ class EngineSpec:
     @cached_property
     def tables(self) -> GrammarTables:
         """Masks and tables of grammars, whole on every device."""
-        return self._whole(self.table_sizes.abstract())
+        return self._replicated(self.table_sizes.abstract())
 
     @cached_property
     def parts(self) -> dict[str, int]:

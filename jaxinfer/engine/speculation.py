@@ -205,9 +205,9 @@ class Speculation:
     def _num_drafted(self, sequence: SequenceState) -> int:
         """Leading tokens whose pages the draft has stored, in some earlier sequence: all that were found, where it does
         not catch up. A draft with states, which pages do not hold, begins anew."""
-        count = 0
         if not self._catches_up:
             return sequence.num_reused
+        count = 0
         if self.spec.draft_has_states:
             return count
         for page in sequence.pages[: sequence.num_reused // self.spec.page_size]:

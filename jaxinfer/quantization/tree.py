@@ -52,6 +52,8 @@ def num_adapters(params: Any) -> int:
     Raises ValueError, with names, for weights that hold different numbers of them, and for those of experts.
     """
     found: dict[int, str] = {}
+    if all(kind.num_adapters is None for kind in KINDS.values()):
+        return 0  # without a walk over the tree, which each spec would make
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
         kind = KINDS.get(type(leaf))
         if kind is None or kind.num_adapters is None:

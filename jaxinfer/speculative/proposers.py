@@ -39,7 +39,8 @@ class DraftSlots:
     Attributes:
       sequence: int32[S, L], tokens of prompt and answer; entries after a slot's newest token are unspecified.
       num_drafted: int32[S], leading tokens in the draft model's cache. It may be less than in the target's cache, where
-        a slot was decoded without drafts or reused pages that the draft model did not write.
+        a slot was decoded without drafts or reused pages that the draft model did not write. Of a draft that observes,
+        those that were found when the sequence began (`ObservedRows.num_found`).
     """
 
     sequence: jax.Array

@@ -229,7 +229,7 @@ def short_request(adapter=0):
 
 
 def of_merged(model, found, jobs=JOBS, **options):
-    """What `found(llm, jobs)` gives of the jobs of each adapter with a plain model that has it merged, in order."""
+    """Results of `found(llm, jobs)` for the jobs of each adapter, by a plain model that has it merged, in order."""
     results = {}
     for adapter in range(NUM_ADAPTERS):
         own = [number for number, job in enumerate(jobs) if job[-1] == adapter]

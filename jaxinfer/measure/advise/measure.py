@@ -321,7 +321,7 @@ class TrialRunner:
             states = hidden_states(engine, self._texts, ends)
             for start, rows, whole in zip(starts, states, self._expected, strict=True):
                 found, expected = log_probs(engine, rows[start:]), whole[start:]
-                kl += float(np.asarray(kl_divergence(expected, found)).sum(dtype=np.float64))
+                kl += float(kl_divergence(expected, found).sum(dtype=np.float64))
                 agreeing += float(np.sum(expected.argmax(-1) == found.argmax(-1)))
             count = sum(map(len, self._texts)) - sum(starts)
             self._qualities[key] = max(kl, 0.0) / count, agreeing / count
