@@ -78,7 +78,7 @@ R = TypeVar("R")
 Key = TypeVar("Key")
 
 
-def together(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+def on_all_hosts(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """A method that only host 0 runs, where there are several; the others follow, and return or raise the same."""
 
     @functools.wraps(method)
@@ -187,7 +187,7 @@ class LLM(Closable):
     # Generating.
 
     @takes_other_names
-    @together
+    @on_all_hosts
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -309,7 +309,7 @@ class LLM(Closable):
             return self.client.generate_each(items, limit)
         return self._lockstep.each_request(items, lambda numbered: self.client.generate_each(numbered, limit))
 
-    @together
+    @on_all_hosts
     def generate_file(
         self,
         path_in: str | Path,
@@ -342,7 +342,7 @@ class LLM(Closable):
     # Scores, vectors, relevance.
 
     @takes_other_names
-    @together
+    @on_all_hosts
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -383,7 +383,7 @@ class LLM(Closable):
         return [scores[answer] for (answer,) in self._run(requests, "scoring", what, use_tqdm, take)]
 
     @takes_other_names
-    @together
+    @on_all_hosts
     def embed(
         self,
         texts: Prompt | Sequence[Prompt],
@@ -417,7 +417,7 @@ class LLM(Closable):
         keywords |= {"dimensions": dimensions, "normalize": normalize, "truncate": truncate}
         return self._vectors(self.embedder.embed(as_prompts(texts), **keywords), "embedding", use_tqdm)
 
-    @together
+    @on_all_hosts
     def relevance(
         self,
         queries: str | Sequence[str],
@@ -524,7 +524,7 @@ class LLM(Closable):
         with Stage(f"saving {self.name} to {folder}"):
             return save_model(self._loaded, folder, dtype=dtype, dequantize=dequantize, overwrite=overwrite)
 
-    @together
+    @on_all_hosts
     def warm_up(self, *, jobs: int | None = None, use_tqdm: bool | None = None) -> int:
         """Compiles every program that a request can need, so that none compiles later; returns how many.
 
@@ -572,7 +572,7 @@ class LLM(Closable):
 
         return plan_engine(self.name, self.engine.engines[0])
 
-    @together
+    @on_all_hosts
     def speculation_stats(self) -> SpeculationStats | None:
         """Counts of what was drafted and accepted since the start, all answers together; None without a draft."""
         return self.engine.speculation_stats

@@ -247,7 +247,7 @@ def tables_by_group(page_tables: PageTables | jax.Array, cache: PagedCache) -> P
     return tables
 
 
-def seen_tables(
+def visible_tables(
     cache: PagedCache, page_tables: PageTables, ends: jax.Array, lengths: jax.Array
 ) -> tuple[PageTables, Any]:
     """Page tables and kv_lengths int32 [S] of sequences that have `ends` int32 [S] tokens after the pass, of which

@@ -6,7 +6,7 @@ A page is in one of four states:
   free    without owner, contents meaningless.
   owned   by one or more sequences; those that share a page only read it.
   idle    without owner, but kept, as its contents may be reused. The page that is idle for longest is allocated when
-          no page is free, and its `forget` callback is called; pages that are unlikely to be reused go before it.
+          no page is free, and its `on_evict` callback is called; pages that are unlikely to be reused go before it.
 """
 
 import random
@@ -39,7 +39,7 @@ class PagePool:
         self._random = None if shuffle_seed is None else random.Random(shuffle_seed)
         self._owners = [0] * num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
-        self._forget: dict[int, Callable[[], None]] = {}
+        self._on_evict: dict[int, Callable[[], None]] = {}
         self._unlikely: set[int] = set()
 
     @property
@@ -60,7 +60,7 @@ class PagePool:
 
     def is_kept(self, page: int) -> bool:
         """Whether its contents may be reused, so that it must not be written."""
-        return page in self._forget
+        return page in self._on_evict
 
     def is_unlikely(self, page: int) -> bool:
         """Whether an idle page is not worth keeping elsewhere when it is given away."""
@@ -91,10 +91,10 @@ class PagePool:
                 self._unlikely.discard(page)
             self._owners[page] += 1
 
-    def release(self, pages: Sequence[int], *, goes_first: bool = False) -> None:
+    def release(self, pages: Sequence[int], *, evict_first: bool = False) -> None:
         """One owner less for each, the last page of a sequence first.
 
-        In that order no idle page is reallocated before a page that continues it. With `goes_first`, those that become
+        In that order no idle page is reallocated before a page that continues it. With `evict_first`, those that become
         idle are reallocated before all that are idle already.
         """
         for page in reversed(pages):
@@ -102,21 +102,21 @@ class PagePool:
                 raise ValueError(f"page {page} is released, but nobody owns it")
             self._owners[page] -= 1
             if self._owners[page] == 0:
-                if page in self._forget:
+                if page in self._on_evict:
                     self._idle[page] = None
-                    if goes_first:
+                    if evict_first:
                         self._idle.move_to_end(page, last=False)
                         self._unlikely.add(page)
                 else:
                     insort(self._free, page, key=neg)
 
-    def keep(self, page: int, forget: Callable[[], None]) -> None:
-        """Once nobody owns `page`, its contents stay for as long as pages last; `forget()` is called when they go."""
-        if self._owners[page] == 0 or page in self._forget:
+    def keep(self, page: int, on_evict: Callable[[], None]) -> None:
+        """Once nobody owns `page`, its contents stay for as long as pages last; `on_evict()` is called when they go."""
+        if self._owners[page] == 0 or page in self._on_evict:
             raise ValueError(f"page {page} is kept, but it has {self._owners[page]} owners or is kept already")
-        self._forget[page] = forget
+        self._on_evict[page] = on_evict
 
-    def renew(self, page: int) -> None:
+    def touch(self, page: int) -> None:
         """An idle page is reallocated after all that are idle already."""
         if page in self._idle:
             self._idle.move_to_end(page)
@@ -127,7 +127,7 @@ class PagePool:
             del self._idle[page]
             self._unlikely.add(page)
             insort(self._free, page, key=neg)
-            self._forget.pop(page)()
+            self._on_evict.pop(page)()
             self._unlikely.remove(page)
 
     def drop_idle(self) -> int:
@@ -154,7 +154,7 @@ class PagePool:
             raise RuntimeError("a page is free or idle twice, or while it is owned, or it is the null page")
         if len(unowned) + sum(count > 0 for count in owners) != self.num_pages - 1:
             raise RuntimeError(f"{self.num_pages - 1} pages, but {len(unowned)} unowned and {self.num_owned} owned")
-        if any(page not in self._forget for page in self._idle) or any(page in self._forget for page in self._free):
+        if any(page not in self._on_evict for page in self._idle) or any(page in self._on_evict for page in self._free):
             raise RuntimeError("an idle page is kept by nobody, or a free one is kept")
 
     def _take_free(self, count: int) -> list[int]:
@@ -173,7 +173,7 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
-        self._forget.pop(page)()
+        self._on_evict.pop(page)()
         self._unlikely.discard(page)
         self.num_evictions += 1
         return page

@@ -29,10 +29,10 @@ class PagePools:
     ):
         self.groups, self.page_size, self.policy = tuple(groups), page_size, policy
         self.all = tuple(PagePool(group.num_pages, shuffle_seed) for group in groups)
-        self._num_held, self._most_held, self.place = policy.num_held, policy.most_held, policy.place
+        self._num_held, self._most_held, self.write_offset = policy.num_held, policy.most_held, policy.write_offset
         self._holds_all = policy == KEEPS_ALL
         if self._holds_all:  # a request then makes no call into the policies
-            self._num_held, self._most_held, self.place = _num_tokens, _num_tokens, _num_stored
+            self._num_held, self._most_held, self.write_offset = _num_tokens, _num_tokens, _num_stored
         self._ends = [group.at_end for group in groups if group.at_end is not None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
 
@@ -44,7 +44,7 @@ class PagePools:
         held = num_tokens if self._holds_all else self._num_held(sequence.num_prompt, num_tokens)
         return -(-held // self.page_size)
 
-    def num_lacking(self, sequence: SequenceState, num_tokens: int) -> int:
+    def num_missing(self, sequence: SequenceState, num_tokens: int) -> int:
         """Pages that a decoding sequence does not have yet for so many more tokens."""
         end = min(sequence.num_reserved + num_tokens, sequence.num_storable)
         return max(0, self.pages_of(sequence, end) - len(sequence.pages))
@@ -71,7 +71,7 @@ class PagePools:
         num_ahead = max((one.num_observed for one in ends), default=1)
         return [group.least_pages(num_tokens, self.page_size, num_prompt, num_ahead) for group in self.groups]
 
-    def num_missing(self, num_tokens: int, num_known: int, num_prompt: int = 0) -> list[int]:
+    def num_missing_at_start(self, num_tokens: int, num_known: int, num_prompt: int = 0) -> list[int]:
         """By group, the pages that a sequence of `num_tokens` tokens needs, at least, if it shares the whole pages of
         the first `num_known`."""
         num_whole = num_known // self.page_size
@@ -157,7 +157,7 @@ class PagePools:
             num_pages = -(-((group.window or 0) - 1) // self.page_size)
             for number in range(max(first, group.num_sinks), end):
                 is_useful = prefixes.is_before_an_end(sequence.place, number, num_pages, prompt_end)
-                pool.release([table[number]], goes_first=not is_useful)
+                pool.release([table[number]], evict_first=not is_useful)
                 table[number] = NULL_PAGE
             sequence.num_released[index] = max(first, end)
 
@@ -201,5 +201,5 @@ def _num_tokens(num_prompt: int, num_tokens: int) -> int:
 
 
 def _num_stored(sequence: SequenceState) -> int:
-    """As `CachePolicy.place` where everything is kept."""
+    """As `CachePolicy.write_offset` where everything is kept."""
     return sequence.num_stored

@@ -47,7 +47,7 @@ class PrefixPlace:
 class PrefixMatch:
     """Tables of pages that a sequence shares, by group, NULL_PAGE for those that nothing reads.
 
-    NULL_PAGE stands, too, for pages that lie in host memory until `PrefixTree.bring_back`: `absent` are their groups,
+    NULL_PAGE stands, too, for pages that lie in host memory until `PrefixTree.restore`: `absent` are their groups,
     their places in the tables, and their nodes.
     """
 
@@ -84,7 +84,7 @@ class PrefixTree:
 
     def match(self, keys: Sequence[bytes], salt: str = "") -> PrefixMatch:
         """The pages of the longest beginning of `keys` after which a sequence can go on; the caller becomes one of
-        their owners, and calls `bring_back` or `let_go`."""
+        their owners, and calls `restore` or `release_match`."""
         nodes = self._walk(keys, salt)
         match = PrefixMatch([], salt)
         for index, (group, pool) in enumerate(zip(self._groups, self._pools, strict=True)):
@@ -98,12 +98,12 @@ class PrefixTree:
             match.absent += [(index, place, nodes[place]) for place in places if table[place] == NULL_PAGE]
             for place in reversed(places) if self._has_tier else ():  # beginnings are given away last
                 if nodes[place].hosts[index] != NULL_PAGE:
-                    self._tier.renew(index, nodes[place].hosts[index])
+                    self._tier.touch(index, nodes[place].hosts[index])
         for group, _, node in match.absent:
             self._tier.pin(group, node.hosts[group])
         return match
 
-    def bring_back(self, match: PrefixMatch) -> list[list[int]]:
+    def restore(self, match: PrefixMatch) -> list[list[int]]:
         """Plans that absent pages come back from host memory, into pages that must be available; the tables."""
         for group, place, node in match.absent:
             (page,) = self._pools[group].allocate(1)
@@ -113,7 +113,7 @@ class PrefixTree:
         match.absent = []
         return match.tables
 
-    def let_go(self, match: PrefixMatch) -> None:
+    def release_match(self, match: PrefixMatch) -> None:
         """Ends the ownership that `match` began."""
         for pool, table in zip(self._pools, match.tables, strict=False):
             pool.release([page for page in table if page != NULL_PAGE])
@@ -192,13 +192,13 @@ class PrefixTree:
     def _renew_hosts(self, nodes: Sequence[_Node]) -> None:
         for node in reversed(nodes):  # beginnings are given away last
             if node.hosts[0] != NULL_PAGE:
-                self._tier.renew(0, node.hosts[0])
+                self._tier.touch(0, node.hosts[0])
 
-    def renew(self, place: PrefixPlace, group: int) -> None:
+    def touch(self, place: PrefixPlace, group: int) -> None:
         """Idle pages of a group on a path are given away after those of other paths, ends before beginnings."""
         node = place.node
         while node is not None:
-            self._pools[group].renew(node.pages[group])
+            self._pools[group].touch(node.pages[group])
             node = node.parent
 
     def is_before_an_end(self, place: PrefixPlace | None, index: int, num_pages: int, prompt_end: int) -> bool:
@@ -333,7 +333,7 @@ class PrefixTree:
             raise RuntimeError(f"page {page} is given away before the pages that continue it")
         self._tier.cancel(group, page)
         if node.hosts[group] != NULL_PAGE:
-            self._tier.renew(group, node.hosts[group])
+            self._tier.touch(group, node.hosts[group])
         elif not self._pools[group].is_unlikely(page):
             node.hosts[group] = self._tier.move_out(group, page, partial(self._forget_host, node, group, salt))
         node.pages[group] = NULL_PAGE

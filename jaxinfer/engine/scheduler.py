@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from jaxinfer.engine.spec import EngineSpec
 
 
-MAX_LOOKED_AT = 256  # waiting requests that one step looks at
+MAX_QUEUE_SCAN = 256  # waiting requests that one step looks at
 HOST_STEPS = 0.25  # a dispatch under masks from the host takes 0.25 to 0.4 steps longer
-MAX_SCANNED = 16 * MAX_LOOKED_AT  # waiting answers of these requests
+MAX_SCANNED = 16 * MAX_QUEUE_SCAN  # waiting answers of these requests
 MAX_COMPARED = 8  # waiting answers whose beginnings are compared with that of one which is admitted
 
 
@@ -396,7 +396,7 @@ class Scheduler:
 
     def _allocate_pages(self, decodes: list[SequenceState], num_tokens: int) -> bool:
         """Allocates pages for this many more tokens of each; takes none and returns false if there are too few."""
-        missing = [self.pools.num_lacking(one, num_tokens) for one in decodes]
+        missing = [self.pools.num_missing(one, num_tokens) for one in decodes]
         if sum(missing) > self.pools.num_available:
             return False
         for sequence, count in zip(decodes, missing, strict=True):
@@ -411,11 +411,11 @@ class Scheduler:
             budget = min(budget, self.options.max_step_tokens - num_decoding)
         for sequence in sorted((one for one in self.running if not one.is_decoding), key=_rank):
             budget -= self._plan_chunk(sequence, budget, chunks)
-        num_looked_at = 0
+        num_scanned = 0
         for sequence in self.waiting[:MAX_SCANNED]:
-            if budget <= 0 or not self._free_slots or num_looked_at == MAX_LOOKED_AT:
+            if budget <= 0 or not self._free_slots or num_scanned == MAX_QUEUE_SCAN:
                 break
-            num_looked_at += sequence.leader is None  # the other answers to a prompt need no comparison
+            num_scanned += sequence.leader is None  # the other answers to a prompt need no comparison
             if self._should_wait(sequence):
                 continue
             if not self._admit(sequence, copies):
@@ -427,7 +427,9 @@ class Scheduler:
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
         start = sequence.num_stored
-        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - self.pools.place(sequence)
+        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - self.pools.write_offset(
+            sequence
+        )
         stop = min((part.next_stop(sequence) for part in self._stopping), default=sequence.target)
         length = min(budget, min(stop, self._replay_stop(sequence, chunks)) - start, room)
         if length > 0:
@@ -506,13 +508,13 @@ class Scheduler:
         match = self._find_known(sequence)
         num_known = min(len(match.tables[0]) * page_size, num_tokens - 1)
         num_whole = num_known // page_size
-        missing = self.pools.num_missing(num_tokens, num_known, sequence.num_prompt)
+        missing = self.pools.num_missing_at_start(num_tokens, num_known, sequence.num_prompt)
         missing = [count + match.num_absent(group) for group, count in enumerate(missing)]
         if not self.pools.has_room(missing, self._num_spare()):
-            self.prefixes.let_go(match)
+            self.prefixes.release_match(match)
             return False
         self.counters.host_hit_tokens += match.num_absent(0) * page_size
-        tables = self.prefixes.bring_back(match)
+        tables = self.prefixes.restore(match)
         sequence.restore_from = self.saved.take(tables) if len(tables) > len(self.pools.all) else NULL_PAGE
         # It will write into a page that is known in part, so it gets a copy of its own (copy-on-write).
         for group, (pool, table) in enumerate(zip(self.pools.all, tables, strict=True)):
@@ -601,7 +603,7 @@ class Scheduler:
         if self.prefixes.insert(keys, [*tables, *saved], sequence.salt, sequence.place):
             sequence.num_listed = 0
         if saved and self.saved.release_known(sequence, saved):
-            self.prefixes.renew(sequence.place, len(self.options.groups))
+            self.prefixes.touch(sequence.place, len(self.options.groups))
 
     def _release_behind_windows(self) -> None:
         """Gives back pages that nothing reads any more; what may be reused of them is in the prefix tree first."""

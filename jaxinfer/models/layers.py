@@ -346,7 +346,7 @@ class LatentAttention(nnx.Module):
 
     def _paired(self, x: jax.Array) -> jax.Array:
         """The rotated dimensions of x in the order of `rotate`."""
-        return neighbours_apart(x) if self.mla.is_interleaved else x
+        return deinterleave(x) if self.mla.is_interleaved else x
 
 
 def _norm(width: int, kind: NormKind, eps: float, dtype) -> Norm:
@@ -399,11 +399,11 @@ class Indexer(nnx.Module):
     def _rotated(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         turned, rest = jnp.split(x, [self.mla.rope_size], axis=-1)
         if self.mla.is_index_interleaved:
-            turned = neighbours_apart(turned)
+            turned = deinterleave(turned)
         return jnp.concatenate([rotate(turned, cos, sin), rest], axis=-1)
 
 
-def neighbours_apart(x: jax.Array) -> jax.Array:
+def deinterleave(x: jax.Array) -> jax.Array:
     """Dimensions [..., 2 N] that rotate in pairs of neighbours in the order of `rotate`. Scores do not change, as
     queries and keys are permuted alike."""
     pairs = x.reshape(*x.shape[:-1], -1, 2)

@@ -196,7 +196,7 @@ def _dequantize(array: QuantizedArray) -> jax.Array:
 
 
 # [K, N] with inputs as the minor dimension: the transposed array is row-major.
-OUTPUTS_TOGETHER = Layout(major_to_minor=(1, 0))
+OUTPUT_MAJOR = Layout(major_to_minor=(1, 0))
 ROW_MAJOR = Layout(major_to_minor=(0, 1))
 _TILE_ROWS = 8  # of a TPU's tile, in words of 32 bits
 Place = Callable[[Any, Layout], Any]
@@ -227,7 +227,7 @@ def layouts(leaf: QuantizedArray, platform: str) -> dict[str, Layout]:
         return {}
     if platform == "tpu":
         return _tpu_layouts(leaf)
-    return dict.fromkeys(_outputs_together(leaf), OUTPUTS_TOGETHER) if platform == "gpu" else {}
+    return dict.fromkeys(_stored_output_major(leaf), OUTPUT_MAJOR) if platform == "gpu" else {}
 
 
 def _tpu_layouts(leaf: QuantizedArray) -> dict[str, Layout]:
@@ -249,8 +249,8 @@ def _tpu_layouts(leaf: QuantizedArray) -> dict[str, Layout]:
     return {"values": Layout(ROW_MAJOR.major_to_minor, tiling, bits if bits < 8 else 0)}
 
 
-def _outputs_together(leaf: QuantizedArray) -> tuple[str, ...]:
-    """Names of a weight's arrays that a GPU needs in the layout `OUTPUTS_TOGETHER`: its integers, and the numbers of
+def _stored_output_major(leaf: QuantizedArray) -> tuple[str, ...]:
+    """Names of a weight's arrays that a GPU needs in the layout `OUTPUT_MAJOR`: its integers, and the numbers of
     its groups unless the kernel (`pallas_gpu`), which reads them for 64 outputs at a time, may multiply by it. Of an
     embedding [V, D] the groups are along the rows, which have it already."""
     scheme = leaf.scheme

@@ -62,7 +62,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > self.num_allowed:
-            self._turn_away()
+            self._reject()
         else:
             self._expect(HEAD_SECONDS)
 
@@ -162,7 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     # One connection too many.
 
-    def _turn_away(self) -> None:
+    def _reject(self) -> None:
         error = unavailable(f"the server has {self.num_allowed} connections, as many as it takes", 5)
         body = msgspec.json.encode(error.openai())
         head = b"content-type: application/json\r\nretry-after: 5\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"

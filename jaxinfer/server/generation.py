@@ -73,7 +73,7 @@ class Generation:
         self.requests: list[Request] = []
         self.outputs: list[RequestOutput] = []
         self._streams: list[AnswerStream] = []
-        self._several: _Several | None = None
+        self._merged: MergedStreams | None = None
         self._outputs: list[RequestOutput | None] = []
         self._metrics, self._last = self.model.metrics, 0.0
         self._skippers = None if resumed is None else [Skipper(one) for one in resumed.choices]
@@ -214,7 +214,7 @@ class Generation:
             call = call if call is not None and call.arguments else None
         return delta, reasoning[num_reasoning:], call
 
-    async def _submit(self) -> "AnswerStream | _Several":
+    async def _submit(self) -> "AnswerStream | MergedStreams":
         """Waits for the job's turn; returns the deltas of its answers."""
         try:
             async with asyncio.timeout(self._seconds_left()):
@@ -229,8 +229,8 @@ class Generation:
         self._outputs = [None] * len(self.requests)
         if len(self._streams) == 1:
             return self._streams[0]
-        self._several = _Several(self._streams, self.job.params.n)
-        return self._several
+        self._merged = MergedStreams(self._streams, self.job.params.n)
+        return self._merged
 
     def _receive(self, delta: StreamDelta) -> None:
         """Counts what has come. Raises APIError if the answer failed."""
@@ -275,8 +275,8 @@ class Generation:
         self._service.generations.discard(self)
         for stream in self._streams:
             stream.abort()
-        if self._several is not None:
-            self._several.close()
+        if self._merged is not None:
+            self._merged.close()
         self._ticket.leave(self.record.num_output)
         self._lease.release()
 
@@ -312,7 +312,7 @@ def _check(delta: StreamDelta) -> None:
         raise unavailable(f"the answer was aborted: {delta.error or 'the server is going away'}", 5)
 
 
-class _Several:
+class MergedStreams:
     """Deltas of several requests as they come. Their indices are those of the choices: number of the request times n,
     plus that of the answer."""
 

@@ -109,7 +109,7 @@ def test_a_page_evicted_while_it_is_shared_changes_answers(monkeypatch):
     some tokens behind, still reads them."""
     params, found = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), []
 
-    def release(self, pages, *, goes_first=False):
+    def release(self, pages, *, evict_first=False):
         for page in reversed([page for page in pages if self._owners[page]]):
             self._owners[page] = 0
             if page in self._forget:
@@ -241,7 +241,7 @@ def test_without_a_policy_nothing_of_it_is_traced(monkeypatch, draft):
 
     for module, name in (
         *((kept_pages, "pieces"), (kept_pages, "attend_to_pieces"), (kept_pages, "kept_view")),
-        *((best_pages, "parts_of_step"), (best_pages, "parts_of_slots"), (best_pages, "attend_to_best")),
+        *((best_pages, "query_parts_of_step"), (best_pages, "query_parts_of_slots"), (best_pages, "attend_to_best")),
         *((SinksWindow, "limit_rows"), (moved_sinks, "move_sinks")),
     ):
         monkeypatch.setattr(module, name, refuse)

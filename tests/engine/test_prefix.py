@@ -22,7 +22,7 @@ def single_tree(pool: PagePool) -> PrefixTree:
 
 def share(tree: PrefixTree, keys: list[bytes], salt: str = "") -> list[list[int]]:
     """The tables of a match."""
-    return tree.bring_back(tree.match(keys, salt))
+    return tree.restore(tree.match(keys, salt))
 
 
 class Tree(RuleBasedStateMachine):
@@ -270,7 +270,7 @@ def tree_with_states(num_places: int = 4) -> tuple[PrefixTree, list[PagePool], l
     states = [0, *pools[1].allocate(1), 0, *pools[1].allocate(1)]
     tree.insert(list_of("abcd"), [pages, states], "", place)
     pools[1].release([state for state in states if state])
-    tree.renew(place, 1)
+    tree.touch(place, 1)
     return tree, pools, pages, states
 
 

@@ -14,7 +14,7 @@ import pytest
 from jaxinfer import SamplingParams
 from jaxinfer.cache.paged import LeafedPages
 from jaxinfer.cache.policy import best_pages
-from jaxinfer.cache.policy.best_pages import parts_of_step
+from jaxinfer.cache.policy.best_pages import query_parts_of_step
 from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.engine.tiers import host_pages
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
@@ -217,8 +217,8 @@ def test_a_preempted_answer_is_replayed_token_by_token(model, prefill_chunk, mon
         assert found() == wanted
         monkeypatch.setattr(
             best_pages,
-            "parts_of_step",
-            lambda best, table, rows: parts_of_step(
+            "query_parts_of_step",
+            lambda best, table, rows: query_parts_of_step(
                 best, table, replace(rows, prompt_lengths=rows.prompt_lengths + 1000)
             ),
         )

@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import SequenceState
-from jaxinfer.engine.scheduler import MAX_LOOKED_AT, QueueFullError, RequestTooLargeError, Scheduler, SchedulerOptions
+from jaxinfer.engine.scheduler import MAX_QUEUE_SCAN, QueueFullError, RequestTooLargeError, Scheduler, SchedulerOptions
 from jaxinfer.engine.tiers.host_tier import HostPoolSize
 from tests.engine.fake_device import Engine
 from tests.engine.sequences import make_sequence
@@ -158,7 +158,7 @@ def test_many_answers_to_one_prompt_hold_up_no_other_request():
     """Their prompt is computed for some steps, in which the others of its answers wait."""
     scheduler = Scheduler(options(num_pages=400, max_seqs=4))
     leader = add(scheduler, range(20))
-    for _ in range(2 * MAX_LOOKED_AT):
+    for _ in range(2 * MAX_QUEUE_SCAN):
         add(scheduler, range(20), leader=leader)
     other = add(scheduler, [99])
     assert plan_and_report(scheduler).admitted == [leader]  # 16 of its 20 tokens are all of this step's

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.cache.paged import LeafedPages, seen_tables
+from jaxinfer.cache.paged import LeafedPages, visible_tables
 from jaxinfer.cache.policy import kinds
 from jaxinfer.cache.policy.contract import CachePolicy, EndWork, LayerPages, SlotRows, StepRows
 from jaxinfer.cache.policy.row_parts import row_places
@@ -75,7 +75,7 @@ class Halves(CachePolicy):
     def attend_step(self, config, cache, page_tables, rows: StepRows) -> Any:
         attend = super().attend_step(config, cache.bare, page_tables, rows)
         found = row_places(rows.token_slots, rows.query_starts, rows.lengths, rows.ends)
-        seen = seen_tables(cache, page_tables, rows.ends, rows.lengths)
+        seen = visible_tables(cache, page_tables, rows.ends, rows.lengths)
         return MeanAttention(
             self, attend, cache, _by_group(*seen, rows.ends, found.slot, found.position, found.is_real)
         )
@@ -85,7 +85,7 @@ class Halves(CachePolicy):
         slot = jnp.repeat(jnp.arange(rows.lengths.shape[0]), rows.count)
         offset = jnp.tile(jnp.arange(rows.count), rows.lengths.shape[0])
         ends = rows.positions + rows.lengths
-        seen = seen_tables(cache, page_tables, ends, rows.lengths)
+        seen = visible_tables(cache, page_tables, ends, rows.lengths)
         places = rows.positions[slot] + offset, offset < rows.lengths[slot]
         return MeanAttention(self, attend, cache, _by_group(*seen, ends, slot, *places))
 

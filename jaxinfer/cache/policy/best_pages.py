@@ -90,7 +90,7 @@ def abstract_bounds(pages: Any, heads: tuple[int, int], dtype: str, layout: str)
     return jax.ShapeDtypeStruct((num_pages, 2, *heads), bounds_dtype(dtype, layout))
 
 
-def parts_of_slots(best: PageChoice, page_table: jax.Array, rows: SlotRows) -> QueryParts:
+def query_parts_of_slots(best: PageChoice, page_table: jax.Array, rows: SlotRows) -> QueryParts:
     """The parts of a pass in which each of S slots has as many rows. `page_table` int32 [S, P]. Every row chooses."""
     number = jnp.arange(rows.count, dtype=jnp.int32)
     places, takes_part = rows.positions[:, None] + number, (number < rows.lengths[:, None]).astype(jnp.int32)
@@ -109,7 +109,7 @@ def parts_of_slots(best: PageChoice, page_table: jax.Array, rows: SlotRows) -> Q
     )
 
 
-def parts_of_step(best: PageChoice, page_table: jax.Array, rows: StepRows) -> QueryParts:
+def query_parts_of_step(best: PageChoice, page_table: jax.Array, rows: StepRows) -> QueryParts:
     """The parts of a step: runs of rows of prompts, and rows of answers, at most `best.num_replayed` beside one of each
     slot. `page_table` int32 [S, P]. Raises ValueError for a step without the lengths of prompts."""
     if (num_prompt := rows.prompt_lengths) is None:

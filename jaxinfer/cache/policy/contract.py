@@ -263,7 +263,7 @@ class CachePolicy:
         del num_prompt
         return num_tokens
 
-    def place(self, sequence: SequenceLengths) -> int:
+    def write_offset(self, sequence: SequenceLengths) -> int:
         """Place of the next token of a sequence: the number of tokens before it in its pages."""
         return sequence.num_stored
 
@@ -297,21 +297,21 @@ class CachePolicy:
 
     def attend_step(self, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: StepRows) -> Any:
         """`attend` of a step, as `attend_ragged`."""
-        from jaxinfer.cache.paged import seen_tables
+        from jaxinfer.cache.paged import visible_tables
         from jaxinfer.cache.ragged import attend_ragged
 
         del config
-        tables, ends = seen_tables(cache, page_tables, rows.ends, rows.lengths)
+        tables, ends = visible_tables(cache, page_tables, rows.ends, rows.lengths)
         options: Any = {"is_uniform": rows.is_uniform, "mesh": rows.mesh}
         return attend_ragged(cache, tables, rows.query_starts, rows.lengths, ends, **options)
 
     def attend_slots(self, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: SlotRows) -> Any:
         """`attend` of a pass over newest tokens, or over drafts that are verified; its `commit` says which stay."""
-        from jaxinfer.cache.paged import seen_tables
+        from jaxinfer.cache.paged import visible_tables
         from jaxinfer.cache.ragged import attend_ragged
 
         del config
-        tables, ends = seen_tables(cache, page_tables, rows.positions + rows.lengths, rows.lengths)
+        tables, ends = visible_tables(cache, page_tables, rows.positions + rows.lengths, rows.lengths)
         return attend_ragged(cache, tables, rows.starts, rows.lengths, ends, **rows.options)
 
     # The pass over a prompt's last tokens, of a policy whose layers lose some of it there (`LayerPages.at_end`).

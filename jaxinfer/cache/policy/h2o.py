@@ -115,7 +115,7 @@ class H2O(CachePolicy):
     def most_held(self, num_prompt: int, num_tokens: int) -> int:
         return max(min(num_prompt, num_tokens), self.num_held(num_prompt, num_tokens))
 
-    def place(self, sequence: SequenceLengths) -> int:
+    def write_offset(self, sequence: SequenceLengths) -> int:
         count = sequence.num_stored
         return count if count < sequence.num_prompt else count - self.num_dropped(count)
 

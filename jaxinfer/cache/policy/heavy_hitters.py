@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 256  # keys of a block of the second pass over a prompt's rows
 
 
-class HeavyPages(Protocol):
+class H2OPages(Protocol):
     """How many tokens of a sequence stay: pages of so many tokens, of which an answer has one more at most, and the
     last tokens. Hashable."""
 
@@ -83,13 +83,13 @@ def abstract_sums(pages: Any, num_kv_heads: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((num_pages, num_kv_heads, page_size), jnp.float32)
 
 
-def num_dropped(heavy: HeavyPages, num_stored: Int32[Array, " S"]) -> Int32[Array, " S"]:
+def num_dropped(heavy: H2OPages, num_stored: Int32[Array, " S"]) -> Int32[Array, " S"]:
     """`H2O.num_dropped` of arrays."""
     return jnp.maximum(num_stored // heavy.page_size - heavy.num_pages, 0) * heavy.page_size
 
 
 def attend_decoding(
-    heavy: HeavyPages,
+    heavy: H2OPages,
     config: ModelConfig,
     cache: PagedCache,
     page_tables: PageTables,
@@ -106,7 +106,7 @@ def attend_decoding(
 
 
 def attend_step(
-    heavy: HeavyPages,
+    heavy: H2OPages,
     config: ModelConfig,
     cache: PagedCache,
     page_tables: PageTables,
@@ -142,7 +142,7 @@ class _Cut(NamedTuple):
     has_prompts: bool
 
     @classmethod
-    def of(cls, heavy: HeavyPages, starts, lengths, is_answer, ends_prompt: jax.Array | None = None) -> _Cut:
+    def of(cls, heavy: H2OPages, starts, lengths, is_answer, ends_prompt: jax.Array | None = None) -> _Cut:
         ends = starts + lengths
         dropped = jnp.where(is_answer, num_dropped(heavy, starts), 0)
         drops = is_answer if ends_prompt is None else is_answer | ends_prompt
@@ -150,7 +150,7 @@ class _Cut(NamedTuple):
         stored, kept = (jnp.where(lengths > 0, ends - count, 0) for count in (dropped, then))
         return cls(stored, kept, is_answer, ends_prompt is not None)
 
-    def evict(self, heavy: HeavyPages, config: ModelConfig, table: jax.Array, cache: PagedCache) -> PagedCache:
+    def evict(self, heavy: H2OPages, config: ModelConfig, table: jax.Array, cache: PagedCache) -> PagedCache:
         widths = tuple(map(config.head_dim_of, range(config.num_layers)))
         kept = jnp.where(self.is_answer, self.kept, self.stored)
         cache = evict(heavy, widths, cache, table[:, : heavy.num_columns], self.stored, kept, is_prompt=False)
@@ -324,7 +324,7 @@ def _add_parts(score, sums, pages: Pages, q: jax.Array, sinks, rows: PartRows) -
 
 
 def evict(
-    heavy: HeavyPages,
+    heavy: H2OPages,
     head_dims: tuple[int, ...],
     cache: PagedCache,
     page_table: Int32[Array, "S C"],
@@ -354,7 +354,7 @@ def evict(
 
 @partial(jax.jit, static_argnums=(0, 1, 2), inline=False)  # traced once for layers of the same shapes
 def _evict_layer(
-    heavy: HeavyPages,
+    heavy: H2OPages,
     head_dim: int,
     is_prompt: bool,
     leafed: LeafedPages,

@@ -22,7 +22,7 @@ from jaxinfer.models.rope import inverse_frequencies
 from pallas_kernels.paged_attention.specs import SHORT_QUERIES
 
 
-class KeptPages(Protocol):
+class SinkWindowPages(Protocol):
     """Pages that a policy keeps of a sequence: the first ones, those before a token's own, and that one; tokens of a
     page. Beyond `trained` tokens sinks are moved."""
 
@@ -57,7 +57,7 @@ class Pieces(NamedTuple):
 
 
 def kept_view(
-    kept: KeptPages,
+    kept: SinkWindowPages,
     config: ModelConfig,
     cache: PagedCache,
     page_tables: PageTables,
@@ -101,7 +101,9 @@ def _rotation(config: ModelConfig, layer: int, shifts: jax.Array) -> tuple[jax.A
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def pieces(kept: KeptPages, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: StepRows) -> Pieces:
+def pieces(
+    kept: SinkWindowPages, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: StepRows
+) -> Pieces:
     """The parts of a step's rows that lie in one page each."""
     parts = parts_in_pages(kept.page_size, rows.token_slots, rows.query_starts, rows.lengths, rows.ends)
     tables = tuple(table[parts.slots] for table in page_tables)
@@ -109,7 +111,7 @@ def pieces(kept: KeptPages, config: ModelConfig, cache: PagedCache, page_tables:
     return Pieces(parts.starts, parts.lengths, view)
 
 
-def attend_to_pieces(cache: PagedCache, kept: KeptPages, ragged: Pieces, rows: StepRows) -> Any:
+def attend_to_pieces(cache: PagedCache, kept: SinkWindowPages, ragged: Pieces, rows: StepRows) -> Any:
     """`attend_ragged` for the pieces of a step's rows. A piece reads pages that earlier ones of the same pass write
     to."""
     view = ragged.view

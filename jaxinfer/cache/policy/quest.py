@@ -103,18 +103,18 @@ class Quest(CachePolicy):
         return abstract_bounds(pages, heads, dtype, layout)
 
     def attend_step(self, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: StepRows) -> Any:
-        from jaxinfer.cache.policy.best_pages import BestAttention, parts_of_step
+        from jaxinfer.cache.policy.best_pages import BestAttention, query_parts_of_step
 
         _refuse(rows)
         # The layers that choose are in the first group, of those without a window.
-        parts = parts_of_step(self, page_tables[0], rows)
+        parts = query_parts_of_step(self, page_tables[0], rows)
         return BestAttention(super().attend_step(config, cache.bare, page_tables, rows), cache, parts)
 
     def attend_slots(self, config: ModelConfig, cache: PagedCache, page_tables: PageTables, rows: SlotRows) -> Any:
-        from jaxinfer.cache.policy.best_pages import BestAttention, parts_of_slots
+        from jaxinfer.cache.policy.best_pages import BestAttention, query_parts_of_slots
 
         _refuse(rows, has_tree=rows.ancestors is not None)
-        parts = parts_of_slots(self, page_tables[0], rows)
+        parts = query_parts_of_slots(self, page_tables[0], rows)
         return BestAttention(super().attend_slots(config, cache.bare, page_tables, rows), cache, parts)
 
     def ragged_shape(self, num_tokens: int, num_slots: int, num_columns: int, is_step: bool) -> tuple[int, int]:

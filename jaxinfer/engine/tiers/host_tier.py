@@ -38,41 +38,41 @@ def transit_bytes(page_bytes: int) -> int:
 
 
 class HostPool:
-    """Host pages 1 .. num_pages of one group. The one that is unused for longest is given away, and its `forget` is
+    """Host pages 1 .. num_pages of one group. The one that is unused for longest is given away, and its `on_evict` is
     called; pinned pages stay."""
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self.num_evictions = 0
         self._free = list(range(num_pages, NULL_PAGE, -1))
-        self._forget: OrderedDict[int, Callable[[], None]] = OrderedDict()  # longest unused first
+        self._on_evict: OrderedDict[int, Callable[[], None]] = OrderedDict()  # longest unused first
         self._pins: Counter[int] = Counter()
 
     @property
     def num_used(self) -> int:
-        return len(self._forget)
+        return len(self._on_evict)
 
-    def allocate(self, forget: Callable[[], None]) -> int:
+    def allocate(self, on_evict: Callable[[], None]) -> int:
         """A host page; NULL_PAGE where there is none, or all are pinned."""
         if not self._free:
-            page = next((page for page in self._forget if not self._pins[page]), NULL_PAGE)
+            page = next((page for page in self._on_evict if not self._pins[page]), NULL_PAGE)
             if page == NULL_PAGE:
                 return NULL_PAGE
             self.num_evictions += 1
-            self._forget[page]()  # which drops it, and may drop others
+            self._on_evict[page]()  # which drops it, and may drop others
         page = self._free.pop()
-        self._forget[page] = forget
+        self._on_evict[page] = on_evict
         return page
 
-    def renew(self, page: int) -> None:
+    def touch(self, page: int) -> None:
         """The page is given away after all others."""
-        self._forget.move_to_end(page)
+        self._on_evict.move_to_end(page)
 
     def drop(self, page: int) -> None:
         """Gives up what a page holds."""
         if self._pins[page]:
             raise RuntimeError(f"host page {page} is dropped before it was read")
-        del self._forget[page]
+        del self._on_evict[page]
         self._free.append(page)
 
     def is_pinned(self, page: int) -> bool:
@@ -86,8 +86,8 @@ class HostPool:
 
     def check(self, known: set[int]) -> None:
         """Raises RuntimeError unless `known` are the pages in use, and none is pinned."""
-        if set(self._forget) != known or set(self._free) & known:
-            raise RuntimeError(f"host pages {sorted(self._forget)} are used, {sorted(known)} are known")
+        if set(self._on_evict) != known or set(self._free) & known:
+            raise RuntimeError(f"host pages {sorted(self._on_evict)} are used, {sorted(known)} are known")
         if len(self._free) + len(known) != self.num_pages or len(set(self._free)) != len(self._free):
             raise RuntimeError(f"{self.num_pages} host pages: {len(self._free)} are free, {len(known)} are used")
 
@@ -118,17 +118,17 @@ class HostTier:
         """Bytes of the host pages that hold something."""
         return sum(pool.num_used * size.page_bytes for pool, size in zip(self.pools, self.sizes, strict=True))
 
-    def move_out(self, group: int, page: int, forget: Callable[[], None]) -> int:
-        """Plans that a page moves to the host; returns its host page, NULL_PAGE where there is no room. `forget` is
+    def move_out(self, group: int, page: int, on_evict: Callable[[], None]) -> int:
+        """Plans that a page moves to the host; returns its host page, NULL_PAGE where there is no room. `on_evict` is
         called when that is given away, and has to `drop` it."""
-        host = self.pools[group].allocate(forget) if self.pools else NULL_PAGE
+        host = self.pools[group].allocate(on_evict) if self.pools else NULL_PAGE
         if host != NULL_PAGE:
             self._leaving[group, host] = page
         return host
 
-    def place(self, group: int, forget: Callable[[], None]) -> int:
+    def place(self, group: int, on_evict: Callable[[], None]) -> int:
         """A host page whose contents do not come from the device; NULL_PAGE where there is no room. As `move_out`."""
-        return self.pools[group].allocate(forget)
+        return self.pools[group].allocate(on_evict)
 
     def move_back(self, group: int, page: int, host: int) -> None:
         """Plans that a pinned host page is copied to a page, and stays pinned until then."""
@@ -140,9 +140,9 @@ class HostTier:
         if host != NULL_PAGE:
             self.unpin(group, host)
 
-    def renew(self, group: int, host: int) -> None:
+    def touch(self, group: int, host: int) -> None:
         """The host page is given away after all others."""
-        self.pools[group].renew(host)
+        self.pools[group].touch(host)
 
     def drop(self, group: int, host: int) -> None:
         """Gives up what a host page holds."""

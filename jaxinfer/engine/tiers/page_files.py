@@ -84,7 +84,7 @@ class PageFiles:
         self._note(name)
         return content
 
-    def renew(self, names: Sequence[str]) -> None:
+    def touch(self, names: Sequence[str]) -> None:
         """The pages of a text were used: they go after others, the ends before the beginnings."""
         now = time.time_ns()
         for number, name in enumerate(names):

@@ -64,7 +64,7 @@ class PrefixStore:
         hosts = scheduler.prefixes.add_host_pages(keys[: start + len(contents)], start, sequence.salt)
         self._runner.host_pages.write(hosts, contents[: len(hosts)])
         scheduler.counters.disk_read_tokens += len(hosts) * self._page_size
-        self.files.renew(names[: start + len(hosts)])
+        self.files.touch(names[: start + len(hosts)])
 
     def save(self, sequence: SequenceState) -> None:
         """Begins to copy the pages of a prompt that was just computed, as far as they are not on the disk."""

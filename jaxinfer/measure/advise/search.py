@@ -22,7 +22,7 @@ from jaxinfer.measure.advise.goals import (
 Stop = Callable[[TrialResult], str | None]
 Measure = Callable[[Arguments, Stop], TrialResult]
 # Trials between two measurements of the baseline, whose differences are the noise of the machine.
-EVERY = 4
+BASELINE_INTERVAL = 4
 NUM_FINALISTS, NUM_ROUNDS = 2, 5  # measured in turn with the baseline, at the end
 SEARCH_SHARE = 0.75  # of the time; the rest is for the finalists
 # Noise of a single repeat that is assumed at least: a trial goes on if it may still be as good as the baseline.
@@ -81,8 +81,8 @@ class Search:
         self._repeat_baseline(1)
         for number, arguments in enumerate(trials, 1):
             self._tried(arguments, found.alone)
-            if number % EVERY == 0 or number == len(trials):
-                self._repeat_baseline(1 + -(-number // EVERY))
+            if number % BASELINE_INTERVAL == 0 or number == len(trials):
+                self._repeat_baseline(1 + -(-number // BASELINE_INTERVAL))
         self._combine()
         if self.repeats:
             self._play_finals()

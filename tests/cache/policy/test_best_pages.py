@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxinfer.cache import init_paged_cache
 from jaxinfer.cache.paged import LeafedPages
 from jaxinfer.cache.policy import best_pages
-from jaxinfer.cache.policy.best_pages import chosen_pages, page_promise, parts_of_slots
+from jaxinfer.cache.policy.best_pages import chosen_pages, page_promise, query_parts_of_slots
 from jaxinfer.cache.policy.contract import SlotRows, StepRows
 from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.cache.policy.quest import Quest
@@ -139,7 +139,9 @@ def test_the_pages_are_those_of_the_paper(stored, seed):
         best = best_of(count)
         for position in (3, 4, 17, 41):
             q = numbers_of(seed + 10 * position, 1)[0]
-            parts = parts_of_slots(best, table, SlotRows(jnp.array([0]), jnp.array([position]), jnp.array([1]), 1))
+            parts = query_parts_of_slots(
+                best, table, SlotRows(jnp.array([0]), jnp.array([position]), jnp.array([1]), 1)
+            )
             promise = page_promise(q, layer.leaves, parts, WIDTH**-0.5, None)
             found, kv_lengths = chosen_pages(parts, promise, jnp.array([position + 1]))
             wanted = paper_choice(np.asarray(q[0], np.float64), keys_of(cache), table[0].tolist(), position, count)
@@ -148,7 +150,7 @@ def test_the_pages_are_those_of_the_paper(stored, seed):
 
 
 def test_equal_pages_are_taken_by_position():
-    parts = parts_of_slots(best_of(2), table_of(1), SlotRows(jnp.array([0]), jnp.array([22]), jnp.array([1]), 1))
+    parts = query_parts_of_slots(best_of(2), table_of(1), SlotRows(jnp.array([0]), jnp.array([22]), jnp.array([1]), 1))
     promise = jnp.where(jnp.arange(COLUMNS) < 5, 0.5, -jnp.inf)[None]
     table, _ = chosen_pages(parts, promise, jnp.array([23]))
     assert table[0].tolist() == [parts.page_table[0, column] for column in (0, 1, 5)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.cache import init_paged_cache
-from jaxinfer.cache.paged import seen_tables
+from jaxinfer.cache.paged import visible_tables
 from jaxinfer.cache.policy.compaction import (
     PromptPages,
     chosen_positions,
@@ -121,6 +121,6 @@ def test_a_prompt_of_any_length_keeps_what_it_should():
 def test_lengths_and_tables_are_without_what_was_lost():
     cache = init_paged_cache(TINY, 8, PAGE, "float32")
     tables = (jnp.zeros((3, 5), jnp.int32), jnp.ones((3, 5), jnp.int32), jnp.array([[2, 1], [0, 0], [3, 3]]))
-    found, lengths = seen_tables(cache, tables, jnp.array([40, 9, 30]), jnp.array([1, 5, 0]))
+    found, lengths = visible_tables(cache, tables, jnp.array([40, 9, 30]), jnp.array([1, 5, 0]))
     assert [int(table[0, 0]) for table in found] == [0, 1]
     assert [one.tolist() for one in lengths] == [[24, 9, 0], [32, 9, 0]]

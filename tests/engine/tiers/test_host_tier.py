@@ -378,7 +378,7 @@ def test_the_host_page_that_is_unused_for_longest_goes_first():
     pages = {}
     for name in "abc":
         pages[name] = allocate(name)
-    pool.renew(pages["a"])
+    pool.touch(pages["a"])
     pool.pin(pages["b"], 1)
     pages["d"] = allocate("d")
     assert gone == ["c"]

@@ -112,14 +112,14 @@ def test_pages_of_another_size_are_not_used(tmp_path):
 def test_what_was_not_used_for_longest_goes(tmp_path):
     files = files_in(tmp_path, 10 * SIZE + 10 * 48)
     write(files, *range(8))
-    files.renew([name_of(number) for number in range(3)])
+    files.touch([name_of(number) for number in range(3)])
     write(files, *range(8, 20))
     kept = [number for number in range(20) if files.has(name_of(number), SIZE)]
     total = sum(path.stat().st_size for path in files.folder.glob("*/*"))
     assert total <= files.max_bytes
     assert 19 in kept
     assert 3 not in kept
-    files.renew([name_of(number) for number in kept])
+    files.touch([name_of(number) for number in kept])
     files.max_bytes = 3 * SIZE
     files.trim()
     assert [number for number in kept if files.has(name_of(number), SIZE)] == kept[:2], "ends go before beginnings"

@@ -810,8 +810,8 @@ NAMES = (
     Fault(
         "engine/answers-of-one-request-hold-up-others",
         "jaxinfer/engine",
-        "num_looked_at += sequence.leader is None",
-        "num_looked_at += 1",
+        "num_scanned += sequence.leader is None",
+        "num_scanned += 1",
         ("tests/engine/test_scheduler_examples.py",),
         "n=256 keeps other requests waiting while its prompt is computed",
     ),

@@ -12,7 +12,7 @@ from jax.experimental.layout import Format
 
 from jaxinfer.quantization import quantize, quantize_params
 from jaxinfer.quantization.matmul import matmul
-from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, in_layouts
+from jaxinfer.quantization.on_device import OUTPUT_MAJOR, in_layouts
 from pallas_kernels import ahead_of_time
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.quantized_matmul import choose, make_spec, pallas_gpu, quantized_matmul
@@ -84,7 +84,7 @@ def test_compiled_for_hopper_no_weight_is_written(name, rows):
         x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
         w = jax.eval_shape(partial(quantize, how=name), jax.ShapeDtypeStruct((inputs, outputs), jnp.bfloat16))
         with ahead_of_time.as_if_on("h100") as whole:
-            place = Format(OUTPUTS_TOGETHER, whole)
+            place = Format(OUTPUT_MAJOR, whole)
             w = replace(w, values=jax.ShapeDtypeStruct(w.shape, w.values.dtype, sharding=place))
         found = ahead_of_time.compile_for("h100", matmul, x, w)
         spec = make_spec(x, w.values, w.zeros, None, block=w.scheme.block, activations=None)
