@@ -2,8 +2,7 @@
 
 import importlib
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,25 +15,6 @@ class KernelChoice:
 
     implementation: str
     reasons: dict[str, str] = field(default_factory=dict)
-
-
-def renamed(module: str, names: Mapping[str, Any]) -> Callable[[str], Any]:
-    """A module's `__getattr__` for former names, kept for one release with a DeprecationWarning.
-
-    A name is now another object, or "module:name" where that module can only be imported later.
-    """
-
-    def find(name: str) -> Any:
-        if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        place, found = module, names[name]
-        if isinstance(found, str):
-            place, _, attribute = found.partition(":")
-            found = getattr(importlib.import_module(place), attribute)
-        warnings.warn(f"{module}.{name} is now {place}.{found.__name__}", DeprecationWarning, stacklevel=2)
-        return found
-
-    return find
 
 
 class Implementations(Mapping[str, Any]):

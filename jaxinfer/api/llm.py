@@ -1,7 +1,6 @@
 """Public API: load a model, generate, chat, stream, score, embed."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -651,11 +650,6 @@ class LLM(Closable):
     def collect(self, answers: Sequence[SequenceState]) -> RequestOutput:
         """The output of a request, from its answers as they stand."""
         return self.client.collect(answers)
-
-    def output_of(self, answers: Sequence[SequenceState]) -> RequestOutput:
-        """Deprecated name of `collect`."""
-        warnings.warn("LLM.output_of is LLM.collect", DeprecationWarning, stacklevel=2)
-        return self.collect(answers)
 
     @property
     def engine(self) -> AnyEngine:

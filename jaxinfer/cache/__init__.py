@@ -3,8 +3,9 @@
 Names are resolved when first used: a policy is plain Python, and what imports one must not load JAX.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxinfer.lazy_names import first_with
 
 if TYPE_CHECKING:
     from jaxinfer.cache.contiguous import (
@@ -82,11 +83,4 @@ __all__ = [
     "stored_dtype",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        for room in ("contiguous", "kv_dtype", "paged", "ragged", "state"):
-            found = importlib.import_module(f"{__name__}.{room}")
-            if hasattr(found, name):
-                return getattr(found, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+__getattr__ = first_with(__name__, __all__, "contiguous", "kv_dtype", "paged", "ragged", "state")

@@ -18,7 +18,6 @@ from jaxinfer.parallel.sharding import (
     shortest,
     spec,
 )
-from pallas_kernels.choice import renamed
 
 __all__ = [
     "AXES",
@@ -42,14 +41,3 @@ __all__ = [
     "shortest",
     "spec",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "Fit": "jaxinfer.models:MeshFit",
-        "check_divides": "jaxinfer.models:check_divides",
-        "fit": "jaxinfer.models:fit_to_mesh",
-        "leaf_shardings": "jaxinfer.models:leaf_shardings",
-        "parameter_shardings": "jaxinfer.models:parameter_shardings",
-    },
-)

@@ -4,7 +4,6 @@ from jaxinfer.planning.chips import Chip, Place, chip_of_kind, chips, parse_plac
 from jaxinfer.planning.plan import Change, Memory, MemoryPlan, PlanRequest, to_dict, to_text
 from jaxinfer.planning.planner import make_plan, plan_here
 from jaxinfer.planning.remedy import changes
-from pallas_kernels.choice import renamed
 
 __all__ = [
     "Change",
@@ -22,5 +21,3 @@ __all__ = [
     "to_dict",
     "to_text",
 ]
-
-__getattr__ = renamed(__name__, {"Plan": MemoryPlan})

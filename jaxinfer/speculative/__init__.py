@@ -3,8 +3,9 @@
 Names are resolved when first used: what drafts is plain Python on the host, and what imports it must not load JAX.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxinfer.lazy_names import first_with
 
 if TYPE_CHECKING:
     from jaxinfer.speculative.acceptance import Walk, walk
@@ -84,13 +85,4 @@ __all__ = [
     "walk",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        for room in ("drafts", "statistics", "adaptive", "tree", "proposers", "acceptance"):
-            found = importlib.import_module(f"{__name__}.{room}")
-            if hasattr(found, name):
-                return getattr(found, name)
-    from pallas_kernels.choice import renamed
-
-    return renamed(__name__, {"Rows": "jaxinfer.speculative.proposers:DraftRows"})(name)
+__getattr__ = first_with(__name__, __all__, "drafts", "statistics", "adaptive", "tree", "proposers", "acceptance")

@@ -1,8 +1,6 @@
 """Attention over contiguous keys and values."""
 
-from pallas_kernels.choice import KernelChoice, renamed
+from pallas_kernels.choice import KernelChoice
 from pallas_kernels.flash_attention.api import explain, flash_attention
 
 __all__ = ["KernelChoice", "explain", "flash_attention"]
-
-__getattr__ = renamed(__name__, {"Choice": KernelChoice})

@@ -1,6 +1,6 @@
 """Attention over a paged cache of keys and values."""
 
-from pallas_kernels.choice import KernelChoice, renamed
+from pallas_kernels.choice import KernelChoice
 from pallas_kernels.paged_attention.api import (
     Schedule,
     choose,
@@ -46,5 +46,3 @@ __all__ = [
     "platform_layout",
     "unpack",
 ]
-
-__getattr__ = renamed(__name__, {"Choice": KernelChoice})
