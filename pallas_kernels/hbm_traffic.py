@@ -109,7 +109,7 @@ class Move:
 
 @dataclass(frozen=True)
 class _Options:
-    """Of `Program.moves`."""
+    """Options of `Program.moves`."""
 
     takes_branches: bool
     loop_trips: int
@@ -204,7 +204,7 @@ class HloProgram:
     def _accesses(
         self, instruction: Instruction, computation: dict[str, Instruction], gpu_kernels: str | None
     ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
-        """What one execution reads from HBM and what it writes there."""
+        """Bytes that one execution reads from HBM, and those that it writes there."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(_LATER):
             return (), ()
@@ -290,7 +290,7 @@ class HloProgram:
         return total
 
     def _is_view(self, fusion: Instruction) -> bool:
-        """Whether a fusion is a bitcast or reshape of its only operand."""
+        """True if a fusion is a bitcast or reshape of its only operand."""
         return all(i.opcode in ("parameter", *_VIEWS) for i in self.computations[fusion.called or ""].values())
 
 

@@ -22,7 +22,7 @@ _is_interpreting = contextvars.ContextVar("mosaic_gpu_interpreted", default=Fals
 
 
 def is_interpreted() -> bool:
-    """Whether kernels are traced for the interpreter."""
+    """True if kernels are traced for the interpreter."""
     return _is_interpreting.get()
 
 

@@ -34,7 +34,7 @@ def missing_platform(needed: str, platform: str) -> str | None:
 
 
 def is_tpu_interpreted() -> bool:
-    """Whether Pallas TPU kernels run in the interpreter (`pltpu.force_tpu_interpret_mode`)."""
+    """True if Pallas TPU kernels run in the interpreter (`pltpu.force_tpu_interpret_mode`)."""
     return config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 

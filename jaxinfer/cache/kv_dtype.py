@@ -71,12 +71,12 @@ class KVScales:
 
 
 def is_scaled(dtype: Any) -> bool:
-    """Whether a cache of this dtype uses static scales."""
+    """True if a cache of this dtype uses static scales."""
     return dtype_name(dtype).startswith("float8")
 
 
 def is_rotated(dtype: Any) -> bool:
-    """Whether a cache of this dtype stores values, or keys and values, rotated, in 4 bits."""
+    """True if a cache of this dtype stores values, or keys and values, rotated, in 4 bits."""
     return dtype_name(dtype) in ROTATED
 
 

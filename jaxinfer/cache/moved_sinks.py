@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.layout import append, from_stored, gather, p
 
 
 class MovedSinks(NamedTuple):
-    """What is moved for each of N sequences in one layer.
+    """Sinks that are moved for each of N sequences in one layer.
 
     Attributes:
       sources, targets: int32 [N, pages], the pages of the sinks, and those that get their rotated copies; targets

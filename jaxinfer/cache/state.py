@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerState:
-    """What one layer keeps of S sequences.
+    """State that one layer keeps of S sequences.
 
     Attributes:
       columns: [S, W - 1, C], the last inputs of the convolution, see `causal_conv`, in the dtype of the model.
@@ -123,7 +123,7 @@ def deferred_bytes(config: ModelConfig, params: Params) -> int:
 
 
 def _deferred_row(config: ModelConfig, layer: int, params: Params, x: jax.Array, state: LayerState) -> Any:
-    """What a layer's state keeps of hidden states [1, D]."""
+    """Row that a layer's state keeps of hidden states [1, D]."""
     none, one = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
     batch = RaggedBatch(query_starts=none, query_lengths=one, starts=none)
     states = LayerStates(state, batch, StateOptions(max_query_length=1, defers=True))
@@ -155,7 +155,7 @@ class StateOptions:
 
     @property
     def defers_all(self) -> bool:
-        """Whether no state changes in the pass, as every sequence's waits."""
+        """True if no state changes in the pass, as every sequence's waits."""
         return self.defers and self.max_query_length is not None and self.max_query_length <= self.short_tokens
 
 

@@ -42,7 +42,7 @@ def abstract_step_work(
     *,
     has_prompt_lengths: bool = False,
 ) -> StepWork:
-    """What a step of so many tokens takes; `has_prompt_lengths` as `empty_work`."""
+    """The work of a step of so many tokens; `has_prompt_lengths` as `empty_work`."""
     rows, counts, flags = (
         abstract_array(jnp.int32, num_tokens),
         abstract_array(jnp.int32, num_slots),
@@ -56,7 +56,7 @@ def abstract_step_work(
 def abstract_decode_work(
     num_slots: int, pages_per_sequence: int, num_groups: int = 1, is_compacted: bool = False
 ) -> DecodeWork:
-    """What decoding takes."""
+    """The work of decoding."""
     return DecodeWork(
         is_scheduled=abstract_array(jnp.bool_, num_slots),
         page_tables=abstract_tables(num_slots, pages_per_sequence, num_groups, is_compacted),
@@ -67,7 +67,7 @@ def abstract_decode_work(
 def abstract_rounds(
     num_slots: int, pages_per_sequence: int, num_groups: int = 1, is_compacted: bool = False
 ) -> SpeculativeWork:
-    """What speculative rounds take."""
+    """The work of speculative rounds."""
     return SpeculativeWork(
         is_scheduled=abstract_array(jnp.bool_, num_slots),
         page_tables=abstract_tables(num_slots, pages_per_sequence, num_groups, is_compacted),

@@ -150,17 +150,17 @@ class PoolSizes:
 
     @property
     def token_bytes(self) -> float:
-        """Of a token in all layers, while it is in their windows."""
+        """Bytes of a token in all layers, while it is in their windows."""
         return sum(self.page_bytes) / self.page_size
 
     @property
     def sequence_bytes(self) -> int:
-        """Of a decoding sequence of `max_model_len` tokens, at most."""
+        """Bytes of a decoding sequence of `max_model_len` tokens, at most."""
         counts = map(self.of_sequence, self.kinds)
         return sum(count * size for count, size in zip(counts, self.page_bytes, strict=True))
 
     def bytes_of(self, first: int) -> int:
-        """Of all pools where the first has so many pages."""
+        """Bytes of all pools where the first has so many pages."""
         counts = (count + extra for count, extra in zip(self.pages(first), self.scratch, strict=True))
         return sum(count * size for count, size in zip(counts, self.page_bytes, strict=True))
 

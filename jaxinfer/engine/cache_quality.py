@@ -1,4 +1,5 @@
-"""What a cache of few bits costs in quality: the engine's own passes over given texts, against one of float32."""
+"""Measures what a cache of few bits costs in quality: the engine's own passes over given texts, against one of
+float32."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,8 +79,9 @@ def compared(
     expected: Sequence[np.ndarray],
     found: Sequence[np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of all predicted tokens of the texts, float64 [N]: KL(expected || found) in nats, the surprise of `found` at the
-    text's token, and 1 where both have the same most probable token. Hidden states are [T, D] for each text."""
+    """Three numbers of each predicted token of the texts, float64 [N]: KL(expected || found) in nats, the surprise of
+    `found` at the text's token, and 1 where both have the same most probable token. Hidden states are [T, D] for each
+    text."""
     parts = []
     for text, *pair in zip(texts, expected, found, strict=True):
         for start in range(0, len(text) - 1, CHUNK):

@@ -74,7 +74,7 @@ class Client(TakesPrompts):
 
     @property
     def engine(self) -> AnyEngine:
-        """What runs the requests. Raises RuntimeError once closed."""
+        """The engine that runs the requests. Raises RuntimeError once closed."""
         if self._engine is None:
             raise RuntimeError("this LLM is closed")
         return self._engine
@@ -135,8 +135,8 @@ class Client(TakesPrompts):
         )
 
     def _compile(self, structured: StructuredOutputs, prompt: Sequence[int]) -> tuple[Grammar, Gate | None]:
-        """What the answers to a prompt must match, and where in them that begins; raises SamplingParamsError, with the
-        place, for what cannot be served."""
+        """The grammar that the answers to a prompt must match, and the gate where it begins; raises
+        SamplingParamsError, with the place, for what cannot be served."""
         tokenizer = self.need_tokenizer("structured output")
         if not self.eos_token_ids:
             raise SamplingParamsError(

@@ -1,4 +1,4 @@
-"""Whether an engine is deterministic, and the rows of the one shape that all of its passes then have.
+"""Decides if an engine is deterministic, and the rows of the one shape that all of its passes then have.
 
 A pass reads all weights whatever its rows are, so up to the chip's ridge (FLOP/s over bytes/s) more rows take no more
 time, and one shape for a token alone and for a chunk of a prompt costs nothing. Neither depends on the load.
@@ -29,7 +29,7 @@ MOVED_PER_ROW = {"v6e": 0.0, "tpu7x": 0.0, "tpu": 1.3, "gpu": 2.9}
 
 @dataclass(frozen=True)
 class Determinism:
-    """What was decided.
+    """The decision, with its reason.
 
     Attributes:
       is_on: whether every pass has one shape. num_rows: its rows.

@@ -279,7 +279,7 @@ class Engine:
 
     @property
     def speculation_stats(self) -> SpeculationStats | None:
-        """Of all answers since the start; None without a draft."""
+        """Counts of all answers since the start; None without a draft."""
         return None if self.speculation is None else self.speculation.stats
 
     def num_known_tokens(self, sequence: SequenceState) -> int:
@@ -303,7 +303,7 @@ class Engine:
 
     @property
     def program_names(self) -> list[str]:
-        """What `warm_up` compiles, without the small programs that write slots and copy pages."""
+        """Names of the programs that `warm_up` compiles, without the small programs that write slots and copy pages."""
         return [program.name for program in self.runner.all_programs]
 
     def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:

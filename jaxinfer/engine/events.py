@@ -15,7 +15,7 @@ Kind = Literal["step", "decode", "rounds"]
 
 @dataclass(frozen=True)
 class SlotWork:
-    """What a dispatch does for one answer.
+    """The part of a dispatch that is for one answer.
 
     Attributes:
       sequence: the answer, to be read only. slot: its row of the device's arrays.

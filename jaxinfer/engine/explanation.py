@@ -1,4 +1,4 @@
-"""What an engine really allocated, compiled and chose, for people and as JSON."""
+"""Reports what an engine really allocated, compiled and chose, for people and as JSON."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -228,7 +228,7 @@ def _describe_speculation(engine: Engine) -> dict[str, Any]:
 
 
 def _describe_stored(engine: Engine) -> dict[str, str]:
-    """What keys and values are stored as, and how."""
+    """The stored type of keys and values, and their scales."""
     spec = engine.spec
     dtype, name = spec.kv_dtype, kv_dtype_name(spec.kv_dtype)
     facts = {"dtype": name if spec.options.kv_dtype != AUTO else f"{name} (auto: what the model computes in)"}
@@ -309,7 +309,7 @@ def _describe_windows(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _describe_states(engine: Engine) -> dict[str, Any]:
-    """What recurrent layers take, and how many states are kept for prefix reuse."""
+    """Bytes that recurrent layers take, and how many states are kept for prefix reuse."""
     facts: dict[str, Any] = {}
     if engine.runner.memory.states:
         facts["state bytes"] = engine.runner.memory.states
@@ -347,7 +347,7 @@ def _pages_in_use(engine: Engine) -> dict[str, str]:
 
 
 def _bytes_per_token(spec: EngineSpec) -> dict[str, int]:
-    """What a token takes in all layers, padding of the layout included, for as long as it is in their windows."""
+    """Bytes of a token in all layers, padding of the layout included, for as long as it is in their windows."""
     kept = spec.policy.leaves_name
     sizes = {"values": 0, "scales": 0, kept: 0}
     for pages, own in zip(spec.cache.bare.layers, spec.cache.leaves, strict=True):

@@ -69,12 +69,12 @@ class AnswerGrammar:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether its masks come from the host, which then has to know all tokens before the next dispatch."""
+        """True if its masks come from the host, which then has to know all tokens before the next dispatch."""
         return self.state is None
 
     @property
     def keeps_one(self) -> bool:
-        """Whether only the first token of a dispatch counts."""
+        """True if only the first token of a dispatch counts."""
         return self.is_on_host and not self.is_reasoning and (self.gate is not None or not self.is_exact)
 
     def num_expected(self, num_steps: int) -> float:
@@ -85,7 +85,7 @@ class AnswerGrammar:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the grammar has not begun: everything is allowed but an end."""
+        """True if the grammar has not begun: everything is allowed but an end."""
         return self.gate is not None and self.gate.state == "reasoning"
 
 
@@ -117,7 +117,7 @@ class Grammars:
     # Before a dispatch.
 
     def plan(self, plan: DispatchPlan) -> list[TableBlock | GrammarRows]:
-        """What the device has to know for a planned dispatch, in this order."""
+        """Facts that the device needs for a planned dispatch, in this order."""
         for sequence in plan.admitted:
             if (admitted := sequence.grammar) is not None:
                 admitted.is_sent, admitted.rejected = False, []
@@ -226,7 +226,7 @@ class TablePool:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tables that are held."""
+        """Bytes of the tables that are held."""
         return sum(one.num_bytes for one in self._held.values())
 
     def __len__(self) -> int:

@@ -105,7 +105,7 @@ class Lockstep:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a call of `lead_or_follow` is in progress."""
+        """True if a call of `lead_or_follow` is in progress."""
         return self._depth > 0
 
     def lead_or_follow(self, name: str, work: Callable[[], T]) -> T:
@@ -125,7 +125,7 @@ class Lockstep:
         return result
 
     def each(self, name: str, items: Callable[[], Iterable[T]]) -> Iterator[T]:
-        """The same for an iterator: what host 0 gets from `items`, everyone gets, one by one."""
+        """As `lead_or_follow` for an iterator: what host 0 gets from `items`, everyone gets, one by one."""
         if self.is_inside:
             yield from items()
             return

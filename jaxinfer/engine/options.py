@@ -138,7 +138,7 @@ class SpeculationOptions:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the number of drafted tokens adapts."""
+        """True if the number of drafted tokens adapts."""
         return self.num_draft_tokens == "auto" and self.draft_tree is None
 
 

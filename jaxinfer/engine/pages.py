@@ -59,11 +59,11 @@ class PagePool:
         return self._owners[page]
 
     def is_kept(self, page: int) -> bool:
-        """Whether its contents may be reused, so that it must not be written."""
+        """True if its contents may be reused, so that it must not be written."""
         return page in self._on_evict
 
     def is_unlikely(self, page: int) -> bool:
-        """Whether an idle page is not worth keeping elsewhere when it is given away."""
+        """True if an idle page is not worth keeping elsewhere when it is given away."""
         return page in self._unlikely
 
     def allocate(self, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where an engine's arrays lie: on one device, or on a mesh."""
+"""Places an engine's arrays: on one device, or on a mesh."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from jaxinfer.sampling import SamplingBatch
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """What the host sends goes to all devices of the mesh; to the default device where there is none."""
+    """Sends arrays from the host to all devices of the mesh; to the default device where there is none."""
 
     mesh: Mesh | None = None
 
@@ -38,7 +38,7 @@ class DevicePlacement:
         return jax.tree.map(self._put_here, tree)
 
     def slots(self, slots: Slots, batch: SamplingBatch) -> tuple[Slots, SamplingBatch]:
-        """What `init_slots` made, by the rules."""
+        """Places what `init_slots` made, by the rules."""
         if self.mesh is None:
             return slots, batch
         rows = slots, batch

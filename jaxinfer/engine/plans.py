@@ -1,4 +1,4 @@
-"""What the scheduler plans: one dispatch of the device. Plain Python: no JAX here."""
+"""The scheduler's plan of one dispatch of the device. Plain Python: no JAX here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -101,7 +101,7 @@ class PagePools:
         return self.pages_for(self._most_held(sequence.num_prompt, sequence.target))
 
     def has_room(self, needed: Sequence[int], spare: Sequence[int]) -> bool:
-        """Whether each pool has what is needed and spared."""
+        """True if each pool has what is needed and spared."""
         return all(a + b <= pool.num_available for a, b, pool in zip(needed, spare, self.all, strict=True))
 
     def num_held(self, sequence: SequenceState, group: int) -> int:
@@ -136,7 +136,7 @@ class PagePools:
             del table[count:]
 
     def has_behind(self, sequence: SequenceState) -> bool:
-        """Whether pages of a sequence are behind the window of everything that is still to be computed."""
+        """True if pages of a sequence are behind the window of everything that is still to be computed."""
         return any(
             self.groups[index].first_needed(sequence.num_confirmed, self.page_size) > sequence.num_released[index]
             for index in self._windows

@@ -25,7 +25,7 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
 
     def has(self, group: int) -> bool:
-        """Whether the page of a group is on the device or in host memory."""
+        """True if the page of a group is on the device or in host memory."""
         return self.pages[group] != NULL_PAGE or self.hosts[group] != NULL_PAGE
 
     @property
@@ -202,7 +202,7 @@ class PrefixTree:
             node = node.parent
 
     def is_before_an_end(self, place: PrefixPlace | None, index: int, num_pages: int, prompt_end: int) -> bool:
-        """Whether another sequence is likely to go on within `num_pages` pages after page `index` of a path: where the
+        """True if another sequence is likely to go on within `num_pages` pages after page `index` of a path: where the
         path branches, or at page `prompt_end`, where a prompt ends that may come again."""
         if place is None or place.node is None or index < prompt_end <= index + num_pages:
             return True
@@ -299,7 +299,7 @@ class PrefixTree:
         return found[: next(count for count in reversed(usable) if self._has_room(found[:count]))]
 
     def _has_room(self, nodes: list[_Node]) -> bool:
-        """Whether there are pages for those of windows, or of states, that have to come back from host memory."""
+        """True if there are pages for those of windows, or of states, that have to come back from host memory."""
         for group in self._windows if self._has_tier else ():
             first = self._groups[group].first_needed(len(nodes) * self._page_size, self._page_size)
             needed = nodes[: self._groups[group].sinks_before(first)] + nodes[first:]

@@ -30,7 +30,7 @@ class PromptEnds:
         return [0 if end is None else end.num_dropped(sequence.num_prompt) for end in self._ends]
 
     def is_due(self, sequence: SequenceState) -> bool:
-        """Whether its prompt is compacted, and was not yet."""
+        """True if its prompt is compacted, and was not yet."""
         return not sequence.is_compacted and any(self.num_dropped(sequence))
 
     def num_shareable(self, sequence: SequenceState) -> int:
@@ -47,11 +47,11 @@ class PromptEnds:
         return sequence.target
 
     def next_stop(self, sequence: SequenceState) -> int:
-        """Where the next piece of its tokens ends, at most."""
+        """Tokens after which its next piece ends, at most."""
         return sequence.num_prompt - self._num_observed if self.is_due(sequence) else sequence.target
 
     def is_next(self, sequence: SequenceState) -> bool:
-        """Whether the pass that compacts its prompt is what it waits for."""
+        """True if the pass that compacts its prompt is what it waits for."""
         return self.is_due(sequence) and sequence.num_stored == self.next_stop(sequence)
 
     def num_fresh(self, sequence: SequenceState, group: int) -> int:

@@ -45,7 +45,7 @@ class Replicas:
 
     @property
     def spec(self) -> EngineSpec:
-        """Of each engine."""
+        """The spec that all engines have."""
         return self.engines[0].spec
 
     @property
@@ -143,7 +143,7 @@ class Replicas:
 
     @property
     def speculation_stats(self) -> SpeculationStats | None:
-        """Of all engines together; None without a draft."""
+        """Counts of all engines together; None without a draft."""
         found = [engine.speculation_stats for engine in self.engines]
         return sum((one for one in found[1:] if one is not None), found[0]) if found[0] is not None else None
 

@@ -67,7 +67,7 @@ PoolingKind = Literal["last", "mean", "cls"]
 
 @dataclass(frozen=True)
 class Pooling:
-    """What a request for a vector in place of an answer gets of the final hidden states of its prompt.
+    """How a request for a vector in place of an answer pools the final hidden states of its prompt.
 
     Attributes:
       kind: that of the last token, of the one at `start` ("cls"), or the mean over all from `start` on.
@@ -93,7 +93,7 @@ class Pooling:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What was asked: one prompt, checked and tokenized, with everything that its answers depend on.
+    """One prompt, checked and tokenized, with everything that its answers depend on.
 
     Attributes:
       token_ids: the prompt.
@@ -132,7 +132,7 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted."""
+        """True if log-probabilities of the prompt are wanted."""
         return self.params.prompt_logprobs is not None or self.score_from is not None
 
     @property
@@ -142,12 +142,12 @@ class Request:
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether hidden states of the prompt are needed, for log-probabilities or for a vector."""
+        """True if hidden states of the prompt are needed, for log-probabilities or for a vector."""
         return self.scores_prompt or self.pooling is not None
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether all of the prompt is computed, cached or not: its hidden states are needed, which no page has."""
+        """True if all of the prompt is computed, cached or not: its hidden states are needed, which no page has."""
         return self.scores_prompt or (self.pooling is not None and self.pooling.kind != "last")
 
     @cached_property
@@ -287,12 +287,12 @@ class SequenceState:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all of its known tokens but the newest are stored, or planned to be."""
+        """True if all of its known tokens but the newest are stored, or planned to be."""
         return self.slot is not None and self.num_stored >= self.target
 
     @property
     def can_decode(self) -> bool:
-        """Whether a dispatch may decode it now: under masks from the host, not before all of its tokens are known."""
+        """True if a dispatch may decode it now: under masks from the host, not before all of its tokens are known."""
         if not self.is_decoding or self.num_left <= 0:
             return False
         return self.grammar is None or not self.grammar.is_on_host or self.num_stored == len(self.tokens) - 1
@@ -336,7 +336,7 @@ class SequenceState:
 
     @property
     def speculation(self) -> SpeculationStats | None:
-        """What was drafted and accepted for it; None in an engine without a draft."""
+        """Counts of tokens that were drafted and accepted for it; None in an engine without a draft."""
         if self.rounds is None:
             return None
         num_made = self.num_plain + sum((1 + accepted) * count for (_, accepted), count in self.rounds.items())
@@ -409,7 +409,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamDelta:
-    """What was added to one answer.
+    """Tokens and text that were added to one answer.
 
     Attributes:
       index: the answer's number among the request's n. text, token_ids: what is new. logprobs: of the new tokens, if

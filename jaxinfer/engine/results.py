@@ -65,7 +65,7 @@ def take_prompt_logprobs(sequence: SequenceState, found: TokenLogprobs, rows: ra
 
 
 def take_processed(sequence: SequenceState, values: np.ndarray, rows: range, start: int) -> None:
-    """The same for log-probabilities under the sampling parameters, from `score_from` on."""
+    """As `take_prompt_logprobs`, for log-probabilities under the sampling parameters, from `score_from` on."""
     if sequence.request.score_from is None:
         return
     sequence.processed_logprobs += [

@@ -57,7 +57,7 @@ class SavedStates:
         sequence.save_at = sorted(border for border in wanted if border > sequence.num_stored)
 
     def next_stop(self, sequence: SequenceState) -> int:
-        """Where the next piece of a prompt ends, at most."""
+        """Tokens after which the next piece of a prompt ends, at most."""
         return min(sequence.save_at, default=sequence.target)
 
     def save(self, sequence: SequenceState, num_tokens: int) -> int:

@@ -381,7 +381,7 @@ class Scheduler:
         return max(steps, 1)
 
     def _can_admit(self) -> bool:
-        """Whether the first that waits could start now; a guess, `_admit` decides."""
+        """True if the first that waits could start now; a guess, `_admit` decides."""
         if not self.waiting or not self._free_slots:
             return False
         first = self.waiting[0]
@@ -444,7 +444,7 @@ class Scheduler:
         return length
 
     def _should_wait(self, sequence: SequenceState) -> bool:
-        """Whether a running sequence is computing more of its beginning than is cached: it is then cheaper to wait."""
+        """True if a running sequence is computing more of its beginning than is cached: it is then cheaper to wait."""
         if not self.can_reuse(sequence):
             return False
         if self._has_live_leader(sequence):
@@ -466,7 +466,7 @@ class Scheduler:
         )
 
     def can_reuse(self, sequence: SequenceState) -> bool:
-        """Whether cached pages may be used for its first tokens."""
+        """True if cached pages may be used for its first tokens."""
         return self.options.reuses_prefixes and not sequence.request.needs_whole_prompt
 
     def _keys(self, sequence: SequenceState, num_tokens: int) -> list[bytes]:
@@ -495,7 +495,7 @@ class Scheduler:
         return max(sequence.num_stored, sequence.num_prompt) + left
 
     def _has_live_leader(self, sequence: SequenceState) -> bool:
-        """Whether its leader, whose prompt pages it will share, has not ended. A leader is never behind in rank."""
+        """True if its leader, whose prompt pages it will share, has not ended. A leader is never behind in rank."""
         leader = sequence.leader
         return leader is not None and not leader.is_finished and len(sequence.tokens) == sequence.num_prompt
 

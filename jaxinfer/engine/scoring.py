@@ -47,7 +47,7 @@ class ScoredChunk:
 
     @property
     def is_read(self) -> bool:
-        """Whether the request needs hidden states of these tokens."""
+        """True if the request needs hidden states of these tokens."""
         first, last = self.pooled
         return self.sequence.request.scores_prompt or first < last
 
@@ -58,7 +58,7 @@ DeviceScores = tuple[TokenLogprobs | None, tuple[jax.Array | None, ...], jax.Arr
 
 @dataclass(frozen=True)
 class PendingScores:
-    """What is computed on the device of the pieces of a step."""
+    """Arrays that are being computed on the device for the pieces of a step."""
 
     pieces: tuple[ScoredChunk, ...]
     found: DeviceScores
@@ -81,7 +81,7 @@ class PendingScores:
 
 @dataclass(frozen=True)
 class ScoreWork:
-    """What is scored of one step, as host values.
+    """The tokens of one step that are scored, as host values.
 
     Attributes:
       targets: int32[T], the tokens that the rows predict. num_rows: of the step. wants_raw: whether any piece asks for

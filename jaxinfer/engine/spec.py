@@ -151,7 +151,7 @@ class EngineSpec:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether every pass has one shape."""
+        """True if every pass has one shape."""
         return self.determinism.is_on
 
     # Sizes.
@@ -168,12 +168,12 @@ class EngineSpec:
 
     @cached_property
     def dtype(self) -> Any:
-        """What the model computes in."""
+        """The dtype that the model computes in."""
         return compute_dtype(self.params)
 
     @property
     def kv_dtype(self) -> str:
-        """What keys and values are stored as."""
+        """The stored dtype of keys and values."""
         return stored_dtype(self.options.kv_dtype, self.dtype)
 
     @property
@@ -202,18 +202,18 @@ class EngineSpec:
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether pages of finished work are kept; those of a contiguous cache are never full before the end."""
+        """True if pages of finished work are kept; those of a contiguous cache are never full before the end."""
         is_possible = self.options.prefix_cache and self.options.cache == "paged"
         return is_possible and self.policy.reuses_prefixes and (not self.has_states or self.num_saved_states > 0)
 
     @property
     def has_states(self) -> bool:
-        """Whether sequences have a state beside their pages: it is of all tokens so far and cannot be cut."""
+        """True if sequences have a state beside their pages: it is of all tokens so far and cannot be cut."""
         return bool(self.config.recurrent_layers)
 
     @property
     def draft_has_states(self) -> bool:
-        """The same of the draft, which may be the model's own first layers."""
+        """As `has_states` of the draft, which may be the model's own first layers."""
         return any(config.recurrent_layers for config, _ in self.draft_models)
 
     @property
@@ -365,7 +365,7 @@ class EngineSpec:
 
     @cached_property
     def trees(self) -> tuple[TokenTree, ...]:
-        """What rounds are compiled for, the smallest first."""
+        """Trees that rounds are compiled for, the smallest first."""
         return self.options.trees(self.draft.lengths)
 
     @property
@@ -516,7 +516,7 @@ class EngineSpec:
 
     @cached_property
     def slots(self) -> tuple[Slots, SamplingBatch]:
-        """What slots carry between dispatches, and their sampling parameters."""
+        """State that slots carry between dispatches, and their sampling parameters."""
         return abstract_slots(
             self.max_seqs, self.config.vocab_size, self.program_mesh, self.draft_length, self.has_adapters
         )
@@ -559,11 +559,11 @@ class EngineSpec:
         return self.group_page_bytes[0]
 
     def with_pages(self, num_pages: int) -> "EngineSpec":
-        """The same with a pool of so many pages."""
+        """This spec with a pool of so many pages."""
         return replace(self, pool_pages=num_pages)
 
     def with_layers(self, layers: Sequence[int], draft_layers: Sequence[int] | None = None) -> "EngineSpec":
-        """The same with these layers only, and these of a draft model."""
+        """This spec with these layers only, and these of a draft model."""
         config, params = take_layers(self.config, self.params, layers)
         draft = self.draft.with_layers(draft_layers)
         return replace(self, config=config, params=params, draft=draft, numbers=tuple(layers))

@@ -1,4 +1,5 @@
-"""What a dispatch drafts, which pages the draft has stored, and what was accepted: the host's side of speculation."""
+"""Plans what a dispatch drafts, and counts which pages the draft has stored and what was accepted: the host's side of
+speculation."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ from jaxinfer.speculative import (
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What a dispatch drafts.
+    """The drafts of one dispatch.
 
     Attributes:
       tree: drafted in each round, of which a sequence takes its first nodes (`lengths`, the root not counted).
@@ -112,7 +113,7 @@ class Speculation:
         return replace(plan, draft=replace(draft, num_behind=num_behind)) if draft.tree.depth else plan
 
     def _must_follow(self, sequence: SequenceState) -> bool:
-        """Whether no token may be drafted, as masks from the host could refuse it, and states cannot be cut."""
+        """True if no token may be drafted, as masks from the host could refuse it, and states cannot be cut."""
         return self.spec.has_states and sequence.grammar is not None and sequence.grammar.is_on_host
 
     def _estimates_of(
@@ -128,7 +129,7 @@ class Speculation:
 
     @property
     def stats(self) -> SpeculationStats:
-        """Of all answers since the start; tokens beyond the end of an answer count as well."""
+        """Counts of all answers since the start; tokens beyond the end of an answer count as well."""
         return SpeculationStats.of_rounds(self.rounds, self.num_plain)
 
     def read(self, flight: Flight, found: FlightResults) -> None:

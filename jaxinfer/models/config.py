@@ -272,7 +272,7 @@ class ModelConfig:
 
     @property
     def caches_values(self) -> bool:
-        """Whether the cache stores values; in latent attention they are the first part of the keys."""
+        """True if the cache stores values; in latent attention they are the first part of the keys."""
         return self.mla is None
 
     def experts_of(self, layer: int) -> MoEConfig | None:
@@ -280,11 +280,11 @@ class ModelConfig:
         return self.moe if self.moe is not None and layer in self.moe.layers else None
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """What mixes tokens in a layer."""
+        """The kind of a layer: what mixes its tokens."""
         return self.layer_kinds[layer] if self.layer_kinds else "attention"
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer has attention."""
+        """True if a layer has attention."""
         return self.layer_kind(layer) in ATTENTION_KINDS
 
     def head_dim_of(self, layer: int) -> int:
@@ -300,11 +300,11 @@ class ModelConfig:
         return self.kv_sources[layer] if self.kv_sources else layer
 
     def caches_keys(self, layer: int) -> bool:
-        """Whether a layer stores keys and values."""
+        """True if a layer stores keys and values."""
         return self.has_attention(layer) and self.kv_source(layer) == layer
 
     def is_kv_source(self, layer: int) -> bool:
-        """Whether a later layer reads the keys and values of this one."""
+        """True if a later layer reads the keys and values of this one."""
         return layer in self.kv_sources[layer + 1 :]
 
     def mlp_size(self, layer: int) -> int:
@@ -312,7 +312,7 @@ class ModelConfig:
         return self.intermediate_size * (2 if self.has_double_mlp and self.kv_source(layer) != layer else 1)
 
     def has_mlp(self, layer: int) -> bool:
-        """Whether a layer has an MLP or experts."""
+        """True if a layer has an MLP or experts."""
         return not self.mlp_layers or self.mlp_layers[layer]
 
     def recurrent_of(self, layer: int) -> RecurrentConfig | None:

@@ -118,7 +118,7 @@ class Decoder:
 
 
 class _Pass:
-    """What the layers of a forward pass share.
+    """Arrays that the layers of a forward pass share.
 
     Attributes:
       positions: of the tokens. layer_inputs: [..., L, P], or None.
@@ -130,7 +130,7 @@ class _Pass:
         self.kept: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def layer_input(self, config: ModelConfig, layer: int) -> jax.Array | None:
-        """What a layer has as its input [..., P]."""
+        """Further input of a layer [..., P]."""
         return None if self.layer_inputs is None else self.layer_inputs[..., config.layer_input_slots[layer], :]
 
     def keeping(self, layer: int, attend: Attend) -> Attend:
@@ -185,7 +185,7 @@ def compute_dtype(params: Params) -> Any:
 
 
 def keeps_float32(path: Sequence[str]) -> bool:
-    """Whether a parameter is float32 for any dtype of the model: the correction bias of a router, to which float32
+    """True if a parameter is float32 for any dtype of the model: the correction bias of a router, to which float32
     scores are added."""
     return tuple(path[-2:]) == ("router", "correction")
 

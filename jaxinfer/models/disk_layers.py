@@ -42,7 +42,7 @@ class LayerReader:
 
     @classmethod
     def of(cls, shapes: Mapping[int, Params], checkpoint: Any) -> "LayerReader":
-        """Of an open `checkpoints_convert.Checkpoint`, which it closes."""
+        """Reads them of an open `checkpoints_convert.Checkpoint`, which it closes."""
 
         def read(path: tuple[str, ...]) -> Any:
             found = checkpoint.read_param(path)
@@ -51,7 +51,7 @@ class LayerReader:
         return cls(shapes, read, checkpoint.close)
 
     def takes(self, path: Sequence[str]) -> bool:
-        """Whether a parameter is read by programs, and not before."""
+        """True if a parameter is read by programs, and not before."""
         return tuple(path) in self._all_paths
 
     def read(self, layer: int) -> list[np.ndarray]:
@@ -87,7 +87,7 @@ class LayerReader:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class DiskLayers:
-    """What of a model's layers its programs read.
+    """The parameters of a model's layers that its programs read.
 
     Attributes:
       reader: shared by the models of some of its layers. numbers: of each such layer here, and in the reader.

@@ -150,7 +150,7 @@ def stack_specs(stack: Any, axis: Any) -> Any:
 
 
 def is_shared(path: Any, leaf: Any) -> bool:
-    """Whether an array of a quantized stack has no expert axis: a codebook, a table of scales, one permutation."""
+    """True if an array of a quantized stack has no expert axis: a codebook, a table of scales, one permutation."""
     name = getattr(path[-1], "name", None) if path else None
     return name in ("codebook", "table") or (name == "permutation" and leaf.ndim == 1)
 

@@ -70,13 +70,13 @@ def groups_of(params: Params, layers: Sequence[int]) -> list[list[int]]:
 
 
 def split(layer: Params) -> tuple[Params, Params]:
-    """What of a layer's parameters stays on the device, and what moves: arrays of two dimensions or more, of a layer
+    """A layer's parameters that stay on the device, and those that move: arrays of two dimensions or more, of a layer
     with experts only theirs. Those are most of its bytes, so that attention and what all tokens pass stay."""
     return _split(layer, (), has_experts=any(EXPERTS in names for names in _paths(layer)))
 
 
 def moved_layers(params: Params) -> dict[int, Params]:
-    """What moves of each layer."""
+    """The parameters of each layer that move."""
     return {int(name): split(layer)[1] for name, layer in params["layers"].items()}
 
 
@@ -119,9 +119,10 @@ class HostPlace:
         return jax.device_put(stack, self._place(stack.shape, stack.dtype))
 
     def _place(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Where a stack lies. Vectors that belong to a weight, such as codebooks, stay on the device: they are small,
-        and a TPU copies no single rows of two axes. Its programs read rows of numbers in order, and of small integers
-        in this tiling only: from other layouts the compiler refuses to copy, or copies the stack to another first."""
+        """The memory in which a stack lies. Vectors that belong to a weight, such as codebooks, stay on the device:
+        they are small, and a TPU copies no single rows of two axes. Its programs read rows of numbers in order, and of
+        small integers in this tiling only: from other layouts the compiler refuses to copy, or copies the stack to
+        another first."""
         if not _is_copied(shape):
             return self._sharding.with_memory_kind(next(iter(self._sharding.device_set)).default_memory().kind)
         if self._platform != "tpu":
@@ -134,7 +135,7 @@ class HostPlace:
 
 
 def _is_copied(shape: tuple[int, ...]) -> bool:
-    """Whether a stack lies on the host: its rows are no vectors."""
+    """True if a stack lies on the host: its rows are no vectors."""
     return len(shape) > 2
 
 
@@ -214,7 +215,7 @@ def _cut(count: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def is_on_host(array: Any) -> bool:
-    """Whether an array lies in the host's memory, and not in what its device computes on."""
+    """True if an array lies in the host's memory, and not in what its device computes on."""
     kind = getattr(array.sharding, "memory_kind", None)
     return kind is not None and kind != next(iter(array.sharding.device_set)).default_memory().kind
 
@@ -280,7 +281,7 @@ class HostStacks:
         self._stacks: Params = {}
 
     def takes(self, path: Sequence[str]) -> bool:
-        """Whether a parameter lies on the host."""
+        """True if a parameter lies on the host."""
         return path[0] == "layers" and tuple(path[1:]) in self._moved
 
     def add(self, path: Sequence[str], leaf: Any) -> None:

@@ -17,8 +17,8 @@ _BLOCK = 512  # keys that are scored at once
 
 
 class Choice(NamedTuple):
-    """What chooses the tokens of each query: index queries [..., Hi, Di], float32 weights of their heads [..., Hi], and
-    the number of tokens."""
+    """Inputs of the choice of tokens for each query: index queries [..., Hi, Di], float32 weights of their heads [...,
+    Hi], and the number of tokens."""
 
     q: jax.Array
     weights: jax.Array

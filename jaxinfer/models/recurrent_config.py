@@ -49,7 +49,7 @@ class DeltaConfig:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of a sequence's recurrent state: key heads, key size, values of the heads that share the key."""
+        """Axes of a sequence's recurrent state: key heads, key size, values of the heads that share the key."""
         return self.num_key_heads, self.key_size, self.value_width // self.num_key_heads
 
 
@@ -93,7 +93,7 @@ class MambaConfig:
 
     @property
     def width(self) -> int:
-        """Of the inputs of the state space."""
+        """Width of the inputs of the state space."""
         return self.num_heads * self.head_size
 
     @property
@@ -109,7 +109,7 @@ class MambaConfig:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of a sequence's recurrent state: groups, state size, inputs of the heads of a group."""
+        """Axes of a sequence's recurrent state: groups, state size, inputs of the heads of a group."""
         return self.num_groups, self.state_size, self.width // self.num_groups
 
 

@@ -51,5 +51,5 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies depend on `sequence_length`."""
+        """True if the frequencies depend on `sequence_length`."""
         return self.kind in ("dynamic", "longrope")

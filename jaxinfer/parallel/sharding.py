@@ -110,5 +110,5 @@ def local_shapes(mesh: AnyMesh, arrays: Any, specs: Any) -> Any:
 
 
 def is_axes(leaf: Any) -> bool:
-    """Whether a leaf of a pytree is the `Axes` of an array."""
+    """True if a leaf of a pytree is the `Axes` of an array."""
     return isinstance(leaf, tuple) and all(name is None or isinstance(name, str) for name in leaf)

@@ -48,7 +48,7 @@ class LossDetector:
 
     @property
     def have_ended(self) -> bool:
-        """Whether all other hosts have announced their end."""
+        """True if all other hosts have announced their end."""
         return all(self._beats.get(host, {}).get("ended") for host in self._changed)
 
     def failure(self, now: float) -> str | None:

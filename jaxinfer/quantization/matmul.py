@@ -85,7 +85,7 @@ def matmul_experts(
 
 
 def is_joinable(weight: Weight) -> bool:
-    """Whether a product with the weight can be part of a call with several weights."""
+    """True if a product with the weight can be part of a call with several weights."""
     if not isinstance(weight, PackedArray):
         return False
     return weight.permutation is None and weight.ndim == 2 and not weight.is_transposed

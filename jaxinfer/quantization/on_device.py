@@ -73,11 +73,11 @@ class Packing:
         return pack(leaf, is_transposed=is_embedding, activations=self._activations)
 
     def takes(self, path: Sequence[str]) -> bool:
-        """Whether the parameter is packed, if it can be."""
+        """True if the parameter is packed, if it can be."""
         return (path[-1] == "weight" and path[-2].endswith("_proj")) or tuple(path) in (("embed",), ("lm_head",))
 
     def keeps_16_bits(self, path: Sequence[str]) -> bool:
-        """Whether a parameter that is stored in 16 bits is held in these."""
+        """True if a parameter that is stored in 16 bits is held in these."""
         return self.takes(path) and (self._select is None or path[0] in ("embed", "lm_head"))
 
     def params(self, params: Any) -> Any:
@@ -100,7 +100,7 @@ def in_whole_bytes(params: Any) -> Any:
 
 
 def rounds_activations(params: Any) -> bool:
-    """Whether the activations of any product are rounded for packed weights."""
+    """True if the activations of any product are rounded for packed weights."""
     return any(isinstance(leaf, PackedArray) and leaf.form.activations is not None for leaf in weights(params))
 
 

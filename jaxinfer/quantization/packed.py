@@ -83,7 +83,7 @@ class PackedArray:
 
     @property
     def operands(self) -> tuple[PackedForm, PackedArrays]:
-        """What `pallas_kernels.packed_matmul` takes."""
+        """The operands of `pallas_kernels.packed_matmul`."""
         return self.form, PackedArrays(*(_EMPTY if array is None else array for array in self.arrays))
 
     def of_expert(self, expert: int) -> "PackedArray":
@@ -100,7 +100,7 @@ class PackedArray:
         return take_outputs(*self.operands, indices)
 
     def unpacked(self) -> "QuantizedArray | np.ndarray":
-        """What was packed, of NumPy arrays; nested scales as plain ones of float32."""
+        """The weight that was packed, of NumPy arrays; nested scales as plain ones of float32."""
         values, scales, offsets = unpack(*self.operands)
         scheme = self.scheme
         if scheme is None:
@@ -206,7 +206,7 @@ def pack_weight(leaf: Any, *, is_transposed: bool = False, activations: str | No
 
 
 def can_round_activations(form: PackedForm) -> bool:
-    """Whether products with such a weight can round activations to 8 bits."""
+    """True if products with such a weight can round activations to 8 bits."""
     return form.codes in ("nibbles", "int8", "quads")
 
 

@@ -185,7 +185,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is the most probable one."""
+        """True if each token is the most probable one."""
         return self.temperature == 0
 
     @property

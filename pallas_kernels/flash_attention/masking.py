@@ -14,7 +14,7 @@ MASKED = -1e30
 
 
 def visible_keys(spec: AttentionSpec, positions, keys, lengths, query_segments, key_segments) -> jax.Array | None:
-    """Whether the query at each of `positions` sees each of `keys`; None when every query sees every key.
+    """True if the query at each of `positions` sees each of `keys`; None when every query sees every key.
 
     Arguments are int32 and broadcast against each other; those of features that `spec` does not have are ignored.
     """

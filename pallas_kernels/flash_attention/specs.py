@@ -70,7 +70,7 @@ class AttentionSpec:
 
     @property
     def may_see_nothing(self) -> bool:
-        """Whether a query may see no key at all."""
+        """True if a query may see no key at all."""
         return self.has_lengths or self.has_segments or self.has_offset or self.window is not None
 
 

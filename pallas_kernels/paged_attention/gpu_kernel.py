@@ -353,7 +353,7 @@ class _Kernel:
         return lax.fori_loop(0, count, step, carry)
 
     def row_facts(self):
-        """Of each row, int32 [64]: the key place of its query, and its ancestor bits and depth."""
+        """Facts of each row, int32 [64]: the key place of its query, and its ancestor bits and depth."""
         row = compat.iota((TILE_ROWS,), 0, _ROW) + self.fields.first_row
         token = row if self.spec.num_groups == 1 else lax.div(row, jnp.full_like(row, self.spec.num_groups))
         facts = [token + self.fields.first_new]

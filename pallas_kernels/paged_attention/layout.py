@@ -107,7 +107,7 @@ class PageShape:
 
     @property
     def is_rotated(self) -> bool:
-        """Whether values, or keys and values, are stored rotated, in 4 bits."""
+        """True if values, or keys and values, are stored rotated, in 4 bits."""
         return self.dtype in ROTATED
 
     @property
@@ -116,7 +116,7 @@ class PageShape:
 
     @property
     def is_narrow_float(self) -> bool:
-        """Whether the dtype is a float of fewer than 32 bits."""
+        """True if the dtype is a float of fewer than 32 bits."""
         return self.dtype != "float32" and not self.has_scales
 
     @property
@@ -126,17 +126,17 @@ class PageShape:
 
     @property
     def is_side_by_side(self) -> bool:
-        """Whether a row of the interleaved layout has the key of a head in its first half, the value in the second."""
+        """True if a row of the interleaved layout has the key of a head in its first half, the value in the second."""
         return self.head_dim <= LANES // 2 and self.dtype != "int4"
 
     @property
     def has_whole_heads(self) -> bool:
-        """Whether a row of the interleaved layout has both the key and the value of a head."""
+        """True if a row of the interleaved layout has both the key and the value of a head."""
         return self.is_side_by_side or self.dtype == "int4"
 
     @property
     def element_dtype(self) -> str:
-        """What the interleaved layout is an array of."""
+        """The dtype of the interleaved layout's array."""
         return "uint8" if self.dtype == "int4" else self.dtype
 
     @property
@@ -310,12 +310,12 @@ def to_numbers(values: Any, dtype: Any) -> jax.Array:
 
 
 def key_dtype(dtype: str) -> str:
-    """What a cache of `dtype` stores keys as."""
+    """The dtype of stored keys in a cache of `dtype`."""
     return ROTATED.get(dtype, (dtype, dtype))[0]
 
 
 def value_dtype(dtype: str) -> str:
-    """What a cache of `dtype` stores values as."""
+    """The dtype of stored values in a cache of `dtype`."""
     return ROTATED.get(dtype, (dtype, dtype))[1]
 
 

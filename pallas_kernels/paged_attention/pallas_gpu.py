@@ -97,7 +97,7 @@ def attention(
 
 
 def _appends_in_kernel(spec: PagedSpec) -> bool:
-    """Whether every sequence is one tile: of two tiles, one would read pages that the other writes."""
+    """True if every sequence is one tile: of two tiles, one would read pages that the other writes."""
     return spec.max_query_length <= SHORT_QUERIES and spec.max_query_length * spec.num_groups <= TILE_ROWS
 
 

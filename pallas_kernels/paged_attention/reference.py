@@ -54,8 +54,8 @@ def attention(operands: PagedOperands, spec: PagedSpec, schedule=None) -> tuple[
 
 
 class TokenPlaces(NamedTuple):
-    """Of each of the T tokens: its sequence, its number among the sequence's new tokens, its position among all keys,
-    and whether it is no padding."""
+    """The place of each of the T tokens: its sequence, its number among the sequence's new tokens, its position among
+    all keys, and whether it is no padding."""
 
     sequence: jax.Array
     index: jax.Array
@@ -91,7 +91,7 @@ def append_new_tokens(operands: PagedOperands, spec: PagedSpec) -> layout.Pages:
 
 
 def visible_keys(operands: PagedOperands, spec: PagedSpec, sequence, position, keys):
-    """Whether the query of each token sees each key position: bool [T, keys]. Ancestors need the `sequence` of each."""
+    """True if the query of each token sees each key position: bool [T, keys]. Ancestors need the `sequence` of each."""
     visible = keys <= position[:, None]
     if spec.window is not None:
         visible &= keys > position[:, None] - spec.window

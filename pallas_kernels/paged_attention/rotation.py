@@ -137,7 +137,7 @@ def _signs(width: int) -> np.ndarray:
 
 
 def _unit(width: int) -> np.float32:
-    """What makes `_mix` orthogonal."""
+    """The factor that makes `_mix` orthogonal."""
     odd, power = _factors(width)
     return np.float32(1 / (odd * power**0.5))
 

@@ -55,12 +55,12 @@ class PagedSpec:
 
     @property
     def has_short(self) -> bool:
-        """Whether sequences of few new tokens run in a program of their own."""
+        """True if sequences of few new tokens run in a program of their own."""
         return not self.is_uniform
 
     @property
     def has_long(self) -> bool:
-        """Whether there is a program for any number of new tokens."""
+        """True if there is a program for any number of new tokens."""
         return self.is_uniform or self.max_query_length > SHORT_QUERIES
 
     @property

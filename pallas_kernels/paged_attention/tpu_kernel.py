@@ -163,7 +163,7 @@ def _spread_ancestors(program: KernelProgram, refs: Refs, item: WorkItem) -> Non
 
 
 def _visible(program: KernelProgram, refs: Refs, item: WorkItem, block, part: Part):
-    """Whether each query row of a part sees each key of the block: bool [rows, keys]."""
+    """True if each query row of a part sees each key of the block: bool [rows, keys]."""
     shape, window = (program.part_rows, program.sizes.num_keys), program.spec.window
     keys = block * program.sizes.num_keys + lax.broadcasted_iota(jnp.int32, shape, 1)
     positions = item.position + lax.broadcasted_iota(jnp.int32, shape, 0) // program.group_rows

@@ -107,7 +107,7 @@ class WordRows:
 
     @property
     def is_e4m3_converted(self) -> bool:
-        """Whether the matrix unit takes 8-bit floats of 4 exponent bits with bias 11 instead of 7."""
+        """True if the matrix unit takes 8-bit floats of 4 exponent bits with bias 11 instead of 7."""
         return self.q_dtype == "bfloat16" and tuning.chip() in _CHIPS_OF_BIAS_11
 
     @property
@@ -118,7 +118,7 @@ class WordRows:
 
     @property
     def factor(self) -> float:
-        """What numbers of `load` are in units of."""
+        """The unit of the numbers of `load`."""
         if self.page.dtype == "int4":
             return LEVEL_STEP * (2.0**13 if self.is_e4m3_converted else 2.0**9)
         return 2.0**4 if self.page.dtype == "float8_e4m3fn" and self.is_e4m3_converted else 1.0

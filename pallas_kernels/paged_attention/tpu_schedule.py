@@ -116,7 +116,7 @@ def program_sizes(spec: PagedSpec, is_long: bool) -> TpuProgramSizes:
 
 
 def is_in_parts(spec: PagedSpec) -> bool:
-    """Whether items compute their rows in parts: where one program has single tokens and long prompts."""
+    """True if items compute their rows in parts: where one program has single tokens and long prompts."""
     return spec.is_uniform and not spec.has_ancestors
 
 

@@ -35,13 +35,13 @@ class MatmulSpec:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether an output has several scales, for groups of inputs."""
+        """True if an output has several scales, for groups of inputs."""
         return self.block[0] < self.inputs
 
 
 @dataclass(frozen=True)
 class WeightReads:
-    """What a product reads of its weight.
+    """How much of its weight a product reads.
 
     passes: how often the stored arrays are read.
     copy: dtype of a copy of the whole weight that is written on every call and read instead, or None.

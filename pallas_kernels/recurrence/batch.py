@@ -1,4 +1,4 @@
-"""What a ragged batch of tokens is, and what a token gives to a recurrence."""
+"""A ragged batch of tokens, and what a token gives to a recurrence."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class QueryParts:
 
 
 def bounds_dtype(dtype: str, layout: str) -> str:
-    """What bounds of keys of a cache are stored as: bfloat16, or float32 where that is what the keys are or, on a CPU,
+    """The stored dtype of bounds of a cache's keys: bfloat16, or float32 where that is what the keys are or, on a CPU,
     which converts whole arrays of bfloat16, half the work."""
     return "float32" if dtype == "float32" or layout == "bits" else "bfloat16"
 
@@ -243,7 +243,7 @@ def bounds_of_filled(
 def page_promise(
     q: Float[Array, "N Hq K"], bounds: jax.Array, parts: QueryParts, scale: float, soft_cap: float | None
 ) -> Float32[Array, "N P"]:
-    """What each page of a sequence promises for a query, by the bounds of its scores: the logarithm of the share of
+    """The promise of each page of a sequence for a query, by the bounds of its scores: the logarithm of the share of
     attention, summed over query heads, if every page had one key with a score of its bound. -inf for pages that are not
     before the query's own.
 
@@ -264,7 +264,8 @@ def page_promise(
 
 
 def chosen_pages(parts: QueryParts, promise: Float32[Array, "N P"], ends: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What each part attends to: its page table, int32 [N, P] or shorter where all parts choose, and its length."""
+    """The pages that each part attends to: its page table, int32 [N, P] or shorter where all parts choose, and its
+    length."""
     best, num_columns = parts.best, parts.page_table.shape[1]
     own = parts.positions // best.page_size
     column = jnp.arange(num_columns)

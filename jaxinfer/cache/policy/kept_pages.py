@@ -39,8 +39,8 @@ class SinkWindowPages(Protocol):
 
 
 class KeptView(NamedTuple):
-    """What S sequences attend to: page tables int32 [S, P] of each group, kv_lengths int32 [S], or those of each group,
-    and by layer the sinks that are moved; none where sequences are no longer than the model's."""
+    """The pages that S sequences attend to: page tables int32 [S, P] of each group, kv_lengths int32 [S], or those of
+    each group, and by layer the sinks that are moved; none where sequences are no longer than the model's."""
 
     page_tables: PageTables
     kv_lengths: Any
@@ -64,7 +64,7 @@ def kept_view(
     positions: jax.Array,
     lengths: jax.Array,
 ) -> KeptView:
-    """What the `lengths` int32 [S] tokens from `positions` int32 [S] on attend to once they are stored; those of a
+    """The pages that `lengths` int32 [S] tokens from `positions` int32 [S] on attend to once stored; those of a
     sequence lie in one page.
 
     `page_tables` int32 [S, pages of a sequence] are whole; entries of dropped pages may be anything.

@@ -59,7 +59,7 @@ def prompt_moments(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerQueries:
-    """What a layer must know of the queries of a pass over tokens of a prompt: a pytree.
+    """Facts that a layer needs of the queries of a pass over tokens of a prompt: a pytree.
 
     Attributes:
       moments: of the queries before the pass.

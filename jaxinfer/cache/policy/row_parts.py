@@ -9,8 +9,8 @@ from jaxinfer.cache.policy.contract import num_parts
 
 
 class RowPlaces(NamedTuple):
-    """Of each of T rows: its slot, its number among the rows of the slot and its position, int32 [T], and whether it is
-    no padding, bool [T]."""
+    """The place of each of T rows: its slot, its number among the rows of the slot and its position, int32 [T], and
+    whether it is no padding, bool [T]."""
 
     slot: jax.Array
     offset: jax.Array

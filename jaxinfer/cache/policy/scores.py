@@ -31,7 +31,7 @@ def snapkv_scores(
     soft_cap: float | None = None,
     pool: int = POOL,
 ) -> Float[Array, "Hkv n"]:
-    """What the last W queries attend to on average among the tokens before them (SnapKV, Li et al. 2024, section 4);
+    """Mean attention of the last W queries among the tokens before them (SnapKV, Li et al. 2024, section 4);
     -inf from there on. Scores are the mean of `pool` neighbours, zeros beyond the ends, and of the query heads of a
     key head.
 
@@ -108,7 +108,7 @@ def expected_attention_scores(
     scale: float | None = None,
     num_sinks: int = NUM_SINKS,
 ) -> Float[Array, "Hkv n"]:
-    """What queries at the next F positions are expected to attend to among the tokens after the first `num_sinks`,
+    """Expected attention of queries at the next F positions among the tokens after the first `num_sinks`,
     which score inf, times the norms of values (Expected Attention, Devoto et al. 2025, section 3).
 
     `moments` are those of the prompt's queries after the sinks', taken for Gaussian; `rotations` are cos and sin of the
@@ -124,7 +124,7 @@ def expected_attention_scores(
     is_scored = is_key & (position >= num_sinks)
 
     def of_heads(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Of one query head of each key head: what is expected of all is as large as the keys for each."""
+        """Scores of one query head of each key head: what is expected of all is as large as the keys for each."""
         mean, covariance = part
         linear = jnp.einsum("hk,nhk->hn", mean, keys, precision="highest") * scale
         moved = jnp.einsum("hij,nhj->nhi", covariance, keys, precision="highest")

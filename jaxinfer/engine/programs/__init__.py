@@ -36,8 +36,8 @@ Weights = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, eq=False)
 class ProgramModel:
-    """What programs are compiled for: a configuration, the structure of its parameters, the mesh that they are
-    cut over, None for a single device, and the policy of the cache.
+    """The model that programs are compiled for: a configuration, the structure of its parameters, the mesh that they
+    are cut over, None for a single device, and the policy of the cache.
 
     A call passes it as a static argument beside the parameters' leaves. Both save the host time on every dispatch: it
     is hashed by identity (get one from `program_model`, which returns the same object for equal arguments), and a

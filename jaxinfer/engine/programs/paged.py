@@ -187,7 +187,7 @@ def _observe(
 
 
 def logits_sharding(mesh: Mesh, logits: Any) -> NamedSharding:
-    """Where `step` leaves logits [B, V]: the vocabulary is cut as the sampler's rows over it are."""
+    """Sharding in which `step` leaves logits [B, V]: the vocabulary is cut as the sampler's rows over it are."""
     return parallel.array_shardings(mesh, logits, (None, "vocab"))
 
 
@@ -256,7 +256,7 @@ def _uniform_step(
     tables: GrammarTables | None,
     observer: ObservingDraft | None,
 ) -> tuple[BothCaches, Slots, StepOutput]:
-    """What `step` and `sample_step` do where all slots that are scheduled decode."""
+    """The pass of `step` and `sample_step` where all slots that are scheduled decode."""
     rows = decoding_work(work, num_rows, model.policy.needs_prompt_lengths)
     caches, logits, _ = _one_pass(model, decoder, caches, slots, rows, True, observer)
     return caches, *_sample_rows(slots, batch, rows.slots, logits, tables)
@@ -452,7 +452,7 @@ def constrain_sharding(mesh: Mesh | None, rows: Any) -> Any:
 
 
 def replicate(mesh: Mesh | None, tree: Tree) -> Tree:
-    """What the host, or a program for other rows, reads: whole on every device of a mesh."""
+    """Copies arrays that the host, or a program for other rows, reads: whole on every device of a mesh."""
     if mesh is None:
         return tree
     everywhere = NamedSharding(mesh, PartitionSpec())

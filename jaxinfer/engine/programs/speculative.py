@@ -42,7 +42,7 @@ from jaxinfer.speculative import (
 
 @dataclass(frozen=True)
 class Drafter:
-    """What a round is compiled for beside the target, as a static argument.
+    """The draft's part of what a round is compiled for, as a static argument.
 
     Attributes:
       proposer: what proposes. tree: what is drafted in a round. is_maximal: how drafts are accepted.

@@ -1,4 +1,4 @@
-"""What the programs over a paged cache take and give: slots, the work of a step or of decoding, and their output.
+"""Inputs and outputs of the programs over a paged cache: slots, the work of a step or of decoding, and their output.
 
 Shapes use the legend of jaxinfer/README.md.
 """
@@ -18,7 +18,7 @@ NO_TOKEN, INVALID_LOGITS = -1, -2
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """What S slots carry from step to step beside their pages, all on the device.
+    """State that S slots carry from step to step beside their pages, all on the device.
 
     Attributes:
       tokens: int32[S], each slot's newest token, not yet stored; its position is `positions` int32[S].
@@ -42,7 +42,7 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepSlots:
-    """What one step does with each of B slots, made on the host.
+    """The work of one step for each of B slots, made on the host.
 
     Attributes:
       query_starts, query_lengths: int32[B], each slot's rows; length 0 takes no part.
@@ -106,7 +106,7 @@ class DecodeWork:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What N steps of B slots gave; leaves are [N, B, ...].
+    """Results of N steps of B slots; leaves are [N, B, ...].
 
     Attributes:
       tokens: int32, the token; or NO_TOKEN where the slot took no part or its prompt goes on; or INVALID_LOGITS where

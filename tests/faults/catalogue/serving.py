@@ -266,8 +266,8 @@ ENGINE = (
     Fault(
         "engine/a-place-of-a-state-is-given-away-while-it-is-found",
         "jaxinfer/engine/pages.py",
-        "            insort(self._free, page, key=neg)\n            self._forget.pop(page)()\n",
-        "            insort(self._free, page, key=neg)\n            self._forget.pop(page)\n",
+        "            insort(self._free, page, key=neg)\n            self._on_evict.pop(page)()\n",
+        "            insort(self._free, page, key=neg)\n            self._on_evict.pop(page)\n",
         ("tests/engine/test_scheduler.py::test_random_work_gives_one_answer_with_states",),
         "the state of one prompt is overwritten with that of another, and still found",
     ),
