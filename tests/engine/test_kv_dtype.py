@@ -176,17 +176,16 @@ def test_deterministic_answers_keep_every_bit(tiny, drafts, kv_dtype, is_drafted
 
 def planted(tiny, monkeypatch, name, wrong) -> list:
     """The answers of a tree of drafts over an int8 cache, with a mistake in one of the cache's functions."""
-    from jaxinfer.engine.programs import speculative as speculative_programs
     from jaxinfer.speculative import proposers
 
     monkeypatch.setattr(proposers, name, wrong)
-    speculative_programs.speculate.clear_cache()
+    jax.clear_caches()
     try:
         with open_llm(tiny, "int8", draft=tiny, draft_tree=(2, 2)) as llm:
             return answers(llm)
     finally:
         monkeypatch.undo()
-        speculative_programs.speculate.clear_cache()
+        jax.clear_caches()
 
 
 @pytest.mark.slow
