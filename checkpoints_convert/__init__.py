@@ -4,19 +4,11 @@ Nothing here unpickles or runs code from a checkpoint, and nothing touches the n
 what is read from a URL that it was given.
 """
 
-import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-from checkpoints_convert import files
 from checkpoints_convert.abstract import abstract, abstract_of
 from checkpoints_convert.checkpoint import Checkpoint
 from checkpoints_convert.convert import ConvertReport, convert
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
-from checkpoints_convert.formats import LayerKVScales
-from checkpoints_convert.gguf.index import GGUFIndex, find_gguf
-from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id
+from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config, model_config
 from checkpoints_convert.huggingface.save import save_huggingface
@@ -67,26 +59,3 @@ __all__ = [
     "verify_files",
     "verify_manifest",
 ]
-
-
-def __getattr__(name: str) -> Callable[[str | Path], Any]:
-    """Functions of a path that are attributes of an open checkpoint, deprecated."""
-    if name not in ("bos_token_id", "eos_token_ids", "generation_config"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        f"checkpoints_convert.{name}(path) is deprecated: use open_checkpoint(path).{name}",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-
-    def read(path: str | Path) -> Any:
-        if (file := find_gguf(Path(path))) is None:
-            return getattr(files, name)(path)
-        with GGUFIndex(file) as index:
-            return {
-                "bos_token_id": lambda: token_id(index, "bos_token_id"),
-                "eos_token_ids": lambda: end_token_ids(index),
-                "generation_config": dict,
-            }[name]()
-
-    return read

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-import checkpoints_convert
 from checkpoints_convert import CheckpointError, CheckpointNotFoundError, load
 from checkpoints_convert.huggingface import checkpoint as checkpoint_module
 from checkpoints_convert.huggingface.checkpoint import HuggingFaceCheckpoint
@@ -210,12 +209,3 @@ def test_a_generation_config_closes_no_model(checkpoint):
     assert loaded.eos_token_ids == (2, 7)
     shorter, length = loaded.for_length(16)
     assert (shorter.default_params.max_tokens, length) == (None, 16)
-
-
-def test_functions_of_a_path_are_deprecated(checkpoint):
-    directory = checkpoint().write()
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
-    with pytest.warns(DeprecationWarning, match=r"open_checkpoint\(path\).eos_token_ids"):
-        assert checkpoints_convert.eos_token_ids(directory) == (7, 2)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        checkpoints_convert.nothing  # noqa: B018
