@@ -8,7 +8,7 @@ from checkpoints_convert.abstract import abstract, abstract_of
 from checkpoints_convert.checkpoint import Checkpoint
 from checkpoints_convert.convert import ConvertReport, convert
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
-from checkpoints_convert.formats import LayerKVScales
+from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config, model_config
 from checkpoints_convert.huggingface.save import save_huggingface

@@ -4,10 +4,11 @@ Which parameters are quantized, and how, follows from names, dtypes and shapes o
 depends on values, those of a well-formed checkpoint are assumed: symmetric zeros if it declares `sym`.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -22,16 +23,18 @@ from checkpoints_convert.checkpoint import (
 )
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG, read_json
-from checkpoints_convert.formats import FormatError, quantization_method, with_side_file
+from checkpoints_convert.formats import quantization_method, with_side_file
+from checkpoints_convert.formats.module import DenseModule, FormatError, Method
 from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint, check_requantize
 from checkpoints_convert.gguf.index import find_gguf
 from checkpoints_convert.hub import describe, is_local, resolve
 from checkpoints_convert.huggingface.config import declared_dtype, model_config
-from checkpoints_convert.huggingface.declared import declared_headers
-from checkpoints_convert.huggingface.families import family_of
+from checkpoints_convert.huggingface.families import family_of, is_wrapper
+from checkpoints_convert.huggingface.family import Family, embedding_name, head_names, renaming
 from checkpoints_convert.huggingface.quantized import abstract_quantized
+from checkpoints_convert.huggingface.rules import TensorGroup
 from checkpoints_convert.plan import TensorPlan, plan, stored_dtype
-from checkpoints_convert.safetensors_files import SafetensorsIndex, TensorHeader, weight_files
+from checkpoints_convert.safetensors_files import FLOAT_DTYPES, SafetensorsIndex, TensorHeader, weight_files
 from checkpoints_convert.store import parts_of, read_native_config, rebuild
 from jaxinfer.models import ModelConfig, Params
 
@@ -81,7 +84,7 @@ def abstract_of(
     where: str | Path = "checkpoint",
     keeps_16_bits: Keeps16Bits | None = None,
 ) -> tuple[ModelConfig, Params]:
-    """The same of a config.json and the headers of its tensors; None for no headers."""
+    """`abstract` of a config.json and the headers of its tensors; None for no headers."""
     if headers is None:
         config = model_config(hf_config, f"{where}/{CONFIG}")
         config = replace(config, dtype=declared_dtype(hf_config, []) or "bfloat16")
@@ -96,19 +99,20 @@ def abstract_of(
     config, plans = plan(hf_config, headers, dtype=dtype, where=where)
     leaves: dict[ParamPath, Any] = {}
     known: dict[Any, Any] = {}  # layers are alike
-    for one in plans:
-        if isinstance(one, TensorPlan):
-            stored = stored_dtype(one, headers) if keeps_16_bits is not None and keeps_16_bits(one.target) else None
-            kept = stored if stored in ("bfloat16", "float16") else one.dtype
-            leaves[one.target] = jax.ShapeDtypeStruct(one.shape, numpy_dtype(kept))
+    for param in plans:
+        if isinstance(param, TensorPlan):
+            stored = stored_dtype(param, headers) if keeps_16_bits is not None and keeps_16_bits(param.target) else None
+            kept = stored if stored in ("bfloat16", "float16") else param.dtype
+            leaves[param.target] = jax.ShapeDtypeStruct(param.shape, numpy_dtype(kept))
             continue
-        key = (one.reader.form, one.shape, one.transpose, one.view, one.outputs, len(one.experts))
+        place = param.placement
+        key = (param.reader.form, param.shape, place.transpose, place.view, place.outputs, len(param.experts))
         if key not in known:
             try:
-                known[key] = abstract_quantized(one, config.dtype)
+                known[key] = abstract_quantized(param, config.dtype)
             except FormatError as error:
-                raise CheckpointError(where, f"module {one.module!r} {error}") from None
-        leaves[one.target] = known[key]
+                raise CheckpointError(where, f"module {param.module!r} {error}") from None
+        leaves[param.target] = known[key]
     return config, _filled(config, leaves)
 
 
@@ -127,7 +131,7 @@ def _of_gguf(
     source = GGUFCheckpoint(file, dtype=dtype, requantize=requantize)
     source.keeps_16_bits = keeps_16_bits
     with source:
-        leaves = {one.target: source.abstract_param(one.target) for one in source.plans}
+        leaves = {param.target: source.abstract_param(param.target) for param in source.plans}
         return source.config, _filled(source.config, leaves)
 
 
@@ -143,3 +147,61 @@ def _of_native(directory: Path, dtype: str, keeps_16_bits: Keeps16Bits | None) -
         parts: Any = {part: jax.ShapeDtypeStruct(shape, numpy_dtype(kind)) for part, (shape, kind) in stored}
         leaves[tuple(name.split("."))] = rebuild(description, parts)
     return config, _filled(config, leaves)
+
+
+# Prefixes of the names of a text part, in the lists of a quantization_config.
+_TEXT_PREFIXES = ("model.language_model.", "language_model.")
+
+
+def declared_headers(
+    hf_config: Mapping[str, Any], config: ModelConfig, family: Family, method: Method
+) -> dict[str, TensorHeader]:
+    """Headers by name of all tensors of a checkpoint; dense ones are stored in the configuration's dtype.
+
+    Raises FormatError for a configuration by which nothing is quantized.
+    """
+    dtype = next(name for name, stored in FLOAT_DTYPES.items() if str(stored) == config.dtype)
+    rename = renaming(family, _known_names(hf_config, family))
+    headers: dict[str, TensorHeader] = {}
+    num_quantized = 0
+    for group in family.layout(config).tensor_groups:
+        role = _role(group, family)
+        stored = group.placements[0].stored
+        for name in map(rename, group.sources):
+            module = name.removesuffix(".weight")
+            found = None if role is None else method.stored(DenseModule(module, stored, role, dtype))
+            if found is None:
+                headers[name] = (dtype, stored)
+                continue
+            num_quantized += 1
+            separator = "." if name.endswith(".weight") else "_"
+            headers |= {f"{module}{separator}{suffix}": header for suffix, header in found.items()}
+    if not num_quantized and method.name != "compressed-tensors":  # which also declares scales of a cache alone
+        raise FormatError(f"{method.name} quantizes no module of this model")
+    return headers
+
+
+def _role(group: TensorGroup, family: Family) -> Literal["linear", "router", "head", "embedding", "experts"] | None:
+    """None for tensors that no format quantizes, such as norms and biases."""
+    first, source = group.placements[0], group.sources[0]
+    if first.target == ("embed",):
+        return "embedding"
+    if not source.endswith(".weight"):
+        return "experts" if len(first.stored) == 3 else None
+    if not first.transpose or len(first.stored) != 2:
+        return None
+    if source in head_names(family):
+        return "head"
+    return "router" if first.target[-2:] == ("router", "weight") else "linear"
+
+
+def _known_names(hf_config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """A name for `renaming`: of a model of text and images, in the form that the lists of the configuration have."""
+    embedding = embedding_name(family)
+    if not is_wrapper(hf_config):
+        yield embedding
+        return
+    text = json.dumps(hf_config.get("quantization_config"))
+    prefix = next((prefix for prefix in _TEXT_PREFIXES if f'"{prefix}' in text or f":{prefix}" in text), "")
+    bare = embedding.removeprefix(family.prefix)
+    yield f"{prefix}{bare}" if prefix.startswith("model.") else f"{prefix}{embedding}"

@@ -1,31 +1,65 @@
 """The arrays of a unit of the native form, read chunk by chunk and compared with their checksums.
 
-They are read by TensorStore alone. Files that only Orbax needs (_METADATA, sharding) are not opened.
+They are read by TensorStore alone. Files that only Orbax needs (_METADATA, sharding) are not opened. A checksum is the
+xxh3 of a stored chunk, computed while the chunk is in the processor's cache. It finds damage, in every chunk with odds
+of 1 in 2**64 of missing it; it is no protection against intent. A core hashes 34 GiB/s with it, 7 with CRC-32C and 1
+with SHA-256 (Xeon, 2.8 GHz).
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from checkpoints_convert.checkpoint import Bounds, full_bounds, shape_of, slices_of
-from checkpoints_convert.checksums import ArrayChecksums, Hasher, chunks, copy_blocks
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.host_arrays import CastStats, empty_aligned
 from checkpoints_convert.manifest import Entries, file_problems
 
 _METADATA_KEY = b"/.zarray"
 _OPEN = {"driver": "zarr", "fill_missing_data_reads": False}  # a chunk that is missing is an error, not zeros
+# Hashed, tested and cast at once: half of a core's second-level cache, and large enough that Python's part is small.
+_BLOCK_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class ArrayChecksums:
+    """Attributes:
+    chunk: shape of the chunks, which are smaller at the array's ends.
+    digests: hexadecimal xxh3 (64 bits) of the bytes of each chunk, both the bytes and the chunks in C order.
+    """
+
+    chunk: tuple[int, ...]
+    digests: tuple[str, ...]
+
+    @classmethod
+    def from_json(cls, data: Any, shape: Sequence[int]) -> "ArrayChecksums":
+        """Raises ValueError for what `to_json` does not return for an array of that shape."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("chunk"), list):
+            raise ValueError("has no chunk shape")
+        chunk, digests = data["chunk"], data.get("xxh3")
+        if len(chunk) != len(shape) or not all(type(size) is int and size > 0 for size in chunk):
+            raise ValueError(f"chunks of shape {chunk} do not fit an array of shape {list(shape)}")
+        count = math.prod(-(-size // step) for size, step in zip(shape, chunk, strict=True))
+        if not isinstance(digests, list) or [type(digest) for digest in digests] != [str] * count:
+            raise ValueError(f"needs the xxh3 of {count} chunks")
+        return cls(tuple(chunk), tuple(digests))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"chunk": list(self.chunk), "xxh3": list(self.digests)}
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What an array has to be. checksums: None if they are not compared."""
+    """Shape and dtype that an array must have. checksums: None if they are not compared."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -52,10 +86,11 @@ class ArrayStore:
         self.directory, self.specs = root / unit, specs
         self._root, self._files, self._executor = root, files, executor
         with self._explained(unit):
-            found = {name: (tuple(one.shape), np.dtype(one.dtype.numpy_dtype)) for name, one in self._arrays.items()}
+            handles = self._arrays.items()
+            stored = {name: (tuple(array.shape), np.dtype(array.dtype.numpy_dtype)) for name, array in handles}
             wanted = {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
-            if found != wanted:
-                raise CheckpointError(self.directory, *_differences(wanted, found))
+            if stored != wanted:
+                raise CheckpointError(self.directory, *_differences(wanted, stored))
 
     def read(
         self, name: str, bounds: Bounds | None = None, *, dtype: np.dtype | None = None, measure_cast: bool = False
@@ -69,8 +104,8 @@ class ArrayStore:
         with self._explained(f"array {name!r}"):
             tasks = list(read.tasks(self.chunk_shape(name)))
             run = self._executor.map if self._executor is not None and len(tasks) > 1 else map
-            for one in run(read.run, tasks):
-                stats.add(one)
+            for of_chunk in run(read.run, tasks):
+                stats.add(of_chunk)
         return result, stats
 
     def chunk_shape(self, name: str) -> tuple[int, ...]:
@@ -102,7 +137,7 @@ class ArrayStore:
         except Exception as error:  # TensorStore raises many kinds for damaged files
             problems = file_problems(self._root, self._files)
             if problems:
-                raise CheckpointError(self._root, *(f"{one}; found in reading {what}" for one in problems)) from None
+                raise CheckpointError(self._root, *(f"{text}; found in reading {what}" for text in problems)) from None
             if isinstance(error, CheckpointError):
                 raise
             reason = str(error).strip().split("\n")[0]
@@ -111,7 +146,7 @@ class ArrayStore:
 
 @dataclass(frozen=True)
 class _Reading:
-    """One array that is read into `result`, which has the part `bounds`. is_dense: whether statistics are counted."""
+    """One array that is read into `result`, which has the part `bounds`. is_dense: statistics are counted."""
 
     array: Any
     spec: ArraySpec
@@ -136,20 +171,16 @@ class _Reading:
         is_direct = read == part and target.dtype == self.spec.dtype
         stored = target if is_direct else np.empty(shape_of(read), self.spec.dtype)
         _fetch(self.array, read, stored)
-        hasher = None if known is None else Hasher()
+        hasher = None if known is None else xxhash.xxh3_64()
         copy = partial(copy_blocks, is_dense=self.is_dense, measure_cast=self.measure_cast)
         if read == part:
             stats = copy(stored, target if not is_direct else stored, hasher=hasher)
         else:
             copy_blocks(stored, stored, hasher=hasher, is_dense=False)
             stats = copy(stored[_inside(part, read)], target)
-        if hasher is not None and (found := hasher.digest()) != known:
-            raise _DamagedError(f"values {chunk} have the checksum {found}, the manifest says {known}")
+        if hasher is not None and (digest := hasher.hexdigest()) != known:
+            raise ValueError(f"values {chunk} have the checksum {digest}, the manifest says {known}")
         return stats
-
-
-class _DamagedError(ValueError):
-    """Values that are not those that were written."""
 
 
 def _inside(part: Bounds, whole: Bounds) -> tuple[Any, ...]:
@@ -164,11 +195,73 @@ def _fetch(array: Any, bounds: Bounds, target: np.ndarray) -> None:
     ts.array(target).write(view).result()
 
 
-def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    problems = [f"tensor {name!r} is missing" for name in wanted if name not in found]
-    problems += [f"tensor {name!r} is not of this model" for name in found if name not in wanted]
-    for name in wanted.keys() & found.keys():
-        if found[name] != wanted[name]:
-            (shape, dtype), (other_shape, other_dtype) = wanted[name], found[name]
+def _differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    problems = [f"tensor {name!r} is missing" for name in wanted if name not in stored]
+    problems += [f"tensor {name!r} is not of this model" for name in stored if name not in wanted]
+    for name in wanted.keys() & stored.keys():
+        if stored[name] != wanted[name]:
+            (shape, dtype), (other_shape, other_dtype) = wanted[name], stored[name]
             problems.append(f"tensor {name!r} is {other_dtype}{list(other_shape)}, not {dtype}{list(shape)}")
     return problems
+
+
+def checksums(array: np.ndarray, chunk: Sequence[int]) -> ArrayChecksums:
+    """Checksums of an array that is stored in chunks of a shape."""
+    digests = []
+    for bounds in chunks(array.shape, chunk):
+        hasher, part = xxhash.xxh3_64(), array[slices_of(bounds)]
+        copy_blocks(part, part, hasher=hasher, is_dense=False)
+        digests.append(hasher.hexdigest())
+    return ArrayChecksums(tuple(map(int, chunk)), tuple(digests))
+
+
+def chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Bounds]:
+    """The bounds of the chunks of an array, in C order."""
+    axes = (
+        [(start, min(start + step, size)) for start in range(0, size, step)]
+        for size, step in zip(shape, chunk, strict=True)
+    )
+    return product(*axes)
+
+
+def copy_blocks(
+    source: np.ndarray,
+    target: np.ndarray,
+    *,
+    hasher: xxhash.xxh3_64 | None = None,
+    is_dense: bool = True,
+    measure_cast: bool = False,
+) -> CastStats:
+    """Casts an array into another of its shape, or only examines it if both are the same memory; a block at a time.
+
+    Args:
+      hasher: gets the bytes of `source` in C order. is_dense: values are floating point and are counted in the
+        statistics. measure_cast: as of `read_regions`.
+    """
+    stats, is_copied = CastStats(), source is not target
+    for index in _blocks(source.shape, source.dtype.itemsize):
+        block = source[index]
+        if hasher is not None:
+            block = np.ascontiguousarray(block)
+            hasher.update(block.reshape(-1).view(np.uint8).data)
+        if is_dense:
+            block = stats.cast(block, target.dtype, measure_cast=measure_cast)
+        if is_copied:
+            target[index] = block.astype(target.dtype, copy=False)
+    return stats
+
+
+def _blocks(shape: Sequence[int], itemsize: int) -> Iterator[tuple[Any, ...]]:
+    """Indices of an array's blocks in C order, each of at most _BLOCK_BYTES unless a single row is larger."""
+    if math.prod(shape) * itemsize <= _BLOCK_BYTES or not shape:
+        yield (...,)
+        return
+    row_bytes = max(1, math.prod(shape[1:]) * itemsize)
+    if row_bytes > _BLOCK_BYTES and len(shape) > 1:
+        for row in range(shape[0]):
+            for index in _blocks(shape[1:], itemsize):
+                yield (row, *index)
+        return
+    step = max(1, _BLOCK_BYTES // row_bytes)
+    for first in range(0, shape[0], step):
+        yield (slice(first, first + step), ...)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import bos_token_id, companion_files, eos_token_ids, generation_config
-from checkpoints_convert.formats import LayerKVScales
+from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.host_arrays import CastStats, Read, aligned, read_tensor
 from jaxinfer.files import Closable
 from jaxinfer.models import ModelConfig, abstract_params, keeps_float32
@@ -76,11 +76,11 @@ def part_of(spec: PartitionSpec, axes: Mapping[str, int], shape: Sequence[int], 
 def owned_parts(mesh: Mesh, spec: PartitionSpec, shape: Sequence[int], devices: Iterable[Any]) -> dict[Bounds, list]:
     """The distinct parts of an array on some devices of a mesh, each with its devices, in the array's order."""
     wanted = set(devices)
-    found: dict[Bounds, list] = {}
+    owned: dict[Bounds, list] = {}
     for place, device in np.ndenumerate(mesh.devices):
         if device in wanted:
-            found.setdefault(part_of(spec, mesh.shape, shape, place), []).append(device)
-    return dict(sorted(found.items()))
+            owned.setdefault(part_of(spec, mesh.shape, shape, place), []).append(device)
+    return dict(sorted(owned.items()))
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -88,7 +88,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 NUM_THREADS = 8
 ParamPath = tuple[str, ...]  # the keys that lead to a parameter, such as ("layers", "0", "mlp_norm", "weight")
 HostParam = list[np.ndarray] | QuantizedArray  # parts of a dense parameter, or a quantized one
-# Whether a dense parameter keeps the 16-bit dtype in which it is stored, whatever the configuration's dtype is.
+# True for a dense parameter that keeps the 16-bit dtype in which it is stored, whatever the configuration's dtype is.
 Keeps16Bits = Callable[[ParamPath], bool]
 
 
@@ -103,7 +103,7 @@ class Checkpoint(Closable, ABC):
       kv_scales: scales of an 8-bit key-value cache, by layer; () if the checkpoint has none.
       quantization: the quantized format that the files declare, such as awq; None for plain weights, and in jaxinfer's
         own format.
-      is_headless: whether it is a model without a head, that makes vectors only.
+      is_headless: the model has no head and makes vectors only.
       requantize: how weights of a GGUF file are rounded again, as of `load`; None elsewhere.
       requantize_errors: relative error (root of the mean square) of the weights that were rounded again so far.
       keeps_16_bits: by default none does.
@@ -117,6 +117,7 @@ class Checkpoint(Closable, ABC):
     is_headless = False
     requantize: str | None = None
     keeps_16_bits: Keeps16Bits | None = None
+    _quantized: Mapping[ParamPath, Any]  # parameters that `read_param` returns quantized, and how they are stored
 
     def __init__(self, directory: Path, *, measure_casts: bool = False):
         self.directory = directory
@@ -142,12 +143,14 @@ class Checkpoint(Closable, ABC):
         return [list(parts)]
 
     def read(self, unit: str) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
-        """The parameters of a unit, whole.
-
-        Raises CheckpointError, naming file and tensor."""
+        """The parameters of a unit, whole. Raises as `read_param`."""
         for path in self.units()[unit]:
-            found = self.read_param(path)
-            yield path, found if isinstance(found, QuantizedArray) else found[0]
+            yield path, self.read_leaf(path)
+
+    def read_leaf(self, path: ParamPath) -> np.ndarray | QuantizedArray:
+        """A whole parameter. Raises as `read_param`."""
+        param = self.read_param(path)
+        return param if isinstance(param, QuantizedArray) else param[0]
 
     @abstractmethod
     def quantized(self) -> dict[ParamPath, str]:
@@ -156,8 +159,8 @@ class Checkpoint(Closable, ABC):
 
     @property
     def is_dequantized(self) -> bool:
-        """True if the reader asked for quantized weights in floating point."""
-        return False
+        """True if quantized weights are read in floating point."""
+        return self.requantize == "dense"
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -165,20 +168,19 @@ class Checkpoint(Closable, ABC):
 
     def units(self) -> dict[str, dict[ParamPath, tuple[int, ...]]]:
         """Unit names, in reading order, with the shapes of their parameters."""
-        found: dict[str, dict[ParamPath, tuple[int, ...]]] = {}
+        units: dict[str, dict[ParamPath, tuple[int, ...]]] = {}
         for path, shape in param_shapes(self.config).items():
-            found.setdefault(unit_of(path), {})[path] = shape
-        return found
+            units.setdefault(unit_of(path), {})[path] = shape
+        return units
 
     def num_bytes(self, unit: str | None = None) -> int:
         """Bytes of the parameters of a unit, or of all."""
-        return sum(self.param_bytes(path) for name, paths in self.units().items() if unit in (None, name)
-                   for path in paths)  # fmt: skip
+        paths = param_shapes(self.config) if unit is None else self.units()[unit]
+        return sum(map(self.param_bytes, paths))
 
     def param_bytes(self, path: ParamPath) -> int:
         """Bytes of one parameter; of a quantized one, as stored in the checkpoint."""
-        size = int(np.prod(param_shapes(self.config)[path], dtype=np.int64))
-        return size * numpy_dtype(self.dense_dtype(path)).itemsize
+        return math.prod(param_shapes(self.config)[path]) * numpy_dtype(self.dense_dtype(path)).itemsize
 
     def dense_dtype(self, path: ParamPath) -> str:
         """The dtype in which a dense parameter is read."""
@@ -195,13 +197,9 @@ class Checkpoint(Closable, ABC):
 
     def host_bytes(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> int:
         """Bytes of host memory that `read_param` takes, beside blocks in flight."""
-        if not parts or path in self._quantized_paths:
+        if not parts or path in self._quantized:
             return self.param_bytes(path)
         return sum(map(size_of, parts)) * numpy_dtype(self.dense_dtype(path)).itemsize
-
-    @cached_property
-    def _quantized_paths(self) -> frozenset[ParamPath]:
-        return frozenset(self.quantized())
 
     @property
     def executor(self) -> ThreadPoolExecutor:
@@ -297,11 +295,12 @@ def _param_shapes(config: ModelConfig) -> dict[ParamPath, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
     shapes = {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
     of_layers = ("layer_embed", "layer_embed_proj", "layer_embed_norm")
-    first = ("embed", "position_embed", *of_layers, "layers", "final_norm", "lm_head", "lm_head_bias")
-    order = {name: position for position, name in enumerate(first)}
-    return dict(
-        sorted(shapes.items(), key=lambda item: (order[item[0][0]], int(item[0][1]) if item[0][0] == "layers" else 0))
-    )
+    order = ("embed", "position_embed", *of_layers, "layers", "final_norm", "lm_head", "lm_head_bias")
+
+    def position(path: ParamPath) -> tuple[int, int]:
+        return order.index(path[0]), int(path[1]) if path[0] == "layers" else 0
+
+    return {path: shapes[path] for path in sorted(shapes, key=position)}
 
 
 def unit_of(path: ParamPath) -> str:

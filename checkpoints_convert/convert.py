@@ -1,7 +1,7 @@
 """Converting checkpoints between the Hugging Face and the native form, or to another dtype."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,7 +27,7 @@ from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.save import check_schemes, write_shards
-from checkpoints_convert.load import Progress, ProgressCallback, open_checkpoint
+from checkpoints_convert.load import Advance, ProgressCallback, byte_progress, open_checkpoint
 from checkpoints_convert.manifest import array_digest, measure, size_problems, write_manifest
 from checkpoints_convert.staging import (
     ConversionJournal,
@@ -116,7 +116,7 @@ def convert(
     check_destination(destination, overwrite=overwrite, source=directory)
     with (
         open_checkpoint(directory, dtype=dtype, measure_casts=True, requantize=requantize) as source,
-        Progress(progress, source.num_bytes(), "converting") as bar,
+        byte_progress(progress, source.num_bytes(), "converting") as advance,
     ):
         source.check_head()
         companions: Companions = source.companions(with_tokenizer=tokenizer is None)
@@ -124,9 +124,9 @@ def convert(
             companions = with_tokenizer_of(companions, tokenizer)
         if to == "native":
             origin = {"checkpoint": str(src), "revision": revision}
-            written = _to_native(source, destination, bar, origin, companions)
+            written = _to_native(source, destination, advance, origin, companions)
         else:
-            written = _to_huggingface(source, destination, bar, companions, overwrite)
+            written = _to_huggingface(source, destination, advance, companions, overwrite)
         return ConvertReport(
             source=directory,
             destination=destination,
@@ -140,7 +140,7 @@ def convert(
 
 
 def _to_native(
-    source: Checkpoint, destination: Path, bar: Progress, origin: dict[str, Any], companions: Companions
+    source: Checkpoint, destination: Path, advance: Advance, origin: dict[str, Any], companions: Companions
 ) -> dict[str, Any]:
     """Returns fields of the report."""
     partial = partial_path(destination)
@@ -151,20 +151,20 @@ def _to_native(
         todo = [unit for unit in source.units() if unit not in journal.finished]
         check_free_space(destination, sum(source.num_bytes(unit) for unit in todo))
         for unit in journal.finished:
-            bar.advance(unit, source.num_bytes(unit))
+            advance(unit, source.num_bytes(unit))
         for unit in todo:
-            _write_native_unit(source, unit, partial, journal, bar)
+            journal.finish(_write_native_unit(source, unit, partial, advance))
         _finish_native(source, partial, journal, origin, companions)
         publish(partial, destination)
     errors = {name: journal.merged(name) for name in ("cast_errors", "requantize_errors")}
     return {"num_resumed_units": num_resumed, **errors}
 
 
-def _write_native_unit(source: Checkpoint, unit: str, partial: Path, journal: ConversionJournal, bar: Progress) -> None:
+def _write_native_unit(source: Checkpoint, unit: str, partial: Path, advance: Advance) -> FinishedUnit:
     arrays = {}
     for path, array in source.read(unit):
         arrays[path] = array
-        bar.advance(".".join(path), source.param_bytes(path))
+        advance(".".join(path), source.param_bytes(path))
     directory = partial / PARAMS / unit
     try:
         with naming(directory):
@@ -176,12 +176,16 @@ def _write_native_unit(source: Checkpoint, unit: str, partial: Path, journal: Co
         {name: errors[name] for name in map(".".join, arrays) if name in errors}
         for errors in (source.cast_errors, source.requantize_errors)
     )
-    quantized = {".".join(path): describe(array) for path, array in arrays.items() if isinstance(array, QuantizedArray)}
     digests = source.executor.map(array_digest, map(_parts, arrays.values()))
-    parameters = dict(zip(map(".".join, arrays), digests, strict=True))
-    checksums = checksums_of_unit(partial, unit, arrays)
-    files = measure(partial, names)
-    journal.finish(unit, FinishedUnit(files, parameters, cast_errors, quantized, requantize_errors, checksums))
+    return FinishedUnit(
+        unit,
+        files=measure(partial, names),
+        parameters=dict(zip(map(".".join, arrays), digests, strict=True)),
+        cast_errors=cast_errors,
+        quantized={".".join(path): describe(leaf) for path, leaf in arrays.items() if isinstance(leaf, QuantizedArray)},
+        requantize_errors=requantize_errors,
+        arrays=checksums_of_unit(partial, unit, arrays),
+    )
 
 
 def _parts(array: np.ndarray | QuantizedArray) -> dict[str, np.ndarray]:
@@ -205,13 +209,13 @@ def _finish_native(
 
 
 def _to_huggingface(
-    source: Checkpoint, destination: Path, bar: Progress, companions: Companions, overwrite: bool
+    source: Checkpoint, destination: Path, advance: Advance, companions: Companions, overwrite: bool
 ) -> dict[str, Any]:
     """Returns fields of the report."""
     try:
         if isinstance(source, GGUFCheckpoint):
             check_schemes(source.config, source.abstract_param, source.directory)
-        _write_huggingface(source, destination, bar, companions, overwrite)
+        _write_huggingface(source, destination, advance, companions, overwrite)
     except UnwritableSchemeError as error:
         if not isinstance(source, GGUFCheckpoint):
             raise
@@ -221,38 +225,30 @@ def _to_huggingface(
 
 
 def _write_huggingface(
-    source: Checkpoint, destination: Path, bar: Progress, companions: Companions, overwrite: bool
+    source: Checkpoint, destination: Path, advance: Advance, companions: Companions, overwrite: bool
 ) -> None:
     with staged(destination, source.num_bytes(), overwrite=overwrite, source=source.directory) as partial:
         write_companions(companions, partial)
         data = huggingface_config(source.config)
         copied = partial / CONFIG
         original = read_json(copied) if copied.exists() else {}
-        tensors = _in_order(source, bar)
 
         def read(path: ParamPath) -> np.ndarray | QuantizedArray:
-            found, array = next(tensors)
-            assert found == path
-            return array
+            leaf = source.read_leaf(path)
+            advance(".".join(path), source.param_bytes(path))
+            return leaf
 
         quantization = write_shards(source.config, partial, read, source.param_bytes, kv_scales=source.kv_scales)
         write_json(copied, data | {name: special_token(original, name) for name in _SPECIAL_TOKENS} | quantization)
 
 
-def _in_order(source: Checkpoint, bar: Progress) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
-    for unit in source.units():
-        for path, array in source.read(unit):
-            yield path, array
-            bar.advance(".".join(path), source.param_bytes(path))
-
-
 def with_tokenizer_of(companions: Companions, directory: str | Path) -> Companions:
     """The companions, with the tokenizer files of a directory. Raises CheckpointNotFoundError if it has none."""
     directory = Path(directory)
-    found = {name: directory / name for name in companion_files(directory) if _is_of_tokenizer(name)}
-    if "tokenizer.json" not in found:
+    tokenizer = {name: directory / name for name in companion_files(directory) if _is_of_tokenizer(name)}
+    if "tokenizer.json" not in tokenizer:
         raise CheckpointNotFoundError(directory, "holds no tokenizer.json")
-    return {**{name: value for name, value in companions.items() if not _is_of_tokenizer(name)}, **found}
+    return {**{name: value for name, value in companions.items() if not _is_of_tokenizer(name)}, **tokenizer}
 
 
 def _is_of_tokenizer(name: str) -> bool:

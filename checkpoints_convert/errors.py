@@ -39,4 +39,4 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class HubUnreachableError(CheckpointNotFoundError):
-    """The hub could not be asked: there is no network."""
+    """No connection to the hub."""

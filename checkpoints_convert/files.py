@@ -5,6 +5,7 @@ import gc
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,11 @@ def parse_json(raw: bytes, where: str | Path, *, unique_keys: bool = False) -> d
     """The JSON object in `raw`. Raises CheckpointError for anything else and, with `unique_keys`, for repeated keys."""
 
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
+        collected = dict(pairs)
+        if len(collected) != len(pairs):
+            repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise CheckpointError(where, f"the key {repeated!r} appears twice")
-        return found
+        return collected
 
     try:
         data = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=collect if unique_keys else None)
@@ -129,7 +129,7 @@ def bos_token_id(directory: str | Path, vocab_size: int | None = None) -> int | 
 
 
 def _token_ids(directory: str | Path, field: str, vocab_size: int | None) -> list[int]:
-    found = []
+    ids = []
     for name in (GENERATION_CONFIG, CONFIG):
         path = Path(directory) / name
         value = whole_numbers(special_token(read_json(path), field)) if path.exists() else None
@@ -139,8 +139,8 @@ def _token_ids(directory: str | Path, field: str, vocab_size: int | None) -> lis
                 raise CheckpointError(path, f"{field} must be a token id or a list of them, got {value!r}")
             if vocab_size is not None and id >= vocab_size:
                 raise CheckpointError(path, f"{field} {id} is not below the vocab_size of {vocab_size}")
-        found += values
-    return found
+        ids += values
+    return ids
 
 
 def special_token(data: Mapping[str, Any], field: str) -> Any:
@@ -164,8 +164,8 @@ def files_below(directory: Path) -> list[str]:
 
 def companion_files(directory: Path) -> list[str]:
     """The files to copy beside the weights, as sorted POSIX paths relative to `directory`."""
-    found = {path for pattern in COMPANION_FILES for path in directory.glob(pattern) if path.is_file()}
-    return sorted(path.relative_to(directory).as_posix() for path in found)
+    files = {path for pattern in COMPANION_FILES for path in directory.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(directory).as_posix() for path in files)
 
 
 def write_companions(companions: Mapping[str, Path | str], destination: Path) -> list[str]:

@@ -1,13 +1,14 @@
 """Host arrays: aligned memory, and tensors read into their final layout, a block of rows at a time.
 
-One pass per block, while it is in the processor's cache: read, count non-finite values, cast, add, transpose into
-place. Beside the results only the blocks in flight are held: about 4 MiB times the number of threads, twice.
+One pass per block, while it is in the processor's cache: read, count non-finite values, cast, transpose into place.
+Beside the results only the blocks in flight are held: about 4 MiB times the number of threads, twice.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -60,37 +61,32 @@ class CastStats:
 
     def cast(self, values: np.ndarray, dtype: np.dtype, *, measure_cast: bool) -> np.ndarray:
         """The values in a dtype, themselves if they have it; they are counted."""
-        found = CastStats(values.size, count_nonfinite(values))
+        stats = CastStats(values.size, count_nonfinite(values))
         with np.errstate(over="ignore", invalid="ignore"):  # overflows are counted; the setting is per thread
             cast = values.astype(dtype, copy=False)
         if cast is not values:
-            found.num_overflowed = max(0, count_nonfinite(cast) - found.num_nonfinite)
-            found.max_relative_error = max_relative_error(values, cast) if measure_cast else 0.0
-        self.add(found)
+            stats.num_overflowed = max(0, count_nonfinite(cast) - stats.num_nonfinite)
+            stats.max_relative_error = max_relative_error(values, cast) if measure_cast else 0.0
+        self.add(stats)
         return cast
 
 
 def read_regions(
-    regions: Sequence[Region],
-    *,
-    executor: Executor,
-    min_piece_bytes: int = 1,
-    add: float = 0.0,
-    measure_cast: bool = False,
+    regions: Sequence[Region], *, executor: Executor, min_piece_bytes: int = 1, measure_cast: bool = False
 ) -> dict[str, CastStats]:
     """Fills the targets of all regions; returns statistics by tensor.
 
     Args:
       min_piece_bytes: if the pieces of rows are smaller, whole rows are read. Runs of rows with a smaller gap between
         them are read as one.
-      add: added to the values, in float32, after the cast.
     """
     blocks = [block for region in regions for block in _blocks(region, min_piece_bytes)]
-    run = _Reading(add, measure_cast).run
-    found = _mapped(run, blocks, executor)
+    run = partial(_read_block, measure_cast=measure_cast)
+    # A single block, as of all small tensors, is read on this thread.
+    of_blocks = executor.map(run, blocks) if len(blocks) > 1 else map(run, blocks)
     stats = {region.name: CastStats() for region in regions}
-    for block, one in zip(blocks, found, strict=True):
-        stats[block.region.name].add(one)
+    for block, of_block in zip(blocks, of_blocks, strict=True):
+        stats[block.region.name].add(of_block)
     return stats
 
 
@@ -104,7 +100,7 @@ def read_tensor(
     executor: Executor,
     measure_cast: bool = False,
 ) -> tuple[np.ndarray, CastStats]:
-    """A whole tensor stored as C-ordered `shape` of `stored`, cast to `dtype`, transposed if asked (2-D only)."""
+    """A whole tensor stored as C-ordered `shape` of `stored`, cast to `dtype`; with `transpose` (2-D) its transpose."""
     result = empty_aligned(shape[::-1] if transpose else shape, dtype)
     if not result.size:
         return result, CastStats()
@@ -124,11 +120,6 @@ def bytes_to_read(
         return len(rows) * width * itemsize
     gap = min_piece_bytes // (row_length * itemsize)
     return sum(last - first for first, last in _runs(np.sort(rows), gap)) * row_length * itemsize
-
-
-def _mapped(run: Callable, items: Sequence, executor: Executor) -> Iterable:
-    """Maps on the executor, or on this thread for a single block, as of all small tensors."""
-    return executor.map(run, items) if len(items) > 1 else map(run, items)
 
 
 @dataclass(frozen=True)
@@ -172,45 +163,38 @@ def _runs(values: np.ndarray, max_gap: int = 0) -> Iterator[tuple[int, int]]:
         yield int(run[0]), int(run[-1]) + 1
 
 
-@dataclass(frozen=True)
-class _Reading:
-    add: float
-    measure_cast: bool
+def _read_block(block: _Block, *, measure_cast: bool) -> CastStats:
+    region = block.region
+    stats = CastStats()
+    if (direct := _direct(block)) is not None:
+        _fetch(block, direct)
+        return CastStats(direct.size, count_nonfinite(direct))
+    fetched = _scratch((len(block.rows), block.width), region.stored)
+    _fetch(block, fetched)
+    # Targets are written in their own order, which differs from the file's where heads are rearranged.
+    order = np.argsort(block.places)
+    places = block.places[order]
+    if (np.diff(order) != 1).any():
+        fetched = fetched[order]
+    for columns, target in region.targets:
+        values = fetched[:, _index(columns - block.first_column)]
+        cast = stats.cast(values, target.dtype, measure_cast=measure_cast)
+        done = 0
+        for first, last in _runs(places):
+            store(cast[done : done + last - first], target[first:last])
+            done += last - first
+    return stats
 
-    def run(self, block: _Block) -> CastStats:
-        region = block.region
-        stats = CastStats()
-        if (direct := self._direct(block)) is not None:
-            _fetch(block, direct)
-            return CastStats(direct.size, count_nonfinite(direct))
-        fetched = _scratch((len(block.rows), block.width), region.stored)
-        _fetch(block, fetched)
-        # Targets are written in their own order, which differs from the file's where heads are rearranged.
-        order = np.argsort(block.places)
-        places = block.places[order]
-        if (np.diff(order) != 1).any():
-            fetched = fetched[order]
-        for columns, target in region.targets:
-            values = fetched[:, _index(columns - block.first_column)]
-            cast = stats.cast(values, target.dtype, measure_cast=self.measure_cast)
-            if self.add:
-                with np.errstate(over="ignore", invalid="ignore"):  # the setting is per thread
-                    cast = (cast.astype(np.float32) + np.float32(self.add)).astype(cast.dtype)
-            done = 0
-            for first, last in _runs(places):
-                store(cast[done : done + last - first], target[first:last])
-                done += last - first
-        return stats
 
-    def _direct(self, block: _Block) -> np.ndarray | None:
-        """The memory of the result, if the stored bytes are the result and can be read into it; else None."""
-        region = block.region
-        if len(region.targets) != 1 or self.add or (np.diff(block.places) != 1).any():
-            return None
-        columns, target = region.targets[0]
-        target = target[block.places[0] : block.places[0] + len(block.places)]
-        is_same = target.dtype == region.stored and len(columns) == block.width and target.flags.c_contiguous
-        return target if is_same and (np.diff(columns) == 1).all() else None
+def _direct(block: _Block) -> np.ndarray | None:
+    """The memory of the result, if the stored bytes are the result and can be read into it; else None."""
+    region = block.region
+    if len(region.targets) != 1 or (np.diff(block.places) != 1).any():
+        return None
+    columns, target = region.targets[0]
+    target = target[block.places[0] : block.places[0] + len(block.places)]
+    is_same = target.dtype == region.stored and len(columns) == block.width and target.flags.c_contiguous
+    return target if is_same and (np.diff(columns) == 1).all() else None
 
 
 def _fetch(block: _Block, buffer: np.ndarray) -> None:

@@ -73,7 +73,7 @@ def resolve(path_or_hub_id: str | Path, *, revision: str | None = None) -> Path:
 
 
 def is_local(path_or_hub_id: str | Path) -> bool:
-    """Whether `resolve` does not access the hub: an existing path, a URL, or a name that is no hub id."""
+    """True if `resolve` does not access the hub: for an existing path, a URL, or a name that is no hub id."""
     name = str(path_or_hub_id)
     if not name or "\0" in name or _looks_local(path_or_hub_id) or not _HUB_ID.fullmatch(name):
         return True
@@ -86,24 +86,20 @@ def describe(repo_id: str, revision: str | None) -> tuple[Path, dict[str, Tensor
 
     Raises CheckpointNotFoundError as `resolve`, CheckpointError for a repository without safetensors.
     """
-    try:
-        from huggingface_hub import errors, get_safetensors_metadata, snapshot_download
-    except ImportError:
-        raise CheckpointNotFoundError(
-            repo_id, "no such directory, and fetching its headers needs the package huggingface_hub"
-        ) from None
+    from huggingface_hub import errors, get_safetensors_metadata, snapshot_download
+
     with explained(repo_id, revision), _without_bars():
         snapshot = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(DESCRIBING)))
     if (snapshot / NATIVE_CONFIG).is_file():
         return snapshot, None
     with explained(repo_id, revision), _without_bars():
         try:
-            found = get_safetensors_metadata(repo_id, revision=snapshot.name)
+            metadata = get_safetensors_metadata(repo_id, revision=snapshot.name)
         except errors.NotASafetensorsRepoError:
             raise CheckpointError(repo_id, "the repository has no safetensors of a whole model") from None
     return snapshot, {
         name: (tensor.dtype, tuple(tensor.shape))
-        for file in found.files_metadata.values()
+        for file in metadata.files_metadata.values()
         for name, tensor in file.tensors.items()
     }
 
@@ -124,7 +120,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def cached(repo_id: str, revision: str | None) -> Path:
-    """The directory of a repository in the hub's cache, without asking the hub.
+    """The directory of a repository in the hub's cache, without a request.
 
     Raises CheckpointNotFoundError if it is not there, or not complete.
     """
@@ -134,11 +130,10 @@ def cached(repo_id: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, local_files_only=True))
     except errors.IncompleteSnapshotError as error:
-        told = f"is not complete in the local cache, and the hub is not to be asked (offline): {_first_line(error)}"
-        raise CheckpointNotFoundError(repo_id, told) from None
+        reason = f"is not complete in the local cache, and the hub is not to be asked (offline): {_first_line(error)}"
     except errors.LocalEntryNotFoundError:
-        told = "is not in the local cache, and the hub is not to be asked (offline)"
-        raise CheckpointNotFoundError(repo_id, told) from None
+        reason = "is not in the local cache, and the hub is not to be asked (offline)"
+    raise CheckpointNotFoundError(repo_id, reason)
 
 
 def _looks_local(path_or_hub_id: str | Path) -> bool:
@@ -152,12 +147,7 @@ def _looks_local(path_or_hub_id: str | Path) -> bool:
 
 
 def _download(repo_id: str, revision: str | None) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise CheckpointNotFoundError(
-            repo_id, "no such directory, and downloading needs the package huggingface_hub, which is not installed"
-        ) from None
+    from huggingface_hub import snapshot_download
 
     with explained(repo_id, revision):
         snapshot = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(DESCRIBING)))
@@ -229,10 +219,10 @@ def explained(repo_id: str, revision: str | None) -> Iterator[None]:
 
 
 def _has_no_connection(error: BaseException | None) -> bool:
-    """Whether the hub could not be reached. By the errors' names, as versions of huggingface_hub have other clients."""
+    """True if the hub could not be reached: by the errors' names, as versions of huggingface_hub have other clients."""
     while error is not None:
-        names = [*(one.__name__ for one in type(error).__mro__), _first_line(error)]
-        if any(_NO_CONNECTION.search(name) for name in names):
+        names = [*(kind.__name__ for kind in type(error).__mro__), _first_line(error)]
+        if any(map(_NO_CONNECTION.search, names)):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -8,17 +8,15 @@ large file storage, as all weights, and by its hash in Git otherwise. A folder t
 import hashlib
 import re
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import COMPANION_FILES, MANIFEST, QUANTIZATION_FILES, WEIGHTS_INDEX, sha256
 from checkpoints_convert.gguf.index import find_gguf, parts_of
-from checkpoints_convert.manifest import read_manifest, verify_manifest
+from checkpoints_convert.manifest import check_digests, read_manifest, verify_manifest
 from checkpoints_convert.storage import remote_of
 from jaxinfer.files import open_regular
-from jaxinfer.progress import Stage
 
 _READ = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX, "*.safetensors")
 _WEIGHTS = (".safetensors", ".gguf")
@@ -63,16 +61,10 @@ def verify_files(path: str | Path) -> FilesReport:
         raise CheckpointNotFoundError(path, "holds no files of a checkpoint")
     listed = _listed(directory)
     known = {file: digest for file in files if (digest := _known(file, listed)) is not None}
-    sizes = {file: file.stat().st_size for file in known}
-    problems = []
-    with ThreadPoolExecutor(4) as executor, Stage("checking files", sum(sizes.values()), "B") as stage:
-        for file, problem in zip(known, executor.map(_problem, known, known.values()), strict=True):
-            stage.update(sizes[file])
-            problems += [problem] if problem else []
     return FilesReport(
         checked=_names(directory, known),
         unknown=_names(directory, (file for file in files if file not in known)),
-        problems=tuple(problems),
+        problems=tuple(check_digests(known, _problem)),
     )
 
 
@@ -115,8 +107,8 @@ def _listed(directory: Path) -> dict[str, str]:
 
 def _known(file: Path, listed: dict[str, str]) -> str | None:
     """The hash of a file that is known: 64 digits of SHA-256, or 40 of its hash in Git."""
-    if (found := listed.get(file.name)) is not None:
-        return found
+    if file.name in listed:
+        return listed[file.name]
     target = file.resolve()
     if file.is_symlink() and target.parent.name == "blobs" and _is_hash(target.name):
         return target.name
@@ -135,11 +127,11 @@ def _is_hash(text: str) -> bool:
 
 def _problem(file: Path, wanted: str) -> str | None:
     try:
-        found = content_hash(file, is_git=len(wanted) == 40)
+        digest = content_hash(file, is_git=len(wanted) == 40)
     except OSError as error:
         return f"{file.name}: cannot be read: {error.strerror or error}"
     kind = "SHA-256" if len(wanted) == 64 else "the Git hash"
-    return None if found == wanted else f"{file.name}: is damaged: it has {kind} {found}, not {wanted}"
+    return None if digest == wanted else f"{file.name}: is damaged: it has {kind} {digest}, not {wanted}"
 
 
 def content_hash(file: Path, *, is_git: bool) -> str:
@@ -147,7 +139,7 @@ def content_hash(file: Path, *, is_git: bool) -> str:
     if not is_git:
         return sha256(file)
     with open_regular(file) as opened:
-        found = hashlib.sha1(f"blob {file.stat().st_size}\0".encode(), usedforsecurity=False)
+        digest = hashlib.sha1(f"blob {file.stat().st_size}\0".encode(), usedforsecurity=False)
         while chunk := opened.read(_CHUNK_BYTES):
-            found.update(chunk)
-    return found.hexdigest()
+            digest.update(chunk)
+    return digest.hexdigest()

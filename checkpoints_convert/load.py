@@ -1,14 +1,13 @@
-"""Loading: from a checkpoint directory or hub id to a configuration and parameters on the devices.
-
-`load_plan` computes from headers alone the bytes that each host reads and holds for a mesh.
-"""
+"""Loading: from a checkpoint directory or hub id to a configuration and parameters on the devices."""
 
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from checkpoints_convert.checkpoint import (
     HostParam,
     ParamPath,
     cut,
-    full_bounds,
     insert,
     numpy_dtype,
     owned_parts,
@@ -33,8 +31,8 @@ from checkpoints_convert.checkpoint import (
 )
 from checkpoints_convert.errors import CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG
-from checkpoints_convert.formats import LayerKVScales
-from checkpoints_convert.gguf import kept_tokenizer
+from checkpoints_convert.formats.kv_scales import LayerKVScales
+from checkpoints_convert.gguf import tokenizer as gguf_tokenizer
 from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint, check_requantize
 from checkpoints_convert.gguf.index import GGUFIndex, find_gguf
 from checkpoints_convert.host_arrays import BLOCK_BYTES, aligned, bytes_to_read
@@ -44,7 +42,7 @@ from checkpoints_convert.known_hashes import check_known
 from checkpoints_convert.plan import TensorPlan, plan
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, MIN_PIECE_BYTES, TensorHeader
 from checkpoints_convert.store import NativeCheckpoint
-from jaxinfer.models import MeshFit, ModelConfig, Params, fit_to_mesh, leaf_shardings, parameter_shardings
+from jaxinfer.models import ModelConfig, Params, fit_to_mesh, leaf_shardings, parameter_shardings
 from jaxinfer.models.host_layers import HostStacks
 from jaxinfer.models.sharding import leaves_by_path
 from jaxinfer.progress import Stage
@@ -52,9 +50,10 @@ from jaxinfer.quantization import QuantizedArray
 
 _LOG = logging.getLogger(__name__)
 
-
 # Called with the name of the parameter that is done, the bytes done so far, and the bytes in all.
 ProgressCallback = Callable[[str, int, int], None]
+# Called with a name and the bytes that were done.
+Advance = Callable[[str, int], None]
 # Converts a parameter that is on its devices.
 Convert = Callable[[ParamPath, Any], Any]
 
@@ -90,7 +89,7 @@ def load(
       revision: branch, tag or commit of a hub id.
       progress: True to show it as `jaxinfer.progress` does, on a terminal, or a callable taking (parameter, bytes done,
         bytes in all).
-      verify: whether checksums are compared. None: those of a converted checkpoint, of its arrays while they are read.
+      verify: which checksums are compared. None: those of a converted checkpoint, of its arrays while they are read.
         True: the SHA-256 of every file first, also of Hugging Face and GGUF files, for which the hub's cache or a
         *.sha256 file has to know it. False: none.
       requantize: for GGUF files. None keeps quantized weights as they are; "dense" dequantizes them; a recipe such as
@@ -122,18 +121,18 @@ def load_params(
     limit: int | None = None,
 ) -> Params:
     """The parameters of an open checkpoint on the device or a mesh. Arguments, memory and errors as of `load`; what
-    belongs to `host` goes there, without a mesh, converted by `convert_host`. `skips`: whether a parameter is left out.
-    `limit`: as of `read_ahead`."""
+    belongs to `host` goes there, without a mesh, converted by `convert_host`. Parameters for which `skips` is true are
+    left out. `limit`: as of `read_ahead`."""
     params: Params = {}
     place = OnDefaultDevice(convert, host, convert_host) if mesh is None else OnMesh(mesh, checkpoint.config, convert)
     paths = [path for unit in checkpoint.units().values() for path in unit if not skips(path)]
-    with Progress(progress, sum(map(checkpoint.param_bytes, paths)), "loading") as bar:
+    with byte_progress(progress, sum(map(checkpoint.param_bytes, paths)), "loading") as advance:
         for path, leaf in read_ahead(checkpoint, place.parts, place, paths, limit=limit or IN_FLIGHT_BYTES):
             if host is not None and host.takes(path):
                 host.add(path, leaf)
             else:
                 insert(params, path, leaf)
-            bar.advance(".".join(path), checkpoint.param_bytes(path))
+            advance(".".join(path), checkpoint.param_bytes(path))
     if errors := checkpoint.requantize_errors:
         _LOG.warning("%s: %s", checkpoint.directory, requantize_summary(errors, checkpoint.requantize or ""))
     return params if host is None else host.finish(params)
@@ -154,7 +153,7 @@ def tokenizer_files(path: str | Path) -> dict[str, str] | None:
     if (file := find_gguf(Path(path))) is None:
         return None
     with GGUFIndex(file) as index:
-        return kept_tokenizer.tokenizer_files(index)
+        return gguf_tokenizer.tokenizer_files(index)
 
 
 def requantize_summary(errors: Mapping[str, float], how: str) -> str:
@@ -175,10 +174,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Opens a checkpoint of any form and plans its parameters; no weights are read. To be closed, or used in `with`.
 
-    Arguments and errors as of `load`.
-
-    Args:
-      measure_casts: whether reading measures the relative errors of casts (`Checkpoint.cast_errors`).
+    Arguments and errors as of `load`. With `measure_casts`, reading measures the relative errors of casts
+    (`Checkpoint.cast_errors`).
     """
     check_requantize(requantize)
     directory = resolve(path_or_hub_id, revision=revision)
@@ -270,15 +267,13 @@ class OnDefaultDevice:
     ):
         self._convert, self._host, self._convert_host = convert, host, convert_host
 
-    def __call__(self, path: ParamPath, found: HostParam) -> Any:
-        leaf: Any = found if isinstance(found, QuantizedArray) else found[0]
+    def __call__(self, path: ParamPath, read: HostParam) -> Any:
+        leaf: Any = read if isinstance(read, QuantizedArray) else read[0]
         is_host = self._host is not None and self._host.takes(path)
         convert = self._convert_host if is_host else self._convert
-        if is_host and convert is None:
-            return leaf
         if convert is None:
-            return jax.device_put(leaf)
-        # What is packed on the host need not be on the device before.
+            return leaf if is_host else jax.device_put(leaf)
+        # Weights that are packed on the host need not be on the device before.
         leaf = leaf if getattr(convert, "takes_host_arrays", False) else jax.device_put(leaf)
         return jax.device_put(convert(path, leaf))
 
@@ -311,14 +306,14 @@ class OnMesh:
         self.shardings = leaves_by_path(parameter_shardings(mesh, config, whole_if_uneven=True))
         self.parts = {path: list(self._owned(self.shardings[path], shape)) for path, shape in self._shapes.items()}
 
-    def __call__(self, path: ParamPath, found: HostParam) -> Any:
+    def __call__(self, path: ParamPath, read: HostParam) -> Any:
         sharding = self.shardings[path]
-        if isinstance(found, QuantizedArray):
-            leaf: Any = jax.tree.map(self._whole, found, leaf_shardings(found, sharding))
+        if isinstance(read, QuantizedArray):
+            leaf: Any = jax.tree.map(self._whole, read, leaf_shardings(read, sharding))
         else:
             owned = self._owned(sharding, self._shapes[path])
             shards = self._begun.pop(path, [])
-            shards += _on_devices(found, list(owned.values())[len(shards) :])
+            shards += _on_devices(read, list(owned.values())[len(shards) :])
             if len(shards) < len(owned):
                 self._begun[path] = jax.block_until_ready(shards)
                 return None
@@ -347,32 +342,26 @@ def _assembled(shards: list[list[jax.Array]], sharding: NamedSharding, shape: tu
     return jax.make_array_from_single_device_arrays(shape, sharding, [shard for own in shards for shard in own])
 
 
-class Progress:
-    """Progress in bytes. `report`: True for a `jaxinfer.progress.Stage`, a callback, or None for neither."""
+@contextmanager
+def byte_progress(report: bool | ProgressCallback | None, total: int, description: str) -> Iterator[Advance]:
+    """Progress in bytes. `report`: as `progress` of `load`."""
+    done = 0
 
-    def __init__(self, report: bool | ProgressCallback | None, total: int, description: str):
-        self._callback = report if callable(report) else None
-        self._done, self._total = 0, total
-        self._stage = Stage(description, total, "B", show=None if report is True else False)
+    def advance(name: str, num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        stage.update(num_bytes)
+        stage.describe(name)
+        if callable(report):
+            report(name, done, total)
 
-    def advance(self, name: str, num_bytes: int) -> None:
-        self._done += num_bytes
-        self._stage.update(num_bytes)
-        self._stage.describe(name)
-        if self._callback is not None:
-            self._callback(name, self._done, self._total)
-
-    def __enter__(self) -> "Progress":
-        self._stage.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stage.__exit__(*exception)
+    with Stage(description, total, "B", show=None if report is True else False) as stage:
+        yield advance
 
 
 @dataclass(frozen=True)
 class HostPlan:
-    """What one host reads and holds.
+    """Reads and memory of one host.
 
     Attributes:
       parts: the distinct parts of every parameter on its devices, each read once.
@@ -410,15 +399,12 @@ def load_plan(
     dtype: str = "auto",
     min_piece_bytes: int = MIN_PIECE_BYTES,
 ) -> LoadPlan:
-    """Plans `load(mesh=)` of a Hugging Face checkpoint.
+    """Plans `load(mesh=)` of a Hugging Face checkpoint from its headers: the bytes that each host reads and holds.
 
     Args:
-      hf_config: as for `plan`.
-      headers: as for `plan`.
-      dtype: as for `plan`.
       axes: sizes of the mesh's axes, in order, such as {"model": 16}. Each host has an equal run of the devices, in the
         mesh's order.
-      min_piece_bytes: as of `SafetensorsIndex.min_piece_bytes`; default: that of a local disk.
+      min_piece_bytes: as of `SafetensorsIndex.min_piece_bytes`; default: that of a local disk. Others as for `plan`.
 
     Raises:
       CheckpointError: as `plan`. ValueError: a mesh that cannot shard the model, with the numbers; devices that the
@@ -429,56 +415,44 @@ def load_plan(
         raise ValueError(f"{num_devices} devices of the mesh {dict(axes)} cannot be shared by {num_hosts} hosts")
     config, tensors = plan(hf_config, headers, dtype=dtype)
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    specs = {
-        path: sharding.spec
-        for path, sharding in leaves_by_path(parameter_shardings(mesh, config, whole_if_uneven=True)).items()
-    }
+    shardings = leaves_by_path(parameter_shardings(mesh, config, whole_if_uneven=True))
     dense = [tensor for tensor in tensors if isinstance(tensor, TensorPlan)]
     if len(dense) < len(tensors):
         name = next(".".join(tensor.target) for tensor in tensors if not isinstance(tensor, TensorPlan))
         raise ValueError(f"load_plan is for floating-point checkpoints, and {name} is quantized")
-    places = np.array(list(np.ndindex(*axes.values()))).reshape(num_hosts, -1, len(axes))
-    held = {tensor.target: _held(tensor, specs[tensor.target], axes) for tensor in dense}
-    fitted = fit_to_mesh(mesh, config)
-    bytes_placed = sum(_bytes_placed(tensor, fitted) for tensor in dense)
-    hosts = tuple(
-        _host_plan(dense, held, [tuple(map(int, place)) for place in own], min_piece_bytes, bytes_placed)
-        for own in places
+    places, each = list(np.ndindex(*axes.values())), num_devices // num_hosts
+    shape_on_device, hosts = fit_to_mesh(mesh, config).part_shape, []
+    device_bytes = sum(
+        math.prod(shape_on_device(tensor.target, tensor.shape)) * numpy_dtype(tensor.dtype).itemsize for tensor in dense
     )
-    num_bytes = sum(size_of(full_bounds(tensor.shape)) * numpy_dtype(tensor.dtype).itemsize for tensor in dense)
-    return LoadPlan(config, dict(axes), hosts, num_bytes)
-
-
-def _bytes_placed(tensor: TensorPlan, fitted: MeshFit) -> int:
-    """Bytes of a parameter on each device."""
-    return math.prod(fitted.part_shape(tensor.target, tensor.shape)) * numpy_dtype(tensor.dtype).itemsize
-
-
-def _held(tensor: TensorPlan, spec: Any, axes: Mapping[str, int]) -> dict[tuple[int, ...], Bounds]:
-    """The part of a parameter at each place of the mesh."""
-    return {place: part_of(spec, axes, tensor.shape, place) for place in np.ndindex(*axes.values())}
+    for first in range(0, num_devices, each):
+        parts = {}
+        for tensor in dense:
+            of_place = partial(part_of, shardings[tensor.target].spec, axes, tensor.shape)
+            parts[tensor.target] = tuple(sorted(set(map(of_place, places[first : first + each]))))
+        hosts.append(_host_plan(dense, parts, (device_bytes,) * each, min_piece_bytes))
+    num_bytes = sum(math.prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize for tensor in dense)
+    return LoadPlan(config, dict(axes), tuple(hosts), num_bytes)
 
 
 def _host_plan(
     tensors: list[TensorPlan],
-    held: Mapping[ParamPath, Mapping[tuple[int, ...], Bounds]],
-    places: list[tuple[int, ...]],
+    parts: Mapping[ParamPath, tuple[Bounds, ...]],
+    device_bytes: tuple[int, ...],
     min_piece_bytes: int,
-    bytes_placed: int,
 ) -> HostPlan:
-    parts, bytes_read, bytes_held, largest = {}, 0, 0, 0
+    bytes_read, bytes_held, largest = 0, 0, 0
     known: dict[tuple, int] = {}
     for tensor in tensors:
-        of_place = [held[tensor.target][place] for place in places]
-        own = tuple(sorted(set(of_place)))
-        parts[tensor.target] = own
+        own = parts[tensor.target]
         itemsize = numpy_dtype(tensor.dtype).itemsize
         stored = FLOAT_DTYPES[tensor.source_dtype].itemsize
         bytes_held += sum(map(size_of, own)) * itemsize
         runs = split_parts(tensor, own, itemsize, IN_FLIGHT_BYTES)
         largest = max(largest, *(sum(map(size_of, run)) * itemsize for run in runs))
         # Layers are alike.
-        key = (tensor.source_shape, tensor.view, tensor.transpose, tensor.outputs, len(tensor.stacked), stored, own)
+        place = tensor.placement
+        key = (place.stored, place.view, place.transpose, place.outputs, len(tensor.sources), stored, own)
         if key not in known:
             known[key] = sum(
                 bytes_to_read(
@@ -493,4 +467,4 @@ def _host_plan(
         bytes_read += known[key]
     # A block is held three times: as read, cast, and padded for its transposition.
     peak = max(IN_FLIGHT_BYTES, largest) + 3 * NUM_THREADS * BLOCK_BYTES
-    return HostPlan(parts, bytes_read, bytes_held, (bytes_placed,) * len(places), peak)
+    return HostPlan(parts, bytes_read, bytes_held, device_bytes, peak)

@@ -8,9 +8,10 @@ SHA-256 is over the other fields, as `_digest` writes them.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,11 +31,11 @@ Entries = dict[str, dict[str, Any]]
 @dataclass(frozen=True)
 class Manifest:
     """Attributes:
-    files: by relative path. arrays: `ArrayChecksums.to_json` by the array's name; None if written without.
+    files: by relative path. arrays: `ArrayChecksums.to_json` by the array's name.
     """
 
     files: Entries
-    arrays: dict[str, Any] | None
+    arrays: dict[str, Any]
 
 
 def measure(directory: Path, names: Iterable[str]) -> Entries:
@@ -50,28 +51,26 @@ def measure(directory: Path, names: Iterable[str]) -> Entries:
 
 def array_digest(parts: Mapping[str, np.ndarray]) -> str:
     """SHA-256 over the names, dtypes, shapes and bytes of the arrays of a parameter."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, array in sorted(parts.items()):
-        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def write_manifest(
     directory: Path,
-    entries: Mapping[str, Mapping[str, Any]],
-    parameters: Mapping[str, str] | None = None,
-    arrays: Mapping[str, Any] | None = None,
+    files: Mapping[str, Mapping[str, Any]],
+    parameters: Mapping[str, str],
+    arrays: Mapping[str, Any],
 ) -> None:
     """Writes manifest.json.
 
     Args:
-      parameters: `array_digest` of each parameter, by name. arrays: as of `Manifest`.
+      parameters: `array_digest` of each parameter, by name. files, arrays: as of `Manifest`.
     """
-    data: dict[str, Any] = {"format_version": _VERSION, "files": dict(sorted(entries.items()))}
-    for name, table in {"parameters": parameters, "arrays": arrays}.items():
-        if table is not None:
-            data[name] = dict(sorted(table.items()))
+    tables = {"files": files, "parameters": parameters, "arrays": arrays}
+    data = {"format_version": _VERSION, **{name: dict(sorted(table.items())) for name, table in tables.items()}}
     write_json(directory / MANIFEST, {**data, _OWN_DIGEST: _digest(data)})
 
 
@@ -87,15 +86,13 @@ def read_manifest(directory: Path) -> Manifest:
     own = data.pop(_OWN_DIGEST, None)
     if own is not None and own != _digest(data):
         raise CheckpointError(path, "is damaged: its contents do not have the SHA-256 that it says")
-    entries, arrays = data.get("files"), data.get("arrays")
-    if not isinstance(entries, dict):
+    files, arrays = data.get("files"), data.get("arrays")
+    if not isinstance(files, dict):
         raise CheckpointError(path, "has no table of files")
-    if arrays is not None and not isinstance(arrays, dict):
-        raise CheckpointError(path, "has no table of arrays")
-    problems = [f"{name!r}: {why}" for name, entry in entries.items() if (why := _entry_problem(name, entry))]
-    if problems:
-        raise CheckpointError(path, *problems)
-    return Manifest(entries, arrays)
+    problems = [f"{name!r}: {why}" for name, entry in files.items() if (why := _entry_problem(name, entry))]
+    if problems or not isinstance(arrays, dict):
+        raise CheckpointError(path, *(problems or ["has no table of arrays"]))
+    return Manifest(files, arrays)
 
 
 def verify_manifest(path: str | Path) -> list[str]:
@@ -114,24 +111,30 @@ def file_problems(directory: Path, entries: Entries) -> list[str]:
     """A sentence for each file that is missing, or has another size or checksum. Reads all bytes."""
     problems = size_problems(directory, entries)
     damaged = {problem.split(":")[0] for problem in problems}
-    names = [name for name in entries if name not in damaged]
-    total = sum(entries[name]["size"] for name in names)
-    with ThreadPoolExecutor(4) as executor, Stage("checking files", total, "B") as stage:
-        found = executor.map(lambda name: _digest_problem(directory / name, entries[name]["sha256"]), names)
-        for name, why in zip(names, found, strict=True):
-            stage.update(entries[name]["size"])
-            problems += [f"{name}: {why}"] if why else []
+    wanted = {directory / name: entry["sha256"] for name, entry in entries.items() if name not in damaged}
+    return problems + check_digests(wanted, partial(_digest_problem, directory))
+
+
+def check_digests(wanted: Mapping[Path, str], check: Callable[[Path, str], str | None]) -> list[str]:
+    """The sentences that `check` returns for files and their digests; several files are read at once."""
+    problems = []
+    sizes = [file.stat().st_size for file in wanted]
+    with ThreadPoolExecutor(4) as executor, Stage("checking files", sum(sizes), "B") as stage:
+        for size, problem in zip(sizes, executor.map(check, wanted, wanted.values()), strict=True):
+            stage.update(size)
+            problems += [problem] if problem else []
     return problems
 
 
-def _digest_problem(path: Path, wanted: str) -> str | None:
+def _digest_problem(directory: Path, path: Path, wanted: str) -> str | None:
+    name = path.relative_to(directory).as_posix()
     try:
-        found = sha256(path)
+        digest = sha256(path)
     except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    if found == wanted:
+        return f"{name}: cannot be read: {error.strerror or error}"
+    if digest == wanted:
         return None
-    return f"its {path.stat().st_size} bytes have SHA-256 {found}, the manifest says {wanted}"
+    return f"{name}: its {path.stat().st_size} bytes have SHA-256 {digest}, the manifest says {wanted}"
 
 
 def size_problems(directory: Path, entries: Entries) -> list[str]:

@@ -10,14 +10,14 @@ from typing import Any
 from checkpoints_convert.checkpoint import DTYPES, ParamPath, check_dtype, param_dtype, param_shapes
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG
-from checkpoints_convert.formats import FormatError, Method, ModuleReader, quantization_method
+from checkpoints_convert.formats import quantization_method
 from checkpoints_convert.formats.kv_scales import check_kv_scale, kv_scale_names
+from checkpoints_convert.formats.module import FormatError, Method, ModuleReader
 from checkpoints_convert.formats.mxfp4 import SUFFIXES as MXFP4_SUFFIXES
 from checkpoints_convert.huggingface.config import declared_dtype, family_for, model_config
 from checkpoints_convert.huggingface.families import WRAPPER_SKIPPED, family_of, is_wrapper
 from checkpoints_convert.huggingface.family import Family, head_names, renaming
-from checkpoints_convert.huggingface.rules import LAYER, TensorGroup, TensorPlacement
-from checkpoints_convert.outputs import Outputs
+from checkpoints_convert.huggingface.rules import LAYER, ParameterPlan, TensorGroup, TensorPlacement
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, TensorHeader
 from jaxinfer.checks import nearest
 from jaxinfer.models import ModelConfig, keeps_float32
@@ -31,68 +31,40 @@ _TENSORS_PER_SOURCE, _SPARE_TENSORS = 10, 10_000
 
 
 @dataclass(frozen=True)
-class TensorPlan:
-    """How a dense parameter is read from stored tensors.
+class TensorPlan(ParameterPlan):
+    """A dense parameter that is read from stored tensors.
 
     Attributes:
-      source: the tensor that holds it, which may hold other parameters too. source_shape, source_dtype: as stored; the
-        dtype by its safetensors name.
-      target: path of the parameter. shape, dtype: of the parameter.
-      transpose: whether the stored matrix is the parameter's transpose.
-      outputs: the stored outputs that are the parameter's; None for all.
-      add: added to the stored values.
-      stacked: the tensors of `source_shape`, beginning with `source`, that are stacked along the parameter's first
-        axis; () if it is not a stack.
-      view: the shape that the stored tensor is reshaped to; None for its own.
+      sources: the tensor that holds it, which may hold other parameters too; of a stack those that are stacked along
+        the parameter's first axis. source_dtype: as stored, by its safetensors name. dtype: of the parameter.
     """
 
-    source: str
-    target: ParamPath
-    source_shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    is_stacked: bool
     source_dtype: str
-    shape: tuple[int, ...]
     dtype: str
-    transpose: bool
-    outputs: Outputs | None = None
-    add: float = 0.0
-    stacked: tuple[str, ...] = ()
-    view: tuple[int, ...] | None = None
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """All tensors that it is read from."""
-        return self.stacked or (self.source,)
 
 
 @dataclass(frozen=True)
-class QuantizedPlan:
-    """How a parameter is read from a quantized module.
+class QuantizedPlan(ParameterPlan):
+    """A parameter that is read from a quantized module.
 
     Attributes:
       module: its name, the prefix of its tensors' names. sources: tensors by the suffix that the reader takes.
       zero_bias: a bias that the model has no parameter for; old GPTQ files store one of zeros.
-      target: path of the parameter. shape: of the parameter.
-      transpose: whether the stored matrix [N, K] is the parameter's transpose, as every Linear's is.
-      outputs: the module's outputs that are the parameter's; None for all.
-      view: the shape that the dequantized weight, as stored, is reshaped to; None for its own.
       experts: the modules, beginning with this one, that are stacked along the parameter's first axis; () for no stack.
     """
 
     module: str
-    target: ParamPath
     reader: ModuleReader
     sources: Mapping[str, str]
-    shape: tuple[int, ...]
-    transpose: bool
     zero_bias: str | None = None
-    outputs: Outputs | None = None
-    view: tuple[int, ...] | None = None
     experts: tuple["QuantizedPlan", ...] = ()
 
     @property
     def tensors(self) -> list[str]:
         """All tensors that it is read from."""
-        return [name for one in self.experts or (self,) for name in one.sources.values()]
+        return [name for module in self.experts or (self,) for name in module.sources.values()]
 
 
 def plan(
@@ -144,9 +116,9 @@ def _check_num_layers(hf_config: Mapping[str, Any], headers: Mapping[str, Tensor
     family, data = family_for(hf_config, where)
     name = family.names.get("num_hidden_layers") or "num_hidden_layers"
     declared = data.get(name)
-    found = {int(match[1]) for tensor in headers for match in _LAYER_NUMBER.finditer(tensor)}
-    if isinstance(declared, int) and declared > 2 * len(found) + _SPARE_LAYERS:
-        raise CheckpointError(where, f"{name} is {declared}, the {len(headers)} tensors name {len(found)} layers")
+    layers = {int(match[1]) for tensor in headers for match in _LAYER_NUMBER.finditer(tensor)}
+    if isinstance(declared, int) and declared > 2 * len(layers) + _SPARE_LAYERS:
+        raise CheckpointError(where, f"{name} is {declared}, the {len(headers)} tensors name {len(layers)} layers")
 
 
 def _check_num_tensors(
@@ -175,13 +147,13 @@ class _Matching:
         self.rename = renaming(family, headers)
         self.layout = family.layout(config)
         self.beginnings = {f"{name.rpartition('.')[0]}." for name in headers}
-        names = {self.rename(name) for tensor_groups in self.layout.of_target.values() for one in tensor_groups
-                 for name in (one.sources if self._begins(one) else one.sources[:1])}  # fmt: skip
+        names = {self.rename(name) for groups in self.layout.of_target.values() for group in groups
+                 for name in (group.sources if self._begins(group) else group.sources[:1])}  # fmt: skip
         self.modules = _modules(names, headers) if method else {}
         # gpt-oss's experts are parameters, not modules: their tensors have an underscore before the suffix.
         self.bare = {name for name in names if not name.endswith((".weight", ".bias"))}
-        biases = [one for one in self.layout.tensor_groups if one.sources[0].endswith(".bias")]
-        self.known_biases = {self.rename(name) for one in biases for name in one.sources}
+        biases = [group for group in self.layout.tensor_groups if group.sources[0].endswith(".bias")]
+        self.known_biases = {self.rename(name) for group in biases for name in group.sources}
         self.plans: list[TensorPlan | QuantizedPlan] = []
         self.problems = _kv_scale_problems(config, headers)
         self.expected: dict[str, str] = {}  # shapes by name
@@ -190,54 +162,39 @@ class _Matching:
 
     def match(self, target: ParamPath, shape: tuple[int, ...]) -> None:
         """Finds the tensors of a parameter."""
-        group, placement = self._found(target)
+        group, placement = self._placed(target)
         names = tuple(map(self.rename, group.sources))
         module = names[0].removesuffix(".weight")
         if self.method and module in self.modules and len(shape) > 1:
             modules = [name.removesuffix(".weight") for name in names]
-            plans = [self._quantized(one, placement, shape, is_embedding=target == ("embed",)) for one in modules]
+            plans = [self._quantized(module, placement, shape) for module in modules]
             if self.refused.intersection(modules):
                 return
-            if found := [one for one in plans if one is not None]:
-                if len(found) < len(plans):
+            if quantized := [plan for plan in plans if plan is not None]:
+                first = quantized[0]
+                if len(quantized) < len(plans):
                     lacking = modules[plans.index(None)]
-                    self.problems.append(f"module {lacking!r} is not quantized, and {found[0].module!r} beside it is")
-                self.plans.append(replace(found[0], experts=tuple(found)) if group.is_stacked else found[0])
+                    self.problems.append(f"module {lacking!r} is not quantized, and {first.module!r} beside it is")
+                self.plans.append(replace(first, experts=tuple(quantized)) if group.is_stacked else first)
                 return
-        for name in names:
-            self.expected[name] = _described(placement.stored)
+        wanted = _described(placement.stored)
+        self.expected |= dict.fromkeys(names, wanted)
         if not all(name in self.headers for name in names):
             return
         for name in names:
-            found = self.headers[name][1]
-            if found != placement.stored:
-                wanted = _described(placement.stored)
-                self.problems.append(f"tensor {name!r} has shape {_described(found)}, config.json makes it {wanted}")
-        dtype, found = self.headers[names[0]]
-        stacked = names if group.is_stacked else ()
-        self.plans.append(
-            TensorPlan(
-                names[0],
-                target,
-                found,
-                dtype,
-                shape,
-                self.config.dtype,
-                placement.transpose,
-                placement.outputs,
-                placement.add,
-                stacked,
-                placement.view,
-            )
-        )
+            stored = self.headers[name][1]
+            if stored != placement.stored:
+                self.problems.append(f"tensor {name!r} has shape {_described(stored)}, config.json makes it {wanted}")
+        dtype = self.headers[names[0]][0]
+        self.plans.append(TensorPlan(placement, shape, names, group.is_stacked, dtype, self.config.dtype))
 
     def _begins(self, group: TensorGroup) -> bool:
-        """Whether the first tensor of a stack exists, in some form; otherwise the names of the others are not made."""
+        """True if the first tensor of a stack exists, in some form; otherwise the names of the others are not made."""
         first = self.rename(group.sources[0])
         module = first.removesuffix(".weight")
         return not group.is_stacked or first in self.headers or f"{module}." in self.beginnings
 
-    def _found(self, target: ParamPath) -> tuple[TensorGroup, TensorPlacement]:
+    def _placed(self, target: ParamPath) -> tuple[TensorGroup, TensorPlacement]:
         """The tensor group of a parameter in the checkpoint (default: the first), and the placement in it."""
         tensor_groups = self.layout.of_target[target]
 
@@ -246,10 +203,11 @@ class _Matching:
             return name in self.headers or name.removesuffix(".weight") in self.modules
 
         group = next((group for group in tensor_groups if is_there(group)), tensor_groups[0])
-        return group, next(one for one in group.placements if one.target == target)
+        return group, group.placement_of(target)
 
-    def _reader(self, module: str, placement: TensorPlacement, *, is_embedding: bool) -> ModuleReader | None:
+    def _reader(self, module: str, placement: TensorPlacement) -> ModuleReader | None:
         assert self.method is not None
+        is_embedding = placement.target == ("embed",)
         kind = "Embedding" if is_embedding else "Linear"
         try:
             reader = self.method.reader(module, placement.stored, self.modules.get(module, {}), kind)
@@ -265,28 +223,16 @@ class _Matching:
             self.used |= tensors
             return None
 
-    def _quantized(
-        self, module: str, placement: TensorPlacement, shape: tuple[int, ...], *, is_embedding: bool
-    ) -> QuantizedPlan | None:
+    def _quantized(self, module: str, placement: TensorPlacement, shape: tuple[int, ...]) -> QuantizedPlan | None:
         """The plan of a parameter, or of one expert of a stack, from a quantized module; None if it is dense."""
-        reader = self._reader(module, placement, is_embedding=is_embedding)
+        reader = self._reader(module, placement)
         if reader is None:
             return None
         bias = f"{module}.bias"
         is_extra = bias in self.headers and bias not in self.known_biases
         names = {suffix: self._tensor_name(module, suffix) for suffix in reader.suffixes}
         self.used |= {*names.values(), bias} if is_extra else set(names.values())
-        return QuantizedPlan(
-            module,
-            placement.target,
-            reader,
-            names,
-            shape,
-            placement.transpose,
-            bias if is_extra else None,
-            placement.outputs,
-            placement.view,
-        )
+        return QuantizedPlan(placement, shape, module, reader, names, bias if is_extra else None)
 
     def _tensor_name(self, module: str, suffix: str) -> str:
         return f"{module}_{suffix}" if module in self.bare else f"{module}.{suffix}"
@@ -300,8 +246,7 @@ class _Matching:
 
     def all_problems(self) -> list[str]:
         rest = {name: header for name, header in self.headers.items() if name not in self.used}
-        problems = self.problems + self._unmatched(rest)
-        return list(dict.fromkeys(problems + self._unsupported_dtypes()))
+        return list(dict.fromkeys(self.problems + self._unmatched(rest) + self._unsupported_dtypes()))
 
     def _unmatched(self, headers: Mapping[str, TensorHeader]) -> list[str]:
         """A sentence for each parameter without a tensor and tensor without a parameter, with the nearest name."""
@@ -345,9 +290,8 @@ def _modules(sources: set[str], headers: Mapping[str, TensorHeader]) -> dict[str
         if place is not None and name[place + 1 :] != "bias" and not kv_scale_names([name]):
             modules.setdefault(name[:place], {})[name[place + 1 :]] = header
     for source in sources:
-        found = {suffix: headers[f"{source}_{suffix}"] for suffix in MXFP4_SUFFIXES if f"{source}_{suffix}" in headers}
-        if found:
-            modules[source] = found
+        if own := {suffix: headers[name] for suffix in MXFP4_SUFFIXES if (name := f"{source}_{suffix}") in headers}:
+            modules[source] = own
     return modules
 
 
@@ -393,7 +337,7 @@ def later_layer_tensors(family: Family, config: ModelConfig, names: Iterable[str
     if not family.has_later_layers:
         return set()
     layers = ((name, re.fullmatch(r"model\.layers\.(\d+)\..*", name)) for name in names)
-    return {name for name, found in layers if found and int(found[1]) >= config.num_layers}
+    return {name for name, match in layers if match and int(match[1]) >= config.num_layers}
 
 
 def _described(shape: tuple[int, ...]) -> str:
@@ -411,9 +355,9 @@ def _hints(missing: list[str], extra: list[str]) -> dict[str, str]:
 
 
 def stored_dtype(tensor: TensorPlan, headers: Mapping[str, TensorHeader]) -> str | None:
-    """The dtype of the tensors of a parameter; None where they differ, or where something is added to them."""
+    """The dtype of the tensors of a parameter; None where they differ."""
     dtypes = {str(FLOAT_DTYPES[headers[name][0]]) for name in tensor.sources}
-    return dtypes.pop() if len(dtypes) == 1 and not tensor.add else None
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _choose_dtype(stored: list[str], hf_config: Mapping[str, Any], dtype: str, where: str | Path) -> str:
@@ -425,5 +369,5 @@ def _choose_dtype(stored: list[str], hf_config: Mapping[str, Any], dtype: str, w
     declared = declared_dtype(hf_config, [])
     if declared in counts and declared in DTYPES:
         return str(declared)
-    found = " and ".join(f"{name} ({number} tensors)" for name, number in counts.most_common())
-    raise CheckpointError(where, f"tensors are stored as {found}: choose one of {', '.join(DTYPES)} with dtype=")
+    kinds = " and ".join(f"{name} ({number} tensors)" for name, number in counts.most_common())
+    raise CheckpointError(where, f"tensors are stored as {kinds}: choose one of {', '.join(DTYPES)} with dtype=")

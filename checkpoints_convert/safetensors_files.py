@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +21,7 @@ import numpy as np
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import WEIGHTS_INDEX, collector_paused, parse_json, read_json
 from checkpoints_convert.storage import MIN_PIECE_BYTES as REMOTE_MIN_PIECE_BYTES
-from checkpoints_convert.storage import ByteFile, LocalFile, fill, fill_from_tensor, remote_of
+from checkpoints_convert.storage import ByteFile, LocalFile, RemoteFile, fill, fill_from_tensor, remote_of
 from jaxinfer.checks import did_you_mean
 from jaxinfer.files import Closable
 
@@ -72,11 +72,12 @@ class SafetensorsIndex(Closable):
         try:
             if remote := self._remote:
                 with ThreadPoolExecutor(_NUM_OPENED) as executor:  # each takes a few round trips
-                    opened = executor.map(SafetensorsFile, map(remote.open, names))
+                    opened = executor.map(SafetensorsFile, (RemoteFile(remote, name) for name in names))
                     self._files = dict(zip(names, opened, strict=True))
             else:
-                for path in _checked_paths(self.directory, names):
-                    self._files[path.name] = SafetensorsFile(path)
+                _check_inside(self.directory, names)
+                for name in names:
+                    self._files[name] = SafetensorsFile(self.directory / name)
             self._build_table(weight_map or {})
         except BaseException:
             self.close()
@@ -129,8 +130,8 @@ class SafetensorsIndex(Closable):
                 self._file_of[name] = file_name
         for name, file_name in weight_map.items():
             if self._file_of.get(name) != file_name:
-                found = f", it is in {self._file_of[name]}" if name in self._file_of else ""
-                problems.append(f"tensor {name!r} is not in {file_name}, where {WEIGHTS_INDEX} puts it{found}")
+                other = f", it is in {self._file_of[name]}" if name in self._file_of else ""
+                problems.append(f"tensor {name!r} is not in {file_name}, where {WEIGHTS_INDEX} puts it{other}")
         if problems:
             raise CheckpointError(self.where, *problems)
 
@@ -155,21 +156,14 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
     if len(names) > MAX_FILES:
         raise CheckpointError(path, f"weight_map names {len(names)} files, the limit is {MAX_FILES}")
     for name in names:
-        if reason := _name_problem(name):
-            problems.append(f"weight_map names the file {name!r}, {reason}")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", name):  # without directory or drive
+            problems.append(f"weight_map names the file {name!r}, which is not a plain file name")
+        elif not name.endswith(".safetensors"):
+            problems.append(f"weight_map names the file {name!r}, which is not a .safetensors file")
     problems += [f"tensor {name!r} maps to {file!r}" for name, file in weight_map.items() if not isinstance(file, str)]
     if problems:
         raise CheckpointError(path, *problems)
     return weight_map
-
-
-def _name_problem(name: str) -> str | None:
-    """Why a shard's name is not allowed, or None: it must be a plain file name, without directory or drive."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", name) or PurePosixPath(name).name != name:
-        return "which is not a plain file name"
-    if not name.endswith(".safetensors"):
-        return "which is not a .safetensors file"
-    return None
 
 
 def _shard_names(where: str | Path, present: set[str]) -> list[str]:
@@ -178,12 +172,13 @@ def _shard_names(where: str | Path, present: set[str]) -> list[str]:
     names = sorted(name for name in present if fnmatchcase(name, "model-*.safetensors"))
     if not names:
         raise CheckpointError(where, _nothing_to_open(sorted(present)))
-    totals = {int(match[2]) for name in names if (match := _SHARD.fullmatch(name))}
+    matches = [match for name in names if (match := _SHARD.fullmatch(name))]
+    totals = {int(match[2]) for match in matches}
     if len(totals) > 1:
         raise CheckpointError(where, f"shards of {' and of '.join(map(str, sorted(totals)))} files lie together")
+    numbers = {int(match[1]) for match in matches}
     for total in totals:
-        numbers = {int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
-        width = len(next(match[1] for name in names if (match := _SHARD.fullmatch(name))))
+        width = len(matches[0][1])
         names += [
             f"model-{i:0{width}}-of-{total:0{width}}.safetensors" for i in range(1, total + 1) if i not in numbers
         ]
@@ -205,23 +200,14 @@ def _nothing_to_open(present: list[str]) -> str:
     return f"holds no model.safetensors, model-*.safetensors or {WEIGHTS_INDEX}"
 
 
-def _checked_paths(directory: Path, names: list[str]) -> list[Path]:
-    for name in names:
-        if not _stays_inside(directory, directory / name):
-            target = (directory / name).resolve()
-            raise CheckpointError(
-                directory / name, f"is a link to {target}, outside the checkpoint: put the file in the directory"
-            )
-    return [directory / name for name in names]
-
-
-def _stays_inside(directory: Path, path: Path) -> bool:
-    """Whether a path, links resolved, is in the directory, or in the blobs of the hub cache it belongs to."""
-    root, target = directory.resolve(), path.resolve()
-    roots = [root]
-    if root.parent.name == "snapshots":
-        roots.append(root.parent.parent / "blobs")
-    return any(target.is_relative_to(allowed) for allowed in roots)
+def _check_inside(directory: Path, names: list[str]) -> None:
+    """Raises CheckpointError for a link that leads out of the directory and of the hub cache that it belongs to."""
+    root = directory.resolve()
+    allowed = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    for path in (directory / name for name in names):
+        target = path.resolve()
+        if not any(map(target.is_relative_to, allowed)):
+            raise CheckpointError(path, f"is a link to {target}, outside the checkpoint: put the file in the directory")
 
 
 # The checkpoints with the most experts have 200,000 tensors in 60 files.
@@ -291,22 +277,22 @@ class SafetensorsFile(Closable):
         self._file.close()
 
     def _read_header(self, size: int) -> bytes:
+        def read(length: int, where: int) -> bytes:
+            buffer = bytearray(length)
+            fill(memoryview(buffer), self._file, where, "the header")
+            return bytes(buffer)
+
         if size < 8:
             raise CheckpointError(self.path, f"{size} bytes, too short for the 8-byte header length")
-        length = int.from_bytes(self._read(8, 0), "little")
+        length = int.from_bytes(read(8, 0), "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(self.path, f"header of {length} bytes, the limit is {MAX_HEADER_BYTES}")
         if 8 + length > size:
             raise CheckpointError(self.path, f"header of {length} bytes in a file of {size} bytes: truncated?")
-        header = self._read(length, 8)
+        header = read(length, 8)
         if not header.startswith(b"{"):
             raise CheckpointError(self.path, f"the header begins with {header[:8]!r}, not with '{{'")
         return header
-
-    def _read(self, length: int, where: int) -> bytes:
-        buffer = bytearray(length)
-        fill(memoryview(buffer), self._file, where, "the header")
-        return bytes(buffer)
 
 
 @collector_paused()
@@ -344,8 +330,8 @@ def parse_header(
 def _parse_entry(value: Any, num_data_bytes: int) -> TensorEntry | str:
     """The entry, or a text with what is wrong with it."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        found = ", ".join(sorted(map(repr, value))) if isinstance(value, dict) else type(value).__name__
-        return f"has {found or 'nothing'}, not 'dtype', 'shape' and 'data_offsets'"
+        fields = ", ".join(sorted(map(repr, value))) if isinstance(value, dict) else type(value).__name__
+        return f"has {fields or 'nothing'}, not 'dtype', 'shape' and 'data_offsets'"
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         return f"unknown dtype {dtype!r}" + did_you_mean(dtype, DTYPE_BITS)

@@ -7,14 +7,14 @@ what is converted, so that a changed source or dtype starts over.
 
 import fcntl
 import fnmatch
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import (
@@ -161,25 +161,26 @@ def _not_removable(directory: Path, also_own: Iterable[str]) -> str | None:
 
 
 def _is_like(name: str, pattern: str) -> bool:
-    """Whether a relative path fits a pattern; one without a slash fits only files in the directory itself."""
+    """True if a relative path fits a pattern; one without a slash fits only files in the directory itself."""
     return fnmatch.fnmatchcase(name, pattern) and ("/" in pattern or "/" not in name)
 
 
-@dataclass(frozen=True)
-class FinishedUnit:
-    """A unit that is on the disk.
+class FinishedUnit(msgspec.Struct, frozen=True):
+    """A unit that is on the disk: a line of the journal.
 
     Attributes:
       files: manifest entries, by path relative to the checkpoint. parameters: digests, by name.
       cast_errors, requantize_errors: as of `ConvertReport`. quantized: descriptions of quantized parameters, by name.
+      arrays: as of `Manifest`.
     """
 
+    unit: str
     files: Entries
     parameters: dict[str, str]
-    cast_errors: dict[str, float] = field(default_factory=dict)
-    quantized: dict[str, Description] = field(default_factory=dict)
-    requantize_errors: dict[str, float] = field(default_factory=dict)
-    arrays: dict[str, Any] = field(default_factory=dict)
+    cast_errors: dict[str, float]
+    quantized: dict[str, Description]
+    requantize_errors: dict[str, float]
+    arrays: dict[str, Any]
 
 
 class ConversionJournal(Closable):
@@ -194,21 +195,24 @@ class ConversionJournal(Closable):
         self._directory, self._path = directory, directory / JOURNAL
         self._file = self._path.open("a+b")
         try:
-            self._lock()
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.finished = self._read(fingerprint)
             self._rewrite(fingerprint)
+        except BlockingIOError:
+            self.close()
+            raise CheckpointError(self._directory, "another conversion is writing here") from None
         except BaseException:
             self.close()
             raise
 
-    def finish(self, name: str, unit: FinishedUnit) -> None:
+    def finish(self, unit: FinishedUnit) -> None:
         """Makes the files of a unit durable and records it."""
         for file in unit.files:
             sync(self._directory / file)
         for parent in sorted({(self._directory / file).parent for file in unit.files}):
             sync(parent)
-        self._append({"unit": name, **asdict(unit)})
-        self.finished[name] = unit
+        self._append(unit)
+        self.finished[unit.unit] = unit
 
     def remove(self) -> None:
         """Removes the journal of a complete conversion."""
@@ -218,31 +222,19 @@ class ConversionJournal(Closable):
         with naming(self._path):  # what could not be written before is tried again
             self._file.close()
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise CheckpointError(self._directory, "another conversion is writing here") from None
-
     def _read(self, fingerprint: str) -> dict[str, FinishedUnit]:
         self._file.seek(0)
-        lines = [_parsed(line) for line in self._file.read().split(b"\n")[:-1]]
-        if not lines or lines[0] != {"fingerprint": fingerprint}:
+        first, *lines = self._file.read().split(b"\n")
+        if first != msgspec.json.encode({"fingerprint": fingerprint}):
             return {}
         finished = {}
-        for line in lines[1:]:
-            if line is None:
+        for line in lines[:-1]:  # what is after the last line end was cut off
+            try:
+                unit = msgspec.json.decode(line, type=FinishedUnit)
+            except msgspec.DecodeError:
                 break
-            unit = FinishedUnit(
-                line["files"],
-                line["parameters"],
-                line["cast_errors"],
-                line["quantized"],
-                line["requantize_errors"],
-                line["arrays"],
-            )
             if self._is_whole(unit):
-                finished[line["unit"]] = unit
+                finished[unit.unit] = unit
         return finished
 
     def _is_whole(self, unit: FinishedUnit) -> bool:
@@ -266,20 +258,11 @@ class ConversionJournal(Closable):
                 path.unlink()
         self._file.truncate(0)
         self._append({"fingerprint": fingerprint})
-        for name, unit in self.finished.items():
-            self._append({"unit": name, **asdict(unit)})
+        for unit in self.finished.values():
+            self._append(unit)
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: Any) -> None:
         with naming(self._path):
-            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.write(msgspec.json.encode(record) + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    is_unit = isinstance(record, dict) and set(record) == {"unit", *(field.name for field in fields(FinishedUnit))}
-    return record if is_unit or (isinstance(record, dict) and set(record) == {"fingerprint"}) else None

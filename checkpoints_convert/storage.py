@@ -110,15 +110,8 @@ _DESCRIBING = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX)
 _FOLDERS = tuple(folder for pattern in _DESCRIBING if (folder := pattern.rpartition("/")[0]))
 # Fields that identify a version of an object, by the names that stores use.
 _VERSION_KEYS = (
-    "etag",
-    "ETag",
-    "generation",
-    "md5Hash",
-    "mtime",
-    "updated",
-    "LastModified",
-    "last_modified",
-    "created",
+    *("etag", "ETag", "generation", "md5Hash", "mtime"),
+    *("updated", "LastModified", "last_modified", "created"),
 )
 
 _staged: dict[Path, "RemoteDirectory"] = {}
@@ -140,7 +133,7 @@ class RemoteFile:
         """As `ByteFile.read_into`, in one request. Raises CheckpointError."""
         data = self._directory.read(self._name, offset, offset + len(buffer))
         if len(data) > len(buffer):
-            raise CheckpointError(self.path, f"asked for {len(buffer)} bytes, the store gave {len(data)}")
+            raise CheckpointError(self.path, f"{len(buffer)} bytes were requested, the store gave {len(data)}")
         buffer[: len(data)] = data
         return len(data)
 
@@ -170,9 +163,6 @@ class RemoteDirectory:
         with _explained(f"{self.url}/{name}"):
             return self.system.cat_file(f"{self.root}/{name}", start=start, end=stop)
 
-    def open(self, name: str) -> RemoteFile:
-        return RemoteFile(self, name)
-
     def version(self, name: str) -> str:
         info = self.files[name]
         return " ".join([str(info["size"]), *(f"{key}={info[key]}" for key in _VERSION_KEYS if key in info)])
@@ -199,8 +189,7 @@ def stage(url: str) -> Path:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     names = [name for name in remote.files if any(fnmatch(name, pattern) for pattern in _DESCRIBING)]
     for name in names:
-        if remote.files[name]["size"] > MAX_JSON_BYTES:
-            size = remote.files[name]["size"]
+        if (size := remote.files[name]["size"]) > MAX_JSON_BYTES:
             raise CheckpointError(f"{remote.url}/{name}", f"{size} bytes, the limit is {MAX_JSON_BYTES}")
 
     def copy(name: str) -> None:
@@ -250,9 +239,9 @@ def _files(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _check_form(remote: RemoteDirectory) -> None:
-    name = remote.url.rsplit("/", 1)[-1]
-    if name.endswith((".gguf", ".safetensors")) and len(remote.files) <= 1:
-        what = "GGUF files are read from disks: copy it to one" if name.endswith(".gguf") else "pass its directory"
+    if remote.url.endswith((".gguf", ".safetensors")) and len(remote.files) <= 1:
+        is_gguf = remote.url.endswith(".gguf")
+        what = "GGUF files are read from disks: copy it to one" if is_gguf else "pass its directory"
         raise CheckpointError(remote.url, f"is a file: {what}")
     if NATIVE_CONFIG in remote.files:
         raise CheckpointError(

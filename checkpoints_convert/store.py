@@ -1,7 +1,7 @@
 """The native form: an Orbax checkpoint per layer, read without casting or transposing, with checksums of all files.
 
-    jaxinfer_config.json     ModelConfig, format version, where the checkpoint came from; in version 2 also the schemes
-                             of quantized parameters and the scales of an 8-bit key-value cache
+    jaxinfer_config.json     ModelConfig, format version, where the checkpoint came from, the schemes of quantized
+                             parameters and the scales of an 8-bit key-value cache
     manifest.json            size and SHA-256 of every other file, and the xxh3 of every chunk of every array
     params/embed/            one Orbax PyTree checkpoint per unit: {"embed": array}
     params/layers.0/         {"layers.0.attention.q_proj.weight": array, ...}; of a quantized parameter its arrays,
@@ -14,7 +14,7 @@ parameter names, so that a unit can be read by itself.
 """
 
 import ctypes
-import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints_convert.array_store import ArraySpec, ArrayStore
+from checkpoints_convert.array_store import ArrayChecksums, ArraySpec, ArrayStore, checksums
 from checkpoints_convert.checkpoint import (
     Bounds,
     Checkpoint,
@@ -39,16 +39,12 @@ from checkpoints_convert.checkpoint import (
     param_shapes,
     unit_of,
 )
-from checkpoints_convert.checksums import ArrayChecksums, checksums
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import MANIFEST, NATIVE_CONFIG, PARAMS, read_json
-from checkpoints_convert.formats import LayerKVScales
+from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.manifest import describing, file_problems, read_manifest, size_problems, verify_manifest
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme, check
-
-_LOG = logging.getLogger(__name__)
-_told: set[Path] = set()  # directories of which the log has said that they lack checksums
 
 Description = dict[str, Any]
 _PARTS = ("values", "scales", "zeros", "codebook", "permutation", "minima")
@@ -101,7 +97,6 @@ def _scheme(description: Description) -> Scheme:
 
 
 FORMAT_VERSION = 2
-_DENSE_VERSION = 1  # written if nothing is quantized, so that older versions can read it
 _CHUNK_BYTES = 16 * 2**20  # compressed at once; without chunks an array is held three times while it is written
 
 
@@ -117,33 +112,33 @@ class NativeConfig:
 def native_config(
     config: ModelConfig,
     source: Mapping[str, Any],
-    quantized: Mapping[str, Description] | None = None,
-    kv_scales: tuple[LayerKVScales, ...] = (),
+    quantized: Mapping[str, Description],
+    kv_scales: tuple[LayerKVScales, ...],
 ) -> dict[str, Any]:
     """The contents of jaxinfer_config.json."""
-    data = {"format_version": _DENSE_VERSION, "model": config.to_dict(), "source": dict(source)}
-    if not quantized and not kv_scales:
-        return data
-    scales = [asdict(layer) for layer in kv_scales]
-    return {**data, "format_version": FORMAT_VERSION, "quantized": dict(quantized or {}), "kv_scales": scales}
+    return {
+        "format_version": FORMAT_VERSION,
+        "model": config.to_dict(),
+        "source": dict(source),
+        "quantized": dict(quantized),
+        "kv_scales": [asdict(layer) for layer in kv_scales],
+    }
 
 
 def read_native_config(directory: Path) -> NativeConfig:
     """Raises CheckpointError for another format version or a configuration this version does not know."""
     path = directory / NATIVE_CONFIG
     data = read_json(path)
-    if data.get("format_version") not in (_DENSE_VERSION, FORMAT_VERSION):
-        raise CheckpointError(
-            path, f"format_version {data.get('format_version')!r}, this version reads up to {FORMAT_VERSION}"
-        )
+    if (version := data.get("format_version")) != FORMAT_VERSION:
+        raise CheckpointError(path, f"format_version {version!r}, this version reads {FORMAT_VERSION}")
     try:
         model = ModelConfig.from_dict(data["model"])
         shapes = {".".join(target): shape for target, shape in param_shapes(model).items()}
-        quantized = dict(data.get("quantized", {}))
+        quantized = dict(data["quantized"])
         for name, description in quantized.items():
             if parts_of(description)["values"][0] != shapes[name]:
                 raise ValueError(f"{name} is quantized in another shape than {shapes[name]}")
-        scales = tuple(LayerKVScales(tuple(layer["k"]), tuple(layer["v"])) for layer in data.get("kv_scales", []))
+        scales = tuple(LayerKVScales(tuple(layer["k"]), tuple(layer["v"])) for layer in data["kv_scales"])
         return NativeConfig(model, quantized, scales)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(path, f"holds no model configuration: {error!r}") from None
@@ -196,9 +191,10 @@ class NativeCheckpoint(Checkpoint):
         self._manifest = read_manifest(directory)
         self._check_files(verify)
         native = read_native_config(directory)
-        self._stored, self._quantized, self.kv_scales = native.model, native.quantized, native.kv_scales
+        self._stored, self.kv_scales = native.model, native.kv_scales
+        self._quantized = {tuple(name.split(".")): description for name, description in native.quantized.items()}
         self.config = self._stored if dtype == "auto" else replace(self._stored, dtype=dtype)
-        self._has_checksums = verify is not False and self._manifest.arrays is not None
+        self._compares_checksums = verify is not False
         self._opened: dict[str, ArrayStore] = {}
         self._lock = Lock()
 
@@ -212,19 +208,12 @@ class NativeCheckpoint(Checkpoint):
                 problems = file_problems(self.directory, describing(files))
         if problems:
             raise CheckpointError(self.directory, *problems)
-        if verify is None and self._manifest.arrays is None and self.directory not in _told:
-            _told.add(self.directory)
-            _LOG.warning(
-                "%s: written by an earlier jaxinfer, without checksums that are fast enough to check while loading; "
-                "verify=True compares its files with their SHA-256 first, converting it again adds them",
-                self.directory,
-            )
 
     def read_param(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> HostParam:
         """Reads the chunks (16 MiB at most) of a dense parameter that overlap the parts."""
-        name, unit = ".".join(path), self._unit(unit_of(path))
-        if name in self._quantized:
-            return self._rebuilt(name, unit)
+        unit = self._unit(unit_of(path))
+        if path in self._quantized:
+            return self._rebuilt(path, unit)
         shape = param_shapes(self.config)[path]
         return [self._part(unit, path, bounds) for bounds in parts or [full_bounds(shape)]]
 
@@ -232,8 +221,9 @@ class NativeCheckpoint(Checkpoint):
         with self._lock:
             if name not in self._opened:
                 specs = self._specs(self.units()[name])
-                files = {file: entry for file, entry in self._manifest.files.items() if _is_of_unit(file, name)}
-                self._opened[name] = ArrayStore(self.directory, f"{PARAMS}/{name}", specs, files, self.executor)
+                folder = f"{PARAMS}/{name}"
+                files = {file: entry for file, entry in self._manifest.files.items() if file.startswith(f"{folder}/")}
+                self._opened[name] = ArrayStore(self.directory, folder, specs, files, self.executor)
             return self._opened[name]
 
     def _part(self, unit: ArrayStore, path: ParamPath, bounds: Bounds) -> np.ndarray:
@@ -244,19 +234,19 @@ class NativeCheckpoint(Checkpoint):
         return array
 
     def param_bytes(self, path: ParamPath) -> int:
-        description = self._quantized.get(".".join(path))
-        if description is None:
+        if path not in self._quantized:
             return super().param_bytes(path)
-        parts = parts_of(description).values()
-        return sum(int(np.prod(shape, dtype=np.int64)) * itemsize_bits(dtype) // 8 for shape, dtype in parts)
+        bits_of = jax.dtypes.itemsize_bits  # 4 for 4-bit types
+        parts = parts_of(self._quantized[path]).values()
+        return sum(math.prod(shape) * bits_of(numpy_dtype(dtype)) // 8 for shape, dtype in parts)
 
     def _specs(self, shapes: Mapping[ParamPath, tuple[int, ...]]) -> dict[str, ArraySpec]:
         """The arrays of a unit, by name."""
         specs = {}
         for path, shape in shapes.items():
             name = ".".join(path)
-            if name in self._quantized:
-                for part, (part_shape, dtype) in parts_of(self._quantized[name]).items():
+            if path in self._quantized:
+                for part, (part_shape, dtype) in parts_of(self._quantized[path]).items():
                     specs[f"{name}.{part}"] = self._spec(f"{name}.{part}", part_shape, dtype)
             else:
                 specs[name] = self._spec(name, shape, param_dtype(self._stored, path))
@@ -264,15 +254,15 @@ class NativeCheckpoint(Checkpoint):
 
     def _spec(self, name: str, shape: tuple[int, ...], dtype: str) -> ArraySpec:
         known = None
-        if self._has_checksums:
+        if self._compares_checksums:
             try:
-                known = ArrayChecksums.from_json((self._manifest.arrays or {}).get(name), shape)
+                known = ArrayChecksums.from_json(self._manifest.arrays.get(name), shape)
             except ValueError as error:
                 raise CheckpointError(self.directory / MANIFEST, f"array {name!r} {error}") from None
         return ArraySpec(shape, numpy_dtype(dtype), known)
 
-    def _rebuilt(self, name: str, unit: ArrayStore) -> QuantizedArray:
-        description = self._quantized[name]
+    def _rebuilt(self, path: ParamPath, unit: ArrayStore) -> QuantizedArray:
+        name, description = ".".join(path), self._quantized[path]
         array = rebuild(description, {part: unit.read(f"{name}.{part}")[0] for part in description["parts"]})
         try:
             check(array, f"parameter {name!r}")
@@ -284,14 +274,10 @@ class NativeCheckpoint(Checkpoint):
         return param_dtype(self._stored, path)
 
     def quantized(self) -> dict[ParamPath, str]:
-        return {tuple(name.split(".")): name for name in self._quantized}
+        return {path: ".".join(path) for path in self._quantized}
 
     def fingerprint(self) -> str:
         return digest("native", self._manifest.files, self.config.to_dict())
-
-
-def _is_of_unit(file: str, unit: str) -> bool:
-    return file.startswith(f"{PARAMS}/{unit}/")
 
 
 def release_heap() -> None:
@@ -299,8 +285,3 @@ def release_heap() -> None:
     grew by 20 MiB for every layer of a 1B model."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def itemsize_bits(dtype: str) -> int:
-    """Bits of a value on a device; 4 for 4-bit types."""
-    return jax.dtypes.itemsize_bits(numpy_dtype(dtype))

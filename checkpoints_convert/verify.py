@@ -77,13 +77,17 @@ def verify_against(
     reference_config, reference = load(reference_path, dtype=dtype, progress=True)
     _check_same_model(config, reference_config, path)
     tokens = _tokens(config, token_ids)
-    hidden, states = _hidden_states(config, params, tokens)
-    reference_hidden, reference_states = _hidden_states(reference_config, reference, tokens)
-    layers = {name: _max_difference(states[name], reference_states[name]) for name in states}
+    forward, logits = _programs(replace(config, dtype="float32"))
+    hidden, states = forward(params, tokens)
+    reference_hidden, reference_states = forward(reference, tokens)
+    layers = {
+        name: float(_largest(jnp.abs(states[name].astype(jnp.float32) - reference_states[name].astype(jnp.float32))))
+        for name in _compared_states(config)
+    }
     blocks = [
         _compare_logits(
-            _logits(config, params, hidden[first : first + _LOGIT_BLOCK]),
-            _logits(reference_config, reference, reference_hidden[first : first + _LOGIT_BLOCK]),
+            logits(params, hidden[first : first + _LOGIT_BLOCK]),
+            logits(reference, reference_hidden[first : first + _LOGIT_BLOCK]),
         )
         for first in range(0, len(tokens), _LOGIT_BLOCK)
     ]
@@ -114,14 +118,14 @@ def compare_tensors(path: str | Path, reference_path: str | Path, *, tolerance: 
 
 def _unit_differences(source: Checkpoint, reference: Checkpoint, unit: str) -> list[TensorDifference]:
     others = dict(reference.read(unit))
-    found = []
+    differences = []
     for path, array in source.read(unit):
         a, b = _as_float32(array), _as_float32(others.pop(path))
         different = a != b
         if different.any():
             size = float(np.max(np.abs(a - b)))
-            found.append(TensorDifference(".".join(path), int(different.sum()), a.size, size))
-    return found
+            differences.append(TensorDifference(".".join(path), int(different.sum()), a.size, size))
+    return differences
 
 
 def _as_float32(array: np.ndarray | QuantizedArray) -> np.ndarray:
@@ -129,11 +133,11 @@ def _as_float32(array: np.ndarray | QuantizedArray) -> np.ndarray:
 
 
 def _check_same_model(config: ModelConfig, reference: ModelConfig, where: str | Path) -> None:
-    found, wanted = config.to_dict(), reference.to_dict()
+    own, wanted = config.to_dict(), reference.to_dict()
     problems = [
-        f"{name} is {found[name]!r}, the reference has {wanted[name]!r}"
+        f"{name} is {own[name]!r}, the reference has {wanted[name]!r}"
         for name in wanted
-        if name != "dtype" and found[name] != wanted[name]
+        if name != "dtype" and own[name] != wanted[name]
     ]
     if problems:
         raise CheckpointError(where, *problems)
@@ -150,30 +154,23 @@ def _tokens(config: ModelConfig, token_ids: Sequence[int] | None) -> jax.Array:
     return jnp.asarray(ids, jnp.int32)
 
 
-def _hidden_states(config: ModelConfig, params: Params, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Final hidden states [T, D], and those after the embedding, every layer and the final norm, in that order."""
-    hidden, states = _programs(replace(config, dtype="float32"))[0](params, tokens)
-    return hidden, {name: states[name] for name in _compared_states(config)}
-
-
-def _logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    return _programs(replace(config, dtype="float32"))[1](params, hidden)
-
-
 def _compared_states(config: ModelConfig) -> list[str]:
+    """Names of the states after the embedding, every layer and the final norm, in that order."""
     return [name for name in tap_names(config) if not name.endswith((".attention", ".mlp"))]
 
 
 @lru_cache(maxsize=4)
 def _programs(config: ModelConfig) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
-    """Jitted forward pass and logits, compiled once for both sides. The dtype is that of the parameters."""
+    """Jitted programs: tokens [T] to final hidden states [T, D] and those that are compared, hidden states to logits.
+
+    They are compiled once for both sides. The dtype is that of the parameters."""
     names = _compared_states(config)
 
     def forward(params: Params, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        found, tap = collect(names)
+        states, tap = collect(names)
         positions = jnp.arange(tokens.shape[0])[None]
         hidden = bind(config, params)(tokens[None], positions, attend_without_cache, tap)
-        return hidden[0], {name: found[name][0] for name in names}
+        return hidden[0], {name: states[name][0] for name in names}
 
     return jax.jit(forward), jax.jit(lambda params, hidden: bind(config, params).logits(hidden))
 
@@ -194,10 +191,6 @@ def _compare_logits(logits: jax.Array, reference: jax.Array) -> _LogitComparison
         kl=jnp.sum(jnp.maximum(jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1), 0.0)),
         num_agreeing=jnp.sum(jnp.argmax(logits, axis=-1) == jnp.argmax(reference, axis=-1)),
     )
-
-
-def _max_difference(a: jax.Array, b: jax.Array) -> float:
-    return float(_largest(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))))
 
 
 def _largest(differences: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ _BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True)
 class BitsAndBytes(Method):
-    """Whether a module is quantized is decided by its tensors, since declared exceptions are incomplete; the fields are
+    """Tensors decide which modules are quantized, since declared exceptions are incomplete; the fields are
     for a configuration without tensors. bits: 4, 8, or None if not declared. quant_type: "nf4" or "fp4"."""
 
     bits: int | None = None

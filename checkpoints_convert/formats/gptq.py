@@ -150,7 +150,7 @@ def _headers(settings: GptqSettings, shape: tuple[int, ...]) -> dict[str, Tensor
 
 
 def _is_kept_dense(overrides: tuple[tuple[str, dict[str, Any]], ...], module: str) -> bool:
-    """Whether auto-round left a layer at 16 bits or more."""
+    """True if auto-round left a layer at 16 bits or more."""
     bits = [fields.get("bits") for pattern, fields in overrides if _matches(pattern, module)]
     return any(isinstance(number, int) and number >= 16 for number in bits)
 
@@ -199,7 +199,7 @@ def _check_bits(bits: int) -> None:
 
 
 def _is_word_subtracted(data: Mapping[str, Any]) -> bool:
-    """Whether 1 was subtracted from whole words, so that a zero of 0 borrows: GPTQModel since 0.9.0."""
+    """True if 1 was subtracted from whole words, so that a zero of 0 borrows: GPTQModel since 0.9.0."""
     meta = data.get("meta")
     quantizers = meta.get("quantizer") if isinstance(meta, Mapping) else None
     for entry in [quantizers] if isinstance(quantizers, str) else quantizers or []:

@@ -1,4 +1,4 @@
-"""What all quantization formats share: methods, readers of one module, and values of a few bits in 32-bit words."""
+"""Shared parts of all quantization formats: methods, readers of a module, and values of a few bits in 32-bit words."""
 
 import math
 from abc import ABC, abstractmethod
@@ -182,7 +182,7 @@ def two_sizes(key: str, value: Any) -> tuple[int, int]:
 
 
 def is_named(module: str, patterns: Iterable[str]) -> bool:
-    """Whether a module is named: by its name, a part of it between dots, or a pattern with wildcards."""
+    """True if a module is named: by its name, a part of it between dots, or a pattern with wildcards."""
     return any(f".{pattern}." in f".{module}." or fnmatchcase(module, pattern) for pattern in patterns)
 
 

@@ -74,7 +74,7 @@ class Mxfp4(Method):
     name: str = "mxfp4"
 
     def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
-        """Of an expert parameter, whose dense form is `shape` [E, K, N]."""
+        """As of `Method`, of an expert parameter, whose dense form is `shape` [E, K, N]."""
         if not set(SUFFIXES) & set(headers):
             return None
         if len(shape) != 3 or shape[1] % BLOCK:

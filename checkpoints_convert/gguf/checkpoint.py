@@ -7,7 +7,7 @@ parameters a model has.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -36,35 +36,38 @@ from checkpoints_convert.gguf.blocks import FLOATS, abstract_leaf, dequantize, q
 from checkpoints_convert.gguf.config import architecture_of, huggingface_config
 from checkpoints_convert.gguf.file import GGUFTensorEntry
 from checkpoints_convert.gguf.index import GGUFIndex
-from checkpoints_convert.gguf.kept_tokenizer import tokenizer_files
-from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id
+from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id, tokenizer_files
 from checkpoints_convert.host_arrays import aligned, empty_aligned
 from checkpoints_convert.huggingface.config import model_config
-from checkpoints_convert.huggingface.rules import INDEX, TensorGroup, TensorPlacement, TensorRule, layout, linear, norm
+from checkpoints_convert.huggingface.rules import (
+    INDEX,
+    ParameterPlan,
+    TensorGroup,
+    TensorPlacement,
+    TensorRule,
+    layout,
+    linear,
+    norm,
+)
 from jaxinfer.checks import did_you_mean
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import RECIPES, QuantizedArray, quantize, recipe
 
 
 @dataclass(frozen=True)
-class GGUFTensorPlan:
-    """How a parameter is read from the tensors of a GGUF file.
+class GGUFTensorPlan(ParameterPlan):
+    """A parameter that is read from the tensors of a GGUF file.
 
     Attributes:
       sources: the tensor that holds it, or those that are stacked along its first axis. entry: of the first.
-      target: path of the parameter. shape: of the parameter.
-      placement: of the parameter in a tensor.
     """
 
     sources: tuple[str, ...]
     entry: GGUFTensorEntry
-    target: ParamPath
-    shape: tuple[int, ...]
-    placement: TensorPlacement
 
     @property
     def stays_quantized(self) -> bool:
-        """Whether the parameter stays quantized: weights of linear layers and embeddings do."""
+        """True for weights of linear layers and embeddings that are stored quantized."""
         is_product = self.target[-1] == "weight" and self.target[-2].endswith("_proj")
         return self.entry.kind.is_quantized and (is_product or self.target in (("embed",), ("lm_head",)))
 
@@ -119,10 +122,6 @@ class GGUFCheckpoint(Checkpoint):
 
     def quantized(self) -> dict[ParamPath, str]:
         return {plan.target: plan.sources[0] for plan in self.plans if plan.stays_quantized}
-
-    @property
-    def is_dequantized(self) -> bool:
-        return self.requantize == DENSE
 
     def param_bytes(self, path: ParamPath) -> int:
         return self.abstract_param(path).num_bytes if path in self._quantized else super().param_bytes(path)
@@ -189,14 +188,15 @@ class GGUFCheckpoint(Checkpoint):
         return sizes.most_common(1)[0][0] if sizes else "bfloat16"
 
     def is_requantized(self, plan: GGUFTensorPlan) -> bool:
-        """Whether a quantized parameter is rounded to the recipe `requantize`."""
+        """True if a quantized parameter is rounded to the recipe `requantize`."""
         return self.requantize is not None and plan.target[0] == "layers" and plan.entry.kind.name not in _PLAIN
 
     def _leaf(self, plan: GGUFTensorPlan) -> QuantizedArray:
         matrices = [self._leaf_of(plan, *place) for place in _matrices(plan)]
         leaf = matrices[0]
         if len(plan.shape) > 2:  # a codebook is that of the type, one for all
-            leaf = jax.tree.map(lambda *parts: np.stack(parts), *(replace(one, codebook=None) for one in matrices))
+            plain = [replace(matrix, codebook=None) for matrix in matrices]
+            leaf = jax.tree.map(lambda *parts: np.stack(parts), *plain)
             leaf = replace(leaf, codebook=matrices[0].codebook)
         where, name = self.index.path_of(plan.sources[0]), plan.sources[0]
         numbers = [np.asarray(part) for part in (leaf.scales, leaf.minima) if part is not None]
@@ -264,11 +264,11 @@ class GGUFCheckpoint(Checkpoint):
 
     def _requantized(self, plan: GGUFTensorPlan) -> QuantizedArray:
         weight = jnp.asarray(self._dense(plan, "float32"))
-        found = quantize(weight, self.requantize or "", scale_dtype=self.config.dtype)
+        rounded = quantize(weight, self.requantize or "", scale_dtype=self.config.dtype)
         norm = float(jnp.linalg.norm(weight.reshape(-1)))
-        error = float(jnp.linalg.norm((found.dequantize() - weight).reshape(-1)))
+        error = float(jnp.linalg.norm((rounded.dequantize() - weight).reshape(-1)))
         self.requantize_errors[".".join(plan.target)] = error / norm if norm else 0.0
-        return jax.tree.map(np.asarray, found)
+        return jax.tree.map(np.asarray, rounded)
 
 
 def check_requantize(name: str | None) -> None:
@@ -303,62 +303,42 @@ def plan_tensors(index: GGUFIndex, architecture: Architecture, config: ModelConf
     Raises CheckpointError for parameters without a tensor, tensors that are not used, and shapes that do not fit, all
     at once, each with the nearest name.
     """
-    found = layout(rules(architecture.adds_one), config, architecture.pairs_neighbours)
+    of_target = layout(rules(architecture.adds_one), config, architecture.pairs_neighbours).of_target
     plans, problems, missing = [], [], []
-    used: set[str] = set()
+    used: set[str] = {*_NOT_PARAMETERS}
     for target, shape in param_shapes(config).items():
-        tensor_groups = found.of_target[target]
-        present = [group for group in tensor_groups if all(name in index.tensors for name in group.sources)]
+        placed = [(group, group.placement_of(target)) for group in of_target[target]]
+        present = [pair for pair in placed if all(name in index.tensors for name in pair[0].sources)]
         if not present:
-            missing.append((tensor_groups[0].sources[0], _placement(tensor_groups[0], target).stored))
+            missing.append((placed[0][0].sources[0], placed[0][1].stored))
             continue
-        fitting = [group for group in present if _fits(index, group, target)]
-        group = (fitting or present)[0]
-        placement = _placement(group, target)
+        group, placement = next((pair for pair in present if not _misshapen(index, *pair)), present[0])
         used.update(group.sources)
-        if not fitting:
-            problems += [
-                f"tensor {name!r} has shape {list(index.entry(name).shape)}, the metadata make it"
-                f" {list(placement.stored)}"
-                for name in group.sources
-                if not _is_shape(index.entry(name).shape, placement.stored)
-            ]
-        plans.append(GGUFTensorPlan(tuple(group.sources), index.entry(group.sources[0]), target, shape, placement))
-    problems += _kind_problems(index, plans)
-    extra = [name for name in index.tensors if name not in {*used, *_NOT_PARAMETERS}]
+        problems += [
+            f"tensor {name!r} has shape {list(index.tensors[name].shape)}, the metadata make it"
+            f" {list(placement.stored)}"
+            for name in _misshapen(index, group, placement)
+        ]
+        kinds = sorted({index.tensors[name].kind.name for name in group.sources})
+        first = group.sources[0]
+        if len(kinds) > 1:
+            problems.append(f"tensor {first!r} and those stacked with it are stored as {' and '.join(kinds)}")
+        plans.append(GGUFTensorPlan(placement, shape, tuple(group.sources), index.tensors[first]))
+    extra = [name for name in index.tensors if name not in used]
     if architecture.has_later_layers:
-        extra = [name for name in extra if not _is_of_later_layer(name, config.num_layers)]
+        layers = ((name, re.match(r"blk\.(\d{1,6})\.", name)) for name in extra)
+        extra = [name for name, match in layers if match is None or int(match[1]) < config.num_layers]
     problems += _unmatched(missing, extra)
     if problems:
         raise CheckpointError(index.path, *problems)
     return plans
 
 
-def _is_of_later_layer(name: str, num_layers: int) -> bool:
-    match = re.match(r"blk\.(\d{1,6})\.", name)
-    return match is not None and int(match[1]) >= num_layers
-
-
-def _fits(index: GGUFIndex, group: TensorGroup, target: ParamPath) -> bool:
-    return all(_is_shape(index.entry(name).shape, _placement(group, target).stored) for name in group.sources)
-
-
-def _is_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether a shape is the wanted one; a single row may be stored as a vector."""
-    return found == wanted or (len(wanted) == 2 and wanted[0] == 1 and found == wanted[1:])
-
-
-def _placement(group: TensorGroup, target: ParamPath) -> TensorPlacement:
-    return next(placement for placement in group.placements if placement.target == target)
-
-
-def _kind_problems(index: GGUFIndex, plans: Iterable[GGUFTensorPlan]) -> list[str]:
-    problems = []
-    for plan in plans:
-        kinds = sorted({index.entry(name).kind.name for name in plan.sources})
-        if len(kinds) > 1:
-            problems.append(f"tensor {plan.sources[0]!r} and those stacked with it are stored as {' and '.join(kinds)}")
-    return problems
+def _misshapen(index: GGUFIndex, group: TensorGroup, placement: TensorPlacement) -> list[str]:
+    """Tensors of a group with another shape than the wanted one; a single row may be stored as a vector."""
+    wanted = placement.stored
+    allowed = (wanted, wanted[1:]) if len(wanted) == 2 and wanted[0] == 1 else (wanted,)
+    return [name for name in group.sources if index.tensors[name].shape not in allowed]
 
 
 def _unmatched(missing: list[tuple[str, tuple[int, ...]]], extra: list[str]) -> list[str]:

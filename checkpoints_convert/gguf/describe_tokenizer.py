@@ -141,12 +141,12 @@ def _sentencepiece(spec: dict[str, Any], tokens: list[str], kinds: np.ndarray) -
 
 
 def _added_tokens(tokenizer: tokenizers.Tokenizer, ids: Mapping[str, int | None]) -> dict[str, bool]:
-    """Whether an encoded text begins with BOS and ends with EOS."""
-    found, bare = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
+    """Flags: an encoded text begins with BOS, and it ends with EOS."""
+    encoded, bare = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
     bos, eos = ids.get("bos_token_id"), ids.get("eos_token_id")
-    extra = len(found) - len(bare)
-    has_bos = extra > 0 and bos is not None and found[0] == bos
-    has_eos = extra > int(has_bos) and eos is not None and found[-1] == eos
+    extra = len(encoded) - len(bare)
+    has_bos = extra > 0 and bos is not None and encoded[0] == bos
+    has_eos = extra > int(has_bos) and eos is not None and encoded[-1] == eos
     return {"tokenizer.ggml.add_bos_token": has_bos, "tokenizer.ggml.add_eos_token": has_eos}
 
 
@@ -156,10 +156,10 @@ def _templates(files: Files) -> dict[str, str]:
         return {key: _text(files["chat_template.jinja"])}
     if "tokenizer_config.json" not in files:
         return {}
-    found = json.loads(_text(files["tokenizer_config.json"])).get("chat_template")
-    if isinstance(found, str):
-        return {key: found}
+    templates = json.loads(_text(files["tokenizer_config.json"])).get("chat_template")
+    if isinstance(templates, str):
+        return {key: templates}
     return {
-        key if one["name"] == "default" else f"{key}.{one['name']}": one["template"]
-        for one in (found if isinstance(found, list) else [])
+        key if named["name"] == "default" else f"{key}.{named['name']}": named["template"]
+        for named in (templates if isinstance(templates, list) else [])
     }

@@ -1,4 +1,4 @@
-"""One GGUF file: its metadata and its table of tensors, checked in full, and its bytes, read where asked.
+"""One GGUF file: its metadata and its table of tensors, checked in full, and its bytes.
 
 The format (ggml, docs/gguf.md): magic, version, counts; key-value pairs; one entry per tensor; then, from the next
 multiple of the alignment on, the tensors' bytes. All sizes are compared with the file's before anything of that size
@@ -51,11 +51,8 @@ class FileCursor:
         begin = self.position - self._start
         if begin < 0 or begin + count > len(self._window):
             self._window = b""  # freed before the next is read
-            self._window, self._start, begin = (
-                self._pread(max(count, min(_WINDOW, self.num_left)), what),
-                self.position,
-                0,
-            )
+            self._window = self._pread(max(count, min(_WINDOW, self.num_left)), what)
+            self._start, begin = self.position, 0
         self.position += count
         return self._window if (begin, count) == (0, len(self._window)) else self._window[begin : begin + count]
 
@@ -272,15 +269,15 @@ class GGUFFile(Closable):
         value = self._values.get(key)
         if not isinstance(value, _Stored) or value.starts is None:
             return {}
-        raw, found = self._array(value), {}
+        raw, places = self._array(value), {}
         for text in wanted:
             item = text.encode()
             item, at = LENGTH.pack(len(item)) + item, -1
             while (at := raw.find(item, at + 1)) >= 0:
                 index = int(np.searchsorted(value.starts, value.begin + at))
                 if index < value.count and value.starts[index] == value.begin + at:  # else inside of a text
-                    found.setdefault(text, []).append(index)
-        return found
+                    places.setdefault(text, []).append(index)
+        return places
 
     def count(self, key: str) -> int | None:
         """Items of an array, without reading it; None where the key is missing or no array."""
@@ -410,15 +407,15 @@ class GGUFFile(Closable):
         return int(value)  # type: ignore[arg-type]  # an int, as just checked
 
     def _read_table(self, cursor: FileCursor, num_tensors: int) -> dict[str, GGUFTensorEntry]:
-        found: dict[str, tuple[BlockType, tuple[int, ...], int]] = {}
+        table: dict[str, tuple[BlockType, tuple[int, ...], int]] = {}
         for index in range(num_tensors):
             name = self._name(cursor, f"tensor {index}")
-            if name in found:
+            if name in table:
                 raise CheckpointError(self.path, f"tensor {name!r} appears twice")
-            found[name] = self._read_entry(cursor, f"tensor {name!r}")
+            table[name] = self._read_entry(cursor, f"tensor {name!r}")
         start = -(-cursor.position // self.alignment) * self.alignment
         entries = {}
-        for name, (kind, shape, offset) in found.items():
+        for name, (kind, shape, offset) in table.items():
             begin = start + offset
             end = begin + math.prod(shape) // kind.block_size * kind.block_bytes
             if end > self.size:

@@ -76,10 +76,10 @@ def _of_gguf(path: Path) -> dict[str, np.ndarray]:
             counted = f"{name.removesuffix(_SUMS)}{_COUNTS}"
             if counted not in index.tensors:
                 raise CheckpointError(path, f"tensor {counted!r} is missing")
-            for one in (name, counted):
-                if index.entry(one).kind.name != "F32":
-                    raise CheckpointError(path, f"tensor {one!r} is {index.entry(one).kind.name}, not F32")
-            sums, counts = (dequantize("F32", index.read(one)) for one in (name, counted))
+            for tensor in (name, counted):
+                if (kind := index.tensors[tensor].kind.name) != "F32":
+                    raise CheckpointError(path, f"tensor {tensor!r} is {kind}, not F32")
+            sums, counts = (dequantize("F32", index.read(tensor)) for tensor in (name, counted))
             counts = counts.reshape(-1, 1)
             if len(counts) != len(sums):
                 raise CheckpointError(path, f"tensor {counted!r} has {len(counts)} counts for {len(sums)} rows")

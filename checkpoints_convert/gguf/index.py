@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ import numpy as np
 
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import NATIVE_CONFIG, WEIGHTS_INDEX
-from checkpoints_convert.gguf.file import GGUFFile, GGUFTensorEntry, Scalar
-from jaxinfer.files import Closable
+from checkpoints_convert.gguf.file import GGUFFile
 
 
-class GGUFIndex(Closable):
+class GGUFIndex(GGUFFile):
     """The tensors of a file, or of all parts of a split one, and the metadata of the first part.
 
     Raises CheckpointError for parts that are missing or do not belong together, a tensor stored twice, and as
@@ -29,63 +28,29 @@ class GGUFIndex(Closable):
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self._files: list[GGUFFile] = []
-        self._file_of: dict[str, GGUFFile] = {}
-        self.tensors: Mapping[str, GGUFTensorEntry] = {}
+        self._others: list[GGUFFile] = []
+        first, *others = parts_of(Path(path))
+        super().__init__(first)
         try:
-            for part in parts_of(self.path):
-                self._files.append(GGUFFile(part))
+            self._others += map(GGUFFile, others)
+            self._files: list[GGUFFile] = [self, *self._others]
             self._check_parts()
             self._build_table()
         except BaseException:
             self.close()
             raise
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return self._files[0].keys
-
-    @property
-    def metadata_digest(self) -> str:
-        """SHA-256 (hex) of the metadata and the first part's tensors, as stored."""
-        return self._files[0].metadata_digest
-
-    def entry(self, name: str) -> GGUFTensorEntry:
-        return self.tensors[name]
-
     def path_of(self, name: str) -> Path:
         """The file of a tensor."""
         return self._file_of[name].path
 
-    def scalar(self, key: str) -> Scalar | None:
-        return self._files[0].scalar(key)
-
-    def text(self, key: str) -> str | None:
-        return self._files[0].text(key)
-
-    def numbers(self, key: str) -> np.ndarray | None:
-        return self._files[0].numbers(key)
-
-    def texts(self, key: str) -> list[str] | None:
-        return self._files[0].texts(key)
-
-    def places(self, key: str, wanted: Collection[str]) -> dict[str, list[int]]:
-        return self._files[0].places(key, wanted)
-
-    def count(self, key: str) -> int | None:
-        return self._files[0].count(key)
-
-    def describe(self, key: str) -> str:
-        return self._files[0].describe(key)
-
     def read(self, name: str) -> np.ndarray:
         """A tensor as stored: uint8 [rows, bytes], with the leading axes flattened."""
-        return self.read_rows(name, 0, math.prod(self.entry(name).shape[:-1]))
+        return self.read_rows(name, 0, math.prod(self.tensors[name].shape[:-1]))
 
     def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
         """Rows [first, last) of `read`: uint8 [last - first, bytes]."""
-        entry = self.entry(name)
+        entry = self.tensors[name]
         row_bytes = entry.shape[-1] // entry.kind.block_size * entry.kind.block_bytes
         raw = np.empty((last - first) * row_bytes, np.uint8)
         self._file_of[name].read_into(name, first * row_bytes, raw.data)
@@ -100,7 +65,8 @@ class GGUFIndex(Closable):
         return digest.hexdigest()
 
     def close(self) -> None:
-        for file in self._files:
+        super().close()
+        for file in self._others:
             file.close()
 
     def _check_parts(self) -> None:
@@ -122,18 +88,19 @@ class GGUFIndex(Closable):
                 )
 
     def _build_table(self) -> None:
+        self._file_of: dict[str, GGUFFile] = {}
         for file in self._files:
             for name in file.tensors:
                 if name in self._file_of:
                     other = self._file_of[name].path.name
                     raise CheckpointError(file.path, f"tensor {name!r} is stored in {other} too")
                 self._file_of[name] = file
-        self.tensors = {name: file.tensors[name] for name, file in self._file_of.items()}
-        declared = self._files[0].scalar("split.tensors.count")
-        if len(self._files) > 1 and declared is not None and declared != len(self._file_of):
+        declared = self.scalar("split.tensors.count")
+        if self._others and declared is not None and declared != len(self._file_of):
             raise CheckpointError(
                 self.path, f"split.tensors.count is {declared}, the {len(self._files)} parts have {len(self._file_of)}"
             )
+        self.tensors = {name: file.tensors[name] for name, file in self._file_of.items()}
 
 
 REQUIRED: Any = object()
@@ -156,7 +123,7 @@ class Metadata:
         return self._key(name) in self.index.keys
 
     def is_zero(self, name: str) -> bool:
-        """Whether the key is present and 0, which for many keys means off."""
+        """True if the key is present and 0, which for many keys means off."""
         value = self.index.scalar(self._key(name))
         if value != 0 or isinstance(value, bool):
             return False
@@ -167,8 +134,8 @@ class Metadata:
         """Reports a key that is present with a value other than `known`."""
         self.seen.add(name)
         value = self.index.scalar(self._key(name))
-        if self.has(name) and not any(value is not None and math.isclose(value, one, rel_tol=1e-5) for one in known):
-            wanted = " or ".join(f"{one:.6g}" if type(one) is float else str(one) for one in known)
+        if self.has(name) and not any(value is not None and math.isclose(value, x, rel_tol=1e-5) for x in known):
+            wanted = " or ".join(f"{x:.6g}" if type(x) is float else str(x) for x in known)
             self.problem(name, f"is {self.index.describe(self._key(name))}, only {wanted} is read")
 
     def integer(self, name: str, default: Any = REQUIRED, *, is_width: bool = True) -> Any:
@@ -213,10 +180,10 @@ class Metadata:
         key = self._key(name)
         if key not in self.index.keys:
             return None
-        found = self.index.numbers(key)
-        if found is None or len(found) != length or not set(found.tolist()) <= {0, 1}:
+        flags = self.index.numbers(key)
+        if flags is None or len(flags) != length or not set(flags.tolist()) <= {0, 1}:
             return self._wrong(name, f"must be {length} booleans, it is {self.index.describe(key)}", None)
-        return [bool(flag) for flag in found]
+        return list(map(bool, flags))
 
     def problem(self, name: str, text: str) -> None:
         self.problems.append(f"{self._key(name)} {text}")
@@ -235,9 +202,8 @@ class Metadata:
         distinct = set() if values is None else set(values.tolist())
         if len(distinct) != 1:
             differing = "" if not distinct else f", with values from {min(distinct)} to {max(distinct)}"
-            found = f"{self.index.describe(key)}{differing}"
-            self.problem(name, f"is {found}: layers that differ in it are not supported")
-            return default if default is not REQUIRED else REQUIRED
+            self.problem(name, f"is {self.index.describe(key)}{differing}: layers that differ in it are not supported")
+            return default
         return distinct.pop()
 
     def _wrong(self, name: str, text: str, harmless: Any) -> Any:
@@ -361,17 +327,13 @@ def find_gguf(path: Path) -> Path | None:
         return path if path.suffix == SUFFIX else None
     if (path / NATIVE_CONFIG).exists() or (path / WEIGHTS_INDEX).exists() or any(path.glob("*.safetensors")):
         return None
-    return _only_one(path)
-
-
-def _only_one(directory: Path) -> Path | None:
     first = {}
-    for path in sorted(directory.glob(f"*{SUFFIX}")):
-        match = _PART.fullmatch(path.name)
-        first.setdefault((match["stem"], match["total"]) if match else path.name, path)
+    for file in sorted(path.glob(f"*{SUFFIX}")):
+        match = _PART.fullmatch(file.name)
+        first.setdefault((match["stem"], match["total"]) if match else file.name, file)
     if len(first) > 1:
-        names = ", ".join(path.name for path in list(first.values())[:5])
+        names = ", ".join(file.name for file in list(first.values())[:5])
         raise CheckpointNotFoundError(
-            directory, f"holds {len(first)} GGUF checkpoints, {names}: pass the path of one of them"
+            path, f"holds {len(first)} GGUF checkpoints, {names}: pass the path of one of them"
         )
     return next(iter(first.values()), None)

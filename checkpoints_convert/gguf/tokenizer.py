@@ -7,14 +7,17 @@ Richardson 2018) with a score per token and byte fallback."""
 import json
 import logging
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.gguf.index import GGUFIndex
 from checkpoints_convert.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from jaxinfer.checks import did_you_mean
+from jaxinfer.kept_files import KeptFiles, key_of, sources_key
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,23 @@ _END_SPELLINGS = (
 # gpt-oss ends the parts of an answer with <|end|>, and the answer with these.
 _PART, _WHOLE = "<|end|>", ("<|return|>", "<|call|>")
 _OVERRIDE = "give the tokenizer's folder instead (tokenizer=, --tokenizer)"
+LEAST_BYTES = 2**18  # of a tokenizer that is kept: smaller ones are converted in 30 ms
+_FOLDER = Path(__file__).parent
+
+
+def tokenizer_files(index: GGUFIndex) -> dict[str, str]:
+    """As `convert_tokenizer`, whose result is kept between processes: by a digest of the file's metadata, not of the
+    file, and of the sources that convert it. Small tokenizers are converted each time."""
+    kept = KeptFiles.of("tokenizers")
+    if kept is None:
+        return convert_tokenizer(index)
+    key = key_of("tokenizer of GGUF", index.metadata_digest, sources_key(_FOLDER))
+    if (content := kept.read(key)) is not None:
+        return msgspec.msgpack.decode(content, type=dict[str, str])
+    files = convert_tokenizer(index)
+    if sum(map(len, files.values())) >= LEAST_BYTES:
+        kept.write(key, msgspec.msgpack.encode(files))
+    return files
 
 
 def convert_tokenizer(index: GGUFIndex) -> dict[str, str]:
@@ -73,11 +93,11 @@ def _json(value: Any) -> str:
 def end_token_ids(index: GGUFIndex) -> tuple[int, ...]:
     """Ids that end a generation: the metadata's end of sequence, of turn and of message, then special tokens with the
     spelling of an end token. Raises CheckpointError."""
-    found = [token_id(index, name) for name in _ENDS]
+    named = [token_id(index, name) for name in _ENDS]
     spelled = _spelled_ends(index)
-    if all(text in spelled for text in (_PART, *_WHOLE)) and (part := spelled.pop(_PART)) in found:
-        found.remove(part)
-    return tuple(dict.fromkeys(id for id in (*found, *spelled.values()) if id is not None))
+    if all(text in spelled for text in (_PART, *_WHOLE)) and (part := spelled.pop(_PART)) in named:
+        named.remove(part)
+    return tuple(dict.fromkeys(id for id in (*named, *spelled.values()) if id is not None))
 
 
 def _spelled_ends(index: GGUFIndex) -> dict[str, int]:
@@ -86,8 +106,8 @@ def _spelled_ends(index: GGUFIndex) -> dict[str, int]:
     if kinds is None or len(kinds) != index.count(f"{_GGML}tokens"):  # reported when the tokenizer is read
         return {}
     places = index.places(f"{_GGML}tokens", _END_SPELLINGS)
-    found = {ids[0]: text for text, ids in places.items() if kinds[ids[0]] in (CONTROL, USER_DEFINED)}
-    return {text: id for id, text in sorted(found.items())}
+    by_id = {ids[0]: text for text, ids in places.items() if kinds[ids[0]] in (CONTROL, USER_DEFINED)}
+    return {text: id for id, text in sorted(by_id.items())}
 
 
 def token_id(index: GGUFIndex, name: str) -> int | None:
@@ -299,10 +319,10 @@ class _TokenizerReader:
         key = f"{_GGML}{name}"
         if key not in self.index.keys:
             return None
-        found = self.index.numbers(key)
-        if found is None or len(found) != len(self.tokens):
+        numbers = self.index.numbers(key)
+        if numbers is None or len(numbers) != len(self.tokens):
             raise self._error(name, f"{self.index.describe(key)} for {len(self.tokens)} tokens")
-        return found
+        return numbers
 
     def _flag(self, name: str, default: bool) -> bool:
         key = f"{_GGML}{name}"

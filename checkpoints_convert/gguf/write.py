@@ -7,6 +7,7 @@ cannot say of a model is an error before any weight is read. Then one tensor at 
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class GGUFReport:
     """Attributes:
     num_bytes: of the file. kinds: number of tensors by type.
     errors: relative error (root of the mean square) of each quantized tensor, by name.
-    notes: sentences on what is stored otherwise than asked for.
+    notes: sentences on tensors of another type, and on parts that the file lacks.
     """
 
     num_bytes: int
@@ -105,10 +106,8 @@ def save_gguf(
                 errors[plan.name] = _error(plan.kind.name, raw, weights)
             _put(file, len(front) + offsets[plan.name], raw)
             report(plan.name)
-    kinds: dict[str, int] = {}
-    for of_type, _ in shapes.values():
-        kinds[of_type.name] = kinds.get(of_type.name, 0) + 1
-    return GGUFReport(len(front) + size, kinds, errors, tuple(notes))
+    kinds = Counter(of_type.name for of_type, _ in shapes.values())
+    return GGUFReport(len(front) + size, dict(kinds), errors, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -133,12 +132,12 @@ def _check_destination(source: Checkpoint, destination: Path, *, overwrite: bool
 
 
 def _plan(groups: tuple[TensorGroup, ...], kind: str) -> tuple[list[_TensorToWrite], list[str]]:
-    """What is written, in order, and notes on tensors of another type than `kind`."""
+    """The tensors to write, in order, and notes on those of another type than `kind`."""
     plans, others = [], dict[str, list[str]]()
     for group in groups:
         shape = group.placements[0].stored
         wanted = _wanted(group.placements[0].target, len(shape), kind)
-        chosen = next(one for one in (wanted, "Q8_0", "F16") if shape[-1] % TYPES[one].block_size == 0)
+        chosen = next(name for name in (wanted, "Q8_0", "F16") if shape[-1] % TYPES[name].block_size == 0)
         if chosen != wanted:
             others.setdefault(chosen, []).append(f"{group.sources[0]} with rows of {shape[-1]}")
         plans.append(_TensorToWrite(group.sources[0], group, TYPES[chosen], shape))
@@ -214,9 +213,9 @@ def _read(source: Checkpoint, group: TensorGroup) -> np.ndarray:
     """float32 of a stored tensor."""
     arrays = []
     for placement in group.placements:
-        found = source.read_param(placement.target)
-        assert isinstance(found, list)
-        arrays.append(found[0].astype(np.float32))
+        leaf = source.read_leaf(placement.target)
+        assert isinstance(leaf, np.ndarray)
+        arrays.append(leaf.astype(np.float32))
     (array,) = group.assemble(arrays).values()
     return array
 
@@ -226,7 +225,7 @@ def _encoded(plan: _TensorToWrite, array: np.ndarray, importance: np.ndarray | N
         if importance is None:
             return encode(plan.kind.name, array.reshape(-1, array.shape[-1]))
         stacks = array.reshape(len(importance), -1, array.shape[-1])
-        return np.concatenate([encode(plan.kind.name, *one) for one in zip(stacks, importance, strict=True)])
+        return np.concatenate([encode(plan.kind.name, *pair) for pair in zip(stacks, importance, strict=True)])
     except ValueError as error:
         raise CheckpointError(where, f"tensor {plan.name!r}: {error}") from None
 
@@ -246,13 +245,13 @@ Shapes = Mapping[str, tuple[BlockType, tuple[int, ...]]]
 
 
 def _offsets(shapes: Shapes) -> tuple[dict[str, int], int]:
-    """Where each tensor begins, and the bytes of all of them."""
-    found, position = {}, 0
+    """The position at which each tensor begins, and the bytes of all of them."""
+    offsets, position = {}, 0
     for name, (kind, shape) in shapes.items():
-        found[name] = position
+        offsets[name] = position
         size = math.prod(shape) // kind.block_size * kind.block_bytes
         position += -(-size // ALIGNMENT) * ALIGNMENT
-    return found, position
+    return offsets, position
 
 
 def header(metadata: Mapping[str, Any], shapes: Shapes, offsets: Mapping[str, int]) -> bytes:

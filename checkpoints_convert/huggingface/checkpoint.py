@@ -31,8 +31,12 @@ from checkpoints_convert.huggingface.config import family_for, is_headless
 from checkpoints_convert.huggingface.families import family_of, is_wrapper
 from checkpoints_convert.huggingface.family import embedding_name, head_names, renaming
 from checkpoints_convert.huggingface.quantized import read_quantized, read_whole
+from checkpoints_convert.huggingface.rules import TensorPlacement
 from checkpoints_convert.plan import QuantizedPlan, TensorPlan, later_layer_tensors, plan, stored_dtype
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, SafetensorsIndex
+
+_LOG = logging.getLogger(__name__)
+_COMPARED_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -53,34 +57,32 @@ class TensorPiece:
 
     def target(self, part: np.ndarray, *, transpose: bool) -> np.ndarray:
         """The view [rows, columns] of the part that the piece is written to."""
-        found = part[self.place]
-        if transpose and found.ndim == 2:
-            return found.T
-        return found.reshape(len(self.rows), len(self.columns))
+        block = part[self.place]
+        return block.T if transpose and block.ndim == 2 else block.reshape(len(self.rows), len(self.columns))
 
 
 def pieces_of(tensor: TensorPlan, bounds: Bounds) -> Iterator[TensorPiece]:
     """The pieces of stored tensors that a part of a dense parameter is read from."""
-    stored = tensor.view or tensor.source_shape
-    if not tensor.stacked:
-        yield from _pieces_of_one(tensor, tensor.source, stored, bounds, ())
+    if not tensor.is_stacked:
+        yield from _pieces_of_one(tensor.placement, tensor.sources[0], bounds, ())
         return
     (first, last), *rest = bounds
     for number in range(first, last):
-        yield from _pieces_of_one(tensor, tensor.stacked[number], stored, tuple(rest), (number - first,))
+        yield from _pieces_of_one(tensor.placement, tensor.sources[number], tuple(rest), (number - first,))
 
 
 def _pieces_of_one(
-    tensor: TensorPlan, source: str, stored: tuple[int, ...], bounds: Bounds, place: tuple[int, ...]
+    placement: TensorPlacement, source: str, bounds: Bounds, place: tuple[int, ...]
 ) -> Iterator[TensorPiece]:
     """The pieces of one tensor, which fill `place` of the part."""
-    is_swapped = tensor.transpose and len(stored) > 1
+    stored = placement.view or placement.stored
+    is_swapped = placement.transpose and len(stored) > 1
     if is_swapped:
         bounds = (*bounds[:-2], bounds[-1], bounds[-2])
     indices = [np.arange(start, stop) for start, stop in bounds]
-    if tensor.outputs is not None:
+    if placement.outputs is not None:
         axis = -2 if is_swapped else -1
-        indices[axis] = tensor.outputs.index[slice(*bounds[axis])]
+        indices[axis] = placement.outputs.index[slice(*bounds[axis])]
     *leading, columns = indices or [np.zeros(1, np.int64)]
     *shape, row_length = list(stored) or [1]
     if is_swapped:  # matrix by matrix: a stack of transposed matrices is no matrix
@@ -102,14 +104,14 @@ def _flat(indices: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
 
 def regions_of(tensor: TensorPlan, parts: Sequence[Bounds]) -> list[list[tuple[int, TensorPiece]]]:
     """The pieces of all parts, each with its part's number, grouped by tensor and rows: a group is read at once."""
-    found: dict[tuple, list[tuple[int, TensorPiece]]] = {}
+    regions: dict[tuple, list[tuple[int, TensorPiece]]] = {}
     for number, bounds in enumerate(parts):
         for piece in pieces_of(tensor, bounds):
             if len(piece.rows) and len(piece.columns):
                 # Rows of parts are runs of the same list, so that its start and length tell them.
                 key = (piece.source, int(piece.rows[0]), len(piece.rows))
-                found.setdefault(key, []).append((number, piece))
-    return list(found.values())
+                regions.setdefault(key, []).append((number, piece))
+    return list(regions.values())
 
 
 def split_parts(tensor: TensorPlan, parts: Sequence[Bounds], itemsize: int, limit: int) -> list[list[Bounds]]:
@@ -126,10 +128,6 @@ def split_parts(tensor: TensorPlan, parts: Sequence[Bounds], itemsize: int, limi
         runs[-1].append(bounds)
         room -= size
     return runs
-
-
-_LOG = logging.getLogger(__name__)
-_COMPARED_BYTES = 4 * 2**20
 
 
 class HuggingFaceCheckpoint(Checkpoint):
@@ -193,8 +191,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         if isinstance(tensor, TensorPlan):
             return self._read(tensor, parts or [full_bounds(tensor.shape)])
         self._warn_once(tensor.reader.notes)
-        found = read_quantized(self._index, tensor, self.config.dtype)
-        return cut_parts(found, parts) if isinstance(found, np.ndarray) else found
+        weight = read_quantized(self._index, tensor, self.config.dtype)
+        return cut_parts(weight, parts) if isinstance(weight, np.ndarray) else weight
 
     def split(self, path: ParamPath, parts: Sequence[Bounds], limit: int) -> list[list[Bounds]]:
         tensor = self._plan_of[path]
@@ -204,9 +202,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def stored_dtype(self, path: ParamPath) -> str | None:
         tensor = self._plan_of[path]
-        if not isinstance(tensor, TensorPlan):
-            return None
-        return stored_dtype(tensor, self._index.headers)
+        return stored_dtype(tensor, self._index.headers) if isinstance(tensor, TensorPlan) else None
 
     def param_bytes(self, path: ParamPath) -> int:
         if path not in self._quantized:
@@ -215,7 +211,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return sum(entry.end - entry.begin for entry in entries)
 
     def quantized(self) -> dict[ParamPath, str]:
-        return {target: next(iter(tensor.sources.values())) for target, tensor in self._quantized.items()}
+        return {target: tensor.tensors[0] for target, tensor in self._quantized.items()}
 
     def fingerprint(self) -> str:
         return digest("huggingface", self._hf_config, self._index.fingerprint(), self.config.to_dict())
@@ -239,18 +235,17 @@ class HuggingFaceCheckpoint(Checkpoint):
         regions = []
         for pieces in regions_of(tensor, parts):
             first = pieces[0][1]
-            targets = tuple((piece.columns, piece.target(arrays[number], transpose=tensor.transpose))
+            targets = tuple((piece.columns, piece.target(arrays[number], transpose=tensor.placement.transpose))
                             for number, piece in pieces)  # fmt: skip
             read = partial(self._index.read_into, first.source)
             regions.append(Region(first.source, read, stored[first.source], first.row_length, first.rows, targets))
-        found = read_regions(
+        stats_of = read_regions(
             regions,
             executor=self.executor,
             min_piece_bytes=self._index.min_piece_bytes,
-            add=tensor.add,
             measure_cast=self._measure_casts,
         )
-        for name, stats in found.items():
+        for name, stats in stats_of.items():
             where = self._index.path_of(name)
             self.check_stats(stats, stored[name], dtype, param=".".join(tensor.target), name=name, where=where)
         return arrays
@@ -261,26 +256,23 @@ def _untied_if_heads_differ(hf_config: dict[str, Any], index: SafetensorsIndex) 
     it was then trained separately."""
     headers = index.headers
     family, data = family_for(hf_config, f"{index.where}/{CONFIG}")
-    rename = renaming(family, headers)
-    embed = rename(embedding_name(family))
-    head = next((name for name in map(rename, head_names(family)) if name in headers), None)
     if data.get("tie_word_embeddings", family.is_tied) is not True:
         return hf_config
+    rename = renaming(family, headers)
+    embed, heads = rename(embedding_name(family)), [rename(name) for name in head_names(family)]
+    head = next((name for name in heads if name in headers), None)
+    modules = [name.removesuffix(".weight") for name in heads]
+    if any(f"{module}.{suffix}" in headers for module in modules for suffix in ("qweight", "weight_packed")):
+        reason = "the head is quantized by itself"
+    else:
+        is_copy_stored = head is not None and embed in headers
+        if head is None or not is_copy_stored or (headers[head] == headers[embed] and _same_bytes(index, head, embed)):
+            return hf_config
+        reason = f"{head} differs from the embedding"
+    _LOG.warning("%s: tie_word_embeddings is true, but %s; using both", index.directory, reason)
     untied = {**hf_config, "tie_word_embeddings": False}
     if is_wrapper(hf_config):
         untied["text_config"] = {**hf_config["text_config"], "tie_word_embeddings": False}
-    modules = [rename(name).removesuffix(".weight") for name in head_names(family)]
-    if any(f"{module}.{suffix}" in headers for module in modules for suffix in ("qweight", "weight_packed")):
-        _LOG.warning(
-            "%s: tie_word_embeddings is true, but the head is quantized by itself; using both", index.directory
-        )
-        return untied
-    is_copy_stored = head is not None and embed in headers
-    if head is None or not is_copy_stored or (headers[head] == headers[embed] and _same_bytes(index, head, embed)):
-        return hf_config
-    _LOG.warning(
-        "%s: tie_word_embeddings is true, but %s differs from the embedding; using both", index.directory, head
-    )
     return untied
 
 

@@ -6,16 +6,19 @@ from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG
-from checkpoints_convert.formats import FormatError, quantization_method
+from checkpoints_convert.formats import quantization_method
+from checkpoints_convert.formats.module import FormatError
 from checkpoints_convert.huggingface.families import (
     ARCHITECTURE_ALIASES,
+    BY_TYPE,
     FAMILIES,
     TYPE_ALIASES,
     WRAPPERS,
     family_of,
+    first_architecture,
     text_part,
 )
-from checkpoints_convert.huggingface.family import Bias, Family, Fields, read_settings, write_settings
+from checkpoints_convert.huggingface.family import Family, Fields, read_settings, write_settings
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.checks import did_you_mean, whole_numbers
 from jaxinfer.models import ModelConfig, RopeConfig
@@ -86,7 +89,10 @@ def _model_config(data: Mapping[str, Any], where: str | Path) -> ModelConfig:
         "head_dim": head_dim,
         "norm_eps": fields.number("rms_norm_eps", family.norm_eps, most=1.0),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", family.is_tied),
-        **{name: _bias(fields, getattr(family, name)) for name in ("qkv_bias", "output_bias", "mlp_bias")},
+        **{
+            name: fields.boolean(bias, False) if isinstance(bias := getattr(family, name), str) else bias
+            for name in ("qkv_bias", "output_bias", "mlp_bias")
+        },
         "qk_norm": family.qk_norm,
         "activation": _activation(fields, family),
         "sliding_windows": _windows(fields, layer_types, window),
@@ -97,8 +103,8 @@ def _model_config(data: Mapping[str, Any], where: str | Path) -> ModelConfig:
         **read_settings(fields, family.settings),
     }
     try:
-        if family.build is not None:
-            values |= family.build(fields, values | {"rope": rope})
+        for part in family.parts:
+            values |= part.build(fields, values | {"rope": rope})
         if problems:
             raise CheckpointError(where, *problems)
         return ModelConfig(
@@ -125,11 +131,10 @@ def family_for(data: Mapping[str, Any], where: str | Path = CONFIG) -> tuple[Fam
 
 
 def is_headless(data: Mapping[str, Any]) -> bool:
-    """Whether config.json is of a model without a head, as models that embed texts are saved (`MistralModel`). Its
+    """True if config.json is of a model without a head, as models that embed texts are saved (`MistralModel`). Its
     parameters are those of the family with tied embeddings."""
-    names = data.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    return name.endswith("Model") and _with_head(name) in FAMILIES
+    name = first_architecture(data)
+    return name is not None and name.endswith("Model") and _with_head(name) in FAMILIES
 
 
 def _with_head(name: str) -> str:
@@ -169,15 +174,18 @@ def huggingface_config(config: ModelConfig) -> dict[str, Any]:
         "torch_dtype": config.dtype,
         **rope_fields(config, family.rope),
         **_window_fields(family, config),
-        **_rotated_fields(family, config),
     }
     for name, own in family.names.items():
         if own is None:
             data.pop(name, None)
+    if family.rope.rotated == "listed":
+        data["no_rope_layers"] = [int(config.rope_of(layer) is not None) for layer in range(config.num_layers)]
     for name in ("qkv_bias", "output_bias", "mlp_bias"):
         if isinstance(field := getattr(family, name), str):
             data[field] = getattr(config, name)
-    data |= write_settings(config, family.settings)
+    data |= {**write_settings(config, family.settings), **family.written}
+    for part in family.parts:
+        data |= part.express(config)
     if family.express is not None:
         data |= family.express(config)
     _check_round_trip(config, data)
@@ -201,10 +209,10 @@ def _rotations(
     local_rope = None
     if family.rope.local_theta is not None:
         local_rope = rope_config(data, problems, **options, head_dim=head_dim, is_local=True)
-    for one, whole in ((rope, width), (local_rope, head_dim)):
-        if one is not None and one.rotary_dim != whole and not family.rope.has_partial and not problems:
-            asked = f"{one.rotary_dim} of {whole} dimensions"
-            problems.append(f"partial_rotary_factor: {family.architecture} rotates whole heads, this asks for {asked}")
+    for rotation, whole in ((rope, width), (local_rope, head_dim)):
+        if rotation is not None and rotation.rotary_dim != whole and not family.rope.has_partial and not problems:
+            share = f"{rotation.rotary_dim} of {whole} dimensions"
+            problems.append(f"partial_rotary_factor: {family.architecture} rotates whole heads, this asks for {share}")
     return rope, local_rope
 
 
@@ -228,32 +236,26 @@ def _check_supported(data: Mapping[str, Any], fields: Fields, family: Family) ->
 
 
 def _family(data: Mapping[str, Any], where: str | Path) -> Family:
-    names = data.get("architectures")
-    if names is None:
-        by_type = {family.model_type: family for family in FAMILIES.values()}
+    if (names := data.get("architectures")) is None:
         kind = data.get("model_type")
         kind = TYPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-        if isinstance(kind, str) and kind in by_type:
-            return by_type[kind]
+        if isinstance(kind, str) and kind in BY_TYPE:
+            return BY_TYPE[kind]
         raise CheckpointError(where, f"architectures is missing, and model_type {kind!r} does not tell it")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+    if (declared := first_architecture(data)) is None:
         raise CheckpointError(where, f"architectures must be a list of names, got {names!r}")
-    name = ARCHITECTURE_ALIASES.get(names[0], names[0])
+    name = ARCHITECTURE_ALIASES.get(declared, declared)
     if name in FAMILIES or is_headless(data):
         return FAMILIES[name if name in FAMILIES else _with_head(name)]
     # A misspelt ending, not another model's name.
-    stem = names[0].partition("For")[0]
+    stem = declared.partition("For")[0]
     same_model = [name for name in (*FAMILIES, *WRAPPERS) if name.partition("For")[0] == stem]
-    hint = did_you_mean(names[0], same_model, cutoff=0.9, otherwise=";")
+    hint = did_you_mean(declared, same_model, cutoff=0.9, otherwise=";")
     needs_code = " Its auto_map asks for code from the repository, which is never run." if data.get("auto_map") else ""
     raise CheckpointError(
         where,
-        f"the architecture {names[0]!r} is not supported{hint} `jaxinfer models` lists those that are.{needs_code}",
+        f"the architecture {declared!r} is not supported{hint} `jaxinfer models` lists those that are.{needs_code}",
     )
-
-
-def _bias(fields: Fields, bias: Bias) -> bool:
-    return fields.boolean(bias, False) if isinstance(bias, str) else bias
 
 
 def _activation(fields: Fields, family: Family) -> str:
@@ -266,10 +268,8 @@ def _activation(fields: Fields, family: Family) -> str:
 
 
 def _activation_name(family: Family, config: ModelConfig) -> str:
-    if family.activations[family.activation] == config.activation:
-        return family.activation
-    found = (name for name, kind in family.activations.items() if kind == config.activation)
-    return next(found, config.activation)
+    names = (family.activation, *family.activations)
+    return next((name for name in names if family.activations[name] == config.activation), config.activation)
 
 
 def _window(fields: Fields, family: Family) -> int | None:
@@ -300,16 +300,16 @@ def _layer_types(fields: Fields, family: Family, num_layers: int, window: int | 
 def _default_layer_types(fields: Fields, family: Family, num_layers: int, window: int | None) -> tuple[str, ...]:
     layers = range(num_layers)
     if window is None:
-        is_sliding = [False] * num_layers
+        sliding = [False] * num_layers
     elif family.windows == "pattern":
         full_every = fields.integer("sliding_window_pattern", family.full_every)
-        is_sliding = [(layer + 1) % full_every != 0 for layer in layers]
+        sliding = [(layer + 1) % full_every != 0 for layer in layers]
     elif family.windows == "unrotated":
-        is_sliding = [not is_rotated for is_rotated in _listed_rotations(fields, num_layers)]
+        sliding = [not is_rotated for is_rotated in _listed_rotations(fields, num_layers)]
     else:
         first = 0 if family.windows == "all" else fields.integer("max_window_layers", 28, least=0)
-        is_sliding = [layer >= first for layer in layers]
-    return tuple(_SLIDING if one else _FULL for one in is_sliding)
+        sliding = [layer >= first for layer in layers]
+    return tuple(_SLIDING if is_sliding else _FULL for is_sliding in sliding)
 
 
 def _windows(fields: Fields, layer_types: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
@@ -325,10 +325,10 @@ def _rotated_layers(fields: Fields, family: Family, layer_types: tuple[str, ...]
     if rotated == "none":
         return (False,) * len(layer_types)
     if rotated == "windowed" or (rotated == "windowed_or_all" and has_window):
-        found = tuple(kind == _SLIDING for kind in layer_types)
+        layers = tuple(kind == _SLIDING for kind in layer_types)
     else:
-        found = _listed_rotations(fields, len(layer_types)) if rotated == "listed" else ()
-    return () if all(found) else found
+        layers = _listed_rotations(fields, len(layer_types)) if rotated == "listed" else ()
+    return () if all(layers) else layers
 
 
 def _listed_rotations(fields: Fields, num_layers: int) -> tuple[bool, ...]:
@@ -337,10 +337,10 @@ def _listed_rotations(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     if given is None:
         every = fields.integer("no_rope_layer_interval", 4)
         return tuple((layer + 1) % every != 0 for layer in range(num_layers))
-    if not isinstance(given, list) or len(given) < num_layers or any(one not in (0, 1) for one in given):
+    if not isinstance(given, list) or len(given) < num_layers or any(flag not in (0, 1) for flag in given):
         fields.problem("no_rope_layers", f"must list a 0 or 1 for each of {num_layers} layers, got {given!r}")
         return (True,) * num_layers
-    return tuple(bool(one) for one in given[:num_layers])
+    return tuple(map(bool, given[:num_layers]))
 
 
 def _window_fields(family: Family, config: ModelConfig) -> dict[str, Any]:
@@ -361,27 +361,19 @@ def _window_fields(family: Family, config: ModelConfig) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": window, **late, "layer_types": types}
 
 
-def _rotated_fields(family: Family, config: ModelConfig) -> dict[str, Any]:
-    if family.rope.rotated != "listed":
-        return {}
-    return {"no_rope_layers": [int(config.rope_of(layer) is not None) for layer in range(config.num_layers)]}
-
-
 def _check_round_trip(config: ModelConfig, data: Mapping[str, Any]) -> None:
     """Reads back what was written: whatever differs is something the architecture has no field for."""
-    wanted, found = config.to_dict(), model_config(data).to_dict()
-    for side in (wanted, found):
+    wanted, read = config.to_dict(), model_config(data).to_dict()
+    for side in (wanted, read):
         for name in ("rope", "local_rope"):
             if side[name] is not None:
-                del side[name]["sequence_length"]  # what the engine serves, not a property of the checkpoint
+                del side[name]["sequence_length"]  # of the engine, not a property of the checkpoint
     if not any(wanted["sliding_windows"]):
         wanted["sliding_windows"] = ()
-    differing = [name for name in wanted if wanted[name] != found[name]]
-    if differing:
-        raise CheckpointError(
-            CONFIG,
-            *(
-                f"{config.architecture} cannot express {name}={wanted[name]!r}, only {found[name]!r}"
-                for name in differing
-            ),
-        )
+    problems = [
+        f"{config.architecture} cannot express {name}={value!r}, only {read[name]!r}"
+        for name, value in wanted.items()
+        if value != read[name]
+    ]
+    if problems:
+        raise CheckpointError(CONFIG, *problems)

@@ -8,24 +8,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
-from checkpoints_convert.huggingface.families_delta import DELTA, SHORT_CONV
 from checkpoints_convert.huggingface.families_gemma4 import GEMMA4
 from checkpoints_convert.huggingface.families_layernorm import EARLY, PARALLEL
 from checkpoints_convert.huggingface.families_llama import GEMMA, LLAMA_LIKE
-from checkpoints_convert.huggingface.families_llama4 import LLAMA4
-from checkpoints_convert.huggingface.families_mamba import MAMBA
 from checkpoints_convert.huggingface.families_mixtures import MIXTURES
+from checkpoints_convert.huggingface.families_recurrent import DELTA, MAMBA, SHORT_CONV
 from checkpoints_convert.huggingface.family import Family
 from jaxinfer.models import ModelConfig
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
-    for group in (
-        *(LLAMA_LIKE, LLAMA4, MIXTURES, DEEPSEEK),
-        *(DELTA, MAMBA, SHORT_CONV, GEMMA, GEMMA4, PARALLEL, EARLY),
-    )
+    for group in (LLAMA_LIKE, MIXTURES, DEEPSEEK, DELTA, MAMBA, SHORT_CONV, GEMMA, GEMMA4, PARALLEL, EARLY)
     for family in group
 }
+BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
 
 # Models of text and images, of which the text part is read: default model_type of `text_config`.
 WRAPPERS: dict[str, str] = {
@@ -59,19 +55,23 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.architecture]
 
 
+def first_architecture(data: Mapping[str, Any]) -> str | None:
+    """The name in `architectures` of a config.json; None if that is no list of names."""
+    names = data.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
 def text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json of the text part of a model of text and images; of any other model, `data` itself."""
-    names = data.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-    part = data.get("text_config")
+    name, part = first_architecture(data), data.get("text_config")
     if name not in WRAPPERS or not isinstance(part, Mapping):
         return data
     inherited = {key: data[key] for key in _INHERITED if key in data and key not in part}
     kind = part.get("model_type") or WRAPPERS[name]
     kind = TYPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-    by_type = {family.model_type: family.architecture for family in FAMILIES.values()}
     # The text model of that type, whatever `architectures` of the part says.
-    return {**inherited, **part, "model_type": kind, "architectures": [by_type.get(kind, kind)]}
+    own = BY_TYPE[kind].architecture if isinstance(kind, str) and kind in BY_TYPE else kind
+    return {**inherited, **part, "model_type": kind, "architectures": [own]}
 
 
 def is_wrapper(data: Mapping[str, Any]) -> bool:
@@ -149,53 +149,46 @@ _SETTINGS = {
 
 
 def _differences(family: Family) -> Iterator[str]:
-    fixed, rope = family.fixed, family.rope
+    fixed, rope, kind = family.fixed, family.rope, family.activations[family.activation]
     targets = {target for rule in family.tensors for target in rule.targets}
-    yield from (title for part, title in _PARTS.items() if any(part in target for target in targets))
-    if any(".conv.in_proj" in rule.source for rule in family.tensors):
-        yield "short convolutions"
-    if fixed.get("is_attention_gated"):
-        yield "gated attention"
-    if fixed.get("norm") == "layer":
-        yield "LayerNorm"
-    if fixed.get("norm") == "rms_zero_centred":
-        yield "norms times 1 + w"
-    if fixed.get("block") in _BLOCKS:
-        yield _BLOCKS[fixed["block"]]
+    norm_setting = any(setting.field == "qk_norm" for setting in family.settings)
+    block, is_gated = fixed.get("block", ""), fixed.get("is_mlp_gated", True)
+    is_norm_last = "is_qk_norm_after_rotation" in fixed
+    # Whether experts are stored fused depends on the writer, not on the family.
+    fused = [rule for rule in family.tensors if len(rule.targets) > 1 and not any(x in rule.targets[0] for x in _PARTS)]
+    titles = {
+        **{title: any(part in target for target in targets) for part, title in _PARTS.items()},
+        "short convolutions": any(".conv.in_proj" in rule.source for rule in family.tensors),
+        "gated attention": fixed.get("is_attention_gated"),
+        "LayerNorm": fixed.get("norm") == "layer",
+        "norms times 1 + w": fixed.get("norm") == "rms_zero_centred",
+        _BLOCKS.get(block, ""): block in _BLOCKS,
+    }
     if any(setting.field == "block" for setting in family.settings):
-        yield _BLOCKS["parallel_two_norms"]
-    if fixed.get("is_mlp_gated") is False:
-        yield "MLP without gate"
-    kind = family.activations[family.activation]
-    if kind in _ACTIVATIONS:
-        yield _ACTIVATIONS[kind]
-    elif kind != "silu" and fixed.get("is_mlp_gated") is not False:
-        yield "GELU"
-    has_norm = family.qk_norm or any(setting.field == "qk_norm" for setting in family.settings)
-    if has_norm and fixed.get("is_qk_norm_after_rotation"):
-        yield "norms of queries and keys after rotation"
-    elif family.qk_norm:
-        yield _SETTINGS["qk_norm"]
+        titles[_BLOCKS["parallel_two_norms"]] = True
+    titles |= {
+        "MLP without gate": not is_gated,
+        _ACTIVATIONS.get(kind, ""): kind in _ACTIVATIONS,
+        "GELU": kind not in ("silu", *_ACTIVATIONS) and is_gated,
+        "norms of queries and keys after rotation": is_norm_last and (family.qk_norm or norm_setting),
+        _SETTINGS["qk_norm"]: family.qk_norm and not is_norm_last,
+    }
+    yield from (title for title, holds in titles.items() if holds)
     for setting in family.settings:
         is_off = setting.kind == "optional" and setting.default is None and setting.field != "qkv_clip"
-        is_named = setting.field == "qk_norm" and fixed.get("is_qk_norm_after_rotation")
+        is_named = setting.field == "qk_norm" and is_norm_last
         if setting.field in _SETTINGS and not is_off and not is_named:
             yield _SETTINGS[setting.field] + (" in some models" if not setting.default else "")
-    if family.windows in _WINDOWS:
-        yield _WINDOWS[family.windows]
-    if fixed.get("has_position_embedding"):
-        yield "learned positions"
-    elif rope.rotated != "all":
-        yield "layers without rotation"
-    if rope.local_theta is not None:
-        yield "a rotation of its own in layers with a window"
-    if rope.has_partial:
-        yield "partial rotation"
-    if rope.pairs_neighbours:
-        yield "interleaved rotation"
-    if rope.has_query_scale:
-        yield "queries that grow with the position"
-    # Whether experts are stored fused depends on the writer, not on the family.
-    if any(len(rule.targets) > 1 and not any(part in rule.targets[0] for part in _PARTS) for rule in family.tensors):
-        yield "fused projections"
+    has_positions = bool(fixed.get("has_position_embedding"))
+    last = {
+        _WINDOWS.get(family.windows, ""): family.windows in _WINDOWS,
+        "learned positions": has_positions,
+        "layers without rotation": not has_positions and rope.rotated != "all",
+        "a rotation of its own in layers with a window": rope.local_theta is not None,
+        "partial rotation": rope.has_partial,
+        "interleaved rotation": rope.pairs_neighbours,
+        "queries that grow with the position": rope.has_query_scale,
+        "fused projections": bool(fused),
+    }
+    yield from (title for title, holds in last.items() if holds)
     yield from family.notes

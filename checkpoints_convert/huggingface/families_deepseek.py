@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from checkpoints_convert.huggingface.families_mixtures import (
-    expert_size,
-    mixture,
-    normalizes,
-    num_experts,
-    per_token,
+from checkpoints_convert.huggingface.families_mixtures import expert_size, normalizes, num_experts, per_token
+from checkpoints_convert.huggingface.family import (
+    ConfigPart,
+    Family,
+    Fields,
+    RopeForm,
+    Setting,
+    part_of,
+    read_settings,
+    write_settings,
 )
-from checkpoints_convert.huggingface.family import Family, Fields, RopeForm, Setting, read_settings, write_settings
 from checkpoints_convert.huggingface.llama_tensors import (
     EMBEDDING,
     GATED_MLP,
@@ -106,13 +109,6 @@ def v3_sizes(
 _SIGMOID: dict[str, Any] = {"scoring": "sigmoid", "group_score": "top2_sum", "has_correction_bias": True}
 
 
-def _attention(fields: Fields, values: Mapping[str, Any], settings: tuple[Setting, ...], **fixed: Any) -> Any:
-    """Latent attention, and what the cache holds of it."""
-    mla = MLAConfig(rope_size=values["rope"].rotary_dim, **read_settings(fields, settings), **fixed)
-    scale = mla.query_size**-0.5 * _mscale(values["rope"]) ** 2
-    return {"mla": mla, "num_kv_heads": 1, "head_dim": mla.key_size, "attention_scale": scale, "qkv_bias": False}
-
-
 def _mscale(rope: RopeConfig) -> float:
     """The factor of YaRN on queries and keys, besides the rotation's (Transformers' `yarn_apply_mscale`)."""
     if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
@@ -135,94 +131,86 @@ def _express_sizes(moe: MoEConfig) -> dict[str, Any]:
 
 
 def _express_experts(config: ModelConfig) -> dict[str, Any]:
-    moe = mixture(config)
+    moe = part_of(config, "moe")
     first = config.num_layers - len(moe.layers)
     if moe.layers != tuple(range(first, config.num_layers)) or moe.shared_size % moe.expert_size:
         raise ValueError(f"{config.architecture}: experts in layers {moe.layers}, beside an MLP of {moe.shared_size}")
     return {**_express_sizes(moe), "first_k_dense_replace": first}
 
 
-def _express_attention(config: ModelConfig, settings: tuple[Setting, ...]) -> dict[str, Any]:
-    mla = config.mla
-    if mla is None:
-        raise ValueError(f"{config.architecture} needs latent attention, and the configuration has none")
-    sizes = write_settings(mla, settings)
-    return {"num_key_value_heads": config.num_heads, "qk_rope_head_dim": mla.rope_size, **sizes}
+def _latent_attention(settings: tuple[Setting, ...], **fixed: Any) -> ConfigPart:
+    """Latent attention, and what the cache holds of it. fixed: fields of `MLAConfig` that all models share."""
+
+    def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        mla = MLAConfig(rope_size=values["rope"].rotary_dim, **read_settings(fields, settings), **fixed)
+        scale = mla.query_size**-0.5 * _mscale(values["rope"]) ** 2
+        return {"mla": mla, "num_kv_heads": 1, "head_dim": mla.key_size, "attention_scale": scale, "qkv_bias": False}
+
+    def express(config: ModelConfig) -> dict[str, Any]:
+        mla = part_of(config, "mla")
+        sizes = write_settings(mla, settings)
+        return {"num_key_value_heads": config.num_heads, "qk_rope_head_dim": mla.rope_size, **sizes}
+
+    return ConfigPart(build, express)
 
 
 def _v2(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     method = fields.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         fields.problem("topk_method", f"{method!r} is not one of 'greedy', 'group_limited_greedy'")
-    if fields.text("scoring_func", "softmax") != "softmax":
-        found = fields.data["scoring_func"]
-        fields.problem("scoring_func", f"{found!r} is not supported for DeepSeek-V2, only 'softmax' is")
     groups = {}
     if method == "group_limited_greedy":
         groups = {"num_groups": fields.integer("n_group"), "num_chosen_groups": fields.integer("topk_group")}
     # Transformers' DeepSeek-V2 has norm_topk_prob and does not apply it.
     if fields.boolean("norm_topk_prob", False):
         fields.problem("norm_topk_prob", "is true, which is not supported: no DeepSeek-V2 was trained with it")
-    moe = _mixture(fields, values, _v2_sizes(64, 6, 1407, 1.0), 0, 2, normalize=False, **groups)
-    return {**_attention(fields, values, _latent(), is_interleaved=True), "moe": moe}
+    return {"moe": _mixture(fields, values, _v2_sizes(64, 6, 1407, 1.0), 0, 2, normalize=False, **groups)}
 
 
 def _express_v2(config: ModelConfig) -> dict[str, Any]:
-    method = "group_limited_greedy" if mixture(config).num_groups > 1 else "greedy"
-    return {**_express_attention(config, _latent()), **_express_experts(config), "topk_method": method}
+    method = "group_limited_greedy" if part_of(config, "moe").num_groups > 1 else "greedy"
+    return {**_express_experts(config), "topk_method": method}
 
 
-def _v3_like(
-    experts: tuple[Setting, ...],
-    latent: tuple[Setting, ...] = (),
-    *,
-    first: int,
-    router: Mapping[str, Any] = _SIGMOID,
-    lists_layers: bool = False,
-    **fixed: Any,
-) -> dict[str, Any]:
-    """`build` and `express` of V3 and its successors.
+def _v3_experts(
+    sizes: tuple[Setting, ...], *, first: int, router: Mapping[str, Any] = _SIGMOID, lists_layers: bool = False
+) -> ConfigPart:
+    """Experts of V3 and its successors.
 
     Args:
-      experts, latent: sizes of the experts and of latent attention, () for usual attention.
       first: default of the first layer with experts. router: fields of `MoEConfig` that all models share.
-      lists_layers: whether config.json may name each layer with experts, and does so where it is written.
-      fixed: fields of `MLAConfig` that all models share.
+      lists_layers: config.json may name each layer with experts, and does so where it is written.
     """
 
     def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-        moe = _mixture(fields, values, experts, first, 1, **router)
-        moe = _in_named_layers(fields, moe, values["num_layers"]) if lists_layers else moe
-        return {**(_attention(fields, values, latent, **fixed) if latent else {}), "moe": moe}
+        moe = _mixture(fields, values, sizes, first, 1, **router)
+        return {"moe": _in_named_layers(fields, moe, values["num_layers"]) if lists_layers else moe}
 
     def express(config: ModelConfig) -> dict[str, Any]:
         later = {"num_nextn_predict_layers": 0} if router is _SIGMOID else {}
-        attention = _express_attention(config, latent) if latent else {}
-        return {**attention, **(_express_named_layers if lists_layers else _express_experts)(config), **later}
+        return {**(_express_named_layers if lists_layers else _express_experts)(config), **later}
 
-    return {"build": build, "express": express}
+    return ConfigPart(build, express)
 
 
-def _sparse(latent: tuple[Setting, ...], heads: int, groups: tuple[int, int], *, is_interleaved: bool) -> Any:
-    """`build` and `express` of models with an indexer of so many heads."""
-    found = _v3_like(
-        v3_sizes(256, 8, 2048, 2.5, groups=groups),
-        (*latent, *_indexer(heads)),
-        first=3,
-        lists_layers=True,
-        is_interleaved=True,
-        is_index_interleaved=is_interleaved,
+def _sparse(
+    latent: tuple[Setting, ...], heads: int, groups: tuple[int, int], *, is_interleaved: bool
+) -> tuple[ConfigPart, ...]:
+    """Parts of models with an indexer of so many heads."""
+    return (
+        ConfigPart(_check_indexers),
+        _latent_attention((*latent, *_indexer(heads)), is_interleaved=True, is_index_interleaved=is_interleaved),
+        _v3_experts(v3_sizes(256, 8, 2048, 2.5, groups=groups), first=3, lists_layers=True),
     )
 
-    def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-        for name, every in (("indexer_types", "full"), ("index_topk_pattern", "F")):
-            kinds = fields.data.get(name)
-            is_list = isinstance(kinds, list | str) and all(kind in (every, "full") for kind in kinds)
-            if kinds is not None and not is_list:
-                fields.problem(name, f"{kinds!r} is not supported: every layer has an indexer of its own")
-        return found["build"](fields, values)
 
-    return {**found, "build": build}
+def _check_indexers(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    for name, every in (("indexer_types", "full"), ("index_topk_pattern", "F")):
+        kinds = fields.data.get(name)
+        is_list = isinstance(kinds, list | str) and all(kind in (every, "full") for kind in kinds)
+        if kinds is not None and not is_list:
+            fields.problem(name, f"{kinds!r} is not supported: every layer has an indexer of its own")
+    return {}
 
 
 def _in_named_layers(fields: Fields, moe: MoEConfig, count: int) -> MoEConfig:
@@ -237,7 +225,7 @@ def _in_named_layers(fields: Fields, moe: MoEConfig, count: int) -> MoEConfig:
 
 
 def _express_named_layers(config: ModelConfig) -> dict[str, Any]:
-    moe = mixture(config)
+    moe = part_of(config, "moe")
     kinds = ["sparse" if layer in moe.layers else "dense" for layer in range(config.num_layers)]
     return {**_express_sizes(moe), "mlp_layer_types": kinds}
 
@@ -270,10 +258,25 @@ _SHARED: dict[str, Any] = {
     "head_dim": 64,
 }
 # Every layer from `first_k_dense_replace` on has experts.
-_V2_SUPPORTED = {"mlp_bias": (False,), "moe_layer_freq": (1,)}
+_V2_SUPPORTED = {"mlp_bias": (False,), "moe_layer_freq": (1,), "scoring_func": ("softmax",)}
 _V3_ROUTER = {"moe_layer_freq": (1,), "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
 
 _ONE_INDEXER = {"index_topk_freq": (1,), "rope_interleave": (True,), "mlp_bias": (False,)}
+
+_V32 = Family(
+    "DeepseekV32ForCausalLM",
+    "deepseek_v32",
+    title="DeepSeek-V3.2",
+    examples="DeepSeek-V3.2-Exp, V3.2",
+    max_position_embeddings=163840,
+    supported={**_V3_ROUTER, **_ONE_INDEXER, "indexer_rope_interleave": (False,)},
+    tensors=_SPARSE_TENSORS,
+    normalize=_one_kind,
+    parts=_sparse(_latent(), 64, (8, 4), is_interleaved=False),
+    notes=("sparse attention: an indexer chooses the tokens",),
+    has_later_layers=True,
+    **_SHARED,
+)
 
 DEEPSEEK: tuple[Family, ...] = (
     Family(
@@ -284,8 +287,7 @@ DEEPSEEK: tuple[Family, ...] = (
         max_position_embeddings=2048,
         supported=_V2_SUPPORTED,
         tensors=(*_DENSE, *_EXPERTS),
-        build=_v2,
-        express=_express_v2,
+        parts=(_latent_attention(_latent(), is_interleaved=True), ConfigPart(_v2, _express_v2)),
         **_SHARED,
     ),
     Family(
@@ -296,7 +298,10 @@ DEEPSEEK: tuple[Family, ...] = (
         max_position_embeddings=4096,
         supported=_V3_ROUTER,
         tensors=(*_DENSE, *_EXPERTS),
-        **_v3_like(v3_sizes(256, 8, 2048, 2.5, groups=(8, 4)), (*_latent(), _INTERLEAVED), first=3),
+        parts=(
+            _latent_attention((*_latent(), _INTERLEAVED)),
+            _v3_experts(v3_sizes(256, 8, 2048, 2.5, groups=(8, 4)), first=3),
+        ),
         has_later_layers=True,
         **_SHARED,
     ),
@@ -313,7 +318,7 @@ DEEPSEEK: tuple[Family, ...] = (
         settings=(Setting("qk_norm", "use_qk_norm", "boolean", False),),
         supported=_V3_ROUTER,
         tensors=(*LLAMA_TENSORS, *_EXPERTS),
-        **_v3_like(v3_sizes(128, 8, 1408, 1.0), first=1),
+        parts=(_v3_experts(v3_sizes(128, 8, 1408, 1.0), first=1),),
         has_later_layers=True,
     ),
     Family(
@@ -325,43 +330,24 @@ DEEPSEEK: tuple[Family, ...] = (
         norm_eps=1e-5,
         supported=_V3_ROUTER,
         tensors=(*_DENSE, *_EXPERTS),
-        **_v3_like(
-            v3_sizes(64, 4, 1536, 1.8),
-            (*_latent(query=768, nope=192, value=256), _INTERLEAVED),
-            first=1,
-            lists_layers=True,
+        parts=(
+            _latent_attention((*_latent(query=768, nope=192, value=256), _INTERLEAVED)),
+            _v3_experts(v3_sizes(64, 4, 1536, 1.8), first=1, lists_layers=True),
         ),
         has_later_layers=True,
         **_SHARED,
     ),
-    Family(
-        "DeepseekV32ForCausalLM",
-        "deepseek_v32",
-        title="DeepSeek-V3.2",
-        examples="DeepSeek-V3.2-Exp, V3.2",
-        max_position_embeddings=163840,
-        supported={**_V3_ROUTER, **_ONE_INDEXER, "indexer_rope_interleave": (False,)},
-        tensors=_SPARSE_TENSORS,
-        normalize=_one_kind,
-        **_sparse(_latent(), 64, (8, 4), is_interleaved=False),
-        notes=("sparse attention: an indexer chooses the tokens",),
-        has_later_layers=True,
-        **_SHARED,
-    ),
-    Family(
-        "GlmMoeDsaForCausalLM",
-        "glm_moe_dsa",
+    _V32,
+    replace(
+        _V32,
+        architecture="GlmMoeDsaForCausalLM",
+        model_type="glm_moe_dsa",
         title="GLM-5",
         examples="GLM-5",
         max_position_embeddings=202752,
         norm_eps=1e-5,
         supported={**_V3_ROUTER, **_ONE_INDEXER, "indexer_rope_interleave": (True,)},
-        tensors=_SPARSE_TENSORS,
-        normalize=_one_kind,
-        **_sparse(_latent(query=2048, nope=192, value=256), 32, (1, 1), is_interleaved=True),
-        notes=("sparse attention: an indexer chooses the tokens",),
-        has_later_layers=True,
-        **_SHARED,
+        parts=_sparse(_latent(query=2048, nope=192, value=256), 32, (1, 1), is_interleaved=True),
     ),
     Family(
         "Mistral4ForCausalLM",
@@ -391,11 +377,9 @@ DEEPSEEK: tuple[Family, ...] = (
             *shared_mlp(f"{LAYER}.mlp.shared_experts"),
         ),
         normalize=_mistral4_rope,
-        **_v3_like(
-            v3_sizes(128, 4, 2048, 1.0),
-            (*_latent(256, 1024, 64), _INTERLEAVED),
-            first=0,
-            router={"group_score": "top2_sum"},
+        parts=(
+            _latent_attention((*_latent(256, 1024, 64), _INTERLEAVED)),
+            _v3_experts(v3_sizes(128, 4, 2048, 1.0), first=0, router={"group_score": "top2_sum"}),
         ),
         **_SHARED,
     ),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpoints_convert.huggingface.families_llama import EMBEDDING_MULTIPLIER, SANDWICH_TENSORS, scaled_embedding
-from checkpoints_convert.huggingface.family import ATTENTION_BIAS, Family, Fields, RopeForm, Setting
+from checkpoints_convert.huggingface.family import ATTENTION_BIAS, ConfigPart, Family, Fields, RopeForm, Setting
 from checkpoints_convert.huggingface.llama_tensors import LAYER, TARGET, all_experts
 from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
 from jaxinfer.models import LayerInputConfig, ModelConfig, MoEConfig
@@ -42,22 +42,21 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         data["layer_types"] = types = [*types[:-1], _FULL]
     by_layer = data.get("per_layer_config")
     if isinstance(by_layer, Mapping) and isinstance(types, list):
-        found = _overrides(by_layer, types)
-        if found is not None:
-            data |= {"per_layer_config": None, "global_head_dim": found.get("head_dim", data.get("head_dim"))}
-            data["num_global_heads"] = found.get("num_key_value_heads", data.get("num_key_value_heads"))
+        if (own := _overrides(by_layer, types)) is not None:
+            data |= {"per_layer_config": None, "global_head_dim": own.get("head_dim", data.get("head_dim"))}
+            data["num_global_heads"] = own.get("num_key_value_heads", data.get("num_key_value_heads"))
     elif data.get("attention_k_eq_v") is True:
         data["num_global_heads"] = data.get("num_global_key_value_heads")
     return data
 
 
 def _overrides(by_layer: Mapping[str, Any], types: list[Any]) -> dict[str, Any] | None:
-    """What layers without a window have in common; None if others have something of their own."""
+    """The settings that all layers without a window have in common; None if others have something of their own."""
     full = [str(layer) for layer, kind in enumerate(types) if kind == _FULL]
-    found = [by_layer.get(layer, {}) for layer in full]
-    is_known = not {*by_layer} - {*full} and all(one == found[0] for one in found)
-    is_known = is_known and isinstance(found[0], dict) and not {*found[0]} - {"head_dim", "num_key_value_heads"}
-    return found[0] if is_known else None
+    own = [by_layer.get(layer, {}) for layer in full]
+    is_known = not {*by_layer} - {*full} and all(settings == own[0] for settings in own)
+    is_known = is_known and isinstance(own[0], dict) and not {*own[0]} - {"head_dim", "num_key_value_heads"}
+    return own[0] if is_known else None
 
 
 def _gemma4(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,8 +170,7 @@ GEMMA4: tuple[Family, ...] = (
         ),
         tensors=_TENSORS,
         normalize=_fields,
-        build=_gemma4,
-        express=_express,
+        parts=(ConfigPart(_gemma4, _express),),
         notes=(
             "wider heads in layers without a window",
             "normalized values",

@@ -1,5 +1,5 @@
-"""Families with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss, OLMoE, Phi-3.5-MoE, MiniMax-M2, ERNIE
-4.5 and Hunyuan."""
+"""Families with a mixture of experts: Llama 4 (text; layers that are not rotated, and experts whose inputs the router
+scales), Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss, OLMoE, Phi-3.5-MoE, MiniMax-M2, ERNIE 4.5 and Hunyuan."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,21 +7,30 @@ from typing import Any
 from checkpoints_convert.huggingface.families_llama import HUNYUAN_TENSORS
 from checkpoints_convert.huggingface.family import (
     ATTENTION_BIAS,
+    ConfigPart,
     Family,
     Fields,
     RopeForm,
     Setting,
     all_biases,
+    part_of,
     read_settings,
     write_settings,
 )
 from checkpoints_convert.huggingface.llama_tensors import (
+    ATTENTION,
+    EMBEDDING,
     EXPERTS,
+    HEAD,
     LAYER,
     LLAMA_TENSORS,
+    MLP,
+    NORMS,
     TARGET,
     all_experts,
+    each_expert,
     experts_of,
+    linears,
     router,
     shared_mlp,
 )
@@ -64,13 +73,6 @@ def without_experts(rules: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
     return tuple(rule for rule in rules if not any(part in target for part in parts for target in rule.targets))
 
 
-def mixture(config: ModelConfig) -> MoEConfig:
-    """Raises ValueError for a configuration without experts."""
-    if config.moe is None:
-        raise ValueError(f"{config.architecture} needs a mixture of experts, and the configuration has none")
-    return config.moe
-
-
 def num_experts(default: int, *names: str, written: str | None = None) -> Setting:
     """The number of experts, by the first of the names; `written` is by default the first."""
     return Setting("num_experts", written or names[0], "integer", default, names=names)
@@ -93,8 +95,8 @@ def _everywhere(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"expert_size": values["intermediate_size"], "layers": tuple(range(values["num_layers"]))}
 
 
-def _mixture_of(*settings: Setting, **fixed: Any) -> dict[str, Any]:
-    """`build` and `express` of a family with experts of the width of the MLP in all layers.
+def _mixture_of(*settings: Setting, **fixed: Any) -> ConfigPart:
+    """Experts of the width of the MLP in all layers.
 
     Args:
       settings: fields of `MoEConfig` that are read from config.json. fixed: those that all models share.
@@ -103,7 +105,7 @@ def _mixture_of(*settings: Setting, **fixed: Any) -> dict[str, Any]:
     def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         return {"moe": MoEConfig(**_everywhere(values), **read_settings(fields, settings), **fixed)}
 
-    return {"build": build, "express": lambda config: write_settings(mixture(config), settings)}
+    return ConfigPart(build, lambda config: write_settings(part_of(config, "moe"), settings))
 
 
 def _qwen_sizes(count: int, chosen: int, size: int, shared: int) -> tuple[Setting, ...]:
@@ -112,8 +114,8 @@ def _qwen_sizes(count: int, chosen: int, size: int, shared: int) -> tuple[Settin
     return (*sizes, normalizes(False), *([of_shared] if shared else []))
 
 
-def qwen_mixture(count: int, chosen: int, size: int, shared: int = 0):
-    """`build` of Qwen's mixtures, with their defaults where config.json has no value."""
+def qwen_mixture(count: int, chosen: int, size: int, shared: int = 0) -> ConfigPart:
+    """Qwen's mixtures, with their defaults where config.json has no value."""
     settings = _qwen_sizes(count, chosen, size, shared)
 
     def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +124,13 @@ def qwen_mixture(count: int, chosen: int, size: int, shared: int = 0):
         layers = tuple(i for i in range(values["num_layers"]) if i not in dense and (i + 1) % step == 0)
         return {"moe": MoEConfig(layers=layers, has_shared_gate=bool(shared), **read_settings(fields, settings))}
 
-    return build
+    def express(config: ModelConfig) -> dict[str, Any]:
+        moe = part_of(config, "moe")
+        dense = [i for i in range(config.num_layers) if i not in moe.layers]
+        sizes = write_settings(moe, _qwen_sizes(1, 1, 1, moe.shared_size))
+        return {**sizes, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+    return ConfigPart(build, express)
 
 
 def layer_list(fields: Fields, name: str, value: Any) -> list[int]:
@@ -133,22 +141,8 @@ def layer_list(fields: Fields, name: str, value: Any) -> list[int]:
     return []
 
 
-def express_qwen(config: ModelConfig) -> dict[str, Any]:
-    """Fields of config.json of Qwen's mixtures."""
-    moe = mixture(config)
-    return {
-        **write_settings(moe, _qwen_sizes(1, 1, 1, moe.shared_size)),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i in range(config.num_layers) if i not in moe.layers],
-    }
-
-
-def _express_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return {**express_qwen(config), "use_sliding_window": any(config.sliding_windows)}
-
-
 def _qwen2_windows(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the layers below max_window_layers every other one has a window, the first among them."""
+    """With a window in every other layer below max_window_layers, the first among them."""
     data = dict(data)
     count, last = data.get("num_hidden_layers"), data.get("max_window_layers", 28)
     is_given = data.get("layer_types") is not None or not data.get("use_sliding_window")
@@ -176,32 +170,19 @@ def _phimoe(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _express_phimoe(config: ModelConfig) -> dict[str, Any]:
-    moe = mixture(config)
+    moe = part_of(config, "moe")
     return {**write_settings(moe, _PHIMOE), "router_jitter_noise": moe.jitter}
 
 
-def _minimax_rotation(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Repositories give the rotated dimensions, not their share of a head."""
-    rotated, head_dim = data.get("rotary_dim"), data.get("head_dim", 128)
+def _minimax_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Repositories give the rotated dimensions, not their share of a head, and a 1 for each layer of softmax
+    attention."""
+    rotated, head_dim, kinds = data.get("rotary_dim"), data.get("head_dim", 128), data.get("attn_type_list")
+    if isinstance(kinds, list) and all(kind == 1 for kind in kinds):
+        data = {**data, "attn_type_list": None}
     if not isinstance(rotated, int) or not isinstance(head_dim, int) or head_dim < 1:
         return dict(data)
     return {"partial_rotary_factor": rotated / head_dim, **data}
-
-
-_MINIMAX = (num_experts(256, "num_local_experts", "num_experts"), per_token(8))
-
-
-def _minimax(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = fields.data.get("attn_type_list")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != 1 for kind in kinds)):
-        fields.problem("attn_type_list", f"{kinds!r} is not supported: only 1, softmax attention, is")
-    sizes = {**_everywhere(values), **read_settings(fields, _MINIMAX)}
-    return {"moe": MoEConfig(**sizes, scoring="sigmoid", has_correction_bias=True)}
-
-
-def _express_minimax(config: ModelConfig) -> dict[str, Any]:
-    sizes = write_settings(mixture(config), _MINIMAX)
-    return {**sizes, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}
 
 
 _ERNIE = (num_experts(64, "moe_num_experts", "num_experts"), per_token(6, "moe_k"), expert_size(1536))
@@ -213,9 +194,8 @@ def _ernie(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     last = fields.integer("moe_layer_end_index", -1, least=-1)
     interval = fields.integer("moe_layer_interval", 1)
     last = count - 1 if last == -1 else last
-    if fields.number("moe_norm_min", 1e-12) > 1e-6:
-        found = fields.data["moe_norm_min"]
-        fields.problem("moe_norm_min", f"{found!r} is not supported: sums of scores are not limited below")
+    if (least := fields.number("moe_norm_min", 1e-12)) > 1e-6:
+        fields.problem("moe_norm_min", f"{least!r} is not supported: sums of scores are not limited below")
     moe = MoEConfig(
         **sizes,
         layers=tuple(layer for layer in range(count) if first <= layer <= last and (layer + 1) % interval == 0),
@@ -226,7 +206,7 @@ def _ernie(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _express_ernie(config: ModelConfig) -> dict[str, Any]:
-    moe = mixture(config)
+    moe = part_of(config, "moe")
     first, last = (moe.layers[0], moe.layers[-1]) if moe.layers else (config.num_layers, config.num_layers)
     return {
         **write_settings(moe, _ERNIE),
@@ -240,17 +220,11 @@ def _express_ernie(config: ModelConfig) -> dict[str, Any]:
 def _hunyuan(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     size = values["intermediate_size"]
     for name, wanted in (("num_shared_expert", 1), ("moe_intermediate_size", size)):
-        if (found := _common_value(fields, name, wanted)) != wanted:
-            fields.problem(name, f"{found!r} is not supported, only {wanted} is: Transformers computes with no other")
-    name = "moe_topk" if fields.has("moe_topk") else "num_experts_per_tok"
-    moe = MoEConfig(
-        _common_value(fields, "num_experts" if fields.has("num_experts") else "num_local_experts", 1),
-        _common_value(fields, name, 1),
-        size,
-        tuple(range(values["num_layers"])),
-        shared_size=size,
-    )
-    return {"moe": moe}
+        if (value := _common_value(fields, name, wanted)) != wanted:
+            fields.problem(name, f"{value!r} is not supported, only {wanted} is: Transformers computes with no other")
+    names = (("num_experts", "num_local_experts"), ("moe_topk", "num_experts_per_tok"))
+    count, chosen = (_common_value(fields, name if fields.has(name) else other, 1) for name, other in names)
+    return {"moe": MoEConfig(count, chosen, **_everywhere(values), shared_size=size)}
 
 
 def _common_value(fields: Fields, name: str, default: int) -> int:
@@ -258,7 +232,7 @@ def _common_value(fields: Fields, name: str, default: int) -> int:
     value = fields.data.get(name)
     if not isinstance(value, list):
         return fields.integer(name, default)
-    if not value or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in value):
+    if not value or any(type(size) is not int or size < 1 for size in value):
         fields.problem(name, f"must be an integer of at least 1, or a list of them, got {value!r}")
         return default
     if len(set(value)) > 1:
@@ -267,11 +241,116 @@ def _common_value(fields: Fields, name: str, default: int) -> int:
 
 
 def _express_hunyuan(config: ModelConfig) -> dict[str, Any]:
-    moe = mixture(config)
-    return {"num_experts": moe.num_experts, "moe_topk": moe.num_experts_per_token, "use_qk_norm": True}
+    moe = part_of(config, "moe")
+    return {"num_experts": moe.num_experts, "moe_topk": moe.num_experts_per_token}
+
+
+_FEED_FORWARD = f"{LAYER}.feed_forward"
+_LLAMA4_TENSORS = (
+    *(*EMBEDDING, *NORMS, *ATTENTION, *HEAD),
+    *linears(_FEED_FORWARD, f"{TARGET}.mlp", MLP),
+    *router(f"{_FEED_FORWARD}.router"),
+    *all_experts(f"{_FEED_FORWARD}.experts", transpose=False),  # [E, D, 2 F] and [E, F, D]
+    *each_expert(f"{_FEED_FORWARD}.experts"),
+    *shared_mlp(f"{_FEED_FORWARD}.shared_expert"),
+)
+_LLAMA4_SIZES = (
+    num_experts(16, "num_local_experts"),
+    per_token(1),
+    Setting("expert_size", "expert_size", "integer", 8192),
+)
+_CHUNK = Setting("attention_chunk", "attention_chunk_size", "integer_or_null", 8192)
+_CHUNKED, _FULL = "chunked_attention", "full_attention"
+_CHUNKS = "chunked_layers"
+
+
+def _llama4_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A list that is empty where it is absent, and a switch that the first files give as a number."""
+    data = {name: value for name, value in data.items() if name != "no_rope_layers" or value != []}
+    tuning = data.get("attn_temperature_tuning")
+    if isinstance(tuning, int):
+        data["attn_temperature_tuning"] = bool(tuning)
+    if "layer_types" in data:  # which name chunks, and no windows
+        data[_CHUNKS] = data.pop("layer_types")
+    return data
+
+
+def _llama4(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    temperature = fields.number("attn_scale", 0.1) if fields.boolean("attn_temperature_tuning", True) else None
+    return {
+        "moe": _llama4_experts(fields, values),
+        "attention_chunk": _chunk(fields, values),
+        "query_temperature": temperature,
+        "query_temperature_period": fields.integer("floor_scale", 8192),
+    }
+
+
+def _llama4_experts(fields: Fields, values: Mapping[str, Any]) -> MoEConfig:
+    count, step = values["num_layers"], fields.integer("interleave_moe_layer_step", 1)
+    layers = fields.data.get("moe_layers")
+    layers = layer_list(fields, "moe_layers", list(range(step - 1, count, step)) if layers is None else layers)
+    sizes = read_settings(fields, _LLAMA4_SIZES)
+    return MoEConfig(
+        **sizes,
+        layers=tuple(sorted(set(layers))),
+        scoring="sigmoid_of_chosen",
+        scales_input=True,
+        shared_size=sizes["expert_size"],
+    )
+
+
+def _chunk(fields: Fields, values: Mapping[str, Any]) -> int | None:
+    """The size of the chunks of the rotated layers; None if no layer has chunks."""
+    chunk = _CHUNK.read(fields)
+    rotated = values["rotated_layers"] or (True,) * values["num_layers"]
+    kinds = fields.data.get(_CHUNKS)
+    if kinds is None or kinds == [_CHUNKED if is_rotated else _FULL for is_rotated in rotated]:
+        return chunk if any(rotated) else None
+    if kinds != [_FULL] * len(rotated):
+        fields.problem("layer_types", f"{kinds!r} is not supported: chunks in the rotated layers, or in none, are")
+    return None
+
+
+def _express_llama4(config: ModelConfig) -> dict[str, Any]:
+    moe = part_of(config, "moe")
+    temperature = {} if config.query_temperature is None else {"attn_scale": config.query_temperature}
+    kinds = {"layer_types": [_FULL] * config.num_layers} if config.attention_chunk is None else {}
+    return {
+        **kinds,
+        **write_settings(moe, _LLAMA4_SIZES[:2]),
+        "intermediate_size": moe.expert_size,
+        "moe_layers": list(moe.layers),
+        "attention_chunk_size": config.attention_chunk,
+        "attn_temperature_tuning": config.query_temperature is not None,
+        "floor_scale": config.query_temperature_period,
+        **temperature,
+    }
 
 
 MIXTURES: tuple[Family, ...] = (
+    Family(
+        "Llama4ForCausalLM",
+        "llama4_text",
+        title="Llama 4",
+        examples="Llama 4 Scout and Maverick, text of the models with images",
+        max_position_embeddings=131072,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        **ATTENTION_BIAS,
+        names={"intermediate_size": "intermediate_size_mlp", "expert_size": "intermediate_size"},
+        defaults={"intermediate_size_mlp": 16384},
+        rope=RopeForm(theta=500000.0, rotated="listed", pairs_neighbours=True),
+        fixed={"has_qk_norm_weight": False, "is_qk_norm_after_rotation": True},
+        settings=(Setting("qk_norm", "use_qk_norm", "boolean", True),),
+        tensors=_LLAMA4_TENSORS,
+        notes=(
+            "queries that grow with the position in layers without rotation",
+            "sequences within one attention chunk",
+        ),
+        normalize=_llama4_fields,
+        parts=(ConfigPart(_llama4, _express_llama4),),
+    ),
     Family(
         "MixtralForCausalLM",
         "mixtral",
@@ -283,7 +362,7 @@ MIXTURES: tuple[Family, ...] = (
         windows="all",
         rope=RopeForm(theta=1e6),
         tensors=(*LLAMA_TENSORS, *_MIXTRAL_EXPERTS, *router(f"{LAYER}.mlp.gate")),
-        **_mixture_of(num_experts(8, *_EITHER, written="num_local_experts"), per_token(2)),
+        parts=(_mixture_of(num_experts(8, *_EITHER, written="num_local_experts"), per_token(2)),),
     ),
     Family(
         "Qwen2MoeForCausalLM",
@@ -299,8 +378,7 @@ MIXTURES: tuple[Family, ...] = (
         default_window=4096,
         tensors=(*LLAMA_TENSORS, *QWEN_EXPERTS),
         normalize=_qwen2_windows,
-        build=qwen_mixture(60, 4, 1408, 5632),
-        express=express_qwen,
+        parts=(qwen_mixture(60, 4, 1408, 5632),),
     ),
     Family(
         "Qwen3MoeForCausalLM",
@@ -315,8 +393,8 @@ MIXTURES: tuple[Family, ...] = (
         default_window=4096,
         tensors=(*LLAMA_TENSORS, *QWEN_EXPERTS),
         normalize=_qwen3_windows,
-        build=qwen_mixture(128, 8, 768),
-        express=_express_qwen3,
+        parts=(qwen_mixture(128, 8, 768),),
+        express=lambda config: {"use_sliding_window": any(config.sliding_windows)},
     ),
     Family(
         "GptOssForCausalLM",
@@ -345,14 +423,16 @@ MIXTURES: tuple[Family, ...] = (
         ),
         fixed={"norm": "rms_float32", "has_sinks": True},
         tensors=_GPT_OSS_TENSORS,
-        **_mixture_of(
-            num_experts(128, *_EITHER, written="num_local_experts"),
-            per_token(4),
-            Setting("clamp", "swiglu_limit", "number", 7.0),
-            Setting("clamp_slope", "swiglu_alpha", "number", 1.702),
-            scoring="softmax_of_chosen",
-            has_router_bias=True,
-            has_expert_bias=True,
+        parts=(
+            _mixture_of(
+                num_experts(128, *_EITHER, written="num_local_experts"),
+                per_token(4),
+                Setting("clamp", "swiglu_limit", "number", 7.0),
+                Setting("clamp_slope", "swiglu_alpha", "number", 1.702),
+                scoring="softmax_of_chosen",
+                has_router_bias=True,
+                has_expert_bias=True,
+            ),
         ),
     ),
     Family(
@@ -369,7 +449,7 @@ MIXTURES: tuple[Family, ...] = (
         settings=(Setting("qkv_clip", "clip_qkv", "optional", None),),
         supported={"sliding_window": ()},
         tensors=(*LLAMA_TENSORS, *router(f"{LAYER}.mlp.gate"), *experts_of(f"{LAYER}.mlp")),
-        **_mixture_of(num_experts(64, *_EITHER), per_token(8), normalizes(False)),
+        parts=(_mixture_of(num_experts(64, *_EITHER), per_token(8), normalizes(False)),),
     ),
     Family(
         "PhimoeForCausalLM",
@@ -386,8 +466,7 @@ MIXTURES: tuple[Family, ...] = (
         settings=(Setting("lm_head_bias", "lm_head_bias", "boolean", False),),
         tensors=(*LLAMA_TENSORS, _LM_HEAD_BIAS, *_MIXTRAL_EXPERTS, *router(f"{LAYER}.mlp.router")),
         notes=("SparseMixer routing",),
-        build=_phimoe,
-        express=_express_phimoe,
+        parts=(ConfigPart(_phimoe, _express_phimoe),),
     ),
     Family(
         "MiniMaxM2ForCausalLM",
@@ -406,6 +485,7 @@ MIXTURES: tuple[Family, ...] = (
             "qk_norm_type": ("per_layer",),
             "use_routing_bias": (True,),
             "shared_intermediate_size": (0,),
+            "attn_type_list": (),
         },
         tensors=(
             *LLAMA_TENSORS,
@@ -415,9 +495,16 @@ MIXTURES: tuple[Family, ...] = (
             *router(f"{LAYER}.mlp.gate"),
         ),
         skipped=(r".*\.rotary_emb\.inv_freq", r"(model\.)?mtp.*"),
-        normalize=_minimax_rotation,
-        build=_minimax,
-        express=_express_minimax,
+        normalize=_minimax_fields,
+        parts=(
+            _mixture_of(
+                num_experts(256, "num_local_experts", "num_experts"),
+                per_token(8),
+                scoring="sigmoid",
+                has_correction_bias=True,
+            ),
+        ),
+        written={"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
         has_later_layers=True,
     ),
     Family(
@@ -443,8 +530,7 @@ MIXTURES: tuple[Family, ...] = (
             *shared_mlp(f"{LAYER}.mlp.shared_experts"),
         ),
         skipped=(r".*\.rotary_emb\.inv_freq", r"(model\.)?mtp.*"),
-        build=_ernie,
-        express=_express_ernie,
+        parts=(ConfigPart(_ernie, _express_ernie),),
     ),
     Family(
         "HunYuanMoEV1ForCausalLM",
@@ -472,7 +558,7 @@ MIXTURES: tuple[Family, ...] = (
             *experts_of(f"{LAYER}.mlp"),
             *shared_mlp(f"{LAYER}.mlp.shared_mlp"),
         ),
-        build=_hunyuan,
-        express=_express_hunyuan,
+        parts=(ConfigPart(_hunyuan, _express_hunyuan),),
+        written={"use_qk_norm": True},
     ),
 )

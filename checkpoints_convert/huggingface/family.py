@@ -1,4 +1,4 @@
-"""What an entry of the table of families holds, its tensor names in a checkpoint, and typed reading of config.json."""
+"""An entry of the table of families, its tensor names in a checkpoint, and typed reading of config.json."""
 
 import math
 import re
@@ -35,12 +35,12 @@ class Fields:
         self._names = names or {}
 
     def has(self, name: str) -> bool:
-        """Whether a field is present and not null."""
+        """True if a field is present and not null."""
         own = self._names.get(name, name)
         return own is not None and self.data.get(own) is not None
 
     def is_null(self, name: str) -> bool:
-        """Whether a field is present and null, by which Transformers takes some sizes from others, not the default."""
+        """True if a field is present and null, by which Transformers takes some sizes from others, not the default."""
         own = self._names.get(name, name)
         return own is not None and own in self.data and self.data[own] is None
 
@@ -110,11 +110,11 @@ class Fields:
 
 
 def is_positive(value: Any, most: float) -> bool:
-    """Whether a value is a positive number of at most `most`, and not infinite."""
+    """True for a positive number of at most `most` that is not infinite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most and value != math.inf
 
 
-# Whether there is a bias: never, always, or as the named field of config.json says.
+# A bias: never, always, or as the named field of config.json says.
 Bias = bool | str
 ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 LINEAR_BIAS: dict[str, Any] = {**ATTENTION_BIAS, "mlp_bias": "mlp_bias"}
@@ -211,12 +211,40 @@ def read_settings(fields: Fields, settings: Iterable[Setting]) -> dict[str, Any]
 
 def write_settings(config: Any, settings: Iterable[Setting]) -> dict[str, Any]:
     """Fields of config.json of a configuration; the inverse of `read_settings`."""
-    found = {}
+    data = {}
     for setting in settings:
         if not setting.is_derived:
             value = getattr(config, setting.field)
-            found[setting.name] = None if value is None else setting.conversion.write(value)
-    return found
+            data[setting.name] = None if value is None else setting.conversion.write(value)
+    return data
+
+
+# Fields of ModelConfig made of the fields of config.json and of the values that are known so far.
+Build = Callable[[Fields, Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ConfigPart:
+    """Fields of ModelConfig that are made of several fields of config.json, such as `moe`, and back."""
+
+    build: Build
+    express: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+
+
+def part_of(config: ModelConfig, name: str) -> Any:
+    """A configuration in `config`, such as "moe". Raises ValueError if it has none."""
+    part = getattr(config, name)
+    if part is None:
+        raise ValueError(f"{config.architecture} needs `{name}`, and the configuration has none")
+    return part
+
+
+def settings_part(name: str, make: Callable[..., Any], *settings: Setting, **fixed: Any) -> ConfigPart:
+    """The configuration `name` in ModelConfig, with the settings and `fixed`, which all models share."""
+    return ConfigPart(
+        lambda fields, values: {name: make(**read_settings(fields, settings), **fixed)},
+        lambda config: write_settings(part_of(config, name), settings),
+    )
 
 
 @dataclass(frozen=True)
@@ -226,14 +254,14 @@ class RopeForm:
     Attributes:
       theta, partial: Transformers' defaults of the base, and of the rotated share of a head.
       theta_name, partial_name: their fields in config.json beside `rope_scaling`.
-      has_partial: whether a share of less than 1 is possible.
+      has_partial: a share of less than 1 is possible.
       local_theta: default base of the layers with a window, if they have a rotation of their own; else None.
       local_theta_name: its field beside `rope_theta`.
       aliases: other names of rope types. rotated: which layers are rotated.
-      pairs_neighbours: whether rotary dimensions are interleaved, rather than half a head apart.
-      has_query_scale: whether queries are scaled by their position ("llama_4_scaling_beta").
-      has_mscales: whether "longrope" has a factor on cos and sin for short and one for long sequences.
-      has_alpha: whether "dynamic" with "alpha" is a base that is stretched once, for all lengths.
+      pairs_neighbours: rotary dimensions are interleaved, rather than half a head apart.
+      has_query_scale: queries are scaled by their position ("llama_4_scaling_beta").
+      has_mscales: "longrope" has a factor on cos and sin for short and one for long sequences.
+      has_alpha: "dynamic" with "alpha" is a base that is stretched once, for all lengths.
       default: settings if config.json has none.
     """
 
@@ -272,10 +300,10 @@ class Family:
       prefix: of the names of all tensors except the head's. tensors: the rules of `TensorRule`.
       skipped: patterns of tensors that are no weights.
       normalize, express: from the family's own fields of config.json to common ones, and back; None if renaming fields
-        is enough.
-      build: fields of ModelConfig that are made of several fields of config.json, such as `moe`.
+        is enough. written: fields that are written with these values.
+      parts: built and written in this order.
       notes: differences from Llama that the other fields do not show, for documentation.
-      has_later_layers: whether checkpoints have layers beyond the last, for multi-token prediction, which are not used.
+      has_later_layers: checkpoints may have layers beyond the last, for multi-token prediction, which are not used.
     """
 
     architecture: str
@@ -310,7 +338,8 @@ class Family:
     skipped: tuple[str, ...] = (ROTARY_BUFFERS,)
     normalize: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     express: Callable[[ModelConfig], dict[str, Any]] | None = None
-    build: Callable[[Fields, Mapping[str, Any]], dict[str, Any]] | None = None
+    written: Mapping[str, Any] = field(default_factory=dict)
+    parts: tuple[ConfigPart, ...] = ()
     notes: tuple[str, ...] = ()
     has_later_layers: bool = False
 
@@ -322,9 +351,6 @@ class Family:
         return layout(self.tensors, config, self.rope.pairs_neighbours)
 
 
-Rename = Callable[[str], str]
-
-
 def embedding_name(family: Family) -> str:
     return _source(family, "embed")[0]
 
@@ -334,7 +360,7 @@ def head_names(family: Family) -> tuple[str, ...]:
     return _source(family, "lm_head")
 
 
-def renaming(family: Family, names: Iterable[str]) -> Rename:
+def renaming(family: Family, names: Iterable[str]) -> Callable[[str], str]:
     """A function from the family's tensor names to those of a checkpoint with the tensors `names`.
 
     Names may lack the family's prefix (the base model), all have one more prefix, or be those of the text part of a

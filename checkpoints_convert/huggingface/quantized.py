@@ -10,8 +10,7 @@ from jax.core import Tracer
 
 from checkpoints_convert.checkpoint import check_finite, numpy_dtype
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.formats import FormatError
-from checkpoints_convert.formats.module import host_quantized
+from checkpoints_convert.formats.module import FormatError, host_quantized
 from checkpoints_convert.host_arrays import count_nonfinite
 from checkpoints_convert.outputs import OutputsError, take_outputs
 from checkpoints_convert.plan import QuantizedPlan
@@ -26,9 +25,9 @@ def read_quantized(index: SafetensorsIndex, plan: QuantizedPlan, dtype: str) -> 
     finite.
     """
     if plan.experts:
-        parts = [read_quantized(index, replace(one, experts=()), dtype) for one in plan.experts]
+        parts = [read_quantized(index, replace(expert, experts=()), dtype) for expert in plan.experts]
         return _stacked(parts, plan, index)
-    reader = plan.reader
+    reader, placement = plan.reader, plan.placement
     tensors = {
         suffix: read_whole(index, name, is_checked=suffix not in reader.raw) for suffix, name in plan.sources.items()
     }
@@ -44,29 +43,34 @@ def read_quantized(index: SafetensorsIndex, plan: QuantizedPlan, dtype: str) -> 
         known = next((suffix for suffix in plan.sources if suffix == error.suffix), next(iter(plan.sources)))
         what = f"module {plan.module!r}" if error.suffix is None else f"tensor '{plan.module}.{error.suffix}'"
         raise CheckpointError(index.path_of(plan.sources[known]), f"{what} {error}") from None
-    if plan.view is not None:
-        return _viewed(weight, plan, dtype)
-    if plan.outputs is not None:
-        weight = _part(weight, plan, index)
-    if not plan.transpose and weight.ndim == 2:
-        weight = weight.T if isinstance(weight, np.ndarray) else _embedding(weight, plan, index)
-    if isinstance(weight, np.ndarray):
-        return np.ascontiguousarray(weight.astype(numpy_dtype(dtype), copy=False))
+    if placement.view is not None:  # the outputs are those of several heads
+        dense = weight if isinstance(weight, np.ndarray) else np.asarray(weight.dequantize())
+        heads = dense.T.reshape(placement.view)
+        heads = heads if placement.outputs is None else heads[:, placement.outputs.index]
+        return np.ascontiguousarray(heads.swapaxes(-1, -2).astype(numpy_dtype(dtype), copy=False))
     try:
+        if isinstance(weight, np.ndarray):
+            weight = weight if placement.outputs is None else weight[:, placement.outputs.index]
+            weight = weight if placement.transpose or weight.ndim != 2 else weight.T
+            return np.ascontiguousarray(weight.astype(numpy_dtype(dtype), copy=False))
+        weight = _placed(weight, plan)
         check(weight, f"module {plan.module!r}")
+    except OutputsError as error:
+        reason = f"module {plan.module!r} holds the parameter {'.'.join(plan.target)!r} with others in {error}"
+    except FormatError as error:
+        reason = f"module {plan.module!r} {error}"
     except ValueError as error:
-        raise CheckpointError(index.path_of(next(iter(plan.sources.values()))), str(error)) from None
-    return weight
+        reason = str(error)
+    else:
+        return weight
+    raise CheckpointError(index.path_of(plan.tensors[0]), reason)
 
 
-def _viewed(weight: QuantizedArray | np.ndarray, plan: QuantizedPlan, dtype: str) -> np.ndarray:
-    """The dense parameter of a module [K, N] whose outputs are those of several heads."""
-    dense = weight if isinstance(weight, np.ndarray) else np.asarray(weight.dequantize())
-    assert plan.view is not None
-    heads = dense.T.reshape(plan.view)
-    if plan.outputs is not None:
-        heads = heads[:, plan.outputs.index]
-    return np.ascontiguousarray(heads.swapaxes(-1, -2).astype(numpy_dtype(dtype), copy=False))
+def _placed(weight: QuantizedArray, plan: QuantizedPlan) -> QuantizedArray:
+    """The parameter's part of a module [K, N], with its own outputs in their order. Can be traced."""
+    if plan.placement.outputs is not None:
+        weight = take_outputs(weight, plan.placement.outputs)
+    return weight if plan.placement.transpose or weight.ndim != 2 else _transposed(weight)
 
 
 def _stacked(
@@ -78,20 +82,20 @@ def _stacked(
         return np.stack(dense)
     weights = [part for part in parts if isinstance(part, QuantizedArray)]
     first = weights[0]
-    for one, part in zip(plan.experts, parts, strict=True):
+    for expert, part in zip(plan.experts, parts, strict=True):
         if not isinstance(part, QuantizedArray) or not _alike(part, first):
-            where = index.path_of(next(iter(one.sources.values())))
             raise CheckpointError(
-                where, f"module {one.module!r} is quantized otherwise than {plan.module!r}, of the same layer"
+                index.path_of(next(iter(expert.sources.values()))),
+                f"module {expert.module!r} is quantized otherwise than {plan.module!r}, of the same layer",
             )
 
     def stack(name: str) -> np.ndarray | None:
-        found = [getattr(weight, name) for weight in weights]
-        if all(array is None for array in found):
+        arrays = [getattr(weight, name) for weight in weights]
+        if all(array is None for array in arrays):
             return None
         if name == "permutation":  # experts without one keep the order of the inputs
-            found = [np.arange(first.shape[0], dtype=np.int32) if array is None else array for array in found]
-        return np.stack([np.asarray(array) for array in found])
+            arrays = [np.arange(first.shape[0], dtype=np.int32) if array is None else array for array in arrays]
+        return np.stack([np.asarray(array) for array in arrays])
 
     scales = first.scales
     if isinstance(scales, NestedScales):
@@ -116,8 +120,9 @@ def _alike(a: QuantizedArray, b: QuantizedArray) -> bool:
     same = a.scheme == b.scheme and (a.zeros is None) == (b.zeros is None) and type(a.scales) is type(b.scales)
     if isinstance(a.scales, NestedScales) and isinstance(b.scales, NestedScales):
         same = same and a.scales.inner == b.scales.inner and np.array_equal(a.scales.table, b.scales.table)
-    books = [None if one.codebook is None else np.asarray(one.codebook).tolist() for one in (a, b)]
-    return same and books[0] == books[1]
+    if a.codebook is None or b.codebook is None:
+        return same and a.codebook is b.codebook
+    return same and np.array_equal(a.codebook, b.codebook)
 
 
 def read_whole(index: SafetensorsIndex, name: str, *, is_checked: bool = True) -> np.ndarray:
@@ -133,31 +138,6 @@ def read_whole(index: SafetensorsIndex, name: str, *, is_checked: bool = True) -
     return array
 
 
-def _part(
-    weight: QuantizedArray | np.ndarray, plan: QuantizedPlan, index: SafetensorsIndex
-) -> QuantizedArray | np.ndarray:
-    """The parameter's part of a module [K, N] with several layers, or with outputs in another order."""
-    assert plan.outputs is not None
-    if isinstance(weight, np.ndarray):
-        return weight[:, plan.outputs.index]
-    try:
-        return take_outputs(weight, plan.outputs)
-    except OutputsError as error:
-        where = index.path_of(next(iter(plan.sources.values())))
-        name = ".".join(plan.target)
-        raise CheckpointError(
-            where, f"module {plan.module!r} holds the parameter {name!r} with others in {error}"
-        ) from None
-
-
-def _embedding(weight: QuantizedArray, plan: QuantizedPlan, index: SafetensorsIndex) -> QuantizedArray:
-    try:
-        return _transposed(weight)
-    except FormatError as error:
-        where = index.path_of(next(iter(plan.sources.values())))
-        raise CheckpointError(where, f"module {plan.module!r} {error}") from None
-
-
 def _transposed(weight: QuantizedArray) -> QuantizedArray:
     """An embedding's [V, D], of the [D, V] that a reader gives; each row has a scale of its own. Can be traced."""
     if weight.permutation is not None or isinstance(weight.scales, NestedScales):
@@ -169,8 +149,8 @@ def _transposed(weight: QuantizedArray) -> QuantizedArray:
 
     def rows_of(array: Any, count: int) -> Any:
         """The transpose with each row `count` times, in C order."""
-        found = array.T if count == 1 else array.T[np.arange(outputs) // count]
-        return found if isinstance(found, Tracer) else np.ascontiguousarray(found)
+        rows = array.T if count == 1 else array.T[np.arange(outputs) // count]
+        return rows if isinstance(rows, Tracer) else np.ascontiguousarray(rows)
 
     values = rows_of(weight.values, 1)
     scales, zeros = (None if array is None else rows_of(array, columns) for array in (weight.scales, weight.zeros))
@@ -180,12 +160,9 @@ def _transposed(weight: QuantizedArray) -> QuantizedArray:
 def abstract_quantized(plan: QuantizedPlan, dtype: str) -> Any:
     """The result of `read_quantized` as `jax.ShapeDtypeStruct`s. Raises FormatError for an embedding as it does."""
     weight = plan.reader.form.abstract()
-    if plan.view is not None or isinstance(weight, jax.ShapeDtypeStruct):
+    if plan.placement.view is not None or isinstance(weight, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(plan.shape, numpy_dtype(dtype))
-    if plan.outputs is not None:
-        weight = jax.eval_shape(partial(take_outputs, outputs=plan.outputs), weight)
-    if not plan.transpose and weight.ndim == 2:
-        weight = jax.eval_shape(_transposed, weight)
+    weight = jax.eval_shape(partial(_placed, plan=plan), weight)
     if not plan.experts:
         return weight
 

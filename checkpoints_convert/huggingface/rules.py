@@ -1,8 +1,8 @@
 """Rules that map stored tensors to parameters, shared by loading and saving.
 
 A rule names stored tensors, the parameters in them, and the operations between the two: transposition, slices of a
-fused tensor, de-interleaving of rotary dimensions, an offset, stacking. All except the offset are index maps, so a rule
-can be inverted without rounding, and applied to a part of a tensor.
+fused tensor, de-interleaving of rotary dimensions, stacking, and an offset, which only GGUF files that are read have.
+All except the offset are index maps, so a rule can be inverted without rounding, and applied to a part of a tensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class TensorRule:
       source: its name; with "{layer}" for each layer, "{index}" for each entry of the first axis, such as
         an expert or a head, along which the tensors are stacked.
       targets: the parameters; of a fused tensor, in the order of their outputs.
-      transpose: whether the last two axes are transposed, as Linear weights [out, in] are stored.
+      transpose: the last two axes are transposed, as Linear weights [out, in] are stored.
       groups: field of ModelConfig, or of a configuration in it ("delta.num_key_heads"), with the number of groups of
         outputs, each a share of every target; None for one.
       is_rotated: the outputs are those of queries or keys, which some families store interleaved.
@@ -51,11 +51,12 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """Where a parameter lies in a stored tensor.
+    """Place of a parameter in a stored tensor.
 
     Attributes:
       target: path of the parameter. stored: shape of the stored tensor.
-      transpose, outputs, add: as of `TensorPlan`.
+      transpose: the stored matrix is the parameter's transpose, as every Linear's is.
+      outputs: the stored outputs that are the parameter's; None for all. add: added to the stored values.
       view: the shape that the tensor is reshaped to, before `transpose` and `outputs` apply; None for `stored`.
     """
 
@@ -66,10 +67,17 @@ class TensorPlacement:
     add: float = 0.0
     view: tuple[int, ...] | None = None
 
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """A parameter of a shape that is read from stored tensors, and its placement in each of them."""
+
+    placement: TensorPlacement
+    shape: tuple[int, ...]
+
     @property
-    def axis(self) -> int:
-        """The axis of the outputs as stored."""
-        return -2 if self.transpose else -1
+    def target(self) -> ParamPath:
+        return self.placement.target
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class Stacked(Sequence[str]):
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            return tuple(self[one] for one in range(*number.indices(self.count)))
+            return tuple(map(self.__getitem__, range(*number.indices(self.count))))
         return self.source.replace(INDEX, str(range(self.count)[number]))
 
 
@@ -96,6 +104,9 @@ class TensorGroup:
     placements: tuple[TensorPlacement, ...]
     is_stacked: bool = False
 
+    def placement_of(self, target: ParamPath) -> TensorPlacement:
+        return next(placement for placement in self.placements if placement.target == target)
+
     def assemble(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """The stored tensors, in C order, made of the parameters in the order of `placements`."""
         if not self.is_stacked:
@@ -105,22 +116,15 @@ class TensorGroup:
     def _assembled(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         whole: np.ndarray | None = None
         for placement, array in zip(self.placements, arrays, strict=True):
-            if placement.add:
-                array = (array.astype(np.float32) - np.float32(placement.add)).astype(array.dtype)
             array = array.swapaxes(-1, -2) if placement.transpose else array
             if placement.outputs is None:
                 return np.ascontiguousarray(array).reshape(placement.stored)
             if whole is None:
                 whole = np.empty(placement.view or placement.stored, array.dtype)
-            np.moveaxis(whole, _axis(placement, whole.ndim), 0)[placement.outputs.index] = np.moveaxis(
-                array, _axis(placement, array.ndim), 0
-            )
+            axis = -2 if placement.transpose and array.ndim > 1 else -1  # of the outputs
+            np.moveaxis(whole, axis, 0)[placement.outputs.index] = np.moveaxis(array, axis, 0)
         assert whole is not None
         return whole.reshape(self.placements[0].stored)
-
-
-def _axis(placement: TensorPlacement, ndim: int) -> int:
-    return placement.axis if ndim > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -140,10 +144,8 @@ class TensorLayout:
 def layout(rules: tuple[TensorRule, ...], config: ModelConfig, pairs_neighbours: bool = False) -> TensorLayout:
     """The tensor groups that `rules` make of a model.
 
-    Args:
-      pairs_neighbours: whether the outputs of queries and keys are stored interleaved.
-
-    Raises ValueError for a parameter that no rule has.
+    With `pairs_neighbours` the outputs of queries and keys are stored interleaved. Raises ValueError for a parameter
+    that no rule has.
     """
     shapes = param_shapes(config)
     of_target: dict[ParamPath, tuple[TensorGroup, ...]] = dict.fromkeys(shapes, ())

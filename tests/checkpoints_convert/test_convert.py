@@ -82,7 +82,7 @@ def test_killed_conversion_resumes_and_gives_the_same_parameters(killed):
 
 
 def test_killed_conversion_resumes_and_gives_the_same_manifest(killed, tmp_path):
-    """Of the files Orbax writes, two conversions give others: they hold times, and names drawn at random."""
+    """Two conversions give other files of Orbax: they hold times, and names drawn at random."""
     source, destination = killed
     convert(source, destination, progress=None)
     convert(source, tmp_path / "at-once", progress=None)

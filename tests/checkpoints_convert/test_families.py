@@ -46,7 +46,7 @@ def assert_same(found, wanted) -> None:
 
 
 def _is_only_rotated_otherwise(name: str) -> bool:
-    """Whether another case has the same tensors."""
+    """True if another case has the same tensors."""
     return name in ("mistral_full", "qwen2_window") or (name.startswith("llama_") and name != "llama_bias")
 
 

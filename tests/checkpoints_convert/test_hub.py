@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from checkpoints_convert import CheckpointError, CheckpointNotFoundError, convert, resolve
+from checkpoints_convert import CheckpointNotFoundError, convert, resolve
 
 REPO, TOKEN, COMMIT = "someone/tiny", "hf_secret", "a" * 40
 ROOT = Path(__file__).parents[2]
@@ -222,9 +222,3 @@ def test_path_objects_are_never_hub_ids(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="no such directory"):
         resolve(Path("someone/tiny"))
     assert resolve(tmp_path) == resolve(str(tmp_path)) == tmp_path
-
-
-def test_missing_client_is_explained(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match="downloading needs the package huggingface_hub, which is not installed"):
-        resolve(REPO)

@@ -113,19 +113,6 @@ def test_only_the_owner_of_a_bad_value_sees_it(tmp_path):
             list(read_ahead(source, planned.hosts[3].parts, lambda _, found: None))
 
 
-def test_offsets_are_added_to_parts(tmp_path):
-    """GGUF apart, no family adds any more, but plans may."""
-    from dataclasses import replace
-
-    files = read("llama")
-    with HuggingFaceCheckpoint(files.write(tmp_path)) as source:
-        path = ("final_norm", "weight")
-        (stored,) = source.read_param(path)
-        source._plan_of[path] = replace(source._plan_of[path], add=1.0)
-        (found,) = source.read_param(path, [((4, 8),)])
-        assert np.array_equal(found, stored[4:8] + 1)
-
-
 def test_every_size_of_block_reads_the_same(tmp_path, monkeypatch):
 
     files = read("cohere")  # its heads are rearranged, within blocks and across them

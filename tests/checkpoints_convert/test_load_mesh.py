@@ -40,7 +40,7 @@ def eight_heads(kv_heads: int) -> Files:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, make_checkpoint, pytestconfig):
-    """What a process with eight devices found, by checkpoint and size of the mesh's axis; without --slow of `QUICK`."""
+    """Results of a process with eight devices, by checkpoint and size of the mesh's axis; without --slow of `QUICK`."""
     root = tmp_path_factory.mktemp("mesh")
     cases = [{"name": name, "path": read(name).write(root / name)} for name in FAMILIES]
     cases.append({"name": "experts one by one", "path": one_by_one(read("mixtral")).write(root / "each")})

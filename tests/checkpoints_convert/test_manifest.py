@@ -12,7 +12,7 @@ def directory(tmp_path):
     for name, content in {"a.bin": b"x" * 100, "sub/b.bin": bytes(range(50)), "c.json": b"{}"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    write_manifest(tmp_path, measure(tmp_path, ["a.bin", "sub/b.bin", "c.json"]))
+    write_manifest(tmp_path, measure(tmp_path, ["a.bin", "sub/b.bin", "c.json"]), {}, {})
     return tmp_path
 
 
@@ -63,6 +63,7 @@ def test_every_flipped_bit_is_found(directory):
         ({"a.bin": {"size": 1, "sha256": "xyz"}}, "'a.bin': has no SHA-256"),
         ({"a.bin": 7}, "'a.bin': has no size"),
         ([], "has no table of files"),
+        ({}, "has no table of arrays"),
     ],
 )
 def test_unusable_manifest_is_refused(files, message, tmp_path):

@@ -127,7 +127,7 @@ def test_what_stands_for_a_url_is_kept_until_it_changes(checkpoint, put):
 
 
 def test_a_directory_of_somebody_else_is_no_url(checkpoint, put, tmp_path):
-    """What a process copied from a store is a store's for this process only."""
+    """A directory that a process copied from a store is a store's for this process only."""
     import shutil
 
     local = resolve(put(checkpoint().write()))

@@ -37,9 +37,9 @@ def test_public_checkpoints_are_planned_completely(path):
     data, headers = read_headers(path)
     config, tensors = plan(data["config"], headers)
     assert sum(math.prod(tensor.shape) for tensor in tensors) == data["num_parameters"]
-    assert len({tensor.target for tensor in tensors}) == len({tensor.source for tensor in tensors}) == len(tensors)
+    assert len({tensor.target for tensor in tensors}) == len({tensor.sources for tensor in tensors}) == len(tensors)
     assert config.dtype == data["config"]["torch_dtype"]
-    unused = set(headers) - {tensor.source for tensor in tensors}
+    unused = set(headers) - {name for tensor in tensors for name in tensor.sources}
     assert all("inv_freq" in name or (name == "lm_head.weight" and config.tie_word_embeddings) for name in unused)
 
 
@@ -61,19 +61,19 @@ def test_public_configurations_are_understood():
 def test_matrices_are_transposed_and_vectors_are_not(checkpoint):
     source = checkpoint()
     _, tensors = plan(source.config, source.headers)
-    by_name = {tensor.source: tensor for tensor in tensors}
+    by_name = {tensor.sources[0]: tensor for tensor in tensors}
     up = by_name["model.layers.1.mlp.up_proj.weight"]
-    assert (up.source_shape, up.shape, up.transpose) == ((48, 32), (32, 48), True)
+    assert (up.placement.stored, up.shape, up.placement.transpose) == ((48, 32), (32, 48), True)
     assert up.target == ("layers", "1", "mlp", "up_proj", "weight")
-    assert not by_name["model.embed_tokens.weight"].transpose
-    assert not by_name["model.norm.weight"].transpose
+    assert not by_name["model.embed_tokens.weight"].placement.transpose
+    assert not by_name["model.norm.weight"].placement.transpose
 
 
 def test_names_of_the_bare_model(checkpoint):
     source = checkpoint()
     bare = {name.removeprefix("model."): header for name, header in source.headers.items()}
     wanted = [
-        replace(tensor, source=tensor.source.removeprefix("model."))
+        replace(tensor, sources=(tensor.sources[0].removeprefix("model."),))
         for tensor in plan(source.config, source.headers)[1]
     ]
     assert plan(source.config, bare)[1] == wanted

@@ -123,7 +123,6 @@ def test_regions_are_what_numpy_takes(data):
     split = data.draw(st.integers(1, len(numbers)))
     columns = [np.array(part) for part in (numbers[:split], numbers[split:]) if part]
     dtype = data.draw(st.sampled_from(DTYPES))
-    add = data.draw(st.sampled_from([0.0, 1.0]))
     results = [
         np.empty((len(part), len(rows)), dtype).T if is_transposed else np.empty((len(rows), len(part)), dtype)
         for part, is_transposed in zip(columns, data.draw(st.tuples(st.booleans(), st.booleans())), strict=False)
@@ -139,10 +138,9 @@ def test_regions_are_what_numpy_takes(data):
     min_piece = data.draw(st.sampled_from([1, 20, 100, 10**6]))
     region = Region("w", read, whole.dtype, row_length, rows, tuple(zip(columns, results, strict=True)))
     with patch.object(host_arrays, "BLOCK_BYTES", 10**6), ThreadPoolExecutor(2) as pool, np.errstate(over="ignore"):
-        seen = host_arrays.read_regions([region], executor=pool, min_piece_bytes=min_piece, add=add)["w"]
+        seen = host_arrays.read_regions([region], executor=pool, min_piece_bytes=min_piece)["w"]
         for part, result in zip(columns, results, strict=True):
             wanted = whole[np.ix_(rows, part)].astype(dtype)
-            wanted = (wanted.astype(np.float32) + np.float32(add)).astype(dtype) if add else wanted
             assert result.tobytes() == wanted.tobytes()
     assert seen.size == len(rows) * len(numbers)
     assert seen.num_nonfinite == (0 in rows and 0 in numbers)

@@ -38,7 +38,7 @@ def test_a_file_is_written_and_opens(kind, jaxinfer, json_lines, model, tmp_path
     assert (report["type"], report["num_bytes"]) == (kind or "q8_0", out.stat().st_size)
     assert max(report["errors"].values()) < (0.01 if kind is None else 0.12)
     with GGUFIndex(out) as index:
-        assert index.entry("blk.0.ffn_up.weight").kind.name == report["type"].upper()
+        assert index.tensors["blk.0.ffn_up.weight"].kind.name == report["type"].upper()
     with LLM(out) as quantized, LLM(model) as original:
         assert quantized.eos_token_ids == original.eos_token_ids
         assert quantized.tokenizer is not None

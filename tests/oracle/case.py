@@ -1,4 +1,4 @@
-"""What a tiny model of cases.py is, and what several of them share."""
+"""A tiny model of cases.py, and the parts that several of them share."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Where hidden states and logits are stored."""
+        """Path of the file in which hidden states and logits are stored."""
         return tuple(position for position in POSITIONS if position < self.num_tokens)
 
     def config(self, tied: bool) -> dict[str, Any]:

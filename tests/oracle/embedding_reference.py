@@ -1,4 +1,4 @@
-"""What sentence-transformers and Transformers compute for the cases of embedding_cases.py. Needs torch."""
+"""Vectors of sentence-transformers and Transformers for the cases of embedding_cases.py. Needs torch."""
 
 from collections.abc import Sequence
 from pathlib import Path

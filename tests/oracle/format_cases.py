@@ -32,7 +32,7 @@ class Case:
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """Of every format a library here can write."""
+    """Cases of every format that a library here can write."""
     import torch
 
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def save(case: Case) -> Path:
 
 
 def found(directory_or_file: Path) -> tuple[Any, np.ndarray, int]:
-    """What our reader makes of a written case, the library's weight, and the allowed ulps."""
+    """The weight that our reader makes of a written case, the library's weight, and the allowed ulps."""
     from checkpoints_convert.formats import quantization_method
     from checkpoints_convert.safetensors_files import NUMPY_DTYPES, SafetensorsFile
 
@@ -172,7 +172,7 @@ def _compressed_tensors() -> Iterator[Case]:
 
 
 def _scales(weight: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Of the largest value that shares a scale; zeros for asymmetric ones."""
+    """Scales of the largest value that shares a scale; zeros for asymmetric ones."""
     import torch
 
     strategy, bits = fields["strategy"], fields["num_bits"]

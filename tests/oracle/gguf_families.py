@@ -115,7 +115,7 @@ _PERMUTED = ("llama", "granite", "smollm3", "arcee")
 
 
 def gguf_name(name: str, architecture: str) -> str:
-    """Of a tensor that is one by itself in both."""
+    """The name of a tensor that is one by itself in both."""
     module, _, kind = name.rpartition(".")
     match = _LAYER.fullmatch(module)
     if match is None:
@@ -277,7 +277,7 @@ def _metadata(architecture: str, config: dict[str, Any], names: set[str]) -> tup
 
 
 def _newer(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What the converters of families since 2025 write besides."""
+    """Metadata that converters of families since 2025 write besides."""
     if architecture == "exaone4" and config["sliding_window"]:
         is_sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
         return {"attention.sliding_window_pattern": is_sliding}

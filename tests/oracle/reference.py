@@ -1,4 +1,4 @@
-"""What Transformers computes for a case of cases.py. Only `make_golden.py` and `test_live.py` import this: it needs
+"""Results of Transformers for a case of cases.py. Only `make_golden.py` and `test_live.py` import this: it needs
 torch."""
 
 import numpy as np
@@ -33,7 +33,7 @@ def build(case: Case, tied: bool, seed: int) -> transformers.PreTrainedModel:
 
 
 def stored_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds: parameters, and the buffers that are stored."""
+    """Tensors of a checkpoint: parameters, and the buffers that are stored."""
     learned = ("e_score_correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
     buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith(learned)}
     return dict(model.named_parameters()) | buffers

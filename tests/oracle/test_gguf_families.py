@@ -150,5 +150,5 @@ def test_layers_that_are_not_used_are_logged_once(tmp_path, caplog):
 
 def test_deepseek_v2_with_another_scoring_is_refused_by_name(tmp_path):
     _, config, tensors = checkpoint("deepseek_v2", CASES["deepseek_v2"].ties[0])
-    with pytest.raises(CheckpointError, match=r"scoring_func 'sigmoid' is not supported for DeepSeek-V2"):
+    with pytest.raises(CheckpointError, match=r"scoring_func 'sigmoid' is not supported for DeepseekV2"):
         load(save(tmp_path / "model", {**config, "scoring_func": "sigmoid"}, tensors))

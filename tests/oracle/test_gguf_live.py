@@ -43,7 +43,7 @@ def by_gguf_py(gguf, kind: str, raw: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_dequantization_is_bitwise_that_of_gguf_py(gguf, kind, seed):
-    """Of random bytes, so that scales are anything, NaN and infinity among them."""
+    """Blocks of random bytes, so that scales are anything, NaN and infinity among them."""
     of_type = TYPES[kind]
     raw = np.random.default_rng(seed).integers(0, 256, (64, 8 * of_type.block_bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):

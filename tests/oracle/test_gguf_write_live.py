@@ -69,7 +69,7 @@ def test_gguf_py_reads_the_embedded_model(gguf, kind, tmp_path):
     reader, index = gguf.GGUFReader(path), GGUFIndex(path)
     assert {tensor.name for tensor in reader.tensors} == set(index.tensors)
     for tensor in reader.tensors:
-        entry = index.entry(tensor.name)
+        entry = index.tensors[tensor.name]
         assert tensor.tensor_type.name == entry.kind.name
         stored = np.asarray(tensor.data)
         wanted = gguf.quants.dequantize(stored, tensor.tensor_type).astype(np.float32).reshape(-1, entry.shape[-1])

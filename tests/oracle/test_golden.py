@@ -34,7 +34,7 @@ def quick(names, chosen):
 
 @cache
 def golden(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
-    """What the file says about itself, and its tensors."""
+    """The metadata of the file, and its tensors."""
     with safe_open(FOLDER / f"{case.name}.safetensors", "numpy") as file:
         return json.loads(file.metadata()["made"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 

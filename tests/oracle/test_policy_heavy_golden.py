@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory):
 
 
 def forced(llm: LLM, seed: int, count: int) -> SequenceState:
-    """What an engine does of a prompt and the first `count` tokens after it, as if they were its answer so far: a
+    """The state of an engine after a prompt and the first `count` tokens after it, as if they were its answer so far: a
     sequence of which the next token is chosen, and that is still there."""
     row, params = tokens(seed).tolist(), SamplingParams(max_tokens=20, temperature=0, logprobs=20, ignore_eos=True)
     sequence = SequenceState(llm.prepare(row[:HEAVY_PROMPT], params), tokens=row[: HEAVY_PROMPT + count])
@@ -65,7 +65,7 @@ def forced(llm: LLM, seed: int, count: int) -> SequenceState:
 
 
 def stored(llm: LLM, sequence: SequenceState) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Of each layer, keys [tokens, Hkv, K] and sums [tokens, Hkv] in the order of the sequence's pages."""
+    """For each layer, keys [tokens, Hkv, K] and sums [tokens, Hkv] in the order of the sequence's pages."""
     kept, pages = llm.engine.runner._cache, np.array(sequence.pages)
     keys = [np.asarray(layer.pages.k)[pages] for layer in kept.layers]
     sums = [np.asarray(layer.leaves)[pages].swapaxes(1, 2) for layer in kept.layers]

@@ -15,7 +15,7 @@ NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for
 
 
 def golden(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
-    """What the file says about itself, and its tensors."""
+    """The metadata of the file, and its tensors."""
     with safe_open(FOLDER / f"{case.name}.safetensors", "numpy") as file:
         return json.loads(file.metadata()["made"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 

@@ -31,7 +31,7 @@ Encoded = tuple[dict[str, np.ndarray], np.ndarray]
 
 
 def read(method: Method, tensors: dict[str, np.ndarray], shape: tuple[int, int], module: str = "layer"):
-    """What the method makes of a module, which has the types and shapes that the reader says it will have."""
+    """The weight that the method makes of a module, of the types and shapes that the reader says."""
     headers = {suffix: (DTYPE_NAMES[array.dtype.name], array.shape) for suffix, array in tensors.items()}
     reader = method.reader(module, shape, headers, "Linear")
     assert reader is not None

@@ -35,7 +35,7 @@ def leaves(params):
 
 
 def assert_identical(params, others):
-    """The same tree: schemes, dtypes and bytes."""
+    """Asserts that trees are equal: schemes, dtypes and bytes."""
     assert jax.tree.structure(params) == jax.tree.structure(others)
     for (path, leaf), (_, other) in zip(leaves(params), leaves(others), strict=True):
         assert (leaf.dtype, np.asarray(leaf).tobytes()) == (other.dtype, np.asarray(other).tobytes()), path
@@ -90,7 +90,7 @@ def test_dense_parameters_are_cast_and_quantized_ones_are_not(name, tmp_path):
 
 
 def dense_twin(checkpoint, directory):
-    """The same weights, in float32."""
+    """Asserts that weights are equal in float32."""
     return tiny.Tiny(tiny.CONFIG, checkpoint.weights, checkpoint.weights).write(directory)
 
 

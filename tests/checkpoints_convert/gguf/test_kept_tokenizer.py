@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from checkpoints_convert import CheckpointError, tokenizer_files
-from checkpoints_convert.gguf import kept_tokenizer
+from checkpoints_convert.gguf import tokenizer as gguf_tokenizer
 from checkpoints_convert.gguf.index import GGUFIndex
 from checkpoints_convert.gguf.tokenizer import convert_tokenizer, end_token_ids
 from jaxinfer import loaded_tokenizers
@@ -23,7 +23,7 @@ TEMPLATE = "{% for message in messages %}<|bos|>{{ message.content }}<|eot|>{% e
 @pytest.fixture(autouse=True)
 def kept(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXINFER_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept_tokenizer, "LEAST_BYTES", 0)
+    monkeypatch.setattr(gguf_tokenizer, "LEAST_BYTES", 0)
     monkeypatch.setattr(text_facts, "LEAST_CHARS", 0)
     return KeptFiles.of("tokenizers")
 
@@ -33,7 +33,7 @@ def conversions(monkeypatch):
     """The paths of what is converted."""
     paths = []
     monkeypatch.setattr(
-        kept_tokenizer, "convert_tokenizer", lambda index: (paths.append(index.path), convert_tokenizer(index))[1]
+        gguf_tokenizer, "convert_tokenizer", lambda index: (paths.append(index.path), convert_tokenizer(index))[1]
     )
     return paths
 
@@ -95,7 +95,7 @@ def test_other_metadata_and_other_sources_are_converted_again(tmp_path, monkeypa
     assert '"eos_token":"<|bos|>"' in tokenizer_files(path)["tokenizer_config.json"]
     with GGUFIndex(path) as index:
         assert end_token_ids(index)[0] == 0
-    monkeypatch.setattr(kept_tokenizer, "sources_key", lambda folder: "changed")
+    monkeypatch.setattr(gguf_tokenizer, "sources_key", lambda folder: "changed")
     tokenizer_files(path)
     assert len(conversions) == 3
     tokenizer_files(write(tmp_path / "copy.gguf", other, {}))
@@ -125,7 +125,7 @@ def test_an_error_is_not_kept(tmp_path, kept):
 
 
 def test_small_ones_are_not_kept(tmp_path, monkeypatch, kept):
-    monkeypatch.setattr(kept_tokenizer, "LEAST_BYTES", 2**18)
+    monkeypatch.setattr(gguf_tokenizer, "LEAST_BYTES", 2**18)
     monkeypatch.setattr(text_facts, "LEAST_CHARS", 2**18)
     tokenizer_of(write(tmp_path / "model.gguf", byte_level("smollm"), {}))
     assert kept.usage() == (0, 0)

@@ -123,7 +123,7 @@ class Stopwatch:
 
 
 def measured(action: Callable[[], object]) -> tuple[BaseException | None, float, int]:
-    """What it raised, the processor seconds it took, and the most bytes it held, in another run of it."""
+    """The error that it raised, the processor seconds it took, and the most bytes it held, in another run of it."""
     with Stopwatch() as watch:
         error = raised_by(action)
     tracemalloc.start()
@@ -279,7 +279,7 @@ def test_fuzz(whole, data):
 
 @pytest.mark.slow
 def test_fuzz_for_a_minute(whole):
-    """The same for a minute, with other damage each time."""
+    """Damages files for a minute, with other damage each time."""
     end = time.monotonic() + 60
     rounds = 0
 

@@ -353,7 +353,7 @@ def test_the_index_reads_rows(tmp_path):
     with GGUFIndex(write(tmp_path / "x.gguf", {}, {"a": array, "b": array.astype(ml_dtypes.bfloat16)})) as index:
         np.testing.assert_array_equal(index.read("a").view(np.float32).reshape(3, 4, 5), array)
         np.testing.assert_array_equal(index.read_rows("a", 4, 8).view(np.float32), array[1])
-        assert index.entry("b").kind.name == "BF16"
+        assert index.tensors["b"].kind.name == "BF16"
 
 
 def test_a_file_in_the_destination_is_never_removed(make_checkpoint, tmp_path):

@@ -95,7 +95,7 @@ def trained(name, *, bos=False):
 
 
 def metadata(made, name, **changes):
-    """What the converter writes of a byte-level tokenizer."""
+    """Metadata that the converter writes of a byte-level tokenizer."""
     tokens = [made.id_to_token(i) for i in range(made.get_vocab_size())]
     added = {token.content: token.special for token in made.get_added_tokens_decoder().values()}
     merges = json.loads(made.to_str())["model"]["merges"]

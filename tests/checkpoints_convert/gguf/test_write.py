@@ -257,4 +257,4 @@ def test_a_header_is_padded_and_read(tmp_path):
     (tmp_path / "m.gguf").write_bytes(raw + bytes(32))
     with GGUFIndex(tmp_path / "m.gguf") as index:
         assert (index.scalar("flag"), list(index.texts("list") or ())) == (True, ["a", "bc"])
-        assert index.entry("x").shape == (3,)
+        assert index.tensors["x"].shape == (3,)

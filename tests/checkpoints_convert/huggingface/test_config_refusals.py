@@ -71,7 +71,7 @@ def others(value):
 
 
 def is_ignored(config: dict, name: str) -> bool:
-    """Whether no other value of a field is refused or makes another model."""
+    """True if no other value of a field is refused or makes another model."""
     wanted = model_config(config)
     for value in others(config[name]):
         try:

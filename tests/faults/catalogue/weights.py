@@ -81,8 +81,8 @@ CHECKPOINTS = (
     Fault(
         "checkpoints/checksums-of-chunks-are-not-compared",
         "checkpoints_convert",
-        "(found := hasher.digest()) != known",
-        "(found := hasher.digest()) != found",
+        "(digest := hasher.hexdigest()) != known",
+        "(digest := hasher.hexdigest()) != digest",
         ("tests/checkpoints_convert/test_damage.py",),
         "a converted checkpoint with flipped bits loads other weights",
     ),
@@ -217,8 +217,8 @@ CHECKPOINTS = (
     Fault(
         "checkpoints/checksums-are-not-compared",
         "checkpoints_convert",
-        "    if found == wanted:\n        return None\n    return f",
-        "    if found:\n        return None\n    return f",
+        "    if digest == wanted:\n        return None\n    return f",
+        "    if digest:\n        return None\n    return f",
         ("tests/checkpoints_convert/test_manifest.py",),
         "verify says that a damaged file is whole",
     ),
