@@ -1,4 +1,4 @@
-"""What a calibration reads: the float model, one unit at a time, and rows of tokens."""
+"""Inputs of a calibration: the float model, one unit at a time, and rows of tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.calibration.capture import InputStatistics
-from jaxinfer.calibration.layer_state import CalibratedLayer, LinearError
+from jaxinfer.calibration.layer_state import CalibratedLayer, LinearError, find
 from jaxinfer.quantization import QuantizedArray, quantize
 from jaxinfer.quantization.awq import best_scale, candidate_scales, clip, relative_sizes, scaled_error, squared_outputs
 from jaxinfer.quantization.gptq import gptq
@@ -76,7 +76,7 @@ def own_scales(state: CalibratedLayer, name: str) -> jax.Array:
 
 def relative_sizes_of_stack(weight: jax.Array, group_size: int | None) -> jax.Array:
     """`relative_sizes` of the concatenated weights [E, K, N] of all experts, without copying them."""
-    return sum((relative_sizes([one], group_size) for one in weight), jnp.float32(0)) / len(weight)
+    return sum((relative_sizes([expert], group_size) for expert in weight), jnp.float32(0)) / len(weight)
 
 
 def round_stacks(state: CalibratedLayer, names: Sequence[str], rows: jax.Array, columns: dict[str, jax.Array]) -> None:
@@ -157,22 +157,15 @@ class _Stack:
 
     def finish(self) -> None:
         """Replaces the weight by the quantized stack, and records its error on the calibration tokens."""
-        if any(one.permutation is not None for one in self._found):
+        if any(weight.permutation is not None for weight in self._found):
             order = jnp.arange(self.width, dtype=jnp.int32)
             self._found = [
-                one if one.permutation is not None else replace(one, permutation=order) for one in self._found
+                replace(weight, permutation=order) if weight.permutation is None else weight for weight in self._found
             ]
         whole = jax.tree.map(lambda *parts: jnp.stack(parts), *self._found)
         error, nearest, total = map(float, self._sums)
-        is_known = total > 0
-        self._state.set_stack(
-            self.name,
-            whole,
-            LinearError(
-                error / total if is_known else None,
-                nearest / total if is_known else None,
-                self._state.bits(self.name),
-                self.num_experts,
-                self.num_few,
-            ),
-        )
+        errors = (error / total, nearest / total) if total > 0 else (None, None)
+        find(self._state.result, self.name)["weight"] = whole
+        self._state.errors[self.name] = LinearError(
+            *errors, self._state.bits(self.name), self.num_experts, self.num_few
+        )  # fmt: skip

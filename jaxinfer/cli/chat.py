@@ -28,10 +28,10 @@ from jaxinfer.cli.output import (
     json_ready,
     note,
     open_output,
-    print_logprobs,
     request_data,
     stream_answer,
     write_json,
+    write_logprobs,
     write_text,
 )
 from jaxinfer.options import argument, option
@@ -47,7 +47,7 @@ Message = dict[str, str]
 PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'
 HISTORY = "JAXINFER_CHAT_HISTORY"  # a file; empty keeps no history
-PAUSE_SECONDS = 0.5  # of nobody typing ahead, after which programs are compiled
+PAUSE_SECONDS = 0.5  # without typing ahead, after which programs are compiled
 HELP = """\
 /help              this list
 /reset             clear the conversation; the system message stays
@@ -61,6 +61,9 @@ HELP = """\
 
 A message of several lines begins and ends with three quotation marks, or its
 lines end in a backslash, or it is pasted."""
+
+
+TURN_ERRORS = (ValueError, OSError, FloatingPointError)  # that do not end the conversation
 
 
 class TurnError(ValueError):
@@ -331,29 +334,45 @@ def _converse(llm: "LLM", session: ChatSession, terminal: "Terminal", is_typing:
             continue
         is_typing.clear()
         try:
-            again = _again(session, line, lambda text: terminal.read(PROMPT, text))
-            if again is None and line.startswith("/"):
-                reply = session.command(line)
-                if reply is None:
-                    return OK
-                console(stderr=True).print(reply, style="dim", markup=False, soft_wrap=True)
-                continue
-            turn = _answer(llm, session, line if again is None else again, is_again=again is not None, stops=True)
-        except (ValueError, OSError, FloatingPointError) as error:
-            _complain(sentence(error))
+            reply = _reply(llm, session, line, edit=lambda text: terminal.read(PROMPT, text), stops=True)
+        except TURN_ERRORS as error:
+            console(stderr=True).print(sentence(error), style="red", markup=False, soft_wrap=True)
             continue
-        if turn.output is None:
-            note("stopped; the partial answer stays in the conversation")
-        else:
-            note(describe(llm, turn.output))
-        if turn.is_out_of_room:
-            note(session.out_of_room(turn))
+        if reply is None:
+            return OK
+        if isinstance(reply, str):
+            console(stderr=True).print(reply, style="dim", markup=False, soft_wrap=True)
+            continue
+        stopped = "stopped; the partial answer stays in the conversation"
+        note(stopped if reply.output is None else describe(llm, reply.output))
+        if reply.is_out_of_room:
+            note(session.out_of_room(reply))
 
 
-def _again(session: ChatSession, line: str, edit: Callable[[str], str] | None = None) -> str | None:
+def _reply(
+    llm: "LLM",
+    session: ChatSession,
+    line: str,
+    *,
+    edit: Callable[[str], str] | None = None,
+    stops: bool = False,
+    is_quiet: bool = False,
+) -> str | Turn | None:
+    """The reply to a line: the text of a command, None of one that leaves, or the turn with the model's answer.
+
+    Raises one of `TURN_ERRORS`.
+    """
+    again = _again(session, line, edit)
+    if again is None and line.startswith("/"):
+        return session.command(line)
+    text, is_again = line if again is None else again, again is not None
+    return _answer(llm, session, text, is_again=is_again, stops=stops, is_quiet=is_quiet)
+
+
+def _again(session: ChatSession, line: str, edit: Callable[[str], str] | None) -> str | None:
     """The message that /regen or /edit answers again; None for any other line. `edit` lets the user change a text.
 
-    Raises ValueError where there is no message yet, or /edit has no text and nobody can edit one.
+    Raises ValueError where there is no message yet, or /edit has no text and there is no `edit`.
     """
     name, _, text = line.partition(" ")
     if name == "/regen":
@@ -380,29 +399,26 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
             continue
         is_command = line.startswith("/") and line.partition(" ")[0] not in ("/regen", "/edit")
         try:
-            if is_command:
-                reply = session.command(line)
-                if reply is None:
-                    break
-                say(reply)
-                continue
-            num_turns += 1
-            again = _again(session, line)
-            text = line if again is None else again
-            turn = _answer(llm, session, text, is_again=again is not None, is_quiet=as_json)
+            num_turns += not is_command
+            reply = _reply(llm, session, line, is_quiet=as_json)
         except BrokenPipeError:
             raise
-        except (ValueError, OSError, FloatingPointError) as error:
+        except TURN_ERRORS as error:
             num_failed += 1
             num_turns += is_command
             if as_json:
                 write_json({"turn": num_turns - 1, "input": line, "error": sentence(error)})
             say(f"error: {sentence(error)}")
             continue
+        if reply is None:
+            break
+        if isinstance(reply, str):
+            say(reply)
+            continue
         if as_json:
-            write_json({"turn": num_turns - 1, "input": line, **_turn_data(session, turn)})
-        if turn.is_out_of_room:
-            say(f"warning: {session.out_of_room(turn)}")
+            write_json({"turn": num_turns - 1, "input": line, **_turn_data(session, reply)})
+        if reply.is_out_of_room:
+            say(f"warning: {session.out_of_room(reply)}")
     if num_failed == 0:
         return OK
     return PARTIAL if num_failed < num_turns else ERROR
@@ -426,8 +442,8 @@ def _answer(
     params, is_cut = session.fit(len(prompt))
     with _stoppable(stops) as is_stopped:
         write = (lambda text: None) if is_quiet else write_text
-        asked, splitter = llm.answer_format.params(params), llm.answer_format.splitter(prompt)
-        answer, output = stream_answer(llm, prompt, asked, write, is_stopped=is_stopped, splitter=splitter)
+        formatted, splitter = llm.answer_format.params(params), llm.answer_format.splitter(prompt)
+        answer, output = stream_answer(llm, prompt, formatted, write, is_stopped=is_stopped, splitter=splitter)
     if not is_quiet:
         end_line(answer)
     if output is not None:
@@ -435,17 +451,10 @@ def _answer(
         if answered.finish_reason == "error":
             raise TurnError(answered.error or "the answer failed")
         if not is_quiet:
-            _write_logprobs(output, params)
+            write_logprobs(output, params)
     session.keep(messages, answer, is_again=is_again)
     is_out_of_room = is_cut and output is not None and output.outputs[0].finish_reason == "length"
     return Turn(answer, output, params, len(prompt), is_out_of_room)
-
-
-def _write_logprobs(output, params: "SamplingParams") -> None:
-    if output.prompt_logprobs is not None:
-        print_logprobs("prompt", output.prompt_logprobs, params.prompt_logprobs or 0)
-    if output.outputs[0].logprobs is not None:
-        print_logprobs("answer", list(output.outputs[0].logprobs), params.logprobs or 0)
 
 
 def _turn_data(session: ChatSession, turn: Turn) -> dict:
@@ -453,21 +462,14 @@ def _turn_data(session: ChatSession, turn: Turn) -> dict:
     data = request_data(0, turn.output, turn.params)
     answer = data["outputs"][0]
     del answer["index"], answer["text"]
-    message = {"role": "assistant", "content": turn.text}
-    extra = {"prompt_logprobs": data["prompt_logprobs"]} if "prompt_logprobs" in data else {}
     return {
-        "message": message,
+        "message": {"role": "assistant", "content": turn.text},
         **answer,
         "num_prompt_tokens": turn.num_prompt_tokens,
         "num_messages": len(session.messages),
         "is_out_of_room": turn.is_out_of_room,
-        "timings": data["timings"],
-        **extra,
+        **{name: data[name] for name in ("timings", "prompt_logprobs") if name in data},
     }
-
-
-def _complain(message: str) -> None:
-    console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

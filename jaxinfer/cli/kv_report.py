@@ -184,4 +184,4 @@ def _write(options: KVReportOptions, result: dict[str, Any], rows: "list[CacheFi
     for file in files:
         write_result(file, result)
     if files:
-        note(f"wrote {', '.join(str(one) for one in files)}")
+        note(f"wrote {', '.join(str(file) for file in files)}")

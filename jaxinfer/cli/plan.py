@@ -13,7 +13,7 @@ from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli.bench import check_picture, read_integers
 from jaxinfer.cli.command import UsageError, say
 from jaxinfer.cli.options import as_json, given, given_values, model_argument
-from jaxinfer.cli.output import write_json, write_text
+from jaxinfer.cli.output import write_report
 from jaxinfer.extras import install_hint
 from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
@@ -63,8 +63,8 @@ class PlanOptions:
 
 @contextlib.contextmanager
 def native_messages_hidden() -> Iterator[None]:
-    """What native code writes to standard error (absl's log, lines of the compilers) does not reach the terminal. Its
-    last lines are printed if JAX or a compiler fails."""
+    """Keeps from the terminal what native code writes to standard error (absl's log, lines of the compilers). Its last
+    lines are printed if JAX or a compiler fails."""
     with contextlib.ExitStack() as stack:
         try:
             terminal = os.dup(2)
@@ -116,7 +116,7 @@ def plan(options: PlanOptions) -> None:
 
         if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
             jax.config.update("jax_platforms", "cpu")  # the chips of this machine are not needed
-        from jaxinfer.planning import changes, make_plan, to_dict, to_text
+        from jaxinfer.planning import changes, make_plan
 
     check_picture(options.picture, "--picture")
     with Stage("planning") as stage:
@@ -131,10 +131,7 @@ def plan(options: PlanOptions) -> None:
         from jaxinfer.planning.picture import draw
 
         draw(found, options.picture)
-    if options.as_json:
-        write_json(to_dict(found, helping))
-    else:
-        write_text(to_text(found, helping) + "\n")
+    write_report(found.to_dict(helping), lambda _: found.to_text(helping) + "\n", as_json=options.as_json)
 
 
 def plan_request(options: PlanOptions) -> "PlanRequest":
