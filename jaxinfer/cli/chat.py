@@ -63,6 +63,7 @@ A message of several lines begins and ends with three quotation marks, or its
 lines end in a backslash, or it is pasted."""
 
 
+AGAIN = ("/regen", "/edit")  # commands that answer the last message again
 TURN_ERRORS = (ValueError, OSError, FloatingPointError)  # that do not end the conversation
 
 
@@ -91,16 +92,16 @@ class ChatSession:
 
     @property
     def messages(self) -> list[Message]:
-        return self._after_system(self.turns)
+        return [*self._first, *self.turns]
 
-    def _after_system(self, turns: list[Message]) -> list[Message]:
-        first = [{"role": "system", "content": self.system}] if self.system is not None else []
-        return [*first, *turns]
+    @property
+    def _first(self) -> list[Message]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def ask(self, text: str, *, is_again: bool = False) -> list[Message]:
         """The messages that a question is answered after, itself the last; with `is_again` in place of the last one."""
         turns = self.turns[:-2] if is_again else self.turns
-        return [*self._after_system(turns), {"role": "user", "content": text}]
+        return [*self._first, *turns, {"role": "user", "content": text}]
 
     def keep(self, messages: list[Message], answer: str, *, is_again: bool = False) -> None:
         """Adds an answered message and its answer to the conversation, or puts them in place of the last ones."""
@@ -139,6 +140,7 @@ class ChatSession:
     def command(self, line: str) -> str | None:
         """Runs a /command; returns the text to show, or None to leave. Raises ValueError for a wrong command."""
         name, _, rest = line[1:].partition(" ")
+        name = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}.get(name, name)  # of Ollama
         commands: dict[str, Callable[[str], str | None]] = {
             "help": lambda _: HELP,
             "reset": self._reset,
@@ -147,11 +149,6 @@ class ChatSession:
             "params": lambda _: self._show_params(),
             "set": self._set_param,
             "quit": lambda _: None,
-            # Ollama's.
-            "?": lambda _: HELP,
-            "clear": self._reset,
-            "bye": lambda _: None,
-            "exit": lambda _: None,
         }
         if name not in commands:
             raise ValueError(f"/{name} is not a command: /help lists them")
@@ -334,7 +331,7 @@ def _converse(llm: "LLM", session: ChatSession, terminal: "Terminal", is_typing:
             continue
         is_typing.clear()
         try:
-            reply = _reply(llm, session, line, edit=lambda text: terminal.read(PROMPT, text), stops=True)
+            reply = _reply(llm, session, line, lambda text: terminal.read(PROMPT, text), stops=True)
         except TURN_ERRORS as error:
             console(stderr=True).print(sentence(error), style="red", markup=False, soft_wrap=True)
             continue
@@ -350,44 +347,24 @@ def _converse(llm: "LLM", session: ChatSession, terminal: "Terminal", is_typing:
 
 
 def _reply(
-    llm: "LLM",
-    session: ChatSession,
-    line: str,
-    *,
-    edit: Callable[[str], str] | None = None,
-    stops: bool = False,
-    is_quiet: bool = False,
+    llm: "LLM", session: ChatSession, line: str, edit: Callable[[str], str] | None = None, **answering: Any
 ) -> str | Turn | None:
     """The reply to a line: the text of a command, None of one that leaves, or the turn with the model's answer.
-
-    Raises one of `TURN_ERRORS`.
-    """
-    again = _again(session, line, edit)
-    if again is None and line.startswith("/"):
-        return session.command(line)
-    text, is_again = line if again is None else again, again is not None
-    return _answer(llm, session, text, is_again=is_again, stops=stops, is_quiet=is_quiet)
-
-
-def _again(session: ChatSession, line: str, edit: Callable[[str], str] | None) -> str | None:
-    """The message that /regen or /edit answers again; None for any other line. `edit` lets the user change a text.
-
-    Raises ValueError where there is no message yet, or /edit has no text and there is no `edit`.
-    """
+    `edit` lets the user change a text; `answering` is as of `_answer`. Raises one of `TURN_ERRORS`."""
     name, _, text = line.partition(" ")
-    if name == "/regen":
-        return session.last_message()
-    if name != "/edit":
-        return None
+    is_again = name in AGAIN
+    if not is_again:
+        return session.command(line) if line.startswith("/") else _answer(llm, session, line, **answering)
     last = session.last_message()
-    if text.strip():
-        return text.strip()
-    if edit is None:
-        raise ValueError("/edit needs the new text of the last message")
-    try:
-        return edit(last)
-    except (EOFError, KeyboardInterrupt):
-        raise ValueError("nothing is changed") from None
+    text = last if name == "/regen" else text.strip()
+    if not text:
+        if edit is None:
+            raise ValueError("/edit needs the new text of the last message")
+        try:
+            text = edit(last)
+        except (EOFError, KeyboardInterrupt):
+            raise ValueError("nothing is changed") from None
+    return _answer(llm, session, text, is_again=True, **answering)
 
 
 def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
@@ -397,7 +374,7 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
         line = line.rstrip("\r\n")
         if not line.strip():
             continue
-        is_command = line.startswith("/") and line.partition(" ")[0] not in ("/regen", "/edit")
+        is_command = line.startswith("/") and line.partition(" ")[0] not in AGAIN
         try:
             num_turns += not is_command
             reply = _reply(llm, session, line, is_quiet=as_json)

@@ -73,7 +73,11 @@ def native_messages_hidden() -> Iterator[None]:
             return
         stack.callback(os.close, terminal)
         lines = stack.enter_context(tempfile.TemporaryFile())
-        stack.enter_context(_python_stderr(terminal))
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            if sys.stderr.fileno() == 2:  # Python's own messages still reach the terminal
+                again = os.dup(terminal)
+                stream = stack.enter_context(open(again, "w", 1, sys.stderr.encoding, "backslashreplace"))
+                stack.enter_context(contextlib.redirect_stderr(stream))
         sys.stderr.flush()
         os.dup2(lines.fileno(), 2)
         stack.callback(os.dup2, terminal, 2)
@@ -84,23 +88,6 @@ def native_messages_hidden() -> Iterator[None]:
             for line in lines.read().decode(errors="replace").splitlines()[-NUM_LINES:]:
                 say(f"  {line}")
             raise
-
-
-@contextlib.contextmanager
-def _python_stderr(terminal: int) -> Iterator[None]:
-    """`sys.stderr` on another file descriptor, if it is on 2."""
-    try:
-        is_replaced = sys.stderr.fileno() == 2
-    except (AttributeError, OSError, ValueError):
-        is_replaced = False
-    if not is_replaced:
-        yield
-        return
-    with (
-        open(os.dup(terminal), "w", encoding=sys.stderr.encoding, errors="backslashreplace", buffering=1) as stream,
-        contextlib.redirect_stderr(stream),
-    ):
-        yield
 
 
 @native_messages_hidden()  # importing JAX beside a GPU's compiler writes the first ones

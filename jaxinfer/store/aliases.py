@@ -46,11 +46,9 @@ class Alias:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of its file."""
-        found = {
-            entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in ("name", "sampling")
-        }
-        found = {name: value for name, value in found.items() if value is not None}
-        return {**found, **({"sampling": dict(self.sampling)} if self.sampling else {})}
+        values = {name: value for name, value in vars(self).items() if name not in ("name", "sampling")}
+        values = {name: value for name, value in values.items() if value is not None}
+        return {**values, **({"sampling": dict(self.sampling)} if self.sampling else {})}
 
 
 def alias_path(name: str) -> Path:

@@ -107,23 +107,12 @@ class Search:
             base.append(self.measure({}, lambda row: after_one(row) if base else None))
             self.report(self.found)
 
-    def _starts(self) -> list[TrialResult]:
-        """The best single change, or the best two where the baseline is outside the limits; where nothing is within
-        them, what takes the least memory."""
-        alone, base = self.found.alone, self.found.base
-        best, fits = base[0], self.goal.ruled_out(base[0]) is None
-        if start := promising(self.goal, alone, base):
-            return start[: 1 if fits else 2]
-        for row in () if fits else sorted((row for row in alone if row.needed_bytes is not None), key=_needed):
-            if not any(name in best.arguments for name in row.arguments):
-                both = self._tried(ordered({**best.arguments, **row.arguments}), self.found.together)
-                best = both if is_better(self.goal, both, best) else best
-        return [best]
-
     def _combine(self) -> None:
-        """Climbs from the best single changes; then once without each change of what was reached: one that is good
-        alone may keep better ones out."""
-        best, *others = map(self._climb, self._starts())
+        """Climbs from the best single change, or the best two where the baseline is outside the limits; then once
+        without each change of what was reached: one that is good alone may keep better ones out."""
+        alone, base = self.found.alone, self.found.base
+        most = 1 if self.goal.ruled_out(base[0]) is None else 2
+        best, *others = map(self._climb, promising(self.goal, alone, base)[:most] or base[:1])
         for row in others:
             best = row if is_better(self.goal, row, best) else best
         for name in list(best.arguments):
@@ -137,7 +126,7 @@ class Search:
         nothing is better. Changes that made no difference alone may make one beside others, and those that need too
         much memory alone may fit beside others."""
         alone, base = self.found.alone, self.found.base
-        if not best.arguments and not additions(self.goal, alone, base):
+        if not best.arguments and self.goal.ruled_out(best) is None and not additions(self.goal, alone, base):
             return best
         changes = [row.arguments for row in additions(self.goal, alone, base, least=1 - LEAST)]
         is_improved = True

@@ -195,5 +195,5 @@ def _memory(axes, results: Sequence[dict[str, Any]]) -> None:
 
 def _run_name(result: dict[str, Any], run: dict[str, Any]) -> str:
     if result["command"] == "load":
-        return f"{run['rate']:g} requests/s" if isinstance(run["rate"], float) else f"{run['rate']} requests/s"
+        return f"{float(run['rate']):g} requests/s"
     return f"batch {run['batch']}" if result["command"] == "latency" else f"{run['requests']} requests"
