@@ -212,7 +212,7 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
             return runner(arguments, stop)
 
         if found.base:
-            runner.refer_to(found.base[0])
+            runner.reference = found.base[0]
         bound = _roofline_bound(options, workload, arguments, facts.default_size)
         try:
             Search(goal, measure, used=used, found=found, report=report.write, bound=bound).run(trials)

@@ -80,7 +80,8 @@ class TrialRunner:
         self._model: LoadedModel | None = None
         self._budget: float | None = limit
         self._beside: tuple[LoadedModel, LLM] | None = None  # the baseline that stays open
-        self._reference: TrialResult | None = None
+        # The baseline that figures of trials are scaled to: to the machine as it was when this was measured.
+        self.reference: TrialResult | None = None
         self._qualities: dict[tuple[Any, ...], tuple[float, float]] = {}
 
     def close(self) -> None:
@@ -97,10 +98,6 @@ class TrialRunner:
         if model is not None and (self._beside is None or model is not self._beside[0]):
             model.weights.release()
         gc.collect()
-
-    def refer_to(self, base: TrialResult) -> None:
-        """Scales the figures of trials to the machine as it was when this was measured."""
-        self._reference = base
 
     def __call__(self, arguments: Arguments, stop: Stop = lambda row: None) -> TrialResult:
         """Runs a trial, until `stop` gives a reason. A failure is a result with the reason; only a failing baseline
@@ -192,8 +189,8 @@ class TrialRunner:
                 row = self._repeated(llm, row)
                 stopped = stop(row) if number + 1 < self.settings.repeats else None
             after = llm.speculation_stats()
-            if not arguments and self._reference is None and row.one:
-                self.refer_to(row)
+            if not arguments and self.reference is None and row.one:
+                self.reference = row
             notes = []
             if "float32 copies" in llm.explain().groups["model"]:
                 notes.append("on a CPU the weights run as float32 copies, which saves nothing")
@@ -260,11 +257,11 @@ class TrialRunner:
 
     def _slower(self) -> tuple[float, float]:
         """How much longer the baseline takes than at first: one request, and a batch; 1 where it is not open."""
-        if self._beside is None or self._reference is None:
+        if self._beside is None or self.reference is None:
             return 1.0, 1.0
         llm = self._beside[1]
         one, batch = self._again(lambda: self._single(llm))[2], self._again(lambda: self._batch(llm))
-        return one / median(self._reference.one), median(self._reference.rate) / batch["tokens_per_second"]["out"]
+        return one / median(self.reference.one), median(self.reference.rate) / batch["tokens_per_second"]["out"]
 
     def _again(self, run: Callable[[], Any]) -> Any:
         """The result of a run in which nothing was compiled."""
