@@ -111,7 +111,7 @@ def main() -> None:
         if options.file.exists():
             result = json.loads(options.file.read_text())
         if rows := [TrialResult.from_dict(row) for row in result["rows"]]:
-            runner.refer_to(rows[0])
+            runner.reference = rows[0]
         about = runner.facts(SIZES, DEFAULT_SIZE, DRAFTS)
         goals = [Goal(name) for name in GOALS]
         wanted = {str(one): one for goal in goals for one in combinations(candidates(goal, about)[0])}

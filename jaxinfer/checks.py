@@ -40,7 +40,7 @@ def unknown_names(value: Any, names: Mapping[str, Any], place: str = "") -> Iter
             if item is None:
                 continue
             if name not in names:
-                yield place, str(name), [one for one in names if one != TYPES]
+                yield place, str(name), [known for known in names if known != TYPES]
             elif names[name] is not None:
                 yield from unknown_names(item, names[name], f"{place}.{name}")
 
@@ -48,7 +48,7 @@ def unknown_names(value: Any, names: Mapping[str, Any], place: str = "") -> Iter
 def without_unknown(value: Any, names: Mapping[str, Any]) -> Any:
     """JSON data without what `unknown_names` finds."""
     if isinstance(value, (list, tuple)):
-        return [without_unknown(one, names) if isinstance(one, Mapping) else one for one in value]
+        return [without_unknown(item, names) if isinstance(item, Mapping) else item for item in value]
     if not isinstance(value, Mapping) or not _is_checked(value, names):
         return value
     return {
@@ -68,7 +68,7 @@ def whole_numbers(value: Any) -> Any:
         return int(value) if value.is_integer() and abs(value) < 2**53 else value
     if isinstance(value, Mapping):
         return {key: whole_numbers(one) for key, one in value.items()}
-    return [whole_numbers(one) for one in value] if isinstance(value, list) else value
+    return [whole_numbers(item) for item in value] if isinstance(value, list) else value
 
 
 def need_plotting(what: str) -> None:

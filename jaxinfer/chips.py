@@ -4,17 +4,17 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # JAX allocates this share of a GPU's memory at its start, unless the environment variable sets another.
 GPU_SHARE, GPU_SHARE_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 class Source(NamedTuple):
-    """Where figures of a chip are taken from; `figures` are names of fields of `Chip`."""
+    """Source of figures of a chip; `figures` are names of fields of `Chip`."""
 
     title: str
     url: str | None
@@ -24,7 +24,8 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Chip:
-    """The figures of one chip: bytes, bytes/s and FLOP/s; those of one device are a `devices_per_chip`-th.
+    """The figures of one chip: bytes, bytes/s and FLOP/s; those of one device are a `devices_per_chip`-th. The defaults
+    are of a device that is not listed.
 
     Attributes:
       name: the name in options. title: the vendor's name. platform: "tpu" or "gpu".
@@ -39,18 +40,18 @@ class Chip:
     name: str
     title: str
     platform: str
-    devices_per_chip: int
-    hbm_bytes: int
-    usable_bytes: int
-    l2_bytes: int | None
-    hbm_bandwidth: float
-    flops: dict[str, float | None]
-    link_bandwidth: float
-    host_bandwidth: float
-    chips_per_host: int
-    can_compile: bool
-    device_kinds: tuple[str, ...]
-    sources: tuple[Source, ...]
+    devices_per_chip: int = 1
+    hbm_bytes: int = 0
+    usable_bytes: int = 0
+    l2_bytes: int | None = None
+    hbm_bandwidth: float = 0.0
+    flops: dict[str, float | None] = field(default_factory=dict)
+    link_bandwidth: float = 0.0
+    host_bandwidth: float = 0.0
+    chips_per_host: int = 1
+    can_compile: bool = False
+    device_kinds: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,17 +79,18 @@ class Rates:
 def chips() -> dict[str, Chip]:
     """All of chips.json, by name."""
     data = json.loads(files("jaxinfer").joinpath("chips.json").read_text(encoding="utf-8"))
-    return {name: _chip(name, fields) for name, fields in data["chips"].items()}
-
-
-def _chip(name: str, fields: dict[str, Any]) -> Chip:
-    values = {key: value for key, value in fields.items() if key != "notes"}
-    if values["usable_bytes"] is None:
-        share = float(os.environ.get(GPU_SHARE_VARIABLE) or GPU_SHARE)
-        values["usable_bytes"] = int(share * values["hbm_bytes"])
-    values["device_kinds"] = tuple(values["device_kinds"])
-    values["sources"] = tuple(Source(**{**one, "figures": tuple(one["figures"])}) for one in values["sources"])
-    return Chip(name=name, **values)
+    share = float(os.environ.get(GPU_SHARE_VARIABLE) or GPU_SHARE)
+    found = {}
+    for name, values in data["chips"].items():
+        values.pop("notes", None)
+        if values["usable_bytes"] is None:
+            values["usable_bytes"] = int(share * values["hbm_bytes"])
+        values["device_kinds"] = tuple(values["device_kinds"])
+        values["sources"] = tuple(
+            Source(**{**source, "figures": tuple(source["figures"])}) for source in values["sources"]
+        )
+        found[name] = Chip(name, **values)
+    return found
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:

@@ -1,4 +1,4 @@
-"""Where compiled programs are kept between processes."""
+"""Compiled programs that are kept between processes."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -29,14 +28,12 @@ from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lru_cache import LRUCache
 
 from cpu_kernels import kernels
-from jaxinfer.files import cache_folder
+from jaxinfer.files import OLD_SECONDS, PART, cache_folder, replacing
 from jaxinfer.kept_files import KeptFiles
 from pallas_kernels.paged_attention import numba_cpu
 from pallas_kernels.platform import num_cores
 
 _LOG = logging.getLogger(__name__)
-_PART = ".part"  # ends the names of entries that are being written
-_OLD_SECONDS = 24 * 3600  # after which such a file was left by a killed process
 
 # JAX's names of what happens (jax._src.dispatch, jax._src.compiler).
 _COMPILED_OR_READ = "/jax/core/compile/backend_compile_duration"
@@ -63,7 +60,10 @@ def enable() -> Path | None:
     path = cache_folder("xla")
     if path is None:
         return None
-    _remove_parts(path)
+    for part in path.glob(f".*{PART}"):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if time.time() - part.stat().st_mtime > OLD_SECONDS:
+                part.unlink()
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return path
@@ -125,7 +125,8 @@ class _AtomicCache(LRUCache):
         if path.exists():
             return
         try:
-            _write(path, value)
+            with replacing(path) as file:
+                file.write(value)
         except OSError as error:
             if folder not in _told:
                 _told.add(folder)
@@ -136,24 +137,6 @@ class _AtomicCache(LRUCache):
 
 
 _told: set[Path] = set()  # folders of which a warning has said that they cannot be written
-
-
-def _write(path: Path, value: bytes) -> None:
-    descriptor, part = tempfile.mkstemp(prefix=".", suffix=_PART, dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(value)
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise
-
-
-def _remove_parts(folder: Path) -> None:
-    for path in folder.glob(f".*{_PART}"):
-        with contextlib.suppress(OSError):  # another process may have removed it
-            if time.time() - path.stat().st_mtime > _OLD_SECONDS:
-                path.unlink()
 
 
 class _Start:
@@ -169,7 +152,10 @@ class _Start:
         self._known = self._read().get(self._name, [])
         self._used: list[str] = []
         pool = ThreadPoolExecutor(1, "jaxinfer-programs")
-        self._found: dict[str, Future[Any]] = {key: pool.submit(_read_program, key) for key in self._known}
+        backend, devices = jax.extend.backend.get_backend(), xla_client.DeviceList(tuple(jax.devices()))
+        self._found: dict[str, Future[Any]] = {
+            key: pool.submit(_read_from_cache, key, None, backend, devices) for key in self._known
+        }
         pool.shutdown(wait=False)
 
     def take(self, key: str) -> Any:
@@ -190,8 +176,9 @@ class _Start:
         if self._used != self._known[: len(self._used)]:
             others = {name: keys for name, keys in self._read().items() if name != self._name}
             kept = dict([*others.items(), (self._name, self._used)][-_MAX_STARTS:])
-            with contextlib.suppress(OSError):  # a full disk: the next start reads what this one did
-                _write(self._path, json.dumps(kept).encode())
+            # A full disk: the next start reads what this one did.
+            with contextlib.suppress(OSError), replacing(self._path) as file:
+                file.write(json.dumps(kept).encode())
 
     def _read(self) -> dict[str, list[str]]:
         try:
@@ -215,16 +202,12 @@ def begin_start(name: str) -> None:
 
 
 def end_start() -> None:
-    """What is compiled from here on is not what a start needs first."""
+    """Ends the start: programs compiled from here on are not those that it needs first."""
     global _start
     _start = None
 
 
 _read_from_cache = jax_cache.get_executable_and_time
-
-
-def _read_program(key: str) -> Any:
-    return _read_from_cache(key, None, jax.extend.backend.get_backend(), xla_client.DeviceList(tuple(jax.devices())))
 
 
 @cache

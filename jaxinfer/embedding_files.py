@@ -76,9 +76,9 @@ class EmbeddingConfig:
         if name is None:
             return ""
         names = _DOCUMENT_PROMPTS if name == "document" else (name,)
-        for one in names:
-            if one in self.prompts:
-                return self.prompts[one]
+        for known in names:
+            if known in self.prompts:
+                return self.prompts[known]
         if name in ("query", "document"):
             return ""
         known = ", ".join(map(repr, self.prompts)) or "none"

@@ -6,11 +6,15 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Self
+
+PART = ".part"  # ends the names of files that are being written
+OLD_SECONDS = 24 * 3600  # after which such a file was left by a killed process
 
 
 class Closable:
@@ -27,7 +31,7 @@ class Closable:
 
 
 def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """What each line that is not blank holds, with words for where it is. Raises ValueError, with these, for a line
+    """Places and values of the lines that are not blank. Raises ValueError, with these, for a line
     that is not JSON; FileNotFoundError."""
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -104,6 +108,20 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """As `atomic_writer`, with a temporary file of its own for each process, and without waiting for the disk. The
+    temporary file ends with `PART`, and stays if the process is killed. Raises OSError."""
+    descriptor, part = tempfile.mkstemp(prefix=".", suffix=PART, dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
 
 
 def write_text_atomically(path: Path, text: str) -> None:

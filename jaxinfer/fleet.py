@@ -55,7 +55,7 @@ class _Worker:
         self._engine = AsyncEngine(model, **{"steps_per_dispatch": 8, **options, "max_waiting": None})
 
     async def describe(self) -> dict[str, Any]:
-        """What a job needs to know of the model."""
+        """Facts of the model that a job needs."""
         llm = self._engine.llm
         return {
             "name": llm.name,
@@ -196,16 +196,17 @@ class RayPool(TakesPrompts, Closable):
                     try:
                         yield row.key, ray.get(reference)
                     except ray.exceptions.RayActorError:
-                        lost = [row, *(one for one, its in running.values() if its is worker)]
+                        lost = [row, *(running_row for running_row, its in running.values() if its is worker)]
                         running = {other: pair for other, pair in running.items() if pair[1] is not worker}
                         del counts[worker]
                         self._replace(worker, len(lost))
-                        for one in lost:
-                            one.num_losses += 1
-                            if one.num_losses < MAX_LOSSES:
-                                again.append(one)
+                        for lost_row in lost:
+                            lost_row.num_losses += 1
+                            if lost_row.num_losses < MAX_LOSSES:
+                                again.append(lost_row)
                             else:
-                                yield one.key, WorkerLostError(f"{one.num_losses} workers were lost while they ran it")
+                                why = f"{lost_row.num_losses} workers were lost while they ran it"
+                                yield lost_row.key, WorkerLostError(why)
         finally:
             for reference in running:
                 ray.cancel(reference)
@@ -289,8 +290,9 @@ class RayDataGenerator:
         for column in (self._prompts, *(() if self._ids is None else (self._ids,))):
             if column not in batch:
                 raise ValueError(f"there is no column {column!r}; there are {', '.join(map(repr, batch))}")
-        prompts = [one if isinstance(one, str) else [int(token) for token in one] for one in batch[self._prompts]]
-        ids = [_content_id(one) for one in prompts] if self._ids is None else [int(one) for one in batch[self._ids]]
+        column = batch[self._prompts]
+        prompts = [prompt if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in column]
+        ids = [_content_id(prompt) for prompt in prompts] if self._ids is None else list(map(int, batch[self._ids]))
         defaults = {name: value for name, value in vars(self._llm.default_params).items() if name != "seed"}
         params = [
             SamplingParams.from_dict({**defaults, "seed": derive_seed(self._seed, number), **self._given})

@@ -13,19 +13,17 @@ import contextlib
 import hashlib
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from jaxinfer.files import cache_folder, open_regular
+from jaxinfer.files import OLD_SECONDS, PART, cache_folder, open_regular, replacing
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = b"jaxinfer kept file 1\n"
 _HEADER_BYTES = len(_FORMAT) + hashlib.sha256().digest_size
-_SUFFIX, _PART = ".kept", ".part"
-_OLD_SECONDS = 24 * 3600  # after which a file that was being written was left by a killed process
+_SUFFIX = ".kept"
 
 KINDS = {
     "kernels": 64 * 2**20,
@@ -94,14 +92,8 @@ class KeptFiles:
         if len(content) > self.max_bytes:
             return
         try:
-            descriptor, part = tempfile.mkstemp(prefix=".", suffix=_PART, dir=self.folder)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.writelines((_FORMAT, _checksum(key, content), content))
-                os.replace(part, self._path(key))
-            except BaseException:
-                os.unlink(part)
-                raise
+            with replacing(self._path(key)) as file:
+                file.writelines((_FORMAT, _checksum(key, content), content))
         except OSError as error:
             _tell(str(self.folder), f"nothing can be kept in {self.folder}: {error.strerror}")
             return
@@ -134,7 +126,7 @@ class KeptFiles:
         size, now = 0, time.time()
         for path, status in found:
             size += status.st_size
-            is_left = path.suffix == _PART and now - status.st_mtime > _OLD_SECONDS
+            is_left = path.suffix == PART and now - status.st_mtime > OLD_SECONDS
             if is_left or (path.suffix == _SUFFIX and size > self.max_bytes):
                 size -= status.st_size
                 with contextlib.suppress(OSError):

@@ -30,25 +30,24 @@ def tokenizer_of(path: Path) -> Tokenizer | None:
     """
     import checkpoints_convert
 
-    return _tokenizer(path, checkpoints_convert.tokenizer_files(path))
-
-
-def _tokenizer(path: Path, contents: Mapping[str, str] | None) -> Tokenizer | None:
-    """The tokenizer of files with these contents, or, where they are None, of the checkpoint's directory."""
-    files = _tokenizer_files(path, contents)
-    with _naming(path, contents):
-        return None if files is None else Tokenizer(files)
+    return begin_tokenizer(path, checkpoints_convert.tokenizer_files(path))()
 
 
 def begin_tokenizer(path: Path, contents: Mapping[str, str] | None) -> Callable[[], Tokenizer | None]:
-    """Begins `_tokenizer`; the function that is returned ends it. Of files that have passed all checks before it is
-    made in a thread, which takes a second beside the weights; others are read, and refused, at once."""
+    """Begins to make the tokenizer of files with these contents, or, where they are None, of the checkpoint's
+    directory; the function that is returned ends it. Of files that have passed all checks before it is made in a
+    thread, which takes a second beside the weights; others are read, and refused, at once."""
     files = _tokenizer_files(path, contents)
+
+    def make() -> Tokenizer | None:
+        with _naming(path, contents):
+            return None if files is None else Tokenizer(files)
+
     if files is None or not has_passed_checks(files):
-        found = _tokenizer(path, contents)
+        found = make()
         return lambda: found
     pool = ThreadPoolExecutor(1, "jaxinfer-tokenizer")
-    future = pool.submit(_tokenizer, path, contents)
+    future = pool.submit(make)
     pool.shutdown(wait=False)
     return future.result
 

@@ -44,18 +44,18 @@ def files_key(
     if not isinstance(path, Path):  # in an object store: whether they have changed is not known
         return object()
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    states = [(str(one), state.st_size, state.st_mtime_ns, state.st_ino) for one in files for state in (one.stat(),)]
+    states = [(str(file), state.st_size, state.st_mtime_ns, state.st_ino) for file in files for state in (file.stat(),)]
     kinds = dtype, resolved_dtype(dtype), activations
     return (*states, *kinds, None if chosen is None else chosen.recipe, mesh, *sorted(opening.items()))
 
 
 def resolved_dtype(dtype: str) -> str:
-    """What a model is opened in on the default device."""
+    """The dtype that a model is opened in on the default device."""
     return "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
 
 
 def selection(quantize: str | None, settings: Mapping[str, str]) -> Selection | None:
-    """What weights are rounded to: as is asked for, or else as the alias's settings say."""
+    """The recipe that weights are rounded to: `quantize`, or else that of the alias's settings."""
     name = settings.get("quantize") if quantize == OF_ALIAS else quantize
     return None if name is None else Selection(name)
 

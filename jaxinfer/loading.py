@@ -94,8 +94,8 @@ class LoadedModel:
         return KVScales(self.fit.kv_scales(scales.keys), self.fit.kv_scales(scales.values))
 
     def runnable(self) -> WeightsView[tuple[Params, Copies | None]]:
-        """What the engine takes: on a CPU, packed weights; of quantized ones that cannot be packed float32 copies, as
-        far as their budget goes, and none where layers stay on the disk, since memory is short."""
+        """The parameters as the engine takes them: on a CPU, packed weights; of quantized ones that cannot be packed
+        float32 copies, as far as their budget goes, and none where layers stay on the disk, since memory is short."""
         has_all = self.fit is None and disk_layers(self.params) is None
         is_on_cpu, config, activations = has_all and jax.default_backend() == "cpu", self.config, self.activations
         run = self.weights.view(
@@ -116,9 +116,7 @@ class LoadedModel:
         """
         config, length = for_length(self.config, max_model_len, has_policy=has_policy)
         params = self.default_params
-        if (
-            params.max_tokens is not None and params.max_tokens >= length
-        ):  # a default that no prompt would leave room for
+        if params.max_tokens is not None and params.max_tokens >= length:  # no prompt would leave room for it
             params = replace(params, max_tokens=None)
         return replace(self, config=config, default_params=params), length
 
@@ -167,7 +165,11 @@ def load_model(
     check_activations(activations, mesh)
     tell_what_is_slower()
     if isinstance(model, tuple):
-        _check_given(requantize, verify, quantization)
+        if requantize is not None:
+            raise ValueError("requantize is for GGUF files, not for live parameters")
+        if verify:
+            raise ValueError("verify is for the files of a checkpoint, not for live parameters")
+        check_format(quantization, None, "a live model")
         found = replace(_live(model, dtype, selection(quantize, {}), mesh, offload), activations=activations)
     else:
         named = find_model(model, revision)
@@ -175,7 +177,6 @@ def load_model(
         opening = {"requantize": requantize, "verify": verify}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization, "activations": activations}
         found = _read(named, dtype, chosen, mesh, offload, opening=opening, from_disk=from_disk, **needed)
-        found = replace(found, source=named.path)
     chosen_tokenizer = found.tokenizer if tokenizer is None else tokenizer
     if isinstance(chosen_tokenizer, (str, Path)):
         chosen_tokenizer = Tokenizer.from_dir(chosen_tokenizer)
@@ -196,15 +197,6 @@ def load_model(
         fit=fit,
         mesh=mesh,
     )
-
-
-def _check_given(requantize: str | None, verify: bool | None, quantization: str | None) -> None:
-    """Raises ValueError for what live parameters do not have."""
-    if requantize is not None:
-        raise ValueError("requantize is for GGUF files, not for live parameters")
-    if verify:
-        raise ValueError("verify is for the files of a checkpoint, not for live parameters")
-    check_format(quantization, None, "a live model")
 
 
 def _live(
@@ -248,7 +240,8 @@ def _read(
     keeps_16_bits, dtype = dtype == "auto", resolved_dtype(dtype)
     with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
         check_format(quantization, checkpoint.quantization, named.name)
-        check_not_rounded(path, checkpoint.quantized() if _is_kept_gguf(checkpoint) else {}, chosen)
+        is_kept_gguf = checkpoint.quantization == "gguf" and not checkpoint.is_dequantized
+        check_not_rounded(path, checkpoint.quantized() if is_kept_gguf else {}, chosen)
         # What is small is read, and refused, before the weights.
         try:
             defaults = from_generation_config(checkpoint.generation_config)
@@ -286,19 +279,15 @@ def _read(
             embedding=read_embedding_config(path) if path.is_dir() else None,
             system=named.system,
             activations=activations,
+            source=path,
         )
-
-
-def _is_kept_gguf(checkpoint: Any) -> bool:
-    """Tells whether it is a GGUF file whose quantized weights stay as they are."""
-    return checkpoint.quantization == "gguf" and not checkpoint.is_dequantized
 
 
 def _kv_scales(checkpoint: Any) -> KVScales | None:
     layers = checkpoint.kv_scales
     if not layers:
         return None
-    return KVScales.of_layers(checkpoint.config, [one.k for one in layers], [one.v for one in layers])
+    return KVScales.of_layers(checkpoint.config, [layer.k for layer in layers], [layer.v for layer in layers])
 
 
 @dataclass(frozen=True)
@@ -347,8 +336,9 @@ def load_shapes(
     is_here: bool = False,
     activations: str = "float32",
 ) -> tuple[ModelConfig, Params]:
-    """What `load_model` would load for a TPU or GPU, as `jax.ShapeDtypeStruct`s: from configuration and headers alone.
-    `is_here`: for the default device of this process, on a CPU with packed weights, which take at most those bytes.
+    """The model that `load_model` would load for a TPU or GPU, as `jax.ShapeDtypeStruct`s: from configuration and
+    headers alone. `is_here`: for the default device of this process, on a CPU with packed weights, which take at most
+    those bytes.
 
     Raises as `load_model`.
     """
@@ -444,10 +434,8 @@ def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenize
             f"params do not fit the config at {jax.tree_util.keystr(path)}: "
             f"shape {other.get(path, 'missing')}, the config makes it {flat.get(path, 'absent')}"
         )
-    leaves = [
-        (tuple(key.key for key in path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
-    ]
+    pairs = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
+    leaves = [(tuple(key.key for key in path), leaf) for path, leaf in pairs]
     for path, leaf in leaves:
         if is_quantized(leaf):
             check(leaf, ".".join(path))

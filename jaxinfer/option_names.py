@@ -16,9 +16,8 @@ from jaxinfer.checks import did_you_mean
 Scope = Literal["LLM", "SamplingParams", "call", "server"]
 Values = Mapping[str, Any]
 
-LLAMA, HF, MLX, OLLAMA, OPENAI, SGLANG, VLLM = (
-    *("llama.cpp", "Transformers", "mlx-lm", "Ollama", "OpenAI", "SGLang", "vLLM"),
-)
+LLAMA, HF, MLX, OLLAMA = "llama.cpp", "Transformers", "mlx-lm", "Ollama"
+OPENAI, SGLANG, VLLM = "OpenAI", "SGLang", "vLLM"
 
 
 class OptionNameError(TypeError):
@@ -53,7 +52,7 @@ class OtherName:
 
     def apply(self, value: Any) -> Values:
         """Our options for a value. Raises OptionNameError, which says what to write instead."""
-        if any(value is one or (type(value) is type(one) and value == one) for one in (None, *self.harmless)):
+        if any(value is known or (type(value) is type(known) and value == known) for known in (None, *self.harmless)):
             return {}
         given = f"{self.name}={value!r:.60} ({self.engines})"
         if self.read is None:
@@ -133,8 +132,6 @@ def _do_sample(value: Any) -> Values:
         raise ValueError("it must be True or False; temperature=0 is greedy")
     return {} if value else {"temperature": 0.0}
 
-
-_FORMER, _STOP, _BOTH = "a former flag", "include_stop_str_in_output", f"{VLLM}, {SGLANG}"
 
 # Names without a counterpart, by what to do instead.
 _REFUSED: Mapping[Scope, Mapping[str, str]] = {
@@ -284,8 +281,6 @@ _SAMPLING = (
     _same("SamplingParams", "stop_strings", HF, "stop"),
     _same("SamplingParams", "stop_sequences", "TGI", "stop"),
     _same("SamplingParams", "random_seed", "Mistral", "seed"),
-    _same("SamplingParams", "include_stop_str", _FORMER, _STOP, is_switch=True),
-    OtherName("SamplingParams", "cut_stop_str", _FORMER, _STOP, _opposite(_STOP), is_switch=True),
     OtherName("SamplingParams", "do_sample", HF, "temperature", _do_sample, is_switch=True),
     *(_same("SamplingParams", name, VLLM, "structured") for name in ("structured_outputs", "guided_decoding")),
     _same("SamplingParams", "response_format", OPENAI, "structured", harmless=({"type": "text"},)),
@@ -308,12 +303,12 @@ _HTTP = (
     _same("server", "max_num_queued_tokens", VLLM, "max_queued_tokens"),
     _same("server", "max_queued_requests", SGLANG, "max_queued"),
     _same("server", "shutdown_timeout", VLLM, "drain_timeout"),
-    _same("server", "otlp_traces_endpoint", _BOTH, "otlp_endpoint"),
+    _same("server", "otlp_traces_endpoint", f"{VLLM}, {SGLANG}", "otlp_endpoint"),
     *_refused("server"),
 )
 
 NAMES: tuple[OtherName, ...] = (*_LLM, *_SAMPLING, *_CALL, *_HTTP)
-_BY_NAME = {(one.scope, one.name): one for one in NAMES}
+_BY_NAME = {(entry.scope, entry.name): entry for entry in NAMES}
 
 # Other spellings of values, by our option.
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
@@ -425,7 +420,7 @@ def translated(
 
 
 def _hint(name: str, known: Sequence[str], elsewhere: Mapping[str, Collection[str]]) -> str:
-    """What to do about an unknown name: where it belongs, or the nearest known ones."""
+    """A hint for an unknown name: where it belongs, or the nearest known ones."""
     for place, names in elsewhere.items():
         if name in names:
             return f": it belongs to {place}"

@@ -10,7 +10,7 @@ __all__ = ["MISSING", "Description", "argument", "describe", "option"]
 
 @dataclass(frozen=True)
 class Description:
-    """What an option is.
+    """Description of an option.
 
     Attributes:
       help: one or two sentences, with the unit, and with the meaning of None.

@@ -169,7 +169,7 @@ def of_command(*, is_off: bool = False) -> Iterator[None]:
 
 
 def is_shown() -> bool:
-    """Whether stages are shown as bars, unless they say otherwise."""
+    """True if stages are shown as bars, unless they say otherwise."""
     return _form(None) == "bar"
 
 
@@ -200,7 +200,7 @@ def _form(show: bool | None) -> str | None:
 
 
 def _has_width() -> bool:
-    """Whether the terminal says how wide it is. Some that programs make say 0, and tqdm would cut off all text."""
+    """True if the terminal says how wide it is. Some that programs make say 0, and tqdm would cut off all text."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError, AttributeError):

@@ -11,7 +11,6 @@ from jaxinfer.models.host_layers import all_layers, disk_layers
 from jaxinfer.quantization import dequantize_params
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _INSTEAD = "copy its checkpoint, or convert it: jaxinfer convert SRC DST --to huggingface"
 
 
@@ -60,11 +59,17 @@ def _beside(loaded: LoadedModel, stack: ExitStack) -> tuple[dict[str, Path | str
     from checkpoints_convert.files import special_token
 
     files: dict[str, Path | str] = {}
-    special, kv_scales, tokenizer = _special_tokens(loaded), (), loaded.tokenizer
+    kv_scales, tokenizer, eos = (), loaded.tokenizer, loaded.eos_token_ids
+    special: dict[str, Any] = {
+        "bos_token_id": None if tokenizer is None else tokenizer.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "pad_token_id": None if tokenizer is None else tokenizer.pad_token_id,
+    }
     if loaded.source is not None:
         with checkpoints_convert.open_checkpoint(loaded.source, dtype="float32", verify=False) as checkpoint:
             files, kv_scales = checkpoint.companions(with_tokenizer=False), checkpoint.kv_scales
-        stored = _config(files.pop(CONFIG, "{}"))
+        content = files.pop(CONFIG, "{}")
+        stored = json.loads(content if isinstance(content, str) else content.read_text(encoding="utf-8-sig"))
         special |= {name: value for name in special if (value := special_token(stored, name)) is not None}
     own = None if tokenizer is None else tokenizer.files.get("tokenizer.json")
     if tokenizer is not None and (own is None or own.parent != loaded.source):
@@ -74,18 +79,3 @@ def _beside(loaded: LoadedModel, stack: ExitStack) -> tuple[dict[str, Path | str
     generation = {name: value for name, value in special.items() if value is not None}
     files.setdefault(GENERATION_CONFIG, json.dumps(generation, indent=2) + "\n")
     return files, special, kv_scales
-
-
-def _config(content: Path | str) -> dict[str, Any]:
-    return json.loads(content if isinstance(content, str) else content.read_text(encoding="utf-8-sig"))
-
-
-def _special_tokens(loaded: LoadedModel) -> dict[str, Any]:
-    """As the tokenizer and the end-of-sequence ids say."""
-    eos, tokenizer = loaded.eos_token_ids, loaded.tokenizer
-    values = (
-        None if tokenizer is None else tokenizer.bos_token_id,
-        eos[0] if len(eos) == 1 else list(eos) or None,
-        None if tokenizer is None else tokenizer.pad_token_id,
-    )
-    return dict(zip(_SPECIAL_TOKENS, values, strict=True))

@@ -63,12 +63,6 @@ def experts_at_once(name: str, width: int, memory: int) -> int:
     return memory // size
 
 
-def nothing_seen(count: int, width: int) -> InputStatistics:
-    """Of `count` experts before the first token."""
-    zeros = jnp.zeros((count, width), jnp.float32)
-    return InputStatistics(jnp.zeros((count, width, width), jnp.float32), zeros, jnp.array(zeros), jnp.zeros(count))
-
-
 def sum_over_experts(
     mlp: SparseMoE, rows: jax.Array, chosen: jax.Array, first: jax.Array, total: InputStatistics, *, is_inner: bool
 ) -> InputStatistics:
@@ -226,7 +220,8 @@ class LayerProgram:
         count = min(experts_at_once(name, width, memory), moe.num_experts)
         collect = _programs(self.config).expert_statistics
         for first in range(0, moe.num_experts, count):
-            total = nothing_seen(count, width)
+            shapes = (count, width, width), (count, width), (count, width), (count,)
+            total = InputStatistics(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
             for number, chunk in enumerate(chunks):
                 given = {} if kept is None else kept.of_chunk(number)
                 total = collect(params, chunk, jnp.int32(first), total, given, is_inner=name == STACKS[-1])

@@ -1,5 +1,6 @@
 """Quantizing a model layer by layer: memory holds one layer's float weights and the hidden states of the text."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -262,47 +263,34 @@ def _run(
     return [np.asarray(program.forward(params, chunk, one)) for chunk, one in zip(chunks, given, strict=True)]
 
 
-def _check_experts(config: ModelConfig, options: CalibrationOptions) -> None:
-    if config.moe is None or options.method not in ("gptq", "awq"):
-        return
-    widths = dict(zip(STACKS, (config.hidden_size, config.hidden_size, config.moe.expert_size), strict=True))
-    for number in config.moe.layers:
-        for name, width in widths.items():
-            if options.bits_of(f"layers.{number}.{name}") != KEEP_AS_IS:
-                experts_at_once(f"layers.{number}.{name}", width, options.expert_memory)
-
-
 def check_method(config: ModelConfig, options: CalibrationOptions) -> None:
     """Raises ValueError for a method that a model cannot be quantized with."""
-    _check_experts(config, options)
-    if options.needs_activations and config.moe is not None and config.moe.scales_input:
-        raise ValueError(
-            f"{options.method} is not supported for {config.architecture}, whose router scales what the experts read; "
-            "rounding to nearest (rtn) is"
-        )
-    if options.needs_activations and config.recurrent_layers:
-        raise ValueError(
-            f"{options.method} is not supported for {config.architecture}, which has recurrent layers; rounding to "
-            "nearest (rtn) is"
-        )
+    if config.moe is not None and options.method in ("gptq", "awq"):
+        widths = dict(zip(STACKS, (config.hidden_size, config.hidden_size, config.moe.expert_size), strict=True))
+        for number in config.moe.layers:
+            for name, width in widths.items():
+                if options.bits_of(f"layers.{number}.{name}") != KEEP_AS_IS:
+                    experts_at_once(f"layers.{number}.{name}", width, options.expert_memory)
     if config.kv_sources:
         raise ValueError(
             f"{config.architecture} has layers that read the keys and values of earlier ones, and cannot be quantized "
             'layer by layer; it can be opened with quantize="int8" or another scheme'
         )
-    if options.needs_activations and _reads_more(config):
-        raise ValueError(
-            f"{options.method} is not supported for {config.architecture}, whose layers have inputs of their own; "
-            "rounding to nearest (rtn) is"
-        )
+    refused = f"{options.method} is not supported for {config.architecture},"
+    if options.needs_activations:
+        reasons = {
+            "whose router scales what the experts read": config.moe is not None and config.moe.scales_input,
+            "which has recurrent layers": config.recurrent_layers,
+            "whose layers have inputs of their own": _reads_more(config),
+        }
+        if why := next((reason for reason, is_so in reasons.items() if is_so), None):
+            raise ValueError(f"{refused} {why}; rounding to nearest (rtn) is")
     if config.has_value_norm and options.method in ("awq", "smoothquant"):
-        raise ValueError(
-            f"{options.method} is not supported for {config.architecture}, whose values are normalized; gptq is"
-        )
+        raise ValueError(f"{refused} whose values are normalized; gptq is")
 
 
 def _reads_more(config: ModelConfig) -> bool:
-    """Whether a layer cannot be run from the hidden states before it alone."""
+    """Tells if a layer cannot be run from the hidden states before it alone."""
     return config.layer_inputs is not None or (config.moe is not None and config.moe.is_beside_mlp)
 
 
@@ -332,25 +320,21 @@ def check_input(
 
 def digest(tokens: np.ndarray | None) -> str | None:
     """SHA-256 of rows of tokens."""
-    import hashlib
-
     if tokens is None:
         return None
     return hashlib.sha256(repr(tokens.shape).encode() + np.ascontiguousarray(tokens, np.int32).tobytes()).hexdigest()
 
 
 def _heads(model: FloatModel, dtype: str) -> tuple[Params, Params]:
-    """Parameters outside the layers, in float32 and rounded to `dtype`; the same arrays if rounding changes nothing."""
+    """Parameters outside the layers, in float32 and rounded to `dtype`; the arrays themselves if rounding changes
+    nothing."""
+
+    def stored(leaf: jax.Array) -> jax.Array:
+        is_exact = dtype == "float32" or bool(jnp.array_equal(leaf.astype(dtype), leaf))
+        return leaf if is_exact else rounded(leaf, dtype)
+
     exact = model.without_layers()
-    stored = {
-        name: jax.tree.map(lambda leaf: leaf if _is_same(leaf, dtype) else rounded(leaf, dtype), leaves)
-        for name, leaves in exact.items()
-    }
-    return exact, stored
-
-
-def _is_same(leaf: jax.Array, dtype: str) -> bool:
-    return dtype == "float32" or bool(jnp.array_equal(leaf.astype(dtype), leaf))
+    return exact, jax.tree.map(stored, exact)
 
 
 def _check_finite(params: Params, name: str, dtype: str) -> None:

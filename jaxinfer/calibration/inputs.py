@@ -1,7 +1,8 @@
-"""What a calibration reads: the float model, one unit at a time, and rows of tokens."""
+"""Inputs of a calibration: the float model, one unit at a time, and rows of tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,11 +46,11 @@ class FloatModel:
 
     def layer(self, number: int) -> Params:
         """float32 parameters of a layer. Raises ValueError if they are quantized."""
-        return jax.tree.map(_float32, self._plain(f"layers.{number}"))
+        return jax.tree.map(partial(rounded, dtype="float32"), self._plain(f"layers.{number}"))
 
     def without_layers(self) -> Params:
         """float32 parameters outside the layers."""
-        return {name: jax.tree.map(_float32, self._plain(name)) for name in self.rest}
+        return {name: jax.tree.map(partial(rounded, dtype="float32"), self._plain(name)) for name in self.rest}
 
     def embedded(self, tokens: np.ndarray | None, dtype: str = "float32") -> list[np.ndarray]:
         """float32 hidden states before the first layer, in chunks, with embeddings rounded to `dtype`; [] without
@@ -83,10 +84,6 @@ def in_chunks(rows: np.ndarray) -> list[np.ndarray]:
 def rounded(leaf: Any, dtype: str) -> jax.Array:
     """float32 values, rounded to `dtype`."""
     return jnp.asarray(leaf).astype(dtype).astype(jnp.float32)
-
-
-def _float32(leaf: Any) -> jax.Array:
-    return jnp.asarray(leaf).astype(jnp.float32)
 
 
 _HELD_OUT_IN = 8  # one row in so many

@@ -102,10 +102,6 @@ class CalibratedLayer:
             error = float(output_error(original, undo(weight.dequantize()), hessian))
         self.errors[name] = LinearError(error, rounded, self.bits(name))
 
-    def set_stack(self, name: str, weight: QuantizedArray, error: LinearError) -> None:
-        find(self.result, name)["weight"] = weight
-        self.errors[name] = error
-
 
 def linear_names(program: LayerProgram) -> list[str]:
     """Names in the decoder layer of its linear layers, in the order of computation, then of its stacks of experts."""

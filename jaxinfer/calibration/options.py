@@ -1,9 +1,9 @@
-"""What to quantize, how, and to how many bits."""
+"""Options of a calibration: weights, methods and bits."""
 
 import fnmatch
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -83,7 +83,7 @@ class CalibrationOptions:
         self.grid(self.bits)
         if self.method == "smoothquant" and (self.bits != 8 or not self.symmetric or self.grid(8).group_size):
             raise ValueError("smoothquant makes symmetric weights of 8 bits, with one scale for each output")
-        if self.method == "smoothquant" and any(one.bits != KEEP_AS_IS for one in self.keep):
+        if self.method == "smoothquant" and any(exception.bits != KEEP_AS_IS for exception in self.keep):
             raise ValueError("with smoothquant a weight has 8 bits or stays as it is")
         if self.importance is not None and self.method != "rtn":
             raise ValueError(f"weights of the rounding error are of the method 'rtn', not of {self.method!r}")
@@ -92,7 +92,7 @@ class CalibrationOptions:
 
     def bits_of(self, name: str) -> int:
         """Bits of a linear layer's weight; 16 if it is not quantized."""
-        return next((one.bits for one in reversed(self.keep) if one.fits(name)), self.bits)
+        return next((exception.bits for exception in reversed(self.keep) if exception.fits(name)), self.bits)
 
     def grid(self, bits: int) -> IntegerGrid:
         if bits == 8 and (self.group_size == "auto" or self.bits != 8):
@@ -108,9 +108,9 @@ class CalibrationOptions:
 
     def check_keep(self, names: list[str]) -> None:
         """Raises ValueError for a pattern that fits none of a model's linear layers."""
-        for one in self.keep:
-            if not any(one.fits(name) for name in names):
-                raise ValueError(f"no linear layer is called {one.pattern!r}; the first is {names[0]!r}")
+        for exception in self.keep:
+            if not any(exception.fits(name) for name in names):
+                raise ValueError(f"no linear layer is called {exception.pattern!r}; the first is {names[0]!r}")
 
     @property
     def needs_activations(self) -> bool:
@@ -118,8 +118,6 @@ class CalibrationOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready options that determine the result."""
-        from dataclasses import asdict
-
         found = {name: value for name, value in asdict(self).items() if name not in ("expert_memory", "importance")}
         if self.importance is None:
             return found

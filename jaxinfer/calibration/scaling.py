@@ -49,14 +49,14 @@ _ATTENTION = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 _GATE, _UP, _DOWN = STACKS
 
 
-def folds(config: ModelConfig, layer: int = 0) -> tuple[Fold, ...]:
-    """The folds of a decoder layer, in the order of computation.
+def folds(config: ModelConfig) -> tuple[Fold, ...]:
+    """The folds of the first decoder layer, in the order of computation.
 
     Inputs without a linear operation before them have none: the residual stream without a norm (post_norm), and the
     output of an MLP's activation without gate, or with `MoEConfig.clamp`.
     """
     attention, inner = _attention(config)
-    mlp, after = _feed_forward(config, layer)
+    mlp, after = _feed_forward(config)
     found: list[Fold] = []
     if config.block == "parallel_one_norm":
         found += [Fold((*attention, *mlp.linears), "attention_norm", stacks=mlp.stacks, others=mlp.others), *inner]
@@ -67,14 +67,14 @@ def folds(config: ModelConfig, layer: int = 0) -> tuple[Fold, ...]:
     return (*found, *after)
 
 
-def left_out(config: ModelConfig, layer: int = 0) -> tuple[str, ...]:
-    """Sentences on inputs of a layer that are not scaled because of what is before them."""
-    moe, found = config.experts_of(layer), []
+def left_out(config: ModelConfig) -> list[str]:
+    """Sentences on inputs of the first layer that are not scaled because of what is before them."""
+    moe, notes = config.experts_of(0), []
     if config.qkv_clip is not None:
-        found.append("attention.o_proj: its input is not scaled, since values are clipped")
+        notes.append("attention.o_proj: its input is not scaled, since values are clipped")
     if moe is not None and moe.clamp is not None:
-        found.append(f"{_DOWN}: its input is not scaled, since the clamped activation before it is not linear in {_UP}")
-    return tuple(found)
+        notes.append(f"{_DOWN}: its input is not scaled, since the clamped activation before it is not linear in {_UP}")
+    return notes
 
 
 def _attention(config: ModelConfig) -> tuple[tuple[str, ...], list[Fold]]:
@@ -90,9 +90,9 @@ def _attention(config: ModelConfig) -> tuple[tuple[str, ...], list[Fold]]:
     return ("attention.q_a_proj", "attention.kv_a_proj"), [queries, values]
 
 
-def _feed_forward(config: ModelConfig, layer: int) -> tuple[Fold, list[Fold]]:
+def _feed_forward(config: ModelConfig) -> tuple[Fold, list[Fold]]:
     """The fold of the linear layers that read the hidden state, and the folds after them."""
-    moe = config.experts_of(layer)
+    moe = config.experts_of(0)
     prefix = "mlp" if moe is None else "mlp.shared"
     mlp = (f"{prefix}.gate_proj", f"{prefix}.up_proj") if config.is_mlp_gated else (f"{prefix}.up_proj",)
     after = [Fold((f"{prefix}.down_proj",), previous=f"{prefix}.up_proj")] if config.is_mlp_gated else []
@@ -133,14 +133,13 @@ def _awq_scale(state: CalibratedLayer, fold: Fold, names: tuple[str, ...], stati
     linears = [name for name in names if name not in fold.stacks]
     grids = [state.options.grid(state.bits(name)) for name in linears]
 
-    def losses(scale: jax.Array) -> list[float]:
-        errors = [
-            scaled_error(state.weight(name), scale, statistics.hessian, grid)
+    table = [
+        [
+            float(scaled_error(state.weight(name), scale, statistics.hessian, grid))
             for name, grid in zip(linears, grids, strict=True)
         ]
-        return [float(error) for error in errors]
-
-    table = [losses(scale) for scale in candidates]
+        for scale in candidates
+    ]
     if stacks := [name for name in names if name in fold.stacks]:
         of_stacks = common_losses(state, stacks, candidates)
         table = [[*row, *more] for row, more in zip(table, of_stacks, strict=True)]
@@ -148,7 +147,7 @@ def _awq_scale(state: CalibratedLayer, fold: Fold, names: tuple[str, ...], stati
 
 
 def _relative_sizes(state: CalibratedLayer, fold: Fold, names: tuple[str, ...]) -> jax.Array:
-    """Of all that read the input, side by side."""
+    """`relative_sizes` of all weights that read the input, side by side."""
     parts, counts = [], []
     group_size = state.options.grid(state.bits(names[0])).group_size
     if fold.linears:
@@ -184,7 +183,11 @@ def _fold_and_round(state: CalibratedLayer, found: _Found) -> None:
         if fold.norm is not None:
             scale = _divide_norm(state, fold.norm, scale)
         elif fold.previous is not None:
-            divisors[fold.previous] = _of_kv_heads(state.config, scale) if fold.is_by_kv_head else scale
+            if fold.is_by_kv_head:  # [Hkv * K] of [Hq * K]: the query heads of a key-value head have equal scales
+                config = state.config
+                divisors[fold.previous] = scale.reshape(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1)
+            else:
+                divisors[fold.previous] = scale
         multipliers |= dict.fromkeys(fold.names, scale)
         for name in fold.others:
             module, _, key = name.rpartition(".")
@@ -221,9 +224,9 @@ def _round_linear(
     options, linear, weight = state.options, find(state.result, name), state.weight(name)
     rows = jnp.ones(weight.shape[0]) if rows is None else rows
     columns = jnp.ones(weight.shape[1]) if columns is None else columns
-    weight, bias = fold_into_outputs(weight * rows[:, None], linear.get("bias"), columns)
-    if bias is not None:
-        linear["bias"] = bias
+    weight = weight * rows[:, None] / columns
+    if "bias" in linear:
+        linear["bias"] = linear["bias"] / columns
     if not state.is_quantized(name):
         state.set(name, weight)
         return
@@ -243,7 +246,7 @@ def _round_linear(
 def _round_stacks(
     state: CalibratedLayer, names: tuple[str, ...], rows: jax.Array | None, divisors: dict[str, jax.Array]
 ) -> None:
-    """Of stacks that read the same."""
+    """Rounds stacks that read one input."""
     rows = jnp.ones(state.weight(names[0]).shape[1]) if rows is None else rows
     columns = {name: divisors[name] for name in names if name in divisors}
     for name, scale in columns.items():
@@ -270,11 +273,6 @@ def _sharing(config: ModelConfig, fold: Fold) -> Callable[[jax.Array], jax.Array
     return share
 
 
-def _of_kv_heads(config: ModelConfig, scale: jax.Array) -> jax.Array:
-    """[Hkv * K] of [Hq * K], where the query heads of a key-value head have the same."""
-    return scale.reshape(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1)
-
-
 def smoothing_scale(largest: jax.Array, weights: Sequence[jax.Array], alpha: float) -> jax.Array:
     """The scale [K] by which to divide an input, and to multiply the rows of the weights [K, N] that it enters.
 
@@ -284,8 +282,6 @@ def smoothing_scale(largest: jax.Array, weights: Sequence[jax.Array], alpha: flo
     Args:
       largest: the largest |x| observed, [K]. alpha: migration strength, 0..1.
     """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must be 0 to 1, got {alpha}")
     of_weights = jnp.max(jnp.stack([jnp.abs(weight).max(axis=1) for weight in weights]), axis=0).astype(jnp.float32)
     is_used = (largest > 0) & (of_weights > 0)
     largest, of_weights = jnp.maximum(largest, 1e-5), jnp.maximum(of_weights, 1e-5)
@@ -310,8 +306,3 @@ def fold_into_norm(
     is_usable = (factor != 0) & (divided != 0)
     exact = jnp.where(is_usable, factor / jnp.where(is_usable, divided, 1.0), 1.0)
     return jnp.where(is_usable, stored, norm.astype(jnp.float32)), exact
-
-
-def fold_into_outputs(weight: jax.Array, bias: jax.Array | None, scale: jax.Array):
-    """Weight [K, N] and bias [N] of a linear layer with outputs divided by `scale` [N]."""
-    return weight / scale, None if bias is None else bias / scale

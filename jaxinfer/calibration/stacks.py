@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.calibration.capture import InputStatistics
-from jaxinfer.calibration.layer_state import CalibratedLayer, LinearError
+from jaxinfer.calibration.layer_state import CalibratedLayer, LinearError, find
 from jaxinfer.quantization import QuantizedArray, quantize
 from jaxinfer.quantization.awq import best_scale, candidate_scales, clip, relative_sizes, scaled_error, squared_outputs
 from jaxinfer.quantization.gptq import gptq
@@ -34,10 +34,10 @@ def gptq_stacks(state: CalibratedLayer, names: Sequence[str]) -> None:
     for number, statistics in enumerate(state.expert_statistics(names[0], state.result)):
         for stack in stacks:
             if not stack.has_enough(statistics):
-                stack.add(number, stack.nearest(number), statistics)
+                stack.add(number, stack.rounded(stack.weight[number]), statistics)
                 continue
             try:
-                found, _ = gptq(stack.expert(number), statistics.hessian, stack.grid, state.options.gptq)
+                found, _ = gptq(stack.weight[number], statistics.hessian, stack.grid, state.options.gptq)
             except ValueError as error:
                 raise ValueError(f"layers.{state.number}.{stack.name}, expert {number}: {error}") from None
             stack.add(number, found, statistics)
@@ -51,7 +51,7 @@ def common_losses(state: CalibratedLayer, names: Sequence[str], candidates: Sequ
     losses = [[jnp.float32(0)] * len(stacks) for _ in candidates]
     for number, statistics in enumerate(state.expert_statistics(names[0])):
         for column, stack in enumerate(stacks):
-            weight = stack.expert(number)
+            weight = stack.weight[number]
             for row, scale in zip(losses, candidates, strict=True):
                 row[column] += scaled_error(weight, scale, statistics.hessian, stack.grid)
     return [[float(loss) for loss in row] for row in losses]
@@ -62,7 +62,7 @@ def own_scales(state: CalibratedLayer, name: str) -> jax.Array:
     has too few tokens."""
     stack, found = _Stack(state, name), []
     for number, statistics in enumerate(state.expert_statistics(name)):
-        weight, relative = stack.expert(number), None
+        weight, relative = stack.weight[number], None
         if not stack.has_enough(statistics):
             found.append(jnp.ones(len(weight)))
             continue
@@ -76,7 +76,7 @@ def own_scales(state: CalibratedLayer, name: str) -> jax.Array:
 
 def relative_sizes_of_stack(weight: jax.Array, group_size: int | None) -> jax.Array:
     """`relative_sizes` of the concatenated weights [E, K, N] of all experts, without copying them."""
-    return sum((relative_sizes([one], group_size) for one in weight), jnp.float32(0)) / len(weight)
+    return sum((relative_sizes([expert], group_size) for expert in weight), jnp.float32(0)) / len(weight)
 
 
 def round_stacks(state: CalibratedLayer, names: Sequence[str], rows: jax.Array, columns: dict[str, jax.Array]) -> None:
@@ -84,12 +84,12 @@ def round_stacks(state: CalibratedLayer, names: Sequence[str], rows: jax.Array, 
     dividing it by `columns` [E, N], if any. AWQ clips first, if an expert has enough tokens."""
     stacks = [_Stack(state, name) for name in names]
     looks = state.options.method == "awq"
-    nothing = (None for _ in range(stacks[0].num_experts))
+    nothing = (None for _ in range(len(stacks[0].weight)))
     for number, statistics in enumerate(state.expert_statistics(names[0]) if looks else nothing):
         row = rows if rows.ndim == 1 else rows[number]
         for stack in stacks:
             column = columns[stack.name][number] if stack.name in columns else jnp.float32(1)
-            weight = stack.expert(number) * row[:, None] / column
+            weight = stack.weight[number] * row[:, None] / column
             if statistics is not None and state.options.clip and stack.has_enough(statistics):
                 weight = clip(weight, statistics.hessian / (row[:, None] * row), stack.grid)
             stack.add(number, stack.rounded(weight), statistics, row, column)
@@ -104,7 +104,7 @@ def _finish(state: CalibratedLayer, stacks: Sequence["_Stack"]) -> None:
         names = " and ".join(stack.name for stack in stacks)
         least = tokens_needed(stacks[0].width)
         state.notes.append(
-            f"{names}: {few} of {stacks[0].num_experts} experts had fewer than {least} tokens: rounded to nearest"
+            f"{names}: {few} of {len(stacks[0].weight)} experts had fewer than {least} tokens: rounded to nearest"
         )
 
 
@@ -113,20 +113,12 @@ class _Stack:
 
     def __init__(self, state: CalibratedLayer, name: str):
         self.name, self.grid = name, state.options.grid(state.bits(name))
-        self._state, self._weight, self._found = state, state.weight(name), list[QuantizedArray]()
+        self._state, self.weight, self._found = state, state.weight(name), list[QuantizedArray]()  # weight: [E, K, N]
         self._sums, self.num_few = jnp.zeros(3), 0
 
     @property
-    def num_experts(self) -> int:
-        return len(self._weight)
-
-    @property
     def width(self) -> int:
-        return self._weight.shape[1]
-
-    def expert(self, number: int) -> jax.Array:
-        """The original weight [K, N] of an expert."""
-        return self._weight[number]
+        return self.weight.shape[1]
 
     def has_enough(self, statistics: InputStatistics) -> bool:
         return int(statistics.num_tokens) >= tokens_needed(self.width)
@@ -134,9 +126,6 @@ class _Stack:
     def rounded(self, weight: jax.Array) -> QuantizedArray:
         recipe = self._state.options.recipe(self._state.bits(self.name))
         return quantize(weight, recipe, scale_dtype=self._state.options.dtype)
-
-    def nearest(self, number: int) -> QuantizedArray:
-        return self.rounded(self.expert(number))
 
     def add(
         self,
@@ -151,28 +140,22 @@ class _Stack:
         if statistics is None:
             return
         self.num_few += not self.has_enough(statistics)
-        weight, rows = self.expert(number), jnp.broadcast_to(jnp.asarray(rows), len(self.expert(number)))
-        parts = (found.dequantize() / rows[:, None] * columns - weight, self.nearest(number).dequantize() - weight)
+        weight = self.weight[number]
+        rows = jnp.broadcast_to(jnp.asarray(rows), len(weight))
+        parts = (found.dequantize() / rows[:, None] * columns - weight, self.rounded(weight).dequantize() - weight)
         self._sums += jnp.stack([squared_outputs(part, statistics.hessian) for part in (*parts, weight)])
 
     def finish(self) -> None:
         """Replaces the weight by the quantized stack, and records its error on the calibration tokens."""
-        if any(one.permutation is not None for one in self._found):
+        if any(weight.permutation is not None for weight in self._found):
             order = jnp.arange(self.width, dtype=jnp.int32)
             self._found = [
-                one if one.permutation is not None else replace(one, permutation=order) for one in self._found
+                replace(weight, permutation=order) if weight.permutation is None else weight for weight in self._found
             ]
         whole = jax.tree.map(lambda *parts: jnp.stack(parts), *self._found)
         error, nearest, total = map(float, self._sums)
-        is_known = total > 0
-        self._state.set_stack(
-            self.name,
-            whole,
-            LinearError(
-                error / total if is_known else None,
-                nearest / total if is_known else None,
-                self._state.bits(self.name),
-                self.num_experts,
-                self.num_few,
-            ),
-        )
+        errors = (error / total, nearest / total) if total > 0 else (None, None)
+        find(self._state.result, self.name)["weight"] = whole
+        self._state.errors[self.name] = LinearError(
+            *errors, self._state.bits(self.name), len(self.weight), self.num_few
+        )  # fmt: skip

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.calibration.capture import LayerProgram
-from jaxinfer.calibration.inputs import FloatModel, ReadUnit
+from jaxinfer.calibration.inputs import FloatModel
 from jaxinfer.calibration.layer_state import dequantized
 from jaxinfer.calibration.quality import logits
-from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models import Params
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.tree import describe_scheme, is_quantized
 
@@ -32,21 +32,9 @@ class ModelComparison:
     largest: float
 
 
-@dataclass(frozen=True)
-class ComparedModel:
-    """A model to compare. Attributes as of `FloatModel`."""
-
-    config: ModelConfig
-    read: ReadUnit
-    rest: tuple[str, ...]
-
-    def model(self) -> FloatModel:
-        return FloatModel(replace(self.config, dtype="float32"), self.read, self.rest)
-
-
 def compare_models(
-    calibrated: ComparedModel,
-    written: ComparedModel,
+    calibrated: FloatModel,
+    written: FloatModel,
     tokens: np.ndarray,
     *,
     report: Callable[[int], None] = lambda layer: None,
@@ -57,7 +45,7 @@ def compare_models(
     engine, with quantized weights and activations and its own configuration. A few tokens may be routed to other
     experts, see `align_rerouted_tokens`. `report` is called after each layer.
     """
-    models = calibrated.model(), written.model()
+    models = tuple(replace(model, config=replace(model.config, dtype="float32")) for model in (calibrated, written))
     problems: list[str] = []
     for name in dict.fromkeys(calibrated.rest + written.rest):
         problems += _differences(name, *(model.read(name) if name in model.rest else {} for model in models))
@@ -79,7 +67,7 @@ def compare_models(
     return ModelComparison(problems, difference, largest)
 
 
-def _advance(models: tuple[FloatModel, FloatModel], number: int, states: list[list[np.ndarray]]) -> list[str]:
+def _advance(models: tuple[FloatModel, ...], number: int, states: list[list[np.ndarray]]) -> list[str]:
     """Differences of a layer's parameters; if there are none, advances the hidden states of both models."""
     made, found = (model.read(f"layers.{number}") for model in models)
     if problems := list(_differences(f"layers.{number}", made, found)):

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.cli.bench import WorkloadOptions, read_workload, results_option, workload_option
+from jaxinfer.cli.bench import WorkloadOptions, read_integers, read_workload, results_option, workload_option
 from jaxinfer.cli.command import UsageError, is_interrupt
 from jaxinfer.cli.distill import read_documents, read_texts
 from jaxinfer.cli.options import ServingOptions, llm_arguments, model_argument
@@ -91,12 +91,11 @@ def advise(options: AdviseOptions) -> None:
     --goodput, or tokens of cache that fit) or quality (the least KL that fits --memory).
     """
     goal = read_goal(options)
-    workload = read_requests(options)
+    workload = read_workload(options)
     arguments = {name: value for name, value in llm_arguments(options).items() if name in describe(ServingOptions)}
     if arguments.get("dtype") == "auto":
         del arguments["dtype"]
-    run = _planned if options.on is not None else _measured
-    run(options, goal, workload, arguments)
+    (_measured if options.on is None else _planned)(options, goal, workload, arguments)
 
 
 def read_goal(options: AdviseOptions) -> "Goal":
@@ -111,6 +110,8 @@ def read_goal(options: AdviseOptions) -> "Goal":
         raise UsageError("--resume needs --json FILE with the trials that are done")
     if options.goodput is not None and options.goal != "users":
         raise UsageError(f"--goodput is for --goal users, not {options.goal}")
+    if options.dataset is not None and options.shared_prefix:
+        raise UsageError("--shared-prefix is for prompts cut from texts, and --dataset gives the prompts")
     defaults = {field.name: field.default for field in fields(options)}
     for name in RUNS if options.on is not None else ("acceptance",):
         if getattr(options, name) != defaults[name]:
@@ -120,19 +121,6 @@ def read_goal(options: AdviseOptions) -> "Goal":
     return Goal(
         options.goal, DEFAULT_MAX_KL if options.max_kl is None else options.max_kl, memory, options.on is not None
     )
-
-
-def read_requests(options: AdviseOptions) -> "BenchWorkload":
-    """Raises as `read_workload`."""
-    if options.dataset is not None and options.shared_prefix:
-        raise UsageError("--shared-prefix is for prompts cut from texts, and --dataset gives the prompts")
-    return read_workload(options)
-
-
-def read_sizes(options: AdviseOptions, default: str) -> list[int]:
-    from jaxinfer.measure.bench.workload import parse_numbers
-
-    return [int(size) for size in parse_numbers(options.sizes or default, "--sizes", integers=True)]
 
 
 def draft_names(options: AdviseOptions) -> list[str]:
@@ -159,7 +147,7 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", ar
         given=arguments,
         is_quantized=planner.is_quantized,
         caches_values=planner.config.caches_values,
-        sizes=read_sizes(options, SIZES),
+        sizes=read_integers(options.sizes or SIZES, "--sizes"),
         default_size=max_seqs,
         drafts=draft_names(options),
         shared=None,
@@ -191,7 +179,7 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
         from jaxinfer.measure.bench.runs import RunOptions
 
         is_cpu = jax.default_backend() == "cpu"
-        sizes = read_sizes(options, CPU_SIZES if is_cpu else SIZES)
+        sizes = read_integers(options.sizes or (CPU_SIZES if is_cpu else SIZES), "--sizes")
         documents, source = _documents(options)
         report = _Report(options, goal, workload, arguments, machine(), source)
     found = Findings([], [], [])
@@ -224,7 +212,7 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
             return runner(arguments, stop)
 
         if found.base:
-            runner.refer_to(found.base[0])
+            runner.reference = found.base[0]
         bound = _roofline_bound(options, workload, arguments, facts.default_size)
         try:
             Search(goal, measure, used=used, found=found, report=report.write, bound=bound).run(trials)
@@ -287,9 +275,9 @@ class _Report:
         values = {name: value for name, value in vars(options).items() if name not in LATER and name != "model"}
         values = {name: value for name, value in values.items() if value not in (None, [])}
         for name in values.keys() & {"tokenizer", "dataset", "texts", "calibration", "draft"}:
-            value = values[name]
-            is_list = isinstance(value, list)
-            values[name] = [public_name(str(one)) for one in value] if is_list else public_name(str(value))
+            paths = values[name] if isinstance(values[name], list) else [values[name]]
+            names = [public_name(str(path)) for path in paths]
+            values[name] = names if isinstance(values[name], list) else names[0]
         self.result = new_result(public_name(options.model), json.loads(json.dumps(values)), machine)
 
     def write(self, found: "Findings") -> None:

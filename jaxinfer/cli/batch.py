@@ -110,7 +110,7 @@ def batch(
         _print_start(job, _shown(path_in))
         try:
             if options.ray:
-                with _open_fleet(model_options, options.workers or 2, resources, options.ray_address) as fleet:
+                with _open_fleet(model_options, options, resources) as fleet:
                     summary = job.run(fleet, values)
             else:
                 with open_llm(model_options) as llm:
@@ -211,13 +211,12 @@ def _resources(text: str | None) -> dict[str, Any]:
     return resources
 
 
-def _open_fleet(
-    options: ChatServingOptions, num_workers: int, resources: dict[str, Any], address: str | None
-) -> "RayPool":
+def _open_fleet(model: ChatServingOptions, options: BatchOptions, resources: dict[str, Any]) -> "RayPool":
     from jaxinfer.fleet import RayPool
 
-    with Stage(f"starting {num_workers} workers"):
-        return RayPool(options.model, num_workers, options=llm_arguments(options), resources=resources, address=address)
+    count, address = options.workers or 2, options.ray_address
+    with Stage(f"starting {count} workers"):
+        return RayPool(model.model, count, options=llm_arguments(model), resources=resources, address=address)
 
 
 def _print_start(job: "Job", where: str) -> None:

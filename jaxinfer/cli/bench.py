@@ -134,11 +134,11 @@ def latency(options: LatencyOptions) -> None:
     workload = read_workload(options)
     arguments = {"max_seqs": max(sizes), **bench_arguments(options, (*OWN, "batch", "repeats"))}
     result = new_result(options, "latency", arguments, {"repeats": options.repeats})
-    with session(options, result, arguments) as one:
+    with session(options, result, arguments) as (bench, save):
         for size in sizes:
-            batches = [workload.requests(size, one.bench.vocab_size, part) for part in range(options.repeats + 1)]
+            batches = [workload.requests(size, bench.vocab_size, part) for part in range(options.repeats + 1)]
             with progress(f"batch {size}", size * (options.repeats + 1), options) as run_options:
-                one.save(runs.latency(one.bench, batches, run_options))
+                save(runs.latency(bench, batches, run_options))
 
 
 def throughput(options: ThroughputOptions) -> None:
@@ -149,11 +149,11 @@ def throughput(options: ThroughputOptions) -> None:
     workload = read_workload(options)
     arguments = bench_arguments(options, (*OWN, "requests"))
     result = new_result(options, "throughput", arguments, {"requests": options.requests})
-    with session(options, result, arguments) as one:
-        warm_up = workload.requests(WARM_UP_REQUESTS, one.bench.vocab_size, part=1)
-        requests = workload.requests(options.requests, one.bench.vocab_size)
+    with session(options, result, arguments) as (bench, save):
+        warm_up = workload.requests(WARM_UP_REQUESTS, bench.vocab_size, part=1)
+        requests = workload.requests(options.requests, bench.vocab_size)
         with progress("requests", len(requests) + len(warm_up), options) as run_options:
-            one.save(runs.throughput(one.bench, requests, warm_up, run_options))
+            save(runs.throughput(bench, requests, warm_up, run_options))
 
 
 def load(options: LoadOptions) -> None:
@@ -183,7 +183,7 @@ def load(options: LoadOptions) -> None:
     if options.resume and options.json is not None:
         result["runs"] = results.earlier_runs(options.json, result)
     done = [run["rate"] for run in result["runs"]]
-    left = [(one, name) for one in rates if (name := one if math.isfinite(one) else "inf") not in done]
+    left = [(rate, name) for rate in rates if (name := rate if math.isfinite(rate) else "inf") not in done]
     if not left:
         write_text(f"{options.json} has these rates already\n")
         return
@@ -201,8 +201,8 @@ def load(options: LoadOptions) -> None:
         measure_rates(remote.load, vocab_size, partial(save_run, result, options.json))
         print_result(result)
         return
-    with session(options, result, arguments, serves=True) as one:
-        measure_rates(partial(runs.load, one.bench), one.bench.vocab_size, one.save)
+    with session(options, result, arguments, serves=True) as (bench, save):
+        measure_rates(partial(runs.load, bench), bench.vocab_size, save)
 
 
 def open_server(url: str, options: LoadOptions, arguments: dict[str, Any]) -> "Server":
@@ -275,18 +275,6 @@ def bench_arguments(options: MeasuredModelOptions, own: Sequence[str]) -> dict[s
     return {name: value for name, value in llm_arguments(options).items() if name not in own}
 
 
-@dataclass(frozen=True)
-class Session:
-    """An open model, and the result that its runs are added to; each run is written to the file at once."""
-
-    bench: "Bench"
-    result: dict[str, Any]
-    file: Path | None
-
-    def save(self, run: dict[str, Any]) -> None:
-        save_run(self.result, self.file, run)
-
-
 def save_run(result: dict[str, Any], file: Path | None, run: dict[str, Any]) -> None:
     """Adds a run to the result, and writes it to the file, if there is one."""
     from jaxinfer.measure.bench import results
@@ -313,22 +301,27 @@ def new_result(
     from jaxinfer.measure.bench import results
     from jaxinfer.measure.bench.model import machine, public_name
 
-    values = {**arguments, **{one: getattr(options, one) for one in OWN if one != "json"}, **own}
-    values = {one: public_name(str(value)) if one in PATHS and value else value for one, value in values.items()}
-    values = {one: value for one, value in values.items() if value is not None}
-    return results.new_result(
-        name,
-        public_name(options.model) if model is None else model,
-        json.loads(json.dumps(values)),
-        machine=machine() if model is None else {},
-    )
+    values = {**arguments, **{key: getattr(options, key) for key in OWN if key != "json"}, **own}
+    values = {key: public_name(str(value)) if key in PATHS and value else value for key, value in values.items()}
+    values = {key: value for key, value in values.items() if value is not None}
+    return {
+        "schema": results.SCHEMA,
+        "version": results.VERSION,
+        "command": name,
+        "model": public_name(options.model) if model is None else model,
+        "options": json.loads(json.dumps(values)),
+        "machine": machine() if model is None else {},
+        "start": None,
+        "roofline": None,
+        "runs": [],
+    }
 
 
 @contextlib.contextmanager
 def session(
     options: BenchOptions, result: dict[str, Any], arguments: dict[str, Any], *, serves: bool = False
-) -> Iterator[Session]:
-    """Opens the model, and prints the tables when the block ends."""
+) -> "Iterator[tuple[Bench, Callable[[dict[str, Any]], None]]]":
+    """Opens the model, and prints the tables when the block ends; yields it, and `save_run` for its result."""
     from jaxinfer.measure.bench.model import opened
 
     with contextlib.ExitStack() as stack:
@@ -337,7 +330,7 @@ def session(
                 opened(options.model, arguments, random_weights=options.random_weights, serves=serves)
             )
         result["start"], result["roofline"] = asdict(bench.start), bench.ideal.measured.to_dict()
-        yield Session(bench, result, options.json)
+        yield bench, partial(save_run, result, options.json)
     print_result(result)
 
 

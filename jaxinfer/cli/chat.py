@@ -28,10 +28,10 @@ from jaxinfer.cli.output import (
     json_ready,
     note,
     open_output,
-    print_logprobs,
     request_data,
     stream_answer,
     write_json,
+    write_logprobs,
     write_text,
 )
 from jaxinfer.options import argument, option
@@ -47,7 +47,7 @@ Message = dict[str, str]
 PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'
 HISTORY = "JAXINFER_CHAT_HISTORY"  # a file; empty keeps no history
-PAUSE_SECONDS = 0.5  # of nobody typing ahead, after which programs are compiled
+PAUSE_SECONDS = 0.5  # without typing ahead, after which programs are compiled
 HELP = """\
 /help              this list
 /reset             clear the conversation; the system message stays
@@ -61,6 +61,10 @@ HELP = """\
 
 A message of several lines begins and ends with three quotation marks, or its
 lines end in a backslash, or it is pasted."""
+
+
+AGAIN = ("/regen", "/edit")  # commands that answer the last message again
+TURN_ERRORS = (ValueError, OSError, FloatingPointError)  # that do not end the conversation
 
 
 class TurnError(ValueError):
@@ -88,16 +92,16 @@ class ChatSession:
 
     @property
     def messages(self) -> list[Message]:
-        return self._after_system(self.turns)
+        return [*self._first, *self.turns]
 
-    def _after_system(self, turns: list[Message]) -> list[Message]:
-        first = [{"role": "system", "content": self.system}] if self.system is not None else []
-        return [*first, *turns]
+    @property
+    def _first(self) -> list[Message]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def ask(self, text: str, *, is_again: bool = False) -> list[Message]:
         """The messages that a question is answered after, itself the last; with `is_again` in place of the last one."""
         turns = self.turns[:-2] if is_again else self.turns
-        return [*self._after_system(turns), {"role": "user", "content": text}]
+        return [*self._first, *turns, {"role": "user", "content": text}]
 
     def keep(self, messages: list[Message], answer: str, *, is_again: bool = False) -> None:
         """Adds an answered message and its answer to the conversation, or puts them in place of the last ones."""
@@ -136,6 +140,7 @@ class ChatSession:
     def command(self, line: str) -> str | None:
         """Runs a /command; returns the text to show, or None to leave. Raises ValueError for a wrong command."""
         name, _, rest = line[1:].partition(" ")
+        name = {"?": "help", "clear": "reset", "bye": "quit", "exit": "quit"}.get(name, name)  # of Ollama
         commands: dict[str, Callable[[str], str | None]] = {
             "help": lambda _: HELP,
             "reset": self._reset,
@@ -144,11 +149,6 @@ class ChatSession:
             "params": lambda _: self._show_params(),
             "set": self._set_param,
             "quit": lambda _: None,
-            # Ollama's.
-            "?": lambda _: HELP,
-            "clear": self._reset,
-            "bye": lambda _: None,
-            "exit": lambda _: None,
         }
         if name not in commands:
             raise ValueError(f"/{name} is not a command: /help lists them")
@@ -331,44 +331,40 @@ def _converse(llm: "LLM", session: ChatSession, terminal: "Terminal", is_typing:
             continue
         is_typing.clear()
         try:
-            again = _again(session, line, lambda text: terminal.read(PROMPT, text))
-            if again is None and line.startswith("/"):
-                reply = session.command(line)
-                if reply is None:
-                    return OK
-                console(stderr=True).print(reply, style="dim", markup=False, soft_wrap=True)
-                continue
-            turn = _answer(llm, session, line if again is None else again, is_again=again is not None, stops=True)
-        except (ValueError, OSError, FloatingPointError) as error:
-            _complain(sentence(error))
+            reply = _reply(llm, session, line, lambda text: terminal.read(PROMPT, text), stops=True)
+        except TURN_ERRORS as error:
+            console(stderr=True).print(sentence(error), style="red", markup=False, soft_wrap=True)
             continue
-        if turn.output is None:
-            note("stopped; the partial answer stays in the conversation")
-        else:
-            note(describe(llm, turn.output))
-        if turn.is_out_of_room:
-            note(session.out_of_room(turn))
+        if reply is None:
+            return OK
+        if isinstance(reply, str):
+            console(stderr=True).print(reply, style="dim", markup=False, soft_wrap=True)
+            continue
+        stopped = "stopped; the partial answer stays in the conversation"
+        note(stopped if reply.output is None else describe(llm, reply.output))
+        if reply.is_out_of_room:
+            note(session.out_of_room(reply))
 
 
-def _again(session: ChatSession, line: str, edit: Callable[[str], str] | None = None) -> str | None:
-    """The message that /regen or /edit answers again; None for any other line. `edit` lets the user change a text.
-
-    Raises ValueError where there is no message yet, or /edit has no text and nobody can edit one.
-    """
+def _reply(
+    llm: "LLM", session: ChatSession, line: str, edit: Callable[[str], str] | None = None, **answering: Any
+) -> str | Turn | None:
+    """The reply to a line: the text of a command, None of one that leaves, or the turn with the model's answer.
+    `edit` lets the user change a text; `answering` is as of `_answer`. Raises one of `TURN_ERRORS`."""
     name, _, text = line.partition(" ")
-    if name == "/regen":
-        return session.last_message()
-    if name != "/edit":
-        return None
+    is_again = name in AGAIN
+    if not is_again:
+        return session.command(line) if line.startswith("/") else _answer(llm, session, line, **answering)
     last = session.last_message()
-    if text.strip():
-        return text.strip()
-    if edit is None:
-        raise ValueError("/edit needs the new text of the last message")
-    try:
-        return edit(last)
-    except (EOFError, KeyboardInterrupt):
-        raise ValueError("nothing is changed") from None
+    text = last if name == "/regen" else text.strip()
+    if not text:
+        if edit is None:
+            raise ValueError("/edit needs the new text of the last message")
+        try:
+            text = edit(last)
+        except (EOFError, KeyboardInterrupt):
+            raise ValueError("nothing is changed") from None
+    return _answer(llm, session, text, is_again=True, **answering)
 
 
 def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
@@ -378,31 +374,28 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
         line = line.rstrip("\r\n")
         if not line.strip():
             continue
-        is_command = line.startswith("/") and line.partition(" ")[0] not in ("/regen", "/edit")
+        is_command = line.startswith("/") and line.partition(" ")[0] not in AGAIN
         try:
-            if is_command:
-                reply = session.command(line)
-                if reply is None:
-                    break
-                say(reply)
-                continue
-            num_turns += 1
-            again = _again(session, line)
-            text = line if again is None else again
-            turn = _answer(llm, session, text, is_again=again is not None, is_quiet=as_json)
+            num_turns += not is_command
+            reply = _reply(llm, session, line, is_quiet=as_json)
         except BrokenPipeError:
             raise
-        except (ValueError, OSError, FloatingPointError) as error:
+        except TURN_ERRORS as error:
             num_failed += 1
             num_turns += is_command
             if as_json:
                 write_json({"turn": num_turns - 1, "input": line, "error": sentence(error)})
             say(f"error: {sentence(error)}")
             continue
+        if reply is None:
+            break
+        if isinstance(reply, str):
+            say(reply)
+            continue
         if as_json:
-            write_json({"turn": num_turns - 1, "input": line, **_turn_data(session, turn)})
-        if turn.is_out_of_room:
-            say(f"warning: {session.out_of_room(turn)}")
+            write_json({"turn": num_turns - 1, "input": line, **_turn_data(session, reply)})
+        if reply.is_out_of_room:
+            say(f"warning: {session.out_of_room(reply)}")
     if num_failed == 0:
         return OK
     return PARTIAL if num_failed < num_turns else ERROR
@@ -426,8 +419,8 @@ def _answer(
     params, is_cut = session.fit(len(prompt))
     with _stoppable(stops) as is_stopped:
         write = (lambda text: None) if is_quiet else write_text
-        asked, splitter = llm.answer_format.params(params), llm.answer_format.splitter(prompt)
-        answer, output = stream_answer(llm, prompt, asked, write, is_stopped=is_stopped, splitter=splitter)
+        formatted, splitter = llm.answer_format.params(params), llm.answer_format.splitter(prompt)
+        answer, output = stream_answer(llm, prompt, formatted, write, is_stopped=is_stopped, splitter=splitter)
     if not is_quiet:
         end_line(answer)
     if output is not None:
@@ -435,17 +428,10 @@ def _answer(
         if answered.finish_reason == "error":
             raise TurnError(answered.error or "the answer failed")
         if not is_quiet:
-            _write_logprobs(output, params)
+            write_logprobs(output, params)
     session.keep(messages, answer, is_again=is_again)
     is_out_of_room = is_cut and output is not None and output.outputs[0].finish_reason == "length"
     return Turn(answer, output, params, len(prompt), is_out_of_room)
-
-
-def _write_logprobs(output, params: "SamplingParams") -> None:
-    if output.prompt_logprobs is not None:
-        print_logprobs("prompt", output.prompt_logprobs, params.prompt_logprobs or 0)
-    if output.outputs[0].logprobs is not None:
-        print_logprobs("answer", list(output.outputs[0].logprobs), params.logprobs or 0)
 
 
 def _turn_data(session: ChatSession, turn: Turn) -> dict:
@@ -453,21 +439,14 @@ def _turn_data(session: ChatSession, turn: Turn) -> dict:
     data = request_data(0, turn.output, turn.params)
     answer = data["outputs"][0]
     del answer["index"], answer["text"]
-    message = {"role": "assistant", "content": turn.text}
-    extra = {"prompt_logprobs": data["prompt_logprobs"]} if "prompt_logprobs" in data else {}
     return {
-        "message": message,
+        "message": {"role": "assistant", "content": turn.text},
         **answer,
         "num_prompt_tokens": turn.num_prompt_tokens,
         "num_messages": len(session.messages),
         "is_out_of_room": turn.is_out_of_room,
-        "timings": data["timings"],
-        **extra,
+        **{name: data[name] for name in ("timings", "prompt_logprobs") if name in data},
     }
-
-
-def _complain(message: str) -> None:
-    console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -115,7 +115,9 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
         if code:
             raise typer.Exit(code)
 
-    run.__doc__ = _unwrapped(function.__doc__ or "")
+    # Each paragraph on one line: typer would keep the line breaks of the source.
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
@@ -142,7 +144,9 @@ def guarded(call: Callable[[], int | None]) -> int:
         if os.environ.get("JAXINFER_TRACEBACK", "0") not in ("", "0"):
             raise
         say(f"error: {sentence(error)}")
-        return USAGE if _is_usage(error) else ERROR
+        from jaxinfer.sampling.params import SamplingParamsError
+
+        return USAGE if isinstance(error, (UsageError, SamplingParamsError)) else ERROR
 
 
 def _interrupted(note: str = "") -> int:
@@ -177,7 +181,7 @@ def resumes(how: str) -> Iterator[None]:
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C caused an error: directly, through another exception, or inside JAX's compiler, which raises an
+    """Tells if Ctrl-C caused an error: directly, through another exception, or inside JAX's compiler, which raises an
     error of its own whose text names KeyboardInterrupt."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt) or (
@@ -221,7 +225,7 @@ def _options_of(group: type) -> list[inspect.Parameter]:
 
 
 def _typer_option(field: "dataclasses.Field[Any]", hint: Any) -> Any:
-    """What typer has to know; a switch that is off by default has no negative form."""
+    """The option as typer takes it; a switch that is off by default has no negative form."""
     about: Description = field.metadata["option"]
     text = about.help.removesuffix(".") + "; may be repeated." if about.is_repeated else about.help
     texts: dict[str, Any] = {"help": text, "rich_help_panel": about.group, "min": about.min, "max": about.max}
@@ -230,17 +234,6 @@ def _typer_option(field: "dataclasses.Field[Any]", hint: Any) -> Any:
     is_switch = bool in (hint, *typing.get_args(hint))
     flags = about.flags or (("--" + field.name.replace("_", "-"),) if is_switch and field.default is False else ())
     return typer.Option(*flags, metavar="" if is_switch else about.metavar, **texts)
-
-
-def _unwrapped(text: str) -> str:
-    """Each paragraph on one line: typer would keep the line breaks of the source."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(text).split("\n\n"))
-
-
-def _is_usage(error: Exception) -> bool:
-    from jaxinfer.sampling.params import SamplingParamsError
-
-    return isinstance(error, (UsageError, SamplingParamsError))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jaxinfer.cli.command import ERROR, resumes, say
 from jaxinfer.cli.options import as_json, overwrite
-from jaxinfer.cli.output import write_json, write_text
+from jaxinfer.cli.output import write_report
 from jaxinfer.options import MISSING, argument, option
 from jaxinfer.progress import Stage
 from jaxinfer.tables import facts_text
@@ -57,15 +57,13 @@ def convert(options: ConvertOptions) -> int | None:
         problems = _problems(report) if options.verify else []
     for problem in problems:
         say(f"error: {problem}")
-    if options.as_json:
-        write_json({**report.to_dict(), **({"problems": problems} if options.verify else {})})
-    else:
-        write_text(_summary(report))
+    data = {**report.to_dict(), **({"problems": problems} if options.verify else {})}
+    write_report(data, lambda _: _summary(report), as_json=options.as_json)
     return ERROR if problems else None
 
 
 def _problems(report: "ConvertReport") -> list[str]:
-    """What is wrong with the written checkpoint, read again. A cast may change values, by what the report says."""
+    """Problems of the written checkpoint, read again. A cast may change values, by what the report says."""
     from checkpoints_convert import compare_tensors, verify_manifest
     from checkpoints_convert.files import MANIFEST
 

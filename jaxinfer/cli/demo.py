@@ -1,12 +1,12 @@
 """`jaxinfer demo`: the embedded model writes Python, and how fast it does."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import ERROR, OK, say
 from jaxinfer.cli.options import as_json, merge_params
-from jaxinfer.cli.output import console, decode_rate, describe, end_line, stream_answer, write_json, write_text
+from jaxinfer.cli.output import console, decode_rate, describe, end_line, stream_answer, write_report, write_text
 from jaxinfer.options import option
 from jaxinfer.progress import Stage
 from jaxinfer.tables import facts_text
@@ -58,8 +58,11 @@ def demo(options: DemoOptions) -> int:
     with llm:
         params = merge_params(llm.default_params, values)
         started = time.monotonic()
-        with Stage("compiling"):
-            _compile(llm, prompts, params)
+        with Stage("compiling"):  # exactly the programs that the prompts need
+            short = replace(params, max_tokens=min(2, params.max_tokens or 2))
+            for prompt in prompts:
+                for _ in llm.stream(prompt, short):
+                    pass
         compile_seconds = time.monotonic() - started
         device = llm.explain().to_dict()["device"]
         if not as_json:
@@ -74,24 +77,11 @@ def demo(options: DemoOptions) -> int:
         "prompts": [_measures(output) for output in outputs],
         "total": _totals(outputs),
     }
-    if as_json:
-        write_json(report)
-    else:
-        _print_totals(report["total"])
+    write_report(report, _totals_text, as_json=as_json)
     failed = next((answer for output in outputs for answer in output.outputs if answer.finish_reason == "error"), None)
     if failed is not None:
         say(f"error: {failed.error}")
     return OK if failed is None else ERROR
-
-
-def _compile(llm: "LLM", prompts: tuple[str, ...], params: "SamplingParams") -> None:
-    """Generates two tokens for each prompt, which compiles exactly the programs that the prompts need."""
-    from dataclasses import replace
-
-    short = replace(params, max_tokens=min(2, params.max_tokens or 2))
-    for prompt in prompts:
-        for _ in llm.stream(prompt, short):
-            pass
 
 
 def _show(llm: "LLM", prompt: str, params: "SamplingParams", *, is_quiet: bool) -> "RequestOutput":
@@ -126,8 +116,8 @@ def _totals(outputs: list["RequestOutput"]) -> dict[str, Any]:
     """Sums over all prompts, which run one after the other. First tokens count as prefill, not as decoding."""
     timings = [output.timings for output in outputs if output.timings is not None]
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    first = sum(one.time_to_first_token for one in timings)
-    total = sum(one.total_time for one in timings)
+    first = sum(timing.time_to_first_token for timing in timings)
+    total = sum(timing.total_time for timing in timings)
     num_decoded = num_tokens - len(outputs)
     return {
         "num_tokens": num_tokens,
@@ -137,11 +127,12 @@ def _totals(outputs: list["RequestOutput"]) -> dict[str, Any]:
     }
 
 
-def _print_totals(total: dict[str, Any]) -> None:
+def _totals_text(report: dict[str, Any]) -> str:
+    total = report["total"]
     rate = total["decode_tokens_per_second"]
     lines = {
         "decode": "too short to measure" if rate is None else f"{rate:,.0f} tokens/s",
         "first token": f"{1000 * total['mean_time_to_first_token_seconds']:,.0f} ms on average",
         "in total": f"{total['num_tokens']} tokens in {total['total_seconds']:.2f} s",
     }
-    write_text("\n" + facts_text(lines))
+    return "\n" + facts_text(lines)

@@ -82,12 +82,15 @@ def distill(options: DistillCommandOptions) -> None:
     work_dir = options.work_dir or out.with_name(out.name + ".training")
     with Stage(f"loading {options.target}"):
         from jaxinfer.api.llm import LLM
+        from jaxinfer.training.distill import distill as train
 
         llm = LLM(options.target, max_model_len=options.length)
     with llm, resumes("from the last training checkpoint"), Stage("distilling"):
         divided = _encoded(llm, documents)
         draft, initial = _initial(llm, divided, options)
-        result = run(llm, draft, initial, divided, training, work_dir)
+        result = train(
+            llm.config, llm.params, draft, initial, divided, writer(llm), training, work_dir=work_dir
+        )  # fmt: skip
         export(llm, result, training, out, dtype=options.dtype, overwrite=options.overwrite)
     if options.as_json:
         before, after = figures(result.before), figures(result.after)
@@ -160,32 +163,16 @@ def writer(llm: "LLM") -> "Callable[[list[TargetTextRequest]], list[list[int]]]"
 
     def generate(requests: "list[TargetTextRequest]") -> list[list[int]]:
         params = [
-            SamplingParams(temperature=one.temperature, max_tokens=one.num_tokens, seed=one.seed, ignore_eos=True)
-            for one in requests
+            SamplingParams(temperature=text.temperature, max_tokens=text.num_tokens, seed=text.seed, ignore_eos=True)
+            for text in requests
         ]
-        outputs = llm.generate([list(one.prompt) for one in requests], params, use_tqdm=False)
+        outputs = llm.generate([list(text.prompt) for text in requests], params, use_tqdm=False)
         for output in outputs:
             if output.outputs[0].error:
                 raise RuntimeError(f"the target failed to generate a text: {output.outputs[0].error}")
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return generate
-
-
-def run(
-    llm: "LLM",
-    draft: "ModelConfig",
-    initial: "Params",
-    documents: "Documents",
-    options: "DistillOptions",
-    work_dir: Path,
-) -> "DistillResult":
-    """Distils a draft from the model of `llm`."""
-    from jaxinfer.training import distill as training
-
-    return training.distill(
-        llm.config, llm.params, draft, initial, documents, writer(llm), options, work_dir=work_dir
-    )  # fmt: skip
 
 
 def export(

@@ -247,7 +247,13 @@ def _print(report: dict[str, Any]) -> None:
         out.print(group, style="bold")
         lines = {name: _readable(name, value) for name, value in facts.items() if name != "devices"}
         for number, device in enumerate(facts.get("devices", ())):
-            lines[f"device {number}"] = _one_line(device)
+            memory = ", ".join(
+                f"{format_bytes(value)} {name.removeprefix('memory bytes') or 'memory'}".strip()
+                for name, value in device.items()
+                if name.startswith("memory")
+            )
+            line = f"{device['platform']}:{device['id']} {device['kind']}"
+            lines[f"device {number}"] = f"{line}, {memory}" if memory else line
         out.print(plain_cell(facts_text(lines, indent="  ")), end="", soft_wrap=True)
     out.print()
     for problem in report["problems"]:
@@ -258,9 +264,3 @@ def _print(report: dict[str, Any]) -> None:
 
 def _readable(name: str, value: Any) -> str:
     return format_bytes(value) if "bytes" in name and isinstance(value, int) else str(value)
-
-
-def _one_line(device: dict[str, Any]) -> str:
-    memory = ", ".join(f"{format_bytes(value)} {name.removeprefix('memory bytes') or 'memory'}".strip()
-                       for name, value in device.items() if name.startswith("memory"))  # fmt: skip
-    return f"{device['platform']}:{device['id']} {device['kind']}" + (f", {memory}" if memory else "")

@@ -22,10 +22,10 @@ from jaxinfer.cli.output import (
     end_line,
     note,
     open_output,
-    print_logprobs,
     request_data,
     stream_answer,
     write_json,
+    write_logprobs,
     write_text,
 )
 from jaxinfer.cli.prompts import PromptLine, read_prompts
@@ -106,7 +106,7 @@ def _stream(llm: "LLM", line: PromptLine, params: "SamplingParams", file: TextIO
     text, output = stream_answer(llm, line.prompt, params, lambda text: write_text(text, file))
     assert output is not None
     end_line(text, file)
-    _write_logprobs(output, params, file)
+    write_logprobs(output, params, file)
     note(f"{describe(llm, output)} · seed {output.outputs[0].seed}")
     return output
 
@@ -117,15 +117,7 @@ def _write_answers(output: "RequestOutput", params: "SamplingParams", file: Text
         number = f", answer {answer.index + 1}/{len(output.outputs)}" if len(output.outputs) > 1 else ""
         write_text(f"=== {heading}{number}: {brief(prompt, limit=70)}\n{answer.text}", file)
         end_line(answer.text, file)
-    _write_logprobs(output, params, file)
-
-
-def _write_logprobs(output: "RequestOutput", params: "SamplingParams", file: TextIO) -> None:
-    if output.prompt_logprobs is not None:
-        print_logprobs("prompt", output.prompt_logprobs, params.prompt_logprobs or 0, file)
-    for answer in output.outputs:
-        if answer.logprobs is not None:
-            print_logprobs(f"answer {answer.index + 1}", list(answer.logprobs), params.logprobs or 0, file)
+    write_logprobs(output, params, file)
 
 
 def _print_failures(lines: list[PromptLine], outputs: list["RequestOutput"]) -> int:

@@ -69,7 +69,7 @@ def kv_report(options: KVReportOptions) -> None:
     of the next token, perplexity, most probable tokens, greedy answers, bytes, time per token, and whether a line of
     code can be copied from each depth of a text. What the model refuses is listed with the reason.
     """
-    kv_dtypes, policies = _read_kv_dtypes(options), _read_policies(options)
+    kv_dtypes, policies = _read_caches(options)
     if options.out is not None:
         need_plotting("--out")
         if options.out.exists() and not options.out.is_dir():
@@ -108,24 +108,18 @@ def kv_report(options: KVReportOptions) -> None:
     _write(options, result, rows, None if is_printed else options.json)
 
 
-def _read_kv_dtypes(options: KVReportOptions) -> list[str]:
+def _read_caches(options: KVReportOptions) -> tuple[list[str], list[str] | None]:
+    """Values of --kv-dtypes, by default all, and of --policies."""
     from jaxinfer.cache.kv_dtype import check_kv_dtype
-    from jaxinfer.measure.kv_report.report import DEFAULT_KV_DTYPES
+    from jaxinfer.measure.kv_report.report import DEFAULT_KV_DTYPES, read_policies
 
-    if options.kv_dtypes is None:
-        return list(DEFAULT_KV_DTYPES)
+    names = DEFAULT_KV_DTYPES if options.kv_dtypes is None else options.kv_dtypes.split(",")
     try:
-        names = [check_kv_dtype(name.strip(), "--kv-dtypes") for name in options.kv_dtypes.split(",")]
+        kv_dtypes = [check_kv_dtype(name.strip(), "--kv-dtypes") for name in names]
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return names
-
-
-def _read_policies(options: KVReportOptions) -> list[str] | None:
-    from jaxinfer.measure.kv_report.report import read_policies
-
     try:
-        return None if options.policies is None else read_policies(options.policies)
+        return kv_dtypes, None if options.policies is None else read_policies(options.policies)
     except ValueError as error:
         raise UsageError(f"--policies: {error}") from None
 
@@ -184,4 +178,4 @@ def _write(options: KVReportOptions, result: dict[str, Any], rows: "list[CacheFi
     for file in files:
         write_result(file, result)
     if files:
-        note(f"wrote {', '.join(str(one) for one in files)}")
+        note(f"wrote {', '.join(str(file) for file in files)}")

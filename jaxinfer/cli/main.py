@@ -85,17 +85,8 @@ app = typer.Typer(
 )
 
 GROUPS = {
-    "Generate": {
-        "demo": demo,
-        "run": run,
-        "generate": generate,
-        "batch": batch,
-        "chat": chat,
-        "score": score,
-        "serve": serve,
-        "ps": ps,
-        "stop": stop,
-    },
+    "Generate": {"demo": demo, "run": run, "generate": generate, "batch": batch, "chat": chat, "score": score}
+    | {"serve": serve, "ps": ps, "stop": stop},
     "Models": {"pull": pull, "list": list_, "show": show, "create": create, "cp": copy, "rm": remove, "disk": disk},
     "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},
     "Planning": {"advise": advise, "plan": plan, "kv-report": kv_report, "warm": warm},

@@ -1,4 +1,4 @@
-"""What users of other engines type: their commands, and their flags from the table in `jaxinfer.option_names`."""
+"""Commands and flags of other engines; the flags are from the table in `jaxinfer.option_names`."""
 
 import difflib
 import json
@@ -23,7 +23,7 @@ _SCOPES: tuple[tuple[Scope, str], ...] = (
     ("call", "prompts"),
 )
 # Flags that may stand alone, and the values that they may have.
-_BARE = {"--" + name.replace("_", "-"): one.bare for name, one in describe(LLMOptions).items() if one.bare}
+_BARE = {"--" + name.replace("_", "-"): about.bare for name, about in describe(LLMOptions).items() if about.bare}
 # llama.cpp's flags of one dash.
 _SHORT = {"-p": "--prompt", "-c": "--ctx-size", "-t": "--threads", "-ngl": "--n-gpu-layers", "-hf": "--hf-repo"}
 # What a name means on the command line, where that is not what it means in Python.
@@ -60,7 +60,7 @@ class NamedGroup(TyperGroup):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            command = next((one for one in args if one in self.commands and one != "demo"), None)
+            command = next((arg for arg in args if arg in self.commands and arg != "demo"), None)
             if type(error).__name__ != "NoSuchOption" or command is None:
                 raise
             _refuse(f"options follow the command: {ctx.command_path} {command} ... {getattr(error, 'option_name', '')}")
@@ -93,14 +93,16 @@ class NamedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
-            found = _scan(self.params, args)
-            rest = self._parse(ctx, found.rest)
-            check_do_sample(found.given.get("SamplingParams", {}), ctx.params.get("temperature"))
-            for name, value in _values(found, list(ctx.params)).items():
+            scan = _scan(self.params, args)
+            rest = self._parse(ctx, scan.rest)
+            check_do_sample(scan.given.get("SamplingParams", {}), ctx.params.get("temperature"))
+            for name, value in _values(scan, list(ctx.params)).items():
+                if name == "prompts":
+                    value = [*(ctx.params[name] or ()), value]
                 # On the command line None is an option that is not given.
-                ctx.params[name] = [*(ctx.params[name] or ()), value] if name == "prompts" else _text_of_none(value)
+                ctx.params[name] = "none" if value is None else value
         except OptionNameError as error:
-            _refuse(_as_flags(str(error), error.name, {one.name for one in self.params}))
+            _refuse(_as_flags(str(error), error.name, {param.name for param in self.params}))
         return rest
 
     def _parse(self, ctx: Any, args: list[str]) -> list[str]:
@@ -117,10 +119,6 @@ class NamedCommand(TyperCommand):
             raise
 
 
-def _text_of_none(value: Any) -> Any:
-    return "none" if value is None else value
-
-
 @dataclass
 class _Scan:
     """Arguments without the flags of others. `own`: the flags of our options among them, by the option's name. `given`:
@@ -133,42 +131,42 @@ class _Scan:
 
 def _scan(params: Sequence[Any], args: Sequence[str]) -> _Scan:
     """Raises OptionNameError for a flag without its value, and for one option under two names."""
-    flags = {flag: one for one in params for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
-    scopes: list[Scope] = [scope for scope, mark in _SCOPES if any(one.name == mark for one in params)]
-    found, left = _Scan(), list(args)
+    flags = {flag: param for param in params for flag in (*param.opts, *param.secondary_opts) if flag.startswith("-")}
+    scopes: list[Scope] = [scope for scope, mark in _SCOPES if any(param.name == mark for param in params)]
+    scan, left = _Scan(), list(args)
     while left:
         arg = left.pop(0)
         if arg in _SHORT and arg not in flags:
             arg = _SHORT[arg]
         flag, equals, text = arg.partition("=")
         if arg == "--":
-            found.rest += [arg, *left]
+            scan.rest += [arg, *left]
             break
         if flag in flags or not arg.startswith("--"):
-            found.rest.append(arg)
-            if flag in flags:
-                _note(found, flags[flag], flag)
+            scan.rest.append(arg)
+            if (param := flags.get(flag)) is not None:
+                _note(scan, param, flag)
                 if not equals and flag in _BARE and (not left or left[0] not in _BARE[flag]):
-                    found.rest[-1] = f"{flag}={_BARE[flag][0]}"
-                elif left and not equals and _takes_value(flags[flag]):
-                    found.rest.append(left.pop(0))
+                    scan.rest[-1] = f"{flag}={_BARE[flag][0]}"
+                elif left and not equals and not (getattr(param, "is_flag", False) or getattr(param, "count", False)):
+                    scan.rest.append(left.pop(0))
             continue
         entry, is_negative = _entry(flag, scopes)
         if entry is None:
-            found.rest.append(arg)
+            scan.rest.append(arg)
             continue
         if not equals and not entry.is_switch:
             if not left:
                 raise OptionNameError(entry.name, f"{entry.name} ({entry.engines}) needs a value")
             text = left.pop(0)
-        own = next((one for one in params if one.name == entry.ours and one.opts[0].startswith("-")), None)
+        own = next((param for param in params if param.name == entry.ours and param.opts[0].startswith("-")), None)
         if entry.is_renamed and not entry.is_switch and own is not None:
-            _note(found, own, flag)
-            found.rest += [own.opts[0], text]
+            _note(scan, own, flag)
+            scan.rest += [own.opts[0], text]
         else:
             value = literal(text) if equals or not entry.is_switch else True
-            found.given.setdefault(entry.scope, {})[entry.name] = not value if is_negative else value
-    return found
+            scan.given.setdefault(entry.scope, {})[entry.name] = not value if is_negative else value
+    return scan
 
 
 def _entry(flag: str, scopes: Sequence[Scope]) -> tuple[OtherName | None, bool]:
@@ -183,13 +181,9 @@ def _entry(flag: str, scopes: Sequence[Scope]) -> tuple[OtherName | None, bool]:
     return None, False
 
 
-def _takes_value(param: Any) -> bool:
-    return not getattr(param, "is_flag", False) and not getattr(param, "count", False)
-
-
-def _note(found: _Scan, param: Any, flag: str) -> None:
+def _note(scan: _Scan, param: Any, flag: str) -> None:
     """Remembers that an option was given; raises for two names of one that may not be repeated."""
-    earlier = found.own.setdefault(param.name, flag)
+    earlier = scan.own.setdefault(param.name, flag)
     names = (*param.opts, *param.secondary_opts)
     if earlier != flag and not param.multiple and not (earlier in names and flag in names):
         raise OptionNameError(flag, f"{flag} and {earlier} are the same option: give one of them")
@@ -198,22 +192,19 @@ def _note(found: _Scan, param: Any, flag: str) -> None:
 _STRUCTURED = "--json-schema FILE, --regex PATTERN, --choice TEXT and --grammar FILE say what the answer must match"
 
 
-def _values(found: _Scan, known: Sequence[str]) -> dict[str, Any]:
+def _values(scan: _Scan, known: Sequence[str]) -> dict[str, Any]:
     """Our options that the other flags stand for."""
     values: dict[str, Any] = {}
-    for scope, given in found.given.items():
+    for scope, given in scan.given.items():
         for name, value in given.items():
-            if (
-                (entry := find(scope, name)) is not None
-                and entry.ours.startswith("structured")
-                and entry.read is not None
-            ):
+            entry = find(scope, name)
+            if entry is not None and entry.ours.startswith("structured") and entry.read is not None:
                 raise OptionNameError(name, f"{name}={value!r:.60} ({entry.engines}): {_STRUCTURED}")
         values |= translated(scope, given, known, "this command has no option {}")
     for name in values:
-        if name in found.own:
-            other = next(one for given in found.given.values() for one in given)
-            raise OptionNameError(other, f"{found.own[name]} and {other} are the same option: give one of them")
+        if name in scan.own:
+            other = next(flag for given in scan.given.values() for flag in given)
+            raise OptionNameError(other, f"{scan.own[name]} and {other} are the same option: give one of them")
     return values
 
 

@@ -37,23 +37,19 @@ def given(source: type, names: Sequence[str] | None = None) -> Callable[[type], 
     are None by default: not given."""
 
     def decorate(cls: type) -> type:
-        described = describe(source, names)
-        added = [
-            (field.name, _text_type(field.type, described[field.name]), _not_given(field, described[field.name]))
-            for field in fields(source)
-            if field.name in described
-        ]
+        added = []
+        for field in fields(source):
+            if (about := describe(source, names).get(field.name)) is not None:
+                # A switch that is off by default has no negative form.
+                flags = about.flags or (("--" + field.name.replace("_", "-"),) if field.default is False else ())
+                metadata = {"option": replace(about, flags=flags)}
+                own = dataclasses.field(default=None, metadata=metadata)
+                added.append((field.name, _text_type(field.type, about), own))
         made = dataclasses.make_dataclass(cls.__name__, added, bases=(cls,), frozen=True, kw_only=True)
         made.__doc__, made.__module__ = cls.__doc__, cls.__module__
         return made
 
     return decorate
-
-
-def _not_given(field: "dataclasses.Field[Any]", about: Description) -> Any:
-    """The field with None as its default; a switch that is off by default has no negative form."""
-    flags = about.flags or (("--" + field.name.replace("_", "-"),) if field.default is False else ())
-    return dataclasses.field(default=None, metadata={"option": replace(about, flags=flags)})
 
 
 def _text_type(hint: Any, about: Description) -> Any:

@@ -1,18 +1,19 @@
 """Output to a terminal, a pipe or a file: streamed text, tables, JSON lines."""
 
 import contextlib
+import io
 import itertools
 import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxinfer import progress
+from jaxinfer.files import replacing
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 _VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if code not in (0x09, 0x0A)}
 _SLOW_FIRST_TOKEN = 1.0  # seconds, in which programs that are kept are traced or read
 _VISIBLE |= {0x7F: "\u2421"} | dict.fromkeys(range(128, 160), "�")
-
-
-# People.
 
 
 def console(file: TextIO | None = None, *, stderr: bool = False) -> "Console":
@@ -135,7 +133,7 @@ def _describe_drafts(answers: "list[CompletionOutput]") -> str | None:
     stats = [answer.speculation for answer in answers if answer.speculation is not None]
     if not stats:
         return None
-    proposed, accepted = sum(one.proposed for one in stats), sum(one.accepted for one in stats)
+    proposed, accepted = sum(stat.proposed for stat in stats), sum(stat.accepted for stat in stats)
     return f"{accepted} of {proposed} draft tokens accepted" if proposed else "no draft tokens"
 
 
@@ -150,11 +148,19 @@ def _describe_end(llm: "LLM", answer: "CompletionOutput") -> str:
     return f"{answer.finish_reason}: {answer.error}" if answer.error else str(answer.finish_reason)
 
 
-def print_logprobs(title: str, entries: "list[TokenLogprob | None]", num_top: int, file: TextIO | None = None) -> None:
-    """Prints a table of log-probabilities, one token per line."""
+def write_logprobs(output: "RequestOutput", params: "SamplingParams", file: TextIO | None = None) -> None:
+    """Prints the log-probabilities that a request has, a table for the prompt and one for each answer."""
+    if output.prompt_logprobs is not None:
+        _print_logprobs("prompt", output.prompt_logprobs, params.prompt_logprobs or 0, file)
+    for answer in output.outputs:
+        if answer.logprobs is not None:
+            _print_logprobs(f"answer {answer.index + 1}", list(answer.logprobs), params.logprobs or 0, file)
+
+
+def _print_logprobs(title: str, entries: "list[TokenLogprob | None]", num_top: int, file: TextIO | None) -> None:
     rows = []
     for data in (logprob_data(entry, num_top) for entry in entries if entry is not None):
-        best = [", ".join(f"{_shown(one)} {one['logprob']:.3f}" for one in data["top"])] if num_top else []
+        best = [", ".join(f"{_shown(token)} {token['logprob']:.3f}" for token in data["top"])] if num_top else []
         rows.append([_shown(data), data["token_id"], f"{data['logprob']:.4f}", data["rank"], *best])
     target = console(file)
     target.print(f"\n{title}", style="bold", markup=False)
@@ -180,14 +186,19 @@ def plain_cell(text: str) -> Any:
     return Text(text)
 
 
-# Machines.
-
-
 def write_json(value: Any, file: TextIO | None = None) -> None:
     """One JSON object on one line, flushed. ASCII, so that no terminal or file encoding can break it."""
     target = sys.stdout if file is None else file
     target.write(json.dumps(json_ready(value), allow_nan=False) + "\n")
     target.flush()
+
+
+def write_report(report: Any, text: Callable[[Any], str], *, as_json: bool) -> None:
+    """Prints what a command found: as one JSON object, or as the text that is made of it."""
+    if as_json:
+        write_json(report)
+    else:
+        write_text(text(report))
 
 
 def json_ready(value: Any) -> Any:
@@ -233,7 +244,7 @@ def logprob_data(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
     ]
     if not num_top:
         return every[0]
-    best = sorted((one for one in every if one["rank"] <= num_top), key=lambda one: one["rank"])
+    best = sorted((token for token in every if token["rank"] <= num_top), key=lambda token: token["rank"])
     return {**every[0], "top": best}
 
 
@@ -248,17 +259,10 @@ def open_output(path: Path | None) -> Iterator[TextIO]:
             yield file
         return
     path = path.resolve()  # a link stays a link
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    umask = os.umask(0)
+    os.umask(umask)
+    with replacing(path) as raw, io.TextIOWrapper(raw, encoding="utf-8") as file:
+        yield file
+        file.flush()
+        os.fsync(raw.fileno())
+        os.fchmod(raw.fileno(), path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask)

@@ -13,7 +13,7 @@ from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli.bench import check_picture, read_integers
 from jaxinfer.cli.command import UsageError, say
 from jaxinfer.cli.options import as_json, given, given_values, model_argument
-from jaxinfer.cli.output import write_json, write_text
+from jaxinfer.cli.output import write_report
 from jaxinfer.extras import install_hint
 from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
@@ -63,8 +63,8 @@ class PlanOptions:
 
 @contextlib.contextmanager
 def native_messages_hidden() -> Iterator[None]:
-    """What native code writes to standard error (absl's log, lines of the compilers) does not reach the terminal. Its
-    last lines are printed if JAX or a compiler fails."""
+    """Keeps from the terminal what native code writes to standard error (absl's log, lines of the compilers). Its last
+    lines are printed if JAX or a compiler fails."""
     with contextlib.ExitStack() as stack:
         try:
             terminal = os.dup(2)
@@ -73,7 +73,11 @@ def native_messages_hidden() -> Iterator[None]:
             return
         stack.callback(os.close, terminal)
         lines = stack.enter_context(tempfile.TemporaryFile())
-        stack.enter_context(_python_stderr(terminal))
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            if sys.stderr.fileno() == 2:  # Python's own messages still reach the terminal
+                again = os.dup(terminal)
+                stream = stack.enter_context(open(again, "w", 1, sys.stderr.encoding, "backslashreplace"))
+                stack.enter_context(contextlib.redirect_stderr(stream))
         sys.stderr.flush()
         os.dup2(lines.fileno(), 2)
         stack.callback(os.dup2, terminal, 2)
@@ -84,23 +88,6 @@ def native_messages_hidden() -> Iterator[None]:
             for line in lines.read().decode(errors="replace").splitlines()[-NUM_LINES:]:
                 say(f"  {line}")
             raise
-
-
-@contextlib.contextmanager
-def _python_stderr(terminal: int) -> Iterator[None]:
-    """`sys.stderr` on another file descriptor, if it is on 2."""
-    try:
-        is_replaced = sys.stderr.fileno() == 2
-    except (AttributeError, OSError, ValueError):
-        is_replaced = False
-    if not is_replaced:
-        yield
-        return
-    with (
-        open(os.dup(terminal), "w", encoding=sys.stderr.encoding, errors="backslashreplace", buffering=1) as stream,
-        contextlib.redirect_stderr(stream),
-    ):
-        yield
 
 
 @native_messages_hidden()  # importing JAX beside a GPU's compiler writes the first ones
@@ -116,7 +103,7 @@ def plan(options: PlanOptions) -> None:
 
         if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
             jax.config.update("jax_platforms", "cpu")  # the chips of this machine are not needed
-        from jaxinfer.planning import changes, make_plan, to_dict, to_text
+        from jaxinfer.planning import changes, make_plan
 
     check_picture(options.picture, "--picture")
     with Stage("planning") as stage:
@@ -131,10 +118,7 @@ def plan(options: PlanOptions) -> None:
         from jaxinfer.planning.picture import draw
 
         draw(found, options.picture)
-    if options.as_json:
-        write_json(to_dict(found, helping))
-    else:
-        write_text(to_text(found, helping) + "\n")
+    write_report(found.to_dict(helping), lambda _: found.to_text(helping) + "\n", as_json=options.as_json)
 
 
 def plan_request(options: PlanOptions) -> "PlanRequest":

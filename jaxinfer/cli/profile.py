@@ -106,7 +106,8 @@ def _show(result: dict[str, Any], traces: Path | None) -> None:
     from jaxinfer.measure.bench.results import header
 
     target = console()
-    lines = [*header({**result, "start": None}), note(result["machine"]["platform"])]
+    is_cpu = result["machine"]["platform"] == "cpu"
+    lines = [*header({**result, "start": None}), CPU_NOTE if is_cpu else DEVICE_NOTE]
     target.print("\n".join(lines), markup=False)
     for phase in result["phases"]:
         target.print("\n" + "\n".join(headline(phase)) + "\n", markup=False)
@@ -127,13 +128,8 @@ CPU_NOTE = (
 DEVICE_NOTE = "Device time is the time in which at least one operation ran, averaged over the devices."
 
 
-def note(platform: str) -> str:
-    """The definition of device time."""
-    return CPU_NOTE if platform == "cpu" else DEVICE_NOTE
-
-
 def headline(phase: dict[str, Any]) -> list[str]:
-    """What ran, how long it took, and the roofline."""
+    """Lines on what ran, how long it took, and the roofline."""
     steps, line, device = phase["steps"], phase["roofline"], phase["device"]
     unit = "step"
     if phase["phase"] == "prefill":
@@ -175,8 +171,8 @@ def parts(phase: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         numbers = [f"{cells[kind] / steps * MS:.3f}" if kind in cells else "" for kind in kinds]
         rows.append([part, f"{seconds / steps * MS:.3f}", f"{100 * seconds / total:.1f} %", *numbers])
     sums = [phase["by_kind"][kind] for kind in kinds]
-    rows.append(["all", f"{total / steps * MS:.3f}", "100.0 %", *(f"{one / steps * MS:.3f}" for one in sums)])
-    rows.append(["", "", "", *(f"{100 * one / total:.1f} %" for one in sums)])
+    rows.append(["all", f"{total / steps * MS:.3f}", "100.0 %", *(f"{seconds / steps * MS:.3f}" for seconds in sums)])
+    rows.append(["", "", "", *(f"{100 * seconds / total:.1f} %" for seconds in sums)])
     return ["device ms per step", "all", "share", *(SHORT.get(kind, kind) for kind in kinds)], rows
 
 
@@ -185,14 +181,14 @@ def longest(phase: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     steps, total = phase["steps"], sum(phase["by_kind"].values())
     rows = [
         [
-            one["name"],
-            one["part"],
-            SHORT.get(one["kind"], one["kind"]),
-            f"{one['count'] / steps:,.3g}",
-            f"{one['seconds'] / steps * MS:.3f}",
-            f"{100 * one['seconds'] / total:.1f} %",
+            op["name"],
+            op["part"],
+            SHORT.get(op["kind"], op["kind"]),
+            f"{op['count'] / steps:,.3g}",
+            f"{op['seconds'] / steps * MS:.3f}",
+            f"{100 * op['seconds'] / total:.1f} %",
         ]
-        for one in phase["longest"]
+        for op in phase["longest"]
     ]
     return ["longest per step", "part", "kind", "runs", "ms", "share"], rows
 

@@ -71,8 +71,8 @@ def sentence_of(download: "Download") -> str:
 
 
 def fits_here(download: "Download", quantize: str | None = None) -> dict[str, Any] | None:
-    """Whether the model, with `quantize`, fits this machine, by counting, and which quantization makes it fit: a
-    sentence as "text".
+    """Counts if the model, with `quantize`, fits this machine, and which quantization makes it fit: a sentence as
+    "text".
 
     None where it cannot be told: for GGUF files, whose headers are not here, and where no device can be opened.
     """

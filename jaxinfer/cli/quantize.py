@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import statistics
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxinfer.cli.command import UsageError, resumes, say
 from jaxinfer.cli.distill import read_documents
 from jaxinfer.cli.options import as_json, given_values, overwrite
-from jaxinfer.cli.output import write_json, write_text
-from jaxinfer.cli.quantize_files import check_not_quantized, check_room, planned, rest_of, unit_reader, write
-from jaxinfer.options import MISSING, argument, option
+from jaxinfer.cli.output import write_report
+from jaxinfer.cli.quantize_files import check_not_quantized, check_room, float_model, planned, write
+from jaxinfer.options import MISSING, argument, describe, option
 from jaxinfer.progress import Stage, is_shown
 from jaxinfer.tables import table_text
 
@@ -83,8 +84,8 @@ class TextOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptqFlags:
-    """Options of GPTQ. None is not given."""
+class MethodOptions:
+    """Options of the methods that their groups name. None is not given."""
 
     act_order: bool | None = _gptq(
         "Quantize inputs with large activations first; default: yes.", flag="--act-order/--no-act-order"
@@ -96,30 +97,16 @@ class GptqFlags:
     )
     damping: float | None = _gptq("Added to the Hessian's diagonal, as a multiple of its mean; default: 0.01.", "X")
     search: bool | None = _gptq("Search for the scales of least error.", flag="--search-scales")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AwqFlags:
-    """Options of AWQ. None is not given."""
-
     duo_scaling: bool | None = _awq(
         "Scales depend on the weights too; default: yes.", flag="--duo-scaling/--no-duo-scaling"
     )
     clip: bool | None = _awq("Clip large weights; default: yes.", flag="--clip/--no-clip")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SmoothQuantFlags:
-    """Options of SmoothQuant. None is not given."""
-
     alpha: float | None = option(
         None, "Share of the range that moves to the weights, 0..1; default: 0.8.", "X", group="SmoothQuant"
     )
 
 
-def quantize(
-    options: QuantizeOptions, text: TextOptions, gptq: GptqFlags, awq: AwqFlags, smoothquant: SmoothQuantFlags
-) -> int | None:
+def quantize(options: QuantizeOptions, text: TextOptions, own: MethodOptions) -> None:
     """Quantize a checkpoint's linear layers, and write them as compressed-tensors or GGUF.
 
     Layers are read, calibrated on samples of the text and kept in DST.quantizing one at a time; an interrupted run
@@ -132,18 +119,29 @@ def quantize(
         _check_gguf_usage(options)
     options = replace(options, method=options.method or ("rtn" if options.to == "gguf" else "gptq"))
     _check_usage(options)
-    for owner, flags in (("gptq and auto", gptq), ("awq", awq), ("smoothquant", smoothquant)):
-        _check_owner(options.method, owner, flags)
-    if not options.calibration and given_values(text):
-        raise UsageError(f"--{_first_flag(text)} is of --calibration, which is not given")
+    for name in given_values(own):
+        methods = str(describe(MethodOptions)[name].group).lower()
+        if options.method not in methods.split(" and "):
+            raise UsageError(f"{_flag(own, name)} is of --method {methods}, not of {options.method}")
+    if not options.calibration and (given := given_values(text)):
+        raise UsageError(f"{_flag(text, next(iter(given)))} is of --calibration, which is not given")
     with Stage("starting"):
         from checkpoints_convert.load import open_checkpoint
         from checkpoints_convert.staging import check_destination
         from jaxinfer.calibration.journal import CalibrationJournal
+        from jaxinfer.calibration.options import Keep
 
-    kept, (path, requantize), destination = _kept(options), _source(options), options.destination
+    try:
+        kept = tuple(map(Keep.parse, options.keep or ()))
+    except ValueError as error:
+        raise UsageError(f"--keep: {error}") from None
+    (path, requantize), destination = _source(options), options.destination
     if options.to == "gguf":
-        return _quantize_to_gguf(options, path, requantize)
+        with open_checkpoint(path, requantize=requantize) as opened:
+            opened.check_head()
+            report = _write_gguf(opened, options)
+        write_report(report, gguf_summary, as_json=options.as_json)
+        return
     check_destination(destination, overwrite=options.overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
     with open_checkpoint(path, requantize=requantize) as opened:
@@ -151,11 +149,13 @@ def quantize(
         companions = opened.companions()  # as they are now: one that is gone when it is copied is an error
         with CalibrationJournal(work / "layers") as journal, Stage("preparing"):
             check_not_quantized(opened)
-            calibration = _calibration_options(options, opened, kept, gptq, awq, smoothquant)
+            calibration = _calibration_options(options, opened, kept, given_values(own))
             check_room(opened, planned(opened, calibration), calibration.dtype, work)
             rows = _read_rows(path, options.calibration, text)
             with resumes("after the last complete layer"):
-                result, auto = _run(_model(opened), calibration, options.max_kl, rows, journal)
+                fingerprint = hashlib.sha256(opened.fingerprint().encode()).hexdigest()
+                model = float_model(opened, fingerprint)
+                result, auto = _run(model, calibration, options.max_kl, rows, journal)
             calibration = calibration if auto is None else auto.options
             weights = planned(opened, calibration)
             held_out = None if rows is None else rows.held_out
@@ -172,11 +172,7 @@ def quantize(
                 overwrite=options.overwrite,
             )
             report = report_of(opened, calibration, weights, result, auto, destination, difference)
-    if options.as_json:
-        write_json(report)
-    else:
-        write_text(summary(report))
-    return None
+    write_report(report, summary, as_json=options.as_json)
 
 
 def _check_usage(options: QuantizeOptions) -> None:
@@ -217,25 +213,9 @@ def _check_gguf_usage(options: QuantizeOptions) -> None:
         raise UsageError(f"--imatrix is for --type q4_0 and q4_k; {options.type or 'q8_0'} is rounded without weights")
 
 
-def _check_owner(method: str | None, owner: str, flags: Any) -> None:
-    """Raises UsageError if a flag of other methods was given. `owner`: its methods, joined by "and"."""
-    if method not in owner.split(" and ") and given_values(flags):
-        raise UsageError(f"--{_first_flag(flags)} is of --method {owner}, not of {method}")
-
-
-def _first_flag(flags: Any) -> str:
-    field = next(field for field in fields(flags) if getattr(flags, field.name) is not None)
-    names = field.metadata["option"].flags
-    return names[0].partition("/")[0].removeprefix("--") if names else field.name.replace("_", "-")
-
-
-def _kept(options: QuantizeOptions) -> "tuple[Keep, ...]":
-    from jaxinfer.calibration import Keep
-
-    try:
-        return tuple(Keep.parse(pattern) for pattern in options.keep or ())
-    except ValueError as error:
-        raise UsageError(f"--keep: {error}") from None
+def _flag(options: Any, name: str) -> str:
+    flags = describe(type(options))[name].flags
+    return flags[0].partition("/")[0] if flags else f"--{name.replace('_', '-')}"
 
 
 def _source(options: QuantizeOptions) -> tuple[Path, str | None]:
@@ -255,34 +235,27 @@ def _source(options: QuantizeOptions) -> tuple[Path, str | None]:
 
 
 def _calibration_options(
-    options: QuantizeOptions,
-    source: "Checkpoint",
-    kept: "tuple[Keep, ...]",
-    gptq: GptqFlags,
-    awq: AwqFlags,
-    smoothquant: SmoothQuantFlags,
+    options: QuantizeOptions, source: "Checkpoint", kept: "tuple[Keep, ...]", own: dict[str, Any]
 ) -> "CalibrationOptions":
     from jaxinfer.calibration import CalibrationOptions
     from jaxinfer.quantization.gptq import GptqOptions
 
+    gptq = {field.name: own.pop(field.name) for field in fields(GptqOptions) if field.name in own}
     return CalibrationOptions(
         method="gptq" if options.method in ("auto", None) else options.method,
-        importance=_importance(options.imatrix, source),
+        importance=None if options.imatrix is None else _importance(options.imatrix, source),
         bits=options.bits or (8 if options.method == "smoothquant" else 4),
         group_size=None if options.group_size == -1 else options.group_size or "auto",
         symmetric=options.symmetric,
         keep=kept,
         dtype=source.config.dtype if options.dtype == "auto" else options.dtype,
-        gptq=GptqOptions(**given_values(gptq)),
-        **given_values(awq),
-        **given_values(smoothquant),
+        gptq=GptqOptions(**gptq),
+        **own,
     )
 
 
-def _importance(path: Path | None, source: "Checkpoint") -> "dict[str, np.ndarray] | None":
+def _importance(path: Path, source: "Checkpoint") -> "dict[str, np.ndarray]":
     """Weights of the rounding error by the names of the linear layers."""
-    if path is None:
-        return None
     from checkpoints_convert.gguf.imatrix import by_parameter, read_imatrix
     from jaxinfer.calibration.driver import all_linears
 
@@ -315,13 +288,6 @@ def _read_rows(path: Path, calibration: list[Path] | None, text: TextOptions) ->
         raise UsageError(f"--calibration: {error}") from None
 
 
-def _model(source: "Checkpoint") -> "FloatModel":
-    from jaxinfer.calibration import FloatModel
-
-    fingerprint = hashlib.sha256(source.fingerprint().encode()).hexdigest()
-    return FloatModel(source.config, unit_reader(source), rest_of(source), fingerprint)
-
-
 def _run(
     model: "FloatModel",
     options: "CalibrationOptions",
@@ -335,7 +301,7 @@ def _run(
     tokens, held_out = (None, None) if rows is None else (rows.calibration, rows.held_out)
     if max_kl is None:
         with Stage("quantizing", num_layers, "layer") as stage:
-            report = _reporter(stage)
+            report = partial(_show_layer, stage)
             return quantize_model(model, options, tokens, held_out, journal=journal, report=report), None
     if rows is None:
         raise UsageError("--max-kl needs --calibration")
@@ -347,25 +313,22 @@ def _run(
             rows.calibration,
             rows.held_out,
             journal=journal,
-            report=_reporter(stage),
+            report=partial(_show_layer, stage),
             report_part=lambda layer: stage.update(),
             report_round=lambda bits: stage.restart("quantizing", num_layers),
         )
     return auto.result, auto
 
 
-def _reporter(stage: Stage) -> Any:
-    def report(done: "LayerReport") -> None:
-        errors = [(one.error, one.rounded) for one in done.errors.values() if one.error and one.rounded]
-        if errors:
-            mean, nearest = (sum(values) / len(errors) for values in zip(*errors, strict=True))
-            stage.describe(f"layer {done.number}: output error {mean:.2g}, to nearest {nearest:.2g}")
-        if is_shown():
-            for note in done.notes:
-                say(f"layer {done.number}: {note}")
-        stage.update()
-
-    return report
+def _show_layer(stage: Stage, done: "LayerReport") -> None:
+    errors = [(linear.error, linear.rounded) for linear in done.errors.values() if linear.error and linear.rounded]
+    if errors:
+        mean, nearest = map(statistics.mean, zip(*errors, strict=True))
+        stage.describe(f"layer {done.number}: output error {mean:.2g}, to nearest {nearest:.2g}")
+    if is_shown():
+        for note in done.notes:
+            say(f"layer {done.number}: {note}")
+    stage.update()
 
 
 def report_of(
@@ -435,7 +398,7 @@ def summary(report: dict[str, Any]) -> str:
         if linear["error"] is not None
     ]
     if errors:
-        mean, nearest = (sum(values) / len(errors) for values in zip(*errors, strict=True))
+        mean, nearest = map(statistics.mean, zip(*errors, strict=True))
         facts["output error"] = f"{mean:.3g} of the outputs' squares; {nearest:.3g} rounded to nearest"
     notes = [(f"layer {layer['layer']}", note) for layer in report["layers"] for note in layer["notes"]]
     rows = [*facts.items(), *notes[:_NUM_NOTES]]
@@ -450,20 +413,6 @@ def summary(report: dict[str, Any]) -> str:
         ]
     rows.append(("loaded again", f"logits differ by at most {report['max_logit_difference']:.2g}"))
     return table_text(("", ""), rows, num_left=2)
-
-
-def _quantize_to_gguf(options: QuantizeOptions, path: Path, requantize: str | None) -> None:
-    """Writes the checkpoint at `path` and prints the report; `requantize` as of
-    `open_checkpoint`."""
-    from checkpoints_convert.load import open_checkpoint
-
-    with open_checkpoint(path, requantize=requantize) as source:
-        source.check_head()
-        report = _write_gguf(source, options)
-    if options.as_json:
-        write_json(report)
-    else:
-        write_text(gguf_summary(report))
 
 
 def _write_gguf(source: "Checkpoint", options: QuantizeOptions) -> dict[str, Any]:
@@ -504,7 +453,7 @@ def gguf_summary(report: dict[str, Any]) -> str:
         ("bytes", f"{report['num_bytes']:,} of {report['source_bytes']:,}"),
     ]
     if errors:
-        mean = math.sqrt(sum(error**2 for error in errors) / len(errors))
+        mean = math.sqrt(statistics.mean(error**2 for error in errors))
         rows.append(("rounding error", f"{mean:.3g} of the weights, at most {max(errors):.3g}"))
     rows += [("note", note) for note in report["notes"]]
     return table_text(("", ""), rows, num_left=2)

@@ -12,13 +12,13 @@ from jaxinfer.cli.command import UsageError, say
 from jaxinfer.progress import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
 
     from checkpoints_convert import LayerKVScales
     from checkpoints_convert.checkpoint import Checkpoint, ParamPath
-    from jaxinfer.calibration import CalibrationOptions, CalibrationResult, LayerReport
+    from jaxinfer.calibration import CalibrationOptions, CalibrationResult, FloatModel, LayerReport
     from jaxinfer.calibration.journal import CalibrationJournal
     from jaxinfer.calibration.verify import ModelComparison
     from jaxinfer.quantization import QuantizedArray
@@ -85,16 +85,17 @@ def _compared(
 ) -> "ModelComparison":
     """The checkpoint at `made`, loaded again, next to the calibrated model."""
     from checkpoints_convert.load import open_checkpoint
+    from jaxinfer.calibration import FloatModel
     from jaxinfer.calibration.inputs import random_rows
-    from jaxinfer.calibration.verify import ComparedModel, compare_models
+    from jaxinfer.calibration.verify import compare_models
 
     with (
         Stage("loading the checkpoint and comparing", source.config.num_layers, "layer") as stage,
         open_checkpoint(made, dtype="float32") as written,
     ):
         found = compare_models(
-            ComparedModel(source.config, result.read, result.rest),
-            ComparedModel(written.config, unit_reader(written), rest_of(written)),
+            FloatModel(source.config, result.read, result.rest),
+            float_model(written),
             random_rows(source.config.vocab_size) if held_out is None else held_out[:2],
             report=lambda layer: stage.update(),
         )
@@ -103,25 +104,22 @@ def _compared(
     return found
 
 
-def unit_reader(source: "Checkpoint") -> "Callable[[str], Any]":
-    """A function that reads the parameters of a unit, as a nested dict or a single array."""
+def float_model(source: "Checkpoint", fingerprint: str = "") -> "FloatModel":
+    """The checkpoint as a model of which a unit is read at a time, as a nested dict or a single array."""
     from checkpoints_convert.checkpoint import insert
+    from jaxinfer.calibration import FloatModel
 
     def read(unit: str) -> Any:
-        found: Any = {}
+        params: Any = {}
         for path, array in source.read(unit):
             keys = path[2:] if path[0] == "layers" else path[1:]
             if not keys:
                 return array
-            insert(found, keys, array)
-        return found
+            insert(params, keys, array)
+        return params
 
-    return read
-
-
-def rest_of(source: "Checkpoint") -> tuple[str, ...]:
-    """The names of the units that are not layers."""
-    return tuple(unit for unit in source.units() if not unit.startswith("layers."))
+    rest = tuple(unit for unit in source.units() if not unit.startswith("layers."))
+    return FloatModel(source.config, read, rest, fingerprint)
 
 
 def adjusted_kv_scales(
@@ -159,6 +157,7 @@ def _write_files(
     made: Path,
     stage: Stage,
 ) -> None:
+    from checkpoints_convert.checkpoint import unit_of
     from checkpoints_convert.files import CONFIG, read_json, special_token, write_companions, write_json
     from checkpoints_convert.huggingface.config import huggingface_config
     from checkpoints_convert.huggingface.save import write_shards
@@ -173,35 +172,23 @@ def _write_files(
     original = read_json(given) if isinstance(given, Path) else json.loads(given)
     special = {name: special_token(original, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     scales, _ = _kv_scales(source, result)
-    read = _leaf_reader(result.read)
+    name, unit = None, None  # the last unit: paths come in the order of units
 
-    def read_and_count(path: "ParamPath") -> Any:
-        stage.update(sizes[path])
-        return read(path)
-
-    quantization = write_shards(config, made, read_and_count, sizes.__getitem__, kv_scales=scales)
-    for name in write_companions({name: file for name, file in companions.items() if name != CONFIG}, made):
-        sync(made / name)
-    write_json(made / CONFIG, huggingface_config(config) | special | quantization)
-
-
-def _leaf_reader(read: "Callable[[str], Any]") -> "Callable[[ParamPath], Any]":
-    """A function that reads parameters by path; it keeps the last unit, so paths should come in the order of units."""
-    from checkpoints_convert.checkpoint import unit_of
-
-    name, unit = None, None
-
-    def leaf(path: "ParamPath") -> Any:
+    def read(path: "ParamPath") -> Any:
         nonlocal name, unit
+        stage.update(sizes[path])
         if unit_of(path) != name:
             unit = None  # freed before the next one is read
-            name, unit = unit_of(path), read(unit_of(path))
+            name, unit = unit_of(path), result.read(unit_of(path))
         found: Any = unit
         for key in path[2 if path[0] == "layers" else 1 :]:
             found = found[key]
         return found
 
-    return leaf
+    quantization = write_shards(config, made, read, sizes.__getitem__, kv_scales=scales)
+    for name in write_companions({name: file for name, file in companions.items() if name != CONFIG}, made):
+        sync(made / name)
+    write_json(made / CONFIG, huggingface_config(config) | special | quantization)
 
 
 def _warn(source: "Checkpoint", weights: "dict[ParamPath, QuantizedArray]", result: "CalibrationResult") -> None:

@@ -50,13 +50,14 @@ def score(model_options: ServingOptions, logit_options: LogitOptions, options: S
     """
     params = SamplingParams.from_dict(sampling_values(logit_options))
     items = _items(options)
-    columns = [[one[name] for one in items] for name in items[0]]
+    columns = [[item[name] for item in items] for name in items[0]]
     with open_output(options.output) as target, open_llm(model_options) as llm:
         scores = llm.score(*columns, params=params)
-        data = [_data(llm, index, one, found) for index, (one, found) in enumerate(zip(items, scores, strict=True))]
+        pairs = enumerate(zip(items, scores, strict=True))
+        data = [_data(llm, index, item, item_score) for index, (item, item_score) in pairs]
         if options.as_json:
-            for one in data:
-                write_json(one, target)
+            for row in data:
+                write_json(row, target)
         else:
             _print_totals(data, target)
             if "text" in items[0] and len(scores) > 1:
@@ -95,7 +96,8 @@ def _pairs(prompts: list[str], continuations: list[str], file: Path | None) -> l
         prompts = prompts * len(continuations)
     if len(prompts) != len(continuations):
         raise UsageError(f"{len(prompts)} prompts and {len(continuations)} continuations do not pair up")
-    return [{"prompt": one, "continuation": other} for one, other in zip(prompts, continuations, strict=True)]
+    pairs = zip(prompts, continuations, strict=True)
+    return [{"prompt": prompt, "continuation": continuation} for prompt, continuation in pairs]
 
 
 def _data(llm: "LLM", index: int, item: Named, score: "Score") -> dict[str, Any]:
@@ -123,31 +125,31 @@ def _print_totals(data: list[dict[str, Any]], file: Any) -> None:
     titles = ("", *names, "tokens", "raw", "per token", "perplexity", "processed", "greedy")
     rows = [
         (
-            one["index"] + 1,
-            *(brief(one[name], from_end=name == "prompt") for name in names),
-            one["num_tokens"],
-            f"{one['raw_total']:.4f}",
-            f"{one['raw_total'] / one['num_tokens']:.4f}",
-            f"{one['perplexity']:.4g}",
-            f"{one['processed_total']:.4f}",
-            "yes" if one["is_greedy"] else "no",
+            row["index"] + 1,
+            *(brief(row[name], from_end=name == "prompt") for name in names),
+            row["num_tokens"],
+            f"{row['raw_total']:.4f}",
+            f"{row['raw_total'] / row['num_tokens']:.4f}",
+            f"{row['perplexity']:.4g}",
+            f"{row['processed_total']:.4f}",
+            "yes" if row["is_greedy"] else "no",
         )
-        for one in data
+        for row in data
     ]
     console(file).print(make_table(titles, rows, num_left=1 + len(names)))
 
 
 def _summary(scores: "Sequence[Score]") -> str:
     """A line on all texts as one, in which each token counts alike."""
-    raw = [value for one in scores for value in one.raw]
+    raw = [value for score in scores for value in score.raw]
     whole = replace(scores[0], raw=raw)
     return f"{len(scores)} texts, {len(raw)} tokens: loss {whole.loss:.4f}, perplexity {whole.perplexity:.4g}\n"
 
 
 def _print_tokens(data: list[dict[str, Any]], file: Any) -> None:
     target = console(file)
-    for one in data:
-        target.print(f"\n{one['index'] + 1}: {brief(one.get('text', one.get('continuation')))}", markup=False)
+    for row in data:
+        target.print(f"\n{row['index'] + 1}: {brief(row.get('text', row.get('continuation')))}", markup=False)
         rows = [
             (
                 repr(token["token"]) if token["token"] is not None else "",
@@ -155,6 +157,6 @@ def _print_tokens(data: list[dict[str, Any]], file: Any) -> None:
                 f"{token['raw']:.4f}",
                 f"{token['processed']:.4f}",
             )
-            for token in one["tokens"]
+            for token in row["tokens"]
         ]
         target.print(make_table(("token", "id", "raw", "processed"), rows))

@@ -78,7 +78,7 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
     service = several_models(model_options.model, arguments, options)
     if not first and options.models and not options.lazy:
         first.append(split_name(options.models[0])[0])
-    first += [one for one in service.options.pin or () if one not in first]
+    first += [name for name in service.options.pin or () if name not in first]
     return run_service(service, first, on_listening=say_listening, on_ready=say_ready)
 
 
@@ -96,19 +96,19 @@ def several_models(model: str, arguments: dict[str, Any], options: ServerOptions
     compilation_cache.enable()
     given = [*([model] if model else []), *(options.models or ())]
     names = served_models(given)
-    pins = [one for one in options.pin or () if one not in names]
+    pins = [name for name in options.pin or () if name not in names]
     served = served_models([*given, *pins])
-    for one in served.values():
-        if (found := locate(one)) is None or found.path is None:
-            raise UsageError(f"{one} is not on this machine")
+    for name in served.values():
+        if (found := locate(name)) is None or found.path is None:
+            raise UsageError(f"{name} is not on this machine")
     checked_options("demo", arguments)  # before the server listens
-    pin_names = [one if one in names else split_name(one)[0] for one in options.pin or ()]
+    pin_names = [name if name in names else split_name(name)[0] for name in options.pin or ()]
     options = replace(options, pin=pin_names or None)
     catalogue = LocalModels(served if given else None, arguments, options)
     for flag, wanted in (("--pin", pin_names), ("--keep-alive", filter(None, options.keep_alive_seconds))):
-        for one in wanted:
-            if catalogue.find(one) is None:
-                raise UsageError(f"{flag} {one}: requests cannot name it; add --model {one}")
+        for name in wanted:
+            if catalogue.find(name) is None:
+                raise UsageError(f"{flag} {name}: requests cannot name it; add --model {name}")
     service = Service(options, split_name(model)[0] if model else None, catalogue)
     service.max_model_len = arguments.get("max_model_len") or service.max_model_len
     return service

@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 from jaxinfer.checks import format_bytes
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import as_json
-from jaxinfer.cli.output import console, plain_cell, write_json, write_text
+from jaxinfer.cli.output import console, write_json, write_report
 from jaxinfer.options import MISSING, argument, option
+from jaxinfer.tables import make_table
 
 _SECONDS = 600.0  # that a model's running answers may take until it is unloaded
 _KEY = "JAXINFER_API_KEY"
@@ -36,30 +37,30 @@ def ps(options: ServerAddress) -> None:
     Of each: its bytes, the requests that use it and those that wait for it, the seconds since the last one, and those
     until it is unloaded if none comes.
     """
-    found = ask(options.url, "GET", "/v1/models")["data"]
-    shown = [one for one in found if one["status"]["value"] not in ("unloaded",)]
+    models = ask(options.url, "GET", "/v1/models")["data"]
+    models = [model for model in models if model["status"]["value"] != "unloaded"]
     if options.as_json:
-        write_json({"models": shown})
+        write_json({"models": models})
         return
-    from rich.table import Table
+    titles = ("model", "state", "size", "requests", "waiting", "idle", "unloaded in")
+    console().print(make_table(titles, map(_cells, models), num_left=len(titles)))
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("model", "state", "size", "requests", "waiting", "idle", "unloaded in"):
-        table.add_column(title, overflow="fold")
-    for one in shown:
-        status = one["status"]
-        left = "stays" if status["value"] == "ready" and status["keep_alive_seconds"] is None else ""
-        cells = (
-            one["id"],
-            status["value"] if not status["error"] else f"{status['value']}: {status['error']}",
-            format_bytes(status["bytes"]) if status["bytes"] else "",
-            str(status["requests"]),
-            str(status["waiting"]),
-            _seconds(status["idle_seconds"]),
-            _seconds(status["keep_alive_seconds"]) or left,
-        )
-        table.add_row(*map(plain_cell, cells))
-    console().print(table)
+
+def _cells(model: Mapping[str, Any]) -> list[Any]:
+    status = model["status"]
+    stays = status["value"] == "ready" and status["keep_alive_seconds"] is None
+    idle, left = (
+        "" if status[name] is None else f"{status[name]:.0f} s" for name in ("idle_seconds", "keep_alive_seconds")
+    )
+    return [
+        model["id"],
+        status["value"] if not status["error"] else f"{status['value']}: {status['error']}",
+        format_bytes(status["bytes"]) if status["bytes"] else "",
+        status["requests"],
+        status["waiting"],
+        idle,
+        "stays" if stays else left,
+    ]
 
 
 def stop(options: StopOptions) -> None:
@@ -67,11 +68,8 @@ def stop(options: StopOptions) -> None:
 
     The next request that names it loads it again.
     """
-    found = ask(options.url, "POST", "/models/unload", {"model": options.name})
-    if options.as_json:
-        write_json(found)
-    else:
-        write_text(f"{found['id']} is {found['status']['value']}\n")
+    model = ask(options.url, "POST", "/models/unload", {"model": options.name})
+    write_report(model, lambda model: f"{model['id']} is {model['status']['value']}\n", as_json=options.as_json)
 
 
 def ask(url: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -89,18 +87,10 @@ def ask(url: str, method: str, path: str, body: Mapping[str, Any] | None = None)
         with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        raise RuntimeError(_reason(error)) from None
+        try:
+            reason = json.load(error)["error"]["message"] + (f": set {_KEY}" if error.code == 401 else "")
+        except (ValueError, KeyError, TypeError, OSError):
+            reason = f"the server answered with status {error.code}"
+        raise RuntimeError(reason) from None
     except urllib.error.URLError as error:
         raise ConnectionError(f"no server answers at {url}: {error.reason}") from None
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:
-        message = json.load(error)["error"]["message"]
-    except (ValueError, KeyError, TypeError, OSError):
-        return f"the server answered with status {error.code}"
-    return f"{message}: set {_KEY}" if error.code == 401 else message
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f} s"

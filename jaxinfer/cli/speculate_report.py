@@ -1,13 +1,13 @@
 """`jaxinfer speculate-report`: the speedup of a draft on given prompts, the best draft length, and what limits it."""
 
+import contextlib
 import statistics
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.checks import need_plotting
-from jaxinfer.cli.bench import read_integers
+from jaxinfer.cli.bench import check_picture, read_integers
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import ON_LOADING, ServingOptions, as_json, llm_arguments
 from jaxinfer.cli.output import console, note, write_json, write_text
@@ -111,7 +111,7 @@ class ReportOptions:
     seed: int = option(0, "Seed of all answers, if the temperature is not 0.", "N")
     acceptance: str = option("exact", "exact: the answers of plain decoding; maximal: the same distribution.", "RULE")
     repeats: int = option(3, "Number of measurements, of which the median is shown.", "N", min=1)
-    plot: Path | None = option(None, "Draw acceptance and speedup to this PNG file.", "PATH")
+    plot: Path | None = option(None, "Draw acceptance and speedup, as .png, .svg or .pdf.", "PATH")
     as_json: bool = as_json("One JSON object.")
 
 
@@ -125,16 +125,13 @@ def speculate_report(model_options: ServingOptions, options: ReportOptions) -> N
     lengths = read_integers(options.num_draft_tokens, "--num-draft-tokens")
     if options.acceptance not in ("exact", "maximal"):
         raise UsageError(f"--acceptance is exact or maximal, got {options.acceptance!r}")
-    if options.plot is not None:
-        check_plot(options.plot)
+    check_picture(options.plot, "--plot")
     lines = read_prompts((), options.file)
     with Stage(f"loading {model_options.model}"):
         bench = _Bench(model_options, options.draft, options.acceptance, lines, options.repeats)
         params = bench.params({name: getattr(options, name) for name in ("temperature", "seed", "max_tokens")})
-    try:
+    with contextlib.closing(bench):
         rows, plain = bench.measure(lengths, params)
-    finally:
-        bench.close()
     if options.plot is not None:
         draw(options.plot, rows, f"{model_options.model}, drafted by {options.draft}")
     plain_rate = 1 / plain.seconds_per_token
@@ -165,7 +162,7 @@ def speculate_report(model_options: ServingOptions, options: ReportOptions) -> N
 
 
 def conclusion(rows: list[LengthReport]) -> str:
-    """What to do, and what limits the speedup."""
+    """Advice on the draft, and what limits the speedup."""
     best = max(rows, key=lambda row: row.measured)
     k, limit = best.num_draft_tokens, best.limit
     cause = {
@@ -228,7 +225,7 @@ class _Bench:
         target = self.model.config, self.model.params
         draft = draft_by_name(self.draft_name, *target)
         models = [] if draft is None else [(*own, self.model.tokenizer) for own in draft.models(*target)]
-        return sum(self._run(params, 0, model=one).seconds_per_token for one in models)
+        return sum(self._run(params, 0, model=model).seconds_per_token for model in models)
 
     def _run(self, params: "list[SamplingParams]", num_draft_tokens: int, model: Any = None, **drafting: Any) -> Run:
         from jaxinfer.api.llm import LLM
@@ -247,9 +244,9 @@ class _Bench:
     def close(self) -> None:
         import jax
 
-        for one in (self.model, self.draft_model):
-            if one is not None:
-                for leaf in jax.tree.leaves(one.params):
+        for model in (self.model, self.draft_model):
+            if model is not None:
+                for leaf in jax.tree.leaves(model.params):
                     leaf.delete()
 
 
@@ -268,13 +265,11 @@ def _measured(
         wall, worked = time.perf_counter(), time.thread_time()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         shares.append((time.thread_time() - worked) / (time.perf_counter() - wall))
-        timings = [one.timings for one in outputs if one.timings is not None]
-        spent = sum(one.total_time - one.time_to_first_token for one in timings)
-        num_tokens = sum(len(one.outputs[0].token_ids) - 1 for one in outputs)
+        timings = [output.timings for output in outputs if output.timings is not None]
+        spent = sum(timing.total_time - timing.time_to_first_token for timing in timings)
+        num_tokens = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
         if num_tokens < 1:
-            raise UsageError(
-                "every answer ends with its first token, so there is nothing to measure: try other prompts"
-            )
+            raise UsageError("every answer ends with its first token: try other prompts, there is nothing to measure")
         seconds.append(spent / num_tokens)
         total += num_tokens
     after = llm.speculation_stats()
@@ -282,7 +277,7 @@ def _measured(
         num_draft_tokens,
         statistics.median(seconds),
         statistics.median(shares),
-        [one.outputs[0].token_ids for one in outputs],
+        [output.outputs[0].token_ids for output in outputs],
         total,
         None if after is None or before is None else after - before,
     )
@@ -306,7 +301,9 @@ def compare(run: Run, plain: Run, cost_ratio: float) -> LengthReport:
         expected=expected_speedup(stats.conditional_rate, k, cost_ratio),
         measured=measured,
         host_share=min(run.host_share, 0.99),
-        num_different=sum(one != other for one, other in zip(run.answers, plain.answers, strict=True)),
+        num_different=sum(
+            answer != plain_answer for answer, plain_answer in zip(run.answers, plain.answers, strict=True)
+        ),
     )
 
 
@@ -330,23 +327,12 @@ def print_rows(rows: list[LengthReport]) -> None:
     console().print(make_table((*titles, "verifying", "expected", "measured"), cells))
 
 
-def check_plot(path: Path) -> None:
-    """Raises, before anything is measured, if the plot could not be drawn."""
-    if path.suffix.lower() != ".png":
-        raise UsageError(f"--plot writes PNG, got {path.name!r}")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot: there is no folder {path.parent}")
-    need_plotting("--plot")
-
-
 def draw(path: Path, rows: list[LengthReport], title: str) -> None:
     """Draws acceptance by position, and the expected and the measured speedup by draft length."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for row in rows:
         rates = row.stats.acceptance_by_position
         left.plot(range(1, len(rates) + 1), rates, marker="o", label=f"k = {row.num_draft_tokens}")
@@ -364,4 +350,3 @@ def draw(path: Path, rows: list[LengthReport], title: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

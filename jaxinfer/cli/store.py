@@ -8,7 +8,7 @@ from typing import Any
 from jaxinfer.checks import format_bytes
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import SamplingOptions, as_json, overwrite, sampling_values
-from jaxinfer.cli.output import console, write_json, write_text
+from jaxinfer.cli.output import console, write_json, write_report, write_text
 from jaxinfer.options import MISSING, argument, option
 from jaxinfer.tables import facts_text, make_table
 
@@ -102,10 +102,9 @@ def copy(options: CopyOptions) -> None:
 def _print_alias(alias: Any, is_json: bool) -> None:
     from jaxinfer.store.aliases import alias_path
 
-    if is_json:
-        write_json({"name": alias.name, "path": alias_path(alias.name), **alias.to_dict()})
-    else:
-        write_text(f"{alias.name}: {_settings(alias.to_dict())}\nwritten to {alias_path(alias.name)}\n")
+    path, settings = alias_path(alias.name), alias.to_dict()
+    text = f"{alias.name}: {_settings(settings)}\nwritten to {path}\n"
+    write_report({"name": alias.name, "path": path, **settings}, lambda _: text, as_json=is_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,19 +185,19 @@ def disk(options: DiskOptions) -> None:
 
     usage = disk_usage()
     if options.as_json:
-        for one in usage:
-            write_json(one)
+        for repository in usage:
+            write_json(repository)
         return
     rows = [
         (
-            one["repository"],
-            len(one["models"]) or "not pulled",
-            format_bytes(one["unfinished bytes"]),
-            format_bytes(one["other bytes"]),
-            format_bytes(one["bytes"]),
+            repository["repository"],
+            len(repository["models"]) or "not pulled",
+            format_bytes(repository["unfinished bytes"]),
+            format_bytes(repository["other bytes"]),
+            format_bytes(repository["bytes"]),
         )
-        for one in usage
+        for repository in usage
     ]
-    rows.append(("total", "", "", "", format_bytes(sum(one["bytes"] for one in usage))))
+    rows.append(("total", "", "", "", format_bytes(sum(repository["bytes"] for repository in usage))))
     console().print(make_table(("repository", "models", "unfinished", "other files", "size"), rows))
     write_text(f"files are in {hub_cache()}, aliases and manifests in {home()}\n")

@@ -1,18 +1,14 @@
 """`jaxinfer verify`: checks a checkpoint's files, and compares its outputs with another checkpoint's."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxinfer.cli.command import ERROR, OK
 from jaxinfer.cli.options import as_json
-from jaxinfer.cli.output import write_json, write_text
+from jaxinfer.cli.output import write_report
 from jaxinfer.options import MISSING, argument, option
 from jaxinfer.progress import Stage
 from jaxinfer.tables import facts_text
-
-if TYPE_CHECKING:
-    from checkpoints_convert import FilesReport, VerifyReport
 
 _NUM_SHOWN = 5
 
@@ -50,60 +46,47 @@ def verify(options: VerifyOptions) -> int:
         with Stage("comparing"):
             other = find_path(against)
             comparison = checkpoints_convert.verify_against(path, other, tolerance=tolerance, dtype=options.dtype)
-    holds = not problems and (comparison is None or _is_close(comparison, tolerance))
-    if options.as_json:
-        write_json(
-            {
-                "path": path,
-                "holds": holds,
-                "has_manifest": (path / MANIFEST).exists(),
-                "checked": files.checked,
-                "unknown": files.unknown,
-                "problems": problems,
-                "against": against,
-                "tolerance": tolerance,
-                "comparison": comparison.to_dict() if comparison is not None else None,
-            }
-        )
-    else:
-        write_text(_summary(path, files, against, comparison, tolerance, holds))
+    holds = not problems
+    if comparison is not None:
+        holds = comparison.first_diverging is None and comparison.max_logit_difference <= tolerance
+    report = {
+        "path": path,
+        "holds": holds,
+        "has_manifest": (path / MANIFEST).exists(),
+        "checked": files.checked,
+        "unknown": files.unknown,
+        "problems": problems,
+        "against": against,
+        "tolerance": tolerance,
+        "comparison": comparison.to_dict() if comparison is not None else None,
+    }
+    write_report(report, _summary, as_json=options.as_json)
     return OK if holds else ERROR
 
 
-def _is_close(report: "VerifyReport", tolerance: float) -> bool:
-    return report.first_diverging is None and report.max_logit_difference <= tolerance
-
-
-def _summary(
-    path: Path,
-    files: "FilesReport",
-    against: str | None,
-    report: "VerifyReport | None",
-    tolerance: float,
-    holds: bool,
-) -> str:
-    facts: dict[str, Any] = {"checkpoint": path}
-    problems = files.problems
+def _summary(report: dict[str, Any]) -> str:
+    facts: dict[str, Any] = {"checkpoint": report["path"]}
+    problems, unknown, against, found = (report[name] for name in ("problems", "unknown", "against", "comparison"))
     if problems:
         facts["files"] = f"{len(problems)} {'problem' if len(problems) == 1 else 'problems'}"
     else:
-        facts["files"] = f"{len(files.checked)} match their checksums" if files.checked else "none checked"
-    if files.unknown:
-        shown = ", ".join(files.unknown[:_NUM_SHOWN]) + (", ..." if len(files.unknown) > _NUM_SHOWN else "")
-        facts["without checksum"] = f"{len(files.unknown)}: {shown}"
-    if report is not None:
+        facts["files"] = f"{len(report['checked'])} match their checksums" if report["checked"] else "none checked"
+    if unknown:
+        shown = ", ".join(unknown[:_NUM_SHOWN]) + (", ..." if len(unknown) > _NUM_SHOWN else "")
+        facts["without checksum"] = f"{len(unknown)}: {shown}"
+    if found is not None:
         facts |= {
-            "compared with": f"{against} on {report.num_tokens} tokens, tolerance {tolerance:g}",
-            "max |dlogit|": f"{report.max_logit_difference:.3g}",
-            "KL per token": f"{report.mean_kl:.3g} nats",
-            "same top token": f"{100 * report.top1_agreement:.2f} % of positions",
-            "first diverging": report.first_diverging or "none",
+            "compared with": f"{against} on {found['num_tokens']} tokens, tolerance {report['tolerance']:g}",
+            "max |dlogit|": f"{found['max_logit_difference']:.3g}",
+            "KL per token": f"{found['mean_kl']:.3g} nats",
+            "same top token": f"{100 * found['top1_agreement']:.2f} % of positions",
+            "first diverging": found["first_diverging"] or "none",
         }
-        if report.first_diverging is not None:
-            facts["by"] = f"{report.layer_differences[report.first_diverging]:.3g}"
+        if found["first_diverging"] is not None:
+            facts["by"] = f"{found['layer_differences'][found['first_diverging']]:.3g}"
     elif against is not None:
         facts["compared with"] = f"{against}: not done because of the problems"
-    facts["result"] = "passed" if holds else "failed"
+    facts["result"] = "passed" if report["holds"] else "failed"
     lines = facts_text(facts).splitlines(keepends=True)
     lines[2:2] = [f"  - {problem}\n" for problem in problems]  # below "files"
     return "".join(lines)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.cli.options import DraftedServingOptions, as_json, model_argument, open_llm, option
-from jaxinfer.cli.output import write_json, write_text
+from jaxinfer.cli.output import write_report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,7 @@ def warm(options: WarmOptions) -> None:
         "seconds": time.perf_counter() - start,
         "folder": None if folder is None else str(folder),
     }
-    if options.as_json:
-        write_json(report)
-    else:
-        write_text(_summary(report))
+    write_report(report, _summary, as_json=options.as_json)
 
 
 def _summary(report: dict[str, Any]) -> str:

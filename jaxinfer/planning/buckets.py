@@ -1,5 +1,6 @@
 """Sizes that programs are compiled for, chosen from a trace so that little of what they compute is padding."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """What was chosen for a trace, beside the engine's own sizes.
+    """Sizes chosen for a trace, beside the engine's own.
 
     Attributes:
       lengths: the least and the largest of the prompts and of the answers. max_programs: the limit of the choice.
@@ -63,7 +64,7 @@ class BucketChoice:
 
     @property
     def holds(self) -> bool:
-        """Whether at most `MAX_PADDING` of every kind of step is padding."""
+        """True if at most `MAX_PADDING` of every kind of step is padding."""
         return self.chosen.padding <= MAX_PADDING
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,13 +118,13 @@ def choose_buckets(spec: EngineSpec, trace: Sequence[TraceRequest], max_programs
     least, most = num_programs(spec, 1, 1), max_programs or max(MAX_PROGRAMS, default.num_programs)
     if most < least:
         raise ValueError(f"{most} programs are too few: this engine needs {least} of one size each")
-    tokens = _best([one.steps for one in loads.values()], most, spec.token_buckets[-1], TOKEN_UNIT)
-    slots = _best([one.decodes for one in loads.values()], most, spec.max_seqs, 1)
-    pairs = [(one, other) for one in tokens for other in slots if num_programs(spec, len(one), len(other)) <= most]
-    found = [_measured(spec, *pair, loads) for pair in pairs]
+    tokens = _best([load.steps for load in loads.values()], most, spec.token_buckets[-1], TOKEN_UNIT)
+    slots = _best([load.decodes for load in loads.values()], most, spec.max_seqs, 1)
+    pairs = itertools.product(tokens, slots)
+    found = [_measured(spec, *pair, loads) for pair in pairs if num_programs(spec, *map(len, pair)) <= most]
     chosen = min(found, key=lambda one: (max(one.padding, MAX_PADDING), one.num_programs, one.padding))
-    lengths = [[one.num_prompt for one in trace], [one.num_answer for one in trace]]
-    prompts, answers = ((min(one), max(one)) for one in lengths)
+    lengths = [[request.num_prompt for request in trace], [request.num_answer for request in trace]]
+    prompts, answers = ((min(counts), max(counts)) for counts in lengths)
     return BucketChoice(len(trace), (prompts, answers), most, chosen, default)
 
 
@@ -181,9 +182,9 @@ def _path(before: list[list[int]], sizes: np.ndarray) -> tuple[int, ...]:
 def _best(loads: Sequence[Counter[int]], most: int, last: int, unit: int) -> list[tuple[int, ...]]:
     """As `best_buckets`, for the mean over the loads of what is computed for a row."""
     weights: dict[int, float] = {}
-    for one in loads:
-        total = sum(rows * count for rows, count in one.items())
-        for rows, count in one.items():
+    for load in loads:
+        total = sum(rows * count for rows, count in load.items())
+        for rows, count in load.items():
             weights[rows] = weights.get(rows, 0.0) + count / total
     return best_buckets(weights, most, last, unit)
 

@@ -2,19 +2,17 @@
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxinfer import parallel
 from jaxinfer.checks import did_you_mean
-from jaxinfer.chips import Chip, chip_of_kind, chips
+from jaxinfer.chips import Chip, chips
 from jaxinfer.models import ModelConfig, check_divides, fit_to_mesh
 from jaxinfer.parallel import DATA
 from pallas_kernels import ahead_of_time
-
-__all__ = ["Chip", "Layout", "Place", "chip_of_kind", "chips", "larger_places", "layout_of", "parse_place"]
 
 MAX_GPUS = 8
 
@@ -36,10 +34,6 @@ class Place:
     def device_bytes(self) -> int:
         """Usable memory of one device."""
         return self.chip.usable_bytes // self.chip.devices_per_chip
-
-    def with_gpu_share(self, share: float) -> "Place":
-        """The place where JAX allocates another share of a GPU's memory."""
-        return replace(self, chip=replace(self.chip, usable_bytes=int(share * self.chip.hbm_bytes)))
 
 
 def parse_place(text: str) -> Place:
@@ -92,7 +86,7 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """Of one replica."""
+        """Devices of one replica."""
         return math.prod(size for _, size in self.axes)
 
     def mesh(self, place: Place) -> Mesh:
@@ -128,7 +122,7 @@ def layout_of(place: Place, *configs: ModelConfig, mesh: str | None = None) -> L
 
 
 def _fits(layout: Layout, configs: tuple[ModelConfig, ...]) -> bool:
-    """Whether the mesh divides the models without repeating or padding."""
+    """Tells if the mesh divides the models without repeating or padding."""
     try:
         for config in configs:
             check_divides(layout.shape_mesh, config)

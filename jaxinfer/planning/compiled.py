@@ -4,8 +4,9 @@ Layers of one kind are alike, so a program costs a constant plus an amount per l
 each kind of layer determine both. Memory of arguments and outputs is exact that way.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -157,10 +158,10 @@ def extrapolate(base: ProgramFigures, more: Sequence[tuple[ProgramFigures, float
     seconds = base.seconds + sum(larger.seconds for larger, _ in more)
     every = [base, *(larger for larger, _ in more)]
     # A smaller program may need more scratch memory than a larger one: at least the largest that was seen.
-    temporaries = max([values["temporary_bytes"] or 0.0, *(one.temporary_bytes for one in every)])
+    temporaries = max([values["temporary_bytes"] or 0.0, *(figures.temporary_bytes for figures in every)])
     # Code does not grow with the layers: beyond some size the compiler stops inlining (decoding with Llama-3-8B for
     # v6e: 9, 13, 27 and 10 MB with 2, 4, 12 and 32 layers).
-    code = max(one.code_bytes for one in every)
+    code = max(figures.code_bytes for figures in every)
     values |= {"temporary_bytes": temporaries, "code_bytes": code}
     return replace(base, **{**values, "seconds": seconds})  # type: ignore[arg-type]
 
@@ -176,10 +177,6 @@ BASE_LAYERS, MORE_LAYERS = 2, 2
 LAYERS_OF_BASE = 36
 # Concurrent compilations; each uses about one core.
 MAX_WORKERS = 2
-
-
-def no_progress(_: str) -> None:
-    """Reports nothing."""
 
 
 class OutOfChipMemory(RuntimeError):
@@ -215,7 +212,7 @@ def compile_programs(
     *,
     whole: bool | None = None,
     only: str | None = None,
-    progress: ProgressCallback = no_progress,
+    progress: ProgressCallback = lambda step: None,
 ) -> dict[str, CompiledProgram]:
     """Compiles a spec's programs; returns their figures by name.
 
@@ -228,72 +225,48 @@ def compile_programs(
     """
     variants = _variants(spec)
     if whole is None:
-        whole = variants is None or spec.config.num_layers <= _cost(variants)
-    programs = {name: one for name, one in planned_programs(spec).items() if only in (None, name)}
-    with _Compilations(spec, compiler, progress) as compilations:
+        # The small programs cost their layers, and the constant part of a program once more for each variant.
+        whole = variants is None or (
+            spec.config.num_layers <= sum(variants.sizes) + LAYERS_OF_BASE * len(variants.larger)
+        )
+    programs = {name: program for name, program in planned_programs(spec).items() if only in (None, name)}
+    is_tpu, has_host_layers = spec.platform == "tpu", spec.platform != "cpu" and spec.host_bytes > 0
+
+    def compile_one(program: Planned, num_layers: int) -> ProgramFigures:
+        progress(f"{program.name}, {num_layers} layers")
+        found = compiler(program.function, program.arguments)
+        figures = read_figures(found, spec.num_devices, is_tpu=is_tpu, has_host_layers=has_host_layers)
+        return replace(figures, resident_bytes=program.resident_bytes)
+
+    def as_base(base: "Future[ProgramFigures]", program: Planned) -> ProgramFigures:
+        return replace(base.result(), resident_bytes=program.resident_bytes, seconds=0.0)
+
+    with contextlib.ExitStack() as stack:
+        executor = ThreadPoolExecutor(min(MAX_WORKERS, num_cores()), thread_name_prefix="compile")
+        stack.callback(executor.shutdown, cancel_futures=True)
         if whole or variants is None:
-            futures = {name: compilations.start(one, spec) for name, one in programs.items()}
-            count = (spec.config.num_layers,)
-            return {name: CompiledProgram(found.result(), count, True) for name, found in futures.items()}
-        started = {name: _start(name, variants, compilations) for name in programs}
+            count = spec.config.num_layers
+            futures = {name: executor.submit(compile_one, program, count) for name, program in programs.items()}
+            return {name: CompiledProgram(future.result(), (count,), True) for name, future in futures.items()}
+        base_layers, started = variants.base.config.num_layers, {}
+        for name in programs:
+            base = executor.submit(compile_one, planned_programs(variants.base)[name], base_layers)
+            larger = []
+            for variant, factor in variants.larger:
+                program, count = planned_programs(variant)[name], variant.config.num_layers
+                if count == base_layers and name != SPECULATE:  # only rounds run the draft's layers
+                    larger.append((executor.submit(as_base, base, program), factor))
+                else:
+                    larger.append((executor.submit(compile_one, program, count), factor))
+            started[name] = base, larger
         return {
             name: CompiledProgram(
-                extrapolate(base.result(), [(one.result(), factor) for one, factor in larger]),
+                extrapolate(base.result(), [(future.result(), factor) for future, factor in larger]),
                 variants.sizes,
                 False,
             )
             for name, (base, larger) in started.items()
         }
-
-
-def _start(name: str, variants: "_Variants", compilations: "_Compilations") -> Any:
-    """Starts compiling the small programs of one name."""
-    base = compilations.start(planned_programs(variants.base)[name], variants.base)
-    larger = []
-    for smaller, factor in variants.larger:
-        one = planned_programs(smaller)[name]
-        if smaller.config.num_layers == variants.base.config.num_layers and name != SPECULATE:
-            found: Any = _WithResident(base, one.resident_bytes)  # only rounds run the draft's layers
-        else:
-            found = compilations.start(one, smaller)
-        larger.append((found, factor))
-    return base, larger
-
-
-@dataclass(frozen=True)
-class _WithResident:
-    """The result of a compilation, with other resident bytes."""
-
-    future: "Future[ProgramFigures]"
-    resident_bytes: int
-
-    def result(self) -> ProgramFigures:
-        return replace(self.future.result(), resident_bytes=self.resident_bytes, seconds=0.0)
-
-
-class _Compilations:
-    """Concurrent compilations; leaving the context cancels those that have not begun."""
-
-    def __init__(self, spec: EngineSpec, compiler: Compiler, progress: Callable[[str], None]):
-        self._is_tpu, self._num_devices = spec.platform == "tpu", spec.num_devices
-        self._has_host_layers = spec.platform != "cpu" and spec.host_bytes > 0
-        self._compiler, self._progress = compiler, progress
-        self._executor = ThreadPoolExecutor(min(MAX_WORKERS, num_cores()), thread_name_prefix="compile")
-
-    def start(self, one: Planned, spec: EngineSpec) -> "Future[ProgramFigures]":
-        return self._executor.submit(self._compile, one, spec.config.num_layers)
-
-    def _compile(self, one: Planned, num_layers: int) -> ProgramFigures:
-        self._progress(f"{one.name}, {num_layers} layers")
-        found = self._compiler(one.function, one.arguments)
-        figures = read_figures(found, self._num_devices, is_tpu=self._is_tpu, has_host_layers=self._has_host_layers)
-        return replace(figures, resident_bytes=one.resident_bytes)
-
-    def __enter__(self) -> "_Compilations":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._executor.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -307,12 +280,7 @@ class _Variants:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of layers."""
-        return tuple(one.config.num_layers for one in (self.base, *(smaller for smaller, _ in self.larger)))
-
-
-def _cost(variants: _Variants) -> int:
-    """Compilation cost of the small programs beyond the constant part of the whole one, in layers."""
-    return sum(variants.sizes) + LAYERS_OF_BASE * len(variants.larger)
+        return tuple(spec.config.num_layers for spec in (self.base, *(smaller for smaller, _ in self.larger)))
 
 
 def _variants(spec: EngineSpec) -> _Variants | None:
@@ -365,12 +333,8 @@ def _layer_kinds(spec: EngineSpec) -> list[list[int]]:
 
 def _few(kinds: Sequence[list[int]], more: int | None) -> list[int]:
     """Layer numbers in order: BASE_LAYERS of each kind, and MORE_LAYERS in addition of the kind with index `more`."""
-
-    def chosen() -> Iterator[int]:
-        for index, of_kind in enumerate(kinds):
-            yield from of_kind[: BASE_LAYERS + (MORE_LAYERS if index == more else 0)]
-
-    return sorted(chosen())
+    counts = (BASE_LAYERS + (MORE_LAYERS if index == more else 0) for index in range(len(kinds)))
+    return sorted(layer for of_kind, count in zip(kinds, counts, strict=True) for layer in of_kind[:count])
 
 
 def _count(layers: Sequence[int], of_kind: list[int]) -> int:
@@ -399,7 +363,7 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     if spec.trees:
         twice = num_bytes(spec.own_draft_params) - num_bytes(spec.placed_draft)  # weights that are the target's
         found.append(Planned(SPECULATE, speculate, _rounds(spec, model, weights), twice))
-    return {one.name: one for one in found}
+    return {program.name: program for program in found}
 
 
 def _drafting(spec: EngineSpec) -> tuple[list[Any], tuple[Any, ...]]:

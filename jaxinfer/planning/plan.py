@@ -25,7 +25,7 @@ from jaxinfer.tables import table_text
 
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
-    """What to plan.
+    """A model, its options and the place to plan for.
 
     Attributes:
       name: the model's name. config, params: the model, with abstract parameters as `loading.load_shapes` returns them.
@@ -164,14 +164,72 @@ class MemoryPlan:
 
     @property
     def compile_seconds(self) -> float:
-        return sum(one.figures.seconds for one in self.programs.values())
+        return sum(program.figures.seconds for program in self.programs.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON values, as `jaxinfer plan --json` prints it."""
-        return to_dict(self)
+    def to_dict(self, changes: "Sequence[Change]" = ()) -> dict[str, Any]:
+        """The plan as JSON values, as `jaxinfer plan --json` prints it. Bytes, FLOPs and exchanges are of one device,
+        tokens and sequences of one replica, rates of all."""
+        request, memory, layout, options = self.request, self.memory, self.layout, self.request.options
+        chip = request.place.chip
+        return {
+            "model": request.name,
+            "on": request.place.name,
+            "fits": self.fits,
+            "layout": {
+                "mesh": str(layout),
+                "devices": request.place.num_devices,
+                "replicas": layout.num_replicas,
+                "devices of a replica": layout.num_devices,
+            },
+            "options": {"context": options.max_model_len} | _fields(options, "max_seqs", "kv_dtype", "memory_fraction"),
+            "bytes": {
+                **memory.parts,
+                **_fields(memory, "total", "budget", "usable", "is_measured"),
+                "largest program": memory.peak,
+            },
+            "cache": {
+                **_fields(memory, "page_size", "page_bytes", "sequence_bytes", "pools", "policy"),
+                "tokens_planned": memory.planned_tokens,
+                "tokens_that_fit": memory.tokens,
+                "tokens_remaining": memory.remaining_tokens,
+            },
+            "programs": {
+                name: {**one.figures.to_dict(), "layers_compiled": list(one.num_layers), "is_whole": one.is_whole}
+                for name, one in self.programs.items()
+            },
+            "roofline": [point.to_dict() for point in self.roofline],
+            "rounds": [vars(point) for point in self.rounds],
+            **({} if self.buckets is None else {"buckets": self.buckets.to_dict()}),
+            "changes": [
+                {"flags": change.flags, "bytes": change.total, "compiled_bytes": change.compiled, "fits": change.fits}
+                for change in changes
+            ],
+            **_fields(self, "compile_seconds", "seconds"),
+            "notes": list(self.notes),
+            "chip": {
+                **_fields(chip, "title", "hbm_bytes", "l2_bytes", "hbm_bandwidth", "flops"),
+                **_fields(chip, "link_bandwidth", "host_bandwidth", "chips_per_host"),
+                "sources": [source._asdict() for source in chip.sources],
+            },
+        }
+
+    def to_text(self, changes: "Sequence[Change] | None" = None) -> str:
+        """A page of text, with the cheapest changes if the model does not fit."""
+        parts = [_verdict(self), _memory_text(self), _programs_text(self)]
+        if self.roofline:
+            parts.append(_roofline_text(self))
+        if self.rounds:
+            parts.append(_rounds_text(self))
+        if self.buckets is not None:
+            parts.append(str(self.buckets))
+        if changes is not None and not self.fits:
+            parts.append(_changes_text(changes))
+        notes = [*self.notes, *([f"compiled in {self.compile_seconds:.0f} s"] if self.programs else [])]
+        parts.append("".join(f"  {note}\n" for note in notes))
+        return "\n".join(parts).rstrip("\n")
 
     def __str__(self) -> str:
-        return to_text(self)
+        return self.to_text()
 
 
 @dataclass(frozen=True)
@@ -199,80 +257,8 @@ class Change:
         return " ".join(f"{name} {value}" if name.startswith("--") else f"{name}={value}" for name, value in flags)
 
 
-def to_dict(plan: MemoryPlan, changes: Sequence[Change] = ()) -> dict[str, Any]:
-    """JSON values. Bytes, FLOPs and exchanges are of one device, tokens and sequences of one replica, rates of all."""
-    request, memory, layout, options = plan.request, plan.memory, plan.layout, plan.request.options
-    chip = request.place.chip
-    return {
-        "model": request.name,
-        "on": request.place.name,
-        "fits": plan.fits,
-        "layout": {
-            "mesh": str(layout),
-            "devices": request.place.num_devices,
-            "replicas": layout.num_replicas,
-            "devices of a replica": layout.num_devices,
-        },
-        "options": {"context": options.max_model_len} | _fields(options, "max_seqs", "kv_dtype", "memory_fraction"),
-        "bytes": {
-            **memory.parts,
-            **_fields(memory, "total", "budget", "usable", "is_measured"),
-            "largest program": memory.peak,
-        },
-        "cache": {
-            **_fields(memory, "page_size", "page_bytes", "sequence_bytes", "pools", "policy"),
-            "tokens_planned": memory.planned_tokens,
-            "tokens_that_fit": memory.tokens,
-            "tokens_remaining": memory.remaining_tokens,
-        },
-        "programs": {
-            name: {**one.figures.to_dict(), "layers_compiled": list(one.num_layers), "is_whole": one.is_whole}
-            for name, one in plan.programs.items()
-        },
-        "roofline": [point.to_dict() for point in plan.roofline],
-        "rounds": [vars(point) for point in plan.rounds],
-        **({} if plan.buckets is None else {"buckets": plan.buckets.to_dict()}),
-        "changes": [
-            {"flags": change.flags, "bytes": change.total, "compiled_bytes": change.compiled, "fits": change.fits}
-            for change in changes
-        ],
-        **_fields(plan, "compile_seconds", "seconds"),
-        "notes": list(plan.notes),
-        "chip": {
-            **_fields(
-                chip,
-                "title",
-                "hbm_bytes",
-                "l2_bytes",
-                "hbm_bandwidth",
-                "flops",
-                "link_bandwidth",
-                "host_bandwidth",
-                "chips_per_host",
-            ),
-            "sources": [source._asdict() for source in chip.sources],
-        },
-    }
-
-
 def _fields(record: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
-
-
-def to_text(plan: MemoryPlan, changes: Sequence[Change] | None = None) -> str:
-    """A page of text, with the cheapest changes if the model does not fit."""
-    parts = [_verdict(plan), _memory_text(plan), _programs_text(plan)]
-    if plan.roofline:
-        parts.append(_roofline_text(plan))
-    if plan.rounds:
-        parts.append(_rounds_text(plan))
-    if plan.buckets is not None:
-        parts.append(str(plan.buckets))
-    if changes is not None and not plan.fits:
-        parts.append(_changes_text(changes))
-    notes = [*plan.notes, *([f"compiled in {plan.compile_seconds:.0f} s"] if plan.programs else [])]
-    parts.append("".join(f"  {note}\n" for note in notes))
-    return "\n".join(parts).rstrip("\n")
 
 
 def _verdict(plan: MemoryPlan) -> str:
@@ -339,7 +325,7 @@ def _roofline_text(plan: MemoryPlan) -> str:
     rows = [
         (
             point.batch,
-            f"{1000 * point.tpot:.2f}",
+            f"{1000 * point.seconds:.2f}",
             f"{point.tokens_per_second:,.0f}",
             format_bytes(point.hbm_bytes),
             f"{point.flops / 1e12:.3f}",

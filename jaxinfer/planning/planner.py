@@ -26,7 +26,6 @@ from jaxinfer.planning.compiled import (
     ProgressCallback,
     chip_compiler,
     compile_programs,
-    no_progress,
 )
 from jaxinfer.planning.counted import Counted, count
 from jaxinfer.planning.plan import Memory, MemoryPlan, PlanRequest
@@ -35,7 +34,11 @@ from pallas_kernels.ahead_of_time import Compilation
 
 
 def make_plan(
-    request: PlanRequest, *, whole: bool | None = None, compiles: bool = True, progress: ProgressCallback = no_progress
+    request: PlanRequest,
+    *,
+    whole: bool | None = None,
+    compiles: bool = True,
+    progress: ProgressCallback = lambda step: None,
 ) -> MemoryPlan:
     """Plans a model for chips by compiling its programs for them.
 
@@ -64,12 +67,12 @@ def make_plan(
 
 
 def plan_engine(name: str, engine: Engine) -> MemoryPlan:
-    """What an engine holds and needs on its devices, with its pages as they are; its programs are compiled for shapes
-    alone, or read from the compilation cache."""
+    """Plans what an engine holds and needs on its devices, with its pages as they are; its programs are compiled for
+    shapes alone, or read from the compilation cache."""
     spec, device = engine.spec, engine.device
     chip = chip_of_kind(device.device_kind)
     title = f"{spec.num_devices} x {device.device_kind}"
-    place = Place(title, chip or _unknown(device, spec.platform), spec.num_devices)
+    place = Place(title, chip or Chip(device.device_kind, device.device_kind, spec.platform), spec.num_devices)
     axes = None if spec.mesh is None else ",".join(f"{axis}={size}" for axis, size in spec.mesh.shape.items())
     options = replace(spec.options, max_model_len=spec.max_model_len, max_seqs=spec.max_seqs)
     request = PlanRequest(name, spec.config, spec.params, place, options, axes, spec.draft)
@@ -79,14 +82,14 @@ def plan_engine(name: str, engine: Engine) -> MemoryPlan:
 
 
 def plan_here(name: str, config: ModelConfig, params: Params, *, max_seqs: int = 8) -> MemoryPlan | None:
-    """What a model would need on this machine's first device, counted, with the default options and `max_seqs` answers
-    at once; None where the device does not tell its memory."""
+    """Counts what a model would need on this machine's first device, with the default options and `max_seqs` answers at
+    once; None where the device does not tell its memory."""
     start = time.perf_counter()
     device = jax.devices()[0]
     usable = available_bytes(device)
     if usable is None:
         return None
-    chip = replace(_unknown(device, device.platform), usable_bytes=usable)
+    chip = Chip(device.device_kind, device.device_kind, device.platform, usable_bytes=usable)
     length = min(config.max_length, DEFAULT_MAX_MODEL_LEN)
     options = EngineOptions(max_model_len=length, max_seqs=max_seqs)
     request = PlanRequest(name, config.for_length(length), params, Place(chip.title, chip, 1), options)
@@ -161,7 +164,8 @@ def _roofline(
     num_replicas: int,
 ) -> tuple[tuple[RooflinePoint, ...], tuple[RoundPoint, ...]]:
     decoding = programs.get(DECODE)
-    batches = request.batches or default_batches(spec.max_seqs)
+    smaller = (size for size in (1, 8, 64, 512) if size < spec.max_seqs)
+    batches = request.batches or (*smaller, spec.max_seqs)
 
     def point(batch: int, counted: Counted, figures: Any, host_bytes: float) -> RooflinePoint:
         return decode_point(
@@ -193,16 +197,11 @@ def _roofline(
     return points, tuple(rounds)
 
 
-def default_batches(max_seqs: int) -> tuple[int, ...]:
-    """1, 8, 64, 512 as far as they are smaller, and max_seqs."""
-    return (*(size for size in (1, 8, 64, 512) if size < max_seqs), max_seqs)
-
-
 def _notes(spec: EngineSpec, programs: dict[str, CompiledProgram], has_roofline: bool) -> list[str]:
     notes = []
     if programs:
         notes.append("memory: from the compiler's analysis of each program")
-        small = next((one for one in programs.values() if not one.is_whole), None)
+        small = next((program for program in programs.values() if not program.is_whole), None)
         if small is not None:
             sizes = ", ".join(map(str, small.num_layers))
             count = spec.config.num_layers
@@ -238,29 +237,8 @@ def compile_here(function: Callable, arguments: tuple[Any, ...]) -> Compilation:
 
 
 def _usable(device: Any, spec: EngineSpec) -> int:
-    """What programs may use of a device, this engine's arrays included."""
+    """Bytes of a device that programs may use, this engine's arrays included."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is not None:
         return limit
     return (available_bytes(device) or 0) + sum(spec.parts.values())
-
-
-def _unknown(device: Any, platform: str) -> Chip:
-    """A device that is not listed, with no rates."""
-    return Chip(
-        name=device.device_kind,
-        title=device.device_kind,
-        platform=platform,
-        devices_per_chip=1,
-        hbm_bytes=0,
-        usable_bytes=0,
-        l2_bytes=None,
-        hbm_bandwidth=0.0,
-        flops={},
-        link_bandwidth=0.0,
-        host_bandwidth=0.0,
-        chips_per_host=1,
-        can_compile=False,
-        device_kinds=(device.device_kind,),
-        sources=(),
-    )

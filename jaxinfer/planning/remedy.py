@@ -15,13 +15,7 @@ import jax
 
 from jaxinfer.chips import GPU_SHARE_VARIABLE
 from jaxinfer.planning.chips import larger_places
-from jaxinfer.planning.compiled import (
-    OutOfChipMemory,
-    ProgressCallback,
-    chip_compiler,
-    compile_programs,
-    no_progress,
-)
+from jaxinfer.planning.compiled import OutOfChipMemory, ProgressCallback, chip_compiler, compile_programs
 from jaxinfer.planning.plan import Change, Memory, MemoryPlan, PlanRequest
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import describe
@@ -34,7 +28,7 @@ MAX_FRACTION, MAX_GPU_SHARE = 0.95, 0.95
 WEIGHTS = ("int8", "int4-g128")
 
 
-def changes(plan: MemoryPlan, *, compiles: bool = True, progress: ProgressCallback = no_progress) -> list[Change]:
+def changes(plan: MemoryPlan, *, compiles: bool = True, progress: ProgressCallback = lambda step: None) -> list[Change]:
     """Changes that make the plan fit, cheapest first; [] if none does. The first one is verified by compiling, unless
     `compiles` is False or the plan itself was only counted."""
     found = list(_candidates(plan, LEAST_SHARE)) or list(_candidates(plan, 0.0))
@@ -94,7 +88,7 @@ def _shares(request: PlanRequest, memory: Memory) -> Iterator[tuple[Change, Plan
         yield Change({"--memory-fraction": f"{needed:g}"}, total, int(needed * memory.usable)), larger
     whole = int(fraction * place.chip.hbm_bytes)
     if place.chip.platform == "gpu" and (share := least(whole, MAX_GPU_SHARE)) is not None:
-        larger = place.with_gpu_share(share)
+        larger = replace(place, chip=replace(place.chip, usable_bytes=int(share * place.chip.hbm_bytes)))
         flags = {GPU_SHARE_VARIABLE: f"{share:g}"}
         yield Change(flags, total, int(fraction * larger.device_bytes)), replace(request, place=larger)
 

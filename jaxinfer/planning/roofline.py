@@ -19,9 +19,9 @@ class RooflinePoint:
 
     Attributes:
       flops, hbm_bytes, sent_bytes: of one device. host_bytes: copied to it from the host's memory.
-      seconds: the largest of memory_seconds, compute_seconds and host_seconds, plus link_seconds.
+      seconds: the largest of memory_seconds, compute_seconds and host_seconds, plus link_seconds; also those of an
+        output token of each sequence (TPOT of `jaxinfer bench`).
       bound: "memory", "compute", "host" or "links", whichever takes longest.
-      tpot: seconds per output token of each sequence, as `jaxinfer bench` defines it: those of the step.
       tokens_per_second: output tokens of all sequences on all replicas, as `out` of `jaxinfer bench`.
     """
 
@@ -42,17 +42,13 @@ class RooflinePoint:
         return max(self.memory_seconds, self.compute_seconds, self.host_seconds) + self.link_seconds
 
     @property
-    def tpot(self) -> float:
-        return self.seconds
-
-    @property
     def bound(self) -> str:
         parts = {"memory": self.memory_seconds, "compute": self.compute_seconds}
         parts |= {"host": self.host_seconds, "links": self.link_seconds}
         return max(parts, key=lambda name: parts[name])
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "seconds": self.seconds, "tpot": self.tpot, "bound": self.bound}
+        return {**asdict(self), "seconds": self.seconds, "tpot": self.seconds, "bound": self.bound}
 
 
 def pass_flops(

@@ -33,27 +33,21 @@ def read_trace(file: Path, longest: int) -> tuple[TraceRequest, ...]:
     Raises ValueError, with file and line, for other content and for requests of more than `longest` tokens;
     FileNotFoundError.
     """
-    found = []
+    requests = []
     for where, row in json_lines(file):
         if not isinstance(row, dict):
             raise ValueError(f"{where}: not an object")
         if row.get("error") is not None and not isinstance(row.get("usage"), dict):
             continue
-        found.append(_request(row, where, longest))
-    if not found:
+        for name in ("response", "body", "usage"):
+            row = row[name] if isinstance(row.get(name), dict) else row
+        prompt, answer = _count(row, ("prompt_tokens",), 1, where), _count(row, ANSWER_NAMES, 0, where)
+        if prompt + answer > longest:
+            raise ValueError(f"{where}: {prompt} + {answer} tokens are more than the {longest} of a sequence")
+        requests.append(TraceRequest(prompt, answer))
+    if not requests:
         raise ValueError(f"{file.name} has no requests")
-    return tuple(found)
-
-
-def _request(row: Mapping[str, Any], where: str, longest: int) -> TraceRequest:
-    body = row
-    for name in ("response", "body", "usage"):
-        body = body[name] if isinstance(body.get(name), dict) else body
-    prompt = _count(body, ("prompt_tokens",), 1, where)
-    answer = _count(body, ANSWER_NAMES, 0, where)
-    if prompt + answer > longest:
-        raise ValueError(f"{where}: {prompt} + {answer} tokens are more than the {longest} of a sequence")
-    return TraceRequest(prompt, answer)
+    return tuple(requests)
 
 
 def _count(body: Mapping[str, Any], names: Sequence[str], least: int, where: str) -> int:
@@ -80,8 +74,8 @@ def all_at_once(spec: EngineSpec, requests: Sequence[TraceRequest]) -> StepSizes
 def one_at_a_time(spec: EngineSpec, requests: Sequence[TraceRequest]) -> StepSizes:
     """The steps if each request arrives when the one before has ended."""
     # Its decode steps have one answer each, and need no scheduler.
-    found = _run(spec, [replace(one, num_answer=1) for one in requests], 1)
-    return StepSizes(found.steps, Counter({1: sum(max(one.num_answer - 1, 0) for one in requests)}))
+    found = _run(spec, [replace(request, num_answer=1) for request in requests], 1)
+    return StepSizes(found.steps, Counter({1: sum(max(request.num_answer - 1, 0) for request in requests)}))
 
 
 def _run(spec: EngineSpec, requests: Sequence[TraceRequest], num_present: int) -> StepSizes:

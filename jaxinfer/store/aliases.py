@@ -46,9 +46,9 @@ class Alias:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of its file."""
-        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("name", "sampling")}
-        found = {name: value for name, value in found.items() if value is not None}
-        return {**found, **({"sampling": dict(self.sampling)} if self.sampling else {})}
+        values = {name: value for name, value in vars(self).items() if name not in ("name", "sampling")}
+        values = {name: value for name, value in values.items() if value is not None}
+        return {**values, **({"sampling": dict(self.sampling)} if self.sampling else {})}
 
 
 def alias_path(name: str) -> Path:
@@ -56,7 +56,7 @@ def alias_path(name: str) -> Path:
 
 
 def is_alias_name(name: str) -> bool:
-    """Whether an alias may have the name: letters, digits, and - _ . with one colon, and no name of another kind."""
+    """True if an alias may have the name: letters, digits, and - _ . with one colon, and no name of another kind."""
     return (
         _NAME.fullmatch(name) is not None
         and len(name) <= _MAX_LENGTH
@@ -67,7 +67,7 @@ def is_alias_name(name: str) -> bool:
 
 
 def is_alias(name: str) -> bool:
-    """Whether there is an alias of that name; its file may be broken."""
+    """True if there is an alias of that name; its file may be broken."""
     return is_alias_name(name) and alias_path(name).exists()
 
 
@@ -91,7 +91,7 @@ def parse_alias(name: str, text: str, where: str | Path) -> Alias:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise StoreError(f"{where} is not TOML: {error}") from None
-    known = [one.name for one in fields(Alias) if one.name != "name"]
+    known = [field.name for field in fields(Alias) if field.name != "name"]
     for key, value in data.items():
         if key not in known:
             raise StoreError(f"{where}: {key!r} is no key of an alias{did_you_mean(key, known)}")
@@ -213,7 +213,7 @@ def _value(key: str, value: Any) -> str:
     if isinstance(value, (int, float)) and math.isfinite(value):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_value(key, one) for one in value) + "]"
+        return "[" + ", ".join(_value(key, item) for item in value) + "]"
     if isinstance(value, Mapping):  # in a list or a table of a table
         return "{" + ", ".join(f"{_key(str(name))} = {_value(key, one)}" for name, one in value.items()) + "}"
     raise StoreError(f"{key}={value!r:.60} cannot be written to TOML")

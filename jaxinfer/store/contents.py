@@ -1,5 +1,7 @@
-"""What is here: models and aliases, what a model is, what repositories take on the disk; and copies of names."""
+"""Models and aliases that are here, facts of a model, bytes of repositories on the disk; and copies of names."""
 
+import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,13 +79,11 @@ def _alias(alias: Alias) -> StoredModel | None:
 
 def _size_and_time(path: Path) -> tuple[int, float]:
     """Bytes of a checkpoint's files, and when it was last changed."""
-    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
-    return sum(one.stat().st_size for one in files), path.stat().st_mtime
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files), path.stat().st_mtime
 
 
 def _digest(*texts: str) -> str:
-    import hashlib
-
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
@@ -122,7 +122,10 @@ def pin_model(model: str) -> tuple[str, str | None]:
 def show_model(name: str) -> dict[str, Any]:
     """Facts about a model that is here, as JSON values: where it lies, its size, configuration, license, chat template,
     quantization, and the aliases of it. Raises UnknownModelError, and CheckpointError for a damaged one."""
+    from jax import tree
+
     import checkpoints_convert
+    from jaxinfer.models import abstract_params
     from jaxinfer.quantization.tree import num_bytes
 
     found = find_model(name, fetch=False)
@@ -144,7 +147,7 @@ def show_model(name: str) -> dict[str, Any]:
         "bytes": _size_and_time(found.path)[0] if pulled is None else pulled.num_bytes,
         "license": _license(found, pulled),
         "architecture": config.architecture,
-        "parameters": _num_parameters(config),
+        "parameters": sum(math.prod(leaf.shape) for leaf in tree.leaves(abstract_params(config))),
         "layers": config.num_layers,
         "context": config.max_length,
         "dtype": config.dtype,
@@ -152,33 +155,20 @@ def show_model(name: str) -> dict[str, Any]:
         "quantization": quantization,
         "generation config": defaults or None,
         "chat template": _template(found.path),
-        "aliases": users_of(pulled) if pulled is not None else [one.name for one in aliases() if one.model == name],
+        "aliases": [its.name for its in aliases() if its.model == name] if pulled is None else users_of(pulled),
     }
     if alias is not None:
         facts["alias"] = alias.to_dict()
     return facts
 
 
-def _num_parameters(config: Any) -> int:
-    import math
-
-    from jax import tree
-
-    from jaxinfer.models import abstract_params
-
-    return sum(math.prod(leaf.shape) for leaf in tree.leaves(abstract_params(config)))
-
-
 def _license(found: FoundModel, pulled: PulledModel | None) -> str | None:
-    """What the repository's page says, or the first line of a LICENSE file."""
+    """License by the repository's page, or else the first line of a LICENSE file."""
     if pulled is not None and pulled.license is not None:
         return pulled.license
-    if found.path is None or found.path.is_file():
-        return None
-    for path in sorted(found.path.glob("LICENSE*")):
-        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[0].strip() if lines else None
-    return None
+    files = [] if found.path is None or found.path.is_file() else sorted(found.path.glob("LICENSE*"))
+    lines = files[0].read_text(encoding="utf-8", errors="replace").strip().splitlines() if files else []
+    return lines[0].strip() if lines else None
 
 
 def _template(path: Path) -> str | None:
@@ -202,8 +192,8 @@ def disk_usage() -> list[dict[str, Any]]:
     found = []
     for folder in sorted(hub_cache().glob("models--*")):
         repository = folder.name.removeprefix("models--").replace("--", "/")
-        own = [one for one in models if one.repository == repository]
-        used = {(one.snapshot / file.name).resolve(): file.num_bytes for one in own for file in one.files}
+        own = [model for model in models if model.repository == repository]
+        used = {(model.snapshot / file.name).resolve(): file.num_bytes for model in own for file in model.files}
         partial, total = folder_bytes(folder / "blobs", ".incomplete"), folder_bytes(folder)
         found.append(
             {
@@ -211,7 +201,7 @@ def disk_usage() -> list[dict[str, Any]]:
                 "bytes": total,
                 "unfinished bytes": partial,
                 "other bytes": max(total - partial - sum(used.values()), 0),
-                "models": [one.pinned_name for one in own],
+                "models": [model.pinned_name for model in own],
             }
         )
     return sorted(found, key=lambda one: -one["bytes"])

@@ -80,7 +80,8 @@ class Transfer:
                 self._stop.set()
                 executor.shutdown(cancel_futures=True)
                 raise
-        patterns = [_literal(file.name) for file in files]
+        # Each matches one name alone.
+        patterns = ["".join(f"[{char}]" if char in "*?[" else char for char in file.name) for file in files]
         snapshot_download(self.name.repository, revision=self.commit, allow_patterns=patterns, tqdm_class=_no_bar())
 
     def _count(self, num_bytes: int) -> None:
@@ -173,11 +174,6 @@ class Transfer:
                     break
 
 
-def _literal(name: str) -> str:
-    """A pattern that matches this name alone."""
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
-
-
 def _no_bar() -> Any:
     """A bar of tqdm's that shows nothing: there is a bar of ours."""
     from tqdm import tqdm
@@ -197,7 +193,7 @@ def _matches(path: Path, digest: str) -> bool:
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Whether another try may help. By names, as versions of huggingface_hub have other clients."""
+    """Tells if another try may help. By names, as versions of huggingface_hub have other clients."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status in (408, 429, 500, 502, 503, 504)

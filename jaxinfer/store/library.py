@@ -29,7 +29,7 @@ def repository_of(name: str, tag: str | None = None) -> str | None:
         return next(iter(tags.values()))
     found = tags.get(tag.lower())
     if found is None:
-        shown = ", ".join(f"{name}:{one}" for one in tags)
+        shown = ", ".join(f"{name}:{known_tag}" for known_tag in tags)
         raise UnknownModelError(
             f"{name} has no tag {tag!r:.60}, but {shown}; other models are named by their repository, user/model, and "
             "their GGUF files user/model:Q4_K_M"

@@ -46,7 +46,7 @@ class FoundModel:
 
     @property
     def source(self) -> tuple[str | Path, str | None]:
-        """What `checkpoints_convert.abstract` takes: the path, or a repository and its revision.
+        """The argument of `checkpoints_convert.abstract`: the path, or a repository and its revision.
 
         Raises UnknownModelError for a GGUF file of a repository, whose header can be read only after it was pulled.
         """
@@ -115,13 +115,13 @@ def find_model(
 
 
 def alias_options(model: str) -> Mapping[str, str]:
-    """What an alias sets of the options of `LLM`; {} for any other name. Raises StoreError for a broken alias."""
+    """Options of `LLM` that an alias sets; {} for any other name. Raises StoreError for a broken alias."""
     alias = _whole_alias(model)
     return {} if alias is None else alias.options
 
 
 def find_path(model: str | Path, revision: str | None = None) -> Path:
-    """Where a model lies, for what reads its files alone; an alias's options are not applied, with a warning."""
+    """Path of a model, for what reads its files alone; an alias's options are not applied, with a warning."""
     found = find_model(model, revision)
     if found.options:
         names = ", ".join(f"{name} = {value}" for name, value in found.options.items())
@@ -131,9 +131,9 @@ def find_path(model: str | Path, revision: str | None = None) -> Path:
 
 
 def prepare(model: str, revision: str | None = None) -> Download:
-    """What pulling a repository, or an alias's, means; its configuration is downloaded.
+    """The download that pulling a repository, or an alias's, means; its configuration is downloaded.
 
-    The revision is asked for at the hub, so that a branch that moved is pulled anew. Raises StoreError for a name that
+    The hub resolves the revision, so that a branch that moved is pulled anew. Raises StoreError for a name that
     is no repository's, CheckpointError for one that cannot be loaded: before anything large is downloaded.
     """
     if embedded_path(model) is not None:

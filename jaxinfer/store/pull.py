@@ -34,7 +34,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True)
 class Download:
-    """What pulling a model means, before its weights are downloaded.
+    """A model to pull, before its weights are downloaded.
 
     Attributes:
       name: with the revision as it was asked for. commit: what that is at present. files: all of the model's files.
@@ -105,10 +105,10 @@ class Download:
         itself is one only without any other."""
         former = pulled_models(self.name.repository)
         names = [self.name.revision]
-        for one in former:
-            if one.commit == self.commit and one.variant == self.name.variant:
-                for revision in one.revisions:
-                    if find_pulled(replace(self.name, revision=revision)) == one:
+        for model in former:
+            if model.commit == self.commit and model.variant == self.name.variant:
+                for revision in model.revisions:
+                    if find_pulled(replace(self.name, revision=revision)) == model:
                         names.append(revision)
         return tuple(dict.fromkeys(name for name in names if name != self.commit)) or (self.commit,)
 
@@ -127,7 +127,7 @@ def prepare_download(name: HubName) -> Download:
     """
     info = _ask(name)
     assert info.sha is not None
-    every = tuple(_file(one) for one in info.siblings or ())
+    every = tuple(_file(sibling) for sibling in info.siblings or ())
     license = getattr(info.card_data, "license", None) if info.card_data is not None else None
     if name.variant is not None:
         variant, files = _gguf_files(name, every)
@@ -186,8 +186,8 @@ def _checkpoint_files(name: HubName, commit: str, every: Sequence[PulledFile]) -
 
 
 def _is_any(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name is that of a pattern; * matches no slash."""
-    return any(name.count("/") == one.count("/") and fnmatch(name, one) for one in patterns)
+    """Tells if a name matches one of the patterns; * matches no slash."""
+    return any(name.count("/") == pattern.count("/") and fnmatch(name, pattern) for pattern in patterns)
 
 
 def _check_kind(name: HubName, every: Sequence[PulledFile]) -> None:
@@ -201,7 +201,7 @@ def _check_kind(name: HubName, every: Sequence[PulledFile]) -> None:
             raise CheckpointNotFoundError(name.repository, f"the repository has no {CONFIG}")
         return
     if variants := _variants(every):
-        shown = ", ".join(f"{name.repository}:{one}" for one in list(variants)[:_NUM_SHOWN])
+        shown = ", ".join(f"{name.repository}:{variant}" for variant in list(variants)[:_NUM_SHOWN])
         raise CheckpointError(name.repository, f"the repository has GGUF files: name one of them, {shown}")
     if any(file.name.endswith(_PICKLED) for file in every):
         raise CheckpointError(name.repository, NO_SAFETENSORS)

@@ -1,11 +1,11 @@
-"""What was pulled: a manifest for each model, in a folder of our own; and the lock of a repository."""
+"""Pulled models: a manifest for each model, in a folder of our own; and the lock of a repository."""
 
 import json
 import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,12 +40,12 @@ class HubName:
         return f"{self.repository}{variant}" + (f"@{self.revision}" if self.revision != MAIN else "")
 
     def at(self, commit: str) -> "HubName":
-        """The same, of a commit."""
+        """The name with a commit as its revision."""
         return replace(self, revision=commit)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a commit, which never changes."""
+        """True if the revision is a commit, which never changes."""
         return _COMMIT.fullmatch(self.revision) is not None
 
     @property
@@ -96,7 +96,7 @@ class PulledModel:
 
     @property
     def path(self) -> Path:
-        """What is loaded: the snapshot's folder, or the first part of its GGUF file."""
+        """The path to load: the snapshot's folder, or the first part of its GGUF file."""
         return self.snapshot if self.variant is None else self.snapshot / self.files[0].name
 
     @property
@@ -108,11 +108,11 @@ class PulledModel:
         return datetime.fromtimestamp(self.pulled_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
     def is_revision(self, revision: str) -> bool:
-        """Whether the commit is, or was when it was pulled, of that name."""
+        """True if the commit is, or was when it was pulled, of that name."""
         return revision == self.commit or revision in self.revisions
 
     def is_variant(self, variant: str | None) -> bool:
-        """Whether users may call the variant so: by its quantization or its file, in upper or lower case."""
+        """True if users may call the variant so: by its quantization or its file, in upper or lower case."""
         if variant is None or self.variant is None:
             return variant is self.variant
         return gguf_name(variant) in (gguf_name(self.variant), gguf_name(self.files[0].name))
@@ -157,7 +157,7 @@ def hub_cache() -> Path:
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE is set, also in this process."""
+    """True if HF_HUB_OFFLINE is set, also in this process."""
     from huggingface_hub import constants
 
     return constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
@@ -196,7 +196,7 @@ def pulled_models(repository: str | None = None, *, is_complete: bool = True) ->
     folder = home() / "manifests" if repository is None else manifests_of(repository)
     pattern = "*/*.json" if repository is None else "*.json"
     found = [model for path in sorted(folder.glob(pattern)) if (model := _read(path)) is not None]
-    whole = [one for one in found if not (is_complete and one.missing())]
+    whole = [model for model in found if not (is_complete and model.missing())]
     return sorted(whole, key=lambda one: -one.pulled_at)
 
 
@@ -207,8 +207,7 @@ def _read(path: Path) -> PulledModel | None:
         if data.pop("version") != _VERSION:
             raise ValueError(f"version is not {_VERSION}")
         files = tuple(PulledFile(**file) for file in data.pop("files"))
-        # The former form has one revision.
-        revisions = tuple(data.pop("revisions")) if "revisions" in data else (data.pop("revision"),)
+        revisions = tuple(data.pop("revisions"))
         if not (files and revisions):
             raise ValueError("no files or no revisions")
         return PulledModel(files=files, revisions=revisions, **data)
@@ -226,18 +225,14 @@ def find_pulled(name: HubName, *, is_complete: bool = True) -> PulledModel | Non
     return None
 
 
-@contextmanager
-def lock_repository(repository: str) -> Iterator[None]:
+def lock_repository(repository: str) -> AbstractContextManager[None]:
     """Held while the files of a repository are written or removed; waits for other processes."""
-    with _lock(HubName(repository).folder, f"waiting for another process that pulls or removes {repository}"):
-        yield
+    return _lock(HubName(repository).folder, f"waiting for another process that pulls or removes {repository}")
 
 
-@contextmanager
-def lock_aliases() -> Iterator[None]:
+def lock_aliases() -> AbstractContextManager[None]:
     """Held while an alias is written or removed."""
-    with _lock("aliases", "waiting for another process that writes an alias"):
-        yield
+    return _lock("aliases", "waiting for another process that writes an alias")
 
 
 @contextmanager

@@ -57,19 +57,24 @@ def remove(name: str) -> Removed:
 def _remove_pulled(hub: HubName) -> Removed:
     every = pulled_models(hub.repository, is_complete=False)
     is_whole = hub.revision == MAIN
-    models = [one for one in every if one.is_variant(hub.variant) and (is_whole or one.is_revision(hub.revision))]
+    models = [
+        model for model in every if model.is_variant(hub.variant) and (is_whole or model.is_revision(hub.revision))
+    ]
     folder = hub_cache() / hub.folder
     if not models and (every or not is_whole or hub.variant is not None or not folder.exists()):
-        names = ", ".join(one.pinned_name for one in every)
+        names = ", ".join(model.pinned_name for model in every)
         raise UnknownModelError(f"{hub} is not here; of {hub.repository} there are {names or 'no pulled models'}")
-    users = {one: users_of(one) for one in models}
-    gone = [one for one in models if not users[one]]
-    if not gone and (used := {name for names in users.values() for name in names} or _users_of_repository(hub, models)):
+    users = {model: users_of(model) for model in models}
+    gone = [model for model in models if not users[model]]
+    used = {name for names in users.values() for name in names}
+    if not models:  # nothing of it was pulled
+        used = {name for name, named in _names_in_aliases() if named.repository == hub.repository}
+    if not gone and used:
         names = sorted(used)
         raise StoreError(f"{hub} is used by the aliases {', '.join(names)}: remove these first, jaxinfer rm {names[0]}")
-    for one in gone:  # first: what has lost a file is not listed
-        one.manifest.unlink(missing_ok=True)
-    kept = [one for one in every if one not in gone]
+    for model in gone:  # first: what has lost a file is not listed
+        model.manifest.unlink(missing_ok=True)
+    kept = [model for model in every if model not in gone]
     before = {path: path.stat().st_size for path in _blobs(gone) if path.exists()}
     total = folder_bytes(folder)
     if models:
@@ -77,11 +82,11 @@ def _remove_pulled(hub: HubName) -> Removed:
     else:
         _unlink_all(folder, "refs", "snapshots")
     _remove_unlinked(folder)
-    _remove_empty(folder, [one.commit for one in gone] if models else None)
+    _remove_empty(folder, [model.commit for model in gone] if models else None)
     freed = total - folder_bytes(folder)
     kept_bytes = sum(size for path, size in before.items() if path.exists())
-    kept_by = {name for names in users.values() for name in names} | (_others(kept, before) if kept_bytes else set())
-    names = tuple(one.pinned_name for one in gone) or (hub.repository,)
+    kept_by = used | (_others(kept, before) if kept_bytes else set())
+    names = tuple(model.pinned_name for model in gone) or (hub.repository,)
     return Removed(names, freed, kept_bytes, tuple(sorted(kept_by)))
 
 
@@ -94,11 +99,6 @@ def users_of(model: PulledModel) -> list[str]:
             if named is not None and named.manifest == model.manifest:
                 found.add(name)
     return sorted(found)
-
-
-def _users_of_repository(hub: HubName, models: list[PulledModel]) -> set[str]:
-    """Aliases of a repository of which nothing was pulled."""
-    return set() if models else {name for name, named in _names_in_aliases() if named.repository == hub.repository}
 
 
 def _names_in_aliases() -> Iterator[tuple[str, HubName]]:
@@ -114,19 +114,19 @@ def _names_in_aliases() -> Iterator[tuple[str, HubName]]:
 
 
 def _blobs(models: list[PulledModel]) -> set[Path]:
-    return {(one.snapshot / file.name).resolve() for one in models for file in one.files}
+    return {(model.snapshot / file.name).resolve() for model in models for file in model.files}
 
 
 def _others(kept: list[PulledModel], before: dict[Path, int]) -> set[str]:
     """Names of the models that have any of the files; snapshots of other tools, if there are none."""
-    names = {one.pinned_name for one in kept if not _blobs([one]).isdisjoint(before)}
+    names = {model.pinned_name for model in kept if not _blobs([model]).isdisjoint(before)}
     return names or {"snapshots in the hub's cache that were not pulled"}
 
 
 def _unlink_models(folder: Path, gone: list[PulledModel], kept: list[PulledModel]) -> None:
     """Removes the files of models from their snapshots, but not those that kept models or other tools have there."""
     for model in gone:
-        beside = {file.name for one in kept if one.commit == model.commit for file in one.files}
+        beside = {file.name for kept_model in kept if kept_model.commit == model.commit for file in kept_model.files}
         own = {model.snapshot / file.name for file in model.files if file.name not in beside}
         if own.issuperset(_files(model.snapshot)):
             _remove_references(folder, model.commit)  # first: a branch names a whole snapshot

@@ -57,11 +57,9 @@ def simulate(agrees: np.ndarray, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> Ac
         while at < len(row):
             proposed = row[at : at + num_draft_tokens]
             accepted = len(proposed) if proposed.all() else int(np.argmin(proposed))
-            num_accepted, num_proposed, num_rounds = (
-                num_accepted + accepted,
-                num_proposed + len(proposed),
-                num_rounds + 1,
-            )
+            num_accepted += accepted
+            num_proposed += len(proposed)
+            num_rounds += 1
             at += accepted + 1
     return Acceptance(float(agrees.mean()), num_accepted, num_proposed, num_rounds, agrees.size)
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -67,8 +66,11 @@ and AdamW for the others, highest learning rate {options.learning_rate:g}.
 
 def plot_distillation(path: Path, result: DistillResult) -> None:
     """Training loss, and held-out agreement and acceptance, by step."""
-    pyplot = import_pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    need_plotting("plotting")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
     left.plot([step for step, _ in result.history], [values["loss"] for _, values in result.history], color="C0")
     left.set(xlabel="optimizer step", ylabel="loss (nats)", title="distance from the target")
     measured = [(step, values) for step, values in result.history if "acceptance" in values]
@@ -83,15 +85,3 @@ def plot_distillation(path: Path, result: DistillResult) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def import_pyplot() -> Any:
-    """matplotlib.pyplot, which draws to files only. Raises ImportError without matplotlib."""
-    need_plotting("plotting")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

@@ -28,7 +28,7 @@ MATCH = 8.0  # score of one token in common, in nats, against random ones below 
 
 @dataclass(frozen=True)
 class _Slots:
-    """Where the added dimensions of the residual stream are: a constant, then codes."""
+    """Places of the added dimensions of the residual stream: a constant, then codes."""
 
     constant: int
     own: slice
@@ -76,7 +76,7 @@ def with_copying(
     final = norm(base["final_norm"]["weight"], -1, 0.0)
     final[slots.output] = gain * new_sizes[-1] / (CODE * unit)
 
-    layers = {}
+    layers, added = {}, (0, ADDED_WIDTH)
     for i in range(config.num_layers):
         old = base["layers"][str(i)]
         wide = _widened(config, {name: old["attention"][name]["weight"] for name in old["attention"]})
@@ -88,7 +88,11 @@ def with_copying(
             "attention_norm": {"weight": norm(old["attention_norm"]["weight"], 2 * i, new_sizes[2 * i] / unit)},
             "attention": {name: {"weight": weight} for name, weight in wide.items()},
             "mlp_norm": {"weight": norm(old["mlp_norm"]["weight"], 2 * i + 1, new_sizes[2 * i + 1] / unit)},
-            "mlp": {name: {"weight": _padded_mlp(name, old["mlp"][name]["weight"])} for name in old["mlp"]},
+            # It reads and writes nothing in the added dimensions.
+            "mlp": {
+                name: {"weight": np.pad(part["weight"], ((0, 0), added) if name == "down_proj" else (added, (0, 0)))}
+                for name, part in old["mlp"].items()
+            },
         }
     wide_config = replace(
         config,
@@ -202,12 +206,6 @@ def _widened(config: ModelConfig, weights: dict[str, np.ndarray]) -> dict[str, n
         name: np.pad(weight, ((0, more), (0, ADDED_WIDTH)) if name == "o_proj" else ((0, ADDED_WIDTH), (0, more)))
         for name, weight in weights.items()
     }
-
-
-def _padded_mlp(name: str, weight: np.ndarray) -> np.ndarray:
-    """A projection of an MLP that reads and writes nothing in the added dimensions."""
-    added = (0, ADDED_WIDTH)
-    return np.pad(weight, ((0, 0), added) if name == "down_proj" else (added, (0, 0)))
 
 
 def _sizes(config: ModelConfig, params: Params, tokens: np.ndarray) -> list[float]:

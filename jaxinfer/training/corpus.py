@@ -29,7 +29,7 @@ class Corpus:
 
 def standard_library(root: Path | None = None) -> Corpus:
     """Reads all .py files below `root` (default: this interpreter's standard library), except tests and tables."""
-    root = root or _standard_library_root()
+    root = root or Path(sysconfig.get_path("stdlib"))
     train: list[str] = []
     held_out: list[str] = []
     for name, text in _python_files(root):
@@ -47,7 +47,8 @@ def held_out_files(count: int) -> list[tuple[str, str]]:
 
     Raises ValueError if there are fewer.
     """
-    files = [(f"lib/{name}", text) for name, text in _python_files(_standard_library_root()) if _is_held_out(name)]
+    own = _python_files(Path(sysconfig.get_path("stdlib")))
+    files = [(f"lib/{name}", text) for name, text in own if _is_held_out(name)]
     others: list[tuple[str, str]] = []
     for package in HELD_OUT_PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -55,10 +56,10 @@ def held_out_files(count: int) -> list[tuple[str, str]]:
             others += [(f"{package}/{name}", text) for name, text in _python_files(Path(folder)) if "test" not in name]
     files += sorted(others, key=lambda file: hashlib.sha256(file[0].encode()).digest())
     bodies = ((name, _without_opening_comment(text)) for name, text in files)
-    found = [(name, text) for name, text in bodies if len(text) >= MIN_HELD_OUT_CHARS][:count]
-    if len(found) < count:
-        raise ValueError(f"{count} held-out files asked for, {len(found)} are installed")
-    return found
+    bodies = [(name, text) for name, text in bodies if len(text) >= MIN_HELD_OUT_CHARS][:count]
+    if len(bodies) < count:
+        raise ValueError(f"{count} held-out files asked for, {len(bodies)} are installed")
+    return bodies
 
 
 def rows_at(num_rows: int, step: int, count: int, seed: int) -> np.ndarray:
@@ -84,10 +85,6 @@ def batch_at(stream: np.ndarray, step: int, *, batch_size: int, length: int, see
     offset = int(random.integers(length))
     starts = offset + length * random.permutation(per_epoch * batch_size)[index * batch_size :][:batch_size]
     return stream[starts[:, None] + np.arange(length + 1)]
-
-
-def _standard_library_root() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
 
 
 def _python_files(root: Path) -> Iterator[tuple[str, str]]:

@@ -186,7 +186,7 @@ def draft_config(
 
 
 def _as_llama(target: ModelConfig) -> ModelConfig:
-    """The same vocabulary, positions and rotation in a model of the plain family."""
+    """A model of the plain family with the target's vocabulary, positions and rotation."""
     head_dim = target.head_dim if target.mla is None else _LATENT_HEAD_DIM
     rope = RopeConfig(theta=target.rope.theta) if target.rope.kind == "proportional" else target.rope  # as Gemma 4's
     return ModelConfig(
@@ -317,11 +317,11 @@ class _TextWriter:
     def train(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows [N, length] of prompt and text, and the lengths of the prompts."""
         options = self._options
-        documents = [one for one in self._documents.train if len(one) >= options.max_prompt]
+        documents = [document for document in self._documents.train if len(document) >= options.max_prompt]
         num_texts = options.num_texts if options.num_on_policy else 0
         if not documents and num_texts:
             raise ValueError(f"no document of the data has the {options.max_prompt} tokens of a prompt")
-        lengths = np.array([len(one) for one in documents], float)
+        lengths = np.array([len(document) for document in documents], float)
         requests = []
         for number in range(num_texts):
             random = np.random.default_rng((options.seed, 1, number))
@@ -362,7 +362,7 @@ class _TextWriter:
             for start, path in paths.items():
                 if not path.exists():
                     some = requests[start : start + CHUNK]
-                    rows = [[*one.prompt, *text] for one, text in zip(some, self._generate(some), strict=True)]
+                    rows = [[*request.prompt, *text] for request, text in zip(some, self._generate(some), strict=True)]
                     if short := [len(row) for row in rows if len(row) != self._options.length]:
                         raise ValueError(f"a text of {short[0]} tokens where {self._options.length} were asked for")
                     with atomic_writer(path) as file:

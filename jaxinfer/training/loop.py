@@ -1,27 +1,27 @@
-"""The training loop: optax, progress, orbax checkpoints, and the same run after a kill."""
+"""The training loop: optax, progress, checkpoints, and the same run after a kill."""
 
-import asyncio
-import contextlib
 import json
-import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from optax.contrib import MuonDimensionNumbers, muon
 
-from jaxinfer.files import naming
+from jaxinfer.files import atomic_writer
 from jaxinfer.models import Params
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.on_device import unpack_params
 from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training.objectives import Objective
+
+NUM_KEPT = 2  # checkpoints
+History = list[tuple[int, dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -103,21 +103,13 @@ def train(
     `params` are donated, `given` are not.
 
     Raises:
-      ValueError: quantized parameters.
+      ValueError: quantized parameters; a checkpoint that is damaged or of other parameters, with the file.
       FloatingPointError: the loss is not finite, with the step. Checkpoints are kept.
     """
     params = unpack_params(params)
     check_plain(params, "training")
     start, step_fn = _programs(objective, make_optimizer(options))
-    state = start(params)
-    checkpoint_dir = Path(checkpoint_dir).absolute()
-    # Written before the next step, so that an error is of the step that it names.
-    kept = ocp.CheckpointManagerOptions(
-        max_to_keep=2, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=False
-    )
-    with naming(checkpoint_dir):
-        manager = ocp.CheckpointManager(checkpoint_dir, options=kept)
-        state, first, history = _restored(manager, state)
+    state, first, history = _restored(checkpoint_dir, start(params))
     shown: dict[str, str] = {}
     show = None if show_progress else False
     with Stage(description, options.num_steps, "step", initial=first, show=show) as stage:
@@ -136,12 +128,8 @@ def train(
                 shown |= {name: f"{value:.3f}" for name, value in values.items()}
                 stage.describe(", ".join(f"{name}={value}" for name, value in shown.items()))
             if done % options.checkpoint_every == 0 or is_last:
-                saved = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(cast(Any, history))}
-                _save(manager, checkpoint_dir, done, ocp.args.Composite(**saved))
+                _save(checkpoint_dir, done, state, history)
             stage.update()
-    with naming(checkpoint_dir):
-        manager.wait_until_finished()
-        manager.close()
     return TrainResult(params=state["params"], history=tuple(history))
 
 
@@ -159,51 +147,38 @@ def _programs(objective: Objective, optimizer: optax.GradientTransformation) -> 
     return jax.jit(start), jax.jit(step, donate_argnums=0)
 
 
-def _save(manager: ocp.CheckpointManager, directory: Path, step: int, args: ocp.args.CheckpointArgs) -> None:
-    log = logging.getLogger("absl")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # Orbax logs there what it then raises
-    try:
-        with naming(directory), _late_reports_ignored():
-            manager.save(step, args=args)
-    except ValueError as error:  # from TensorStore, for a full disk
-        reason = str(error).splitlines()[0]
-        raise OSError(f"{directory}: the training checkpoint of step {step} could not be written: {reason}") from None
-    finally:
-        log.setLevel(level)
+def _save(directory: Path, step: int, state: dict[str, Any], history: History) -> None:
+    """Writes a checkpoint, and removes all but the newest ones. Raises OSError, with the file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    arrays = {jax.tree_util.keystr(path): np.asarray(leaf, _stored(leaf)) for path, leaf in leaves}
+    with atomic_writer(directory / f"{step:08}.npz") as file:
+        np.savez(file, allow_pickle=False, history=np.array(json.dumps(history)), **arrays)
+    for path in _checkpoints(directory)[:-NUM_KEPT]:
+        path.unlink()
 
 
-class _Loop(asyncio.SelectorEventLoop):
-    """Ignores what is reported when it has been closed."""
-
-    def call_soon_threadsafe(self, callback: Any, *args: Any, **options: Any) -> Any:
-        try:
-            return super().call_soon_threadsafe(callback, *args, **options)
-        except RuntimeError:
-            if not self.is_closed():
-                raise
-            return None
-
-
-@contextlib.contextmanager
-def _late_reports_ignored() -> Iterator[None]:
-    """Orbax closes its event loop at the first failed read or write; for each of the others, which then report to it,
-    TensorStore prints a traceback."""
-    new_event_loop = asyncio.new_event_loop
-    asyncio.new_event_loop = _Loop
-    try:
-        yield
-    finally:
-        asyncio.new_event_loop = new_event_loop
-
-
-def _restored(
-    manager: ocp.CheckpointManager, state: dict[str, Any]
-) -> tuple[dict[str, Any], int, list[tuple[int, dict[str, float]]]]:
+def _restored(directory: Path, state: dict[str, Any]) -> tuple[dict[str, Any], int, History]:
     """State, number of steps done and loss curve of the newest checkpoint, or of a run that begins."""
-    if (latest := manager.latest_step()) is None:
+    if not (paths := _checkpoints(directory)):
         return state, 0, []
-    wanted = ocp.args.Composite(state=ocp.args.StandardRestore(state), history=ocp.args.JsonRestore())
-    with _late_reports_ignored():
-        restored = manager.restore(latest, args=wanted)
-    return restored["state"], latest, [(int(step), dict(metrics)) for step, metrics in restored["history"]]
+
+    def read(path: Any, leaf: jax.Array) -> jax.Array:
+        return jnp.asarray(file[jax.tree_util.keystr(path)], leaf.dtype).reshape(leaf.shape)
+
+    try:
+        with np.load(paths[-1], allow_pickle=False) as file:
+            history = [(step, values) for step, values in json.loads(str(file["history"]))]
+            return jax.tree_util.tree_map_with_path(read, state), int(paths[-1].stem), history
+    except Exception as error:  # numpy and zipfile raise many types
+        raise ValueError(f"{paths[-1]} is damaged, or of another model ({error}): remove it") from None
+
+
+def _checkpoints(directory: Path) -> list[Path]:
+    """All checkpoints, the oldest first."""
+    return sorted(directory.glob("[0-9]*.npz"))
+
+
+def _stored(leaf: jax.Array) -> Any:
+    """The dtype in a file: NumPy has no bfloat16."""
+    return np.float32 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype

@@ -14,7 +14,7 @@ from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, capture, 
 from jaxinfer.calibration.driver import abstract_weights
 from jaxinfer.calibration.inputs import in_chunks, split_rows
 from jaxinfer.calibration.journal import CalibrationJournal
-from jaxinfer.calibration.verify import ComparedModel, compare_models
+from jaxinfer.calibration.verify import compare_models
 from jaxinfer.quantization import QuantizedArray, quantize_params
 from jaxinfer.quantization.gptq import GptqOptions
 from jaxinfer.training.objectives import sequence_logits
@@ -206,10 +206,10 @@ def changed(params, path, change):
 
 def test_what_is_compared_differs_where_it_should(config, model, gptq_result, held_out):
     made = gptq_result.params
-    calibrated = ComparedModel(config, gptq_result.read, model.rest)
+    calibrated = FloatModel(config, gptq_result.read, model.rest)
 
     def compare(found):
-        return compare_models(calibrated, ComparedModel(config, reader(found), model.rest), held_out[:2])
+        return compare_models(calibrated, FloatModel(config, reader(found), model.rest), held_out[:2])
 
     same = compare(jax.tree.map(np.asarray, made))
     assert same.problems == []
@@ -234,11 +234,11 @@ def test_what_is_compared_differs_where_it_should(config, model, gptq_result, he
         assert found.problems == [f"{path}: {words}"]
         assert found.difference == float("inf")
     other_rope = replace(config, rope=replace(config.rope, theta=500.0))
-    found = compare_models(calibrated, ComparedModel(other_rope, gptq_result.read, model.rest), held_out[:2])
+    found = compare_models(calibrated, FloatModel(other_rope, gptq_result.read, model.rest), held_out[:2])
     assert found.problems == []
     assert found.difference > 1e-3 * found.largest
     untied = replace(config, tie_word_embeddings=False), reader({**made, "lm_head": made["embed"].T})
-    found = compare_models(calibrated, ComparedModel(*untied, ("embed", "final_norm", "lm_head")), held_out[:2])
+    found = compare_models(calibrated, FloatModel(*untied, ("embed", "final_norm", "lm_head")), held_out[:2])
     assert found.problems == ["lm_head is new"]
 
 
@@ -254,7 +254,7 @@ def test_the_products_of_the_model_that_was_written_are_compared(config, model, 
 
     capture._programs.cache_clear()
     monkeypatch.setattr(basic, "matmul", wrong)
-    sides = ComparedModel(config, gptq_result.read, model.rest), ComparedModel(config, gptq_result.read, model.rest)
+    sides = FloatModel(config, gptq_result.read, model.rest), FloatModel(config, gptq_result.read, model.rest)
     found = compare_models(*sides, held_out[:2])
     capture._programs.cache_clear()
     assert found.problems == []

@@ -125,8 +125,8 @@ def test_table(jaxinfer, model, prompts, draft, lengths, num_answers):
         (["--num-draft-tokens", "2,x"], "'2,x' is not a list of positive numbers"),
         (["--num-draft-tokens", "0"], "'0' is not a list of positive numbers"),
         (["--acceptance", "most"], "--acceptance is exact or maximal, got 'most'"),
-        (["--plot", "/nowhere/x.png"], "there is no folder /nowhere"),
-        (["--plot", "x.pdf"], "--plot writes PNG, got 'x.pdf'"),
+        (["--plot", "/nowhere/x.png"], "--plot: no folder /nowhere"),
+        (["--plot", "x.gif"], "--plot: x.gif ends in neither .png, .svg nor .pdf"),
     ],
 )
 def test_wrong_options(jaxinfer, prompts, arguments, message):

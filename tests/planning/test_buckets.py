@@ -16,7 +16,7 @@ from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params, init_params
-from jaxinfer.planning import make_plan, to_dict, to_text
+from jaxinfer.planning import make_plan
 from jaxinfer.planning.buckets import MAX_PADDING, best_buckets, choose_buckets, num_programs, padding
 from jaxinfer.planning.trace import TraceRequest, all_at_once, one_at_a_time, read_trace
 from jaxinfer.speculative import NO_DRAFT, NgramDraft
@@ -104,14 +104,14 @@ def test_a_plan_prints_what_an_engine_takes(ask):
     plan = make_plan(request, compiles=False)
     assert plan.buckets is not None
     flags = plan.buckets.chosen.flags
-    assert flags in to_text(plan)
-    found = to_dict(plan)["buckets"]
+    assert flags in plan.to_text()
+    found = plan.to_dict()["buckets"]
     assert (found["holds"], found["chosen"]["flags"]) == (True, flags)
     json.dumps(found)
     names = ("token_buckets", "decode_slots")
     spec = request.with_options(**{name: found["chosen"][name] for name in names}).spec()
     assert (spec.token_buckets, spec.decode_slots) == (plan.buckets.chosen.token_buckets, spec.decode_slots)
-    assert "buckets" not in to_dict(make_plan(replace(request, trace=()), compiles=False))
+    assert "buckets" not in make_plan(replace(request, trace=()), compiles=False).to_dict()
 
 
 @pytest.mark.parametrize("slow_too", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -8,7 +8,6 @@ from jaxinfer.cache import state_bytes
 from jaxinfer.models import abstract_params
 from jaxinfer.planning import make_plan
 from jaxinfer.planning.counted import count
-from jaxinfer.planning.plan import to_text
 from jaxinfer.planning.planner import plan_here
 from jaxinfer.planning.remedy import changes
 from jaxinfer.quantization.tree import num_bytes
@@ -36,7 +35,7 @@ def test_the_pools_are_in_the_plan(plan):
     assert memory.sequence_bytes == whole.pool_sizes.sequence_bytes
     assert 0.5 < memory.sequence_bytes / (128 * sum(whole.group_page_bytes)) < 0.54
     assert found.to_dict()["cache"]["pools"] == memory.pools
-    assert "pages by layers: full: " in to_text(found)
+    assert "pages by layers: full: " in found.to_text()
 
 
 def test_as_many_tokens_as_it_says_fit_and_not_a_page_more(plan):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params
-from jaxinfer.planning import MemoryPlan, changes, make_plan, to_dict, to_text
+from jaxinfer.planning import MemoryPlan, changes, make_plan
 from jaxinfer.planning.chips import chips
 from jaxinfer.planning.compiled import compile_programs
 from jaxinfer.planning.picture import draw
@@ -52,7 +52,7 @@ def test_a_draft_takes_room_for_its_weights_and_its_cache(ask):
 
 
 def test_json_has_what_machines_read(planned):
-    data = json.loads(json.dumps(to_dict(planned)))
+    data = json.loads(json.dumps(planned.to_dict()))
     assert data["fits"] is True
     assert data["bytes"]["total"] == planned.memory.total
     assert {"weights", "cache", "slots", "temporaries", "budget", "usable"} <= set(data["bytes"])
@@ -67,13 +67,13 @@ def test_json_has_what_machines_read(planned):
 
 
 def test_text_says_the_verdict_first(planned, ask):
-    lines = to_text(planned).splitlines()
+    lines = planned.to_text().splitlines()
     assert lines[0] == "model fits on v6e:1x1 (1 x TPU v6e (Trillium), model=1)"
-    assert str(planned) == to_text(planned)
+    assert str(planned) == planned.to_text()
     for words in ("weights", "cache for ", "decode", "TPOT ms", "tokens/s", "accepted", "from programs of 2, 4 layers"):
-        assert words in to_text(planned)
+        assert words in planned.to_text()
     tight = make_plan(ask(LLAMA_3_8B, "v6e:1x1", max_model_len=4096, max_seqs=64), compiles=False)
-    text = to_text(tight, changes(tight, compiles=False))
+    text = tight.to_text(changes(tight, compiles=False))
     assert text.startswith("model does not fit on v6e:1x1")
     assert "fewer than planned" in text
     assert "cheapest change that fits: --max-seqs" in text

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from jaxinfer.models import abstract_params
-from jaxinfer.training.card import import_pyplot
 from jaxinfer.training.corpus import HELD_OUT_IN
 from tools.train_demo.training import CONTEXT, DemoData, DemoModel
 
@@ -73,11 +72,13 @@ Python only, English comments only, no instruction following. Names and argument
 
 def plot_loss(path: Path, model: DemoModel) -> None:
     """The training loss by step, with its running median and the held-out loss at the end. Needs matplotlib."""
-    pyplot = import_pyplot()
+    from matplotlib.figure import Figure
+
     steps = np.array([step for step, _ in model.result.history])
     losses = np.array([metrics["loss"] for _, metrics in model.result.history])
     smooth = [float(np.median(losses[max(i - 3, 0) : i + 4])) for i in range(len(losses))]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     axes.plot(steps, losses, color="0.75", linewidth=1, label="one batch")
     axes.plot(steps, smooth, color="C0", label="median of 7 points")
     axes.axhline(
@@ -87,4 +88,3 @@ def plot_loss(path: Path, model: DemoModel) -> None:
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

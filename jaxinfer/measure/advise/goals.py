@@ -12,18 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 # In the order of a command line.
-FLAGS = {
-    "method": "--method",
-    "quantize": "--quantize",
-    "kv_dtype": "--kv-dtype",
-    "kv_policy": "--kv-policy",
-    "max_seqs": "--max-seqs",
-    "draft": "--draft",
-    "num_draft_tokens": "--num-draft-tokens",
-    "prefix_cache": "--prefix-cache",
-    "offload": "--offload",
-    "mesh": "--mesh",
-}
+ORDER = ("method", "quantize", "kv_dtype", "kv_policy", "max_seqs", "draft", "num_draft_tokens", "prefix_cache")
+ORDER += ("offload", "mesh")
 # These change the answers; all others do not. "method" is one of `jaxinfer quantize`, with calibration.
 ROUNDING = ("method", "quantize", "kv_dtype", "kv_policy")
 # Figures of each repeat.
@@ -68,7 +58,7 @@ class TrialResult:
 
     @property
     def is_exact(self) -> bool:
-        """Whether its answers equal the baseline's by construction."""
+        """True if its answers equal the baseline's by construction."""
         return not any(name in self.arguments for name in ROUNDING)
 
     @property
@@ -83,7 +73,7 @@ class TrialResult:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "TrialResult":
         """The inverse of `to_dict`."""
-        values: dict[str, Any] = {one.name: data[one.name] for one in fields(cls)}
+        values: dict[str, Any] = {attribute.name: data[attribute.name] for attribute in fields(cls)}
         for name, value in values.items():
             values[name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
@@ -93,7 +83,7 @@ def flags(arguments: Mapping[str, Any]) -> str:
     """The arguments as flags of a command line."""
     parts = []
     for name, value in arguments.items():
-        flag = FLAGS.get(name, "--" + name.replace("_", "-"))
+        flag = "--" + name.replace("_", "-")
         if value is False and name == "prefix_cache":
             parts.append("--no-prefix-cache")
         elif value is False and name == "deterministic":
@@ -108,8 +98,7 @@ def flags(arguments: Mapping[str, Any]) -> str:
 
 def ordered(arguments: Mapping[str, Any]) -> Arguments:
     """The arguments in the order of a command line."""
-    places = list(FLAGS)
-    return dict(sorted(arguments.items(), key=lambda item: places.index(item[0])))
+    return dict(sorted(arguments.items(), key=lambda item: ORDER.index(item[0])))
 
 
 GOALS = ("cost", "latency", "users", "quality")
@@ -122,7 +111,7 @@ Verdict = Literal["better", "worse", "same", "in doubt", "ruled out", "unknown"]
 
 @dataclass(frozen=True)
 class Goal:
-    """What to optimize, and the limits.
+    """The figure to optimize, and the limits.
 
     Attributes:
       name: one of `GOALS`. max_kl: limit in nats per token. memory: limit in bytes, None for no limit.
@@ -187,16 +176,16 @@ def judge(goal: Goal, row: TrialResult, base: Sequence[TrialResult]) -> Judgemen
     """Compares a trial with the baseline's measurements, or with another trial. The noise is the largest of its own
     spread, theirs, and the drift between them."""
     why = goal.ruled_out(row)
-    values, others = goal.values(row), [goal.values(one) for one in base if goal.values(one)]
+    values, others = goal.values(row), [goal.values(base_row) for base_row in base if goal.values(base_row)]
     if not values or not others:
         return Judgement("ruled out" if why else "unknown", why=why)
-    middle = median([value for one in others for value in one])
+    middle = median([value for measured in others for value in measured])
     if middle == 0:  # no request of the baseline was within the limits
         ratio = math.inf if median(values) > 0 else 1.0
     else:
         ratio = median(values) / middle
     drift = max(map(median, others)) / max(min(map(median, others)), 1e-12) - 1 if middle else 0.0
-    noise = max(LEAST, drift, *(spread(one) for one in (values, *others)))
+    noise = max(LEAST, drift, *(spread(group) for group in (values, *others)))
     if why is not None or (why := goal.doubt(row)) is not None:
         return Judgement("ruled out" if goal.ruled_out(row) else "in doubt", ratio, noise, why)
     if abs(math.log(max(ratio, 1e-12))) <= math.log1p(noise):
@@ -208,7 +197,7 @@ def compare(goal: Goal, rounds: Sequence[TrialResult], others: Sequence[TrialRes
     """Compares two trials that were measured in turn: `ratio` is the median of the rounds' ratios, `noise` their
     spread. Better, or worse, is what is so in each round."""
     pairs = zip(rounds, others, strict=True)
-    ratios = [median(goal.values(one)) / max(median(goal.values(other)), 1e-12) for one, other in pairs]
+    ratios = [median(goal.values(row)) / max(median(goal.values(base_row)), 1e-12) for row, base_row in pairs]
     ratio, noise = median(ratios), max(LEAST, max(ratios) / max(min(ratios), 1e-12) - 1)
     if ratio > 1 + LEAST and min(ratios) > 1:
         return Judgement("better", ratio, noise)

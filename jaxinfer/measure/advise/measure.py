@@ -18,12 +18,12 @@ from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weights import ModelWeights
 from jaxinfer.loading import LoadedModel, load_model
-from jaxinfer.measure.advise.candidates import ModelFacts, mesh_shapes
+from jaxinfer.measure.advise.candidates import WHY_NO_OFFLOAD, ModelFacts, mesh_shapes
 from jaxinfer.measure.advise.goals import ROUNDING, Arguments, TrialResult, median
 from jaxinfer.measure.advise.search import Stop
 from jaxinfer.measure.bench.metrics import figures
 from jaxinfer.measure.bench.runs import RunOptions, serve_all
-from jaxinfer.measure.bench.workload import BenchWorkload, DatasetRow, WorkloadRequest
+from jaxinfer.measure.bench.workload import BenchWorkload, WorkloadRequest
 from jaxinfer.models import compute_dtype
 from jaxinfer.quantization.tree import describe
 from jaxinfer.sampling import SamplingParams
@@ -40,7 +40,7 @@ _SALTS = itertools.count()  # one for each run, so that no run reuses the prefix
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """What all trials share.
+    """Settings that all trials share.
 
     Attributes:
       model, arguments: of `LLM`. documents: the user's texts, () for none. calibration: those to calibrate weights on.
@@ -80,7 +80,8 @@ class TrialRunner:
         self._model: LoadedModel | None = None
         self._budget: float | None = limit
         self._beside: tuple[LoadedModel, LLM] | None = None  # the baseline that stays open
-        self._reference: TrialResult | None = None
+        # The baseline that figures of trials are scaled to: to the machine as it was when this was measured.
+        self.reference: TrialResult | None = None
         self._qualities: dict[tuple[Any, ...], tuple[float, float]] = {}
 
     def close(self) -> None:
@@ -98,10 +99,6 @@ class TrialRunner:
             model.weights.release()
         gc.collect()
 
-    def refer_to(self, base: TrialResult) -> None:
-        """Scales the figures of trials to the machine as it was when this was measured."""
-        self._reference = base
-
     def __call__(self, arguments: Arguments, stop: Stop = lambda row: None) -> TrialResult:
         """Runs a trial, until `stop` gives a reason. A failure is a result with the reason; only a failing baseline
         raises."""
@@ -117,18 +114,15 @@ class TrialRunner:
             jax.clear_caches()
             gc.collect()
 
-    @property
-    def shared(self) -> float:
-        """The share of prompt tokens that prefix reuse could save."""
-        return shared_share([request.prompt for request in self.requests if not isinstance(request.prompt, str)])
-
     def facts(self, sizes: Sequence[int], default_size: int, drafts: Sequence[str]) -> ModelFacts:
         """The facts that decide which trials make sense."""
         model = self._loaded({})
         devices = jax.devices()
         if self.settings.arguments.get("mesh") is not None:
             devices = devices[:1]
-        is_cpu = devices[0].platform == "cpu"
+        why_no_offload = "a CPU computes in the host's memory"
+        if devices[0].platform != "cpu":
+            why_no_offload = None if self.limit is not None else WHY_NO_OFFLOAD
         return ModelFacts(
             given=self.settings.arguments,
             is_quantized=bool(describe(model.params)),
@@ -136,20 +130,15 @@ class TrialRunner:
             sizes=sizes,
             default_size=default_size,
             drafts=drafts,
-            shared=self.shared,
+            shared=shared_share([request.prompt for request in self.requests if not isinstance(request.prompt, str)]),
             longest=self._longest,
             has_limits=bool(self.settings.run_options.limits),
             prompt=max(len(request.prompt) for request in self.requests),
             num_layers=model.config.num_layers,
             meshes=mesh_shapes(len(devices)),
             has_calibration=bool(self.settings.calibration),
-            why_no_offload=self._why_no_offload(is_cpu),
+            why_no_offload=why_no_offload,
         )
-
-    def _why_no_offload(self, is_cpu: bool) -> str | None:
-        if is_cpu:
-            return "a CPU computes in the host's memory"
-        return None if self.limit is not None else "the model fits: copying layers in each step only takes time"
 
     def prepare(self, texts: list[list[int]] | None = None) -> None:
         """Loads the model and makes the requests, from text sampled from the model unless other texts are given."""
@@ -159,7 +148,8 @@ class TrialRunner:
         if texts is None and self.settings.documents:
             if model.tokenizer is None:
                 raise ValueError(f"{self.settings.model} has no tokenizer, so it cannot read texts: omit --texts")
-            texts = encoded(model.tokenizer, self.settings.documents)
+            texts = [model.tokenizer.encode_content(text) for text in self.settings.documents]
+            texts = [tokens for tokens in texts if len(tokens) > 1]
             if not texts:
                 raise ValueError("the texts have fewer than two tokens")
         rows = model.config.vocab_size if model.tokenizer is None else model.tokenizer.vocab_size
@@ -171,9 +161,9 @@ class TrialRunner:
         requests = make_requests(settings.workload, texts, settings.num_requests, rows, settings.num_shared)
         if model.tokenizer is not None:
             encode = model.tokenizer.encode
-            requests = [
-                replace(one, prompt=encode(one.prompt)) if isinstance(one.prompt, str) else one for one in requests
-            ]
+            prompts = (request.prompt for request in requests)
+            prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            requests = [replace(request, prompt=prompt) for request, prompt in zip(requests, prompts, strict=True)]
         self.requests = requests
 
     # One trial.
@@ -199,9 +189,11 @@ class TrialRunner:
                 row = self._repeated(llm, row)
                 stopped = stop(row) if number + 1 < self.settings.repeats else None
             after = llm.speculation_stats()
-            if not arguments and self._reference is None and row.one:
-                self.refer_to(row)
-            notes = list(self._notes(llm))
+            if not arguments and self.reference is None and row.one:
+                self.reference = row
+            notes = []
+            if "float32 copies" in llm.explain().groups["model"]:
+                notes.append("on a CPU the weights run as float32 copies, which saves nothing")
             if after is not None and before is not None and row.one:
                 stats = after - before
                 row = replace(row, acceptance=stats.acceptance_rate)
@@ -265,11 +257,11 @@ class TrialRunner:
 
     def _slower(self) -> tuple[float, float]:
         """How much longer the baseline takes than at first: one request, and a batch; 1 where it is not open."""
-        if self._beside is None or self._reference is None:
+        if self._beside is None or self.reference is None:
             return 1.0, 1.0
         llm = self._beside[1]
         one, batch = self._again(lambda: self._single(llm))[2], self._again(lambda: self._batch(llm))
-        return one / median(self._reference.one), median(self._reference.rate) / batch["tokens_per_second"]["out"]
+        return one / median(self.reference.one), median(self.reference.rate) / batch["tokens_per_second"]["out"]
 
     def _again(self, run: Callable[[], Any]) -> Any:
         """The result of a run in which nothing was compiled."""
@@ -329,7 +321,7 @@ class TrialRunner:
         return replace(row, kl=kl, top1=top1)
 
     def _starts(self, spec: EngineSpec) -> list[int]:
-        """Of each text, the first token whose next one is measured: 0, or half where a policy compacts prompts.
+        """The first token of each text whose next one is measured: 0, or half where a policy compacts prompts.
 
         Raises ValueError for a policy of which the texts would show no loss.
         """
@@ -396,19 +388,10 @@ class TrialRunner:
             values["mesh"] = mesh
         return LLM((model.config, model.params, model.tokenizer), **values)
 
-    def _notes(self, llm: LLM) -> list[str]:
-        facts = llm.explain().groups["model"]
-        return ["on a CPU the weights run as float32 copies, which saves nothing"] if "float32 copies" in facts else []
-
 
 NUM_TEXTS, TEXT_TOKENS = 8, 256
 # Of the baseline's log-probabilities, which stay in memory.
 MAX_BYTES = 2**30
-
-
-def encoded(tokenizer: Any, documents: Sequence[str]) -> list[list[int]]:
-    """Token ids of the documents that have more than one token."""
-    return [tokens for tokens in (tokenizer.encode_content(text) for text in documents) if len(tokens) > 1]
 
 
 def sampled(llm: LLM, workload: BenchWorkload) -> list[list[int]]:
@@ -438,7 +421,7 @@ def make_requests(
         stream = [token for text in texts for token in text]
         prompts = [_cut(numbers, stream, length) for length in workload.prompt_tokens.draw(numbers, count)]
         shared = _cut(numbers, stream, num_shared) if num_shared else []
-        rows = tuple(DatasetRow([*shared, *prompt], None) for prompt in prompts)
+        rows = tuple(([*shared, *prompt], None) for prompt in prompts)
         workload = BenchWorkload(workload.prompt_tokens, workload.answer_tokens, rows, workload.seed)
     return workload.requests(count, vocab_size)
 

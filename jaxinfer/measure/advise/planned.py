@@ -9,6 +9,7 @@ import jax
 
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
+from jaxinfer.measure.advise.candidates import WHY_NO_OFFLOAD
 from jaxinfer.measure.advise.goals import Arguments, TrialResult
 from jaxinfer.measure.advise.search import Stop
 from jaxinfer.models import ModelConfig, Params
@@ -20,17 +21,8 @@ from jaxinfer.speculative.statistics import mean_tokens
 
 NUM_DRAFTED = (2, 4, 8)
 LOADING = ("dtype", "revision", "quantize", "requantize")
-ENGINE = (
-    "kv_policy",
-    "page_size",
-    "prefill_chunk",
-    "memory_fraction",
-    "num_pages",
-    "token_buckets",
-    "decode_slots",
-    "deterministic",
-    "steps_per_dispatch",
-)
+ENGINE = ("kv_policy", "page_size", "prefill_chunk", "memory_fraction", "num_pages", "token_buckets", "decode_slots")
+ENGINE += ("deterministic", "steps_per_dispatch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +65,7 @@ class Planner:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the checkpoint's weights are quantized."""
+        """True if the checkpoint's weights are quantized."""
         return bool(describe(self.params))
 
     def __call__(self, arguments: Arguments, stop: Stop = lambda row: None) -> TrialResult:
@@ -91,7 +83,7 @@ class Planner:
         if self.request({}).layout.num_devices > 1:
             return "it is for one device"
         is_needed = not make_plan(self.request({}), compiles=False).fits
-        return None if is_needed else "the model fits: copying layers in each step only takes time"
+        return None if is_needed else WHY_NO_OFFLOAD
 
     def most_tokens_per_second(self, arguments: Arguments) -> TrialResult | None:
         """The tokens/s of a full batch that the rates allow; None where they depend on more."""
@@ -173,7 +165,7 @@ def _row(arguments: Arguments, plan: MemoryPlan, planner: Planner) -> TrialResul
     # A prompt reads the weights at least once.
     read = plan.counted.read_weight_bytes(planner.prompt_tokens) / rates.hbm
     ttft = max(prefill_seconds(rates, plan.counted, [planner.prompt_tokens]), read)
-    tpot = first.tpot
+    tpot = first.seconds
     row = TrialResult(
         arguments,
         ttft=(ttft,),

@@ -181,7 +181,7 @@ def _recommended(goal: Goal, found: Findings, advice: Advice, price_per_hour: fl
         lines = [f"Recommended: {row.name}"]
         if advice.judgement.ratio is not None:
             lines.append(f"  {advice.judgement.ratio:.2f}x the baseline's {goal.title(base)}")
-    sizes = [one.arguments["max_seqs"] for one in found.rows if "max_seqs" in one.arguments and one.rate]
+    sizes = [row.arguments["max_seqs"] for row in found.rows if "max_seqs" in row.arguments and row.rate]
     if row.arguments.get("max_seqs") == max(sizes, default=0) > 1:
         lines.append("  the best batch size is the largest that was tried: try larger ones with --sizes")
     lines.append(f"  {_figures(row, price_per_hour)}")
@@ -216,7 +216,7 @@ def _figures(row: TrialResult, price_per_hour: float | None) -> str:
 
 
 def about(machine: Mapping[str, Any]) -> str:
-    """What figures were measured on."""
+    """The machine that figures were measured on."""
     count, device = machine["num_devices"], machine["device"]
     cores = f" with {machine['num_cores']} cores" if machine["platform"] == "cpu" else ""
     return f"{count} x {device}{cores} ({machine['machine']}), jax {machine['jax']}, jaxinfer {machine['jaxinfer']}"
@@ -247,8 +247,8 @@ def _with_draft(row: TrialResult, rename: Callable[[str], str]) -> TrialResult:
 
 
 def earlier_findings(file: Path, result: dict[str, Any], drafts: Sequence[str] = ()) -> Findings | None:
-    """The findings of an earlier run with the same options, without what is made again at the end of each run: the
-    finals, and trials that were stopped. Paths of `drafts` are restored. None if there is no file.
+    """The findings of an earlier run with the same options, without the finals, which each run measures at its end.
+    Paths of `drafts` are restored. None if there is no file.
 
     Raises ResultError, with the difference, for a file of other options or another machine.
     """
@@ -261,6 +261,4 @@ def earlier_findings(file: Path, result: dict[str, Any], drafts: Sequence[str] =
     except (KeyError, TypeError) as error:
         raise ResultError(f"{file.name} is not complete: {error}") from None
     named = {public_name(draft): draft for draft in drafts}
-    restored = ([_with_draft(row, lambda name: named.get(name, name)) for row in rows] for rows in parts)
-    base, *others = restored
-    return Findings(base, *([row for row in rows if row.stopped is None] for rows in others))
+    return Findings(*([_with_draft(row, lambda name: named.get(name, name)) for row in rows] for rows in parts))

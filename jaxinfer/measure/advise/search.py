@@ -18,7 +18,7 @@ from jaxinfer.measure.advise.goals import (
     ordered,
 )
 
-# What a trial is asked before it is timed, and after each repeat: why it stops there, or None to go on.
+# Called before a trial is timed, and after each repeat: why it stops there, or None to go on.
 Stop = Callable[[TrialResult], str | None]
 Measure = Callable[[Arguments, Stop], TrialResult]
 # Trials between two measurements of the baseline, whose differences are the noise of the machine.
@@ -72,8 +72,7 @@ class Search:
         self.goal, self.measure, self.used, self.report = goal, measure, used, report
         self.repeats, self.bound = repeats, bound
         self.found = found = found or Findings([], [], [])
-        found.alone = [row for row in found.alone if row.reason is None]
-        found.together = [row for row in found.together if row.reason is None]
+        found.alone, found.together = (list(filter(self._is_kept, rows)) for rows in (found.alone, found.together))
 
     def run(self, trials: Sequence[Arguments]) -> Findings:
         """Measures the baseline, the trials and combinations of them."""
@@ -108,23 +107,12 @@ class Search:
             base.append(self.measure({}, lambda row: after_one(row) if base else None))
             self.report(self.found)
 
-    def _starts(self) -> list[TrialResult]:
-        """The best single change, or the best two where the baseline is outside the limits; where nothing is within
-        them, what takes the least memory."""
-        alone, base = self.found.alone, self.found.base
-        best, fits = base[0], self.goal.ruled_out(base[0]) is None
-        if start := promising(self.goal, alone, base):
-            return start[: 1 if fits else 2]
-        for row in () if fits else sorted((row for row in alone if row.needed_bytes is not None), key=_needed):
-            if not any(name in best.arguments for name in row.arguments):
-                both = self._tried(ordered({**best.arguments, **row.arguments}), self.found.together)
-                best = both if is_better(self.goal, both, best) else best
-        return [best]
-
     def _combine(self) -> None:
-        """Climbs from the best single changes; then once without each change of what was reached: one that is good
-        alone may keep better ones out."""
-        best, *others = map(self._climb, self._starts())
+        """Climbs from the best single change, or the best two where the baseline is outside the limits; then once
+        without each change of what was reached: one that is good alone may keep better ones out."""
+        alone, base = self.found.alone, self.found.base
+        most = 1 if self.goal.ruled_out(base[0]) is None else 2
+        best, *others = map(self._climb, promising(self.goal, alone, base)[:most] or base[:1])
         for row in others:
             best = row if is_better(self.goal, row, best) else best
         for name in list(best.arguments):
@@ -138,7 +126,7 @@ class Search:
         nothing is better. Changes that made no difference alone may make one beside others, and those that need too
         much memory alone may fit beside others."""
         alone, base = self.found.alone, self.found.base
-        if not best.arguments and not additions(self.goal, alone, base):
+        if not best.arguments and self.goal.ruled_out(best) is None and not additions(self.goal, alone, base):
             return best
         changes = [row.arguments for row in additions(self.goal, alone, base, least=1 - LEAST)]
         is_improved = True
@@ -151,6 +139,10 @@ class Search:
                     if is_better(self.goal, row, best):
                         best, is_improved = row, True
         return best
+
+    def _is_kept(self, row: TrialResult) -> bool:
+        """Tells if an earlier search's result is final: no failure, and stopped only if it would be stopped again."""
+        return row.reason is None and (row.stopped is None or self._why_stop(row) is not None)
 
     # What cannot win.
 
@@ -176,7 +168,7 @@ class Search:
         base = self.found.base
         if row.kl is not None and row.kl > self.goal.max_kl:
             return "it is ruled out"
-        values, others = self.goal.values(row), [value for one in base for value in self.goal.values(one)]
+        values, others = self.goal.values(row), [value for measured in base for value in self.goal.values(measured)]
         if not row.one or not values:
             return None
         if self.used() >= 1:
@@ -186,7 +178,7 @@ class Search:
         if self.goal.name == "users" and not row.goodput:
             return "the goal needs no time"
         noise = max(REPEAT_NOISE, (max(others) - min(others)) / max(median(others), 1e-12) if others else 0.0)
-        if self.goal.ruled_out(base[0]) is None and others and max(values) * (1 + noise) < median(others):
+        if others and self.goal.ruled_out(base[0]) is None and max(values) * (1 + noise) < median(others):
             return f"{median(values) / median(others):.2f}x the baseline"
         return None
 
@@ -195,7 +187,8 @@ class Search:
     def _play_finals(self) -> None:
         """Measures the best few and the baseline in turn, forwards and backwards, a repeat each: what drifts then
         changes all of them."""
-        finalists = [row.arguments for row in best_rows(self.goal, self.found)[:NUM_FINALISTS]]
+        best = promising(self.goal, self.found.rows, self.found.base)
+        finalists = [row.arguments for row in best[:NUM_FINALISTS]]
         if not finalists or self.found.finals or (self.goal.name == "users" and not self.found.base[0].goodput):
             return
         order: list[Arguments] = [{}, *finalists]
@@ -258,8 +251,8 @@ def additions(
 
 
 def is_better(goal: Goal, row: TrialResult, before: TrialResult) -> bool:
-    """Whether a combination's median is better than that of the result that it extends; where that is outside the
-    limits, whether it is within, or needs less memory."""
+    """True if a combination's median is better than that of the result that it extends; where that is outside the
+    limits, if it is within, or needs less memory."""
     if goal.ruled_out(before) is not None:
         return goal.ruled_out(row) is None or _needed(row) < _needed(before)
     if goal.ruled_out(row) is not None or not goal.values(row) or not goal.values(before):
@@ -273,19 +266,18 @@ def _needed(row: TrialResult) -> float:
     return math.inf if row.needed_bytes is None else row.needed_bytes
 
 
-def best_rows(goal: Goal, found: Findings) -> list[TrialResult]:
-    """All results that may be better than the baseline, the best first."""
-    return promising(goal, found.rows, found.base)
-
-
 def recommended(goal: Goal, found: Findings) -> tuple[TrialResult, Judgement] | None:
     """The best result, the baseline if nothing beats it, None if nothing is within the limits. Finalists are compared
     by their figures in turn; without them a result must beat the baseline by more than the noise."""
-    fits = goal.ruled_out(found.base[0]) is None
+    fits, best_rows = goal.ruled_out(found.base[0]) is None, promising(goal, found.rows, found.base)
     if found.finals and fits:
-        pairs = _judged_finals(goal, found)
+        pairs = []
+        for row in best_rows:
+            if rounds := _turns(found, row.arguments):
+                figures = {name: getattr(pooled(rounds), name) for name in REPEATED}
+                pairs.append((replace(row, **figures), compare(goal, rounds, _turns(found, {}))))
     else:
-        pairs = [(row, judge(goal, row, found.base)) for row in best_rows(goal, found)]
+        pairs = [(row, judge(goal, row, found.base)) for row in best_rows]
     good = [pair for pair in pairs if pair[1].verdict == "better" or not fits]
     if not good:
         base = found.base[0]
@@ -298,22 +290,13 @@ def recommended(goal: Goal, found: Findings) -> tuple[TrialResult, Judgement] | 
 
 
 def is_improvement(goal: Goal, found: Findings, row: TrialResult, before: TrialResult) -> bool:
-    """Whether more changes are better than fewer, by more than the noise."""
+    """True if more changes are better than fewer, by more than the noise."""
     if goal.name == "quality" and _kl(row) != _kl(before):
         return _kl(row) < _kl(before)
-    rows, others = (_turns(found, one.arguments) for one in (row, before))
+    rows, others = (_turns(found, trial.arguments) for trial in (row, before))
     if rows and others:
         return compare(goal, rows, others).verdict == "better"
     return judge(goal, row, [before]).verdict == "better"
-
-
-def _judged_finals(goal: Goal, found: Findings) -> list[tuple[TrialResult, Judgement]]:
-    base, pairs = _turns(found, {}), []
-    for row in best_rows(goal, found):
-        if rounds := _turns(found, row.arguments):
-            both = {name: getattr(pooled(rounds), name) for name in REPEATED}
-            pairs.append((replace(row, **both), compare(goal, rounds, base)))
-    return pairs
 
 
 def _turns(found: Findings, arguments: Arguments) -> list[TrialResult]:

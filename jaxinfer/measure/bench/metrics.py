@@ -79,7 +79,7 @@ def parse_goodput(text: str | None) -> dict[str, float]:
 
 
 def is_within(trace: Trace, limits: dict[str, float]) -> bool:
-    """Whether a request is within every limit; an answer of one token has a TPOT of 0."""
+    """Tells if a request is within every limit; an answer of one token has a TPOT of 0."""
     found = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2el": trace.e2el}
     return all(found[name] <= limit for name, limit in limits.items())
 
@@ -97,7 +97,7 @@ def figures(
     price_per_hour: float | None = None,
 ) -> dict[str, Any]:
     """All metrics of requests that took `seconds` in total; times in seconds, cost in the currency of the price."""
-    num_in, num_out = sum(one.num_prompt for one in traces), sum(one.num_tokens for one in traces)
+    num_in, num_out = sum(trace.num_prompt for trace in traces), sum(trace.num_tokens for trace in traces)
     rates = {"in": num_in / seconds, "out": num_out / seconds, "total": (num_in + num_out) / seconds}
     found: dict[str, Any] = {
         "requests": len(traces),
@@ -106,13 +106,13 @@ def figures(
         "answer_tokens": num_out,
         "requests_per_second": len(traces) / seconds,
         "tokens_per_second": rates,
-        "ttft": distribution([one.ttft for one in traces]),
-        "tpot": distribution([one.tpot for one in traces if one.tpot is not None]),
-        "itl": distribution([gap for one in traces for gap in one.gaps]),
-        "e2el": distribution([one.e2el for one in traces]),
+        "ttft": distribution([trace.ttft for trace in traces]),
+        "tpot": distribution([trace.tpot for trace in traces if trace.tpot is not None]),
+        "itl": distribution([gap for trace in traces for gap in trace.gaps]),
+        "e2el": distribution([trace.e2el for trace in traces]),
     }
     if limits:
-        good = sum(is_within(one, limits) for one in traces)
+        good = sum(is_within(trace, limits) for trace in traces)
         found["goodput"] = {
             "limits": limits,
             "requests_per_second": good / seconds,

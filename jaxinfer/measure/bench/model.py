@@ -1,6 +1,8 @@
 """Opening the model to measure: its loading and compilation times, and the roofline of this machine."""
 
+import asyncio
 import contextlib
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxinfer import compilation_cache
+from jaxinfer import __version__, compilation_cache
 from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.api.llm import LLM
 from jaxinfer.loading import LiveModel, load_shapes
@@ -99,21 +101,11 @@ def opened(
         engines = llm.engine.engines
         yield Bench(llm, engine, start, Ideal.of(engines[0], len(engines), **(sizes or {})))
     finally:
-        llm.close() if engine is None else _closed(engine)
-
-
-def _closed(engine: AsyncEngine) -> None:
-    import asyncio
-
-    asyncio.run(engine.close())
+        llm.close() if engine is None else asyncio.run(engine.close())
 
 
 def machine() -> dict[str, Any]:
     """Kind and number of devices, versions and cores, without the machine's name or any path."""
-    import platform
-
-    from jaxinfer import __version__
-
     return {
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,

@@ -1,7 +1,7 @@
 """Pictures of results: latency by load, tokens/s by batch size with the roofline, acceptance, memory."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> list[str]:
     from matplotlib.figure import Figure
 
     panels: list[tuple[str, Any]] = []
-    loads = [one for one in results if one["command"] == "load" and one["runs"]]
-    batches = [one for one in results if one["command"] == "latency" and one["runs"]]
-    drafted = [one for one in results if any(run.get("speculation") for run in one["runs"])]
-    measured = [one for one in results if any("memory" in run for run in one["runs"])]
+    loads = [result for result in results if result["command"] == "load" and result["runs"]]
+    batches = [result for result in results if result["command"] == "latency" and result["runs"]]
+    drafted = [result for result in results if any(run.get("speculation") for run in result["runs"])]
+    measured = [result for result in results if any("memory" in run for run in result["runs"])]
     if loads:
         panels += [(title, lambda axes, name=name: _load(axes, loads, name)) for name, title in LATENCIES.items()]
         panels.append(("tokens/s by load", lambda axes: _load_tokens(axes, loads)))
@@ -56,7 +56,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> list[str]:
 
 
 def _has_content(paint: Callable[[Any], None]) -> bool:
-    """Whether a panel would show anything."""
+    """Tells if a panel would show anything."""
     from matplotlib.figure import Figure
 
     axes = Figure().add_subplot()
@@ -64,19 +64,15 @@ def _has_content(paint: Callable[[Any], None]) -> bool:
     return bool(axes.lines)
 
 
-def _finite(values: Iterable[float]) -> bool:
-    return any(math.isfinite(value) for value in values)
-
-
 def _line(axes, x: Sequence[float], y: Sequence[float], style: str, **more: Any) -> None:
     """A line; none where no value is finite, since a legend would name what is not there. A lone point is marked."""
-    if _finite(y):
+    if any(map(math.isfinite, y)):
         axes.plot(x, y, "o" if len(y) == 1 and style in ("-", "--") else style, **more)
 
 
 def _title(results: Sequence[dict[str, Any]]) -> str:
     machine = results[0]["machine"]
-    models = ", ".join(dict.fromkeys(_name(one) for one in results))
+    models = ", ".join(dict.fromkeys(_name(result) for result in results))
     if "device" not in machine:
         return f"{models} over HTTP"
     where = f"{machine['num_devices']} x {machine['device']}, {machine['num_cores']} cores"
@@ -177,11 +173,11 @@ def _acceptance(axes, results: Sequence[dict[str, Any]]) -> None:
 def _memory(axes, results: Sequence[dict[str, Any]]) -> None:
     """Draws the memory of the runs one after another."""
     number, highest = 0, 0.0
-    for one in results:
+    for result in results:
         begin = 0.0
-        for run in one["runs"]:
+        for run in result["runs"]:
             memory, colour = run["memory"], COLOURS[number % len(COLOURS)]
-            label = _label(results, one, _run_name(one, run))
+            label = _label(results, result, _run_name(result, run))
             resident = [value / GIB for value in memory["rss_bytes"]]
             times = [begin + value for value in memory["seconds"]]
             _line(axes, times, resident, "-", color=colour, label=label)
@@ -192,12 +188,12 @@ def _memory(axes, results: Sequence[dict[str, Any]]) -> None:
                 highest = max(highest, *values)
             begin, number = times[-1], number + 1
     axes.set_xlabel("time, runs one after another (s)")
-    has_devices = any(run["memory"]["device_bytes"] is not None for one in results for run in one["runs"])
+    has_devices = any(run["memory"]["device_bytes"] is not None for result in results for run in result["runs"])
     axes.set_ylabel("memory (GiB)" + (": process solid, device dashed" if has_devices else " of the process"))
     axes.set_ylim(0, 1.7 * highest)  # with room for the legend
 
 
 def _run_name(result: dict[str, Any], run: dict[str, Any]) -> str:
     if result["command"] == "load":
-        return f"{run['rate']:g} requests/s" if isinstance(run["rate"], float) else f"{run['rate']} requests/s"
+        return f"{float(run['rate']):g} requests/s"
     return f"batch {run['batch']}" if result["command"] == "latency" else f"{run['requests']} requests"

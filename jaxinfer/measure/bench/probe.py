@@ -135,7 +135,7 @@ class MemorySampler:
         return {
             "peak_rss_bytes": max(resident),
             "peak_device_bytes": device_bytes("peak_bytes_in_use"),
-            "seconds": [round(one, 3) for one in times],
+            "seconds": [round(seconds, 3) for seconds in times],
             "rss_bytes": list(resident),
             "device_bytes": None if device[0] is None else list(device),
         }

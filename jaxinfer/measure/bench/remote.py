@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from jaxinfer.extras import install_hint
 from jaxinfer.measure.bench.metrics import Trace, distribution, figures
-from jaxinfer.measure.bench.runs import RunOptions
+from jaxinfer.measure.bench.runs import RunOptions, arriving
 from jaxinfer.measure.bench.workload import WorkloadRequest
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -74,12 +74,48 @@ class Server:
         """Measures requests that arrive over time, request i `times[i]` seconds after the start. Requests that the
         server refuses or does not finish are counted by their status, 0 for a lost connection; the metrics leave them
         out. Raises the last one's error if none was answered."""
-        return asyncio.run(_load(self, requests, times, options, max_concurrency))
+        salt = os.urandom(8).hex()  # no run reuses the prefixes of another
+        failures: Counter[int] = Counter()
+        errors: list[Exception] = []
+        waits: list[float] = []
+
+        async def send(request: WorkloadRequest) -> Trace | None:
+            trace = Trace(time.perf_counter(), 0)
+            body = {
+                "model": self.model,
+                "prompt": request.prompt,
+                "max_tokens": request.num_tokens,
+                "temperature": options.temperature,
+                "seed": options.seed,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "cache_salt": salt,
+            }
+            try:
+                await self.complete(body, trace)
+            except (RemoteRequestError, OSError) as error:
+                failures[getattr(error, "status", 0)] += 1
+                errors.append(error)
+                waits.append(time.perf_counter() - trace.sent)
+                return None
+            return trace
+
+        sent, seconds = asyncio.run(arriving(send, requests, times, options, max_concurrency))
+        traces = [trace for trace in sent if trace is not None]
+        if errors and not traces:
+            raise errors[-1]
+        run = figures(traces, seconds, limits=options.limits, price_per_hour=options.price_per_hour)
+        pairs = zip(sent, requests, strict=True)
+        run["ended_early"] = sum(trace is not None and trace.num_tokens < one.num_tokens for trace, one in pairs)
+        run["failed"] = {str(status): count for status, count in sorted(failures.items())}
+        run["failed_seconds"] = distribution(waits)
+        return run
 
     async def models(self) -> list[str]:
         """Names of the models that the server lists. Raises RemoteRequestError, OSError."""
         body = b"".join([part async for part in self._exchange("GET", "/v1/models", b"")])
-        return [one["id"] for one in json.loads(body)["data"]]
+        return [model["id"] for model in json.loads(body)["data"]]
 
     async def complete(self, body: dict[str, Any], trace: Trace) -> None:
         """Streams a completion; `trace` gets the times of its parts, and the numbers of tokens that the server tells.
@@ -136,7 +172,7 @@ class Server:
 
 
 class _Parts:
-    """What the parser has found of an answer."""
+    """Parts of an answer that the parser has read."""
 
     def __init__(self):
         self.found: list[bytes] = []
@@ -150,61 +186,3 @@ class _Parts:
 
     def on_message_complete(self) -> None:
         self.is_complete = True
-
-
-async def _load(
-    server: Server,
-    requests: Sequence[WorkloadRequest],
-    times: Sequence[float],
-    options: RunOptions,
-    max_concurrency: int | None,
-) -> dict[str, Any]:
-    gate = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-    salt = os.urandom(8).hex()  # no run reuses the prefixes of another
-    failures: Counter[int] = Counter()
-    errors: list[Exception] = []
-    waits: list[float] = []
-    start = time.perf_counter()
-
-    async def client(request: WorkloadRequest, when: float) -> Trace | None:
-        await asyncio.sleep(max(when - (time.perf_counter() - start), 0))
-        async with gate:
-            trace = Trace(time.perf_counter(), 0)
-            try:
-                await server.complete({**_body(server.model, request, options), "cache_salt": salt}, trace)
-            except (RemoteRequestError, OSError) as error:
-                failures[getattr(error, "status", 0)] += 1
-                errors.append(error)
-                waits.append(time.perf_counter() - trace.sent)
-                return None
-            finally:
-                options.progress()
-        return trace
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(client(request, when)) for request, when in zip(requests, times, strict=True)]
-    seconds = time.perf_counter() - start
-    traces = [trace for task in tasks if (trace := task.result()) is not None]
-    if errors and not traces:
-        raise errors[-1]
-    run = figures(traces, seconds, limits=options.limits, price_per_hour=options.price_per_hour)
-    run["ended_early"] = sum(
-        trace is not None and trace.num_tokens < request.num_tokens
-        for trace, request in zip((task.result() for task in tasks), requests, strict=True)
-    )
-    run["failed"] = {str(status): count for status, count in sorted(failures.items())}
-    run["failed_seconds"] = distribution(waits)
-    return run
-
-
-def _body(model: str, request: WorkloadRequest, options: RunOptions) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": request.prompt,
-        "max_tokens": request.num_tokens,
-        "temperature": options.temperature,
-        "seed": options.seed,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }

@@ -15,30 +15,6 @@ class ResultError(ValueError):
     """A file is not a result of this program, or not of the same benchmark."""
 
 
-def new_result(
-    command: str,
-    model: str,
-    options: dict[str, Any],
-    *,
-    machine: dict[str, Any],
-    start: dict[str, Any] | None = None,
-    roofline: dict[str, Any] | None = None,
-    runs: list[dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """A result; `runs` has one entry for each batch size or request rate."""
-    return {
-        "schema": SCHEMA,
-        "version": VERSION,
-        "command": command,
-        "model": model,
-        "options": options,
-        "machine": machine,
-        "start": start,
-        "roofline": roofline,
-        "runs": runs or [],
-    }
-
-
 def read_result(file: Path) -> dict[str, Any]:
     """Reads a result. Raises ResultError, with the file's name, for other content or versions; FileNotFoundError."""
     found = read_schema(file, SCHEMA, VERSION)
@@ -171,7 +147,7 @@ def details(result: dict[str, Any]) -> list[str]:
 
 
 def _http_details(run: dict[str, Any]) -> list[str]:
-    """Of a run over HTTP."""
+    """Results of a run over HTTP."""
     parts = [f"{run['requests']} requests answered, {run['answer_tokens']} tokens"]
     if run["ended_early"]:
         parts.append(f"{run['ended_early']} answers ended early")

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import itertools
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxinfer import compilation_cache
 from jaxinfer.api.async_engine import AsyncEngine
@@ -19,6 +20,7 @@ from jaxinfer.measure.bench.workload import WorkloadRequest
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.speculative import SpeculationStats
 
+Sent = TypeVar("Sent")
 _SALTS = itertools.count()  # one for each run, so that no run reuses the prefixes of another
 
 
@@ -54,9 +56,9 @@ def serve_all(llm: LLM, requests: Sequence[WorkloadRequest], options: RunOptions
     start = time.perf_counter()
     running = {}
     traces = []
-    for one in prepared:
-        traces.append(Trace(time.perf_counter(), one.num_prompt))
-        running |= dict.fromkeys(llm.submit(one), traces[-1])
+    for request in prepared:
+        traces.append(Trace(time.perf_counter(), request.num_prompt))
+        running |= dict.fromkeys(llm.submit(request), traces[-1])
     try:
         while running:
             llm.step()
@@ -80,25 +82,41 @@ async def serve_arriving(
     options: RunOptions,
     max_concurrency: int | None = None,
 ) -> tuple[list[Trace], float]:
-    """Streams requests to clients: request i arrives `times[i]` seconds after the start, and is sent when fewer than
-    `max_concurrency` others run. Returns and raises as `serve_all`."""
+    """Streams requests to clients, as `arriving`. Returns and raises as `serve_all`."""
     salt = f"bench {next(_SALTS)}"
+
+    async def send(request: WorkloadRequest) -> Trace:
+        trace = Trace(time.perf_counter(), 0)
+        async for delta in engine.generate(request.prompt, options.params(request.num_tokens), cache_salt=salt):
+            if delta.token_ids:
+                trace.deliver(time.perf_counter(), len(delta.token_ids))
+            if delta.output is not None:
+                trace.num_prompt = len(delta.output.prompt_token_ids)
+                (answer,) = delta.output.outputs
+                _check(answer.finish_reason, answer.error)
+        return trace
+
+    return await arriving(send, requests, times, options, max_concurrency)
+
+
+async def arriving(
+    send: Callable[[WorkloadRequest], Coroutine[Any, Any, Sent]],
+    requests: Sequence[WorkloadRequest],
+    times: Sequence[float],
+    options: RunOptions,
+    max_concurrency: int | None,
+) -> tuple[list[Sent], float]:
+    """Results of `send` for each request, and the total seconds: request i arrives `times[i]` seconds after the start,
+    and is sent when fewer than `max_concurrency` others run."""
     gate = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     start = time.perf_counter()
 
-    async def client(request: WorkloadRequest, when: float) -> Trace:
+    async def client(request: WorkloadRequest, when: float) -> Sent:
         await asyncio.sleep(max(when - (time.perf_counter() - start), 0))
         async with gate:
-            trace = Trace(time.perf_counter(), 0)
-            async for delta in engine.generate(request.prompt, options.params(request.num_tokens), cache_salt=salt):
-                if delta.token_ids:
-                    trace.deliver(time.perf_counter(), len(delta.token_ids))
-                if delta.output is not None:
-                    trace.num_prompt = len(delta.output.prompt_token_ids)
-                    (answer,) = delta.output.outputs
-                    _check(answer.finish_reason, answer.error)
+            sent = await send(request)
         options.progress()
-        return trace
+        return sent
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(client(request, when)) for request, when in zip(requests, times, strict=True)]
@@ -123,16 +141,13 @@ def latency(bench: Bench, batches: Sequence[Sequence[WorkloadRequest]], options:
             found += traces
             total += seconds
     run = summary(bench, watch, found, total, options)
-    lengths = [one.num_prompt for one in found[: len(batches[1])]]
+    lengths = [trace.num_prompt for trace in found[: len(batches[1])]]
     ideal = bench.ideal.prefill_seconds(lengths)
     # All prompts of a batch are computed when its last first token arrives.
     size = len(batches[1])
-    last = [max(one.ttft for one in found[start : start + size]) for start in range(0, len(found), size)]
-    run["prefill"] = {
-        "seconds": sorted(last)[len(last) // 2],
-        "roofline_seconds": ideal,
-        "percent": 100 * ideal / sorted(last)[len(last) // 2],
-    }
+    last = [max(trace.ttft for trace in found[start : start + size]) for start in range(0, len(found), size)]
+    middle = statistics.median_high(last)
+    run["prefill"] = {"seconds": middle, "roofline_seconds": ideal, "percent": 100 * ideal / middle}
     return {"batch": size, **run}
 
 
@@ -169,25 +184,24 @@ def _check_idle(bench: Bench) -> None:
         raise ValueError("a model that was opened to serve can only be stepped by its own thread")
 
 
+@dataclass(frozen=True)
 class Watch:
     """Observations of a run: dispatches, memory, compilations; complete when `watched` has ended."""
 
-    def __init__(self, probes: list[DispatchProbe], memory: MemorySampler, before: SpeculationStats | None):
-        self.probes, self.memory, self.before = probes, memory, before
-        self.counts = compilation_cache.Counts()
+    probes: list[DispatchProbe]
+    memory: MemorySampler
+    before: SpeculationStats | None
+    counts: compilation_cache.Counts
 
 
 @contextlib.contextmanager
 def watched(bench: Bench) -> Iterator[Watch]:
     """Observes dispatches, memory and compilations during the block."""
-    probes = [DispatchProbe(engine) for engine in bench.llm.engine.engines]
-    watch = Watch(probes, MemorySampler(), bench.llm.speculation_stats())
+    before = bench.llm.speculation_stats()
     with contextlib.ExitStack() as stack:
-        watch.counts = stack.enter_context(compilation_cache.counting())
-        stack.enter_context(watch.memory)
-        for probe in probes:
-            stack.enter_context(probe)
-        yield watch
+        counts, memory = stack.enter_context(compilation_cache.counting()), stack.enter_context(MemorySampler())
+        probes = [stack.enter_context(DispatchProbe(engine)) for engine in bench.llm.engine.engines]
+        yield Watch(probes, memory, before, counts)
 
 
 def summary(bench: Bench, watch: Watch, traces: list[Trace], seconds: float, options: RunOptions) -> dict[str, Any]:

@@ -60,12 +60,8 @@ class WorkloadRequest:
     num_tokens: int
 
 
-@dataclass(frozen=True)
-class DatasetRow:
-    """A line of a dataset; if `num_tokens` is None, the answer's length comes from the options."""
-
-    prompt: Prompt
-    num_tokens: int | None
+# A line of a dataset: its prompt, and the tokens of its answer; None takes these from the options.
+DatasetRow = tuple[Prompt, int | None]
 
 
 @dataclass(frozen=True)
@@ -88,9 +84,8 @@ class BenchWorkload:
         answers = self.answer_tokens.draw(numbers, count)
         if self.dataset:
             rows = [self.dataset[(part * count + i) % len(self.dataset)] for i in range(count)]
-            return [
-                WorkloadRequest(row.prompt, row.num_tokens or length) for row, length in zip(rows, answers, strict=True)
-            ]
+            pairs = zip(rows, answers, strict=True)
+            return [WorkloadRequest(prompt, num_tokens or length) for (prompt, num_tokens), length in pairs]
         lengths = self.prompt_tokens.draw(numbers, count)
         prompts = [numbers.integers(0, vocab_size, length).tolist() for length in lengths]
         return [WorkloadRequest(prompt, length) for prompt, length in zip(prompts, answers, strict=True)]
@@ -101,15 +96,13 @@ def read_dataset(file: Path) -> tuple[DatasetRow, ...]:
 
     Raises ValueError, with file and line, for other content; FileNotFoundError.
     """
-    rows = []
-    for where, row in json_lines(file):
-        rows.append(DatasetRow(*_checked(row, where)))
+    rows = tuple(_checked(row, where) for where, row in json_lines(file))
     if not rows:
         raise ValueError(f"{file.name} has no rows")
-    return tuple(rows)
+    return rows
 
 
-def _checked(row: Any, where: str) -> tuple[Prompt, int | None]:
+def _checked(row: Any, where: str) -> DatasetRow:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not prompt or not (is_ids or isinstance(prompt, str)):

@@ -1,1 +1,1 @@
-"""What caches of fewer bits and policies of the cache cost a model, in quality, bytes and time."""
+"""Quality, bytes and time of caches of fewer bits and of policies of the cache."""

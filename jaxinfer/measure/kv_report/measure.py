@@ -14,7 +14,6 @@ from jaxinfer.cache import kv_dtype_name, stored_dtype
 from jaxinfer.cache.policy.kinds import parse_policy
 from jaxinfer.engine.cache_quality import CHUNK, compared, hidden_states, log_probs
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.loading import LoadedModel
 from jaxinfer.measure.kv_report.needle import Needle, make_needles, needle_lines, score_copy
 from jaxinfer.measure.kv_report.report import (
@@ -36,7 +35,7 @@ NEEDLE_PARTS = (2, 1)  # lengths of the needle task, as parts of a text
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """What all caches share.
+    """Settings that all caches share.
 
     Attributes:
       arguments: of `LLM`, for the engine. text_tokens: of each piece of the texts; None for 512, or what the model
@@ -98,13 +97,13 @@ class CacheReporter:
 
     @property
     def _has_prompts(self) -> bool:
-        """Whether a policy treats answers in another way than prompts."""
-        policies = [parse_policy(one.kv_policy) for one in self.choices if one.kv_policy != ALL]
+        """True if a policy treats answers in another way than prompts."""
+        policies = [parse_policy(choice.kv_policy) for choice in self.choices if choice.kv_policy != ALL]
         return not all(policy.is_same_in_prompts for policy in policies)
 
     @property
     def starts(self) -> list[int]:
-        """Of each text, the first token whose next one is measured."""
+        """The first token of each text whose next one is measured."""
         return [len(text) // 2 if self._has_prompts else 0 for text in self.texts]
 
     def rows(self, progress: Callable[[str], None] = lambda text: None) -> Iterator[CacheFigures]:
@@ -143,6 +142,8 @@ class CacheReporter:
         sizes = engine.spec.pool_sizes
         # Without tokens in flight: what a sequence keeps of a text that has been read.
         kept = replace(sizes, max_model_len=self.num_tokens, dispatch_tokens=0)
+        ends = ((group.at_end, group.page_bytes) for group in engine.spec.groups)
+        lost = sum(at_end.num_dropped(self.num_tokens) * size for at_end, size in ends if at_end is not None)
         row = replace(
             row,
             kl=max(float(kl.mean()), 0.0),
@@ -150,7 +151,7 @@ class CacheReporter:
             perplexity=float(np.exp(surprise.mean())),
             top1_agreement=float(agrees.mean()),
             token_bytes=sizes.token_bytes,
-            sequence_bytes=kept.sequence_bytes - _lost_bytes(engine.spec, self.num_tokens),
+            sequence_bytes=kept.sequence_bytes - lost,
         )
         if self.settings.num_answers:
             progress("answering")
@@ -178,9 +179,9 @@ class CacheReporter:
         pairs = list(zip(self._answers, answers, strict=True))
         return replace(
             row,
-            num_equal=sum(one == other for one, other in pairs),
+            num_equal=sum(expected == answer for expected, answer in pairs),
             num_answers=len(pairs),
-            equal_tokens=float(np.mean([equal_start(one, other) / len(one) for one, other in pairs])),
+            equal_tokens=float(np.mean([equal_start(expected, answer) / len(expected) for expected, answer in pairs])),
             seconds_per_token=statistics.median(seconds) if seconds else None,
         )
 
@@ -238,12 +239,6 @@ class CacheReporter:
     def close(self) -> None:
         """Frees the weights."""
         self.model.weights.release()
-
-
-def _lost_bytes(spec: EngineSpec, num_prompt: int) -> int:
-    """Of a prompt, at its end."""
-    ends = ((group.at_end, group.page_bytes) for group in spec.groups)
-    return sum(at_end.num_dropped(num_prompt) * size for at_end, size in ends if at_end is not None)
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:

@@ -30,9 +30,9 @@ class Needle:
     depth: float | None
 
 
-def needle_lines(count: int, seed: int = 0) -> list[tuple[str, str]]:
+def needle_lines(count: int) -> list[tuple[str, str]]:
     """Heads of different methods, each as the part that is given the second time, and the part that is copied."""
-    random = np.random.default_rng([seed, 7])
+    random = np.random.default_rng([0, 7])
     found: dict[str, str] = {}
     while len(found) < count:
         verb, noun, colour, other = (words[random.integers(len(words))] for words in (_VERBS, _NOUNS, _COLOURS, _NOUNS))
@@ -69,7 +69,7 @@ def make_needles(
 
 
 def score_copy(needle: Needle, log_probs: np.ndarray) -> tuple[bool, float]:
-    """Whether all tokens of the copy are the most probable ones, and their mean log-probability; `log_probs` are
+    """True if all tokens of the copy are the most probable ones, and their mean log-probability; `log_probs` are
     [num_copied, V], before each of these tokens."""
     targets = np.asarray(needle.tokens[-needle.num_copied :])
     chosen = log_probs[np.arange(len(targets)), targets]

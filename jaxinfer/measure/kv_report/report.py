@@ -66,7 +66,7 @@ class NeedleCell:
 
     @property
     def share(self) -> float:
-        """Of correct copies."""
+        """Share of correct copies."""
         return self.num_correct / self.num_lines
 
     @property
@@ -76,7 +76,7 @@ class NeedleCell:
 
 @dataclass(frozen=True)
 class CacheFigures:
-    """What one cache costs.
+    """Figures of one cache.
 
     Attributes:
       choice: what was asked for. kv_dtype: what the cache stored, where "auto" was asked for too.
@@ -116,7 +116,7 @@ class CacheFigures:
 
     @property
     def bears_needle(self) -> bool | None:
-        """Whether the line helps wherever it helps the full cache; None where that is unknown or nowhere."""
+        """True if the line helps wherever it helps the full cache; None where that is unknown or nowhere."""
         return all(cell.is_borne for cell in self.needed) if self.needed else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,15 +185,11 @@ def needle_table(rows: Sequence[CacheFigures]) -> tuple[list[str], list[list[str
             row.kv_dtype,
             row.choice.kv_policy,
             *(f"{cell.share:.0%} {cell.gain:+.2f}" for cell in row.needle),
-            _verdict(row),
+            f"{sum(cell.is_borne for cell in row.needed)} of {len(row.needed)}",
         ]
         for row in measured
     ]
     return ["kv_dtype", "kv_policy", *titles, "borne"], cells
-
-
-def _verdict(row: CacheFigures) -> str:
-    return f"{sum(cell.is_borne for cell in row.needed)} of {len(row.needed)}"
 
 
 def needle_lines(rows: Sequence[CacheFigures]) -> list[str]:

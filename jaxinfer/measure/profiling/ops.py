@@ -28,14 +28,8 @@ _WORDS = re.compile(r"[\w.\-]+")
 _LAYER = re.compile(r"layers\.(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%([\w.\-]+)")
 _MORE_CALLED = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
-_COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-permute",
-    "reduce-scatter",
-    "collective-broadcast",
-)
+_COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
+_COLLECTIVES += ("collective-permute", "collective-broadcast")
 _PRODUCTS = ("dot", "convolution", "ragged-dot")
 _PRODUCT_CALLS = re.compile(r"gemm|matmul|cublas|ragged-dot|quantized|packed|__onednn|dot", re.IGNORECASE)
 _MOVES = {"copy", "copy-start", "copy-done", "transpose", "gather", "scatter", "slice", "dynamic-slice", "pad"}
@@ -63,7 +57,7 @@ class Op:
 
     @property
     def is_control(self) -> bool:
-        """Whether it only runs other operations, which have its time."""
+        """True if it only runs other operations, which have its time."""
         return self.opcode in CONTROL
 
 
@@ -93,7 +87,7 @@ def op_of(opcode: str, scope: str, inner: Iterable[str] = (), called: str = "") 
     own = part.removeprefix(DRAFT)
     work = opcodes - _FREE
     is_product = bool(work.intersection(_PRODUCTS)) or bool(called and _PRODUCT_CALLS.search(called))
-    if any(one.removesuffix("-start").removesuffix("-done") in _COLLECTIVES for one in opcodes):
+    if any(opcode.removesuffix("-start").removesuffix("-done") in _COLLECTIVES for opcode in opcodes):
         kind = COLLECTIVES
     elif work <= _MOVES and not called:
         kind = MOVES
@@ -111,7 +105,10 @@ def ops_of(program: HloProgram) -> dict[str, Op]:
     callers: dict[str, tuple[str, Instruction]] = {}
     for name, computation in program.computations.items():
         for instruction in computation.values():
-            for called in _called(instruction):
+            called_names = _CALLED.findall(instruction.text)
+            for group in _MORE_CALLED.findall(instruction.text):
+                called_names += re.findall(r"%([\w.\-]+)", group)
+            for called in called_names:
                 callers.setdefault(called, (name, instruction))
     scopes: dict[str, str] = {}
 
@@ -139,7 +136,7 @@ def ops_of(program: HloProgram) -> dict[str, Op]:
             found[instruction.name] = op_of(
                 instruction.opcode,
                 scope,
-                (one.opcode for one in inside),
+                (inner.opcode for inner in inside),
                 f"{target.group(1)} {instruction.name}" if target else "",
             )
     return found
@@ -149,14 +146,9 @@ def _inside(program: HloProgram, instruction: Instruction) -> Iterable[Instructi
     """The instructions in a fusion, including nested fusions."""
     if instruction.opcode != "fusion":
         return
-    for one in program.computations.get(instruction.called or "", {}).values():
-        yield one
-        yield from _inside(program, one)
-
-
-def _called(instruction: Instruction) -> list[str]:
-    more = (re.findall(r"%([\w.\-]+)", group) for group in _MORE_CALLED.findall(instruction.text))
-    return [*_CALLED.findall(instruction.text), *(name for group in more for name in group)]
+    for inner in program.computations.get(instruction.called or "", {}).values():
+        yield inner
+        yield from _inside(program, inner)
 
 
 def _scope(instruction: Instruction) -> str:
@@ -166,8 +158,8 @@ def _scope(instruction: Instruction) -> str:
 
 def _scope_inside(instructions: list[Instruction]) -> str:
     """The scope of a product, or the most common one."""
-    products = [one for one in instructions if one.opcode in _PRODUCTS and _scope(one)]
-    scopes = Counter(scope for one in products or instructions if (scope := _scope(one)))
+    products = [instruction for instruction in instructions if instruction.opcode in _PRODUCTS and _scope(instruction)]
+    scopes = Counter(scope for instruction in products or instructions if (scope := _scope(instruction)))
     return scopes.most_common(1)[0][0] if scopes else ""
 
 
@@ -193,7 +185,9 @@ def _scope_beside(
     if instruction.opcode not in _PRODUCTS:
         return after
     before = _nearest(
-        instruction.name, lambda name: [one for one in computation[name].operands if one in computation], scopes
+        instruction.name,
+        lambda name: [operand for operand in computation[name].operands if operand in computation],
+        scopes,
     )
     (source, _), (target, _) = place_of(before), place_of(after)
     if target == ATTEND and source in (NORMS, PROJECTIONS):
@@ -207,9 +201,9 @@ def _nearest(name: str, neighbours: Callable[[str], Iterable[str]], scopes: dict
     """The scope of the nearest instruction that has one."""
     near, seen = [name], {name}
     for _ in range(MAX_STEPS):
-        near = [other for one in near for other in neighbours(one) if other not in seen]
+        near = [other for neighbour in near for other in neighbours(neighbour) if other not in seen]
         seen.update(near)
-        if (found := next((scopes[one] for one in near if scopes[one]), "")) != "":
+        if (found := next((scopes[neighbour] for neighbour in near if scopes[neighbour]), "")) != "":
             return found
     return ""
 

@@ -29,7 +29,7 @@ MAX_TRIES = 6  # traces with a compilation are repeated: an adaptive draft lengt
 
 @dataclass(frozen=True)
 class Workload:
-    """What to run.
+    """The requests and steps to run.
 
     Attributes:
       batch: concurrent requests on each replica. prompt_tokens: length of each prompt. steps: decode steps, or prefill
@@ -77,7 +77,7 @@ def run_phase(bench: Bench, name: str, workload: Workload, folder: Path, progres
         plain = next(turns)
         for _ in range(MAX_TRIES):
             with compilation_cache.counting() as counts, contextlib.ExitStack() as watching:
-                probes = tuple(watching.enter_context(DispatchProbe(one)) for one in bench.llm.engine.engines)
+                probes = tuple(watching.enter_context(DispatchProbe(engine)) for engine in bench.llm.engine.engines)
                 progress(f"{name}: tracing")
                 trace.start(folder)
                 try:
@@ -103,13 +103,15 @@ def _decode(llm: LLM, workload: Workload) -> Generator[DispatchRun, None, None]:
     """Each turn continues the same answers."""
     num_tokens = llm.max_model_len - workload.prompt_tokens
     num_answers = workload.batch * len(llm.engine.engines)
+
+    def is_enough(dispatches: list[Dispatch]) -> bool:
+        return sum(dispatch.num_steps for dispatch in dispatches if not dispatch.replica) >= workload.steps
+
     with _submitted(llm, workload, num_tokens, -1):
-        while sum(one.is_decoding for one in llm.engine.snapshot().running) < num_answers:
+        while sum(sequence.is_decoding for sequence in llm.engine.snapshot().running) < num_answers:
             _step(llm)
         while True:
-            turn = _turn(
-                llm, lambda dispatches: sum(one.num_steps for one in dispatches if not one.replica) >= workload.steps
-            )
+            turn = _turn(llm, is_enough)
             if len(llm.engine.snapshot().running) < num_answers:
                 raise RuntimeError(f"an answer of {num_tokens} tokens ended before the trace did")
             yield turn

@@ -114,19 +114,20 @@ def summarize(phase: Phase, programs: Programs, needs: Callable[[Dispatch], Need
     """
     found = intervals(phase.data)
     ops = identified(found, programs)
-    num_devices = len({one.device for one in found})
-    seconds = [one / num_devices for one in shares(found, [op.is_control for op in ops])]  # averaged over devices
+    num_devices = len({interval.device for interval in found})
+    seconds = [share / num_devices for share in shares(found, [op.is_control for op in ops])]  # averaged over devices
     num_steps = _steps(phase.traced)
-    span = (max(one.end for one in found) - found[0].start) / 1e9
+    span = (max(interval.end for interval in found) - found[0].start) / 1e9
     busy = sum(seconds)
-    first = [one for one in phase.traced.dispatches if one.replica == 0]
+    total = sum((needs(dispatch) for dispatch in phase.traced.dispatches if dispatch.replica == 0), start=Needed())
+    plain_seconds = phase.plain.seconds * num_steps / max(_steps(phase.plain), 1)
     return {
         "phase": phase.name,
-        "kinds": sorted({one.kind for one in phase.traced.dispatches}),
+        "kinds": sorted({dispatch.kind for dispatch in phase.traced.dispatches}),
         "dispatches": len(phase.traced.dispatches),
         "steps": num_steps,
         **_work(phase.traced.dispatches),
-        "seconds": phase.plain.seconds * num_steps / max(_steps(phase.plain), 1),
+        "seconds": plain_seconds,
         "traced_seconds": phase.traced.seconds,
         "device": {
             "count": num_devices,
@@ -136,42 +137,44 @@ def summarize(phase: Phase, programs: Programs, needs: Callable[[Dispatch], Need
             "unknown_seconds": sum(s for s, op in zip(seconds, ops, strict=True) if not op.scope),
         },
         "host_gap": host_gap(phase.probes),
-        "by_kind": _summed((op.kind for op in ops), seconds, KINDS),
-        "by_part": _summed((op.part for op in ops), seconds, (*PARTS, *(DRAFT + part for part in PARTS))),
-        "by_part_and_kind": _crossed(ops, seconds),
-        "layers": _layers(ops, seconds),
-        "longest": _longest(found, ops, seconds),
-        "roofline": _roofline(sum((needs(one) for one in first), start=Needed()), phase, num_steps),
+        **_sums(found, ops, seconds),
+        "roofline": {
+            "bytes": total.num_bytes,
+            "flops": total.flops,
+            "seconds": total.seconds,
+            "bound": total.bound,
+            "percent": 100 * total.seconds / plain_seconds if plain_seconds else None,  # of the time without a trace
+        },
     }
 
 
 def identified(found: list[Interval], programs: Programs) -> list[Op]:
     """The operation of each interval, from its program's text, else from the names in the trace."""
     names: dict[tuple[str, int | None], set[str]] = defaultdict(set)
-    for one in found:
-        names[one.module, one.run].add(one.name)
+    for interval in found:
+        names[interval.module, interval.run].add(interval.name)
     known = {key: programs.find(key[0], instructions) for key, instructions in names.items()}
     guessed: dict[tuple[str, str], Op] = {}
     ops = []
-    for one in found:
-        op = known[one.module, one.run].get(one.name)
+    for interval in found:
+        op = known[interval.module, interval.run].get(interval.name)
         if op is None:
-            key = (one.name, one.scope)
-            op = guessed.get(key) or guessed.setdefault(key, op_of(one.name.partition(".")[0], one.scope))
+            key = (interval.name, interval.scope)
+            op = guessed.get(key) or guessed.setdefault(key, op_of(interval.name.partition(".")[0], interval.scope))
         ops.append(op)
     return ops
 
 
 def _steps(turn: DispatchRun) -> int:
     """Steps of one replica; the others run at the same time."""
-    return sum(one.num_steps for one in turn.dispatches if one.replica == 0)
+    return sum(dispatch.num_steps for dispatch in turn.dispatches if dispatch.replica == 0)
 
 
 def _work(dispatches: Iterable[Dispatch]) -> dict[str, Any]:
     """The tokens and sequences of the dispatches."""
-    all_ = [(one, work) for one in dispatches for work in one.work]
-    decoding = [(one.num_steps, work.start) for one, work in all_ if work.is_decoding]
-    steps = sum(one.num_steps for one in dispatches if any(work.is_decoding for work in one.work))
+    all_ = [(dispatch, work) for dispatch in dispatches for work in dispatch.work]
+    decoding = [(dispatch.num_steps, work.start) for dispatch, work in all_ if work.is_decoding]
+    steps = sum(dispatch.num_steps for dispatch in dispatches if any(work.is_decoding for work in dispatch.work))
     tokens = sum(count for count, _ in decoding)
     return {
         "prompt_tokens": sum(work.num_prompt_tokens for _, work in all_),
@@ -180,62 +183,37 @@ def _work(dispatches: Iterable[Dispatch]) -> dict[str, Any]:
     }
 
 
-def _summed(keys: Iterable[str], seconds: list[float], order: Iterable[str]) -> dict[str, float]:
-    """Seconds by key, in the given order; other keys come last."""
-    found: dict[str, float] = dict.fromkeys(order, 0.0)
-    for key, value in zip(keys, seconds, strict=True):
-        found[key] = found.get(key, 0.0) + value
-    return {key: value for key, value in found.items() if value > 0}
-
-
-def _crossed(ops: list[Op], seconds: list[float]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for op, value in zip(ops, seconds, strict=True):
-        row = found.setdefault(op.part, {})
-        row[op.kind] = row.get(op.kind, 0.0) + value
-    return found
-
-
-def _layers(ops: list[Op], seconds: list[float]) -> dict[str, Any] | None:
-    """The time of each layer, the slowest and the median; None if no operation is known to belong to a layer."""
-    found: dict[int, float] = {}
-    for op, value in zip(ops, seconds, strict=True):
-        if op.layer is not None:
-            found[op.layer] = found.get(op.layer, 0.0) + value
-    if not found:
-        return None
-    slowest = max(found, key=lambda layer: found[layer])
+def _sums(found: list[Interval], ops: list[Op], seconds: list[float]) -> dict[str, Any]:
+    """Seconds by kind and by part, in the order of `KINDS` and `PARTS`, by both, and by layer (None if no operation is
+    known to belong to one); and the operations that took longest, summed over layers."""
+    by_kind, by_part, by_layer = defaultdict[str, float](float), defaultdict[str, float](float), defaultdict(float)
+    crossed: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    named: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for interval, op, value in zip(found, ops, seconds, strict=True):
+        by_kind[op.kind] += value
+        by_part[op.part] += value
+        crossed[op.part][op.kind] += value
+        by_layer[op.layer] += value
+        named[op.part, op.kind, interval.name.partition(".")[0]].append(value)
+    by_layer.pop(None, None)
+    slowest = max(by_layer, key=lambda layer: by_layer[layer], default=None)
+    longest = sorted(named.items(), key=lambda item: -sum(item[1]))[:NUM_LONGEST]
     return {
-        "seconds": [found.get(layer, 0.0) for layer in range(max(found) + 1)],
-        "slowest": slowest,
-        "slowest_seconds": found[slowest],
-        "median_seconds": statistics.median(found.values()),
-    }
-
-
-def _longest(found: list[Interval], ops: list[Op], seconds: list[float]) -> list[dict[str, Any]]:
-    """The operations that took longest, summed over layers."""
-    totals: dict[tuple[str, str, str], list[float]] = {}
-    for one, op, value in zip(found, ops, seconds, strict=True):
-        total = totals.setdefault((op.part, op.kind, one.name.partition(".")[0]), [0, 0.0])
-        total[0] += 1
-        total[1] += value
-    longest = sorted(totals.items(), key=lambda item: -item[1][1])[:NUM_LONGEST]
-    return [
-        {"name": name, "part": part, "kind": kind, "count": int(count), "seconds": value}
-        for (part, kind, name), (count, value) in longest
-    ]
-
-
-def _roofline(total: Needed, phase: Phase, num_steps: int) -> dict[str, Any]:
-    """The roofline of the traced steps, as a share of the time without a trace."""
-    seconds = phase.plain.seconds * num_steps / max(_steps(phase.plain), 1)
-    return {
-        "bytes": total.num_bytes,
-        "flops": total.flops,
-        "seconds": total.seconds,
-        "bound": total.bound,
-        "percent": 100 * total.seconds / seconds if seconds else None,
+        "by_kind": {kind: by_kind[kind] for kind in KINDS if by_kind[kind] > 0},
+        "by_part": {part: by_part[part] for part in (*PARTS, *(DRAFT + part for part in PARTS)) if by_part[part] > 0},
+        "by_part_and_kind": {part: dict(kinds) for part, kinds in crossed.items()},
+        "layers": None
+        if slowest is None
+        else {
+            "seconds": [by_layer.get(layer, 0.0) for layer in range(max(by_layer) + 1)],
+            "slowest": slowest,
+            "slowest_seconds": by_layer[slowest],
+            "median_seconds": statistics.median(by_layer.values()),
+        },
+        "longest": [
+            {"name": name, "part": part, "kind": kind, "count": len(values), "seconds": sum(values)}
+            for (part, kind, name), values in longest
+        ],
     }
 
 

@@ -7,15 +7,15 @@ operations that it runs next, which were waiting for this one.
 """
 
 import bisect
-import heapq
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxinfer.measure.profiling.ops import CONTROL
 
@@ -75,9 +75,9 @@ def intervals(data: Any) -> list[Interval]:
     with warnings.catch_warnings():
         # On Python 3.13 the first `event.stats` of a process warns, and aborts the process if warnings are errors.
         warnings.filterwarnings("ignore", message="builtin type event_stats", category=DeprecationWarning)
-        found = [one for plane in devices for one in _on_device(plane)]
+        found = [interval for plane in devices for interval in _on_device(plane)]
         if not found:
-            found = [one for plane in planes if plane.name.startswith("/host:CPU") for one in _on_cpu(plane)]
+            found = [interval for plane in planes if plane.name.startswith("/host:CPU") for interval in _on_cpu(plane)]
     if not found:
         names = ", ".join(plane.name for plane in planes) or "none"
         raise NoDeviceEventsError(f"the trace has no operations of a device; its planes are: {names}")
@@ -146,48 +146,26 @@ def _on_cpu(plane: Any) -> Iterator[Interval]:
         )
 
 
-def shares(found: Iterable[Interval], is_control: Iterable[bool]) -> list[float]:
+def shares(found: Sequence[Interval], is_control: Sequence[bool]) -> list[float]:
     """Seconds of device time of each interval; their sum is the time in which a device ran anything.
 
     Operations of a device that run at the same time get equal parts of it. An operation that only runs others
     (`is_control`) gets the time in which none of them runs.
     """
-    all_, controls = list(found), list(is_control)
-    result = [0.0] * len(all_)
-    for device in {one.device for one in all_}:
-        numbers = sorted((i for i, one in enumerate(all_) if one.device == device), key=lambda i: all_[i].start)
-        _divide(all_, controls, numbers, result)
-    return result
-
-
-def _divide(all_: list[Interval], controls: list[bool], numbers: list[int], result: list[float]) -> None:
-    """Computes each interval's part in one sweep. A clock advances by the time divided by the number of running
-    operations; an interval's part is the advance between its beginning and its end."""
-    running: list[tuple[float, int]] = []  # a heap by end
-    clocks, counts = [0.0, 0.0], [0, 0]  # of operations, of those that run others
-    began: dict[int, float] = {}
-    now = 0.0
-
-    def advance(to: float) -> None:
-        nonlocal now
-        kind = 0 if counts[0] else 1
-        if counts[kind]:
-            clocks[kind] += (to - now) / counts[kind]
-        now = to
-
-    def end_until(time: float) -> None:
-        while running and running[0][0] <= time:
-            end, number = heapq.heappop(running)
-            advance(end)
-            kind = int(controls[number])
-            result[number] = (clocks[kind] - began[number]) / 1e9
-            counts[kind] -= 1
-
-    for number in numbers:
-        end_until(all_[number].start)
-        advance(all_[number].start)
-        kind = int(controls[number])
-        began[number] = clocks[kind]
-        counts[kind] += 1
-        heapq.heappush(running, (all_[number].end, number))
-    end_until(float("inf"))
+    result, devices = np.zeros(len(found)), np.array([interval.device for interval in found])
+    all_starts, all_ends = [interval.start for interval in found], [interval.end for interval in found]
+    for device in set(devices.tolist()):
+        own = np.flatnonzero(devices == device)
+        starts, ends, control = (np.array(values)[own] for values in (all_starts, all_ends, is_control))
+        times = np.unique([starts, ends])  # between two of them the same operations run
+        first, last = np.searchsorted(times, starts), np.searchsorted(times, ends)
+        lengths, size = np.diff(times) / 1e9, len(times)
+        running, runners = (
+            np.cumsum(np.bincount(first[kind], minlength=size) - np.bincount(last[kind], minlength=size))[:-1]
+            for kind in (~control, control)
+        )
+        for kind, count in ((~control, running), (control, np.where(running > 0, 0, runners))):
+            parts = np.divide(lengths, count, out=np.zeros(len(lengths)), where=count > 0)
+            clock = np.concatenate([[0.0], np.cumsum(parts)])  # of an operation that always runs
+            result[own[kind]] = clock[last[kind]] - clock[first[kind]]
+    return result.tolist()

@@ -30,7 +30,7 @@ FAULTS = (
     Fault(
         "store/incomplete-models-are-listed",
         "jaxinfer/store",
-        "if not (is_complete and one.missing())",
+        "if not (is_complete and model.missing())",
         "if True",
         ("tests/store/test_pull.py::test_files_are_shared_with_the_hubs_own_client",),
         "a model whose files another tool removed is still listed",

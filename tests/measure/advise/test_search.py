@@ -165,6 +165,21 @@ def test_an_earlier_search_goes_on_and_what_failed_is_tried_again():
     assert sorted(map(repr, found.rows)) == sorted(map(repr, whole.rows))
 
 
+def test_an_earlier_search_keeps_what_it_stopped_and_measures_again_what_the_time_stopped():
+    base = TrialResult(rate=(100.0,) * 3, one=(1.0,) * 3)
+    slow = TrialResult({"quantize": "int8"}, rate=(50.0,), one=(2.0,), stopped="0.50x the baseline")
+    late = TrialResult({"max_seqs": 64}, rate=(150.0,), one=(1.0,), stopped="time limit reached")
+    machine = Machine({"quantize=int8": 0.5, "max_seqs=64": 1.5})
+    found = search(Goal("cost"), TRIALS, machine, found=Findings([base], [slow, late], []))
+    assert found.alone[0] is slow
+    assert ("--quantize int8" in machine.asked, "--max-seqs 64" in machine.asked) == (False, True)
+    # Another goal judges it anew.
+    machine = Machine({"quantize=int8": 0.5})
+    latency = replace(slow, one=(0.9,))
+    search(Goal("latency"), TRIALS, machine, found=Findings([base], [latency], []))
+    assert "--quantize int8" in machine.asked
+
+
 ABOUT = ModelFacts(
     given={},
     is_quantized=False,

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.measure.advise.measure import for_quality, make_requests, shared_share
-from jaxinfer.measure.bench.workload import BenchWorkload, DatasetRow, Lengths
+from jaxinfer.measure.bench.workload import BenchWorkload, Lengths
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,7 @@ def test_prompts_are_pieces_of_the_texts_and_repeat():
 
 
 def test_a_dataset_is_taken_as_it_is():
-    workload = BenchWorkload(
-        Lengths("fixed", 5, 5), Lengths("fixed", 3, 3), (DatasetRow("one", None), DatasetRow([1, 2], 7))
-    )
+    workload = BenchWorkload(Lengths("fixed", 5, 5), Lengths("fixed", 3, 3), (("one", None), ([1, 2], 7)))
     assert [(request.prompt, request.num_tokens) for request in make_requests(workload, [], 3, 9)] == [
         ("one", 3),
         ([1, 2], 7),

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxinfer.measure.bench.workload import BenchWorkload, DatasetRow, Lengths, arrivals, parse_numbers, read_dataset
+from jaxinfer.measure.bench.workload import BenchWorkload, Lengths, arrivals, parse_numbers, read_dataset
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,7 @@ def test_a_seed_repeats_requests_and_parts_differ():
 
 
 def test_a_dataset_gives_prompts_and_its_own_lengths_and_begins_again():
-    workload = BenchWorkload(
-        Lengths("fixed", 1, 1), Lengths("fixed", 7, 7), (DatasetRow("a", None), DatasetRow([1, 2], 3))
-    )
+    workload = BenchWorkload(Lengths("fixed", 1, 1), Lengths("fixed", 7, 7), (("a", None), ([1, 2], 3)))
     requests = workload.requests(3, 100)
     assert [(request.prompt, request.num_tokens) for request in requests] == [("a", 7), ([1, 2], 3), ("a", 7)]
 
@@ -53,7 +51,7 @@ def test_a_dataset_gives_prompts_and_its_own_lengths_and_begins_again():
 def test_a_dataset_is_read(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a b"}\n\n{"prompt": [3, 4], "output_tokens": 9, "other": 1}\n')
-    assert read_dataset(file) == (DatasetRow("a b", None), DatasetRow([3, 4], 9))
+    assert read_dataset(file) == (("a b", None), ([3, 4], 9))
 
 
 @pytest.mark.parametrize(
