@@ -42,8 +42,7 @@ class ResultsFile:
     def read(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Line numbers, from 1, with the records.
 
-        Raises:
-          BatchError: a damaged line before complete ones, which no crash leaves behind, so it is not removed.
+        Raises BatchError: a damaged line before complete ones, which no crash leaves behind, so it is not removed.
         """
         damaged = None
         self._end = 0
@@ -108,8 +107,7 @@ class ResultsFile:
     def append(self, record: dict[str, Any]) -> None:
         """Adds one line, or none if it cannot be written completely.
 
-        Raises:
-          BatchWriteError: for example, the disk is full.
+        Raises BatchWriteError: for example, the disk is full.
         """
         data = memoryview(json.dumps(record, allow_nan=False).encode() + b"\n")
         try:

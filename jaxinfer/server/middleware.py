@@ -1,4 +1,4 @@
-"""What stands before every route, in pure ASGI: request ids, hosts, origins, keys, the size of headers, and errors."""
+"""Checks before every route, in pure ASGI: request ids, hosts, origins, keys, the size of headers, and errors."""
 
 import re
 import time
@@ -95,11 +95,11 @@ class Guard:
         if not self._origins:
             return []
         origin = _header(headers, b"origin")
-        found = [(b"vary", b"Origin")]
+        allowed = [(b"vary", b"Origin")]
         if origin in self._origins:
             exposed = b"x-request-id, x-jaxinfer-seed, x-jaxinfer-resumable, retry-after"
-            found += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", exposed)]
-        return found
+            allowed += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", exposed)]
+        return allowed
 
     async def _answer_preflight(self, scope: Scope, send: Send) -> bool:
         headers: Headers = scope["headers"]
@@ -119,7 +119,7 @@ class Guard:
 
 
 def _header(headers: Headers, name: bytes) -> bytes:
-    return next((value for one, value in headers if one == name), b"")
+    return next((value for other, value in headers if other == name), b"")
 
 
 def _request_id(headers: Headers) -> str:

@@ -1,4 +1,4 @@
-"""What is known of one request, for the log, the metrics and the traces."""
+"""The record of one request, for the log, the metrics and the traces."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class Record:
         """All answers have ended."""
         self.num_cached = sum(output.num_cached_tokens for output in outputs)
         self.timings = tuple(output.timings for output in outputs if output.timings is not None)
-        self.finish_reasons = tuple(one.finish_reason or "" for output in outputs for one in output.outputs)
+        self.finish_reasons = tuple(answer.finish_reason or "" for output in outputs for answer in output.outputs)
 
     def facts(self) -> dict[str, Any]:
         """The line of the log."""
