@@ -221,7 +221,7 @@ def _column_names(path: Path) -> list[str]:
             return [PROMPT]
         case _:
             _check_no_json(path)
-            _, names = next(_csv_records(path), (0, []))
+            names = next(_csv_records(path), [])
             if not names:
                 raise BatchError(f"{path} has no rows")
             return [name.strip() for name in names]
@@ -240,9 +240,9 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Cells | str
 
 def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Cells | str]]:
     records = _csv_records(path)
-    _, names = next(records)
+    names = next(records)
     places = {name.strip(): place for place, name in enumerate(names)}
-    for number, (_, cells) in enumerate(records, 1):
+    for number, cells in enumerate(records, 1):
         if not any(cell.strip() for cell in cells):
             continue
         if len(cells) != len(names):
@@ -251,9 +251,8 @@ def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Cells |
             yield number, {name: cells[places[name]] for name in columns}
 
 
-def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Records from the names of the columns on, each with the number of its last line. Blank lines before the names
-    are left out; other blank lines are records without cells."""
+def _csv_records(path: Path) -> Iterator[list[str]]:
+    """Records from the names of the columns on. Blank lines before those are left out; others have no cells."""
     separator = _separator(path)
     csv.field_size_limit(_MAX_CELL)  # of the process
     with _text_file(path) as file:
@@ -263,7 +262,7 @@ def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
             for record in reader:
                 has_begun = has_begun or any(record)
                 if has_begun:
-                    yield reader.line_num, record
+                    yield record
         except csv.Error as error:
             raise BatchError(
                 f"{path} line {reader.line_num} is not CSV with the separator {separator!r}: {error}; a cell with "

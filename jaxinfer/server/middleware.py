@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxinfer.server.auth import Keys, key_in
 from jaxinfer.server.errors import APIError, as_api_error
 from jaxinfer.server.http import ClientLeftError
-from jaxinfer.server.record import RECORD, Record, new_request_id
+from jaxinfer.server.record import RECORD, Record
+from jaxinfer.server.resume import new_answer_id
 from jaxinfer.server.service import Service
 
 # For probes, which have no key, and for the page, which asks its reader for one.
@@ -125,7 +126,7 @@ def _header(headers: Headers, name: bytes) -> bytes:
 def _request_id(headers: Headers) -> str:
     """The client's, if it is short and of safe characters; else a new one."""
     given = _header(headers, b"x-request-id")
-    return given.decode() if _REQUEST_ID.fullmatch(given) else new_request_id()
+    return given.decode() if _REQUEST_ID.fullmatch(given) else f"req-{new_answer_id()}"
 
 
 def _host(headers: Headers) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 from jaxinfer.engine.request import RequestOutput, RequestTimings
 from jaxinfer.sampling.params import SamplingParams
-from jaxinfer.server.resume import new_answer_id
 
 RECORD = "jaxinfer.record"  # the key of the request's record in the ASGI scope
 
@@ -79,8 +78,3 @@ class Record:
             "prompt": self.prompt,
         }
         return {name: value for name, value in known.items() if value is not None}
-
-
-def new_request_id() -> str:
-    """For a request whose client gave none."""
-    return f"req-{new_answer_id()}"
