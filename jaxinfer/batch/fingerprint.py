@@ -3,33 +3,14 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 _NUM_SAMPLED = 16  # values of each of three rows of each array
 _PROBE = "Ünïcode, 12345  spaces\n\ttabs; <|endoftext|> 你好"
 
 
-class FingerprintedModel(Protocol):
-    """The attributes of an `LLM` that the fingerprint reads."""
-
-    @property
-    def engine(self) -> Any: ...
-    @property
-    def config(self) -> Any: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def fit(self) -> Any: ...
-    @property
-    def mesh(self) -> Any: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def eos_token_ids(self) -> Any: ...
-
-
-def model_fingerprint(llm: FingerprintedModel, params: Any) -> str:
-    """SHA-256 over the configuration, the name, shape, dtype and some values of each of `params`, and the tokenizer.
+def model_fingerprint(llm: Any, params: Any) -> str:
+    """SHA-256 of an `LLM`'s configuration and tokenizer, and each name, shape, dtype and some values of `params`.
 
     The first values of three rows of each array distinguish checkpoints of one architecture without reading all
     weights. If a mesh repeats heads or pads, only the values of the model's own rows and columns are taken.
@@ -65,23 +46,23 @@ def model_fingerprint(llm: FingerprintedModel, params: Any) -> str:
             # Outputs that share a scale have one each where some were padded.
             scheme = (scheme.kind, scheme.bits, scheme.activations, rows)
             digest.update(f"{name} {shape} {leaf.values.dtype} {scheme}".encode())
-            found = [*_quantized_samples(leaf, shape, places)]
+            of_leaf = [*_quantized_samples(leaf, shape, places)]
         elif is_weight(leaf):  # of a type that only its products know
             digest.update(f"{name} {shape} {jax.tree.structure(leaf)}".encode())
             arrays = jax.tree.leaves(leaf)
-            found = [one for array in arrays for one in _samples(array, array.shape, (None,) * array.ndim, (1, 1))]
+            of_leaf = [part for array in arrays for part in _samples(array, array.shape, (None,) * array.ndim, (1, 1))]
         else:
             digest.update(f"{name} {shape} {leaf.dtype}".encode())
-            found = [*_samples(leaf, shape, places, (1, 1))]
+            of_leaf = [*_samples(leaf, shape, places, (1, 1))]
         if is_read:  # so that one parameter at a time is in memory
-            found = [replace(one, array=np.asarray(one.array[one.index]), index=()) for one in found]
-        samples += found
+            of_leaf = [replace(sample, array=np.asarray(sample.array[sample.index]), index=()) for sample in of_leaf]
+        samples += of_leaf
     # On several hosts, each host's values are fetched in one exchange.
     if llm.mesh is not None:
-        fetched = hosts.fetch(hosts.current(), [(one.array, [one.index]) for one in samples])
+        fetched = hosts.fetch(hosts.current(), [(sample.array, [sample.index]) for sample in samples])
         parts = [part for (part,) in fetched]
     else:
-        parts = [np.asarray(one.array[one.index]) for one in samples]
+        parts = [np.asarray(sample.array[sample.index]) for sample in samples]
     for sample, part in zip(samples, parts, strict=True):
         digest.update(np.asarray(part if sample.chosen is None else part[..., sample.chosen]).tobytes())
     if (tokenizer := llm.tokenizer) is not None:
@@ -128,7 +109,7 @@ def _samples(array: Any, shape: tuple[int, ...], places: tuple[Any, ...], block:
     span, chosen = slice(first, max(columns, default=-1) + 1), [column - first for column in columns]
     leading = tuple(_place(where, 0) for where in places[:-2])
     for row in rows:
-        yield _Sample(array, (*leading, *(_place(places[-2], one) // block[0] for one in row), span), chosen)
+        yield _Sample(array, (*leading, *(_place(places[-2], index) // block[0] for index in row), span), chosen)
 
 
 def _quantized_samples(leaf: Any, shape: tuple[int, ...], places: tuple[Any, ...]) -> Iterator[_Sample]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -90,23 +90,8 @@ class Scan:
             yield self.source.row(data, line)
 
 
-class RowSource(Protocol):
-    """A reader of one kind of file; `unit` is what its numbers count: "line" or "row"."""
-
-    path: Path
-    unit: str
-
-    def items(self, whole: "hashlib._Hash | None" = None) -> Iterator[tuple[int, bytes]]:
-        """Numbers of rows, from 1, with what identifies their content. `whole` is updated with the file's."""
-        ...
-
-    def row(self, data: bytes, number: int) -> BatchRow | BadRow:
-        """Reads what `items` gave."""
-        ...
-
-
 class JsonLines:
-    """A file of one JSON object a line."""
+    """A file of one JSON object a line. `unit` is what its numbers count."""
 
     unit = "line"
 
@@ -114,8 +99,10 @@ class JsonLines:
         self.path = path
 
     def items(self, whole: "hashlib._Hash | None" = None) -> Iterator[tuple[int, bytes]]:
-        """Line numbers, from 1, with their bytes, without blank lines. Not stripped: a copy of a long line takes
-        time."""
+        """Line numbers, from 1, with their bytes, without blank lines. `whole` is updated with the file's content.
+
+        Lines are not stripped: a copy of a long one takes time.
+        """
         with self.path.open("rb", buffering=_BUFFER_BYTES) as file:
             for line, data in enumerate(file, 1):
                 if whole is not None:
@@ -130,6 +117,9 @@ class JsonLines:
         return parse_row(data, number)
 
 
+RowSource = JsonLines | TableSource
+
+
 def open_source(path: Path, options: TableOptions | None = None) -> RowSource:
     """The reader of a file, by its name: a table, or JSON lines.
 
@@ -140,10 +130,10 @@ def open_source(path: Path, options: TableOptions | None = None) -> RowSource:
     if path.exists() and not path.is_file():
         raise BatchError(f"{path} must be a file: a batch reads its input more than once")
     if is_table(path):
-        if (found := _kind_by_start(path)) is not None and not (
-            found.startswith("a Parquet") and path.suffix.lower() == ".parquet"
+        if (kind := _kind_by_start(path)) is not None and not (
+            kind.startswith("a Parquet") and path.suffix.lower() == ".parquet"
         ):
-            raise BatchError(f"{path} is {found}")
+            raise BatchError(f"{path} is {kind}")
         return TableSource(path, options)
     if given := options.given:
         name = next(iter(given))
@@ -151,17 +141,16 @@ def open_source(path: Path, options: TableOptions | None = None) -> RowSource:
             f"--{name.replace('_', '-')} ({name}= in Python) is for tables, whose names end in {', '.join(SUFFIXES)}; "
             f"in {path} each line says its own prompt"
         )
-    if (found := _other_kind(path)) is not None:
-        raise BatchError(f"{path} {found}; a batch reads one JSON object a line, in UTF-8")
+    if (kind := _other_kind(path)) is not None:
+        raise BatchError(f"{path} {kind}; a batch reads one JSON object a line, in UTF-8")
     return JsonLines(path)
 
 
 def scan(path: Path, options: TableOptions | None = None) -> Scan:
     """Reads the whole input.
 
-    Raises:
-      BatchError: a custom_id that two rows share, with both lines; an input without rows; a row that needs an extra
-        which is not installed; as `open_source`.
+    Raises BatchError: a custom_id that two rows share, with both lines; an input without rows; a row that needs an
+    extra which is not installed; as `open_source`.
     """
     source = open_source(path, options)
     whole = hashlib.sha256()
@@ -234,7 +223,7 @@ def _other_kind(path: Path) -> str | None:
     if first.startswith(b"[") and not any(line.startswith(b"{") for line in rest):
         return "is a JSON array: jq -c '.[]' writes one element a line"
     has_braces = any(line.startswith((b"{", b"[")) for line in (first, *rest))
-    separator = next((one for one in (b",", b";", b"\t") if one in first), None)
+    separator = next((mark for mark in (b",", b";", b"\t") if mark in first), None)
     if not has_braces and separator is not None:
         return f"seems to be a table with the separator {separator.decode()!r} (CSV): give it a name that ends in .csv"
     return None

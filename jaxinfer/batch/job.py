@@ -107,9 +107,8 @@ def open_job(
       chat: prompts of a table are users' messages for the chat template. keep: columns copied to the answers' lines.
       on_line: called with each line, of a result or an error, once it is written.
 
-    Raises:
-      BatchError: two rows with the same custom_id; results of another job; files that another process has locked; a
-        column that the table lacks; a missing extra.
+    Raises BatchError: two rows with the same custom_id; results of another job; files that another process has locked;
+    a column that the table lacks; a missing extra.
     """
     path_errors = None if errors is None else Path(errors)
     rows = scan(Path(path_in), TableOptions(prompt_column, prompt, chat, keep))
@@ -195,7 +194,7 @@ class Job:
                 f"{error}; {self.num_done} of {self.num_rows} rows are written completely. "
                 "Free some space and run the same again: it continues from there"
             ) from error
-        seconds = time.monotonic() - started
+        seconds, own_names = time.monotonic() - started, (model.name, Path(model.name).name)
         return BatchSummary(
             rows=self.num_rows,
             resumed=num_resumed,
@@ -203,7 +202,7 @@ class Job:
             tokens_per_second=(counts.output_tokens - tokens_before) / max(seconds, 1e-9),
             out=str(self._ledger.path_out),
             errors=str(self._ledger.path_errors),
-            other_models=self._other_models(model.name),
+            other_models={name: count for name, count in self.scan.models.items() if name not in own_names},
             compile_seconds=compile_seconds() - compiled_before,
             **vars(counts),
         )
@@ -221,10 +220,6 @@ class Job:
             asked,
             table=self.scan.table,
         )
-
-    def _other_models(self, name: str) -> dict[str, int]:
-        own = (name, Path(name).name)
-        return {one: count for one, count in self.scan.models.items() if one not in own}
 
     def _serve(self, stage: Stage) -> None:
         counts = self._ledger.counts
@@ -339,12 +334,12 @@ class Job:
         self, row: BatchRow, vectors: "VectorJob", outputs: list["RequestOutput"], stage: Stage
     ) -> None:
         try:
-            found = vectors.result(outputs)
+            result = vectors.result(outputs)
         except FloatingPointError as error:
             self._fail(row, error, stage, status_code=500)
             return
         job_id = self._identity.job_id
-        record = embeddings_line(row, found, vectors.num_tokens, job_id=job_id, model=self._model.name)
+        record = embeddings_line(row, result, vectors.num_tokens, job_id=job_id, model=self._model.name)
         self._write(row, record, record["response"]["body"]["usage"], stage)
 
     def _write(self, row: BatchRow, record: dict[str, Any], used: Mapping[str, int], stage: Stage) -> None:
@@ -390,7 +385,10 @@ class Defaults:
     @classmethod
     def of(cls, checkpoint: SamplingParams, params: SamplingParams | Mapping[str, Any] | None, seed: int) -> "Defaults":
         """`params` are complete, or some fields by name; their seed is the job's. Raises SamplingParamsError."""
-        given = _values(params) if isinstance(params, SamplingParams) else our_names(params or {})
+        if isinstance(params, SamplingParams):
+            given = {field.name: getattr(params, field.name) for field in fields(params)}
+        else:
+            given = our_names(params or {})
         SamplingParams.from_dict({"max_tokens": None, **given})
         own_seed = given.pop("seed", None)
         return cls(checkpoint, given, seed if own_seed is None else own_seed)
@@ -403,19 +401,5 @@ class Defaults:
         return asked.bind(model, model.answer_format, lambda params: derive_seed(self.seed, row.number), self.given)
 
     def to_dict(self) -> dict[str, Any]:
-        """What answers depend on, as JSON values."""
-        return {"checkpoint": _json_values(_values(self.checkpoint)), "given": _json_values(self.given)}
-
-
-def _values(params: SamplingParams) -> dict[str, Any]:
-    return {one.name: getattr(params, one.name) for one in fields(params)}
-
-
-def _json_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _json_value(value) for name, value in sorted(values.items())}
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): item for key, item in value.items()}
-    return list(value) if isinstance(value, (list, tuple)) else value
+        """Everything that answers depend on, as JSON values."""
+        return msgspec.to_builtins({"checkpoint": self.checkpoint, "given": self.given}, str_keys=True)

@@ -87,8 +87,7 @@ class Ledger:
 
     Opening reads the files; they are not changed before `begin`, when the model is known.
 
-    Raises:
-      BatchError: results of another job or without a job file; files that are locked or damaged.
+    Raises BatchError: results of another job or without a job file; files that are locked or damaged.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Ledger:
         self.counts = RowCounts()
         self.done: set[int] = set()
         self.path_out = path_out
-        self.path_errors = path_errors or _beside(path_out)
+        self.path_errors = path_errors or path_out.with_name(f"{path_out.name.removesuffix('.jsonl')}.errors.jsonl")
         self._path_job = path_out.with_name(f"{path_out.name}.job.json")
         self._scan = scan
         self._retry_errors = retry_errors
@@ -232,11 +231,6 @@ class Ledger:
                     self.counts.failed += 1
                 else:
                     self.counts.add(usage_of_line(record))
-
-
-def _beside(path_out: Path) -> Path:
-    name = path_out.name
-    return path_out.with_name(f"{name.removesuffix('.jsonl')}.errors.jsonl")
 
 
 def differences(stored: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:

@@ -89,15 +89,21 @@ def _plain_line(row: BatchRow, request: BoundRequest, output: "RequestOutput") -
     asked, params = request.asked, request.params
     source = {"prompt": asked.prompts[0]} if asked.messages is None else {"messages": asked.messages}
     answers = []
-    for one in output.outputs:
-        left_out = {"logprobs", "error", "excludes_itself", "tool_calls", *(() if one.reasoning else ("reasoning",))}
-        answer = {name: value for name, value in vars(one).items() if name not in left_out}
-        if one.tool_calls is not None:
-            answer["tool_calls"] = [vars(call) for call in one.tool_calls]
-        if one.logprobs is not None:
-            answer["cumulative_logprob"] = finite(one.cumulative_logprob or 0.0)
+    for completion in output.outputs:
+        left_out = {
+            "logprobs",
+            "error",
+            "excludes_itself",
+            "tool_calls",
+            *(() if completion.reasoning else ("reasoning",)),
+        }
+        answer = {name: value for name, value in vars(completion).items() if name not in left_out}
+        if completion.tool_calls is not None:
+            answer["tool_calls"] = [vars(call) for call in completion.tool_calls]
+        if completion.logprobs is not None:
+            answer["cumulative_logprob"] = finite(completion.cumulative_logprob or 0.0)
             answer["logprobs"] = msgspec.to_builtins(
-                [token_entry(entry, params.logprobs or 0) for entry in one.logprobs]
+                [token_entry(entry, params.logprobs or 0) for entry in completion.logprobs]
             )
         else:
             del answer["cumulative_logprob"]

@@ -42,8 +42,7 @@ class ResultsFile:
     def read(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Line numbers, from 1, with the records.
 
-        Raises:
-          BatchError: a damaged line before complete ones, which no crash leaves behind, so it is not removed.
+        Raises BatchError: a damaged line before complete ones, which no crash leaves behind, so it is not removed.
         """
         damaged = None
         self._end = 0
@@ -82,7 +81,7 @@ class ResultsFile:
         places: list[tuple[int, int, int]] = []  # key, offset, bytes
         offset, fd = 0, -1
         try:
-            with self.path.open("rb") as file:
+            with _writing(self.path), self.path.open("rb") as file:
                 for data in file:
                     places.append((key(json.loads(data)), offset, len(data)))
                     offset += len(data)
@@ -96,11 +95,9 @@ class ResultsFile:
                     for _, start, size in ordered:
                         file.seek(start)
                         sorted_file.write(file.read(size))
-        except BaseException as error:
+        except BaseException:
             if fd >= 0:
                 os.close(fd)
-            if isinstance(error, OSError):
-                raise self._write_error(error) from error
             raise
         os.close(self._fd)
         self._fd = fd
@@ -108,19 +105,17 @@ class ResultsFile:
     def append(self, record: dict[str, Any]) -> None:
         """Adds one line, or none if it cannot be written completely.
 
-        Raises:
-          BatchWriteError: for example, the disk is full.
+        Raises BatchWriteError: for example, the disk is full.
         """
         data = memoryview(json.dumps(record, allow_nan=False).encode() + b"\n")
         try:
-            written = 0
-            while written < len(data):
-                written += os.write(self._fd, data[written:])
-        except BaseException as error:
+            with _writing(self.path):
+                written = 0
+                while written < len(data):
+                    written += os.write(self._fd, data[written:])
+        except BaseException:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._end)
-            if isinstance(error, OSError):
-                raise self._write_error(error) from error
             raise
         self._end += len(data)
         self._is_dirty = True
@@ -132,10 +127,8 @@ class ResultsFile:
         if not self._is_dirty:
             return
         started = time.monotonic()
-        try:
+        with _writing(self.path):
             os.fsync(self._fd)
-        except OSError as error:
-            raise self._write_error(error) from error
         self._is_dirty = False
         ended = time.monotonic()
         self._next_sync = ended + max(SYNC_SECONDS, _SYNC_SHARE * (ended - started))
@@ -156,20 +149,21 @@ class ResultsFile:
         return os.fstat(self._fd).st_size
 
     def _cut(self, size: int) -> None:
-        try:
+        with _writing(self.path):
             os.ftruncate(self._fd, size)
             os.fsync(self._fd)
-        except OSError as error:
-            raise self._write_error(error) from error
-
-    def _write_error(self, error: OSError) -> BatchWriteError:
-        return BatchWriteError(f"{self.path}: {error.strerror or error}")
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces the file's content; after a crash it has the old or the new one. Raises BatchWriteError."""
-    try:
+    with _writing(path):
         write_text_atomically(path, text)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise BatchWriteError(f"{path}: {error.strerror or error}") from error
 

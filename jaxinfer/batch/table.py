@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.batch.errors import BatchError, RowError
-from jaxinfer.batch.requests import read_plain
-from jaxinfer.batch.rows import BadRow, BatchRow, default_custom_id
+from jaxinfer.batch.rows import BadRow, BatchRow, default_custom_id, read_plain
 from jaxinfer.checks import did_you_mean
 from jaxinfer.extras import install_hint
 
@@ -201,9 +200,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):  # older writers leave texts unmarked
         return value.decode()
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return str(value)  # dates, times, decimals
 
 
@@ -222,7 +221,7 @@ def _column_names(path: Path) -> list[str]:
             return [PROMPT]
         case _:
             _check_no_json(path)
-            _, names = next(_csv_records(path), (0, []))
+            names = next(_csv_records(path), [])
             if not names:
                 raise BatchError(f"{path} has no rows")
             return [name.strip() for name in names]
@@ -241,9 +240,9 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Cells | str
 
 def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Cells | str]]:
     records = _csv_records(path)
-    _, names = next(records)
+    names = next(records)
     places = {name.strip(): place for place, name in enumerate(names)}
-    for number, (_, cells) in enumerate(records, 1):
+    for number, cells in enumerate(records, 1):
         if not any(cell.strip() for cell in cells):
             continue
         if len(cells) != len(names):
@@ -252,10 +251,9 @@ def _csv_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Cells |
             yield number, {name: cells[places[name]] for name in columns}
 
 
-def _csv_records(path: Path, separator: str | None = None) -> Iterator[tuple[int, list[str]]]:
-    """Records from the names of the columns on, each with the number of its last line. Blank lines before the names
-    are left out; other blank lines are records without cells."""
-    separator = separator or _separator(path)
+def _csv_records(path: Path) -> Iterator[list[str]]:
+    """Records from the names of the columns on. Blank lines before those are left out; others have no cells."""
+    separator = _separator(path)
     csv.field_size_limit(_MAX_CELL)  # of the process
     with _text_file(path) as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
@@ -264,7 +262,7 @@ def _csv_records(path: Path, separator: str | None = None) -> Iterator[tuple[int
             for record in reader:
                 has_begun = has_begun or any(record)
                 if has_begun:
-                    yield reader.line_num, record
+                    yield record
         except csv.Error as error:
             raise BatchError(
                 f"{path} line {reader.line_num} is not CSV with the separator {separator!r}: {error}; a cell with "
@@ -278,7 +276,7 @@ def _separator(path: Path) -> str:
         return "\t"
     with _text_file(path) as file:
         first = next((line for line in file if line.strip()), "")
-    return next((one for one in _SEPARATORS if len(next(csv.reader([first], delimiter=one), [])) > 1), ",")
+    return next((mark for mark in _SEPARATORS if len(next(csv.reader([first], delimiter=mark), [])) > 1), ",")
 
 
 def _text_rows(path: Path) -> Iterator[tuple[int, Cells | str]]:
@@ -335,13 +333,13 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Cel
 
 
 def _plain_cells(cells: Cells) -> Cells | str:
-    found = {}
+    plain = {}
     for name, value in cells.items():
         try:
-            found[name] = _plain(value)
+            plain[name] = _plain(value)
         except UnicodeDecodeError:
             return f"the cell of {name} is bytes that are no text"
-    return found
+    return plain
 
 
 def _parquet(path: Path) -> Any:

@@ -35,7 +35,7 @@ from jaxinfer.grammar.compiler import Grammar
 from jaxinfer.grammar.device import CLASS_ROW, DRAFT, FIRST_SUCCESSOR, MASK_ROW, TableSizes, slot_state
 from jaxinfer.grammar.gate import Gate
 from jaxinfer.grammar.matcher import Matcher
-from jaxinfer.grammar.table import TokenTable
+from jaxinfer.grammar.table_builder import TokenTable
 from jaxinfer.sampling.state import NUM_RECENT
 
 FIRST_RATE = 0.95  # of `AnswerGrammar.rate`: high enough for several steps in a dispatch, which tell

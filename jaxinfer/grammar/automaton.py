@@ -4,16 +4,14 @@ A tree becomes an automaton over classes of characters (NumPy's arrays hold what
 then becomes one over bytes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.grammar.alphabet import Alphabet
+from jaxinfer.grammar.char_sets import Ranges
 from jaxinfer.grammar.minimize import minimize
-from jaxinfer.grammar.nodes import Alternation, Chars, Concatenation, Node, Repeat, Text, TooLargeError
-from jaxinfer.grammar.utf8 import to_bytes
+from jaxinfer.grammar.nodes import Alternation, Chars, Concatenation, Node, Repeat, Text, TooLargeError, children
+from jaxinfer.grammar.utf8 import Alphabet, to_bytes
 
 MAX_STATES = 8192
 """States over bytes, unless the caller says otherwise."""
@@ -67,45 +65,37 @@ def build_automaton(node: Node, max_states: int = MAX_STATES) -> Automaton:
     return Automaton(following, is_accepting)
 
 
-def _children(node: Node) -> tuple[Node, ...]:
-    if isinstance(node, Concatenation):
-        return node.parts
-    if isinstance(node, Alternation):
-        return node.options
-    return (node.node,) if isinstance(node, Repeat) else ()
-
-
 def _check_size(root: Node) -> None:
     """Sizes and depths from the leaves up, each node once however often it is used."""
-    found: dict[int, tuple[int, int]] = {}
+    sizes: dict[int, tuple[int, int]] = {}
     stack: list[tuple[Node, bool]] = [(root, False)]
     while stack:
         node, is_ready = stack.pop()
-        if id(node) in found:
+        if id(node) in sizes:
             continue
-        children = _children(node)
+        inner = children(node)
         if not is_ready:
             stack.append((node, True))
-            stack += [(child, False) for child in children]
+            stack += [(child, False) for child in inner]
             if len(stack) > 4 * MAX_SIZE:
                 raise TooLargeError(f"the language has more than {MAX_SIZE} characters and groups")
             continue
         copies = max(node.least + 1 if node.most is None else node.most, 1) if isinstance(node, Repeat) else 1
-        size = 1 + copies * sum(found[id(child)][0] for child in children)
+        size = 1 + copies * sum(sizes[id(child)][0] for child in inner)
         size += len(node.text) if isinstance(node, Text) else 0
-        depth = 1 + max((found[id(child)][1] for child in children), default=0)
+        depth = 1 + max((sizes[id(child)][1] for child in inner), default=0)
         if size > MAX_SIZE:
             raise TooLargeError(
                 f"the language has more than {MAX_SIZE} characters and groups with its repetitions written out"
             )
         if depth > MAX_DEPTH:
             raise TooLargeError(f"the language's tree is more than {MAX_DEPTH} nodes deep")
-        found[id(node)] = size, depth
+        sizes[id(node)] = size, depth
 
 
-def _character_sets(root: Node) -> list[tuple[tuple[int, int], ...]]:
+def _character_sets(root: Node) -> list[Ranges]:
     """The distinct sets of characters in a tree; a text's characters are sets of one."""
-    sets: dict[int, tuple[tuple[int, int], ...]] = {}
+    sets: dict[int, Ranges] = {}
     characters: set[str] = set()
     seen: set[int] = set()
     stack = [root]
@@ -114,7 +104,7 @@ def _character_sets(root: Node) -> list[tuple[tuple[int, int], ...]]:
         if id(node) in seen:
             continue
         seen.add(id(node))
-        stack += _children(node)
+        stack += children(node)
         if isinstance(node, Text):
             characters.update(node.text)
         elif isinstance(node, Chars):
@@ -151,16 +141,16 @@ class _Positions:
         return sets[0].union(*sets[1:]) if len(sets) > 1 else sets[0]
 
     def _follow_one(self, position: int) -> frozenset[int]:
-        if (found := self._follow.get(position)) is None:
-            found = self._follow[position] = self._reachable([self._targets[position]])
-        return found
+        if (positions := self._follow.get(position)) is None:
+            positions = self._follow[position] = self._reachable([self._targets[position]])
+        return positions
 
     def _point(self, branches: list[int]) -> int:
         """Branches are points, or `~p` for a position p."""
         self._branches.append(branches)
         return len(self._branches) - 1
 
-    def _position(self, ranges: tuple[tuple[int, int], ...], after: int) -> int:
+    def _position(self, ranges: Ranges, after: int) -> int:
         self.classes.append(self._alphabet.classes_of(ranges))
         self._targets.append(after)
         return self._point([~(len(self.classes) - 1)])
@@ -192,17 +182,17 @@ class _Positions:
 
     def _reachable(self, points: list[int]) -> frozenset[int]:
         """Positions that can be read next at one of the points."""
-        found: set[int] = set()
+        positions: set[int] = set()
         seen, stack = set(points), list(points)
         while stack:
             for branch in self._branches[stack.pop()]:
                 if branch < 0:
-                    found.add(~branch)
+                    positions.add(~branch)
                 elif branch not in seen:
                     seen.add(branch)
                     stack.append(branch)
         self.count(len(seen))
-        return frozenset(found)
+        return frozenset(positions)
 
     def count(self, steps: int) -> None:
         self.num_steps += steps

@@ -1,7 +1,5 @@
 """Sets of characters, as sorted, disjoint ranges of code points without surrogates; the classes of patterns."""
 
-from __future__ import annotations
-
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -36,21 +34,21 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def intersection(one: Ranges, other: Ranges) -> Ranges:
-    """What is in both."""
-    found, i, j = [], 0, 0
+    """All characters that are in both."""
+    common, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
         if start <= end:
-            found.append((start, end))
+            common.append((start, end))
         if one[i][1] < other[j][1]:
             i += 1
         else:
             j += 1
-    return tuple(found)
+    return tuple(common)
 
 
 def difference(one: Ranges, other: Ranges) -> Ranges:
-    """What is in the first and not in the second."""
+    """All characters that are in the first set and not in the second."""
     return intersection(one, complement(other))
 
 
@@ -86,11 +84,8 @@ ASCII_CLASSES: dict[str, Ranges] = {
 @cache
 def category(prefix: str) -> Ranges | None:
     """The characters of a general category, `Lu`, or of all of `L`, in Python's version of Unicode, or None."""
-    return (
-        union(*found)
-        if (found := [ranges for name, ranges in _categories().items() if name.startswith(prefix)])
-        else None
-    )
+    sets = [ranges for name, ranges in _categories().items() if name.startswith(prefix)]
+    return union(*sets) if sets else None
 
 
 @cache
@@ -104,17 +99,17 @@ def word_characters() -> Ranges:
 @cache
 def _categories() -> dict[str, Ranges]:
     """The assigned categories. Planes 4 to 13 have no character."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    categories: dict[str, list[tuple[int, int]]] = {}
     for low, high in ((0, 0x40000), (0xE0000, 0x110000)):
         start, current = low, unicodedata.category(chr(low))
         for code in range(low + 1, high + 1):
             name = unicodedata.category(chr(code)) if code < high else ""
             if name != current:
-                found.setdefault(current, []).append((start, code - 1))
+                categories.setdefault(current, []).append((start, code - 1))
                 start, current = code, name
-    del found["Cs"]
-    found["Cn"].append((0x40000, 0xDFFFF))
-    return {name: union(ranges) for name, ranges in found.items()}
+    del categories["Cs"]
+    categories["Cn"].append((0x40000, 0xDFFFF))
+    return {name: union(ranges) for name, ranges in categories.items()}
 
 
 def ignoring_case(ranges: Ranges) -> Ranges:
@@ -136,15 +131,10 @@ def contains(ranges: Ranges, code: int) -> bool:
 def _orbits() -> dict[int, tuple[int, ...]]:
     """Characters that fold to the same one as others, each with all of them."""
     folded: dict[str, list[int]] = {}
-    for start, end in category("L") or ():
-        if start >= 0x20000:
-            break  # ideographs only
+    letters = [(start, end) for start, end in category("L") or () if start < 0x20000]  # ideographs come behind
+    for start, end in (*letters, *(category("M") or ()), *(category("Nl") or ()), *(category("So") or ())):
         for code in range(start, end + 1):
             folded.setdefault(_fold(chr(code)), []).append(code)
-    for ranges in (category("M"), category("Nl"), category("So")):
-        for start, end in ranges or ():
-            for code in range(start, end + 1):
-                folded.setdefault(_fold(chr(code)), []).append(code)
     return {code: tuple(codes) for codes in folded.values() if len(codes) > 1 for code in codes}
 
 

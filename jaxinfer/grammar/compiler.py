@@ -1,38 +1,43 @@
 """From what a request asks for to a grammar that answers are matched against, and its table."""
 
-from __future__ import annotations
-
 import hashlib
+import json
 import logging
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from jaxinfer.files import cache_folder
 from jaxinfer.grammar import nodes
 from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.gate import Gate, gate_of
-from jaxinfer.grammar.lark_limits import check_lark
 from jaxinfer.grammar.matcher import Matcher, MatcherLibrary
 from jaxinfer.grammar.pattern import UnsupportedPattern, parse_pattern, pattern_of
 from jaxinfer.grammar.schema import check_schema
 from jaxinfer.grammar.schema_grammar import schema_grammar
+from jaxinfer.grammar.schema_graph import components
 from jaxinfer.grammar.schema_language import language_of
 from jaxinfer.grammar.spelling import Spelling
 from jaxinfer.grammar.structured import GrammarError, StructuredOutputs
-from jaxinfer.grammar.table import TokenTable
-from jaxinfer.grammar.table_builder import TableLimits, build_table
-from jaxinfer.grammar.table_cache import TableCache
+from jaxinfer.grammar.table_builder import TableLimits, TokenTable, build_table
+from jaxinfer.grammar.table_cache import MAX_BYTES, kept_table
 from jaxinfer.grammar.vocabulary import vocabulary_of
+from jaxinfer.kept_files import KeptFiles
 from jaxinfer.text import Tokenizer
 from jaxinfer.text.reasoning import Family
 
 _LOG = logging.getLogger(__name__)
 MAX_KEPT = 256  # compiled grammars
+# Limits of users' Lark grammars: without them, llguidance ends the process with a full stack, or takes minutes.
+MAX_NESTED_DEFINITIONS = 1_000  # at 3,000, each within the one before, llguidance overflows a stack of 8 MiB
+MAX_INTERSECTIONS = 8  # `&` and `~`: 60 regular expressions together did not finish within 15 s
+
+_DEFINITION = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)[^:\n]*:", re.MULTILINE)
+_LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|#[^\n]*|%json\s*')
 
 
 class Grammar:
@@ -57,7 +62,7 @@ class Grammar:
         return self.wait() if self._table is not None and self._table.done() else None
 
     def wait(self) -> TokenTable | None:
-        """The same, when it is known."""
+        """Waits for the table; None where there is none."""
         if self._table is None or self._table.cancelled():
             return None
         if (error := self._table.exception()) is not None:  # answers go on under masks from the host
@@ -84,16 +89,13 @@ class GrammarCompiler:
         self._special_texts, self._build = special_texts, build
         self.library = MatcherLibrary(spelling)
         self._builder = ThreadPoolExecutor(1, "grammar-tables")
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled = lru_cache(MAX_KEPT)(self._compile)
 
     def compile(self, structured: StructuredOutputs) -> Grammar:
         """The grammar of a request. Raises GrammarError, with the place, where it cannot be served."""
-        key = hashlib.blake2b(repr(replace(structured, reasoning=None)).encode(), digest_size=16).hexdigest()
-        with self._lock:
-            if (found := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                return found
+        return self._compiled(replace(structured, reasoning=None))
+
+    def _compile(self, structured: StructuredOutputs) -> Grammar:
         try:
             language, text = read(structured)
         except ValueError as error:
@@ -105,16 +107,12 @@ class GrammarCompiler:
         table = None
         if language is not None and self._build is not None:
             table = self._builder.submit(self._build, language)
-        found = Grammar(key, first, table)
-        with self._lock:
-            self._kept[key] = found
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        return found
+        key = hashlib.blake2b(repr(structured).encode(), digest_size=16).hexdigest()
+        return Grammar(key, first, table)
 
     def gate(self, family: Family, prompt_end: str) -> Gate | None:
-        """Where the grammar begins in an answer to a prompt that ends with this text, if the answer may begin with
-        reasoning; None for its first token."""
+        """The gate before the grammar in an answer to a prompt that ends with this text, if the answer may begin with
+        reasoning; None where the grammar begins with its first token."""
         return gate_of(family, prompt_end, self.library.vocabulary, self._special_texts)
 
     def close(self) -> None:
@@ -149,11 +147,11 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
 
 def _own_place(message: str, structured: StructuredOutputs) -> str:
     """llguidance's message without the text that was put around what was asked for."""
-    found = re.match(r"(?:at )?(\d+)\((\d+)\): (.*?)(?=\n +\d+ \| |\Z)", message, re.DOTALL)
-    if found is None:
+    match = re.match(r"(?:at )?(\d+)\((\d+)\): (.*?)(?=\n +\d+ \| |\Z)", message, re.DOTALL)
+    if match is None:
         return message
-    place = f"line {int(found[1]) - 1}, column {found[2]}: " if structured.kind == "grammar" else ""
-    return place + found[3]
+    place = f"line {int(match[1]) - 1}, column {match[2]}: " if structured.kind == "grammar" else ""
+    return place + match[3]
 
 
 def _lark(text: str) -> str:
@@ -175,16 +173,76 @@ def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[in
     texts of their own."""
     vocabulary = vocabulary_of(tokenizer, eos_token_ids, vocab_size)
     spelling = Spelling(vocabulary, lambda text: tokenizer.encode(text, False), tokenizer.digest)
-    cache, limits = TableCache(cache_folder("grammars")), TableLimits()
+    folder, limits = cache_folder("grammars"), TableLimits()
+    files = None if folder is None else KeptFiles(folder, MAX_BYTES)
 
     def build(language: nodes.Node) -> TokenTable | None:
         def make() -> TokenTable:
             return build_table(build_automaton(language), spelling, limits)
 
         try:
-            return cache.get_or_build(language, spelling, limits, make)
+            return kept_table(files, language, spelling, limits, make)
         except ValueError:
             return None  # masks from the host are right for it
 
     special = {token: tokenizer.decode([token], skip_special_tokens=False).encode() for token in tokenizer.special_ids}
     return GrammarCompiler(spelling, special, build)
+
+
+def check_lark(text: str) -> str:
+    """Returns the grammar if it is safe to compile.
+
+    Raises ValueError where it has more definitions within one another, or more intersections, than the limits of this
+    module, or where a JSON schema in it (`%json`) is not one that `check_schema` accepts.
+    """
+    position = 0
+    pieces: list[str] = []
+    while True:
+        match = _LITERALS.search(text, position)
+        between = text[position : match.start() if match else len(text)]
+        pieces.append(between)
+        if match is None:
+            break
+        position = match.end()
+        if match[0].startswith("%json"):
+            try:
+                schema, position = json.JSONDecoder().raw_decode(text, position)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(
+                    f"%json at character {match.start()} of the grammar: no JSON schema follows"
+                ) from error
+            try:
+                check_schema(schema)
+            except ValueError as error:
+                raise ValueError(f"%json at character {match.start()} of the grammar: {error}") from error
+    _check_definitions(" ".join(pieces))
+    return text
+
+
+def _check_definitions(text: str) -> None:
+    """Checks a grammar without its literals. Definitions that contain one another count as all within one another."""
+    starts = list(_DEFINITION.finditer(text))
+    ends = [match.start() for match in starts[1:]] + [len(text)]
+    bodies: dict[str, str] = {}
+    for match, end in zip(starts, ends, strict=True):
+        bodies[match[1]] = bodies.get(match[1], "") + " " + text[match.end() : end]
+    inner = {name: set(re.findall(r"[A-Za-z_]\w*", body)) & bodies.keys() for name, body in bodies.items()}
+    inner[""] = set(bodies)  # contains all
+    depths: dict[str, int] = {}
+    intersections: dict[str, int] = {}
+    for group in components("", lambda name: inner[name]):
+        others = {other for name in group for other in inner[name] if other in depths}
+        depth = len(group) + max((depths[other] for other in others), default=0)
+        depths.update(dict.fromkeys(group, depth))
+        if depth > MAX_NESTED_DEFINITIONS + 1:
+            raise ValueError(
+                f"{group[0] or 'start'}: the grammar has {depth} definitions within one another; at most "
+                f"{MAX_NESTED_DEFINITIONS} are accepted"
+            )
+        for name in group:
+            count = sum(bodies.get(name, "").count(sign) for sign in "&~")
+            if name.isupper():  # a terminal is one regular expression with the terminals in it
+                count += sum(intersections.get(other, 0) for other in inner[name] if other.isupper())
+            intersections[name] = count
+            if count > MAX_INTERSECTIONS:
+                raise ValueError(f"{name}: {count} of `&` and `~` together; at most {MAX_INTERSECTIONS} are accepted")

@@ -119,7 +119,7 @@ def interleave(masks: UInt32[Array, "R W"]) -> UInt32[Array, "R W"]:
 
 
 def next_states(tables: GrammarTables, states: Int32[Array, " S"], tokens: Int32[Array, " S"]) -> Int32[Array, " S"]:
-    """States int32[S] after tokens int32[S]. After a refused token, which nobody samples, it is unspecified."""
+    """States int32[S] after tokens int32[S]. After a refused token, which is never sampled, it is unspecified."""
     token = jnp.clip(tokens, 0, tables.classes.shape[1] - 1)
     token_class = tables.classes[tables.states[CLASS_ROW, states], token]
     return jnp.maximum(tables.successors[tables.states[FIRST_SUCCESSOR, states] + token_class], 0)

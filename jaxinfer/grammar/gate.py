@@ -1,6 +1,4 @@
-"""Where an answer's grammar begins: after the reasoning, for models that reason first."""
-
-from __future__ import annotations
+"""Finds the place where an answer's grammar begins: after the reasoning, for models that reason first."""
 
 import re
 from collections.abc import Mapping
@@ -55,5 +53,6 @@ def gate_of(family: Family, prompt_end: str, vocabulary: Vocabulary, special_tex
     if prompt_end.rstrip().endswith(family.closing):
         return None
     opening = family.opening.encode()
-    token = vocabulary.id_of.get(opening) or next((one for one, text in special_texts.items() if text == opening), None)
+    special = (token for token, text in special_texts.items() if text == opening)
+    token = vocabulary.id_of.get(opening) or next(special, None)
     return None if token is None else Gate(end, vocabulary, special_texts, token, "undecided")

@@ -4,8 +4,6 @@ llguidance never raises: a matcher that hits a limit or gets a wrong token stays
 here after each call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -46,28 +44,25 @@ class MatcherLibrary:
         self.vocabulary = spelling.vocabulary
 
     @cached_property
-    def _tokenizer(self) -> llguidance.LLTokenizer:
+    def _tokenizer(self) -> "llguidance.LLTokenizer":
         wrapper = self._library.TokenizerWrapper(_Tokens(self.spelling))
         return self._library.LLTokenizer(
             wrapper, n_vocab=len(self.vocabulary), eos_token=list(self.vocabulary.eos_token_ids)
         )
 
     @cached_property
-    def _limits(self) -> llguidance.LLParserLimits:
-        return self._library.LLParserLimits(**LIMITS)
-
-    @cached_property
-    def _executor(self) -> llguidance.LLExecutor:
+    def _executor(self) -> "llguidance.LLExecutor":
         return self._library.LLExecutor()
 
-    def matcher(self, grammar: str) -> Matcher:
+    def matcher(self, grammar: str) -> "Matcher":
         """At the beginning of a grammar, which is what `LLMatcher.grammar_from_*` returns. Raises GrammarError."""
-        found = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        if found.is_error():
-            raise GrammarError(found.get_error().strip())
-        return Matcher(self, found)
+        limits = self._library.LLParserLimits(**LIMITS)
+        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error().strip())
+        return Matcher(self, matcher)
 
-    def fill(self, matchers: Sequence[Matcher], masks: np.ndarray) -> None:
+    def fill(self, matchers: "Sequence[Matcher]", masks: np.ndarray) -> None:
         """Writes the masks of what may follow to the rows of uint32[len(matchers), ceil(V / 32)], in llguidance's own
         threads. A row is zero where its matcher has failed."""
         jobs = [(matcher.of_library, row) for row, matcher in enumerate(matchers)]
@@ -85,11 +80,11 @@ class MatcherLibrary:
 class Matcher:
     """An answer's place in its grammar."""
 
-    def __init__(self, library: MatcherLibrary, of_library: llguidance.LLMatcher):
+    def __init__(self, library: MatcherLibrary, of_library: "llguidance.LLMatcher"):
         self.library, self.of_library = library, of_library
 
-    def copy(self) -> Matcher:
-        """The same place, for another answer."""
+    def copy(self) -> "Matcher":
+        """A matcher at this place, for another answer."""
         return Matcher(self.library, self.of_library.deep_copy())
 
     def accept(self, tokens: Sequence[int]) -> int:

@@ -1,7 +1,5 @@
 """Minimization of deterministic automata."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np
@@ -98,9 +96,9 @@ def breadth_first(following: np.ndarray, first: int) -> np.ndarray:
     is_found[first] = True
     order = [np.array([first])]
     while len(order[-1]):
-        found = following[order[-1]].ravel()
-        found = found[found >= 0]
-        states, place = np.unique(found[~is_found[found]], return_index=True)
+        targets = following[order[-1]].ravel()
+        targets = targets[targets >= 0]
+        states, place = np.unique(targets[~is_found[targets]], return_index=True)
         is_found[states] = True
         order.append(states[np.argsort(place)])
     return np.concatenate(order)

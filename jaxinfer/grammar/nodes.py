@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_CODE_POINT = 0x10FFFF
-
 
 @dataclass(frozen=True)
 class Text:
@@ -48,6 +46,15 @@ class Repeat:
 Node = Text | Chars | Concatenation | Alternation | Repeat
 
 EMPTY = Text("")
+
+
+def children(node: Node) -> tuple[Node, ...]:
+    """The nodes directly within one."""
+    if isinstance(node, Concatenation):
+        return node.parts
+    if isinstance(node, Alternation):
+        return node.options
+    return (node.node,) if isinstance(node, Repeat) else ()
 
 
 class TooLargeError(ValueError):

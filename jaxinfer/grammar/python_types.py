@@ -1,7 +1,5 @@
 """JSON schemas of Python types, and of functions that a model may call."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import enum
@@ -87,16 +85,16 @@ class _Converter:
         origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
         if origin is Annotated:
             schema = self.convert(arguments[0], place, depth)
-            texts = [one for one in arguments[1:] if isinstance(one, str)]
+            texts = [argument for argument in arguments[1:] if isinstance(argument, str)]
             return {**schema, "description": " ".join(texts)} if texts else schema
         if origin in (Required, NotRequired):
             return self.convert(arguments[0], place, depth)
         if origin in (Union, types.UnionType):
-            return {"anyOf": [self.convert(one, place, depth) for one in arguments]}
+            return {"anyOf": [self.convert(argument, place, depth) for argument in arguments]}
         if origin is Literal:
-            return {"enum": [one.value if isinstance(one, enum.Enum) else one for one in arguments]}
-        if (found := self._container(origin or annotation, arguments, place, depth)) is not None:
-            return found
+            return {"enum": [argument.value if isinstance(argument, enum.Enum) else argument for argument in arguments]}
+        if (container := self._container(origin or annotation, arguments, place, depth)) is not None:
+            return container
         if isinstance(annotation, type):
             return self._class(annotation, place, depth)
         raise TypeError(f"{place}: {annotation!r} has no JSON schema")
@@ -107,7 +105,7 @@ class _Converter:
                 return {"type": "array", "items": self.convert(arguments[0], place, depth)}
             if not arguments:
                 return {"type": "array"}
-            items = [] if arguments == ((),) else [self.convert(one, place, depth) for one in arguments]
+            items = [] if arguments == ((),) else [self.convert(argument, place, depth) for argument in arguments]
             return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
         if origin in _LISTS:
             items = {"items": self.convert(arguments[0], place, depth)} if arguments else {}
@@ -215,15 +213,15 @@ def _closed_object(properties: dict[str, Any], required: list[str]) -> dict[str,
 def _closed(schema: Any) -> Any:
     """A schema of a library in which objects have no other properties, unless it says which."""
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_closed(value) for value in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {
-        key: one if key in ("enum", "const", "default", "examples") else _closed(one) for key, one in schema.items()
+    closed = {
+        key: part if key in ("enum", "const", "default", "examples") else _closed(part) for key, part in schema.items()
     }
-    if found.get("type") == "object" and isinstance(found.get("properties"), dict):
-        found.setdefault("additionalProperties", False)
-    return found
+    if closed.get("type") == "object" and isinstance(closed.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _references(schema: Any) -> set[str]:

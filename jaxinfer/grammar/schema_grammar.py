@@ -1,7 +1,5 @@
 """JSON schemas as grammars of llguidance, for those that have no finite-state language."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -33,12 +31,12 @@ def schema_grammar(schema: Mapping[str, Any], whitespace_pattern: str | None = N
     """
     from llguidance import LLMatcher
 
-    found = json.dumps(schema_for_llguidance(schema, whitespace_pattern), ensure_ascii=False)
-    return LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\nstart: %json {found}')
+    text = json.dumps(schema_for_llguidance(schema, whitespace_pattern), ensure_ascii=False)
+    return LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\nstart: %json {text}')
 
 
 def schema_for_llguidance(schema: Mapping[str, Any], whitespace_pattern: str | None = None) -> dict[str, Any]:
-    """The same schema in words and with options of llguidance, for `%json` in a Lark grammar.
+    """The schema in words and with options of llguidance, for `%json` in a Lark grammar.
 
     Arguments and errors are those of `schema_grammar`. Options in the schema (`x-guidance`) are replaced.
     """

@@ -1,7 +1,5 @@
 """The schemas within a JSON schema, and which of them apply to the same value or to a part of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -18,7 +16,7 @@ _HOLDS = _SAME_VALUE | _PART | _ELSEWHERE
 
 Key = TypeVar("Key", bound=Hashable)
 Link = tuple["Link | None", str | int] | None
-"""Where a value is: the link of what holds it, and the name or index there; None for the root."""
+"""Place of a value: the link of what holds it, and the name or index there; None for the root."""
 
 
 def pointer_of(link: Link) -> str:
@@ -54,7 +52,7 @@ class Graph:
             yield self.links[id(node)], node
 
     def resolve(self, node: Mapping[str, Any]) -> Any:
-        """What the `$ref` of a schema names."""
+        """The value that the `$ref` of a schema names."""
         reference = node["$ref"]
         link = self.links.get(id(node))
         if not isinstance(reference, str):
@@ -72,12 +70,12 @@ class Graph:
             )
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
-            found = self._anchors.get((address, fragment))
+            target = self._anchors.get((address, fragment))
         else:
-            found = _follow(resource, fragment)
-        if found is None:
+            target = _follow(resource, fragment)
+        if target is None:
             raise ValueError(f"{pointer_of(link)}/$ref: {reference!r:.200} names nothing in this schema")
-        return found
+        return target
 
     def _find_resources(self) -> None:
         """Base addresses (`$id`) and anchors of every schema, reached or not."""
@@ -105,7 +103,7 @@ class Graph:
             stack += [(child, _extend(link, keyword, key), base) for keyword, key, child in _children(node)]
 
     def _find_schemas(self) -> None:
-        """What the root reaches through its keywords and its `$ref`s."""
+        """Collects the schemas that the root reaches through its keywords and its `$ref`s."""
         seen: set[int] = set()
         stack: list[tuple[Any, Link]] = [(self.root, None)]
         while stack:

@@ -6,14 +6,12 @@ pattern or format are spelled as `json.dumps(value, ensure_ascii=False)` does; i
 `schema_numbers` says. So every value that matches the schema has a text, and every text is a value that matches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.grammar import nodes, schema_numbers, schema_strings
-from jaxinfer.grammar.nodes import EMPTY, Alternation, Node, Repeat, Text, alternate, concat, repeat
+from jaxinfer.grammar import schema_numbers, schema_strings
+from jaxinfer.grammar.nodes import EMPTY, Alternation, Node, Repeat, Text, alternate, children, concat, repeat
 from jaxinfer.grammar.schema_graph import Graph
 from jaxinfer.grammar.schema_parts import NotServedError, Parts, Plain, type_of
 
@@ -36,12 +34,12 @@ def language_of(schema: Mapping[str, Any]) -> Node | None:
     Raises ValueError if nothing matches the schema.
     """
     try:
-        found = _Builder(schema).value([schema], 0)
+        language = _Builder(schema).value([schema], 0)
     except NotServedError:
         return None
-    if found is None:
+    if language is None:
         raise ValueError("#: no value matches the JSON schema")
-    return found if _size(found) <= MAX_LANGUAGE_SIZE else None
+    return language if _size(language) <= MAX_LANGUAGE_SIZE else None
 
 
 @dataclass(frozen=True)
@@ -193,9 +191,8 @@ def _string(plain: Plain) -> Node | None:
         if name not in schema_strings.FORMATS:
             raise NotServedError("an unknown format")
         if name in schema_strings.FORMAT_LENGTHS:
-            most = min(
-                schema_strings.FORMAT_LENGTHS[name], schema_strings.FORMAT_LENGTHS[name] if most is None else most
-            )
+            longest = schema_strings.FORMAT_LENGTHS[name]
+            most = longest if most is None else min(most, longest)
         return schema_strings.pattern_string(schema_strings.FORMATS[name], is_search=False, least=least, most=most)
     except ValueError as error:
         raise NotServedError(str(error)) from error
@@ -211,7 +208,7 @@ def _number(plain: Plain, kind: str) -> Node | None:
 
 
 def _fits(value: Any, plain: Plain) -> bool:
-    """Whether a value of an `enum` matches the other keywords."""
+    """True if a value of an `enum` matches the other keywords."""
     kind = type_of(value)
     if kind not in plain.types:
         return False
@@ -234,9 +231,9 @@ def _fits(value: Any, plain: Plain) -> bool:
 
 
 def _limits_containers(plain: Plain) -> bool:
-    """Keywords for arrays or objects are there."""
+    """True if there are keywords for arrays or objects."""
     default = Plain()
-    names = ("properties", "additional", "required", "properties_count", "prefix", "items", "items_count", "required")
+    names = ("properties", "additional", "required", "properties_count", "prefix", "items", "items_count")
     return any(getattr(plain, name) != getattr(default, name) for name in names)
 
 
@@ -246,15 +243,7 @@ def _size(node: Node) -> int:
     stack = [node]
     while stack:
         top = stack[-1]
-        inner = (
-            top.parts
-            if isinstance(top, nodes.Concatenation)
-            else top.options
-            if isinstance(top, Alternation)
-            else (top.node,)
-            if isinstance(top, Repeat)
-            else ()
-        )
+        inner = children(top)
         missing = [child for child in inner if id(child) not in sizes]
         if missing:
             stack += missing

@@ -4,8 +4,6 @@ Without bounds a number is any JSON number. With bounds it is written without an
 as digits, without fraction and exponent, and zero is never written as -0.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from decimal import Decimal

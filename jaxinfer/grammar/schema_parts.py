@@ -1,7 +1,5 @@
 """JSON schemas as alternatives of plain keywords: `$ref` followed, `allOf` merged, `anyOf` and `oneOf` multiplied."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,20 +12,9 @@ MAX_STEPS = 10_000
 MAX_DEPTH = 40  # schemas within one another for one value; each takes up to nine levels of Python's stack
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 
-_ANNOTATIONS = {
-    "$schema",
-    "$id",
-    "id",
-    "$comment",
-    "$defs",
-    "definitions",
-    "$anchor",
-    "$vocabulary",
-    "title",
-    "description",
-}
-_ANNOTATIONS |= {"default", "deprecated", "readOnly", "writeOnly", "examples", "contentEncoding", "contentMediaType"}
-_ANNOTATIONS |= {"contentSchema", "x-guidance", "discriminator", "nullable"}
+_ANNOTATIONS = {"$schema", "$id", "id", "$comment", "$defs", "definitions", "$anchor", "$vocabulary", "title"}
+_ANNOTATIONS |= {"description", "default", "deprecated", "readOnly", "writeOnly", "examples", "contentEncoding"}
+_ANNOTATIONS |= {"contentMediaType", "contentSchema", "x-guidance", "discriminator", "nullable"}
 # Keywords that exclude values of a type in ways that are not served here: only such a type is not.
 _UNSUPPORTED = {
     **dict.fromkeys(("not", "if", "$dynamicRef", "$recursiveRef", "$dynamicAnchor"), TYPES),
@@ -98,27 +85,27 @@ class Parts:
             raise NotServedError("not a schema")
         if "$ref" in schema and self._is_old and schema.keys() - _ANNOTATIONS != {"$ref"}:
             raise NotServedError("keywords beside `$ref`, in a draft that ignores them")
-        found = [Plain()]
+        alternatives = [Plain()]
         has_own = False
         for keyword, held in schema.items():
             if keyword in ("$ref", "allOf"):
-                for one in [self.graph.resolve(schema)] if keyword == "$ref" else held:
-                    found = _multiply(found, self.alternatives(one))
+                for child in [self.graph.resolve(schema)] if keyword == "$ref" else held:
+                    alternatives = _multiply(alternatives, self.alternatives(child))
             elif keyword == "anyOf":
-                found = _multiply(found, [plain for one in held for plain in self.alternatives(one)])
+                alternatives = _multiply(alternatives, [plain for child in held for plain in self.alternatives(child)])
             elif not has_own and keyword not in _ANNOTATIONS and keyword != "oneOf":
                 has_own = True  # the order of properties is that of the keywords
-                found = _multiply(found, [own]) if (own := _own(schema)) is not None else []
+                alternatives = _multiply(alternatives, [own]) if (own := _own(schema)) is not None else []
         if "oneOf" in schema:
-            branches = [_multiply(found, self.alternatives(one)) for one in schema["oneOf"]]
+            branches = [_multiply(alternatives, self.alternatives(child)) for child in schema["oneOf"]]
             if sum(map(len, branches)) > MAX_ALTERNATIVES:
                 raise NotServedError("too many alternatives")
             for index, branch in enumerate(branches):
                 for other in branches[:index]:
-                    if not all(self._are_disjoint(one, two) for one in branch for two in other):
+                    if not all(self._are_disjoint(first, two) for first in branch for two in other):
                         raise NotServedError("oneOf of branches that may match the same value")
-            found = [plain for branch in branches for plain in branch]
-        return found
+            alternatives = [plain for branch in branches for plain in branch]
+        return alternatives
 
     def is_one_of_disjoint(self, schema: Mapping[str, Any]) -> bool:
         """No value matches two branches of the `oneOf` of a schema, for certain."""
@@ -164,10 +151,10 @@ class Parts:
         schemas = plain.properties.get(name, plain.additional)
         key = tuple(map(id, schemas))
         if key not in self._properties:
-            found = [Plain()]
+            alternatives = [Plain()]
             for schema in schemas:
-                found = _multiply(found, self.alternatives(schema))
-            self._properties[key] = found
+                alternatives = _multiply(alternatives, self.alternatives(schema))
+            self._properties[key] = alternatives
         return self._properties[key]
 
 
@@ -271,7 +258,7 @@ def _multiply(ones: list[Plain], twos: list[Plain]) -> list[Plain]:
 
 
 def _merge(one: Plain, two: Plain) -> Plain | None:
-    """What matches both; None where the types or values say that nothing does."""
+    """A schema for all that matches both; None where the types or values say that nothing does."""
     if two == _NO_LIMIT:
         return one
     if one == _NO_LIMIT:

@@ -1,13 +1,12 @@
 """JSON strings as regular languages: lengths, patterns, formats, and names other than some."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
+from jaxinfer.grammar import char_sets
+from jaxinfer.grammar.char_sets import Ranges
 from jaxinfer.grammar.nodes import (
-    MAX_CODE_POINT,
     Alternation,
     Chars,
     Concatenation,
@@ -21,17 +20,15 @@ from jaxinfer.grammar.nodes import (
 )
 from jaxinfer.grammar.pattern import parse_pattern
 
-Ranges = tuple[tuple[int, int], ...]
-
 _QUOTE = Text('"')
 _HEX = Chars(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))
 # Characters that a JSON string holds as themselves: all but controls, the quote and the backslash, without surrogates.
-_PLAIN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, MAX_CODE_POINT))
+_PLAIN: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF))
 _SHORT_ESCAPES = {0x22: '\\"', 0x5C: "\\\\", 0x08: "\\b", 0x09: "\\t", 0x0A: "\\n", 0x0C: "\\f", 0x0D: "\\r"}
 
 
 def _one_of(characters: str) -> Chars:
-    return Chars(tuple((ord(one), ord(one)) for one in sorted(characters)))
+    return Chars(tuple((ord(character), ord(character)) for character in sorted(characters)))
 
 
 def _hex(*digits: Node) -> Node:
@@ -188,33 +185,21 @@ def names_other_than(names: Iterable[str]) -> Node | None:
 
     Such a string leaves the tree of the names at one place: there it ends, or goes on with another character.
     """
-    followers: dict[str, set[int]] = {"": set()}
+    followers: dict[str, set[str]] = {"": set()}
     complete = set(names)
     for name in sorted(complete):
         for index, character in enumerate(name):
-            followers.setdefault(name[:index], set()).add(ord(character))
+            followers.setdefault(name[:index], set()).add(character)
         followers.setdefault(name, set())
-    rest = repeat(_spelled(Chars(((0, 0xD7FF), (0xE000, MAX_CODE_POINT)))), 0, None)
+    rest = repeat(_spelled(Chars(char_sets.ALL)), 0, None)
     options: list[Node | None] = []
     for prefix, taken in followers.items():
         start = Text(json.dumps(prefix, ensure_ascii=False)[:-1])
         if prefix not in complete:
             options.append(concat([start, _QUOTE]))
-        options.append(concat([start, _spelled(Chars(_all_but(taken))), rest, _QUOTE]))
+        others = char_sets.complement(char_sets.of_texts(taken))
+        options.append(concat([start, _spelled(Chars(others)), rest, _QUOTE]))
     return alternate(options)
-
-
-def _all_but(taken: Collection[int]) -> Ranges:
-    found: list[tuple[int, int]] = []
-    for first, last in ((0, 0xD7FF), (0xE000, MAX_CODE_POINT)):
-        for point in sorted(taken):
-            if first <= point <= last:
-                if first < point:
-                    found.append((first, point - 1))
-                first = point + 1
-        if first <= last:
-            found.append((first, last))
-    return tuple(found)
 
 
 def _spelled(node: Node) -> Node | None:
@@ -231,13 +216,9 @@ def _spelled(node: Node) -> Node | None:
 
 
 def _spelled_characters(ranges: Ranges) -> Node | None:
-    plain: list[tuple[int, int]] = []
-    escapes: list[Node | None] = []
-    for first, last in ranges:
-        plain += [(max(first, a), min(last, b)) for a, b in _PLAIN if max(first, a) <= min(last, b)]
-        escaped = [*range(first, min(last, 0x1F) + 1), *(point for point in (0x22, 0x5C) if first <= point <= last)]
-        escapes += [Text(_SHORT_ESCAPES.get(point, f"\\u{point:04x}")) for point in escaped]
-    return alternate([chars(tuple(plain)), *escapes])
+    escaped = [point for first, last in char_sets.difference(ranges, _PLAIN) for point in range(first, last + 1)]
+    escapes = [Text(_SHORT_ESCAPES.get(point, f"\\u{point:04x}")) for point in escaped]
+    return alternate([chars(char_sets.intersection(ranges, _PLAIN)), *escapes])
 
 
 def _lengths(node: Node) -> tuple[int, int | None]:
@@ -249,7 +230,7 @@ def _lengths(node: Node) -> tuple[int, int | None]:
     if isinstance(node, Repeat):
         least, most = _lengths(node.node)
         return least * node.least, None if most is None or node.most is None else most * node.most
-    inner = [_lengths(one) for one in (node.parts if isinstance(node, Concatenation) else node.options)]
+    inner = [_lengths(child) for child in (node.parts if isinstance(node, Concatenation) else node.options)]
     merge, longest = (sum, sum) if isinstance(node, Concatenation) else (min, max)
     mosts = [most for _, most in inner if most is not None]
     return merge(least for least, _ in inner), longest(mosts) if len(mosts) == len(inner) else None

@@ -6,8 +6,6 @@ tokens that hold all of it and go on. That is a function of the forced text alon
 agree; and such a token can be drafted without a model.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -38,10 +36,10 @@ class Spelling:
         if first < 0:
             return frozenset()
         text = self.vocabulary.tokens[first] or b""
-        found = {token for _, token in takewhile(lambda one: one[0] == text, self._from(text))}
+        tokens = {token for _, token in takewhile(lambda one: one[0] == text, self._from(text))}
         if len(forced) < MAX_FORCED:
-            found.update(token for other, token in self._from(forced) if len(other) > len(forced))
-        return frozenset(found)
+            tokens.update(token for other, token in self._from(forced) if len(other) > len(forced))
+        return frozenset(tokens)
 
     def _first(self, forced: bytes) -> int:
         """The token that begins a forced text: the tokenizer's, or else the longest; -1 if there is none."""

@@ -1,6 +1,4 @@
-"""What an answer must match, as a request asks for it."""
-
-from __future__ import annotations
+"""Requirements on the text of an answer, as a request states them."""
 
 import dataclasses
 import json
@@ -15,7 +13,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class GrammarError(ValueError):
-    """What cannot be served: not a schema, a pattern or a grammar, or too large."""
+    """A requirement that cannot be served: not a schema, a pattern or a grammar, or too large."""
 
 
 _JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
@@ -23,7 +21,7 @@ _JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "nul
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    r"""What an answer must match: exactly one of the first five, by the names of vLLM.
+    r"""A requirement on the text of an answer: exactly one of the first five, by the names of vLLM.
 
     Attributes:
       json: a JSON schema (draft 2020-12) as a mapping or text, or a pydantic model, msgspec Struct, dataclass or other
@@ -71,7 +69,7 @@ class StructuredOutputs:
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
     @classmethod
-    def of(cls, value: Any) -> StructuredOutputs:
+    def of(cls, value: Any) -> "StructuredOutputs":
         """From a mapping of these fields, OpenAI's `response_format`, or a type that stands for its JSON schema."""
         if isinstance(value, cls):
             return value

@@ -1,6 +1,4 @@
-"""Builds tables of tokens from automata over bytes."""
-
-from __future__ import annotations
+"""Tables of a regular language over a vocabulary: which tokens may follow in each state, and where they lead."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +9,6 @@ from jaxinfer.grammar.automaton import Automaton
 from jaxinfer.grammar.minimize import breadth_first, useful_states
 from jaxinfer.grammar.nodes import TooLargeError
 from jaxinfer.grammar.spelling import MAX_FORCED, Spelling
-from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.utf8 import unique_rows
 from jaxinfer.grammar.vocabulary import Vocabulary
 
@@ -20,9 +17,44 @@ _MAX_MAP_BYTES = 2**28
 _MAX_STEPS = 2**30  # states times distinct beginnings of tokens: seconds
 
 
+@dataclass(frozen=True, eq=False)
+class TokenTable:
+    """A finite automaton over tokens, with Q states, C classes of tokens and M distinct masks over V tokens.
+
+    State 0 is the first. Tokens of one class lead from every state to the same state, or are refused in it.
+
+    Attributes:
+      classes: int16[V], the class of each token.
+      successors: int32[Q, C], the state after a token of a class, -1 where it is refused. An end-of-sequence id leads
+        to the last state, in which only end-of-sequence ids are allowed.
+      masks: uint32[M, ceil(V / 32)], bit v % 32 of word v // 32 is token v. mask_of: int32[Q], each state's mask.
+      drafts: int32[Q], the token to draft where the text that follows is forced, -1 elsewhere. Other tokens may be
+        allowed there too, which spell the same text in other pieces.
+    """
+
+    classes: np.ndarray
+    successors: np.ndarray
+    masks: np.ndarray
+    mask_of: np.ndarray
+    drafts: np.ndarray
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in vars(self).values())
+
+    def state_after(self, tokens: Sequence[int]) -> int:
+        """The state after these tokens from the first one on, which must be allowed."""
+        state = 0
+        for token in tokens:
+            state = int(self.successors[state, self.classes[token]])
+            if state < 0:
+                raise ValueError(f"token {token} is refused by the grammar's table")
+        return state
+
+
 @dataclass(frozen=True)
 class TableLimits:
-    """What a table may have at most.
+    """Limits of a table.
 
     Attributes:
       max_states: Q, with the last one. max_classes: C. max_masks: M. max_bytes: of all arrays.
@@ -75,7 +107,7 @@ def build_table(automaton: Automaton, spelling: Spelling, limits: TableLimits | 
         masks=_pack(allowed, classes, vocabulary.num_words),
         mask_of=mask_of.astype(np.int32),
         drafts=np.array(
-            [*(spelling.first(text) if (text := forced.get(one)) else -1 for one in kept.tolist()), -1], np.int32
+            [*(spelling.first(text) if (text := forced.get(state)) else -1 for state in kept.tolist()), -1], np.int32
         ),
     )
 
@@ -99,7 +131,7 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
         keys = map_of[level.parents] * num_bytes + byte_class[level.bytes]
         keys[map_of[level.parents] == 0] = 0  # what is refused everywhere stays so, whatever follows
         pairs, pair_of = np.unique(keys, return_inverse=True)
-        found = np.zeros(len(pairs), np.int64)
+        map_numbers = np.zeros(len(pairs), np.int64)
         chunk = max(1, _MAX_CELLS // num_states)
         for low in range(0, len(pairs), chunk):
             before, byte = np.divmod(pairs[low : low + chunk], num_bytes)
@@ -108,11 +140,11 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
                 number = numbers.setdefault(data := row.tobytes(), len(maps))
                 if number == len(maps):
                     maps.append(np.frombuffer(data, np.int32))
-                found[low + index] = number
+                map_numbers[low + index] = number
             num_steps += rows.size
             if len(maps) * num_states * 4 > _MAX_MAP_BYTES or num_steps > _MAX_STEPS:
                 raise TooLargeError(f"tokens lead from {num_states} states in {len(maps)} ways and more")
-        map_of = found[pair_of]
+        map_of = map_numbers[pair_of]
         classes[level.tokens] = map_of[level.ends]
     used, classes = np.unique(np.concatenate([[0], classes]), return_inverse=True)
     if len(used) * num_states * 4 > limits.max_bytes:
@@ -179,7 +211,7 @@ def _forced_texts(automaton: Automaton) -> dict[int, bytes]:
 def _with_spelling(
     classes: np.ndarray, successors: np.ndarray, forced: dict[int, bytes], spelling: Spelling
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same with the tokens of `Spelling` alone in states whose text is forced: tokens that are allowed in some of
+    """Leaves the tokens of `Spelling` alone in states whose text is forced: tokens that are allowed in some of
     these have classes of their own."""
     allowed_in: dict[int, list[int]] = {}  # states by token
     restricted = []

@@ -1,14 +1,66 @@
-"""Automata over classes of characters as automata over the bytes of UTF-8."""
+"""Classes of characters that no part of a pattern tells apart, and their automata written over UTF-8's bytes."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxinfer.grammar.alphabet import Alphabet
+from jaxinfer.grammar.char_sets import Ranges
 from jaxinfer.grammar.minimize import number_breadth_first
 from jaxinfer.grammar.nodes import TooLargeError
 
 _MAX_CELLS = 2**24  # of one array at a time
+
+
+class Alphabet:
+    """The coarsest division of all characters by some sets of them.
+
+    Attributes:
+      num_classes: how many classes the characters of the sets make.
+      starts: int64[intervals], the code points where the class changes, from 0.
+      of_interval: int32[intervals], the class of each, -1 for characters of no set.
+    """
+
+    def __init__(self, sets: Sequence[Ranges]):
+        flat = np.array([pair for ranges in sets for pair in ranges], np.int64).reshape(-1, 2)
+        owner = np.repeat(np.arange(len(sets)), [len(ranges) for ranges in sets])
+        self.starts = np.unique(np.concatenate([[0, 0x110000], flat[:, 0], flat[:, 1] + 1]))
+        # An interval's signature is the sum of the random numbers of the sets that it is in.
+        randoms = np.random.default_rng(0).integers(1, 2**63, len(sets), dtype=np.uint64)
+        changes = np.zeros(len(self.starts), np.uint64)
+        first, last = np.searchsorted(self.starts, flat[:, 0]), np.searchsorted(self.starts, flat[:, 1] + 1)
+        np.add.at(changes, first, randoms[owner])
+        np.subtract.at(changes, last, randoms[owner])
+        signatures = np.cumsum(changes, dtype=np.uint64)
+        distinct, classes = np.unique(signatures, return_inverse=True)
+        classes = classes.astype(np.int32)
+        if len(distinct) and distinct[0] == 0:  # in no set
+            classes -= 1
+        self.of_interval = classes
+        self.num_classes = int(classes.max(initial=-1)) + 1
+        sizes = np.diff(self.starts, append=0x110000)
+        self._class_sizes = np.bincount(classes[classes >= 0], sizes[classes >= 0], self.num_classes)
+        self._classes_of: dict[Ranges, tuple[int, ...]] = {}
+        self._by_id: dict[int, tuple[int, ...]] = {}
+        bounds = np.concatenate([[0], np.cumsum([len(ranges) for ranges in sets])])
+        for index, ranges in enumerate(sets):
+            spans = [classes[first[i] : last[i]] for i in range(bounds[index], bounds[index + 1])]
+            own = np.unique(np.concatenate(spans)) if spans else np.zeros(0, np.int32)
+            if self._class_sizes[own].sum() != sum(end - start + 1 for start, end in ranges):
+                raise RuntimeError("internal error: two sets of characters have one signature")
+            self._classes_of[ranges] = tuple(own.tolist())
+
+    def classes_of(self, ranges: Ranges) -> tuple[int, ...]:
+        """The classes of one of the sets; the same object is hashed once."""
+        classes = self._by_id.get(id(ranges))
+        if classes is None:
+            classes = self._classes_of[ranges]
+            if len(ranges) > 1:  # the tree keeps it, and not the sets of one character
+                self._by_id[id(ranges)] = classes
+        return classes
+
+    def interval_at(self, code_points: np.ndarray) -> np.ndarray:
+        """The interval of each code point."""
+        return np.searchsorted(self.starts, code_points, side="right") - 1
 
 
 def to_bytes(
@@ -61,7 +113,7 @@ def _blocks(alphabet: Alphabet) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([uniform, kinds.reshape(-1, 64)]), block_of
 
 
-def _outer_levels(inner: _InnerStates, one_left: np.ndarray, block_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _outer_levels(inner: "_InnerStates", one_left: np.ndarray, block_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The states after the first byte of 3, [rows, 16], and of 4, [rows, 5]."""
     none = one_left.shape[1]
     padded = np.concatenate([one_left, np.full((len(one_left), 1), -1, np.int32)], axis=1)
@@ -104,12 +156,12 @@ class _InnerStates:
 
     def add(self, targets: np.ndarray, maps: np.ndarray) -> np.ndarray:
         """int32[R, M]: the states that map 64 bytes to `targets[r, maps[m]]`, for targets [R, N] and maps [M, 64]."""
-        found = np.empty((len(targets), len(maps)), np.int32)
+        states = np.empty((len(targets), len(maps)), np.int32)
         step = max(1, _MAX_CELLS // max(1, maps.size))
         for low in range(0, len(targets), step):
             rows = np.ascontiguousarray(targets[low : low + step][:, maps].reshape(-1, 64), np.int32)
-            found[low : low + step] = np.array([self._number(row.tobytes()) for row in rows]).reshape(-1, len(maps))
-        return found
+            states[low : low + step] = np.array([self._number(row.tobytes()) for row in rows]).reshape(-1, len(maps))
+        return states
 
     def _number(self, row: bytes) -> int:
         number = self._numbers.get(row)

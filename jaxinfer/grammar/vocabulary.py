@@ -1,7 +1,5 @@
 """The texts of a tokenizer's tokens, as bytes, for grammars."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,12 +33,10 @@ class Vocabulary:
     Attributes:
       tokens: the bytes that each id adds to a text; None for special tokens and ids without a token, which no grammar
         allows. eos_token_ids: end an answer; allowed where it may end.
-      drops_leading_space: decoding drops the space that a text begins with (most sentencepiece tokenizers).
     """
 
     tokens: Sequence[bytes | None]
     eos_token_ids: tuple[int, ...]
-    drops_leading_space: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -103,11 +99,10 @@ def vocabulary_of(tokenizer: Tokenizer, eos_token_ids: Iterable[int], vocab_size
     Raises ValueError if a token's text depends on its neighbours, so that no grammar over texts can be applied
     (WordPiece, and tokenizers without a decoder).
     """
-    to_bytes, drops_leading_space = byte_decoder(tokenizer.decoder_spec)
-    found = tokenizer.tokens_by_id()
-    tokens: list[bytes | None] = [None] * (max(found, default=-1) + 1 if vocab_size is None else vocab_size)
-    for token_id, token in found.items():
+    to_bytes, names = byte_decoder(tokenizer.decoder_spec), tokenizer.tokens_by_id()
+    tokens: list[bytes | None] = [None] * (max(names, default=-1) + 1 if vocab_size is None else vocab_size)
+    for token_id, token in names.items():
         if token_id < len(tokens) and token_id not in tokenizer.special_ids:
             tokens[token_id] = to_bytes(token)
     eos = tuple(sorted({int(token_id) for token_id in eos_token_ids if 0 <= token_id < len(tokens)}))
-    return Vocabulary(tuple(tokens), eos, drops_leading_space)
+    return Vocabulary(tuple(tokens), eos)

@@ -131,7 +131,7 @@ class FunctionDelta(Answer):
 
 
 class ChatToolCallDelta(Answer):
-    """What is new of a call; the first piece has its id, its type and its name."""
+    """A piece of a call; the first one has its id, its type and its name."""
 
     index: int
     function: FunctionDelta
@@ -308,8 +308,8 @@ class TokenizerInfo(Answer):
 
 
 class ModelStatus(Answer):
-    """Whether a model is loaded, what it holds and who uses it. Seconds are null where they do not apply, those until
-    it is unloaded also where it stays."""
+    """The state of a model, the bytes that it holds and its users. Seconds are null where they do not apply, those
+    until it is unloaded also where it stays."""
 
     value: Literal["unloaded", "loading", "ready", "unloading", "failed"]
     is_pinned: bool

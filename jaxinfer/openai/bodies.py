@@ -13,18 +13,7 @@ from msgspec import Meta, Struct
 
 from jaxinfer.checks import TYPES
 from jaxinfer.grammar.structured import StructuredOutputs
-from jaxinfer.sampling.params import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIAS_ENTRIES,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
-)
+from jaxinfer.sampling import params
 
 MAX_SALT_CHARS = 1024
 MAX_TIMEOUT = 86_400.0  # seconds
@@ -39,22 +28,24 @@ Ids = list[Annotated[int, Meta(ge=0, lt=2**31)]]
 _TEXT_OR_IDS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}, "minItems": 1}]}
 Prompts = Annotated[list[Any], described(minItems=1, anyOf=[{"items": {"type": "integer"}}, {"items": _TEXT_OR_IDS}])]
 Prompt = str | Prompts  # a text, token ids, or a list of either
-NumAnswers = Annotated[int, described(minimum=1, maximum=MAX_N)]
+NumAnswers = Annotated[int, described(minimum=1, maximum=params.MAX_N)]
 Seed = Annotated[int, described(minimum=0, maximum=2**64 - 1)]
-Temperature = Annotated[float, described(minimum=0, maximum=MAX_TEMPERATURE)]
+Temperature = Annotated[float, described(minimum=0, maximum=params.MAX_TEMPERATURE)]
 TopP = Annotated[float, described(exclusiveMinimum=0, maximum=1)]
 TopK = Annotated[int, described(minimum=-1)]
 MinP = Annotated[float, described(minimum=0, maximum=1)]
-Penalty = Annotated[float, described(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)]
-RepetitionPenalty = Annotated[float, described(minimum=MIN_REPETITION_PENALTY, maximum=MAX_REPETITION_PENALTY)]
-Bias = Annotated[float, described(minimum=-MAX_LOGIT_BIAS, maximum=MAX_LOGIT_BIAS)]
+Penalty = Annotated[float, described(minimum=-params.MAX_PENALTY, maximum=params.MAX_PENALTY)]
+RepetitionPenalty = Annotated[
+    float, described(minimum=params.MIN_REPETITION_PENALTY, maximum=params.MAX_REPETITION_PENALTY)
+]
+Bias = Annotated[float, described(minimum=-params.MAX_LOGIT_BIAS, maximum=params.MAX_LOGIT_BIAS)]
 TokenText = Annotated[str, described(pattern="^[0-9]+$")]
-LogitBias = Annotated[dict[TokenText, Bias], described(maxProperties=MAX_LOGIT_BIAS_ENTRIES)]
-StopText = Annotated[str, described(minLength=1, maxLength=MAX_STOP_CHARS)]
-Stop = StopText | Annotated[list[StopText], described(maxItems=MAX_STOP_STRINGS)]
+LogitBias = Annotated[dict[TokenText, Bias], described(maxProperties=params.MAX_LOGIT_BIAS_ENTRIES)]
+StopText = Annotated[str, described(minLength=1, maxLength=params.MAX_STOP_CHARS)]
+Stop = StopText | Annotated[list[StopText], described(maxItems=params.MAX_STOP_STRINGS)]
 Limit = Annotated[int, described(minimum=1)]
 NumTokens = Annotated[int, described(minimum=0)]
-NumLogprobs = Annotated[int, described(minimum=0, maximum=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, described(minimum=0, maximum=params.MAX_LOGPROBS)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _KEPT = "Seconds, or a time such as 5m, that the model stays loaded after the request; below 0 it stays"
@@ -99,7 +90,7 @@ _NAMED: Names = {"type": None, "function": {"name": None}}
 TOOL_CHOICE: Names = {**_NAMED, "allowed_tools": {"mode": None, "tools": _NAMED}}
 _FORMAT: Names = {**any_of("type", "schema"), "json_schema": any_of("name", "description", "schema", "strict")}
 OF_VLLM = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")  # false changes nothing
-_STRUCTURED = any_of(*(one.name for one in fields(StructuredOutputs)), *OF_VLLM)
+_STRUCTURED = any_of(*(option.name for option in fields(StructuredOutputs)), *OF_VLLM)
 
 
 class Body(Struct, kw_only=True):

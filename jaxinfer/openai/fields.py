@@ -32,8 +32,7 @@ _Kind = TypeVar("_Kind", bound=Struct)
 def read_body(given: Mapping[str, Any], kind: type[_Kind], *, ignore_unknown: bool = False) -> tuple[_Kind, list[str]]:
     """A body, and with `ignore_unknown` the names of its fields that are not known.
 
-    Raises:
-      RequestError: with the place of a field that is not known, has another type, or is not supported.
+    Raises RequestError: with the place of a field that is not known, has another type, or is not supported.
     """
     ignored = check_names(given, names_of(kind), "", ignore_unknown=ignore_unknown)
     if ignored:
@@ -66,8 +65,8 @@ def check_names(
 
 def type_error(error: msgspec.ValidationError) -> RequestError:
     """The error of a value of a wrong type."""
-    found = _AT.search(str(error))
-    place = found[1] or None if found else None
+    match = _AT.search(str(error))
+    place = match[1] or None if match else None
     return RequestError(f"{place or 'the body'}: {_AT.sub('', str(error))}", place)
 
 
@@ -88,7 +87,9 @@ def check_neutral(place: str, value: Any, neutral: Sequence[Any], why: str = "")
 
 def is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     """Tells whether a value of a field that is not supported changes nothing. JSON's false is not 0."""
-    return value in UNSET or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+    return value in UNSET or any(
+        value == kept and isinstance(value, bool) == isinstance(kept, bool) for kept in neutral
+    )
 
 
 def _check_support(given: Mapping[str, Any], kind: type[Struct], place: str = "") -> None:
@@ -103,7 +104,7 @@ def _check_support(given: Mapping[str, Any], kind: type[Struct], place: str = ""
 @cache
 def names_of(kind: type[Struct]) -> Names:
     """The names that a body may have, at every depth that it describes."""
-    names: Names = {one.encode_name: None for one in msgspec.structs.fields(kind)}
+    names: Names = {struct_field.encode_name: None for struct_field in msgspec.structs.fields(kind)}
     names |= {name: names_of(inner) for name, inner in _structs_of(kind).items()}
     return names | dict.fromkeys(kind.NEUTRAL) | kind.NESTED if issubclass(kind, Body) else names
 
@@ -111,7 +112,7 @@ def names_of(kind: type[Struct]) -> Names:
 @cache
 def _structs_of(kind: type[Struct]) -> dict[str, type[Struct]]:
     """The fields whose values are objects of a type."""
-    types = {one.encode_name: typing.get_args(one.type) for one in msgspec.structs.fields(kind)}
+    types = {field.encode_name: typing.get_args(field.type) for field in msgspec.structs.fields(kind)}
     structs = ((name, t) for name, args in types.items() for t in args if isinstance(t, type) and issubclass(t, Struct))
     return dict(structs)
 
@@ -123,8 +124,8 @@ def check_message_names(messages: Any, tokenizer: "Tokenizer | None", *, ignore_
 
 
 def _unread(place: str, known: Collection[str]) -> RequestError:
-    found = unknown_field(place, MESSAGE_NAMES if "role" in known else known)
-    return RequestError(f"{found} (nothing reads it: to drop it, leave it out of the messages)", found.parameter)
+    unknown = unknown_field(place, MESSAGE_NAMES if "role" in known else known)
+    return RequestError(f"{unknown} (nothing reads it: to drop it, leave it out of the messages)", unknown.parameter)
 
 
 @lru_cache(8)

@@ -26,9 +26,9 @@ STRUCTURED_NAMES = (
 )
 """Names of OpenAI and vLLM for `structured`."""
 _SAMPLING = tuple(
-    one.name
-    for one in fields(SamplingParams)
-    if one.name in SamplingFields.__struct_fields__ and one.name != "logprobs"
+    param.name
+    for param in fields(SamplingParams)
+    if param.name in SamplingFields.__struct_fields__ and param.name != "logprobs"
 )
 _SET_BY_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "max_prompt_tokens")
 _OF_VECTORS = ("prompt_name", "prompt", "pooling", "dimensions", "normalize")
@@ -140,8 +140,8 @@ def structured_of(given: Mapping[str, Any], place: str | None = None) -> dict[st
         raise RequestError(f"{' and '.join(forms)} say the same: give one of them", list(forms)[1])
     for name, value in forms.items():
         try:
-            found = our_names({name: value}).get("structured")
-            return {} if found is None else {"structured": StructuredOutputs.of(found)}
+            structured = our_names({name: value}).get("structured")
+            return {} if structured is None else {"structured": StructuredOutputs.of(structured)}
         except ValueError as error:
             raise RequestError(f"{place or name}: {error}", place or name) from None
     return {}
@@ -182,10 +182,10 @@ def _prompts(prompt: str | list[Any]) -> tuple[Prompt, ...]:
         return (prompt,)
     if prompt and {str, list}.isdisjoint(map(type, prompt)):
         return (read_ids(prompt, "prompt"),)
-    if not prompt or not all(isinstance(one, str) or (isinstance(one, list) and one) for one in prompt):
+    if not prompt or not all(isinstance(item, str) or (isinstance(item, list) and item) for item in prompt):
         told = f"prompt must be a text, token ids, or a list of either, got {reprlib.repr(prompt)}"
         raise RequestError(told, "prompt")
-    return tuple(one if isinstance(one, str) else read_ids(one, f"prompt[{i}]") for i, one in enumerate(prompt))
+    return tuple(item if isinstance(item, str) else read_ids(item, f"prompt[{i}]") for i, item in enumerate(prompt))
 
 
 def read_ids(prompt: list[Any], where: str) -> list[int]:
@@ -204,14 +204,14 @@ def read_inputs(body: EmbeddingsRequest) -> list[Text]:
     given: Any = body.input
     if isinstance(given, str):
         return [given]
-    if given and all(isinstance(one, int) and not isinstance(one, bool) for one in given):
+    if given and all(isinstance(item, int) and not isinstance(item, bool) for item in given):
         return [given]
     if not given:
         raise RequestError("input is empty: it needs at least 1 text", "input")
     check_number(given, "input")
-    for number, one in enumerate(given):
-        if not isinstance(one, (str, list)) or one == []:
-            raise RequestError(f"input[{number}] must be a text or a list of token ids, got {one!r:.60}", "input")
+    for number, item in enumerate(given):
+        if not isinstance(item, (str, list)) or item == []:
+            raise RequestError(f"input[{number}] must be a text or a list of token ids, got {item!r:.60}", "input")
     return given
 
 

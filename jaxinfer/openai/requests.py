@@ -113,9 +113,9 @@ class TextRequest:
     def with_messages(self, messages: Sequence[Mapping[str, Any]]) -> "TextRequest":
         """The request for a conversation; the tools, which are checked, are not read again."""
         check_messages(messages)
-        found = copy(self)
-        vars(found)["messages"] = messages
-        return found
+        request = copy(self)
+        vars(request)["messages"] = messages
+        return request
 
     @property
     def is_chat(self) -> bool:
@@ -134,7 +134,7 @@ class TextRequest:
 
         Raises RequestError or SamplingParamsError.
         """
-        values = {one.name: getattr(model.default_params, one.name) for one in fields(SamplingParams)}
+        values = {param.name: getattr(model.default_params, param.name) for param in fields(SamplingParams)}
         if self.is_chat and self.has_openai_limits and values["max_tokens"] == SamplingParams().max_tokens:
             values["max_tokens"] = None  # a conversation has no other limit than the model's length
         limits = {**(given or {}), **self.sampling}
@@ -227,7 +227,7 @@ class TextRequest:
 
 def num_estimated(prompts: Sequence[Prompt]) -> int:
     """Tokens of prompts, estimated without tokenizing."""
-    return sum(-(-len(one) // (CHARS_PER_TOKEN if isinstance(one, str) else 1)) for one in prompts)
+    return sum(-(-len(prompt) // (CHARS_PER_TOKEN if isinstance(prompt, str) else 1)) for prompt in prompts)
 
 
 def check_timeout(timeout: float | None) -> None:
@@ -243,9 +243,9 @@ def _explaining(explained: Callable[[ValueError], ValueError]) -> Iterator[None]
     try:
         yield
     except ValueError as error:
-        if (found := explained(error)) is error:
+        if (told := explained(error)) is error:
             raise
-        raise found from None
+        raise told from None
     except RecursionError:
         raise RequestError("the tools or the messages are nested too deeply") from None
 
@@ -308,23 +308,23 @@ class BoundRequest:
             return [self._cut(model.client.tokenize_chat(asked.messages, shown, self.template_kwargs))]
         # The number of tokens is known where a limit may be lowered, or tokens are left out.
         is_told = self.has_limit and asked.max_length is None and self.truncate_to is None and asked.adds_special_tokens
-        found: list[Prompt] = []
+        prompts: list[Prompt] = []
         for number, prompt in enumerate(asked.prompts):
             if isinstance(prompt, str) and not is_told:
                 what = self.name_of(number)
                 prompt = self._cut(model.client.tokenize(prompt, asked.adds_special_tokens, what=what)[1])
-            found.append(prompt if isinstance(prompt, str) else self._cut(prompt))
-        return found
+            prompts.append(prompt if isinstance(prompt, str) else self._cut(prompt))
+        return prompts
 
     def read(self, output: "RequestOutput", answers: AnswerFormat) -> "RequestOutput":
         """The output, of a chat with reasoning and calls apart from the text of its answers."""
         if not self.asked.is_chat or not answers.is_read(self.params, self.offer):
             return output
         read, skips = [], self.params.skip_special_tokens
-        for one in output.outputs:
-            told = answers.read(one.text, output.prompt_token_ids, one.seed, self.offer, skips)
-            called = one.tool_calls if self.read_offer is None else told[2]
-            read.append(replace(one, text=told[1], reasoning=told[0] or None, tool_calls=called))
+        for answer in output.outputs:
+            told = answers.read(answer.text, output.prompt_token_ids, answer.seed, self.offer, skips)
+            called = answer.tool_calls if self.read_offer is None else told[2]
+            read.append(replace(answer, text=told[1], reasoning=told[0] or None, tool_calls=called))
         return replace(output, outputs=read)
 
     def refused(self, error: Exception, number: int = 0) -> RequestError:
@@ -332,11 +332,11 @@ class BoundRequest:
         field, and OpenAI's code."""
         if self.read_offer is not None and getattr(error, "parameter", None) == "structured":  # the grammar of calls
             return RequestError(str(error).replace("structured: ", "tools: "), "tools")
-        found = self.asked.explained(error) if isinstance(error, ValueError) else error
-        name, code = getattr(found, "parameter", None), getattr(found, "code", None)
+        told = self.asked.explained(error) if isinstance(error, ValueError) else error
+        name, code = getattr(told, "parameter", None), getattr(told, "code", None)
         if name is None and code is None:
             name = self.asked.source if self.asked.is_chat else "prompt"
-        sentence = self.asked.in_their_names(str(found))
+        sentence = self.asked.in_their_names(str(told))
         if sentence.startswith("the prompt:"):
             sentence = sentence.replace("the prompt", self.name_of(number), 1)
         return RequestError(sentence, name, code)
@@ -360,7 +360,7 @@ class BoundRequest:
             return replace(params, max_tokens=min(limit or room, room))
         if self.has_limit or limit is None or limit <= room:
             return params
-        if room < 1:  # too long: the error names no max_tokens, which nobody gave
+        if room < 1:  # too long: the error names no max_tokens, which was not given
             return replace(params, max_tokens=None)
         return replace(params, max_tokens=max(room, params.min_tokens))
 

@@ -46,14 +46,14 @@ Item = OutputMessage | ReasoningItem | FunctionCall
 
 
 class InputDetails(Answer):
-    """Of the prompt's tokens."""
+    """Parts of the prompt's tokens."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputDetails(Answer):
-    """Of the answer's tokens."""
+    """Parts of the answer's tokens."""
 
     reasoning_tokens: int
 

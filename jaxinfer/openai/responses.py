@@ -41,19 +41,19 @@ def read_response(body: ResponsesRequest, *, ignore_unknown: bool = False) -> Te
     sampling = given(body, _SAMPLING) | structured_of({"response_format": (body.text or {}).get("format")}, _FORMAT)
     if body.max_output_tokens is not None:
         sampling["max_tokens"] = body.max_output_tokens
-    found = [({"role": "system", "content": body.instructions}, "instructions")] if body.instructions else []
+    turns = [({"role": "system", "content": body.instructions}, "instructions")] if body.instructions else []
     if isinstance(body.input, str):
-        found.append(({"role": "user", "content": body.input}, "input"))
+        turns.append(({"role": "user", "content": body.input}, "input"))
     elif not body.input:
         raise RequestError("input is empty: a conversation needs at least one item", "input")
     else:
-        found += _turns(body.input)
+        turns += _turns(body.input)
     hosted = {_kind(tool, number) for number, tool in enumerate(body.tools or ())} - {"function"}
     return TextRequest(
         sampling,
         {"max_tokens": "max_output_tokens", "structured": _FORMAT},
-        messages=[one for one, _ in found],
-        places=[place for _, place in found],
+        messages=[turn for turn, _ in turns],
+        places=[place for _, place in turns],
         source="input",
         ignore_unknown=ignore_unknown,
         tools=[_as_chat(tool) for tool in body.tools or () if tool.get("type") == "function"],
@@ -99,12 +99,12 @@ def _turns(items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
     Reasoning belongs to the assistant's turn that goes on after it, with text or with calls; where none does, it is a
     turn of its own.
     """
-    found: list[tuple[dict[str, Any], str]] = []
+    turns: list[tuple[dict[str, Any], str]] = []
     thoughts: list[str] = []
     last: dict[str, Any] = {}
 
     def add(turn: dict[str, Any], where: str) -> dict[str, Any]:
-        found.append((turn, where))
+        turns.append((turn, where))
         return turn
 
     for number, item in enumerate(items):
@@ -140,7 +140,7 @@ def _turns(items: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
             last["reasoning_content"], thoughts = "\n".join([*before, *thoughts]), []
     if thoughts:
         add({"role": "assistant", "content": "", "reasoning_content": "\n".join(thoughts)}, f"input[{len(items) - 1}]")
-    return found
+    return turns
 
 
 def _texts(parts: Any, where: str) -> list[str]:
@@ -218,11 +218,11 @@ class ResponseWriter:
     def _items_of(self, answer: "CompletionOutput") -> list[Item]:
         """A whole answer, told apart, as items."""
         calls = answer.tool_calls or ()
-        found = [self.item("reasoning", answer.reasoning, 0)] if answer.reasoning else []
+        items = [self.item("reasoning", answer.reasoning, 0)] if answer.reasoning else []
         if answer.text or not (answer.reasoning or calls):
             status = "incomplete" if answer.finish_reason == "length" else "completed"
-            found.append(self.item("message", answer.text, 0, status))
-        return found + [self.item("function_call", one.arguments, i, call=one) for i, one in enumerate(calls)]
+            items.append(self.item("message", answer.text, 0, status))
+        return items + [self.item("function_call", call.arguments, i, call=call) for i, call in enumerate(calls)]
 
     def item(self, kind: str, text: str, number: int, status: Any = "completed", call: ToolCall | None = None) -> Item:
         """An item. `number`: how many of its kind are before it."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from jaxinfer.openai import answers as types
 from jaxinfer.openai.bodies import EmbeddingsRequest
@@ -32,7 +32,7 @@ def chat_completion(
     params, has_ids = request.params, request.asked.return_token_ids
     return types.ChatCompletion(
         object="chat.completion",
-        choices=[_chat_choice(one, params, has_ids) for one in output.outputs],
+        choices=[_chat_choice(answer, params, has_ids) for answer in output.outputs],
         usage=usage([output], has_cached=has_cached),
         seed=params.seed or 0,
         prompt_token_ids=list(output.prompt_token_ids) if has_ids else UNSET,
@@ -84,11 +84,11 @@ def ending(answer: "CompletionOutput") -> Any:
 
 def scored(output: "RequestOutput") -> "RequestOutput":
     """The output of a request of which only the prompt is scored, without the token that was made."""
+    empty = {"text": "", "token_ids": [], "finish_reason": "length"}
     return replace(
         output,
         outputs=[
-            replace(one, text="", token_ids=[], logprobs=None if one.logprobs is None else [], finish_reason="length")
-            for one in output.outputs
+            replace(answer, logprobs=None if answer.logprobs is None else [], **empty) for answer in output.outputs
         ],
     )
 
@@ -130,14 +130,16 @@ def chat_logprobs(entries: "Sequence[TokenLogprob] | None", params: "SamplingPar
     """The log-probabilities of a chat's tokens."""
     if entries is None:
         return None
-    return types.ChatLogprobs(content=[token_entry(one, params.logprobs or 0) for one in entries], refusal=None)
+    return types.ChatLogprobs(content=[token_entry(entry, params.logprobs or 0) for entry in entries], refusal=None)
 
 
 def call_entries(calls: Sequence["ToolCall"]) -> list[types.ChatToolCall]:
     """Calls of tools as in OpenAI's chat API."""
     return [
-        types.ChatToolCall(id=one.id, type="function", function=types.Function(name=one.name, arguments=one.arguments))
-        for one in calls
+        types.ChatToolCall(
+            id=call.id, type="function", function=types.Function(name=call.name, arguments=call.arguments)
+        )
+        for call in calls
     ]
 
 
@@ -192,24 +194,16 @@ def token_entry(entry: "TokenLogprob", num_top: int) -> types.ChatTokenLogprobs:
     """A token as in OpenAI's chat API, with its id and rank; `top_logprobs` are the `num_top` most probable ones."""
     every = [
         types.TokenEntry(
-            token=_text(token, one.decoded_token),
+            token=_text(token, logprob.decoded_token),
             token_id=token,
-            logprob=finite(one.logprob),
-            rank=one.rank,
-            bytes=None if one.token_bytes is None else list(one.token_bytes),
+            logprob=finite(logprob.logprob),
+            rank=logprob.rank,
+            bytes=None if logprob.token_bytes is None else list(logprob.token_bytes),
         )
-        for token, one in entry.items()
+        for token, logprob in entry.items()
     ]
-    best = sorted((one for one in every if one.rank <= num_top), key=lambda one: one.rank)
-    chosen = every[0]
-    return types.ChatTokenLogprobs(
-        token=chosen.token,
-        token_id=chosen.token_id,
-        logprob=chosen.logprob,
-        rank=chosen.rank,
-        bytes=chosen.bytes,
-        top_logprobs=best,
-    )
+    best = sorted((candidate for candidate in every if candidate.rank <= num_top), key=lambda one: one.rank)
+    return types.ChatTokenLogprobs(**structs.asdict(every[0]), top_logprobs=best)
 
 
 def prompt_entries(output: "RequestOutput", params: "SamplingParams") -> list[types.ChatTokenLogprobs | None]:
@@ -260,11 +254,12 @@ class LogprobLists:
             return
         shown = token_entry(entry, num_top)
         best: dict[str, float] = {}
-        for one in [*shown.top_logprobs, shown]:  # OpenAI includes the chosen token
-            if one is shown and any(other.token_id == shown.token_id for other in shown.top_logprobs):
+        for candidate in [*shown.top_logprobs, shown]:  # OpenAI includes the chosen token
+            if candidate is shown and any(other.token_id == shown.token_id for other in shown.top_logprobs):
                 continue
             # Two ids can have the same text, if they are parts of characters.
-            best[one.token if one.token not in best else _text(one.token_id, None)] = one.logprob
+            name = candidate.token if candidate.token not in best else _text(candidate.token_id, None)
+            best[name] = candidate.logprob
         self._append(token, entry[token].decoded_token, shown.logprob, best)
 
     def _append(self, token: int, decoded: str | None, logprob: float | None, best: dict[str, float] | None) -> None:

@@ -107,22 +107,22 @@ class Admission:
     def enter(self, key: str, num_answers: int, num_tokens: int, priority: int = 0) -> Ticket:
         """A place for a request. Raises APIError 429, with the seconds after which to try again, if too much waits."""
         own = self._keys.setdefault(key, _Key())
-        names = {name for one in self._together for name, its in one._keys.items() if its.num_inside}
+        names = {name for admission in self._together for name, its in admission._keys.items() if its.num_inside}
         num_keys = len(names | {key})
-        owns = [one._keys[key] for one in self._together if key in one._keys]
-        num_waiting = sum(one.num_waiting for one in self._together)
+        owns = [admission._keys[key] for admission in self._together if key in admission._keys]
+        num_waiting = sum(admission.num_waiting for admission in self._together)
         total = self.num_running + num_waiting + num_answers
-        has_share = num_keys == 1 or sum(one.num_waiting for one in owns) + num_answers > self.max_queued // num_keys
+        has_share = num_keys == 1 or sum(its.num_waiting for its in owns) + num_answers > self.max_queued // num_keys
         if total > self.capacity + self.max_queued and names and has_share:
             raise self._refusal("queue_full", f"{num_waiting} answers wait already")
-        num_waiting = sum(one.num_waiting_tokens for one in self._together)
-        own_tokens = sum(one.num_waiting_tokens for one in owns) + num_tokens
+        num_waiting = sum(admission.num_waiting_tokens for admission in self._together)
+        own_tokens = sum(its.num_waiting_tokens for its in owns) + num_tokens
         has_share = num_keys == 1 or own_tokens > self.max_queued_tokens // num_keys
         if num_waiting and num_waiting + num_tokens > self.max_queued_tokens and has_share:
             raise self._refusal("queue_full", f"{num_waiting} prompt tokens wait already")
         ticket = Ticket(self, key, num_answers, num_tokens, priority)
         if own.num_inside == 0:  # it does not save turns up while it is away
-            others = [one.served for one in self._keys.values() if one.num_inside]
+            others = [other.served for other in self._keys.values() if other.num_inside]
             own.served = max(own.served, min(others, default=own.served))
         own.num_inside += 1
         own.entered = self._clock()
@@ -153,9 +153,9 @@ class Admission:
 
     def _give_turns(self) -> None:
         while self.num_running < self.capacity:
-            waiting = sorted((one for one in self._keys.values() if one.queue), key=lambda one: one.work)
+            waiting = sorted((key for key in self._keys.values() if key.queue), key=lambda one: one.work)
             if waiting and not self._fits(waiting[0]) and self._is_reserved:
-                waiting = [one for one in waiting if not self._has_share(one)]
+                waiting = [key for key in waiting if not self._has_share(key)]
             if not waiting or not self._fits(waiting[0]):
                 return  # smaller ones do not overtake it for ever
             self._give_turn(waiting[0])
@@ -173,20 +173,21 @@ class Admission:
 
     @property
     def _is_reserved(self) -> bool:
-        """Whether what is free is kept for keys that have less than their share."""
+        """True if free places are kept for keys that have less than their share."""
         return self.num_unreserved is not None and self.num_running >= self.num_unreserved
 
     def _fits(self, key: _Key) -> bool:
-        """Whether the first of a key's queue may run."""
+        """True if the first request of a key's queue may run."""
         num_answers, limit = key.queue[0][2].num_answers, self.capacity
         if self.num_unreserved is not None and num_answers <= self.num_unreserved and self._has_share(key):
             limit = self.num_unreserved
         return not self.num_running or self.num_running + num_answers <= limit
 
     def _has_share(self, key: _Key) -> bool:
-        """Whether as much of a key runs as an even share among the keys that have sent requests lately."""
+        """True if as much of a key runs as an even share among the keys that have sent requests lately."""
         since = self._clock() - _RECENT_SECONDS
-        num_others = sum(one is not key and (one.num_inside > 0 or one.entered > since) for one in self._keys.values())
+        others = (other for other in self._keys.values() if other is not key)
+        num_others = sum(other.num_inside > 0 or other.entered > since for other in others)
         return num_others > 0 and key.num_running >= max(self.capacity // (num_others + 1), 1)
 
     def _count_waiting(self, ticket: Ticket, sign: int) -> None:

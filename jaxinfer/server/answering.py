@@ -108,12 +108,12 @@ def bind(
     max_n = service.options.max_n if isinstance(body, SamplingFields) else 1
     _check_sizes(body, model, max_n)
     asked = read(model)
-    found = asked.bind(model.llm, model.answers, _seed)
-    service.log_unknown(found.ignored, record_of(request.scope).route)
-    if found.num_answers > max_n:
-        told = f"{found.num_prompts} prompts times n={found.params.n} are more than the server's limit of {max_n}"
+    bound = asked.bind(model.llm, model.answers, _seed)
+    service.log_unknown(bound.ignored, record_of(request.scope).route)
+    if bound.num_answers > max_n:
+        told = f"{bound.num_prompts} prompts times n={bound.params.n} are more than the server's limit of {max_n}"
         raise refused("n", told)
-    return found
+    return bound
 
 
 def _seed(params: SamplingParams) -> int:
@@ -127,7 +127,7 @@ def _check_sizes(body: Any, model: ServedModel, max_n: int = 1) -> None:
         if isinstance(items := getattr(body, name, None), list):
             check_length(len(items), "messages" if name == "messages" else "items", llm.max_model_len)
     if isinstance(prompt, list):
-        several = any(isinstance(one, (str, list)) for one in prompt)
+        several = any(isinstance(item, (str, list)) for item in prompt)
         if several and len(prompt) > max_n:
             raise refused("n", f"{len(prompt)} prompts are more than the server's limit of {max_n}")
         for ids in prompt if several else [prompt]:
@@ -139,7 +139,7 @@ def _check_sizes(body: Any, model: ServedModel, max_n: int = 1) -> None:
 
 
 def _resumed(request: Request, model: ServedModel, body: Any, digest: str) -> StreamPosition | None:
-    """Where the client was, if it says so. Raises APIError if the answer cannot be resumed."""
+    """The position that the client has reached, if it sends one. Raises APIError if the answer cannot be resumed."""
     text = request.headers.get("last-event-id") or request.headers.get("x-jaxinfer-resume")
     if not text:
         return None

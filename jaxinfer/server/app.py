@@ -1,7 +1,6 @@
 """The routes together, behind the guard."""
 
 import time
-from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,77 +8,41 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer import __version__
-from jaxinfer.server import ollama, ollama_models
+from jaxinfer.openai import answers, response_types
+from jaxinfer.openai.answers import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from jaxinfer.openai.bodies import ChatRequest, CompletionRequest, EmbeddingsRequest, ResponsesRequest
+from jaxinfer.openai.response_types import ResponseEvent
+from jaxinfer.server import ollama, ollama_models, types
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.completions import chat_completions, completions
 from jaxinfer.server.embeddings import embeddings, rerank, score
 from jaxinfer.server.errors import APIError
 from jaxinfer.server.http import json_response, read_body, using, while_connected
+from jaxinfer.server.message_types import Message, MessageEvent, TokenCount
 from jaxinfer.server.messages import count_tokens, messages
 from jaxinfer.server.middleware import OPEN_PATHS, Guard
 from jaxinfer.server.models import ServedModel
-from jaxinfer.server.openapi import openapi
+from jaxinfer.server.openapi import Endpoint, RouteEntry, openapi
 from jaxinfer.server.page import chat_page
 from jaxinfer.server.responses import responses
 from jaxinfer.server.service import Service
 from jaxinfer.server.tokenize import detokenize, tokenize, tokenizer_info
-from jaxinfer.server.types import LoadRequest, ModelRequest
-
-Endpoint = Callable[[Request, Service], Awaitable[Response]]
 
 
 def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
     """The ASGI application of a service; without keys everybody who reaches it may use it."""
-    endpoints: dict[tuple[str, str], Endpoint] = {
-        ("GET", "/health"): health,
-        ("GET", "/ready"): ready,
-        ("GET", "/version"): version,
-        ("GET", "/metrics"): metrics,
-        ("GET", "/v1/models"): models,
-        ("GET", "/v1/models/{id:path}"): model,
-        ("POST", "/models/load"): load_model,
-        ("POST", "/models/unload"): unload_model,
-        ("POST", "/v1/chat/completions"): chat_completions,
-        ("POST", "/v1/completions"): completions,
-        ("POST", "/v1/responses"): responses,
-        ("POST", "/v1/messages"): messages,
-        ("POST", "/v1/messages/count_tokens"): count_tokens,
-        ("POST", "/tokenize"): tokenize,
-        ("POST", "/detokenize"): detokenize,
-        ("GET", "/tokenizer_info"): tokenizer_info,
-        ("POST", "/v1/embeddings"): embeddings,
-        **{("POST", path): score for path in ("/v1/score", "/score")},
-        **{("POST", path): rerank for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
-        ("POST", "/api/chat"): ollama.chat,
-        ("POST", "/api/generate"): ollama.generate,
-        ("GET", "/api/version"): ollama_models.version,
-        ("GET", "/api/tags"): ollama_models.tags,
-        ("GET", "/api/ps"): ollama_models.ps,
-        ("POST", "/api/embed"): ollama_models.embed,
-        ("POST", "/api/show"): ollama_models.show,
-        ("POST", "/api/pull"): ollama_models.pull,
-        ("POST", "/api/copy"): ollama_models.copy,
-        ("DELETE", "/api/delete"): ollama_models.delete,
-    }
-    if service.options.ui:
-        endpoints["GET", "/"] = page
-    described = openapi(
-        [(method, path, (endpoint.__doc__ or "").strip()) for (method, path), endpoint in endpoints.items()],
-        OPEN_PATHS,
-        keys is not None,
-        is_strict=not service.options.ignore_unknown_fields,
-    )
+    entries = [*ROUTES, *([RouteEntry("GET", "/", page)] if service.options.ui else [])]
+    is_strict = not service.options.ignore_unknown_fields
+    described = openapi(entries, OPEN_PATHS, keys is not None, is_strict=is_strict)
 
     async def schema(request: Request, service: Service) -> Response:
         """This description."""
         return json_response(described)
 
-    endpoints["GET", "/openapi.json"] = schema
-    routes = [
-        Route(path, _Application(endpoint, service), methods=[method]) for (method, path), endpoint in endpoints.items()
-    ]
+    entries.append(RouteEntry("GET", "/openapi.json", schema))
+    routes = [Route(entry.path, _Application(entry.run, service), methods=[entry.method]) for entry in entries]
     router = Router(routes, redirect_slashes=False, default=_not_found)
-    return Guard(router, service, keys, [path for _, path in endpoints])
+    return Guard(router, service, keys, [entry.path for entry in entries])
 
 
 class _Application:
@@ -100,8 +63,8 @@ async def _not_found(*_: object) -> None:
 
 async def page(request: Request, service: Service) -> Response:
     """The chat page."""
-    found = chat_page()
-    return Response(found.content, 200, found.headers)
+    shown = chat_page()
+    return Response(shown.content, 200, shown.headers)
 
 
 async def health(request: Request, service: Service) -> Response:
@@ -132,7 +95,7 @@ def _described(model: ServedModel) -> dict[str, object]:
 
 async def models(request: Request, service: Service) -> Response:
     """The models that may be named, and the state of each."""
-    return json_response({"object": "list", "data": [_described(one) for one in await service.models.all()]})
+    return json_response({"object": "list", "data": [_described(known) for known in await service.models.all()]})
 
 
 async def model(request: Request, service: Service) -> Response:
@@ -142,12 +105,51 @@ async def model(request: Request, service: Service) -> Response:
 
 async def load_model(request: Request, service: Service) -> Response:
     """Loads a model, and answers when it is loaded."""
-    body = await read_body(request, LoadRequest, service)
+    body = await read_body(request, types.LoadRequest, service)
     async with using(request, service, body) as model:
         return json_response(_described(model))
 
 
 async def unload_model(request: Request, service: Service) -> Response:
     """Unloads a model as soon as its requests have ended, and answers then."""
-    body = await read_body(request, ModelRequest, service, uses_model=False)
+    body = await read_body(request, types.ModelRequest, service, uses_model=False)
     return json_response(_described(await while_connected(request.receive, service.models.unload(body.model))))
+
+
+ROUTES = (
+    RouteEntry("GET", "/health", health, answer=answers.Status),
+    RouteEntry("GET", "/ready", ready, answer=answers.Status, errors=(503,)),
+    RouteEntry("GET", "/version", version, answer=answers.Version),
+    RouteEntry("GET", "/metrics", metrics),
+    RouteEntry("GET", "/v1/models", models, answer=answers.Models),
+    RouteEntry("GET", "/v1/models/{id:path}", model, answer=answers.Model, errors=(404,)),
+    RouteEntry("POST", "/models/load", load_model, types.LoadRequest, answers.Model, errors=(429,)),
+    RouteEntry("POST", "/models/unload", unload_model, types.ModelRequest, answers.Model),
+    RouteEntry("POST", "/v1/chat/completions", chat_completions, ChatRequest, ChatCompletion, ChatChunk, (409, 429)),
+    RouteEntry("POST", "/v1/completions", completions, CompletionRequest, Completion, CompletionChunk, (409, 429)),
+    RouteEntry("POST", "/v1/responses", responses, ResponsesRequest, response_types.Response, ResponseEvent, (429,)),
+    RouteEntry("POST", "/v1/messages", messages, types.MessagesRequest, Message, MessageEvent, (429,)),
+    RouteEntry("POST", "/v1/messages/count_tokens", count_tokens, types.CountTokensRequest, TokenCount),
+    RouteEntry("POST", "/tokenize", tokenize, types.TokenizeRequest, answers.Tokens),
+    RouteEntry("POST", "/detokenize", detokenize, types.DetokenizeRequest, answers.DetokenizedText),
+    RouteEntry("GET", "/tokenizer_info", tokenizer_info, answer=answers.TokenizerInfo, errors=(400, 404, 503)),
+    RouteEntry("POST", "/v1/embeddings", embeddings, EmbeddingsRequest, answers.Embeddings, errors=(429,)),
+    *(
+        RouteEntry("POST", path, score, types.ScoreRequest, answers.Scores, errors=(429,))
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        RouteEntry("POST", path, rerank, types.RerankRequest, answers.Reranked, errors=(429,))
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    RouteEntry("POST", "/api/chat", ollama.chat, types.OllamaChatRequest, errors=(429,)),
+    RouteEntry("POST", "/api/generate", ollama.generate, types.OllamaGenerateRequest, errors=(429,)),
+    RouteEntry("GET", "/api/version", ollama_models.version),
+    RouteEntry("GET", "/api/tags", ollama_models.tags),
+    RouteEntry("GET", "/api/ps", ollama_models.ps),
+    RouteEntry("POST", "/api/embed", ollama_models.embed, types.OllamaEmbedRequest, errors=(429,)),
+    RouteEntry("POST", "/api/show", ollama_models.show, types.OllamaModelRequest),
+    RouteEntry("POST", "/api/pull", ollama_models.pull, types.OllamaModelRequest),
+    RouteEntry("POST", "/api/copy", ollama_models.copy, types.OllamaCopyRequest),
+    RouteEntry("DELETE", "/api/delete", ollama_models.delete, errors=(400, 404, 408, 413, 415, 503)),
+)

@@ -49,11 +49,11 @@ class Keys:
 
     def name_of(self, key: bytes) -> str | None:
         """The name of a key; None for an unknown one. Takes as long for any."""
-        given, found = hashlib.sha256(key).digest(), None
+        given, known = hashlib.sha256(key).digest(), None
         for digest, name in self._digests:
             if hmac.compare_digest(given, digest):
-                found = name
-        return found
+                known = name
+        return known
 
 
 def key_in(headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:

@@ -52,17 +52,17 @@ class LocalModels:
         return self.given is None
 
     def names(self) -> Sequence[str]:
-        return [one.name for one in list_models()] if self.given is None else tuple(self.given)
+        return [stored.name for stored in list_models()] if self.given is None else tuple(self.given)
 
     def find(self, name: str) -> ModelSource | None:
         if name not in self.names() and not (self.options.allow_any and "://" not in name):
             return None
         model = (self.given or {}).get(name, name)
-        found = locate(model)
-        if found is None or found.path is None:
+        located = locate(model)
+        if located is None or located.path is None:
             return None
-        own = {"options": dict(found.options), "sampling": dict(found.sampling), "system": found.system}
-        key = json.dumps([str(found.path.resolve()), own], sort_keys=True, default=repr)
+        own = {"options": dict(located.options), "sampling": dict(located.sampling), "system": located.system}
+        key = json.dumps([str(located.path.resolve()), own], sort_keys=True, default=repr)
         return ModelSource(
             (name,),
             public_name(model),
@@ -70,7 +70,7 @@ class LocalModels:
             count=partial(count_needs, model, self.arguments),
             key=key,
             given=model,
-            paths=paths_of(model, found),
+            paths=paths_of(model, located),
         )
 
     def budget(self) -> int | None:
@@ -87,10 +87,10 @@ class LocalModels:
         check_is_here(model, arguments)
         engine = AsyncEngine(model, **{**arguments, "num_pages": needs.num_pages})
         try:
-            found = resident_bytes(engine)
-            if found > needs.num_bytes:  # it is loaded: to load it again would count the same
+            num_bytes = resident_bytes(engine)
+            if num_bytes > needs.num_bytes:  # it is loaded: to load it again would count the same
                 counted = format_bytes(needs.num_bytes)
-                _LOG.warning("%s holds %s, and %s were counted beforehand", name, format_bytes(found), counted)
+                _LOG.warning("%s holds %s, and %s were counted beforehand", name, format_bytes(num_bytes), counted)
             if not self.options.lazy and name not in self.compiled:
                 engine.llm.warm_up()
                 self.compiled.add(name)
@@ -108,12 +108,12 @@ def locate(name: str) -> FoundModel | None:
         return None
 
 
-def paths_of(model: str, found: FoundModel | None) -> tuple[str, ...]:
+def paths_of(model: str, located: FoundModel | None) -> tuple[str, ...]:
     """How errors may spell where a model lies: as it was given, and in full. () for a repository that is not here."""
-    paths = [] if found is None or found.path is None else [str(found.path), str(found.path.resolve())]
+    paths = [] if located is None or located.path is None else [str(located.path), str(located.path.resolve())]
     if "://" in model or is_path(model):
         paths += [model, str(Path(model))]
-    return tuple(dict.fromkeys(one for one in paths if one not in (".", "..")))
+    return tuple(dict.fromkeys(path for path in paths if path not in (".", "..")))
 
 
 def check_is_here(name: str, arguments: Mapping[str, Any]) -> None:
@@ -122,9 +122,9 @@ def check_is_here(name: str, arguments: Mapping[str, Any]) -> None:
     names = [name]
     if isinstance(draft, str) and not names_kind(draft):
         names.append(draft)
-    for one in names:
-        if find_model(one, offline=True, fetch=False).path is None:
-            raise FileNotFoundError(f"{one} is not on this machine: jaxinfer pull {one}")
+    for model in names:
+        if find_model(model, offline=True, fetch=False).path is None:
+            raise FileNotFoundError(f"{model} is not on this machine: jaxinfer pull {model}")
 
 
 def count_needs(name: str, arguments: Mapping[str, Any], budget: int) -> ModelNeeds:
@@ -202,20 +202,20 @@ def _fitted(mesh: Any, config: Any, params: Any) -> tuple[Any, Any]:
 
 
 def _copied_bytes(params: Any) -> int:
-    """Of the float32 copies that a CPU makes of quantized weights, beside which it keeps these."""
-    found: list[Copies] = []
+    """Bytes of the float32 copies that a CPU makes of quantized weights and keeps beside them."""
+    all_copies: list[Copies] = []
 
     def copied(params: Any) -> Any:
         made, copies = float32_copies(params)
-        found.append(copies)
+        all_copies.append(copies)
         return made
 
     jax.eval_shape(copied, params)
-    return found[0].num_bytes
+    return all_copies[0].num_bytes
 
 
 def resident_bytes(engine: AsyncEngine) -> int:
-    """What a loaded model holds of a device, and the estimate of a step's activations."""
+    """Bytes of a device that a loaded model holds, with the estimate of a step's activations."""
     spec, copies = engine.llm.engine.spec, engine.llm._copies
     if copies is None:
         return sum(_parts(spec, 0).values())

@@ -67,12 +67,12 @@ class _Form:
         return b""
 
     def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
-        position, index, text, name, found = self._position, delta.index, delta.text, self.name, b""
+        position, index, text, name, chunks = self._position, delta.index, delta.text, self.name, b""
         if call is not None:  # alone in its delta
-            found = position.advance(index, text_of(call), 0) + self._chunk(index, b"tool_calls", [_call_delta(call)])
+            chunks = position.advance(index, text_of(call), 0) + self._chunk(index, b"tool_calls", [_call_delta(call)])
         elif reasoning:
             if text:  # the closing tag is within: what belongs to both goes with the text
-                found = position.advance(index, reasoning, 0) + self._chunk(index, b"reasoning_content", reasoning)
+                chunks = position.advance(index, reasoning, 0) + self._chunk(index, b"reasoning_content", reasoning)
             else:
                 name, text = b"reasoning_content", reasoning
         if delta.logprobs or self._has_ids:
@@ -80,17 +80,17 @@ class _Form:
             token_ids = list(delta.token_ids) if self._has_ids else None
             if text or logprobs or token_ids:
                 event = self._chunk(index, name, text, logprobs, token_ids)
-                found += position.advance(index, text, len(delta.token_ids)) + event
+                chunks += position.advance(index, text, len(delta.token_ids)) + event
         elif text:
             event = self._text % (index, encode(text)) if name is self.name else self._chunk(index, name, text)
-            found += position.advance(index, text, len(delta.token_ids)) + event
+            chunks += position.advance(index, text, len(delta.token_ids)) + event
         elif delta.token_ids:
             position.advance(index, "", len(delta.token_ids))
         if delta.finish_reason is not None:
             end = encode(delta.finish_reason), encode(delta.stop_reason)
             rest = b',"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b' % (*end, self._end)
-            found += position.end(index) + b"%b%d%b%b" % (self._start, index, self.empty, rest)
-        return found
+            chunks += position.end(index) + b"%b%d%b%b" % (self._start, index, self.empty, rest)
+        return chunks
 
     def finish(self) -> bytes:
         if not self._has_usage:
@@ -128,14 +128,14 @@ class _ChatForm(_Form):
         """The role of each choice; in the first chunk, what else the client should know."""
         if self._generation.is_resumed:
             return b""
-        more, found = b',"seed":%b' % encode(self._position.seed), b""
+        more, chunks = b',"seed":%b' % encode(self._position.seed), b""
         if self._has_ids:
             more += b',"prompt_token_ids":%b' % encode(list(self._generation.requests[0].token_ids))
         for index in range(self._generation.job.num_answers):
             start = b'%b%b,"choices":[{"index":%d' % (self._head, more, index)
             delta = b',"delta":{"role":"assistant","content":""}'
-            found, more = found + self._position.event_id() + start + delta + self._rest, b""
-        return found
+            chunks, more = chunks + self._position.event_id() + start + delta + self._rest, b""
+        return chunks
 
     def _logprobs(self, delta: StreamDelta) -> ChatLogprobs | None:
         return chat_logprobs(delta.logprobs, self._params)
@@ -150,7 +150,7 @@ class _CompletionForm(_Form):
     def __init__(self, body: CompletionRequest, generation: Generation, position: StreamPosition):
         super().__init__(body, generation, position)
         skips = self._params.skip_special_tokens
-        self._lists = [LogprobLists(generation.tokenizer, skips, one.num_chars) for one in position.choices]
+        self._lists = [LogprobLists(generation.tokenizer, skips, sent.num_chars) for sent in position.choices]
 
     def whole(self, outputs: list[RequestOutput]) -> Completion:
         return completion(self._generation.job, outputs, self._about, self._generation.tokenizer, has_cached=True)

@@ -47,7 +47,7 @@ class LimitedProtocol(HttpToolsProtocol):
     - on connections: one more is answered with 503 and closed;
     - on what is not a body, that is headers, trailers and the sizes of chunks; uvicorn would collect any number of
       bytes before the application sees them;
-    - on the seconds for the headers and for a message, and on a body that nobody reads;
+    - on the seconds for the headers and for a message, and on a body that the application does not read;
     - on the seconds in which a client reads nothing of what waits for it.
     """
 
@@ -118,16 +118,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _expect(self, seconds: float) -> None:
         self._stop_expecting()
-        self._timer = self.loop.call_later(seconds, self._end_late)
+        self._timer = self.loop.call_later(seconds, self.transport.close)
 
     def _stop_expecting(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _end_late(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.close()
 
     # A client that does not read.
 

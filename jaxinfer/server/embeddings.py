@@ -46,17 +46,17 @@ async def embeddings(request: Request, service: Service) -> Response:
 async def score(request: Request, service: Service) -> Response:
     """How relevant texts are for others: a reranker's probability, or the cosine of vectors."""
     body = await read_body(request, ScoreRequest, service)
-    first, second = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
+    first, second = ([texts] if isinstance(texts, str) else texts for texts in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
         raise refused("text_2", f"{len(first)} texts in text_1 and {len(second)} in text_2 do not pair up")
-    name, found, num_tokens = await _relevance(request, service, body, first, second, "text_2")
+    name, scores, num_tokens = await _relevance(request, service, body, first, second, "text_2")
     return json_response(
         answers.Scores(
             id=f"score-{secrets.token_hex(12)}",
             object="list",
             created=int(time.time()),
             model=name,
-            data=[answers.ScoreOfPair(index=i, object="score", score=float(one)) for i, one in enumerate(found)],
+            data=[answers.ScoreOfPair(index=i, object="score", score=float(value)) for i, value in enumerate(scores)],
             usage=answers.TokenCounts(prompt_tokens=num_tokens, total_tokens=num_tokens),
         )
     )
@@ -65,8 +65,8 @@ async def score(request: Request, service: Service) -> Response:
 async def rerank(request: Request, service: Service) -> Response:
     """Documents by their relevance for a query, the most relevant first."""
     body = await read_body(request, RerankRequest, service)
-    documents = [_document(one, number) for number, one in enumerate(body.documents)]
-    name, found, num_tokens = await _relevance(request, service, body, [body.query], documents, "documents")
+    documents = [_document(document, number) for number, document in enumerate(body.documents)]
+    name, scores, num_tokens = await _relevance(request, service, body, [body.query], documents, "documents")
     has_texts = body.return_documents is not False
     results = [
         answers.RankedDocument(
@@ -74,7 +74,7 @@ async def rerank(request: Request, service: Service) -> Response:
             relevance_score=value,
             document=answers.DocumentText(text=documents[index]) if has_texts else UNSET,
         )
-        for index, value in best_first(found, body.top_n)
+        for index, value in best_first(scores, body.top_n)
     ]
     usage = answers.TokenCounts(prompt_tokens=num_tokens, total_tokens=num_tokens)
     return json_response(
@@ -123,9 +123,9 @@ async def run_vectors(
             record.num_prompt = job.num_tokens
             await while_connected(request.receive, ticket.turn())
             record.queued_seconds = time.perf_counter() - start
-            requests = [replace(one, options=replace(one.options, priority=ticket.rank)) for one in job.requests]
+            requests = [replace(text, options=replace(text.options, priority=ticket.rank)) for text in job.requests]
             outputs = await while_connected(request.receive, model.engine.run_job(replace(job, requests=requests)))
-            if any(one.outputs[0].finish_reason == "abort" for one in outputs):
+            if any(output.outputs[0].finish_reason == "abort" for output in outputs):
                 raise unavailable("the server is going away", 5)
             record.end(outputs)
             try:

@@ -36,7 +36,7 @@ _MAX_MESSAGE = 1000  # characters
 
 
 class APIError(Exception):
-    """What a client is told: an HTTP status, a sentence, the field that it is about, and a code for programs."""
+    """An answer to a client: an HTTP status, a sentence, the field that it is about, and a code for programs."""
 
     def __init__(
         self,
@@ -99,12 +99,13 @@ def client_errors(param: str | None = None) -> Iterator[None]:
     except APIError:
         raise
     except (ValueError, TypeError, ChatTemplateError) as error:
-        found = as_api_error(error) if isinstance(error, OWN_FIELDS) else APIError(400, str(error), param=param)
-        raise found from error
+        told = as_api_error(error) if isinstance(error, OWN_FIELDS) else APIError(400, str(error), param=param)
+        raise told from error
 
 
 def as_api_error(error: BaseException) -> APIError:
-    """What a client is told of any exception. What is not the client's fault is logged, and told without details."""
+    """The error that a client gets for any exception. One that is not the client's fault is logged, and sent without
+    details."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, HTTPException):  # of Starlette's router
@@ -134,9 +135,9 @@ def load_error(name: str, error: Exception, reason: str) -> APIError:
     """The error for requests that wait for a model that could not be loaded, with the reason in words for clients."""
     status = 503 if isinstance(error, OutOfMemoryError) else 500
     message = f"the model {name!r:.80} could not be loaded: {reason}"
-    found = APIError(status, message, param="model", code="model_not_loaded", headers={"retry-after": "10"})
-    found.__cause__ = error
-    return found
+    told = APIError(status, message, param="model", code="model_not_loaded", headers={"retry-after": "10"})
+    told.__cause__ = error
+    return told
 
 
 def drop_locals(error: BaseException | None) -> None:

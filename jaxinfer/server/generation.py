@@ -76,7 +76,7 @@ class Generation:
         self._merged: MergedStreams | None = None
         self._outputs: list[RequestOutput | None] = []
         self._metrics, self._last = self.model.metrics, 0.0
-        self._skippers = None if resumed is None else [Skipper(one) for one in resumed.choices]
+        self._skippers = None if resumed is None else [Skipper(sent) for sent in resumed.choices]
         self._start = time.perf_counter()
         self._deadline = lease.deadline
         self._ticket: Ticket = self.model.admission.enter(
@@ -103,19 +103,12 @@ class Generation:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the client has the beginning."""
+        """True if the client has the beginning."""
         return self._skippers is not None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.model.llm.tokenizer
-
-    def is_inside(self, number: int) -> bool:
-        """Whether the prompt ends within the reasoning."""
-        tokenizer = self.model.llm.tokenizer
-        if self._tags is None or tokenizer is None:
-            return False
-        return starts_inside(self._tags, prompt_end(tokenizer, self.requests[number].token_ids))
 
     async def run(self) -> list[RequestOutput]:
         """The outputs of the whole job. Raises APIError if an answer failed."""
@@ -133,35 +126,33 @@ class Generation:
         readers = self._readers()
         is_plain = not readers and self._skippers is None and self.job.asked.num_kept is None
         while not source.is_done:
-            found = b""
+            chunk = b""
             for delta in await source.read():
                 self._receive(delta)
                 if is_plain:
-                    found += form.add(delta)
+                    chunk += form.add(delta)
                 else:
-                    found += b"".join(form.add(*one) for one in self._shown(delta, readers))
-            if found:
-                yield found
+                    chunk += b"".join(form.add(*arguments) for arguments in self._shown(delta, readers))
+            if chunk:
+                yield chunk
         self._end()
         yield form.finish()
 
     def _echoed(self, form: AnswerForm) -> bytes:
         """Events of the prompts' texts, if they are part of the answers."""
-        found = b""
+        chunks = b""
         for index in range(self.job.num_answers if self.job.asked.echo else 0):
-            delta = StreamDelta(index, self._prompt_text(index // self.job.params.n), [])
+            request, skips = self.requests[index // self.job.params.n], self.job.params.skip_special_tokens
+            text = prompt_text(request.text, request.token_ids, self.tokenizer, skips)
+            delta = StreamDelta(index, text, [])
             if self._skippers is not None:
                 delta, *_ = self._skip(delta, "", None)
             if delta.text:
-                found += form.add(delta)
-        return found
-
-    def _prompt_text(self, number: int) -> str:
-        request, skips = self.requests[number], self.job.params.skip_special_tokens
-        return prompt_text(request.text, request.token_ids, self.tokenizer, skips)
+                chunks += form.add(delta)
+        return chunks
 
     def _readers(self) -> dict[int, AnswerSplitter | AnswerReader]:
-        """Of each choice whose text is more than content."""
+        """A reader for each choice whose text is more than content."""
         if self._tags is None and self._offer is None:
             return {}
         num = self.job.params.n
@@ -172,12 +163,14 @@ class Generation:
         }
 
     def _reader(self, number: int, index: int) -> AnswerSplitter | AnswerReader:
-        offer, is_inside = self._offer, self.is_inside(number)
-        if offer is not None:
+        prompt_ids, tags, is_inside = self.requests[number].token_ids, self._tags, False
+        if tags is not None and self.tokenizer is not None:
+            is_inside = starts_inside(tags, prompt_end(self.tokenizer, prompt_ids))
+        if self._offer is not None:
             seed = sample_seed(self.job.params.seed or 0, index)
-            return offer.reader(self.requests[number].token_ids, seed, self._tags, is_inside, self._hidden)
-        assert self._tags is not None
-        return AnswerSplitter(self._tags, is_inside, self._hidden)
+            return self._offer.reader(prompt_ids, seed, tags, is_inside, self._hidden)
+        assert tags is not None
+        return AnswerSplitter(tags, is_inside, self._hidden)
 
     def _shown(self, delta: StreamDelta, readers: Mapping[int, AnswerSplitter | AnswerReader]) -> list[Shown]:
         """A delta with its reasoning and calls apart, and without what the client has."""
@@ -192,7 +185,7 @@ class Generation:
             shown = [(replace(delta, text=text), reasoning, None)]
         else:
             shown = [(delta, "", None)]
-        return shown if self._skippers is None else [self._skip(*one) for one in shown]
+        return shown if self._skippers is None else [self._skip(*arguments) for arguments in shown]
 
     def _skip(self, delta: StreamDelta, reasoning: str, call: ToolCallDelta | None) -> Shown:
         assert self._skippers is not None
@@ -289,7 +282,7 @@ def _parts(delta: StreamDelta, reader: AnswerReader) -> list[Shown]:
         end = "tool_calls"
     shown: list[Shown] = []
     for number, part in enumerate(parts):
-        one = replace(
+        piece = replace(
             delta,
             text=part.text if isinstance(part, Content) else "",
             token_ids=[] if number else delta.token_ids,
@@ -297,7 +290,7 @@ def _parts(delta: StreamDelta, reader: AnswerReader) -> list[Shown]:
             finish_reason=end if number == len(parts) - 1 else None,
         )
         shown.append(
-            (one, part.text if isinstance(part, Reasoning) else "", part if isinstance(part, ToolCallDelta) else None)
+            (piece, part.text if isinstance(part, Reasoning) else "", part if isinstance(part, ToolCallDelta) else None)
         )
     return shown
 

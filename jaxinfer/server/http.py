@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class ClientLeftError(Exception):
-    """The client closed its connection; nobody reads an answer."""
+    """The client closed its connection: no answer can be sent."""
 
 
 def record_of(scope: Scope) -> Record:
@@ -144,9 +144,9 @@ async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result:
             raise ClientLeftError
         return task.result()
     finally:
-        for one in (task, watcher):
-            if not one.done():
-                one.cancel()
+        for future in (task, watcher):
+            if not future.done():
+                future.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
@@ -160,8 +160,8 @@ async def lease_for(request: Request, service: Service, body: Any) -> Lease:
     try:
         await while_connected(request.receive, lease())
     except BaseException:  # the client may leave in the moment in which the model is there
-        for one in leases:
-            one.release()
+        for held in leases:
+            held.release()
         raise
     return leases[0]
 
@@ -233,16 +233,12 @@ class EventStream(Response):
                 self._is_sending = False
         except Exception as error:  # the status has been sent
             await send(
-                {
-                    "type": "http.response.body",
-                    "body": self._error_event(as_api_error(error)),
-                    "more_body": True,
-                }
+                {"type": "http.response.body", "body": self._error_event(as_api_error(error)), "more_body": True}
             )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _watch(self, task: "asyncio.Future[None]", receive: Receive, send: Send) -> None:
-        """Returns when the events have been sent, or nobody reads them."""
+        """Returns when the events have been sent, or the client does not read them."""
         leaving = asyncio.ensure_future(_wait_for_leaving(receive))
         try:
             while True:

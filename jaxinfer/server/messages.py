@@ -52,17 +52,17 @@ async def count_tokens(request: Request, service: Service) -> Response:
 
 
 def _read(body: MessagesRequest | CountTokensRequest, model: ServedModel) -> TextRequest:
-    found: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     if body.system:
         system = body.system if isinstance(body.system, str) else "\n".join(_texts(body.system, "system"))
-        found.append({"role": "system", "content": system})
-    places = ["system"] * len(found)
+        turns.append({"role": "system", "content": system})
+    places = ["system"] * len(turns)
     for number, message in enumerate(body.messages):
-        found += _turns(message, f"messages[{number}]")
-        places += [f"messages[{number}]"] * (len(found) - len(places))
-    if not found:
+        turns += _turns(message, f"messages[{number}]")
+        places += [f"messages[{number}]"] * (len(turns) - len(places))
+    if not turns:
         raise refused("messages", "messages is empty; a chat needs at least one message")
-    kwargs, output = continuing(found), body.output_config or {}
+    kwargs, output = continuing(turns), body.output_config or {}
     if body.thinking is not None:
         about = f"thinking of type {body.thinking.type}"
         kwargs |= reasoning_switch(body.thinking.type != "disabled", model, "thinking", about)
@@ -78,7 +78,7 @@ def _read(body: MessagesRequest | CountTokensRequest, model: ServedModel) -> Tex
             sampling["stop"] = body.stop_sequences
         more = {"sampling": {**sampling, "max_tokens": body.max_tokens}, **scheduling(body)}
     return TextRequest(
-        messages=found,
+        messages=turns,
         places=places,
         tools=[_tool(tool) for tool in body.tools or ()],
         tool_choice=choice,
@@ -183,7 +183,7 @@ def _usage(output: RequestOutput) -> dict[str, int]:
         "input_tokens": len(output.prompt_token_ids) - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": sum(len(one.token_ids) for one in output.outputs),
+        "output_tokens": sum(len(answer.token_ids) for answer in output.outputs),
     }
 
 
@@ -200,12 +200,12 @@ class _MessageForm:
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        (one,) = self._generation.read(output).outputs
-        blocks = [_block("thinking", one.reasoning)] if one.reasoning else []
-        if one.text or not (one.reasoning or one.tool_calls):
-            blocks.append(_block("text", one.text))
-        blocks += [_call_block(call, json.loads(call.arguments)) for call in one.tool_calls or ()]
-        end = _ending(ending(one), one.stop_reason)
+        (answer,) = self._generation.read(output).outputs
+        blocks = [_block("thinking", answer.reasoning)] if answer.reasoning else []
+        if answer.text or not (answer.reasoning or answer.tool_calls):
+            blocks.append(_block("text", answer.text))
+        blocks += [_call_block(call, json.loads(call.arguments)) for call in answer.tool_calls or ()]
+        end = _ending(ending(answer), answer.stop_reason)
         return {**self._message, "content": blocks, **end, "usage": _usage(output)}
 
     def error_event(self, error: APIError) -> bytes:
@@ -219,32 +219,32 @@ class _MessageForm:
     def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
         if delta.finish_reason is not None:
             self._ending = _ending(delta.finish_reason, delta.stop_reason)
-        found = self._extend("thinking", reasoning) if reasoning else b""
+        events = self._extend("thinking", reasoning) if reasoning else b""
         if delta.text:
-            found += self._extend("text", delta.text)
+            events += self._extend("text", delta.text)
         if call is not None and call.name is not None:
-            found += self._open(call.index, _call_block(call, {}))
+            events += self._open(call.index, _call_block(call, {}))
         if call is not None and call.arguments:
-            found += self._delta("input_json_delta", partial_json=call.arguments)
-        return found
+            events += self._delta("input_json_delta", partial_json=call.arguments)
+        return events
 
     def finish(self) -> bytes:
-        found = self._open("text", _block("text", "")) if self._kind is None else b""
+        events = self._open("text", _block("text", "")) if self._kind is None else b""
         (output,) = self._generation.outputs
-        found += self._stop() + named_event("message_delta", delta=self._ending, usage=_usage(output))
-        return found + named_event("message_stop")
+        events += self._stop() + named_event("message_delta", delta=self._ending, usage=_usage(output))
+        return events + named_event("message_stop")
 
     def _extend(self, kind: str, text: str) -> bytes:
-        found = self._open(kind, _block(kind, "")) if kind != self._kind else b""
-        return found + self._delta(f"{kind}_delta", **{kind: text})
+        opening = self._open(kind, _block(kind, "")) if kind != self._kind else b""
+        return opening + self._delta(f"{kind}_delta", **{kind: text})
 
     def _delta(self, kind: str, **fields: str) -> bytes:
         return named_event("content_block_delta", index=self._index, delta={"type": kind, **fields})
 
     def _open(self, kind: str | int, block: Mapping[str, Any]) -> bytes:
-        found = b"" if self._kind is None else self._stop()
+        closing = b"" if self._kind is None else self._stop()
         self._index, self._kind = self._index + 1, kind
-        return found + named_event("content_block_start", index=self._index, content_block=block)
+        return closing + named_event("content_block_start", index=self._index, content_block=block)
 
     def _stop(self) -> bytes:
         return named_event("content_block_stop", index=self._index)

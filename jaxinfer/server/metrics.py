@@ -64,16 +64,16 @@ class ModelMetrics:
             self.latency.observe(record.total_seconds)
             for reason in record.finish_reasons:
                 families.success.labels(self.name, reason).inc()
-            for one in record.timings:
-                self.prefill.observe(one.time_to_first_token - one.queue_time)
-                self.decode.observe(one.total_time - one.time_to_first_token)
-                self.inference.observe(one.total_time - one.queue_time)
+            for timings in record.timings:
+                self.prefill.observe(timings.time_to_first_token - timings.queue_time)
+                self.decode.observe(timings.total_time - timings.time_to_first_token)
+                self.inference.observe(timings.total_time - timings.queue_time)
         elif record.queued_seconds is not None:
             families.aborted.labels(self.name, "client_left" if record.has_left else "failed").inc()
         if record.num_output:
             self.generation_tokens.inc(record.num_output)
         if record.queued_seconds is not None:
-            in_engine = max((one.queue_time for one in record.timings), default=0.0)
+            in_engine = max((timings.queue_time for timings in record.timings), default=0.0)
             self.queue_time.observe(record.queued_seconds + in_engine)
         if record.status in (429, 503):
             families.rejected.labels(self.name, "queue_full" if record.status == 429 else "unavailable").inc()
@@ -150,19 +150,19 @@ class Metrics:
         wait in the server."""
         self.unwatch(name)
         self._engines.count_from_now()
-        one = self.of(name)
-        watched = self._engines.watched[one.name] = _Watched(engine, num_queued)
+        metrics = self.of(name)
+        watched = self._engines.watched[metrics.name] = _Watched(engine, num_queued)
         options = watched.schedulers[0].options
         watched.sizes = str(options.page_size), str(options.num_pages)
-        self._cache.labels(one.name, *watched.sizes).set(1)
+        self._cache.labels(metrics.name, *watched.sizes).set(1)
         for engine_ in watched.engines:
-            engine_.on_read = one.count_dispatch
+            engine_.on_read = metrics.count_dispatch
 
     def unwatch(self, name: str) -> None:
         """Drops the metrics of a model's engine, which is about to be closed."""
-        found = self._engines.watched.pop(self.of(name).name, None)
-        if found is not None:
-            self._cache.remove(self.of(name).name, *found.sizes)
+        watched = self._engines.watched.pop(self.of(name).name, None)
+        if watched is not None:
+            self._cache.remove(self.of(name).name, *watched.sizes)
 
     def count_request(self, record: Record) -> None:
         """Counts a request that has been answered."""
@@ -183,15 +183,15 @@ class QuickHistogram(Collector):
         self._models: dict[str, _QuickCounts] = {}
 
     def labels(self, model: str) -> "_QuickCounts":
-        """What one model's values are observed with."""
+        """The counts of one model's values."""
         return self._models.setdefault(model, _QuickCounts(self._buckets))
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(*self._family, labels=("model_name",))
         names = (*map(str, self._buckets), "+Inf")
-        for model, one in list(self._models.items()):
-            pairs = list(zip(names, accumulate(one.counts), strict=True))
-            family.add_metric((model,), pairs, one.sum)
+        for model, counts in list(self._models.items()):
+            pairs = list(zip(names, accumulate(counts.counts), strict=True))
+            family.add_metric((model,), pairs, counts.sum)
         yield family
 
 
@@ -211,37 +211,37 @@ class _Watched:
     def __init__(self, engine: "AsyncEngine", num_queued: Callable[[], int]):
         self.llm, self.num_queued = engine.llm, num_queued
         self.engines = engine.llm.engine.engines
-        self.schedulers = [one.scheduler for one in self.engines]
+        self.schedulers = [replica.scheduler for replica in self.engines]
         self.sizes: tuple[str, str] = ("", "")
 
     def gauges(self) -> Iterator[tuple[str, str, float]]:
         """Name, meaning and value of each."""
-        one = self.schedulers
-        yield "num_requests_running", "Answers that hold a slot.", sum(len(s.running) for s in one)
-        num_waiting = self.num_queued() + sum(len(s.waiting) for s in one)
+        schedulers = self.schedulers
+        yield "num_requests_running", "Answers that hold a slot.", sum(len(s.running) for s in schedulers)
+        num_waiting = self.num_queued() + sum(len(s.waiting) for s in schedulers)
         yield "num_requests_waiting", "Answers that wait, in the server and the engine.", num_waiting
-        shares = [max(1 - pool.num_available / (pool.num_pages - 1) for pool in s.pools.all) for s in one]
+        shares = [max(1 - pool.num_available / (pool.num_pages - 1) for pool in s.pools.all) for s in schedulers]
         yield "kv_cache_usage_perc", "Share of the fullest pool in use, 0 to 1.", sum(shares) / len(shares)
-        yield "kv_cache_pages_owned", "Pages that answers own.", sum(s.pools.num_owned for s in one)
-        windows = [pool for s in one for pool, kind in zip(s.pools.all, s.pools.groups, strict=True) if kind.window]
-        num_owned = sum(pool.num_owned for pool in windows)
+        yield "kv_cache_pages_owned", "Pages that answers own.", sum(s.pools.num_owned for s in schedulers)
+        pools = [pair for s in schedulers for pair in zip(s.pools.all, s.pools.groups, strict=True)]
+        num_owned = sum(pool.num_owned for pool, group in pools if group.window)
         yield "kv_cache_window_pages_owned", "Of these, pages of layers with a window.", num_owned
 
-        yield "host_cache_bytes", "Host memory for cached pages.", sum(s.tier.num_bytes for s in one)
-        yield "host_cache_used_bytes", "Of these, bytes in use.", sum(s.tier.used_bytes for s in one)
+        yield "host_cache_bytes", "Host memory for cached pages.", sum(s.tier.num_bytes for s in schedulers)
+        yield "host_cache_used_bytes", "Of these, bytes in use.", sum(s.tier.used_bytes for s in schedulers)
 
     def counters(self) -> Iterator[tuple[str, str, float]]:
         """Name, meaning and value of each."""
-        found = [s.counters for s in self.schedulers]
-        yield "prefix_cache_queries", "Prompt tokens of all answers.", sum(c.prompt_tokens for c in found)
-        yield "prefix_cache_hits", "Prompt tokens found in the cache.", sum(c.reused_tokens for c in found)
-        yield "prefix_cache_host_hits", "Of these, tokens from host memory.", sum(c.host_hit_tokens for c in found)
-        total = sum(c.disk_read_tokens for c in found)
+        counts = [s.counters for s in self.schedulers]
+        yield "prefix_cache_queries", "Prompt tokens of all answers.", sum(c.prompt_tokens for c in counts)
+        yield "prefix_cache_hits", "Prompt tokens found in the cache.", sum(c.reused_tokens for c in counts)
+        yield "prefix_cache_host_hits", "Of these, tokens from host memory.", sum(c.host_hit_tokens for c in counts)
+        total = sum(c.disk_read_tokens for c in counts)
         yield "prefix_store_read_tokens", "Tokens whose pages were read from the disk.", total
         for name, way in (("out", "to"), ("in", "from")):
-            total = sum(getattr(c, f"host_bytes_{name}") for c in found)
+            total = sum(getattr(c, f"host_bytes_{name}") for c in counts)
             yield f"host_cache_bytes_{name}", f"Bytes of pages moved {way} host memory.", total
-        yield "num_preemptions", "Preemptions.", sum(c.num_preemptions for c in found)
+        yield "num_preemptions", "Preemptions.", sum(c.num_preemptions for c in counts)
         stats = self.llm.speculation_stats() or SpeculationStats()
         yield "spec_decode_num_drafts", "Rounds of drafting, of each answer.", stats.num_rounds
         yield "spec_decode_num_draft_tokens", "Drafted tokens.", stats.proposed
@@ -260,10 +260,10 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        for model, one in list(self.watched.items()):
-            for kind, found in ((GaugeMetricFamily, one.gauges()), (CounterMetricFamily, one.counters())):
+        for model, watched in list(self.watched.items()):
+            for kind, samples in ((GaugeMetricFamily, watched.gauges()), (CounterMetricFamily, watched.counters())):
                 with contextlib.suppress(RuntimeError):  # the engine was closed meanwhile
-                    for name, help, value in found:
+                    for name, help, value in samples:
                         family = families.setdefault(name, kind(f"jaxinfer_{name}", help, labels=("model_name",)))
                         family.add_metric((model,), value)
         yield from families.values()
@@ -274,7 +274,7 @@ class _EngineCollector(Collector):
         yield compilations
 
     def count_from_now(self) -> None:
-        """What was compiled while the first model was loaded is not counted."""
+        """Leaves out of the count what was compiled while the first model was loaded."""
         if not self.watched:
             self._compilations()
             self._num_compiled = 0

@@ -1,4 +1,4 @@
-"""What stands before every route, in pure ASGI: request ids, hosts, origins, keys, the size of headers, and errors."""
+"""Checks before every route, in pure ASGI: request ids, hosts, origins, keys, the size of headers, and errors."""
 
 import re
 import time
@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxinfer.server.auth import Keys, key_in
 from jaxinfer.server.errors import APIError, as_api_error
 from jaxinfer.server.http import ClientLeftError
-from jaxinfer.server.record import RECORD, Record, new_request_id
+from jaxinfer.server.record import RECORD, Record
+from jaxinfer.server.resume import new_answer_id
 from jaxinfer.server.service import Service
 
 # For probes, which have no key, and for the page, which asks its reader for one.
@@ -95,11 +96,11 @@ class Guard:
         if not self._origins:
             return []
         origin = _header(headers, b"origin")
-        found = [(b"vary", b"Origin")]
+        allowed = [(b"vary", b"Origin")]
         if origin in self._origins:
             exposed = b"x-request-id, x-jaxinfer-seed, x-jaxinfer-resumable, retry-after"
-            found += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", exposed)]
-        return found
+            allowed += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", exposed)]
+        return allowed
 
     async def _answer_preflight(self, scope: Scope, send: Send) -> bool:
         headers: Headers = scope["headers"]
@@ -119,13 +120,13 @@ class Guard:
 
 
 def _header(headers: Headers, name: bytes) -> bytes:
-    return next((value for one, value in headers if one == name), b"")
+    return next((value for other, value in headers if other == name), b"")
 
 
 def _request_id(headers: Headers) -> str:
     """The client's, if it is short and of safe characters; else a new one."""
     given = _header(headers, b"x-request-id")
-    return given.decode() if _REQUEST_ID.fullmatch(given) else new_request_id()
+    return given.decode() if _REQUEST_ID.fullmatch(given) else f"req-{new_answer_id()}"
 
 
 def _host(headers: Headers) -> str:

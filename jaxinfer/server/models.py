@@ -39,13 +39,13 @@ class ModelNeeds:
 def bytes_together(needs: Iterable[ModelNeeds]) -> int:
     """Bytes that models need which are loaded at once."""
     needs = list(needs)
-    own = sum(one.num_bytes - sum(one.shared.values()) for one in needs)
-    return own + sum({key: size for one in needs for key, size in one.shared.items()}.values())
+    own = sum(model_needs.num_bytes - sum(model_needs.shared.values()) for model_needs in needs)
+    return own + sum({key: size for model_needs in needs for key, size in model_needs.shared.items()}.values())
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a served model comes from.
+    """The source of a served model.
 
     Attributes:
       names: of the model in requests; answers have the first.
@@ -81,7 +81,7 @@ class Catalogue(Protocol):
 
     @property
     def is_store(self) -> bool:
-        """Whether they are those stored on this machine, whichever these are."""
+        """True if they are those stored on this machine, whichever these are."""
         ...
 
     def names(self) -> Sequence[str]:
@@ -103,13 +103,13 @@ class OneModel:
     is_store = False
 
     def __init__(self, source: ModelSource):
-        self._source = source
+        self.source = source
 
     def names(self) -> Sequence[str]:
-        return self._source.names[:1]
+        return self.source.names[:1]
 
     def find(self, name: str) -> ModelSource | None:
-        return self._source if name in self._source.names else None
+        return self.source if name in self.source.names else None
 
     def budget(self) -> int | None:
         return None
@@ -216,22 +216,22 @@ class ServedModel:
 
     @property
     def is_dead(self) -> bool:
-        """Whether its engine's thread has ended though nobody closed it."""
+        """True if its engine's thread has ended without being closed."""
         return self._engine is not None and not self._engine.is_alive
 
     @property
     def is_resting(self) -> bool:
-        """Whether nobody uses it or waits for it, so that it may be forgotten, or come from elsewhere."""
+        """True if no request uses it or waits for it, so that it may be forgotten, or come from elsewhere."""
         return self.state in ("unloaded", "failed") and not self.num_waiting
 
     @property
     def is_usable(self) -> bool:
-        """Whether a request that comes now can use it at once."""
+        """True if a request that comes now can use it at once."""
         return self.state == "ready" and not self.is_leaving and not self.is_dead
 
     @property
     def is_resumable(self) -> bool:
-        """Whether an answer is a function of its request, so that it can be computed again."""
+        """True if an answer is a function of its request, so that it can be computed again."""
         return self.llm.acceptance == "exact"
 
     def facts(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class ServedModel:
         return about
 
     def status(self, now: float) -> dict[str, Any]:
-        """What `jaxinfer ps` shows; seconds are None where they do not apply."""
+        """The facts that `jaxinfer ps` shows; seconds are None where they do not apply."""
         left = None if self.expires is None else max(self.expires - now, 0.0)
         return {
             "value": self.state,

@@ -19,15 +19,15 @@ def served_models(given: Iterable[str]) -> dict[str, str]:
 
     Raises ValueError for a name that cannot be one, and where one name would stand for two models.
     """
-    found: dict[str, str] = {}
+    models: dict[str, str] = {}
     for text in given:
         name, model = split_name(text)
-        if found.setdefault(name, model) != model:
+        if models.setdefault(name, model) != model:
             raise ValueError(
-                f"{found[name]} and {model} would both be served as {name!r}: name one of them, as in "
+                f"{models[name]} and {model} would both be served as {name!r}: name one of them, as in "
                 f"--model OTHER={model}"
             )
-    return found
+    return models
 
 
 def split_name(text: str) -> tuple[str, str]:

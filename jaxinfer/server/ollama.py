@@ -29,7 +29,7 @@ _SAMPLING = (
     *("seed", "temperature", "top_k", "top_p", "min_p", "stop", "max_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-_NAMES = {one.name: f"options.{one.encode_name}" for one in msgspec.structs.fields(OllamaOptions)}
+_NAMES = {option.name: f"options.{option.encode_name}" for option in msgspec.structs.fields(OllamaOptions)}
 _OF_MESSAGES = {name: name for name in ("thinking", "images", "tool_call_id")} | {"tool_name": "name", "name": "name"}
 
 
@@ -208,9 +208,9 @@ class _Lines:
         return {"response": content, **({"thinking": reasoning} if reasoning else {})}
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        (one,) = self._generation.read(outputs[0]).outputs
-        calls = [found for call in one.tool_calls or () for found in _calls(call.name, call.arguments)]
-        return self._last(self.message(one.text, one.reasoning or "", calls), _reason(one.finish_reason))
+        (answer,) = self._generation.read(outputs[0]).outputs
+        calls = [entry for call in answer.tool_calls or () for entry in _calls(call.name, call.arguments)]
+        return self._last(self.message(answer.text, answer.reasoning or "", calls), _reason(answer.finish_reason))
 
     def error_event(self, error: APIError) -> bytes:
         return error_line(error)
@@ -257,7 +257,7 @@ class _Lines:
             "load_duration": round(record.load_seconds * 1e9),
             "prompt_eval_count": len(output.prompt_token_ids),
             "prompt_eval_duration": round(first * 1e9),
-            "eval_count": sum(len(one.token_ids) for one in output.outputs),
+            "eval_count": sum(len(answer.token_ids) for answer in output.outputs),
             "eval_duration": round(rest * 1e9),
         }
 

@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer import __version__
+from jaxinfer import __version__, store
 from jaxinfer.api.llm import LLM
 from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.engine.request import RequestOptions
@@ -30,17 +30,6 @@ from jaxinfer.server.models import ServedModel
 from jaxinfer.server.ollama import LINES, error_line, known_name
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import OllamaCopyRequest, OllamaEmbedRequest, OllamaLoading, OllamaModelRequest
-from jaxinfer.store import (
-    Download,
-    StoredModel,
-    UnknownModelError,
-    copy_model,
-    find_model,
-    list_models,
-    prepare,
-    remove,
-    show_model,
-)
 from jaxinfer.text.reasoning import family_of
 
 _POLL_SECONDS = 0.2  # between lines of a pull
@@ -55,14 +44,14 @@ async def version(request: Request, service: Service) -> Response:
 
 async def tags(request: Request, service: Service) -> Response:
     """The models that may be named, in Ollama's form."""
-    stored = {one.name: one for one in await asyncio.to_thread(list_models)}
+    stored = {entry.name: entry for entry in await asyncio.to_thread(store.list_models)}
     entries = [_entry(name, model, stored) for model in await service.models.all() for name in model.names]
     return json_response({"models": entries})
 
 
 async def ps(request: Request, service: Service) -> Response:
     """The models that are loaded, in Ollama's form."""
-    stored = {one.name: one for one in await asyncio.to_thread(list_models)}
+    stored = {known.name: known for known in await asyncio.to_thread(store.list_models)}
     entries = []
     for model in service.models.models:
         if model.state == "ready" and not model.is_dead:
@@ -75,13 +64,13 @@ async def ps(request: Request, service: Service) -> Response:
 
 
 async def show(request: Request, service: Service) -> Response:
-    """What a model is, in Ollama's form."""
+    """A description of a model, in Ollama's form."""
     body = await read_body(request, OllamaModelRequest, service, uses_model=False)
     model = await service.models.find(await known_name(service, _name(body)))
     is_loaded = model.state == "ready" and not model.is_dead
     try:
         stored = model.source.given or model.name
-        facts = _loaded_facts(model) if is_loaded else await asyncio.to_thread(show_model, stored)
+        facts = _loaded_facts(model) if is_loaded else await asyncio.to_thread(store.show_model, stored)
     except (ValueError, OSError) as error:
         raise _store_error(error, model.source.without_paths(str(error))) from None
     name = facts["architecture"]
@@ -129,9 +118,9 @@ async def pull(request: Request, service: Service) -> Response:
 async def embed(request: Request, service: Service) -> Response:
     """The vectors of texts, in Ollama's form. Texts that are too long are cut unless `truncate` is false."""
     body = await read_body(request, OllamaEmbedRequest, service)
-    for one in msgspec.structs.fields(body.options) if body.options is not None else ():
-        if one.name not in OllamaLoading.__struct_fields__ and getattr(body.options, one.name) is not None:
-            name = f"options.{one.encode_name}"
+    for option in msgspec.structs.fields(body.options) if body.options is not None else ():
+        if option.name not in OllamaLoading.__struct_fields__ and getattr(body.options, option.name) is not None:
+            name = f"options.{option.encode_name}"
             raise refused(name, f"{name} is not supported for embeddings")
     if body.dimensions is not None and not 1 <= body.dimensions < 2**31:
         raise refused("dimensions", f"dimensions={body.dimensions} must be at least 1, at most a vector's length")
@@ -160,7 +149,7 @@ async def copy(request: Request, service: Service) -> Response:
     _check_store(service)
     body = await read_body(request, OllamaCopyRequest, service, uses_model=False)
     try:
-        await asyncio.to_thread(copy_model, await known_name(service, body.source), body.destination)
+        await asyncio.to_thread(store.copy_model, await known_name(service, body.source), body.destination)
     except (ValueError, OSError) as error:
         raise _store_error(error) from None
     return json_response({"status": "success"})
@@ -172,7 +161,7 @@ async def delete(request: Request, service: Service) -> Response:
     body = await read_body(request, OllamaModelRequest, service, uses_model=False)
     name = await known_name(service, _name(body))
     try:
-        await while_connected(request.receive, service.models.drop(name, lambda: remove(name)))
+        await while_connected(request.receive, service.models.drop(name, lambda: store.remove(name)))
     except (ValueError, OSError) as error:
         raise _store_error(error) from None
     return json_response({"status": "success"})
@@ -200,22 +189,22 @@ def _store_error(error: Exception, message: str = "") -> APIError:
 # Entries.
 
 
-def _entry(name: str, model: ServedModel, stored: Mapping[str, StoredModel]) -> dict[str, Any]:
-    one = stored.get(name)
-    digest = hashlib.sha256(model.source.root.encode()).hexdigest() if one is None else one.digest
-    modified = model.created if one is None else one.modified_at
+def _entry(name: str, model: ServedModel, stored: Mapping[str, store.StoredModel]) -> dict[str, Any]:
+    local = stored.get(name)
+    digest = hashlib.sha256(model.source.root.encode()).hexdigest() if local is None else local.digest
+    modified = model.created if local is None else local.modified_at
     return {
         "name": name,
         "model": name,
         "modified_at": _time(datetime.fromtimestamp(modified, UTC)),
-        "size": model.needs.num_bytes if one is None else one.num_bytes,
+        "size": model.needs.num_bytes if local is None else local.num_bytes,
         "digest": digest,
         "details": _details(model),
     }
 
 
 def _details(model: ServedModel) -> dict[str, Any]:
-    """What is known without reading files: more of a model that is loaded."""
+    """Facts that are known without reading files: more of a model that is loaded."""
     family, size = "", ""
     if model.state == "ready" and not model.is_dead:
         family, count = model.llm.config.architecture, num_parameters(_shapes(model.llm))
@@ -236,7 +225,7 @@ def _shapes(llm: LLM) -> Params:
 
 
 def _loaded_facts(model: ServedModel) -> dict[str, Any]:
-    """As `show_model`, of a loaded model."""
+    """As `store.show_model`, of a loaded model."""
     llm = model.llm
     return {
         "architecture": llm.config.architecture,
@@ -248,12 +237,12 @@ def _loaded_facts(model: ServedModel) -> dict[str, Any]:
 
 
 def _capabilities(template: str) -> list[str]:
-    found = ["completion"]
+    capabilities = ["completion"]
     if "tools" in template:
-        found.append("tools")
+        capabilities.append("tools")
     if family_of("auto", template) is not None:
-        found.append("thinking")
-    return found
+        capabilities.append("thinking")
+    return capabilities
 
 
 def _time(moment: datetime) -> str:
@@ -263,16 +252,16 @@ def _time(moment: datetime) -> str:
 # Pulling.
 
 
-def _download(name: str) -> Download | None:
-    """What is to be downloaded; None for a model that is no repository's, and here."""
+def _download(name: str) -> store.Download | None:
+    """The download of a repository; None for a model of this machine that is no repository's."""
     try:
-        found = find_model(name, offline=True, fetch=False)
-    except UnknownModelError:
-        return prepare(name)
-    return None if found.hub is None else prepare(name)
+        local = store.find_model(name, offline=True, fetch=False)
+    except store.UnknownModelError:
+        return store.prepare(name)
+    return None if local.hub is None else store.prepare(name)
 
 
-async def _pulled(download: Download | None) -> AsyncIterator[bytes]:
+async def _pulled(download: store.Download | None) -> AsyncIterator[bytes]:
     yield _status("pulling manifest")
     if download is not None:
         done, stop = [0], threading.Event()

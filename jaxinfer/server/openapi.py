@@ -1,47 +1,46 @@
 """/openapi.json, made from the types of the bodies and of the answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from jaxinfer import __version__
 from jaxinfer.checks import TYPES
 from jaxinfer.openai import answers
 from jaxinfer.openai.bodies import Body, ChatRequest
 from jaxinfer.openai.fields import UNSET, names_of
-from jaxinfer.openai.response_types import Response, ResponseEvent
-from jaxinfer.server.message_types import AnthropicError, Message, MessageEvent, TokenCount
-from jaxinfer.server.types import BODIES, OllamaOptions, TokenizeRequest
+from jaxinfer.server.message_types import AnthropicError
+from jaxinfer.server.service import Service
+from jaxinfer.server.types import OllamaOptions, TokenizeRequest
 from jaxinfer.text.messages import MESSAGE_NAMES
 
-_ANSWERS: dict[str, Any] = {
-    "/health": answers.Status,
-    "/ready": answers.Status,
-    "/version": answers.Version,
-    "/v1/models": answers.Models,
-    "/v1/models/{id:path}": answers.Model,
-    "/models/load": answers.Model,
-    "/models/unload": answers.Model,
-    "/v1/chat/completions": answers.ChatCompletion,
-    "/v1/completions": answers.Completion,
-    "/v1/messages": Message,
-    "/v1/messages/count_tokens": TokenCount,
-    "/v1/responses": Response,
-    "/tokenize": answers.Tokens,
-    "/detokenize": answers.DetokenizedText,
-    "/tokenizer_info": answers.TokenizerInfo,
-    "/v1/embeddings": answers.Embeddings,
-    **dict.fromkeys(("/v1/score", "/score"), answers.Scores),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), answers.Reranked),
-}
-# The data of events. OpenAI's older two routes end their streams with [DONE], and have errors among the chunks.
-_EVENTS: dict[str, Any] = {
-    "/v1/chat/completions": answers.ChatChunk,
-    "/v1/completions": answers.CompletionChunk,
-    "/v1/messages": MessageEvent,
-    "/v1/responses": ResponseEvent,
-}
+Endpoint = Callable[[Request, Service], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class RouteEntry:
+    """A route with the types of its requests and answers.
+
+    Attributes:
+      run: answers a request; its docstring describes the route. body, answer: types of JSON; None where any is meant.
+      events: the type of the data of a stream's events.
+      errors: statuses besides those of all routes and of those with a body.
+    """
+
+    method: str
+    path: str
+    run: Endpoint
+    body: type[msgspec.Struct] | None = None
+    answer: Any = None
+    events: Any = None
+    errors: tuple[int, ...] = ()
+
+
+# OpenAI's older two routes end their streams with [DONE], and have errors among the chunks.
 _ENDS_WITH_DONE = ("/v1/chat/completions", "/v1/completions")
 _LINES = ("/api/chat", "/api/generate", "/api/pull")
 _TEXTS = {"/": "text/html", "/metrics": "text/plain"}
@@ -62,21 +61,6 @@ _ERRORS = {
 }
 _ALWAYS = (403, 431, 500)
 _WITH_BODY = (400, 404, 408, 413, 415, 503)
-_MORE = {
-    "/v1/models/{id:path}": (404,),
-    "/v1/chat/completions": (409, 429),
-    "/v1/completions": (409, 429),
-    "/v1/messages": (429,),
-    "/v1/responses": (429,),
-    **dict.fromkeys(("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"), (429,)),
-    "/models/load": (429,),
-    "/api/chat": (429,),
-    "/api/generate": (429,),
-    "/api/embed": (429,),
-    "/api/delete": (400, 404, 408, 413, 415, 503),
-    "/ready": (503,),
-    "/tokenizer_info": (400, 404, 503),
-}  # besides those of all routes and of those with a body
 _STRING = {"schema": {"type": "string"}, "required": True}
 _RETRY_AFTER = {"retry-after": {"schema": {"type": "string", "pattern": "^[0-9]+$"}, "required": True}}
 _ERROR_HEADERS = {401: {"www-authenticate": _STRING}, 429: _RETRY_AFTER, 503: _RETRY_AFTER}
@@ -87,40 +71,36 @@ _GENERATED_HEADERS = {
 
 
 def openapi(
-    routes: Sequence[tuple[str, str, str]], open_paths: Sequence[str], has_keys: bool, *, is_strict: bool = True
+    routes: Sequence[RouteEntry], open_paths: Sequence[str], has_keys: bool, *, is_strict: bool = True
 ) -> dict[str, Any]:
-    """The description of the routes: of each its method, its path and what it does.
+    """The description of the routes.
 
     Args:
       open_paths: those that need no key. has_keys: whether the others need one. is_strict: whether names that are not
         known are refused.
     """
-    types = [
-        *BODIES.values(),
-        *_ANSWERS.values(),
-        *_EVENTS.values(),
-        answers.Error,
-        AnthropicError,
-        answers.OllamaError,
-    ]
+    kinds = dict.fromkeys(kind for route in routes for kind in (route.body, route.answer, route.events))
+    types = [*(kind for kind in kinds if kind is not None), answers.Error, AnthropicError, answers.OllamaError]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    _describe_neutral(components)
+    schema_of = dict(zip(types, schemas, strict=True))
+    bodies = dict.fromkeys(route.body for route in routes if route.body is not None)
+    _describe_neutral(components, bodies)
     if is_strict:
-        for body in BODIES.values():
+        for body in bodies:
             _close(components[body.__name__], {**names_of(body), **_NESTED.get(body, {})}, components)
-    found = iter(schemas)
-    bodies, whole, events = (dict(zip(one, found, strict=False)) for one in (BODIES, _ANSWERS, _EVENTS))
     paths: dict[str, dict[str, Any]] = {}
-    for method, path, about in routes:
-        operation: dict[str, Any] = {"summary": about, "responses": _responses(path, whole, events)}
-        if has_keys and path not in open_paths:
+    for route in routes:
+        about = (route.run.__doc__ or "").strip()
+        operation: dict[str, Any] = {"summary": about, "responses": _responses(route, schema_of)}
+        if has_keys and route.path not in open_paths:
             operation["security"] = [{"key": []}]
-            operation["responses"]["401"] = _error(path, 401)
-        if "{id" in path:
+            operation["responses"]["401"] = _error(route.path, 401)
+        if "{id" in route.path:
             operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
-        if path in bodies:
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": bodies[path]}}}
-        paths.setdefault(path.replace("{id:path}", "{id}"), {})[method.lower()] = operation
+        if route.body is not None:
+            content = {"application/json": {"schema": schema_of[route.body]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths.setdefault(route.path.replace("{id:path}", "{id}"), {})[route.method.lower()] = operation
     described: dict[str, Any] = {"schemas": components}
     if has_keys:
         described["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -134,8 +114,8 @@ _NESTED: dict[type, Mapping[str, Any]] = {body: {"messages": MESSAGE_NAMES} for 
 
 def _close(schema: dict[str, Any], names: Mapping[str, Any], components: Mapping[str, Any]) -> None:
     """Objects that a schema describes have values under these names only, and so have those within them."""
-    for one in schema.get("anyOf", ()):
-        _close(one, names, components)
+    for branch in schema.get("anyOf", ()):
+        _close(branch, names, components)
     if "$ref" in schema:
         _close(components[schema["$ref"].rpartition("/")[2]], names, components)
     elif schema.get("type") == "array":
@@ -151,10 +131,10 @@ def _close(schema: dict[str, Any], names: Mapping[str, Any], components: Mapping
         schema["additionalProperties"] = {"type": "null"}  # which is not given
 
 
-def _describe_neutral(components: dict[str, Any]) -> None:
+def _describe_neutral(components: dict[str, Any], bodies: Iterable[type[msgspec.Struct]]) -> None:
     """Fields that are not supported take the values that change nothing, and those that stand for none."""
-    for body in {OllamaOptions, *(one for one in BODIES.values() if issubclass(one, Body))}:
-        types = {one.encode_name: one.type for one in msgspec.structs.fields(body)}
+    for body in {OllamaOptions, *(kind for kind in bodies if issubclass(kind, Body))}:
+        types = {struct_field.encode_name: struct_field.type for struct_field in msgspec.structs.fields(body)}
         for field, values in body.NEUTRAL.items():
             unset = [value for value in UNSET if _has_type(value, types.get(field, Any))]
             components[body.__name__]["properties"][field] = {"enum": [*unset, *values]}
@@ -168,25 +148,23 @@ def _has_type(value: Any, wanted: Any) -> bool:
     return True
 
 
-def _responses(path: str, whole: Mapping[str, Any], events: Mapping[str, Any]) -> dict[str, Any]:
+def _responses(route: RouteEntry, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
     """Every answer of a route, by its status."""
-    content: dict[str, Any] = {_TEXTS.get(path, "application/json"): _content(whole.get(path))}
+    path = route.path
+    whole = {} if route.answer is None else {"schema": schema_of[route.answer]}
+    content: dict[str, Any] = {_TEXTS.get(path, "application/json"): whole}
     headers = {"x-request-id": _STRING}
     if path in _LINES:
         content["application/x-ndjson"] = {}
-    if path in events:
-        content["text/event-stream"] = {"schema": _stream(events[path], path in _ENDS_WITH_DONE)}
+    if route.events is not None:
+        content["text/event-stream"] = {"schema": _stream(schema_of[route.events], path in _ENDS_WITH_DONE)}
         headers |= _GENERATED_HEADERS
-    found: dict[str, Any] = {"200": {"description": "The answer", "headers": headers, "content": content}}
-    for status in sorted({*_ALWAYS, *(_WITH_BODY if path in BODIES else ()), *_MORE.get(path, ())}):
-        found[str(status)] = _error(path, status)
+    responses: dict[str, Any] = {"200": {"description": "The answer", "headers": headers, "content": content}}
+    for status in sorted({*_ALWAYS, *(() if route.body is None else _WITH_BODY), *route.errors}):
+        responses[str(status)] = _error(path, status)
     if path == "/health":
-        found["503"] = {**found["200"], "description": "The engine has stopped"}
-    return found
-
-
-def _content(schema: Any) -> dict[str, Any]:
-    return {} if schema is None else {"schema": schema}
+        responses["503"] = {**responses["200"], "description": "The engine has stopped"}
+    return responses
 
 
 def _error(path: str, status: int) -> dict[str, Any]:

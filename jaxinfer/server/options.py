@@ -31,7 +31,7 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where the server listens, who may use it, and how much it takes at once."""
+    """The server's address, its access rules, and its limits."""
 
     host: str = _server("127.0.0.1", "Address to listen at. Any but a loopback address needs --api-keys.", "ADDRESS")
     port: int = _server(8000, "Port to listen at; 0 takes a free one.", "N", min=0, max=65535)
@@ -157,7 +157,7 @@ class ServerOptions:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
+        """True if only this machine can connect."""
         return self.host in LOOPBACK
 
     @property
@@ -173,15 +173,15 @@ class ServerOptions:
     @property
     def keep_alive_seconds(self) -> dict[str, float]:
         """Seconds by the name of a model; "" is for all others. Raises ValueError."""
-        found = {"": 300.0}
+        by_name = {"": 300.0}
         for text in self.keep_alive or ():
             name, _, value = text.rpartition("=")
             try:
                 seconds = parse_duration(value)
             except ValueError as error:
                 raise ValueError(f"keep_alive={text!r:.60}: {error}") from None
-            found[name] = math.inf if seconds is None else seconds
-        return found
+            by_name[name] = math.inf if seconds is None else seconds
+        return by_name
 
     @property
     def hosts(self) -> Sequence[str] | None:
@@ -214,10 +214,10 @@ def parse_duration(value: str | float | None) -> float | None:
 
 def parse_bytes(text: str) -> int:
     """Bytes of a text such as "24GiB" or "500000000". Raises ValueError."""
-    found = _BYTES.fullmatch(text.strip())
-    if found is None:
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
         raise ValueError(f"{text!r:.60} is no number of bytes such as 24GiB")
-    number, prefix, is_binary = found.groups()
+    number, prefix, is_binary = match.groups()
     power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
     return int(float(number) * (1024 if is_binary or not prefix else 1000) ** power)
 

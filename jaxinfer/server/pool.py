@@ -65,7 +65,7 @@ class ModelPool:
 
     @property
     def num_bytes(self) -> int:
-        """Of all models that are loaded, or about to be."""
+        """Bytes of all models that are loaded, or about to be."""
         return bytes_together(model.needs for model in self.models)
 
     def add(self, source: ModelSource) -> ServedModel:
@@ -73,7 +73,8 @@ class ModelPool:
         model = self._by_key.get(source.key) if source.key else None
         if model is None:
             model = ServedModel(source, self._options, self._metrics, self._admissions)
-            model.keep_alive = self._keep_alive_of(model)
+            seconds = self._options.keep_alive_seconds
+            model.keep_alive = next(seconds[name] for name in (*model.names, "") if name in seconds)
             if source.key:
                 self._by_key[source.key] = model
         elif model.is_resting:
@@ -101,7 +102,7 @@ class ModelPool:
             message = f"the model {name!r:.80} is not served here; {await self._served()}"
             raise APIError(404, message, param="model", code="model_not_found")
         if len(self._models) >= _MAX_KNOWN:
-            for other in [known for known, one in self._models.items() if one.is_resting]:
+            for other in [known for known, other in self._models.items() if other.is_resting]:
                 self._forget(other)
             model = self._models.get(name)
         if model is None or model.source.key != source.key:
@@ -111,7 +112,7 @@ class ModelPool:
         return model
 
     def _renew(self, model: ServedModel, source: ModelSource) -> None:
-        """The same model, to be loaded by the name that was just found: the others may be gone, or mean others now."""
+        """Drops the names of a model but the one that was just found: the others may be gone, or mean others now."""
         for name in {*model.names} - {*source.names}:
             self._models.pop(name, None)
         model.source, model.names = source, list(source.names)
@@ -186,11 +187,6 @@ class ModelPool:
         model.last_used = time.monotonic()
         model.set_expiry(None)
         return Lease(model, deadline, lambda: self._release(model, keep_alive))
-
-    async def load(self, name: str) -> ServedModel:
-        """Loads a model, unless it is. Raises APIError where its name is unknown, or what it failed with."""
-        (await self.acquire(name)).release()
-        return await self.find(name)
 
     async def unload(self, name: str) -> ServedModel:
         """Unloads a model when its requests have ended; those that come later load it again. Raises APIError: 404
@@ -307,9 +303,9 @@ class ModelPool:
         reason to refuse it: its last one may have compiled, or read from a colder disk."""
         before = self._line[: self._line.index(model)] if model in self._line else self._line
         left = 0.0
-        for one in before:
-            elapsed = time.monotonic() - self._load_start if one.state == "loading" else 0.0
-            left += max((one.load_seconds or 0.0) - elapsed, 0.0)
+        for earlier in before:
+            elapsed = time.monotonic() - self._load_start if earlier.state == "loading" else 0.0
+            left += max((earlier.load_seconds or 0.0) - elapsed, 0.0)
         return left
 
     def _answer_waiters(self, model: ServedModel, error: Exception | None) -> None:
@@ -327,7 +323,10 @@ class ModelPool:
     async def _load_line(self) -> None:
         while self._line:
             error = None
-            model = next((one for one in self._line if not self._is_being_stopped(one)), None)
+            stopping = [
+                item for item in self._line if item.is_leaving and item.state == "ready" and self._is_wanted(item)
+            ]
+            model = next((waiting for waiting in self._line if waiting not in stopping), None)
             if model is None:
                 self._changed.clear()
                 await self._changed.wait()
@@ -336,9 +335,9 @@ class ModelPool:
                 async with self._lock:
                     if not model.is_usable and self._is_wanted(model):
                         await self._load(model)
-            except Exception as found:
-                _LOG.warning("the model %s could not be loaded: %s", model.name, found)
-                error = load_error(model.name, found, model.source.without_paths(str(found)))
+            except Exception as failure:
+                _LOG.warning("the model %s could not be loaded: %s", model.name, failure)
+                error = load_error(model.name, failure, model.source.without_paths(str(failure)))
             self._line.remove(model)
             if error is not None or model.is_usable:
                 self._answer_waiters(model, error)
@@ -346,9 +345,6 @@ class ModelPool:
                 self._line.append(model)
             self._set_expiry(model)
             self._changed.set()
-
-    def _is_being_stopped(self, model: ServedModel) -> bool:
-        return model.is_leaving and model.state == "ready" and self._is_wanted(model)
 
     def _is_wanted(self, model: ServedModel) -> bool:
         return bool(self._waiters.get(model)) and not self._is_closed
@@ -398,13 +394,13 @@ class ModelPool:
             raise
 
     async def _make_room(self, model: ServedModel, needs: ModelNeeds) -> bool:
-        """Unloads other models until this one has room; False where nobody waits for it any more.
+        """Unloads other models until this one has room; False where no request waits for it any more.
 
         Raises OutOfMemoryError where it can never have room.
         """
         assert self.budget is not None
-        others = [one for one in self.models if one is not model]
-        staying = [one.needs for one in others if one.is_pinned]
+        others = [other for other in self.models if other is not model]
+        staying = [other.needs for other in others if other.is_pinned]
         if bytes_together([needs, *staying]) > self.budget:
             kept = format_bytes(bytes_together(staying))
             beside = f" beside {kept} of the models that are always kept" if staying else ""
@@ -417,30 +413,31 @@ class ModelPool:
         budget = self.budget
 
         def is_full(gone: set[ServedModel]) -> bool:
-            return bytes_together([needs, *(one.needs for one in self.models if one not in {model, *gone})]) > budget
+            needed = [needs, *(other.needs for other in self.models if other not in {model, *gone})]
+            return bytes_together(needed) > budget
 
         try:
             while is_full(set()):
                 if not self._is_wanted(model):
                     return False
-                loaded = [one for one in others if one.state == "ready" and not one.is_pinned]
-                loaded.sort(key=lambda one: one.last_used)
-                idle = next((one for one in loaded if not one.num_users), None)
+                loaded = [other for other in others if other.state == "ready" and not other.is_pinned]
+                loaded.sort(key=lambda other: other.last_used)
+                idle = next((other for other in loaded if not other.num_users), None)
                 if idle is not None:
                     await self._unload(idle, f"{model.name} needs its room")
                     continue
                 going: set[ServedModel] = set()
-                for one in loaded:  # all are busy
+                for other in loaded:  # all are busy
                     if is_full(going):
-                        one.is_leaving = True
-                        going.add(one)
+                        other.is_leaving = True
+                        going.add(other)
                 leaving |= going
                 self._changed.clear()
                 await self._changed.wait()
             return self._is_wanted(model)
         finally:
-            for one in leaving:
-                one.is_leaving = False
+            for other in leaving:
+                other.is_leaving = False
 
     async def _unload(self, model: ServedModel, why: str) -> None:
         engine = model.detach()
@@ -457,10 +454,6 @@ class ModelPool:
     def _collect(self) -> None:
         self._collecting = None
         self._start(asyncio.to_thread(gc.collect))
-
-    def _keep_alive_of(self, model: ServedModel) -> float:
-        found = self._options.keep_alive_seconds
-        return next((found[name] for name in model.names if name in found), found.get("", float("inf")))
 
     # The end.
 
@@ -495,5 +488,5 @@ class ModelPool:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a model is being loaded, which cannot be interrupted."""
+        """True if a model is being loaded, which cannot be interrupted."""
         return any(model.state == "loading" for model in self.models)

@@ -1,4 +1,4 @@
-"""What is known of one request, for the log, the metrics and the traces."""
+"""The record of one request, for the log, the metrics and the traces."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,6 @@ from typing import Any
 
 from jaxinfer.engine.request import RequestOutput, RequestTimings
 from jaxinfer.sampling.params import SamplingParams
-from jaxinfer.server.resume import new_answer_id
 
 RECORD = "jaxinfer.record"  # the key of the request's record in the ASGI scope
 
@@ -54,7 +53,7 @@ class Record:
         """All answers have ended."""
         self.num_cached = sum(output.num_cached_tokens for output in outputs)
         self.timings = tuple(output.timings for output in outputs if output.timings is not None)
-        self.finish_reasons = tuple(one.finish_reason or "" for output in outputs for one in output.outputs)
+        self.finish_reasons = tuple(answer.finish_reason or "" for output in outputs for answer in output.outputs)
 
     def facts(self) -> dict[str, Any]:
         """The line of the log."""
@@ -79,8 +78,3 @@ class Record:
             "prompt": self.prompt,
         }
         return {name: value for name, value in known.items() if value is not None}
-
-
-def new_request_id() -> str:
-    """For a request whose client gave none."""
-    return f"req-{new_answer_id()}"

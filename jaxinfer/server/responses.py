@@ -59,41 +59,41 @@ class _ResponseForm:
         return created + self._event("response.in_progress", response=self._writer.begun)
 
     def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
-        found = b""
+        events = b""
         if reasoning:
-            found += self._extend("reasoning", reasoning)
+            events += self._extend("reasoning", reasoning)
         if delta.text:
-            found += self._extend("message", delta.text)
+            events += self._extend("message", delta.text)
         if call is not None:
             if call.id is not None and call.name is not None:
-                found += self._open("function_call", ToolCall(call.id, call.name, ""))
+                events += self._open("function_call", ToolCall(call.id, call.name, ""))
             if call.arguments:
-                found += self._extend("function_call", call.arguments)
-        return found
+                events += self._extend("function_call", call.arguments)
+        return events
 
     def finish(self) -> bytes:
         (output,) = self._generation.outputs
-        found = b"" if self._kind else self._open("message")
+        events = b"" if self._kind else self._open("message")
         is_cut = output.outputs[0].finish_reason == "length"
-        found += self._close("incomplete" if is_cut and self._kind == "message" else "completed")
+        events += self._close("incomplete" if is_cut and self._kind == "message" else "completed")
         whole = self._writer.whole(output, self._items)
-        return found + self._event(f"response.{whole.status}", response=whole)
+        return events + self._event(f"response.{whole.status}", response=whole)
 
     def _extend(self, kind: str, text: str) -> bytes:
         """Adds text to the open item, or to a new one where that is of another kind."""
-        found = b"" if self._kind == kind else self._open(kind)
+        opening = b"" if self._kind == kind else self._open(kind)
         self._text += text
         more = {"logprobs": []} if kind == "message" else {}
-        return found + self._event(f"response.{_DELTAS[kind]}.delta", **self._where(), delta=text, **more)
+        return opening + self._event(f"response.{_DELTAS[kind]}.delta", **self._where(), delta=text, **more)
 
     def _open(self, kind: str, call: ToolCall | None = None) -> bytes:
-        found = self._close()
+        events = self._close()
         self._kind, self._text, self._call = kind, "", call or self._call
         item = self._open_item("in_progress")
-        found += self._event("response.output_item.added", output_index=len(self._items), item=item)
+        events += self._event("response.output_item.added", output_index=len(self._items), item=item)
         if kind == "function_call":
-            return found
-        return found + self._event("response.content_part.added", **self._where(), part=part(kind, ""))
+            return events
+        return events + self._event("response.content_part.added", **self._where(), part=part(kind, ""))
 
     def _close(self, status: str = "completed") -> bytes:
         """Ends the open item, if there is one."""

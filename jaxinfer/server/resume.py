@@ -20,26 +20,14 @@ from jaxinfer.server.errors import APIError
 
 _ID = re.compile(r"([0-9a-f]{24})\.([0-9a-f]{16})\.(\d{1,20})\.([0-9a-fx,-]{1,4096})")
 _NOT_CONTENT = (
-    "keep_alive",
-    "stream",
-    "stream_options",
-    "seed",
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "prompt_cache_options",
-    "request_id",
-    "metadata",
-    "priority",
-    "timeout",
-    "cache_salt",
+    *("keep_alive", "stream", "stream_options", "seed", "user", "safety_identifier", "prompt_cache_key", "request_id"),
+    *("prompt_cache_retention", "prompt_cache_options", "metadata", "priority", "timeout", "cache_salt"),
 )
 
 
 @dataclass
 class SentPart:
-    """What was sent of one answer: tokens, characters, a checksum of the text, and whether its end was."""
+    """The part of one answer that was sent: tokens, characters, a checksum of the text, and whether its end was."""
 
     num_tokens: int = 0
     num_chars: int = 0
@@ -64,7 +52,7 @@ class SentPart:
 
 
 class StreamPosition:
-    """Where a stream is. `str()` of it is the id of an event.
+    """The position of a stream. `str()` of it is the id of an event.
 
     Args:
       answer_id: of the stream, the same after it is resumed. digest: of the request and the model.
@@ -83,12 +71,12 @@ class StreamPosition:
 
     def advance(self, index: int, text: str, num_tokens: int) -> bytes:
         """Counts what is sent of a choice; returns the line with the id of its event."""
-        one = self.choices[index]
-        one.add(text, num_tokens)
-        if len(self.choices) > 1 or one.has_ended:
+        choice = self.choices[index]
+        choice.add(text, num_tokens)
+        if len(self.choices) > 1 or choice.has_ended:
             return self.event_id()
         # As `event_id` writes it, without its calls: for every token they take 8 microseconds.
-        return f"id: {self._head}{one.num_tokens:x}-{one.num_chars:x}-{one.checksum:x}\n".encode()
+        return f"id: {self._head}{choice.num_tokens:x}-{choice.num_chars:x}-{choice.checksum:x}\n".encode()
 
     def end(self, index: int) -> bytes:
         """The end of a choice is sent; returns the line with the id of its event."""
@@ -105,14 +93,14 @@ class StreamPosition:
     @classmethod
     def read(cls, text: str) -> "StreamPosition":
         """Raises APIError 400."""
-        found = _ID.fullmatch(text)
+        match = _ID.fullmatch(text)
         try:
-            if found is None or int(found[3]) >= 2**64:
+            if match is None or int(match[3]) >= 2**64:
                 raise ValueError(text)
-            choices = [SentPart.read(part) for part in found[4].split(",")]
+            choices = [SentPart.read(part) for part in match[4].split(",")]
         except ValueError:
             raise APIError(400, f"{text!r:.80} is no id of an event of this server", param="Last-Event-ID") from None
-        position = cls(found[1], found[2], int(found[3]), len(choices))
+        position = cls(match[1], match[2], int(match[3]), len(choices))
         position.choices = choices
         return position
 
@@ -140,7 +128,7 @@ class Skipper:
         self._sent, self._seen = replace(sent), SentPart()  # the stream's own goes on
 
     def skip(self, text: str, num_tokens: int) -> tuple[int, int]:
-        """Of new text and tokens, how many characters and tokens were sent before. Raises APIError where the text is
+        """The numbers of characters and tokens, of new ones, that were sent before. Raises APIError where the text is
         another one."""
         sent, seen = self._sent, self._seen
         num_chars = min(len(text), max(sent.num_chars - seen.num_chars, 0))
@@ -154,7 +142,7 @@ class Skipper:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the answer's end was sent before."""
+        """True if the answer's end was sent before."""
         return self._sent.has_ended
 
     def check_end(self) -> None:

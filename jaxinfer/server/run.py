@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -108,7 +107,7 @@ def run_service(
 
 
 def _tracer(options: ServerOptions, name: str) -> "RequestTracer | None":
-    """What makes traces, where they are wanted. Raises ImportError without the extra, if a flag asks for them; the
+    """The maker of traces, where they are wanted. Raises ImportError without the extra, if a flag asks for them; the
     environment variables may be meant for other programs."""
     if options.otlp_endpoint is None and not any(os.environ.get(variable) for variable in _OTLP_VARIABLES):
         return None
@@ -145,13 +144,7 @@ def _listen(host: str, port: int, send_timeout: float) -> socket.socket:
 class _Server:
     """One run. `error`: why a first model could not be loaded."""
 
-    def __init__(
-        self,
-        service: Service,
-        keys: Keys | None,
-        first: Sequence[str],
-        on_ready: Callable[[Service], None],
-    ):
+    def __init__(self, service: Service, keys: Keys | None, first: Sequence[str], on_ready: Callable[[Service], None]):
         self.error: BaseException | None = None
         self.exit_code = OK
         self._service, self._first, self._on_ready = service, first, on_ready
@@ -191,7 +184,7 @@ class _Server:
         service = self._service
         for name in self._first:
             try:
-                await service.models.load(name)
+                (await service.models.acquire(name)).release()
             except Exception as error:
                 if self._stopping.is_set():
                     return
@@ -268,9 +261,6 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         yield
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        raise NotImplementedError
 
 
 def make_uvicorn(service: Service, keys: Keys | None = None) -> _Uvicorn:

@@ -1,4 +1,4 @@
-"""What the routes share: the models, whether requests are taken, the metrics, the log."""
+"""State that the routes share: the models, whether requests are taken, the metrics, the log."""
 
 import hashlib
 import hmac
@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from starlette.requests import Request
 
-from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.openai.requests import CHARS_PER_TOKEN, check_timeout
 from jaxinfer.server.errors import refused, unavailable
 from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.models import Catalogue, Lease, ModelSource, OneModel, ServedModel
+from jaxinfer.server.models import Catalogue, Lease, OneModel
 from jaxinfer.server.options import ServerOptions, parse_duration
 from jaxinfer.server.pool import ModelPool
 from jaxinfer.server.record import RECORD, Record
@@ -30,41 +29,28 @@ DEFAULT_MAX_MODEL_LEN = 4096  # of models that are not loaded
 
 class Service:
     """Args:
-    name: of the default model, which requests mean that name none. catalogue: the models that may be named; by default
-      only that one, which `attach` gives its engine.
+    name: of the default model, which requests mean that name none. catalogue: the models that may be named.
+
+    Attributes:
+      default: the one model, where no other can be served.
     """
 
-    def __init__(self, options: ServerOptions, name: str | None, catalogue: Catalogue | None = None):
+    def __init__(self, options: ServerOptions, name: str | None, catalogue: Catalogue):
         self.options = options
         self.state: State = "loading"
         self.metrics = Metrics(name or "")
-        self.is_one = catalogue is None or isinstance(catalogue, OneModel)
-        if catalogue is None:
-            catalogue = OneModel(ModelSource((name or "model",), name or "model", _not_to_be_loaded))
+        self.is_one = isinstance(catalogue, OneModel)
         self.models = ModelPool(catalogue, options, self.metrics, name)
-        self._default = name
         self.generations: set[object] = set()  # those that have not ended
         self.num_body_bytes = 0  # of large bodies that are being received
         self.max_model_len = DEFAULT_MAX_MODEL_LEN
         self._secret = secrets.token_bytes(32)
         self._unknown_fields: set[str] = set()
         self.on_finish: Callable[[Record], None] | None = None  # makes a trace
-        if self.is_one:
-            source = catalogue.find(name or "model")
-            assert source is not None
-            self._only = self.models.add(source)
+        if isinstance(catalogue, OneModel):
+            self.default = self.models.add(catalogue.source)
 
     # The models.
-
-    @property
-    def default(self) -> ServedModel:
-        """The one model, where no other can be served."""
-        return self._only
-
-    def attach(self, engine: AsyncEngine) -> None:
-        """The one model is loaded: takes requests from now on."""
-        self.default.attach(engine)
-        self.state = "ready"
 
     async def lease(self, request: Request, body: Any) -> Lease:
         """The use of the model that a body names, for as long as it says. Raises as `ModelPool.acquire`."""
@@ -90,13 +76,14 @@ class Service:
         return lease
 
     def largest_model_len(self) -> int:
-        """Of the models that are loaded, and what others have unless they are told otherwise."""
-        loaded = [one.llm.max_model_len for one in self.models.models if one.state == "ready" and not one.is_dead]
+        """The largest max_model_len of the loaded models, and of others by default."""
+        models = [model for model in self.models.models if model.state == "ready" and not model.is_dead]
+        loaded = [model.llm.max_model_len for model in models]
         return max(loaded) if loaded and self.is_one else max([*loaded, self.max_model_len])
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine's thread runs, or is still to be started. One of several models is loaded again."""
+        """True if the engine's thread runs, or is still to be started. One of several models is loaded again."""
         return not (self.is_one and self.default.is_dead)
 
     def check_accepts(self) -> None:
@@ -137,7 +124,3 @@ class Service:
         level = logging.DEBUG if record.route in _PROBES else logging.INFO
         if _REQUEST_LOG.isEnabledFor(level):
             _REQUEST_LOG.log(level, "%s", json.dumps(record.facts(), ensure_ascii=True))
-
-
-def _not_to_be_loaded(_: object) -> AsyncEngine:
-    raise RuntimeError("this model is given to the server by `Service.attach`")

@@ -40,7 +40,7 @@ def count_values(part: bytes) -> int:
 
 
 def is_large(num_bytes: int, num_values: int) -> bool:
-    """Whether reading a body takes so long that it is not done in the event loop."""
+    """True if reading a body takes so long that it is not done in the event loop."""
     return num_bytes > _LARGE_BYTES or num_values > _LARGE_VALUES
 
 
@@ -54,14 +54,14 @@ def weight(value: Any, enough: float = float("inf")) -> int:
     Stops counting at `enough`."""
     total, left = 0, [value]
     while left and total <= enough:
-        one = left.pop()
-        total += len(one) if isinstance(one, str) else 1
-        if isinstance(one, (Mapping, list, tuple)):
-            if total + len(one) > enough:
-                return total + len(one)
-            left += one
-            if isinstance(one, Mapping):
-                left += one.values()
+        item = left.pop()
+        total += len(item) if isinstance(item, str) else 1
+        if isinstance(item, (Mapping, list, tuple)):
+            if total + len(item) > enough:
+                return total + len(item)
+            left += item
+            if isinstance(item, Mapping):
+                left += item.values()
     return total
 
 

@@ -27,7 +27,7 @@ async def tokenize(request: Request, service: Service) -> Response:
             answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
             if body.return_token_strs:
                 tokenizer = llm.get_tokenizer()
-                answer["token_strs"] = [tokenizer.id_to_token(one) for one in ids]
+                answer["token_strs"] = [tokenizer.id_to_token(token_id) for token_id in ids]
             return answer
 
         with client_errors("prompt" if body.messages is None else "messages"):
@@ -64,6 +64,6 @@ async def tokenizer_info(request: Request, service: Service) -> Response:
     with client_errors():
         tokenizer = model.llm.get_tokenizer()
     ids = {name: getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
-    tokens = {name: None if one is None else tokenizer.id_to_token(one) for name, one in ids.items()}
+    tokens = {name: None if token_id is None else tokenizer.id_to_token(token_id) for name, token_id in ids.items()}
     about = {"chat_template": tokenizer.chat_template, "model_max_length": model.llm.max_model_len}
     return json_response({**tokens, **about})

@@ -23,7 +23,7 @@ _OPERATIONS = {
     "/v1/messages": "chat",
 }
 _TRACES_PATH = "/v1/traces"
-_CLOSING_SECONDS = 2.0  # a collector that is away is asked again for 10 s
+_CLOSING_SECONDS = 2.0  # the exporter tries a collector that is away for 10 s
 _PARENT = TraceContextTextMapPropagator()
 
 Attributes = dict[str, str | bool | int | float | list[str]]
@@ -141,7 +141,7 @@ def _add_events(span: Span, record: Record, start: int, end: int) -> None:
 
 
 def _has_failed(record: Record) -> bool:
-    """Whether a stream ended with an error event: its status had been sent."""
+    """True if a stream ended with an error event: its status had been sent."""
     return record.status == 200 and record.is_stream and not record.finish_reasons and not record.has_left
 
 

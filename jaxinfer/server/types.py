@@ -5,35 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Struct, field
 
 from jaxinfer.checks import TYPES
-from jaxinfer.openai.bodies import (
-    TOOL,
-    Body,
-    CacheSalt,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingsRequest,
-    GenerationFields,
-    Ids,
-    KeepAlive,
-    Limit,
-    Messages,
-    MinP,
-    Names,
-    Neutral,
-    Penalty,
-    Positive,
-    Priority,
-    RepetitionPenalty,
-    ResponsesRequest,
-    Seed,
-    Temperature,
-    Timeout,
-    TopK,
-    TopP,
-    VectorFields,
-    any_of,
-    described,
-)
+from jaxinfer.openai import bodies
 from jaxinfer.text.messages import MESSAGE_NAMES
 
 # The server's own routes.
@@ -48,17 +20,17 @@ class ModelRequest(Struct, kw_only=True):
 class LoadRequest(ModelRequest, kw_only=True):
     """The body of /models/load."""
 
-    keep_alive: KeepAlive | None = None
+    keep_alive: bodies.KeepAlive | None = None
 
 
-class TokenizeRequest(Body, kw_only=True):
+class TokenizeRequest(bodies.Body, kw_only=True):
     """The body of /tokenize: a prompt or messages."""
 
-    NESTED: ClassVar[Names] = {"tools": TOOL}
+    NESTED: ClassVar[bodies.Names] = {"tools": bodies.TOOL}
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: bodies.Messages | None = None
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -71,17 +43,17 @@ class DetokenizeRequest(Struct, kw_only=True):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: Ids
+    tokens: bodies.Ids
 
 
 # Scores of texts, as vLLM, Jina and Cohere have them.
 
-_SOME = described(minItems=1)
+_SOME = bodies.described(minItems=1)
 _Texts = Annotated[list[str], _SOME]
-_Document = Annotated[dict[str, Any], described(properties={"text": {"type": "string"}}, required=["text"])]
+_Document = Annotated[dict[str, Any], bodies.described(properties={"text": {"type": "string"}}, required=["text"])]
 
 
-class ScoreRequest(VectorFields, kw_only=True):
+class ScoreRequest(bodies.VectorFields, kw_only=True):
     """The body of /v1/score: pairs of texts, or one text against several."""
 
     text_1: str | _Texts
@@ -89,12 +61,12 @@ class ScoreRequest(VectorFields, kw_only=True):
     instruction: str | None = None
 
 
-class RerankRequest(VectorFields, kw_only=True):
+class RerankRequest(bodies.VectorFields, kw_only=True):
     """The body of /v1/rerank."""
 
     query: str
     documents: Annotated[list[str | _Document], _SOME]
-    top_n: Positive | None = None
+    top_n: bodies.Positive | None = None
     return_documents: bool | None = None
     instruction: str | None = None
 
@@ -108,7 +80,7 @@ _BLOCKS = {
 }
 AnthropicMessage = Annotated[
     dict[str, Any],
-    described(
+    bodies.described(
         properties={
             "role": {"enum": ["user", "assistant", "system"]},
             "content": {"anyOf": [{"type": "string"}, _BLOCKS]},
@@ -116,22 +88,22 @@ AnthropicMessage = Annotated[
         required=["role", "content"],
     ),
 ]
-AnthropicMessages = Annotated[list[AnthropicMessage], described(minItems=1)]
-_TEXT_BLOCK: Names = any_of("type", "text", "citations", "cache_control")
-_TURN = any_of(  # a message of the package that is sent back whole
+AnthropicMessages = Annotated[list[AnthropicMessage], bodies.described(minItems=1)]
+_TEXT_BLOCK: bodies.Names = bodies.any_of("type", "text", "citations", "cache_control")
+_TURN = bodies.any_of(  # a message of the package that is sent back whole
     *("role", "id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container"),
     "diagnostics",
 )
-_BLOCK: Names = {
+_BLOCK: bodies.Names = {
     **_TEXT_BLOCK,
-    **any_of("thinking", "signature", "data", "id", "name", "input", "caller", "tool_use_id", "is_error"),
+    **bodies.any_of("thinking", "signature", "data", "id", "name", "input", "caller", "tool_use_id", "is_error"),
     "toolset_name": None,
     "content": {**_TEXT_BLOCK, TYPES: ("text",)},
     TYPES: _BLOCK_TYPES,
 }
-_TOOL: Names = {
-    **any_of("type", "name", "description", "input_schema", "strict", "cache_control"),
-    **any_of("eager_input_streaming", "defer_loading", "allowed_callers"),
+_TOOL: bodies.Names = {
+    **bodies.any_of("type", "name", "description", "input_schema", "strict", "cache_control"),
+    **bodies.any_of("eager_input_streaming", "defer_loading", "allowed_callers"),
     TYPES: ("custom",),
 }
 
@@ -144,18 +116,18 @@ class Thinking(Struct, kw_only=True):
     display: str | None = None
 
 
-class Conversation(Body, kw_only=True):
+class Conversation(bodies.Body, kw_only=True):
     """Fields of Anthropic's two bodies. Marks of a cache (`cache_control`) change nothing, since every prefix is kept,
     nor does what may be cleared from the context (`context_management`), since nothing is."""
 
-    NESTED: ClassVar[Names] = {
+    NESTED: ClassVar[bodies.Names] = {
         "messages": {**_TURN, "content": _BLOCK},
-        "output_config": any_of("effort", "format"),
+        "output_config": bodies.any_of("effort", "format"),
         "system": _TEXT_BLOCK,
         "tools": _TOOL,
-        "tool_choice": any_of("type", "name", "disable_parallel_tool_use"),
+        "tool_choice": bodies.any_of("type", "name", "disable_parallel_tool_use"),
     }
-    NEUTRAL: ClassVar[Neutral] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
+    NEUTRAL: ClassVar[bodies.Neutral] = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
 
     model: str | None = None
     messages: AnthropicMessages
@@ -171,18 +143,18 @@ class Conversation(Body, kw_only=True):
 class MessagesRequest(Conversation, kw_only=True):
     """The body of /v1/messages."""
 
-    max_tokens: Limit
+    max_tokens: bodies.Limit
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
+    temperature: bodies.Temperature | None = None
+    top_p: bodies.TopP | None = None
+    top_k: bodies.TopK | None = None
     metadata: dict[str, Any] | None = None
-    seed: Seed | None = None
-    priority: Priority | None = None
-    timeout: Timeout | None = None
-    keep_alive: KeepAlive | None = None
-    cache_salt: CacheSalt | None = None
+    seed: bodies.Seed | None = None
+    priority: bodies.Priority | None = None
+    timeout: bodies.Timeout | None = None
+    keep_alive: bodies.KeepAlive | None = None
+    cache_salt: bodies.CacheSalt | None = None
 
 
 class CountTokensRequest(Conversation, kw_only=True):
@@ -192,7 +164,7 @@ class CountTokensRequest(Conversation, kw_only=True):
 # Ollama's.
 
 
-class OllamaLoading(Body, kw_only=True):
+class OllamaLoading(bodies.Body, kw_only=True):
     """How a model is loaded, which the options of jaxinfer serve say: none changes anything."""
 
     num_gpu: int | None = None
@@ -210,7 +182,7 @@ class OllamaOptions(OllamaLoading, kw_only=True):
     """Sampling, under the names of `SamplingParams`, with Ollama's names in bodies; `num_ctx` is the length that a
     prompt may have with its answer. Those of mirostat change nothing without it."""
 
-    NEUTRAL: ClassVar[Neutral] = {
+    NEUTRAL: ClassVar[bodies.Neutral] = {
         "typical_p": (1, 1.0),
         "tfs_z": (1, 1.0),
         "mirostat": (0,),
@@ -218,15 +190,15 @@ class OllamaOptions(OllamaLoading, kw_only=True):
         **dict.fromkeys(("logits_all", "vocab_only", "embedding_only"), (False,)),
     }
 
-    seed: Seed | None = None
-    temperature: Temperature | None = None
-    top_k: TopK | None = None
-    top_p: TopP | None = None
-    min_p: MinP | None = None
+    seed: bodies.Seed | None = None
+    temperature: bodies.Temperature | None = None
+    top_k: bodies.TopK | None = None
+    top_p: bodies.TopP | None = None
+    min_p: bodies.MinP | None = None
     stop: str | list[str] | None = None
-    repetition_penalty: RepetitionPenalty | None = field(name="repeat_penalty", default=None)
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    repetition_penalty: bodies.RepetitionPenalty | None = field(name="repeat_penalty", default=None)
+    presence_penalty: bodies.Penalty | None = None
+    frequency_penalty: bodies.Penalty | None = None
     max_tokens: int | None = field(name="num_predict", default=None)
     num_ctx: int | None = None
     num_keep: Any = None
@@ -235,10 +207,15 @@ class OllamaOptions(OllamaLoading, kw_only=True):
     mirostat_eta: float | None = None
 
 
-class OllamaRequest(GenerationFields, kw_only=True):
+class OllamaRequest(bodies.GenerationFields, kw_only=True):
     """Fields that chat and generate share."""
 
-    NEUTRAL: ClassVar[Neutral] = {"logprobs": (False,), "top_logprobs": (0,), "truncate": (False,), "shift": (False,)}
+    NEUTRAL: ClassVar[bodies.Neutral] = {
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "truncate": (False,),
+        "shift": (False,),
+    }
 
     model: str
     format: Any = None
@@ -249,10 +226,10 @@ class OllamaRequest(GenerationFields, kw_only=True):
 class OllamaChatRequest(OllamaRequest, kw_only=True):
     """The body of /api/chat. Without messages, the model is loaded, or with keep_alive 0 unloaded."""
 
-    NESTED: ClassVar[Names] = {
-        "tools": TOOL,
+    NESTED: ClassVar[bodies.Names] = {
+        "tools": bodies.TOOL,
         "messages": {
-            **any_of("role", "content", "thinking", "images", "tool_name", "name", "tool_call_id"),
+            **bodies.any_of("role", "content", "thinking", "images", "tool_name", "name", "tool_call_id"),
             "tool_calls": MESSAGE_NAMES["tool_calls"],
         },
     }
@@ -264,7 +241,7 @@ class OllamaChatRequest(OllamaRequest, kw_only=True):
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     """The body of /api/generate. Without a prompt, the model is loaded, or with keep_alive 0 unloaded."""
 
-    NEUTRAL: ClassVar[Neutral] = {
+    NEUTRAL: ClassVar[bodies.Neutral] = {
         **OllamaRequest.NEUTRAL,
         **dict.fromkeys(("suffix", "template", "context", "images", "width", "height", "steps"), ()),
     }
@@ -274,10 +251,10 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     raw: bool | None = None
 
 
-class OllamaModelRequest(Body, kw_only=True):
+class OllamaModelRequest(bodies.Body, kw_only=True):
     """The body of /api/show, /api/pull and /api/delete; `name` is the older form of `model`."""
 
-    NEUTRAL: ClassVar[Neutral] = {
+    NEUTRAL: ClassVar[bodies.Neutral] = {
         "insecure": (False,),
         **dict.fromkeys(("system", "template", "options", "username", "password"), ()),
     }
@@ -296,7 +273,7 @@ class OllamaEmbedRequest(Struct, kw_only=True):
     truncate: bool | None = None
     dimensions: int | None = None
     options: OllamaOptions | None = None
-    keep_alive: KeepAlive | None = None
+    keep_alive: bodies.KeepAlive | None = None
 
 
 class OllamaCopyRequest(Struct, kw_only=True):
@@ -304,25 +281,3 @@ class OllamaCopyRequest(Struct, kw_only=True):
 
     source: str
     destination: str
-
-
-BODIES: dict[str, type[Struct]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountTokensRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/embeddings": EmbeddingsRequest,
-    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-    "/models/load": LoadRequest,
-    "/models/unload": ModelRequest,
-    "/api/chat": OllamaChatRequest,
-    "/api/generate": OllamaGenerateRequest,
-    "/api/embed": OllamaEmbedRequest,
-    "/api/show": OllamaModelRequest,
-    "/api/pull": OllamaModelRequest,
-    "/api/copy": OllamaCopyRequest,
-}

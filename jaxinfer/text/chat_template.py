@@ -11,8 +11,6 @@ are all the template's, which is nearly every chat, is encoded as one string, wi
 gives. `encoding.py` does the encoding.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -64,8 +62,7 @@ class ChatTemplate:
         control_tokens: Every string the tokenizer turns into a control token.
         time_limit: CPU seconds of this thread for one `render`.
 
-    Raises:
-        ChatTemplateError: The source is too long or does not compile.
+    Raises ChatTemplateError: the source is too long or does not compile.
     """
 
     def __init__(
@@ -184,14 +181,7 @@ class ChatTemplate:
 class _Run:
     """One chat on its way through the template: rendered plainly, then with marks."""
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        variables: dict[str, Any],
-        roles: set[str],
-        opening: str,
-        closing: str,
-    ):
+    def __init__(self, template: ChatTemplate, variables: dict[str, Any], roles: set[str], opening: str, closing: str):
         self._template = template._template
         self._literals = template._literals
         self._variables = variables

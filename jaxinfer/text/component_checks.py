@@ -4,20 +4,17 @@ A chain of seven harmless-looking replacements can make gigabytes out of one let
 much it may lengthen a text, and the bounds of steps that feed one another are multiplied.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxinfer.text.patterns import Node, PatternError
-from jaxinfer.text.regex_costs import can_match, check_cost, min_length
+from jaxinfer.text.patterns import Node, PatternError, can_match, check_cost, min_length
 
 MAX_STEPS = 128
 MAX_DEPTH = 8
 MAX_TEXT_BYTES = 1024
-"""Of a replacement, a prefix, a suffix, and the like."""
+"""Bytes of a replacement, a prefix, a suffix, and the like."""
 _MAX_GROWTH = {"normalizer": 500.0, "pre_tokenizer": 32.0, "decoder": 500.0}
 """How many times longer in bytes a text may become. Unicode's own normal form KC makes some characters 11 times longer,
 and with lower case and sentencepiece's marks, known normalizers come to about 50, pre-tokenizers to 8."""
@@ -64,7 +61,7 @@ def check_components(spec: Mapping[str, Any]) -> float:
 
 
 def check_component(kind: str, spec: Any) -> float:
-    """The same of one part: "normalizer", "pre_tokenizer" or "decoder"."""
+    """As `check_components`, for one part: "normalizer", "pre_tokenizer" or "decoder"."""
     chain = _Chain(kind)
     for path, step in flatten(spec, kind, _CHILDREN[kind]):
         chain.add(path, step)
@@ -117,14 +114,14 @@ class _Replacement:
     def __init__(self, path: str, step: Mapping[str, Any]):
         self.content = check_short(step.get("content"), f"{path}.content")
         pattern = step.get("pattern")
-        found = check_pattern(pattern, f"{path}.pattern")
-        self._found = found
-        shortest = len(found.encode()) if isinstance(found, str) else min_length(found)
+        searched = check_pattern(pattern, f"{path}.pattern")
+        self._found = searched
+        shortest = len(searched.encode()) if isinstance(searched, str) else min_length(searched)
         size = len(self.content.encode())
         self.growth = max(size / shortest, 1.0) if shortest else 1.0 + size
 
     def reads(self, text: str) -> bool:
-        """Whether it may match where an earlier step wrote `text`."""
+        """True if it may match where an earlier step wrote `text`."""
         if isinstance(self._found, str):
             return not set(self._found).isdisjoint(text)
         return min_length(self._found) == 0 or can_match(self._found, text)
@@ -160,9 +157,10 @@ class _Chain:
         if not isinstance(name, str) or name not in known:
             raise FieldError(f"{path}.type must be one of {', '.join(sorted(known))}, got {name!r:.60}")
         if name == "Replace":
-            one = _Replacement(path, step)
-            before = max((growth for growth, other in self._replacements if one.reads(other.content)), default=1.0)
-            self._replacements.append((before * one.growth, one))
+            replacement = _Replacement(path, step)
+            fed = (growth for growth, other in self._replacements if replacement.reads(other.content))
+            before = max(fed, default=1.0)
+            self._replacements.append((before * replacement.growth, replacement))
         elif name == "Split":
             check_pattern(step.get("pattern"), f"{path}.pattern")
         elif name == "Prepend":

@@ -6,26 +6,28 @@ tokens one by one, or (after `Fuse` or `ByteLevel`) pieces of one long string. A
 streaming form makes the whole chain unsupported (`build_decoder` returns None).
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 
-from jaxinfer.text.token_bytes import byte_level
+from jaxinfer.text.token_bytes import byte_level, decoder_steps
 
 
-class DecoderStage(Protocol):
-    """One streaming stage. `push` takes a piece and returns the finished ones; `flush` returns what is left."""
+class DecoderStage:
+    """A streaming stage, which by itself passes every piece on."""
 
-    def push(self, piece: str) -> Sequence[str]: ...
+    def push(self, piece: str) -> Sequence[str]:
+        """Takes a piece; returns those that are finished."""
+        return (piece,)
 
-    def flush(self) -> Sequence[str]: ...
+    def flush(self) -> Sequence[str]:
+        """Returns the pieces that were held back."""
+        return ()
 
 
 class StreamDecoder:
@@ -57,21 +59,13 @@ def build_decoder(spec: Mapping[str, Any] | None) -> StreamDecoder | None:
     if spec is None:
         stages.append(_SpaceJoined())
     is_fused = False
-    for step in _flatten(spec):
+    for step in decoder_steps(spec):
         stage, fuses = _build_stage(step, is_fused)
         if stage is None:
             return None
         stages.append(stage)
         is_fused = is_fused or fuses
     return StreamDecoder(stages)
-
-
-def _flatten(spec: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if spec is None:
-        return []
-    if spec.get("type") == "Sequence":
-        return [step for child in spec["decoders"] for step in _flatten(child)]
-    return [spec]
 
 
 def _build_stage(spec: Mapping[str, Any], is_fused: bool) -> tuple[DecoderStage | None, bool]:
@@ -82,9 +76,9 @@ def _build_stage(spec: Mapping[str, Any], is_fused: bool) -> tuple[DecoderStage 
             return _StripStart(spec["content"], spec["start"]), False
         if kind == "Replace" and len(spec["pattern"].get("String", "")) == 1:
             return _PerToken(spec), False
-        return (_Pass(), False) if kind == "Fuse" else (None, False)
+        return (DecoderStage() if kind == "Fuse" else None), False
     if kind == "Fuse":
-        return _Pass(), True
+        return DecoderStage(), True
     if kind == "ByteLevel":
         return _ByteLevel(), True
     if kind == "ByteFallback":
@@ -117,17 +111,7 @@ def _build_component(kind: str, spec_json: str) -> Any:
 _kept_component = lru_cache(maxsize=64)(_build_component)
 
 
-class _Pass:
-    """Passes every piece on."""
-
-    def push(self, piece: str) -> Sequence[str]:
-        return (piece,)
-
-    def flush(self) -> Sequence[str]:
-        return ()
-
-
-class _SpaceJoined(_Pass):
+class _SpaceJoined(DecoderStage):
     """No decoder: tokens joined with spaces."""
 
     def __init__(self) -> None:
@@ -138,7 +122,7 @@ class _SpaceJoined(_Pass):
         return (piece if is_first else " " + piece,)
 
 
-class _PerToken(_Pass):
+class _PerToken(DecoderStage):
     """A stage that treats each token by itself (Replace; Strip before Fuse): the library's own code per token."""
 
     def __init__(self, spec: Mapping[str, Any]):
@@ -148,7 +132,7 @@ class _PerToken(_Pass):
         return (self._decoder.decode([piece]),)
 
 
-class _FirstDiffers(_Pass):
+class _FirstDiffers(DecoderStage):
     """A stage that treats the first token in its own way (Metaspace, WordPiece), again the library's own code."""
 
     def __init__(self, spec: Mapping[str, Any]):
@@ -162,7 +146,7 @@ class _FirstDiffers(_Pass):
         return (self._decoder.decode(["x", piece])[1:],)
 
 
-class _StripStart(_Pass):
+class _StripStart(DecoderStage):
     """Drops up to `count` leading `content` characters of the fused string."""
 
     def __init__(self, content: str, count: int):
@@ -178,7 +162,7 @@ class _StripStart(_Pass):
         return (piece,)
 
 
-class _BpeSuffix:
+class _BpeSuffix(DecoderStage):
     """BPEDecoder: the suffix (`</w>`) becomes a space, but in the last token nothing: holds one token back."""
 
     def __init__(self, suffix: str):
@@ -193,7 +177,7 @@ class _BpeSuffix:
         return () if self._held is None else (self._held.replace(self._suffix, ""),)
 
 
-class _ByteFallback:
+class _ByteFallback(DecoderStage):
     """Runs of byte tokens (`<0xE4>`): text if the *whole run* is valid UTF-8, else one U+FFFD per byte.
 
     So a valid run must be held until it ends: one bad byte at its end turns all of it into U+FFFD. A run that already
@@ -232,7 +216,7 @@ class _ByteFallback:
         return ("\ufffd" * num_bytes if is_partial else text,)
 
 
-class _ByteLevel:
+class _ByteLevel(DecoderStage):
     """ByteLevel: every character of a token stands for one byte; all bytes together are (lossy) UTF-8.
 
     Python's "replace" and Rust's `from_utf8_lossy` agree: one U+FFFD per maximal invalid part.

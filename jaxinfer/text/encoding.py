@@ -10,8 +10,6 @@ where control tokens separate them, and the library itself treats such pieces ap
 library would have put the dummy there.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
@@ -25,7 +23,7 @@ from jaxinfer.text.chat_template import ChatTemplateError, RenderedChat
 from jaxinfer.text.decoders import load_component
 
 Position = Literal["start", "after_token", "after_normalized_token"]
-"""Where a piece of text stands: at the start of the whole text, or after a control token (which may be one that
+"""Place of a piece of text: at the start of the whole text, or after a control token (which may be one that
 is matched in the normalized text, so that the normalizer has already run over both sides together)."""
 
 
@@ -141,8 +139,7 @@ class ChatEncoder:
         template's is blanked out to find the template's control tokens, and what stands between them is encoded
         by the `ContentEncoder`, one piece each.
 
-        Raises:
-            ChatTemplateError: A control token that is neither provably the template's nor part of the content.
+        Raises ChatTemplateError: a control token that is neither provably the template's nor part of the content.
         """
         text, trusted = chat.text, _TrustedText(chat)
         ids, tokens = self._find_control_tokens(text)
@@ -150,10 +147,10 @@ class ChatEncoder:
         if not forged:
             return ids
         for start, end in forged:
-            found = text[start:end].strip()
-            if found not in chat.content or found in chat.doubtful:
+            forgery = text[start:end].strip()
+            if forgery not in chat.content or forgery in chat.doubtful:
                 raise ChatTemplateError(
-                    f"the rendered chat has the control token {found!r} at character {start}, and it cannot be "
+                    f"the rendered chat has the control token {forgery!r} at character {start}, and it cannot be "
                     "told whether the chat template or a message wrote it"
                 )
         blanked = trusted.blank_out_the_rest(self._blank)
@@ -199,7 +196,7 @@ class _TrustedText:
         self._starts = [start for start, _ in self._spans]
 
     def covers(self, start: int, end: int) -> bool:
-        """Whether all of `[start, end)`, apart from white space at its ends, is trusted."""
+        """True if all of `[start, end)`, apart from white space at its ends, is trusted."""
         token = self._text[start:end]
         start, end = end - len(token.lstrip()), start + len(token.rstrip())
         index = bisect_right(self._starts, start) - 1

@@ -5,8 +5,6 @@ key is a digest of all that the tokenizer is made of, the library's version, and
 say that the same text has passed the same checks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -64,7 +62,7 @@ def find_facts(spec: Mapping[str, Any], growth: float, backend: tokenizers.Token
     strips_ends = any(step["type"] == "Strip" and step["stop"] for step in steps_of(spec, "decoder"))
     check_works(backend, name, decodes_each_token=strips_ends)
     model, vocab = spec["model"], spec["model"]["vocab"]
-    found = TokenizerFacts(
+    facts = TokenizerFacts(
         components={kind: spec.get(kind) for kind in ("normalizer", "pre_tokenizer", "decoder")},
         special=tuple(token["content"] for token in spec.get("added_tokens") or () if token["special"]),
         unknown_id=_unknown_id(model),
@@ -72,10 +70,10 @@ def find_facts(spec: Mapping[str, Any], growth: float, backend: tokenizers.Token
         is_control_reachable=False,
         bounds=length_bounds(backend, spec, growth),
     )
-    control = found.control_of(backend.get_added_tokens_decoder())
+    control = facts.control_of(backend.get_added_tokens_decoder())
     texts = {text: token_id for token_id, text in control.items()}
-    _check_ids_apart({id: text for id, text in control.items() if id != found.unknown_id}, vocab, name)
-    return TokenizerFacts(**{**vars(found), "is_control_reachable": _is_reachable(model, texts)})
+    _check_ids_apart({id: text for id, text in control.items() if id != facts.unknown_id}, vocab, name)
+    return TokenizerFacts(**{**vars(facts), "is_control_reachable": _is_reachable(model, texts)})
 
 
 def kept_facts(files: TokenizerFiles) -> TokenizerFacts | None:
@@ -107,7 +105,7 @@ def _key(files: TokenizerFiles) -> str:
 
 
 def _is_plain_text(content: str) -> bool:
-    """Whether a non-special added token is only text: white space (also sentencepiece's), or one character."""
+    """True if a non-special added token is only text: white space (also sentencepiece's), or one character."""
     return len(content) == 1 or not content.replace("▁", " ").strip()
 
 
@@ -131,7 +129,7 @@ def _unknown_id(model: Mapping[str, Any]) -> int | None:
 
 
 def _is_reachable(model: Mapping[str, Any], control: Mapping[str, int]) -> bool:
-    """Whether a model's own vocabulary could turn plain text into one of the control tokens."""
+    """True if a model's own vocabulary could turn plain text into one of the control tokens."""
     vocab = model.get("vocab") or {}
     own = control.keys() & (vocab.keys() if isinstance(vocab, dict) else {text for text, _ in vocab})
     if not own:

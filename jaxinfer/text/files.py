@@ -1,7 +1,5 @@
 """The tokenizer files of a Hugging Face repository, read and checked, without a tokenizer built from them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping
@@ -13,15 +11,8 @@ from typing import Any
 from jaxinfer.text.spec_checks import MAX_ADDED_TOKENS, MAX_FILE_BYTES, parse_json
 
 _COPIED_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
 )
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -69,7 +60,7 @@ class TokenizerFiles:
 
 
 def tokenizer_files_of(contents: Mapping[str, str]) -> TokenizerFiles:
-    """The same of texts by file name, tokenizer.json and tokenizer_config.json, that were read from elsewhere.
+    """Tokenizer files from texts by file name, tokenizer.json and tokenizer_config.json, that were read from elsewhere.
 
     Raises ValueError as `read_tokenizer_files`.
     """

@@ -5,8 +5,6 @@ OpenAI's messages have the arguments of calls as JSON text and no content beside
 whether it is none. All doors hand over what they were given, and the template gets what it reads.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,7 +58,7 @@ class HistoryForm:
     def empty(self, wanted: Sequence[Empty] = ()) -> Empty:
         """The content of a message with calls only: the first wanted form that the template takes, or any."""
         order: tuple[Empty, ...] = (*wanted, *self.empties, "text")
-        return next(one for one in order if one in self.empties or not self.empties)
+        return next(form for form in order if form in self.empties or not self.empties)
 
 
 def probe(render: Render) -> HistoryForm:
@@ -76,7 +74,7 @@ def probe(render: Render) -> HistoryForm:
     for is_text in (False, True):
         rendered = {empty: render(_calling(is_text, empty), tools) or "" for empty in form.empties}
         num_none = min((text.count("None") for text in rendered.values() if text), default=0)
-        good = tuple(one for one, text in rendered.items() if _is_good(text) and text.count("None") == num_none)
+        good = tuple(empty for empty, text in rendered.items() if _is_good(text) and text.count("None") == num_none)
         beside = _is_good(render(_calling(is_text, "text", content=_TOLD), tools) or "")
         if not good and not beside:
             continue
@@ -92,15 +90,16 @@ def probe(render: Render) -> HistoryForm:
 def _calling(is_text: bool, empty: Empty, content: str = "", names: Sequence[str] = (_CALLED,)) -> list[Message]:
     functions = [{"name": name, "arguments": _TEXT if is_text else _OBJECT} for name in names]
     # Mistral's templates ask for ids of nine characters.
-    calls = [{"id": f"zqcall00{i}", "type": "function", "function": one} for i, one in enumerate(functions)]
+    calls = [{"id": f"zqcall00{i}", "type": "function", "function": function} for i, function in enumerate(functions)]
     turn = _with_empty({"role": "assistant", "tool_calls": calls}, empty)
-    results = [{"role": "tool", "tool_call_id": one["id"], "name": _CALLED, "content": "zqresult"} for one in calls]
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": _CALLED, "content": "zqresult"} for call in calls]
     return [_ASKS, {**turn, "content": content} if content else turn, *results]
 
 
 def _is_good(text: str) -> bool:
     """Tells whether the call is printed, with arguments that are neither encoded twice nor Python's."""
-    return all(one in text for one in (_CALLED, _KEY, _VALUE)) and f'\\"{_KEY}' not in text and f"'{_KEY}'" not in text
+    is_shown = all(mark in text for mark in (_CALLED, _KEY, _VALUE)) and f'\\"{_KEY}' not in text
+    return is_shown and f"'{_KEY}'" not in text
 
 
 def _reasoning(text: str) -> Message:
@@ -114,7 +113,7 @@ def _with_empty(message: Message, empty: Empty) -> Message:
 
 def needs_form(messages: Sequence[Message]) -> bool:
     """Tells whether `fitted` asks for the template's form."""
-    return any(one.get("tool_calls") for one in messages) or _num_systems(messages) > 1
+    return any(message.get("tool_calls") for message in messages) or _num_systems(messages) > 1
 
 
 def fitted(messages: Sequence[Message], form: HistoryForm | None) -> list[Message]:
@@ -123,28 +122,28 @@ def fitted(messages: Sequence[Message], form: HistoryForm | None) -> list[Messag
     Args:
       form: None where `needs_form` says so.
     """
-    found: list[Message] = []
+    chat: list[Message] = []
     for message in messages:
         if message["role"] == "developer":
             message = {**message, "role": "system"}
         if message.get("tool_calls") == []:
             message = {name: value for name, value in message.items() if name != "tool_calls"}
-        found += _with_calls(message, form) if form is not None and "tool_calls" in message else [message]
+        chat += _with_calls(message, form) if form is not None and "tool_calls" in message else [message]
     if form is None:
-        return found
+        return chat
     if not form.keeps_all_calls:
-        found = _one_by_one(found, form)
-    num = _num_systems(found)
+        chat = _one_by_one(chat, form)
+    num = _num_systems(chat)
     if form.keeps_systems or num < 2:
-        return found
-    texts = [_text_of(one["content"]) for one in found[:num]]
-    return [{**found[0], "content": "\n\n".join(texts)}, *found[num:]]
+        return chat
+    texts = [_text_of(message["content"]) for message in chat[:num]]
+    return [{**chat[0], "content": "\n\n".join(texts)}, *chat[num:]]
 
 
 def _with_calls(message: Message, form: HistoryForm) -> list[Message]:
     """A message with calls; two, where the template prints either content or calls. Where it prints no calls, they are
     JSON at the end of the content."""
-    calls = [_call(one, form) for one in message["tool_calls"]]
+    calls = [_call(call, form) for call in message["tool_calls"]]
     if not form.shows_calls:
         texts = [_text_of(message.get("content"))] if message.get("content") else []
         return [{**message, "content": "\n".join([*texts, *map(_json_of, calls)]), "tool_calls": calls}]
@@ -161,25 +160,25 @@ def _with_calls(message: Message, form: HistoryForm) -> list[Message]:
 
 def _one_by_one(messages: Sequence[Message], form: HistoryForm) -> list[Message]:
     """The messages with each call in one of its own, before its results."""
-    found: list[Message] = []
+    chat: list[Message] = []
     rest = list(messages)
     while rest:
         message = rest.pop(0)
         calls = message.get("tool_calls", ())
         if len(calls) < 2:
-            found.append(message)
+            chat.append(message)
             continue
-        num = next((number for number, one in enumerate(rest) if one["role"] != "tool"), len(rest))
+        num = next((number for number, later in enumerate(rest) if later["role"] != "tool"), len(rest))
         results, rest = rest[:num], rest[num:]
         for call in calls:
             bare = _with_empty({"role": message["role"]}, form.empty())
-            found.append({**(message if call is calls[0] else bare), "tool_calls": [call]})
-            named = [one for one in results if one.get("tool_call_id") and one["tool_call_id"] == call.get("id")]
-            own = named or [one for one in results if not one.get("tool_call_id")][:1]
-            found += own
-            results = [one for one in results if all(one is not other for other in own)]
-        found += results
-    return found
+            chat.append({**(message if call is calls[0] else bare), "tool_calls": [call]})
+            named = [result for result in results if (name := result.get("tool_call_id")) and name == call.get("id")]
+            own = named or [result for result in results if not result.get("tool_call_id")][:1]
+            chat += own
+            results = [result for result in results if all(result is not other for other in own)]
+        chat += results
+    return chat
 
 
 def _call(call: Message, form: HistoryForm) -> Message:
@@ -213,7 +212,7 @@ def _arguments(function: Message, form: HistoryForm) -> Any:
 
 def _num_systems(messages: Sequence[Message]) -> int:
     """How many messages at the beginning are instructions."""
-    roles = (one["role"] in ("system", "developer") for one in messages)
+    roles = (message["role"] in ("system", "developer") for message in messages)
     return next((number for number, is_system in enumerate(roles) if not is_system), len(messages))
 
 

@@ -5,8 +5,6 @@ longest token. Otherwise the text is tokenized in pieces, until they have too ma
 beside it only, and that many are not counted.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -155,7 +153,7 @@ def _shrinks(spec: Mapping[str, Any]) -> float | None:
 
 
 def _has_all_bytes(vocab: Collection[str], model: Mapping[str, Any], is_byte_level: bool) -> bool:
-    """Whether each character has tokens: unknown ones may be dropped, and a run of them may be one token."""
+    """True if each character has tokens: unknown ones may be dropped, and a run of them may be one token."""
     if is_byte_level:
         return all(char in vocab for char in tokenizers.pre_tokenizers.ByteLevel.alphabet())
     return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in vocab for byte in range(256))

@@ -4,8 +4,6 @@ It raises bare `Exception`, and where its Rust code panics a `PanicException`, w
 would pass every `except Exception` on its way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -25,19 +23,15 @@ def library_errors(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not _is_from_library(error):
+        if not (type(error) is Exception or is_panic(error)):
             raise
         raise ValueError(f"{what}: {_beginning(error)}") from None
 
 
 def run(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Calls a function of the library. Raises ValueError where it fails."""
-    try:
+    with library_errors("the tokenizer failed"):
         return function(*args, **kwargs)
-    except BaseException as error:
-        if not _is_from_library(error):
-            raise
-        raise ValueError(f"the tokenizer failed: {_beginning(error)}") from None
 
 
 def check_works(backend: tokenizers.Tokenizer, name: Any, *, decodes_each_token: bool = False) -> None:
@@ -65,12 +59,8 @@ def _pass_panics(name: Any, call: Callable[[], object]) -> None:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether it is a panic of Rust code: pyo3 makes their class at run time."""
+    """True for a panic of Rust code: pyo3 makes their class at run time."""
     return type(error).__name__ == "PanicException"
-
-
-def _is_from_library(error: BaseException) -> bool:
-    return type(error) is Exception or is_panic(error)
 
 
 def _beginning(error: BaseException) -> str:

@@ -5,8 +5,6 @@ Operations that make a large value out of small ones (`*`, `**`, `%`, `replace`,
 rendering thread, so a busy neighbour cannot make a request fail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import re
@@ -21,7 +19,7 @@ MAX_WIDTH = 4096
 
 _MAX_INT_BITS = 8192
 
-METER: ContextVar[Meter | None] = ContextVar("jaxinfer_template_meter", default=None)
+METER: "ContextVar[Meter | None]" = ContextVar("jaxinfer_template_meter", default=None)
 
 
 class ChatTemplateError(ValueError):

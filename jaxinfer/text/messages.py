@@ -1,7 +1,5 @@
 """Checks of the input of a chat template: plain JSON data, valid Unicode, known names."""
 
-from __future__ import annotations
-
 import math
 import re
 import reprlib
@@ -67,25 +65,19 @@ def check_messages(messages: Sequence[Mapping[str, Any]], places: Sequence[str] 
     Args:
         places: Names of the messages for errors, `messages[0]` and so on by default.
 
-    Raises:
-        MessageError: Naming the message and the field.
+    Raises MessageError: naming the message and the field.
     """
     if not isinstance(messages, (list, tuple)):
         raise MessageError(f"messages must be a list of dicts, not {type(messages).__name__}")
     if not messages:
         raise MessageError("messages is empty; a chat needs at least one message")
     try:
-        places = places or places_of(messages)
+        places = places or [f"messages[{index}]" for index in range(len(messages))]
         return [_check_message(message, place) for message, place in zip(messages, places, strict=True)]
     except MessageError:
         raise
     except ValueError as error:
         raise MessageError(str(error)) from None
-
-
-def places_of(messages: Sequence[Any], name: str = "messages") -> list[str]:
-    """Names of the entries of a list, for errors."""
-    return [f"{name}[{index}]" for index in range(len(messages))]
 
 
 def _check_message(message: Any, path: str) -> Message:
@@ -149,8 +141,7 @@ def _check_calls(calls: Any, path: str) -> None:
 def check_call(function: Any, path: str) -> None:
     """Refuse a call without a name, or with arguments that are neither JSON text nor an object.
 
-    Raises:
-        MessageError: Naming the field.
+    Raises MessageError: naming the field.
     """
     if not isinstance(function, dict):
         raise MessageError(f"{path} must be a dict with a name and arguments, not {type(function).__name__}")
@@ -187,8 +178,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
 def check_template_kwargs(kwargs: Mapping[str, Any], special_tokens: Mapping[str, str]) -> dict[str, Any]:
     """Return extra template variables (`enable_thinking=False`) as plain JSON data.
 
-    Raises:
-        ValueError: A value that is not JSON data, or a name that would replace something a template relies on.
+    Raises ValueError: a value that is not JSON data, or a name that would replace something a template relies on.
     """
     for name in kwargs:
         if _KEYWORD_PATTERN.fullmatch(name) is None:

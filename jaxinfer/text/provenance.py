@@ -9,8 +9,6 @@ marked, so the template decides as it always does. The caller renders without ma
 agree (`chat_template.py`).
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,8 +43,8 @@ class ControlStrings:
 
     def pieces(self, literal: str) -> list[tuple[int, int]]:
         """Spans of `literal` to trust: whole control tokens, and a half of one at its start or end."""
-        found = sorted((token for token in self.tokens if token in literal), key=lambda token: (-len(token), token))
-        spans = [match.span() for match in re.finditer("|".join(map(re.escape, found)), literal)] if found else []
+        inside = sorted((token for token in self.tokens if token in literal), key=lambda token: (-len(token), token))
+        spans = [match.span() for match in re.finditer("|".join(map(re.escape, inside)), literal)] if inside else []
         end_of_head = spans[0][0] if spans else len(literal)
         head = self._longest_end(end_of_head, lambda n: _starts_a_longer(self._reversed, literal[:n][::-1]))
         start_of_tail = max(spans[-1][1] if spans else 0, head)
@@ -55,7 +53,7 @@ class ControlStrings:
         return ([(0, head)] if head else []) + spans + ([(len(literal) - tail, len(literal))] if tail else [])
 
     def opens(self, literal: str) -> bool:
-        """Whether `literal` ends with the first half of a control token."""
+        """True if `literal` ends with the first half of a control token."""
         spans = self.pieces(literal)
         return (
             bool(spans) and spans[-1][1] == len(literal) and _starts_a_longer(self._sorted, literal[slice(*spans[-1])])
@@ -66,7 +64,7 @@ class ControlStrings:
 
 
 def _starts_a_longer(ordered: Sequence[str], text: str) -> bool:
-    """Whether one of the sorted texts starts with `text` and goes on."""
+    """True if one of the sorted texts starts with `text` and goes on."""
     index = bisect_right(ordered, text)
     return index < len(ordered) and ordered[index].startswith(text)
 

@@ -56,15 +56,15 @@ def family_of(name: str, chat_template: str | None) -> Family | None:
     reasoning."""
     if name != "auto":
         return FAMILIES.get(name)
-    found = (one for one in FAMILIES.values() if chat_template is not None and one.is_named_in(chat_template))
-    return next(found, None)
+    named = (family for family in FAMILIES.values() if chat_template is not None and family.is_named_in(chat_template))
+    return next(named, None)
 
 
 def hidden_tokens(
     family: Family | None, tokenizer: Tokenizer | None, more: Iterable[str] = ()
 ) -> tuple[str, ...] | None:
-    """Where the family's tags, or some of `more`, are special tokens, which text without those lacks: the other special
-    tokens, which are to be removed from text that has them. None where the tags are text."""
+    """Special tokens to be removed from text, where the family's tags, or some of `more`, are special tokens too: text
+    without any would lack them. None where the tags are text."""
     tags = {*more, *(() if family is None else family.markers)}
     if not tags or tokenizer is None:
         return None
@@ -79,7 +79,7 @@ def prompt_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
 
 
 def starts_inside(family: Family, prompt_end: str) -> bool:
-    """Whether the prompt itself ends with the opening tag, as some templates write it."""
+    """True if the prompt itself ends with the opening tag, as some templates write it."""
     return isinstance(family, Tags) and prompt_end.rstrip().endswith((family.opening, family.opening + family.label))
 
 
@@ -94,12 +94,12 @@ class Remover:
     def feed(self, text: str) -> str:
         """The text so far that is certain, without the removed ones."""
         held = self._pattern.sub("", self._held + text)
-        cut = len(held) - max((_num_begun(held, one) for one in self._texts), default=0)
+        cut = len(held) - max((_num_begun(held, removed) for removed in self._texts), default=0)
         self._held = held[cut:]
         return held[:cut]
 
     def finish(self) -> str:
-        """What was held back when the stream has ended."""
+        """The text that was held back when the stream has ended."""
         held, self._held = self._held, ""
         return held
 
@@ -208,21 +208,23 @@ class ChannelSplitter:
                 begun = self._held.lstrip(" ")
                 if self._held.startswith(openings) or (begun.startswith("to=") and self._message in begun):
                     self._state = "header"
-                elif begun and not any(one.startswith(begun) or begun.startswith("to=") for one in (*openings, "to=")):
+                elif begun and not (
+                    begun.startswith("to=") or any(text.startswith(begun) for text in (*openings, "to="))
+                ):
                     self._state = "body"
                 else:
                     return
             if self._state == "header":
-                header, found, rest = self._held.partition(self._message)
-                if not found:
+                header, marker, rest = self._held.partition(self._message)
+                if not marker:
                     return
                 channel = header.partition(self._channel)[2].split(maxsplit=1)
                 is_reasoning = channel[:1] == ["analysis"] or _TO_TOOL.search(header) is not None
                 self._kind = "reasoning" if is_reasoning else "content"
                 self._state, self._held, self._is_first = "body", rest, True
             markers = (self._start, self._channel, *self._ends)
-            ends = [at for one in markers if (at := self._held.find(one)) >= 0]
-            cut = min(ends) if ends else len(self._held) - max(_num_begun(self._held, one) for one in markers)
+            ends = [at for mark in markers if (at := self._held.find(mark)) >= 0]
+            cut = min(ends) if ends else len(self._held) - max(_num_begun(self._held, mark) for mark in markers)
             if cut:
                 yield self._kind, self._line(self._held[:cut])
             self._held = self._held[cut:]
@@ -247,7 +249,7 @@ Splitter = ReasoningSplitter | ChannelSplitter
 
 
 def make_splitter(family: Family, is_inside: bool = False) -> Splitter:
-    """Of an answer's text. `is_inside`: the prompt ends within the reasoning."""
+    """A splitter of an answer's text. `is_inside`: the prompt ends within the reasoning."""
     return ChannelSplitter(family) if isinstance(family, Channels) else ReasoningSplitter(family, is_inside)
 
 
@@ -262,12 +264,12 @@ class AnswerSplitter:
         self._remover, self._splitter = Remover(hidden or ()), make_splitter(family, is_inside)
 
     def feed(self, text: str, is_end: bool) -> tuple[str, str]:
-        """What is new of both; at the end all that was held back."""
+        """New reasoning and content; at the end all that was held back."""
         text = self._remover.feed(text) + (self._remover.finish() if is_end else "")
-        found: dict[Kind, str] = {"reasoning": "", "content": ""}
+        texts: dict[Kind, str] = {"reasoning": "", "content": ""}
         for kind, part in (*self._splitter.feed(text), *(self._splitter.finish() if is_end else ())):
-            found[kind] += part
-        return found["reasoning"], found["content"]
+            texts[kind] += part
+        return texts["reasoning"], texts["content"]
 
 
 def split(

@@ -8,8 +8,6 @@ worker process could, at the price of a second interpreter per server. So the bo
 and what could make a large value out of small ones is checked before it runs.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -26,21 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-from jaxinfer.text.limits import (
-    MAX_WIDTH,
-    METER,
-    ChatTemplateLimitError,
-    bounded_concat,
-    bounded_list,
-    check_bits,
-    check_padding,
-    check_percent,
-    check_product,
-    check_replace,
-    check_string_method,
-    check_width,
-    current_meter,
-)
+from jaxinfer.text import limits
 
 MAX_TEMPLATE_CHARS = 1 << 20
 """Longest template source that is compiled, in characters (the longest known real one has about 30,000)."""
@@ -108,7 +92,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             extensions=[_Generation, jinja2.ext.loopcontrols],
             finalize=_finalize,
         )
-        self.concat = bounded_concat  # type: ignore[method-assign]
+        self.concat = limits.bounded_concat  # type: ignore[method-assign]
         self.filters = {
             name: _metered_filter(name, function)
             for name, function in self.filters.items()
@@ -129,28 +113,28 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.template_class.from_code(self, self.compile(tree), self.make_globals(None))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        meter = current_meter()
+        meter = limits.current_meter()
         meter.tick()
         if operator == "*":
-            check_product(meter, left, right)
+            limits.check_product(meter, left, right)
         elif operator == "**":
             if isinstance(left, int) and isinstance(right, int):
-                check_bits(left.bit_length() * max(right, 0))
+                limits.check_bits(left.bit_length() * max(right, 0))
         elif operator == "%" and isinstance(left, str):
-            check_percent(meter, left, right)
+            limits.check_percent(meter, left, right)
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, (str, list, tuple)):
             meter.check_size(len(result))
         return result
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        meter = current_meter()
+        meter = limits.current_meter()
         meter.tick()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, int):
-            raise ChatTemplateLimitError("a chat template may not call the methods of a number")
+            raise limits.ChatTemplateLimitError("a chat template may not call the methods of a number")
         if isinstance(owner, str):
-            args = check_string_method(meter, owner, getattr(__obj, "__name__", ""), args)
+            args = limits.check_string_method(meter, owner, getattr(__obj, "__name__", ""), args)
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(result, (str, list, tuple, dict)):
             meter.check_size(len(result))
@@ -171,16 +155,16 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     # Called by compiled templates through `environment.<name>`, a spelling no template can shadow.
 
     def tick(self) -> str:
-        current_meter().tick()
+        limits.current_meter().tick()
         return ""
 
     def bounded(self, value: Any) -> Any:
         if not isinstance(value, str):
-            current_meter().check_deep(value)
+            limits.current_meter().check_deep(value)
         return value
 
     def join_values(self, *values: Any) -> str:
-        return bounded_concat([str(self.bounded(value)) for value in values])
+        return limits.bounded_concat([str(self.bounded(value)) for value in values])
 
 
 class _MeterChecks(NodeTransformer):
@@ -230,9 +214,9 @@ def _environment_call(name: str, args: list[Any], near: nodes.Node) -> nodes.Cal
 
 class _BoundedFormatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> str:
-        meter = current_meter()
+        meter = limits.current_meter()
         if any(len(digits) > 4 for digits in re.findall(r"\d+", format_spec)):
-            raise ChatTemplateLimitError(f"the chat template formats to a width of {format_spec!r}")
+            raise limits.ChatTemplateLimitError(f"the chat template formats to a width of {format_spec!r}")
         meter.check_deep(value)
         self._written = getattr(self, "_written", 0) + len(text := super().format_field(value, format_spec))
         meter.check_size(self._written)
@@ -241,7 +225,7 @@ class _BoundedFormatter(SandboxedFormatter):
 
 
 def _finalize(value: Any) -> Any:
-    if not isinstance(value, str) and (meter := METER.get()) is not None:
+    if not isinstance(value, str) and (meter := limits.METER.get()) is not None:
         meter.check_deep(value)
     return value
 
@@ -262,30 +246,26 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     @pass_context
     @wraps(function)
     def metered(context: Context, value: Any = "", *args: Any, **kwargs: Any) -> Any:
-        meter = current_meter()
+        meter = limits.current_meter()
         meter.tick()
         arguments = [*args, *kwargs.values()]
         if name not in _STRUCTURAL_FILTERS:
             if not isinstance(value, (str, list, tuple, dict)) and hasattr(value, "__next__"):
-                value = bounded_list(meter, value)
+                value = limits.bounded_list(meter, value)
             for item in (value, *arguments):
                 meter.check_deep(item)
         if name in _PADDING_FILTERS:
-            check_width(arguments)
-            check_padding(meter, name, value, arguments)
+            limits.check_width(arguments)
+            limits.check_padding(meter, name, value, arguments)
         elif name == "replace" and len(args) >= 2:
-            check_replace(meter, str(value), str(args[0]), str(args[1]))
+            limits.check_replace(meter, str(value), str(args[0]), str(args[1]))
         elif name == "join" and arguments:
             meter.check_size(len(value) * len(str(arguments[0])) if hasattr(value, "__len__") else 0)
         elif name == "format":
-            check_percent(meter, str(value), arguments)
+            limits.check_percent(meter, str(value), arguments)
         elif name == "sum" and any(isinstance(item, (list, tuple, dict)) for item in arguments):
-            raise ChatTemplateLimitError("a chat template may sum numbers only")
-        leading = {
-            "context": [context],
-            "eval_context": [context.eval_ctx],
-            "environment": [context.environment],
-        }
+            raise limits.ChatTemplateLimitError("a chat template may sum numbers only")
+        leading = {"context": [context], "eval_context": [context.eval_ctx], "environment": [context.environment]}
         result = function(*leading.get(str(pass_arg), []), value, *args, **kwargs)
         if isinstance(result, (str, list, tuple)):
             meter.check_size(len(result))
@@ -296,7 +276,7 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 def _metered_test(function: Callable[..., bool]) -> Callable[..., bool]:
     def metered(value: Any, *args: Any) -> bool:
-        meter = current_meter()
+        meter = limits.current_meter()
         meter.tick()
         if not isinstance(value, str) and args and not isinstance(args[0], str):
             meter.check_deep(value)
@@ -314,12 +294,12 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    meter = current_meter()
+    meter = limits.current_meter()
     meter.check_deep(value)
     if (isinstance(indent, int) and indent > 64) or (isinstance(indent, str) and len(indent) > 64):
-        raise ChatTemplateLimitError(f"the chat template indents JSON by {indent!r}; the limit is 64")
+        raise limits.ChatTemplateLimitError(f"the chat template indents JSON by {indent!r}; the limit is 64")
     if separators is not None and sum(map(len, separators)) > 64:
-        raise ChatTemplateLimitError("the chat template uses JSON separators longer than 64 characters")
+        raise limits.ChatTemplateLimitError("the chat template uses JSON separators longer than 64 characters")
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     meter.check_size(len(text))
     return text
@@ -330,6 +310,6 @@ def _raise_exception(message: Any) -> None:
 
 
 def _strftime_now(format: str) -> str:
-    if len(format) > MAX_WIDTH or any(len(digits) > 4 for digits in re.findall(r"\d+", format)):
-        raise ChatTemplateLimitError(f"the chat template formats the date with {format[:80]!r}")
+    if len(format) > limits.MAX_WIDTH or any(len(digits) > 4 for digits in re.findall(r"\d+", format)):
+        raise limits.ChatTemplateLimitError(f"the chat template formats the date with {format[:80]!r}")
     return (NOW.get() or datetime.now()).strftime(format)

@@ -5,8 +5,6 @@ is killed, recurse until its stack is full, or take minutes. Here are limits on 
 known models have.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -202,19 +200,19 @@ def _check_template(spec: Mapping[str, Any], path: str) -> None:
         if not isinstance(ids, list) or not 0 < len(ids) <= _MAX_PIECES:
             raise FieldError(f"{path}.special_tokens needs 1 to {_MAX_PIECES} ids each, got {token!r:.60}")
     names = {token["id"] for token in entries if isinstance(token.get("id"), str)}
-    pieces, found = spec.get("single"), 0
+    pieces, num_texts = spec.get("single"), 0
     if not isinstance(pieces, list) or len(pieces) > _MAX_PIECES:
         raise FieldError(f"{path}.single must be a list of at most {_MAX_PIECES} pieces")
     for index, piece in enumerate(pieces):
         ((kind, value),) = piece.items() if isinstance(piece, dict) and len(piece) == 1 else (("", None),)
         name = value.get("id") if isinstance(value, dict) else None
-        found += kind == "Sequence" and name == "A"
+        num_texts += kind == "Sequence" and name == "A"
         if not (kind == "Sequence" and name == "A") and not (kind == "SpecialToken" and name in names):
             raise FieldError(
                 f"{path}.single[{index}] is neither the text A nor one of its special tokens: {piece!r:.60}"
             )
-    if found != 1:
-        raise FieldError(f"{path}.single must have the text A once, not {found} times")
+    if num_texts != 1:
+        raise FieldError(f"{path}.single must have the text A once, not {num_texts} times")
 
 
 __all__ = ["FieldError", "check_added", "check_spec", "parse_json"]

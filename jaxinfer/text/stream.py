@@ -1,7 +1,5 @@
 """Streaming detokenization, and stop strings in streamed text."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,7 +28,7 @@ class StreamingDetokenizer:
     then `add` returns "" and `finalize` everything.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: "Tokenizer", skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._decoder = build_decoder(tokenizer.decoder_spec)
@@ -39,7 +37,7 @@ class StreamingDetokenizer:
 
     @property
     def is_incremental(self) -> bool:
-        """Whether text comes before `finalize`."""
+        """True if text comes before `finalize`."""
         return self._decoder is not None
 
     def add(self, ids: Iterable[int] | int) -> str:
@@ -98,8 +96,7 @@ class StopStringMatcher:
         stops: At most 16 strings of 1 to 1,024 characters. One `str` is taken as one stop string.
         include_stop: Also send the stop string itself (`include_stop_str_in_output`).
 
-    Raises:
-        ValueError: Too many stop strings, or one that is empty or too long.
+    Raises ValueError: too many stop strings, or one that is empty or too long.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False):
@@ -151,9 +148,7 @@ def _validate(stops: Sequence[str]) -> tuple[str, ...]:
     return stops
 
 
-def _automaton(
-    stops: Sequence[str],
-) -> tuple[list[dict[str, int]], list[int], list[int], list[str]]:
+def _automaton(stops: Sequence[str]) -> tuple[list[dict[str, int]], list[int], list[int], list[str]]:
     """Aho-Corasick automaton: transitions, failure links, depths, and the longest stop string ending in a state."""
     transitions: list[dict[str, int]] = [{}]
     depth, output = [0], [""]

@@ -1,14 +1,12 @@
 """The bytes that a token adds to a text, which may be a part of a character."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 
-def byte_decoder(spec: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], bool]:
-    """A function from a token to its bytes within a text, and whether a space at the start of a text is dropped.
+def byte_decoder(spec: Mapping[str, Any] | None) -> Callable[[str], bytes]:
+    """A function from a token to its bytes within a text.
 
     Args:
       spec: the `decoder` of a tokenizer.json.
@@ -16,11 +14,11 @@ def byte_decoder(spec: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes]
     Raises ValueError if a token's text depends on its neighbours (WordPiece, and tokenizers without a decoder).
     """
     replacements: list[tuple[str, str]] = []
-    has_byte_tokens, is_fused, drops_leading_space = False, False, False
-    for step in _steps(spec):
+    has_byte_tokens, is_fused = False, False
+    for step in decoder_steps(spec):
         kind = step["type"]
         if kind == "ByteLevel" and not replacements and not has_byte_tokens:
-            return byte_level, False
+            return byte_level
         if kind == "Replace" and "String" in step["pattern"]:
             pattern = step["pattern"]["String"]
             if not pattern or (is_fused and len(pattern) > 1):
@@ -30,26 +28,24 @@ def byte_decoder(spec: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes]
             has_byte_tokens = True
         elif kind == "Metaspace":
             replacements.append((step["replacement"], " "))
-            drops_leading_space = step.get("prepend_scheme", "always") != "never"
         elif kind == "Fuse":
             is_fused = True
-        elif kind == "Strip" and is_fused and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
-            drops_leading_space = True
-        else:
+        elif not (kind == "Strip" and is_fused and (step["content"], step["start"], step["stop"]) == (" ", 1, 0)):
             break
     else:
         if spec is not None:
-            return _sentencepiece(replacements, has_byte_tokens), drops_leading_space
+            return _sentencepiece(replacements, has_byte_tokens)
     kind = spec.get("type") if spec else None
     raise ValueError(
         f"structured output needs a tokenizer whose tokens have texts of their own, not the decoder {kind!r}"
     )
 
 
-def _steps(spec: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def decoder_steps(spec: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The steps of the `decoder` of a checked tokenizer.json, in order."""
     if spec is None or spec["type"] != "Sequence":
         return [] if spec is None else [spec]
-    return [step for child in spec["decoders"] for step in _steps(child)]
+    return [step for child in spec["decoders"] for step in decoder_steps(child)]
 
 
 def byte_level(token: str) -> bytes:

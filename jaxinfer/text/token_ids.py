@@ -1,7 +1,5 @@
 """Token ids that a user gives as a prompt."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

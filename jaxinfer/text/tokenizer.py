@@ -1,7 +1,5 @@
 """The tokenizer: text to token ids and back, chats to prompts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -76,7 +74,7 @@ class Tokenizer:
         self._add_tokens_of_class()
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> Tokenizer:
+    def from_dir(cls, path: str | Path) -> "Tokenizer":
         """Read the tokenizer of a local model directory.
 
         Raises:
@@ -85,7 +83,7 @@ class Tokenizer:
         """
         return cls(read_tokenizer_files(path))
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[TokenizerFiles]]:
+    def __reduce__(self) -> "tuple[type[Tokenizer], tuple[TokenizerFiles]]":
         return Tokenizer, (self._files,)  # compiled chat templates do not pickle; worker processes build their own
 
     @property
@@ -150,8 +148,7 @@ class Tokenizer:
         The text is encoded as the start of a string (a sentencepiece tokenizer puts its dummy `▁` there). The one
         special id that can occur is the unknown token's, for a character that the vocabulary lacks.
 
-        Raises:
-            ValueError: `text` has a lone surrogate.
+        Raises ValueError: `text` has a lone surrogate.
         """
         self._length_check.check(check_text(text, "text"), None)
         ids = run(self._content_encoder.encode, text)
@@ -162,8 +159,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; spaces are left as they are (no clean-up).
 
-        Raises:
-            ValueError: An id outside of the vocabulary.
+        Raises ValueError: an id outside of the vocabulary.
         """
         ids = [int(token_id) for token_id in ids]
         self.check_ids(ids)
@@ -183,12 +179,12 @@ class Tokenizer:
     @cached_property
     def _to_bytes(self) -> Callable[[str], bytes] | None:
         try:
-            return byte_decoder(self.decoder_spec)[0]
+            return byte_decoder(self.decoder_spec)
         except ValueError:
             return None
 
     def has_id(self, token_id: int) -> bool:
-        """Whether the id is a token: a model may have more rows than its tokenizer has tokens."""
+        """True if the id is a token: a model may have more rows than its tokenizer has tokens."""
         return 0 <= token_id < self._num_ids and self._backend.id_to_token(token_id) is not None
 
     def check_ids(self, ids: Sequence[int]) -> None:
@@ -265,8 +261,7 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Copy the source files, unchanged, to `directory` (made if missing); or write those of a GGUF file's metadata.
 
-        Raises:
-            ValueError: This tokenizer was not read from files.
+        Raises ValueError: this tokenizer was not read from files.
         """
         if not self._files.paths and not self._files.contents:
             raise ValueError("this tokenizer was not read from a directory, so there are no files to copy")

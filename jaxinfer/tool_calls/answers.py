@@ -25,8 +25,7 @@ from jaxinfer.text.reasoning import (
     split,
     starts_inside,
 )
-from jaxinfer.tool_calls.form import ToolForm
-from jaxinfer.tool_calls.parser import Content, ToolCall, ToolCallDelta, ToolCallParser, collect
+from jaxinfer.tool_calls.form import Content, ToolCall, ToolCallDelta, ToolCallParser, ToolForm, collect
 from jaxinfer.tool_calls.registry import form_of, tool_form
 from jaxinfer.tool_calls.tools import ToolUse, check_tools
 
@@ -42,7 +41,7 @@ def as_tools(tools: Any) -> Any:
     """Tools of OpenAI's form, in place of Python functions; what is no list stays, to be refused."""
     if not isinstance(tools, (list, tuple)):
         return tools
-    return [_function_tool(one) if callable(one) else one for one in tools]
+    return [_function_tool(tool) if callable(tool) else tool for tool in tools]
 
 
 AnswerPart = Reasoning | Content | ToolCallDelta
@@ -57,8 +56,7 @@ class AnswerFormat:
         to be left in the text. reasoning: the family of its reasoning, None where it has none; "auto" for that of its
         chat template.
 
-    Raises:
-      ValueError: an unknown `parser`.
+    Raises ValueError: an unknown `parser`.
     """
 
     def __init__(
@@ -74,7 +72,8 @@ class AnswerFormat:
         """The tokenizer's special tokens."""
         if self.tokenizer is None:
             return {}
-        return {self.tokenizer.decode([one], skip_special_tokens=False): one for one in self.tokenizer.special_ids}
+        decode, ids = self.tokenizer.decode, self.tokenizer.special_ids
+        return {decode([token_id], skip_special_tokens=False): token_id for token_id in ids}
 
     @cached_property
     def hidden(self) -> tuple[str, ...] | None:
@@ -101,7 +100,7 @@ class AnswerFormat:
     @property
     def reasoning_name(self) -> str:
         """The family's name, as structured output has it."""
-        return next((name for name, one in FAMILIES.items() if one == self.reasoning), "none")
+        return next((name for name, family in FAMILIES.items() if family == self.reasoning), "none")
 
     def is_read(self, params: SamplingParams, offer: ToolOffer | None) -> bool:
         """Tells whether answers may have more than content. Structured output without reasoning has that alone."""
@@ -113,8 +112,7 @@ class AnswerFormat:
         """Sampling parameters of a chat under which answers can be read, with special tokens in their text where those
         are tags; structured output begins after the reasoning, and answers call what they must.
 
-        Raises:
-          ValueError: as `ToolOffer.structured`, or there are tools and structured output.
+        Raises ValueError: as `ToolOffer.structured`, or there are tools and structured output.
         """
         changes: dict[str, Any] = {}
         structured = params.structured
@@ -159,8 +157,8 @@ class AnswerFormat:
         if offer is None or not offer.is_read:
             return (*split(text, family, is_inside, hidden), [])
         parts = offer.reader(prompt_ids, seed, family, is_inside, hidden).feed(text, is_end=True)
-        reasoning = "".join(one.text for one in parts if isinstance(one, Reasoning))
-        return (reasoning, *collect(one for one in parts if not isinstance(one, Reasoning)))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        return (reasoning, *collect(part for part in parts if not isinstance(part, Reasoning)))
 
     def offer(
         self,
@@ -173,15 +171,14 @@ class AnswerFormat:
         Args:
           tools: as of OpenAI's chat completions, or Python functions. The other two as of `check_tools`.
 
-        Raises:
-          ValueError: with the place of what is wrong, too large, or cannot be served by this model.
+        Raises ValueError: with the place of what is wrong, too large, or cannot be served by this model.
         """
         given: Any = as_tools(tools)
         use = check_tools(given, tool_choice, parallel_tool_calls)
         if use.mode == "none" or not tools:
             return None
         if self._needs_whole_tools:
-            given = [_whole_tool(one) for one in given]
+            given = [_whole_tool(tool) for tool in given]
         if self.form is None and use.needs_grammar:
             raise ValueError(
                 "tool_choice that demands a call, parallel_tool_calls=false and strict tools need a model whose form "
@@ -190,7 +187,7 @@ class AnswerFormat:
         self.check_shown()
         names = {tool.name for tool in use.tools}
         # Tools that may not be called are left out where nothing else keeps the model from calling them.
-        shown = [one for one in given if use.mode == "required" or one["function"]["name"] in names]
+        shown = [tool for tool in given if use.mode == "required" or tool["function"]["name"] in names]
         return ToolOffer(self, use, shown)
 
     def check_shown(self) -> None:
@@ -217,14 +214,13 @@ class ToolOffer:
 
     @property
     def is_read(self) -> bool:
-        """Whether calls are told from the text."""
+        """True if calls are told from the text."""
         return self.format.form is not None
 
     def structured(self) -> StructuredOutputs | None:
-        """What answers must match so that their calls are as asked for; None where nothing is to be enforced.
+        """The requirement that makes calls of answers as asked for; None where nothing is to be enforced.
 
-        Raises:
-          ValueError: a tool's schema is too large or not supported, with its place.
+        Raises ValueError: a tool's schema is too large or not supported, with its place.
         """
         form, use = self.format.form, self.use
         if form is None or not use.needs_grammar:
@@ -245,23 +241,15 @@ class ToolOffer:
             grammar=text, reasoning="none" if form.is_before_reasoning else self.format.reasoning_name
         )
 
-    def parser(self, prompt_ids: Sequence[int], seed: int) -> ToolCallParser:
-        """A parser of one answer. Ids of its calls are computed from the prompt and the answer's own seed."""
-        assert self.format.form is not None
-        digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()
-        return self.format.form.parser(self.use.tools, f"{digest}.{seed}")
-
     def reader(
-        self,
-        prompt_ids: Sequence[int],
-        seed: int,
-        family: Family | None,
-        is_inside: bool,
-        hidden: Sequence[str] | None,
+        self, prompt_ids: Sequence[int], seed: int, family: Family | None, is_inside: bool, hidden: Sequence[str] | None
     ) -> AnswerReader:
-        """A reader of one answer's text as it streams. Arguments as of `parser` and `AnswerReader`."""
-        assert self.format.form is not None
-        return AnswerReader(self.format.form, self.parser(prompt_ids, seed), family, is_inside, hidden)
+        """A reader of one answer's text as it streams, with arguments of `AnswerReader`. The ids of its calls are
+        computed from the prompt and the answer's own seed."""
+        form = self.format.form
+        assert form is not None
+        digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()
+        return AnswerReader(form, form.parser(self.use.tools, f"{digest}.{seed}"), family, is_inside, hidden)
 
 
 def text_of(part: AnswerPart) -> str:
@@ -292,32 +280,32 @@ class AnswerReader:
         self.num_calls = 0
 
     def feed(self, text: str, is_end: bool) -> list[AnswerPart]:
-        """What is new and certain, in the order of the text; at the end all that was held back."""
+        """Parts that are new and certain, in the order of the text; at the end all that was held back."""
         text = self._remover.feed(text) + (self._remover.finish() if is_end else "")
-        found = self._read_calls_first(text, is_end) if self._is_parser_first else self._split_first(text, is_end)
-        for one in found:
-            if isinstance(one, ToolCallDelta):
-                self.num_calls = max(self.num_calls, one.index + 1)
-        return found
+        parts = self._read_calls_first(text, is_end) if self._is_parser_first else self._split_first(text, is_end)
+        for part in parts:
+            if isinstance(part, ToolCallDelta):
+                self.num_calls = max(self.num_calls, part.index + 1)
+        return parts
 
     def _read_calls_first(self, text: str, is_end: bool) -> list[AnswerPart]:
-        found: list[AnswerPart] = []
-        for one in self._parser.feed(text, is_end):
-            if self._splitter is None or not isinstance(one, Content):
-                found.append(one)
+        parts: list[AnswerPart] = []
+        for item in self._parser.feed(text, is_end):
+            if self._splitter is None or not isinstance(item, Content):
+                parts.append(item)
             else:
-                found += [_part(kind, part) for kind, part in self._splitter.feed(one.text)]
+                parts += [_part(kind, part) for kind, part in self._splitter.feed(item.text)]
         if is_end and self._splitter is not None:
-            found += [_part(kind, part) for kind, part in self._splitter.finish()]
-        return found
+            parts += [_part(kind, part) for kind, part in self._splitter.finish()]
+        return parts
 
     def _split_first(self, text: str, is_end: bool) -> list[AnswerPart]:
         if self._splitter is None:
             return [*self._parser.feed(text, is_end)]
-        found: list[AnswerPart] = []
+        parts: list[AnswerPart] = []
         for kind, part in (*self._splitter.feed(text), *(self._splitter.finish() if is_end else ())):
-            found += [Reasoning(part)] if kind == "reasoning" else self._parser.feed(part, False)
-        return [*found, *self._parser.feed("", True)] if is_end else found
+            parts += [Reasoning(part)] if kind == "reasoning" else self._parser.feed(part, False)
+        return [*parts, *self._parser.feed("", True)] if is_end else parts
 
 
 def _part(kind: Kind, text: str) -> Reasoning | Content:

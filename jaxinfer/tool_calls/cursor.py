@@ -5,10 +5,8 @@ same result however the text was cut. Each character is looked at a bounded numb
 read again, and the text that waits to be read stays short.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -16,6 +14,7 @@ Reader = Generator[None, None, Result]
 """Yields where it needs more text; returns its result."""
 
 _SPACES = re.compile(r"\s*")
+CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 class Cursor:
@@ -67,8 +66,8 @@ class Cursor:
         """Takes what a pattern of repeated characters matches, such as `[a-z]*`, up to the first one that is not."""
         parts = []
         while True:
-            found = pattern.match(self.text, self.at)
-            parts.append(self.take(found.end() if found else self.at))
+            match = pattern.match(self.text, self.at)
+            parts.append(self.take(match.end() if match else self.at))
             if self.at < len(self.text) or self.is_end:
                 return "".join(parts)
             yield
@@ -89,6 +88,22 @@ class Cursor:
                 return ""
             yield
 
+    def items(self, opening: str, read_item: Callable[[], Reader[str | None]]) -> Reader[tuple[list[str], bool] | None]:
+        """Takes items with commas between them and the bracket that closes `opening`; returns the texts of the items,
+        and whether a comma follows the last one. None at the first character that does not fit."""
+        items: list[str] = []
+        has_comma = True
+        while True:
+            yield from self.spaces()
+            if (yield from self.literal(CLOSING[opening])):
+                return items, has_comma and bool(items)
+            item = (yield from read_item()) if has_comma else None
+            if item is None:
+                return None
+            items.append(item)
+            yield from self.spaces()
+            has_comma = bool((yield from self.literal(",")))
+
     def until(self, *ends: str, limit: int | None = None) -> Reader[str | None]:
         """Takes what stands before the nearest of the texts `ends`; None where the answer ends before, or after more
         than `limit` characters."""
@@ -98,13 +113,13 @@ class Cursor:
             rest = max(map(len, ends)) - 1
             # With a limit no more is searched than may be taken: a text may have many places where a reader starts.
             search_end = len(self.text) if limit is None else self.at + limit - num_chars + rest + 1
-            found = [index for end in ends if (index := self.text.find(end, self.at, search_end)) >= 0]
-            stop = min(found) if found else max(self.at, len(self.text) - rest)
+            places = [index for end in ends if (index := self.text.find(end, self.at, search_end)) >= 0]
+            stop = min(places) if places else max(self.at, len(self.text) - rest)
             if limit is not None and num_chars + stop - self.at > limit:
                 return None
             num_chars += stop - self.at
             parts.append(self.take(stop))
-            if found:
+            if places:
                 return "".join(parts)
             if self.is_end:
                 self.take(len(self.text))

@@ -1,7 +1,5 @@
 """Forms that write the arguments of a call as a JSON object."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -9,16 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader, finish
-from jaxinfer.tool_calls.form import ToolForm, digest_text
+from jaxinfer.tool_calls.form import CallSink, ToolForm, digest_text
 from jaxinfer.tool_calls.json_text import JsonText, escape_surrogates, read_end, read_json
 from jaxinfer.tool_calls.lark import Lark, quote
-from jaxinfer.tool_calls.parser import CallSink
-from jaxinfer.tool_calls.tools import Tool
+from jaxinfer.tool_calls.tools import Mode, Tool
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _CALL_KEYS = frozenset(("name", "arguments", "parameters", "id", "type"))
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 _NUMBER = re.compile(r"[0-9]*")
+_MAX_HEADER_CHARS = 400
+_RECIPIENT = re.compile(r"(?:^|\s)to=functions\.([A-Za-z0-9_.-]+)(?=\s|<|$)")
+_ENDS = ("<|call|>", "<|end|>", "<|return|>")
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
@@ -47,8 +47,8 @@ class JsonForm(ToolForm):
         keys = None if opening else _CALL_KEYS
         while True:
             yield from cursor.spaces()
-            found = (yield from read_json(cursor, keys)) if (yield from cursor.peek()) == "{" else None
-            if found is None or not _add_object(calls, found):
+            value = (yield from read_json(cursor, keys)) if (yield from cursor.peek()) == "{" else None
+            if value is None or not _add_object(calls, value):
                 return
             yield from cursor.spaces()
             if is_list and (yield from cursor.literal("]")):
@@ -64,13 +64,10 @@ class JsonForm(ToolForm):
         tail = f"{self._write_id()} {lark.tag('}' + ('' if self.last else self.closing))}"
         return f"{head} {lark.json(arguments_schema(tool))} {tail}"
 
-    def _write_id(self) -> str:
-        return ""
 
-
-def _add_object(calls: CallSink, found: JsonText) -> bool:
+def _add_object(calls: CallSink, value: JsonText) -> bool:
     """Adds the call that an object describes, if it does."""
-    name, given = found.members.get("name"), found.members.get("arguments", found.members.get("parameters"))
+    name, given = value.members.get("name"), value.members.get("arguments", value.members.get("parameters"))
     if name is None or not name.startswith('"') or given is None:
         return False
     if given.startswith('"'):  # some models write the object's text as a string
@@ -78,12 +75,12 @@ def _add_object(calls: CallSink, found: JsonText) -> bool:
         inner = Cursor()
         inner.add(given, is_end=True)
         text = finish(read_json(inner))
-        if text is None or not text.is_object or inner.text[inner.at :].strip():
+        if text is None or not text.text.startswith("{") or inner.text[inner.at :].strip():
             return False
         given = escape_surrogates(text.text)
     if not given.startswith("{"):
         return False
-    return calls.add(json.loads(name), given, found.members.get("id", "").strip('"'))
+    return calls.add(json.loads(name), given, value.members.get("id", "").strip('"'))
 
 
 @dataclass(frozen=True)
@@ -127,8 +124,8 @@ class NamedForm(ToolForm):
             if not (yield from cursor.literal(text)):
                 return False
         yield from cursor.spaces()
-        found = (yield from read_json(cursor)) if (yield from cursor.peek()) == "{" else None
-        return found is not None and calls.add(name, found.text, call_id)
+        arguments = (yield from read_json(cursor)) if (yield from cursor.peek()) == "{" else None
+        return arguments is not None and calls.add(name, arguments.text, call_id)
 
     def _read_id(self, cursor: Cursor, name: str) -> Reader[str | None]:
         return None
@@ -138,9 +135,6 @@ class NamedForm(ToolForm):
         head = lark.tag(self.begin + self.prefix + tool.name)
         parts = [head, self._write_id(), lark.tag(self.middle), lark.json(arguments_schema(tool))]
         return " ".join(filter(None, [*parts, lark.tag(self.tail + self.end)]))
-
-    def _write_id(self) -> str:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -186,20 +180,12 @@ class MistralForm(ToolForm):
             call_id = yield from cursor.match(_NAME)
         yield from cursor.literal("[ARGS]")
         yield from cursor.spaces()
-        found = (yield from read_json(cursor)) if (yield from cursor.peek()) == "{" else None
-        if found is not None:
-            calls.add(name, found.text, call_id)
+        arguments = (yield from read_json(cursor)) if (yield from cursor.peek()) == "{" else None
+        if arguments is not None:
+            calls.add(name, arguments.text, call_id)
 
-    def grammar(
-        self,
-        tools: Any,
-        mode: Any,
-        is_parallel: bool = True,
-        special_tokens: Mapping[str, int] | None = None,
-    ) -> str:
-        if "[ARGS]" in (special_tokens or {}):
-            return super().grammar(tools, mode, is_parallel, special_tokens)
-        return _MISTRAL_LIST.grammar(tools, mode, is_parallel, special_tokens)
+    def _for_tokens(self, special_tokens: Mapping[str, int]) -> ToolForm:
+        return self if "[ARGS]" in special_tokens else _MISTRAL_LIST
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
         call_id = f"({lark.tag('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?" if lark.is_special("[CALL_ID]") else ""
@@ -220,3 +206,54 @@ _MISTRAL_LIST = _MistralListForm(
     "mistral", "", openings=("[TOOL_CALLS]",), first="[TOOL_CALLS][", last="]", between=", "
 )
 LLAMA_OBJECTS = JsonForm("llama3_json", "", arguments_key="parameters", separators=";,")
+
+
+@dataclass(frozen=True)
+class HarmonyForm(ToolForm):
+    """OpenAI's Harmony: a call is a message whose header names a function as its recipient,
+    `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`. The recipient may also stand
+    before the channel. The prompt ends with `<|start|>assistant`, so an answer may begin with ` to=`."""
+
+    def read(self, cursor: Cursor, calls: CallSink, opening: str) -> Reader[None]:
+        if not opening and not (yield from cursor.literal("to=functions.")):
+            return
+        header = yield from cursor.until("<|message|>", *_ENDS, limit=_MAX_HEADER_CHARS)
+        if header is None or not (yield from cursor.literal("<|message|>")):
+            return
+        recipient = _RECIPIENT.search(("" if opening else "to=functions.") + header)
+        if recipient is None:
+            return
+        yield from cursor.spaces()
+        tool = calls.tools.get(recipient[1])
+        has_end = bool((yield from cursor.literal(*_ENDS)))
+        # The token that ends an answer is not in its text, which may also have been cut here.
+        if tool and (has_end or (not (yield from cursor.peek()) and not tool.parameters.get("required"))):
+            calls.add(tool.name, "{}")  # no arguments at all
+            return
+        arguments = (yield from read_json(cursor)) if (yield from cursor.peek()) == "{" else None
+        if arguments is None or not calls.add(recipient[1], arguments.text):
+            return
+        if not (yield from read_end(cursor, *_ENDS)) and not (yield from cursor.peek()):
+            cursor.forget_taken()
+
+    def _for_tokens(self, special_tokens: Mapping[str, int]) -> ToolForm:
+        missing = [text for text in self.special_texts if text not in special_tokens]
+        if missing:
+            raise ValueError(f"a grammar of this form needs the special token {missing[0]}, which the tokenizer lacks")
+        return self
+
+    def _add_start(self, lark: Lark, mode: Mode, is_parallel: bool) -> None:
+        """Allows reasoning and text before a call in both modes. An answer has at most one call, which ends it:
+        `<|call|>` is an end of sequence for this family."""
+        body = lark.free_text("BODY", [*self.openings, "<|message|>"])  # nor may ordinary tokens spell a call
+        channel = lark.tag("<|channel|>")
+        next_message = f"{lark.tag('<|end|>')} {lark.tag('<|start|>assistant')}"
+        lark.rule("before", f'{channel} ("analysis" | "commentary") {lark.tag("<|message|>")} {body} {next_message}')
+        lark.rule("final", f"{channel} {lark.tag('final<|message|>')} {body}")
+        lark.rule("start", "before* call" if mode == "required" else "before* (call | final)")
+
+    def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
+        channel, kind = lark.tag("<|channel|>"), f'(" " {lark.tag("<|constrain|>")}? "json")?'
+        late = f"{channel} {quote(f'commentary to=functions.{tool.name}')}"
+        early = f"{quote(f' to=functions.{tool.name}')} {channel} {quote('commentary')}"
+        return f"({late} | {early}) {kind} {lark.tag('<|message|>')} {lark.json(arguments_schema(tool))}"

@@ -1,7 +1,5 @@
 """Reads a JSON value out of a text that arrives in pieces."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass
@@ -31,10 +29,6 @@ class JsonText:
 
     text: str
     members: dict[str, str]
-
-    @property
-    def is_object(self) -> bool:
-        return self.text.startswith("{")
 
 
 def read_json(cursor: Cursor, keys: frozenset[str] | None = None) -> Reader[JsonText | None]:
@@ -128,7 +122,7 @@ def _read_string(cursor: Cursor) -> Reader[str | None]:
         if char == '"':
             parts.append(cursor.take(cursor.at + 1))
             return "".join(parts)
-        escape = yield from cursor.literal(*(f"\\{one}" for one in '"\\/bfnrtu'))
+        escape = yield from cursor.literal(*(f"\\{letter}" for letter in '"\\/bfnrtu'))
         if not escape:
             return None
         parts.append(escape)
@@ -148,8 +142,8 @@ def json_string(text: str) -> str:
 
 def escape_surrogates(text: str) -> str:
     """JSON text in which a half without its other half, which no encoding has, is an escape."""
-    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return json.dumps(found[0])[1:-1]
+def _escaped(match: re.Match[str]) -> str:
+    return json.dumps(match[0])[1:-1]

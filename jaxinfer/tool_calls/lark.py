@@ -1,7 +1,5 @@
 """Writes grammars for llguidance: rules in its variant of Lark, with JSON schemas inside."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,11 +47,13 @@ class Lark:
 
     def tag(self, text: str) -> str:
         """A fixed text, with its special tokens as tokens."""
-        inside = sorted((one for one in self._special if one and one in text), key=len, reverse=True)
+        inside = sorted((token for token in self._special if token and token in text), key=len, reverse=True)
         if not inside:
             return quote(text) if text else ""
         parts = re.split(f"({'|'.join(map(re.escape, inside))})", text)
-        return " ".join(f"<[{self._special[one]}]>" if one in self._special else quote(one) for one in parts if one)
+        return " ".join(
+            f"<[{self._special[text]}]>" if text in self._special else quote(text) for text in parts if text
+        )
 
     def is_special(self, text: str) -> bool:
         return text in self._special
@@ -79,7 +79,7 @@ class Lark:
             others = "".join(_META.sub(r"\\\g<0>", char) for char in line_openings)
             line = rf"[ \t]*([^\s{others}][^\n]*)?"
             base = rf"/{line}(\n{line})*/"
-        parts = [base, *(f"~/(?s:.*){escape(one)}(?s:.*)/" for one in forbidden)]
+        parts = [base, *(f"~/(?s:.*){escape(text)}(?s:.*)/" for text in forbidden)]
         return self.rule(name, " & ".join(parts))
 
     def sequence(self, name: str, items: Sequence[tuple[str, bool]], separator: str) -> str:
@@ -94,10 +94,10 @@ class Lark:
             self.rule(f"{name}{begun}_{last}", '""')
         for index in range(last - 1, -1, -1):
             item, is_required = items[index]
-            one = self.rule(f"{name}_item_{index}", item)
+            rule = self.rule(f"{name}_item_{index}", item)
             for begun in ("", "_more") if separator else ("",):
                 following = f"{name}{'_more' if separator else ''}_{index + 1}"
-                taken = f"{quote(separator)} {one} {following}" if begun else f"{one} {following}"
+                taken = f"{quote(separator)} {rule} {following}" if begun else f"{rule} {following}"
                 skipped = "" if is_required else f" | {name}{begun}_{index + 1}"
                 self.rule(f"{name}{begun}_{index}", taken + skipped)
         return f"{name}_0"

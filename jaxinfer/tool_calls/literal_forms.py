@@ -1,26 +1,22 @@
 """Forms that write a call as code: Python's syntax, and Gemma's own."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxinfer.tool_calls.cursor import Cursor, Reader
-from jaxinfer.tool_calls.form import ToolForm
+from jaxinfer.tool_calls.cursor import CLOSING, Cursor, Reader
+from jaxinfer.tool_calls.form import CallSink, ToolForm
 from jaxinfer.tool_calls.json_forms import LLAMA_OBJECTS
 from jaxinfer.tool_calls.json_text import MAX_DEPTH, json_string, read_scalar
 from jaxinfer.tool_calls.lark import Lark, quote
-from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.python_text import read_arguments
 from jaxinfer.tool_calls.tagged_forms import write_value
 from jaxinfer.tool_calls.tools import Tool
-from jaxinfer.tool_calls.values import MAX_KEY_CHARS, check_key, resolve, types_of, write_properties
+from jaxinfer.tool_calls.values import MAX_KEY_CHARS, check_key, resolve, types_of, write_arguments
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
-_CLOSING = {"(": ")", "[": "]", "{": "}"}
 _BESIDE_KEYS = (":", "{", "}", "[", "]", ",")
 _TYPES = frozenset(("string", "number", "boolean", "null", "array", "object"))
 _MAX_LEVELS = 8
@@ -77,8 +73,7 @@ class PythonicForm(ToolForm):
             value = '("True" | "False")' if is_boolean else lark.json(schema)
             return f"{quote(key + '=')} {value}"
 
-        items = write_properties(tool, write)
-        arguments = lark.sequence(f"arguments_{index}", items, ", ")
+        arguments = write_arguments(lark, index, tool, write, ", ")
         return f'{quote(tool.name + "(")} {arguments} ")"'
 
 
@@ -108,43 +103,25 @@ class GemmaForm(ToolForm):
         if (yield from cursor.literal(self.closing)):
             cursor.forget_taken()
 
-    def _read_value(self, cursor: Cursor) -> Reader[str | None]:
-        """Takes a value; returns its JSON text."""
-        parts: list[str] = []
-        stack: list[str] = []
-        is_first = True
-        while True:
-            yield from cursor.spaces()
-            char = yield from cursor.peek()
-            if stack and char == stack[-1]:
-                parts.append(cursor.take(cursor.at + 1))
-                stack.pop()
-            else:
-                if stack and not is_first:
-                    if not (yield from cursor.literal(",")):
-                        return None
-                    parts.append(", ")
-                if stack and stack[-1] == "}":
-                    key = yield from self._read_key(cursor)
-                    if key is None:
-                        return None
-                    parts.append(key)
-                yield from cursor.spaces()
-                char = yield from cursor.peek()
-                if char in ("{", "["):
-                    if len(stack) >= MAX_DEPTH:
-                        return None
-                    stack.append(_CLOSING[char])
-                    parts.append(cursor.take(cursor.at + 1))
-                    is_first = True
-                    continue
-                text = yield from self._read_scalar(cursor)
-                if text is None:
-                    return None
-                parts.append(text)
-            is_first = False
-            if not stack:
-                return "".join(parts)
+    def _read_value(self, cursor: Cursor, depth: int = 0) -> Reader[str | None]:
+        """Takes a value that stands in `depth` brackets; returns its JSON text."""
+        yield from cursor.spaces()
+        opening = yield from cursor.peek()
+        if opening not in ("{", "["):
+            return (yield from self._read_scalar(cursor))
+        if depth >= MAX_DEPTH:
+            return None
+        cursor.take(cursor.at + 1)
+
+        def read_item() -> Reader[str | None]:
+            key = (yield from self._read_key(cursor)) if opening == "{" else ""
+            value = None if key is None else (yield from self._read_value(cursor, depth + 1))
+            return None if value is None else f"{key}{value}"
+
+        read = yield from cursor.items(opening, read_item)
+        if read is None or read[1]:  # a comma behind the last item
+            return None
+        return f"{opening}{', '.join(read[0])}{CLOSING[opening]}"
 
     def _read_key(self, cursor: Cursor) -> Reader[str | None]:
         yield from cursor.spaces()
@@ -177,8 +154,8 @@ class GemmaForm(ToolForm):
         # The template writes the arguments in alphabetical order.
         keys = sorted(tool.parameters.get("properties") or {}, key=str.lower)
         ordered = {key: tool.parameters["properties"][key] for key in keys}
-        items = write_properties(replace(tool, parameters={**tool.parameters, "properties": ordered}), write)
-        arguments = lark.sequence(f"arguments_{index}", items, ",")
+        tool = replace(tool, parameters={**tool.parameters, "properties": ordered})
+        arguments = write_arguments(lark, index, tool, write, ",")
         return f"{quote(f'call:{tool.name}' + '{')} {arguments} {lark.tag('}' + self.closing)}"
 
     def _write_value(self, lark: Lark, name: str, schema: Any, root: Mapping[str, Any], where: str, depth: int) -> str:
@@ -192,15 +169,15 @@ class GemmaForm(ToolForm):
             raise ValueError(f"{where}: {what} cannot be enforced in this form")
         fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if fixed is not None:
-            if not all(one is None or isinstance(one, (str, int, float)) for one in fixed):
+            if not all(value is None or isinstance(value, (str, int, float)) for value in fixed):
                 raise ValueError(f"{where}: an enum of objects or arrays cannot be enforced in this form")
-            return lark.rule(name, " | ".join(self._fixed(lark, one) for one in fixed))
+            return lark.rule(name, " | ".join(self._fixed(lark, value) for value in fixed))
         branches = schema.get("anyOf", schema.get("oneOf"))
         if isinstance(branches, list):
             self._check_branches(schema, root, where)
             parts = [
-                self._write_value(lark, f"{name}_{number}", one, root, f"{where}.anyOf[{number}]", depth + 1)
-                for number, one in enumerate(branches)
+                self._write_value(lark, f"{name}_{number}", branch, root, f"{where}.anyOf[{number}]", depth + 1)
+                for number, branch in enumerate(branches)
             ]
             return lark.rule(name, " | ".join(parts))
         types = types_of(schema, root) or _TYPES
@@ -210,8 +187,8 @@ class GemmaForm(ToolForm):
     def _check_branches(self, schema: Mapping[str, Any], root: Mapping[str, Any], where: str) -> None:
         """Refuses alternatives of which a value may match several or has to match more than one of them."""
         limits = [key for key in schema if key not in ("anyOf", "oneOf", *_ANNOTATIONS)]
-        types = [types_of(one, root) for one in schema.get("oneOf", []) if isinstance(one, Mapping)]
-        if limits or ("oneOf" in schema and len(frozenset().union(*types)) < sum(len(one) or 1 for one in types)):
+        types = [types_of(branch, root) for branch in schema.get("oneOf", []) if isinstance(branch, Mapping)]
+        if limits or ("oneOf" in schema and len(frozenset().union(*types)) < sum(len(kinds) or 1 for kinds in types)):
             raise ValueError(f"{where}: these alternatives cannot be enforced in this form")
 
     def _write_type(
@@ -246,16 +223,16 @@ class GemmaForm(ToolForm):
             if not properties and schema.get("additionalProperties") is not False:
                 return self._any_object(lark)
             parts = []
-            for number, (key, one) in enumerate(sorted(properties.items(), key=lambda item: item[0].lower())):
+            ordered = sorted(properties.items(), key=lambda item: item[0].lower())
+            for number, (key, held) in enumerate(ordered):
                 check_key(key, where, self.string_mark, *_BESIDE_KEYS)
-                value = self._write_value(lark, f"{name}_{number}", one, root, f"{where}.{key:.80}", depth + 1)
+                value = self._write_value(lark, f"{name}_{number}", held, root, f"{where}.{key:.80}", depth + 1)
                 parts.append((f"{quote(key + ':')} {value}", key in required))
             return lark.rule(name, f'"{{" {lark.sequence(f"{name}_members", parts, ",")} "}}"')
         if kind == "null":
             return lark.rule(name, '"null" | "None"')
-        return lark.rule(
-            name, lark.json({"type": kind, **{key: schema[key] for key in _NUMBER_LIMITS if key in schema}})
-        )
+        limits = {key: schema[key] for key in _NUMBER_LIMITS if key in schema}
+        return lark.rule(name, lark.json({"type": kind, **limits}))
 
     def _write_string(self, lark: Lark, name: str, schema: Mapping[str, Any], where: str) -> str:
         mark, is_special = lark.tag(self.string_mark), lark.is_special(self.string_mark)

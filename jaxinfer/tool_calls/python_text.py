@@ -1,18 +1,15 @@
 """Reads Python's keyword arguments and literals out of a text that arrives in pieces, as JSON."""
 
-from __future__ import annotations
-
 import ast
 import re
 
-from jaxinfer.tool_calls.cursor import Cursor, Reader, finish
+from jaxinfer.tool_calls.cursor import CLOSING, Cursor, Reader, finish
 from jaxinfer.tool_calls.json_text import MAX_DEPTH, is_json_number, json_string
 
 _NAME = re.compile(r"\w*")
 _NUMBER_CHARS = re.compile(r"[-+0-9._eE]*")
 _DIGIT_GAP = re.compile(r"(?<=[0-9])_(?=[0-9])")
 _BARE_POINT = re.compile(r"(?<=[0-9])\.(?![0-9])")
-_CLOSING = {"(": ")", "[": "]", "{": "}"}
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "\"'"}
 _ESCAPED = set("\\'\"abfnrtvx0123NuU\n")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -21,24 +18,18 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", 
 def read_arguments(cursor: Cursor) -> Reader[str | None]:
     """Takes keyword arguments in brackets, `(a=1, b="c")`; returns their JSON text. Any name is a keyword here, also
     those that Python keeps for itself. None at the first character that does not fit; operators and calls do not."""
-    if not (yield from cursor.literal("(")):
-        return None
-    values: dict[str, str] = {}
-    has_comma = True
-    while True:
-        yield from cursor.spaces()
-        if (yield from cursor.literal(")")):
-            break
+    names: set[str] = set()
+
+    def read_argument() -> Reader[str | None]:
         name = yield from cursor.match(_NAME)
         yield from cursor.spaces()
-        is_new = has_comma and name.isidentifier() and name not in values
+        is_new = name.isidentifier() and name not in names
+        names.add(name)
         value = (yield from _read_value(cursor, 0)) if is_new and (yield from cursor.literal("=")) else None
-        if value is None:
-            return None
-        values[name] = value
-        yield from cursor.spaces()
-        has_comma = bool((yield from cursor.literal(",")))
-    return "{" + ", ".join(f"{json_string(name)}: {value}" for name, value in values.items()) + "}"
+        return None if value is None else f"{json_string(name)}: {value}"
+
+    read = (yield from cursor.items("(", read_argument)) if (yield from cursor.literal("(")) else None
+    return None if read is None else f"{{{', '.join(read[0])}}}"
 
 
 def json_of_literal(code: str) -> str | None:
@@ -55,7 +46,7 @@ def _read_value(cursor: Cursor, depth: int) -> Reader[str | None]:
     char = yield from cursor.peek()
     if char and char in _IN_STRING:
         return (yield from _read_text(cursor))
-    if char in _CLOSING:
+    if char in CLOSING:
         return (yield from _read_bracket(cursor, depth + 1)) if depth < MAX_DEPTH else None
     if char and char in "-0123456789":
         text = _DIGIT_GAP.sub("", (yield from cursor.match(_NUMBER_CHARS)))
@@ -66,23 +57,19 @@ def _read_value(cursor: Cursor, depth: int) -> Reader[str | None]:
 
 def _read_bracket(cursor: Cursor, depth: int) -> Reader[str | None]:
     opening = cursor.take(cursor.at + 1)
-    items: list[str] = []
-    has_comma = False
-    while True:
+
+    def read_item() -> Reader[str | None]:
+        if opening != "{":
+            return (yield from _read_value(cursor, depth))
+        key = yield from _read_text(cursor)
         yield from cursor.spaces()
-        if (yield from cursor.literal(_CLOSING[opening])):
-            break
-        key = (yield from _read_text(cursor)) if opening == "{" else ""
-        if key:
-            yield from cursor.spaces()
-        is_next = has_comma or not items
-        is_next = is_next and key is not None and (not key or bool((yield from cursor.literal(":"))))
-        value = (yield from _read_value(cursor, depth)) if is_next else None
-        if value is None:
-            return None
-        items.append(f"{key}: {value}" if key else value)
-        yield from cursor.spaces()
-        has_comma = bool((yield from cursor.literal(",")))
+        value = (yield from _read_value(cursor, depth)) if key and (yield from cursor.literal(":")) else None
+        return None if value is None else f"{key}: {value}"
+
+    read = yield from cursor.items(opening, read_item)
+    if read is None:
+        return None
+    items, has_comma = read
     if opening == "(" and len(items) == 1 and not has_comma:
         return items[0]
     return f"{{{', '.join(items)}}}" if opening == "{" else f"[{', '.join(items)}]"

@@ -1,11 +1,8 @@
 """All forms, by name and by chat template."""
 
-from __future__ import annotations
-
 from jaxinfer.checks import did_you_mean
 from jaxinfer.tool_calls.form import ToolForm
-from jaxinfer.tool_calls.harmony import HarmonyForm
-from jaxinfer.tool_calls.json_forms import JsonForm, KimiForm, MistralForm, NamedForm
+from jaxinfer.tool_calls.json_forms import HarmonyForm, JsonForm, KimiForm, MistralForm, NamedForm
 from jaxinfer.tool_calls.literal_forms import GemmaForm, PythonicForm
 from jaxinfer.tool_calls.tagged_forms import DsmlForm, GlmForm, QwenCoderForm
 
@@ -39,7 +36,6 @@ _FORMS: tuple[ToolForm, ...] = (
         "Kimi K2",
         openings=_KIMI[:2],
         special_texts=_KIMI,
-        template_texts=("<|tool_calls_section_begin|>",),
         first=_KIMI[0],
         begin=_KIMI[1],
         prefix="functions.",
@@ -67,7 +63,6 @@ _FORMS: tuple[ToolForm, ...] = (
         "DeepSeek V3.1",
         openings=_DEEPSEEK[:2],
         special_texts=_DEEPSEEK,
-        template_texts=_DEEPSEEK[:1],
         first=_DEEPSEEK[0],
         begin=_DEEPSEEK[1],
         middle=_DEEPSEEK[2],
@@ -140,7 +135,6 @@ _FORMS: tuple[ToolForm, ...] = (
         "Gemma 4",
         openings=("<|tool_call>",),
         special_texts=("<|tool_call>", "<tool_call|>", '<|"|>'),
-        template_texts=("<|tool_call>",),
         first="<|tool_call>",
         is_first_repeated=True,
         string_mark='<|"|>',
@@ -151,7 +145,6 @@ _FORMS: tuple[ToolForm, ...] = (
         "FunctionGemma",
         openings=("<start_function_call>",),
         special_texts=("<start_function_call>", "<end_function_call>", "<escape>"),
-        template_texts=("<start_function_call>",),
         first="<start_function_call>",
         is_first_repeated=True,
         string_mark="<escape>",
@@ -162,7 +155,6 @@ _FORMS: tuple[ToolForm, ...] = (
         "Mistral, Ministral, Devstral, Magistral",
         openings=("[TOOL_CALLS]",),
         special_texts=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-        template_texts=("[TOOL_CALLS]",),
         first="[TOOL_CALLS]",
         is_first_repeated=True,
     ),
@@ -171,7 +163,6 @@ _FORMS: tuple[ToolForm, ...] = (
         "Granite 3, Phi-4 mini",
         openings=("<|tool_call|>",),
         special_texts=("<|tool_call|>", "<|/tool_call|>"),
-        template_texts=("<|tool_call|>",),
         first="<|tool_call|>[",
         between=", ",
         last="]",
@@ -182,7 +173,6 @@ _FORMS: tuple[ToolForm, ...] = (
         "Qwen2.5, Qwen3, Hermes, Granite 4, SmolLM3",
         openings=("<tool_call>",),
         special_texts=("<tool_call>", "</tool_call>"),
-        template_texts=("<tool_call>",),
         first="<tool_call>\n",
         is_first_repeated=True,
         between="\n",
@@ -205,7 +195,6 @@ _FORMS: tuple[ToolForm, ...] = (
         openings=("<|python_start|>",),
         line_openings="[",
         special_texts=("<|python_start|>", "<|python_end|>"),
-        template_texts=("<|python_start|>",),
         first="[",
         between=", ",
         last="]",
@@ -241,17 +230,16 @@ TOOL_FORMS: dict[str, str] = {form.name: form.models for form in _FORMS}
 
 
 def tool_form(name: str) -> ToolForm:
-    """The form with this name.
-
-    Raises:
-      ValueError: there is none.
-    """
-    found = next((form for form in _FORMS if form.name == name), None)
-    if found is None:
-        raise ValueError(f"unknown form of tool calls {name!r:.80}{did_you_mean(name, TOOL_FORMS)}")
-    return found
+    """The form with this name. Raises ValueError where there is none."""
+    for form in _FORMS:
+        if form.name == name:
+            return form
+    raise ValueError(f"unknown form of tool calls {name!r:.80}{did_you_mean(name, TOOL_FORMS)}")
 
 
 def form_of(template: str) -> ToolForm | None:
     """The form that a chat template writes calls in; None where it writes none that is known."""
-    return next((form for form in _FORMS if all(text in template for text in form.template_texts)), None)
+    for form in _FORMS:
+        if all(text in template for text in form.template_texts or form.openings[:1]):
+            return form
+    return None

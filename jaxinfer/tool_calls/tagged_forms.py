@@ -1,17 +1,14 @@
 """Forms that write each argument between tags, as plain text, whose type the tool's schema tells."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader
-from jaxinfer.tool_calls.form import ToolForm
+from jaxinfer.tool_calls.form import CallSink, ToolForm
 from jaxinfer.tool_calls.json_text import json_string, read_json, read_scalar
 from jaxinfer.tool_calls.lark import Lark, escape, quote
-from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Tool
 from jaxinfer.tool_calls.values import (
     MAX_KEY_CHARS,
@@ -21,7 +18,7 @@ from jaxinfer.tool_calls.values import (
     property_schema,
     resolve,
     types_of,
-    write_properties,
+    write_arguments,
 )
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
@@ -79,8 +76,7 @@ class QwenCoderForm(ToolForm):
             value = write_value(lark, f"value_{index}_{number}", schema, end, f"{tool.name}.{key}")
             return f"{quote(f'<parameter={key}>{self.line_break}')} {value} {quote(chr(10))}"
 
-        items = write_properties(tool, write)
-        arguments = lark.sequence(f"arguments_{index}", items, "")
+        arguments = write_arguments(lark, index, tool, write)
         return (
             f"{quote(f'<function={tool.name}>' + chr(10))} {arguments} {lark.tag('</function>' + chr(10) + self.end)}"
         )
@@ -130,8 +126,7 @@ class GlmForm(ToolForm):
             close = lark.tag("</arg_value>") if is_special else ""
             return " ".join(filter(None, [head, value, close, lark.tag(self.line_break)]))
 
-        items = write_properties(tool, write)
-        arguments = lark.sequence(f"arguments_{index}", items, "")
+        arguments = write_arguments(lark, index, tool, write)
         return f"{lark.tag(tool.name + self.line_break)} {arguments} {lark.tag('</tool_call>')}"
 
 
@@ -147,22 +142,22 @@ class DsmlForm(ToolForm):
                 break
             name = yield from cursor.match(_NAME)
             tool = calls.tools.get(name)
-            found = None
+            arguments = None
             if tool is not None and (yield from cursor.literal('">')):
-                found = yield from self._read_arguments(cursor, tool)
-            if found is None:
+                arguments = yield from self._read_arguments(cursor, tool)
+            if arguments is None:
                 return
-            calls.add(name, found)
+            calls.add(name, arguments)
         if (yield from cursor.literal(f"</{opening[1:]}")):
             cursor.forget_taken()
 
     def _read_arguments(self, cursor: Cursor, tool: Tool) -> Reader[str | None]:
-        found: dict[str, str] = {}
+        values: dict[str, str] = {}
         while True:
             yield from cursor.spaces()
             tag = yield from cursor.literal('<｜DSML｜parameter name="', "</｜DSML｜invoke>")
             if tag.startswith("</"):
-                return "{" + ", ".join(f"{json_string(key)}: {value}" for key, value in found.items()) + "}"
+                return "{" + ", ".join(f"{json_string(key)}: {value}" for key, value in values.items()) + "}"
             key = (yield from cursor.until('"', limit=MAX_KEY_CHARS)) if tag else None
             head = (yield from cursor.literal('" string="true">', '" string="false">')) if key is not None else ""
             if key is None or not head:
@@ -177,7 +172,7 @@ class DsmlForm(ToolForm):
             text = cursor.since(mark).removesuffix(_DSML_END)
             value = None if "true" in head else json_value(text.strip())
             schema = {"type": "string"} if "true" in head else property_schema(tool, key)
-            found[key] = value or json_of_text(text, schema, tool.parameters)
+            values[key] = value or json_of_text(text, schema, tool.parameters)
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
         def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
@@ -194,8 +189,7 @@ class DsmlForm(ToolForm):
                 ways.append(f"{quote(head + chr(34) + 'false' + chr(34) + '>')} {value} {quote(_DSML_END)}")
             return f"({' | '.join(ways)}) {quote(chr(10))}"
 
-        items = write_properties(tool, write)
-        arguments = lark.sequence(f"arguments_{index}", items, "")
+        arguments = write_arguments(lark, index, tool, write)
         head = quote(f'<｜DSML｜invoke name="{tool.name}">\n')
         return f"{head} {arguments} {quote('</｜DSML｜invoke>')}"
 
@@ -214,8 +208,8 @@ def _read_value(cursor: Cursor, tool: Tool, key: str, end: str) -> Reader[str | 
 
 def arguments_text(tool: Tool, values: Sequence[tuple[str, str]]) -> str:
     """The JSON text of arguments that were written as plain text; of two with one name the later one counts."""
-    found = {key: json_of_text(value, property_schema(tool, key), tool.parameters) for key, value in values}
-    return "{" + ", ".join(f"{json_string(key)}: {value}" for key, value in found.items()) + "}"
+    texts = {key: json_of_text(value, property_schema(tool, key), tool.parameters) for key, value in values}
+    return "{" + ", ".join(f"{json_string(key)}: {value}" for key, value in texts.items()) + "}"
 
 
 def write_value(
@@ -223,8 +217,7 @@ def write_value(
 ) -> str:
     """A rule for a value as plain text, and for its end where that is no special token.
 
-    Raises:
-      ValueError: the schema cannot be enforced for plain text; `where` names the value.
+    Raises ValueError: the schema cannot be enforced for plain text; `where` names the value.
     """
     root, schema = schema, resolve(schema, schema)
     types = types_of(schema, root)
@@ -236,7 +229,7 @@ def write_value(
         written = [lark.json({**root, **schema}), *([] if fixed is not None else names)]
         return lark.rule(name, f"({' | '.join(written)}){close}")
     if fixed is not None:
-        if not all(isinstance(one, str) and end not in one for one in fixed):
+        if not all(isinstance(value, str) and end not in value for value in fixed):
             raise ValueError(f"{where}: an enum of strings and other values cannot be enforced in this form")
         return lark.rule(name, f"({' | '.join(map(quote, fixed))}){close}")
     if types != {"string"} and (not types <= _SCALARS or _is_limited(schema)):
@@ -247,7 +240,7 @@ def write_value(
 
 
 def _is_limited(schema: Any) -> bool:
-    """Whether a schema of several types says more than the types."""
+    """True if a schema of several types says more than the types."""
     if isinstance(schema, Mapping):
         return any(
             _is_limited(value)
@@ -264,10 +257,10 @@ def _length_pattern(schema: Mapping[str, Any]) -> str:
 
 def _search_pattern(pattern: Any, where: str) -> str:
     """A JSON schema's pattern, which may match anywhere, as one that matches the whole text."""
-    found = _ANCHORED.fullmatch(pattern) if isinstance(pattern, str) else None
-    if found is None or "|" in pattern or "\n" in pattern:
+    match = _ANCHORED.fullmatch(pattern) if isinstance(pattern, str) else None
+    if match is None or "|" in pattern or "\n" in pattern:
         raise ValueError(f"{where}: the pattern {pattern!r:.80} cannot be enforced in this form")
     head = "" if pattern.startswith("^") else "(?s:.*)"
     tail = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
-    body = re.sub(r"(?<!\\)/", r"\\/", found["body"])
+    body = re.sub(r"(?<!\\)/", r"\\/", match["body"])
     return f"/{head}({body}){tail}/"

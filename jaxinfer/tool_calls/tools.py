@@ -1,7 +1,5 @@
 """The tools that a request offers, which of them may be called, and whether one must be."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +37,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says about tools.
+    """The tools of a request, and how they may be called.
 
     Attributes:
       tools: those that may be called. mode: whether a call is impossible, possible or demanded. is_parallel: whether an
@@ -52,7 +50,7 @@ class ToolUse:
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether only a grammar gives what was asked for: a call, at most one, or arguments that match a schema."""
+        """True if only a grammar gives what was asked for: a call, at most one, or arguments that match a schema."""
         if self.mode == "auto":
             return bool(self.tools) and (not self.is_parallel or any(tool.is_strict for tool in self.tools))
         return self.mode == "required"
@@ -64,31 +62,30 @@ def check_tools(tools: Any, tool_choice: Any = None, parallel_tool_calls: bool |
     `tool_choice` is "none", "auto", "required", `{"type": "function", "function": {"name": ...}}` (exactly one call of
     it) or `{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}`.
 
-    Raises:
-      ValueError: with the place of what is wrong or too large.
+    Raises ValueError: with the place of what is wrong or too large.
     """
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise ValueError(f"tools must be a list, not {type(tools).__name__}")
     if tools is not None and len(tools) > MAX_TOOLS:
         raise ValueError(f"tools has {len(tools):,} entries; at most {MAX_TOOLS} are allowed")
-    found: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     num_chars = 0
     for index, entry in enumerate(tools or ()):
         tool, size = _read_tool(entry, f"tools[{index}]")
-        if tool.name in found:
+        if tool.name in by_name:
             raise ValueError(f"tools[{index}].function.name {tool.name!r} is the name of two tools")
-        found[tool.name] = tool
+        by_name[tool.name] = tool
         num_chars += size
         if num_chars > MAX_TOTAL_CHARS:
             raise ValueError(f"tools[0] to tools[{index}] have more than {MAX_TOTAL_CHARS:,} characters together")
     if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
         raise ValueError(f"parallel_tool_calls must be true or false, not {parallel_tool_calls!r:.80}")
-    mode, names = _read_choice(tool_choice, found)
+    mode, names = _read_choice(tool_choice, by_name)
     is_parallel = parallel_tool_calls is not False
     if names is not None:
-        found = {name: found[name] for name in names}
-        is_parallel = is_parallel and not _is_one_function(tool_choice)
-    return ToolUse(tuple(found.values()), mode, is_parallel)
+        by_name = {name: by_name[name] for name in names}
+        is_parallel = is_parallel and tool_choice.get("type") != "function"
+    return ToolUse(tuple(by_name.values()), mode, is_parallel)
 
 
 def _read_tool(entry: Any, path: str) -> tuple[Tool, int]:
@@ -150,10 +147,6 @@ def _read_choice(choice: Any, tools: Mapping[str, Tool]) -> tuple[Mode, Sequence
         ]
         return mode, list(dict.fromkeys(names))
     return "required", [_chosen_name(choice, tools, "tool_choice")]
-
-
-def _is_one_function(choice: Any) -> bool:
-    return isinstance(choice, Mapping) and choice.get("type") == "function"
 
 
 def _chosen_name(entry: Any, tools: Mapping[str, Tool], path: str) -> str:

@@ -1,7 +1,5 @@
 """Values of arguments that are written as plain text: which type they have, by the tool's schema."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -9,7 +7,7 @@ from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, finish
 from jaxinfer.tool_calls.json_text import json_string, read_json, read_scalar
-from jaxinfer.tool_calls.lark import GrammarSizeError
+from jaxinfer.tool_calls.lark import GrammarSizeError, Lark
 from jaxinfer.tool_calls.python_text import json_of_literal
 from jaxinfer.tool_calls.tools import Tool
 
@@ -20,15 +18,7 @@ _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 # What is said of all arguments together cannot be kept by a grammar that has a rule for each of them.
 _WHOLE_OBJECT = (
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "not",
-    "if",
-    "minProperties",
-    "dependentRequired",
-    "dependentSchemas",
-    "$ref",
+    *("allOf", "anyOf", "oneOf", "not", "if", "minProperties", "dependentRequired", "dependentSchemas", "$ref"),
 )
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -36,8 +26,8 @@ _DEFINITIONS = ("$defs", "definitions")
 def property_schema(tool: Tool, name: str) -> Mapping[str, Any]:
     """The schema of an argument; {} where the tool has none."""
     properties = tool.parameters.get("properties")
-    found = properties.get(name) if isinstance(properties, Mapping) else None
-    return resolve(found, tool.parameters) if isinstance(found, Mapping) else {}
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return resolve(schema, tool.parameters) if isinstance(schema, Mapping) else {}
 
 
 def resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -46,38 +36,38 @@ def resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, 
         reference = schema.get("$ref")
         if not isinstance(reference, str):
             return schema
-        found: Any = root
+        target: Any = root
         for key in reference.split("/")[1:] if reference.startswith("#/") else ("",):
-            found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping):
+            target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        if not isinstance(target, Mapping):
             return {}
-        schema = found
+        schema = target
     return {}
 
 
 def types_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
     """JSON types that a schema allows; empty where it does not say. Each of its parts is looked at once."""
-    found: set[str] = set()
+    types: set[str] = set()
     seen: set[int] = set()
     left = [schema]
     while left:
-        one = resolve(left.pop(), root)
-        if id(one) in seen:
+        part = resolve(left.pop(), root)
+        if id(part) in seen:
             continue
-        seen.add(id(one))
-        given = one.get("type")
+        seen.add(id(part))
+        given = part.get("type")
         given = [given] if isinstance(given, str) else given
-        values = one.get("enum", [one["const"]] if "const" in one else None)
-        branches = next((one[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(one.get(key), list)), None)
+        values = part.get("enum", [part["const"]] if "const" in part else None)
+        branches = next((part[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(part.get(key), list)), None)
         if isinstance(given, list):
-            found.update(kind for kind in given if isinstance(kind, str))
+            types.update(kind for kind in given if isinstance(kind, str))
         elif isinstance(values, list):
-            found.update(_type_of(json.dumps(value)) for value in values)
+            types.update(_type_of(json.dumps(value)) for value in values)
         elif branches:
             left += [branch if isinstance(branch, Mapping) else {} for branch in branches]
         else:
             return frozenset()
-    return frozenset(found)
+    return frozenset(types)
 
 
 def json_of_text(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
@@ -90,14 +80,14 @@ def json_of_text(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) 
     if types != {"string"} and not (isinstance(fixed, list) and text in fixed):
         value = text.strip()
         value = _PYTHON_NAMES.get(value, value) if types & {"boolean", "null"} else value
-        found = json_value(value)
-        if found is None and value[:1] in ("{", "[") and types & {"object", "array"}:
-            found = json_of_literal(value)
-        if found is not None:
-            kind = _type_of(found)
+        json_text = json_value(value)
+        if json_text is None and value[:1] in ("{", "[") and types & {"object", "array"}:
+            json_text = json_of_literal(value)
+        if json_text is not None:
+            kind = _type_of(json_text)
             kinds = {kind, "number"} if kind == "integer" else {kind}
             if kinds & types or (not types and kind != "string"):
-                return found
+                return json_text
     return json_string(text)
 
 
@@ -109,8 +99,8 @@ def json_value(text: str) -> str | None:
     if text[:1] not in ("{", "["):
         scalar = finish(read_scalar(cursor))
         return scalar if cursor.at == len(text) else None
-    found = finish(read_json(cursor))
-    return found.text if found is not None and cursor.at == len(text) else None
+    value = finish(read_json(cursor))
+    return value.text if value is not None and cursor.at == len(text) else None
 
 
 def _type_of(value: str) -> str:
@@ -120,16 +110,17 @@ def _type_of(value: str) -> str:
     return "integer" if _WHOLE_NUMBER.fullmatch(value) else "number"
 
 
-def write_properties(tool: Tool, write: Callable[[int, str, Mapping[str, Any]], str]) -> list[tuple[str, bool]]:
-    """What `write` makes of each argument of a tool, and whether it is required, for forms that write each argument by
-    itself.
+def write_arguments(
+    lark: Lark, index: int, tool: Tool, write: Callable[[int, str, Mapping[str, Any]], str], separator: str = ""
+) -> str:
+    """Rules for the arguments of a tool, the call of which has this index, in forms that write each by itself; returns
+    the first rule.
 
     Args:
       write: takes an argument's number, name and schema. Where it raises ValueError and the tool is not strict, it is
         called again with a schema that allows all values.
 
-    Raises:
-      ValueError: the tool is strict, and its schema says what cannot be enforced for each argument by itself.
+    Raises ValueError: the tool is strict, and its schema says what cannot be enforced for each argument by itself.
     """
     where = f"the parameters of tool {tool.name!r}"
     properties = tool.parameters.get("properties") or {}
@@ -137,9 +128,9 @@ def write_properties(tool: Tool, write: Callable[[int, str, Mapping[str, Any]], 
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise ValueError(f"{where}: 'properties' must be an object and 'required' a list")
     if tool.is_strict:
-        found = next((key for key in _WHOLE_OBJECT if key in tool.parameters), None)
-        if found is not None:
-            raise ValueError(f"{where}: {found!r} cannot be enforced in this form")
+        keyword = next((key for key in _WHOLE_OBJECT if key in tool.parameters), None)
+        if keyword is not None:
+            raise ValueError(f"{where}: {keyword!r} cannot be enforced in this form")
         missing = [name for name in required if name not in properties]
         if missing:
             raise ValueError(f"{where}: the required {missing[0]!r:.80} is not among the properties")
@@ -159,13 +150,13 @@ def write_properties(tool: Tool, write: Callable[[int, str, Mapping[str, Any]], 
                 raise
             text = write(number, name, {})
         written.append((text, name in required))
-    return written
+    return lark.sequence(f"arguments_{index}", written, separator)
 
 
 def check_key(key: str, where: str, *forbidden: str) -> None:
     """Refuses a name that a form's reader would not find as it is: it has one of the `forbidden` texts, which stand
     around names in this form, or white space at an end."""
-    if not key or key != key.strip() or len(key) > MAX_KEY_CHARS or any(one in key for one in forbidden):
+    if not key or key != key.strip() or len(key) > MAX_KEY_CHARS or any(mark in key for mark in forbidden):
         raise ValueError(f"{where}: the name {key!r:.80} cannot be written in this form")
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from jaxinfer.batch.input import BatchRow
 from jaxinfer.batch.job import Defaults
-from jaxinfer.batch.requests import BatchRequest
+from jaxinfer.batch.rows import BatchRequest
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.requests import TextRequest
 from jaxinfer.sampling.params import SamplingParams, SamplingParamsError

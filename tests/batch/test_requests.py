@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.batch.requests import read_plain, read_row_body
+from jaxinfer.batch.rows import read_plain, read_row_body
 from jaxinfer.grammar.structured import StructuredOutputs
 
 MESSAGES = [{"role": "user", "content": "hi"}]

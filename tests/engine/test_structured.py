@@ -16,7 +16,7 @@ from jaxinfer.grammar.compiler import Grammar
 from jaxinfer.grammar.device import TableSizes
 from jaxinfer.grammar.gate import gate_of
 from jaxinfer.grammar.structured import StructuredOutputs
-from jaxinfer.grammar.table import TokenTable
+from jaxinfer.grammar.table_builder import TokenTable
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
 from jaxinfer.speculative import NO_DRAFT, LayersDraft, NgramDraft
 from jaxinfer.text.reasoning import Tags

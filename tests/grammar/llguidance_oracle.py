@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.grammar.spelling import MAX_FORCED, Spelling
-from jaxinfer.grammar.table import TokenTable
+from jaxinfer.grammar.table_builder import TokenTable
 from jaxinfer.grammar.vocabulary import Vocabulary
 
 llguidance = pytest.importorskip("llguidance")

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jaxinfer.grammar.lark_limits import check_lark
+from jaxinfer.grammar.compiler import check_lark
 
 CHAIN = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(1_000)} | {"d1000": {}}
 HOSTILE = {

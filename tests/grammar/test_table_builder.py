@@ -11,8 +11,7 @@ from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.nodes import TooLargeError
 from jaxinfer.grammar.pattern import parse_pattern, pattern_of
 from jaxinfer.grammar.spelling import Spelling
-from jaxinfer.grammar.table import TokenTable
-from jaxinfer.grammar.table_builder import TableLimits, build_table
+from jaxinfer.grammar.table_builder import TableLimits, TokenTable, build_table
 from jaxinfer.grammar.vocabulary import Vocabulary, vocabulary_of
 from jaxinfer.text import Tokenizer
 from tests.grammar.llguidance_oracle import (

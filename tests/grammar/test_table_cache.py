@@ -1,5 +1,6 @@
-"""Tables on disk: read back, damaged, evicted, not writable."""
+"""Tables on disk: read back, and built again where a file is damaged. What else becomes of files: test_kept_files."""
 
+import io
 import logging
 import os
 
@@ -10,10 +11,10 @@ from jaxinfer.grammar import table_cache
 from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.pattern import parse_pattern
 from jaxinfer.grammar.spelling import Spelling
-from jaxinfer.grammar.table import TokenTable
-from jaxinfer.grammar.table_builder import TableLimits, build_table
-from jaxinfer.grammar.table_cache import TableCache
+from jaxinfer.grammar.table_builder import TableLimits, TokenTable, build_table
+from jaxinfer.grammar.table_cache import MAX_BYTES, kept_table
 from jaxinfer.grammar.vocabulary import Vocabulary
+from jaxinfer.kept_files import KeptFiles
 from tests.grammar.llguidance_oracle import longest_tokens
 
 LETTERS = Vocabulary((*(bytes([letter]) for letter in b"abcdef"), None), (6,))
@@ -26,14 +27,28 @@ class Builder:
     def __init__(self):
         self.count = 0
 
-    def get(self, cache: TableCache, pattern: str, vocabulary=LETTERS, limits=LIMITS, spelling=None) -> TokenTable:
+    def get(
+        self, files: KeptFiles | None, pattern: str, vocabulary=LETTERS, limits=LIMITS, spelling=None
+    ) -> TokenTable:
         node, spelling = parse_pattern(pattern), spelling or longest_tokens(vocabulary)
 
         def build() -> TokenTable:
             self.count += 1
             return build_table(build_automaton(node), spelling, limits)
 
-        return cache.get_or_build(node, spelling, limits, build)
+        return kept_table(files, node, spelling, limits, build)
+
+
+class Recorder(KeptFiles):
+    """Remembers the key that was written last."""
+
+    def write(self, key: str, content: bytes) -> None:
+        self.key = key
+        super().write(key, content)
+
+
+def kept_in(folder) -> KeptFiles:
+    return KeptFiles(folder, MAX_BYTES)
 
 
 def equal(one: TokenTable, other: TokenTable) -> bool:
@@ -45,113 +60,57 @@ def equal(one: TokenTable, other: TokenTable) -> bool:
 
 def test_a_table_is_built_once_for_a_language_and_a_vocabulary(tmp_path, monkeypatch):
     builder = Builder()
-    first = builder.get(TableCache(tmp_path), "a|b")
-    assert equal(first, builder.get(TableCache(tmp_path), "(a|b)"))  # the same tree
+    first = builder.get(kept_in(tmp_path), "a|b")
+    assert equal(first, builder.get(kept_in(tmp_path), "(a|b)"))  # the same tree
     assert builder.count == 1
-    builder.get(TableCache(tmp_path), "a|c")
-    builder.get(TableCache(tmp_path), "a|b", Vocabulary((*LETTERS.tokens, b"g"), (6,)))
-    builder.get(TableCache(tmp_path), "a|b", limits=TableLimits(max_states=10))
+    builder.get(kept_in(tmp_path), "a|c")
+    builder.get(kept_in(tmp_path), "a|b", Vocabulary((*LETTERS.tokens, b"g"), (6,)))
+    builder.get(kept_in(tmp_path), "a|b", limits=TableLimits(max_states=10))
     monkeypatch.setattr(table_cache, "FORMAT_VERSION", 0)
-    builder.get(TableCache(tmp_path), "a|b")
+    builder.get(kept_in(tmp_path), "a|b")
     assert builder.count == 5
     assert len(os.listdir(tmp_path)) == 5
-    builder.get(TableCache(None), "a|b")
+    builder.get(None, "a|b")
     assert builder.count == 6
 
 
 def test_a_tokenizer_that_spells_in_another_way_has_its_own_table(tmp_path):
     vocabulary, builder = Vocabulary((*LETTERS.tokens, b"ab"), (6,)), Builder()
     whole, in_letters = Spelling(vocabulary, lambda text: [7], "1"), Spelling(vocabulary, lambda text: [0, 1], "2")
-    tables = [builder.get(TableCache(tmp_path), "ab", spelling=one) for one in (whole, in_letters, whole)]
+    tables = [builder.get(kept_in(tmp_path), "ab", spelling=one) for one in (whole, in_letters, whole)]
     assert builder.count == 2
     assert not equal(tables[0], tables[1])
     assert equal(tables[0], tables[2])
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "no zip", "index", "shape", "missing"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "no zip", "index", "shape", "missing", "pickles"])
 def test_a_damaged_file_is_built_again_and_told(tmp_path, caplog, damage):
-    builder = Builder()
-    table = builder.get(TableCache(tmp_path), "(ab|c)*d")
+    builder, files = Builder(), Recorder(tmp_path, MAX_BYTES)
+    table = builder.get(files, "(ab|c)*d")
     (path,) = tmp_path.iterdir()
-    data = bytearray(path.read_bytes())
+    data, arrays = bytearray(path.read_bytes()), dict(vars(table))
     if damage == "flipped":
-        place = data.index(table.masks.tobytes())
-        data[place] ^= 1
-    elif damage in ("index", "shape", "missing"):
-        arrays = dict(vars(table))
-        if damage == "index":
-            arrays["mask_of"] = table.mask_of + 100
-        elif damage == "shape":
-            arrays["classes"] = table.classes[:-1]
-        else:
-            del arrays["drafts"]
-        with path.open("wb") as file:
-            np.savez(file, **arrays)
-        data = None
-    if data is not None:
-        path.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "no zip": b"x" * 100}.get(damage, data))
+        data[data.index(table.masks.tobytes())] ^= 1
+    elif damage == "index":
+        arrays["mask_of"] = table.mask_of + 100
+    elif damage == "shape":
+        arrays["classes"] = table.classes[:-1]
+    elif damage == "missing":
+        del arrays["drafts"]
+    elif damage == "pickles":
+        arrays = {name: np.array([{}], object) for name in arrays}
+    if damage in ("index", "shape", "missing", "pickles"):
+        content = io.BytesIO()
+        np.savez(content, **arrays)
+        files.write(files.key, content.getvalue())
+    elif damage == "no zip":
+        files.write(files.key, b"x" * 100)
+    else:
+        path.write_bytes({"cut": data[: len(data) // 2], "empty": b""}.get(damage, data))
     with caplog.at_level(logging.WARNING):
-        again = builder.get(TableCache(tmp_path), "(ab|c)*d")
+        again = builder.get(files, "(ab|c)*d")
     assert equal(table, again)
     assert builder.count == 2
-    assert f"{path} could not be read" in caplog.text
-    builder.get(TableCache(tmp_path), "(ab|c)*d")
+    assert f"{path} is " in caplog.text
+    builder.get(files, "(ab|c)*d")
     assert builder.count == 2
-
-
-def test_the_least_recently_used_are_removed(tmp_path):
-    builder = Builder()
-    builder.get(TableCache(tmp_path), "a")
-    (path,) = tmp_path.iterdir()
-    size = path.stat().st_size
-    cache = TableCache(tmp_path, max_bytes=4 * size)
-    for pattern in "bcd":
-        builder.get(cache, pattern)
-    for age, file in enumerate(sorted(tmp_path.iterdir(), key=lambda file: file.stat().st_mtime_ns, reverse=True)):
-        os.utime(file, ns=(10**18 - age * 10**9,) * 2)
-    builder.get(cache, "a")  # used last, though written first
-    assert builder.count == 4
-    builder.get(cache, "e")
-    builder.get(cache, "f")
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 4 * size
-    for pattern in "aef":
-        builder.get(cache, pattern)
-    assert builder.count == 6
-    builder.get(cache, "b")
-    assert builder.count == 7
-    builder.get(TableCache(tmp_path, max_bytes=size // 2), "ab")  # larger than the limit: not kept, removes nothing
-    assert len(os.listdir(tmp_path)) == 4
-
-
-def test_a_disk_that_cannot_be_written_is_told_once(tmp_path, caplog, monkeypatch):
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    builder, cache = Builder(), TableCache(tmp_path)
-    monkeypatch.setattr(table_cache.os, "replace", fail)
-    with caplog.at_level(logging.WARNING):
-        assert builder.get(cache, "a") is not None
-        assert builder.get(cache, "a") is not None
-    assert caplog.text.count("No space left on device") == 1
-    assert os.listdir(tmp_path) == []
-
-
-def test_parts_of_killed_processes_are_removed(tmp_path):
-    for name, age in ((".old.part", 10**6), (".new.part", 0)):
-        (tmp_path / name).touch()
-        if age:
-            os.utime(tmp_path / name, (age, age))
-    TableCache(tmp_path)
-    assert os.listdir(tmp_path) == [".new.part"]
-
-
-def test_a_file_with_pickles_is_not_loaded(tmp_path, caplog):
-    builder = Builder()
-    builder.get(TableCache(tmp_path), "a")
-    (path,) = tmp_path.iterdir()
-    with path.open("wb") as file:
-        np.savez(file, **{name: np.array([{}], object) for name in vars(builder.get(TableCache(tmp_path), "a"))})
-    with caplog.at_level(logging.WARNING):
-        builder.get(TableCache(tmp_path), "a")
-    assert builder.count == 2
-    assert "could not be read" in caplog.text

@@ -62,18 +62,6 @@ def test_llguidance_reads_the_same_bytes(name):
             assert data == theirs.decode_bytes([token_id])
 
 
-def test_spaces_that_decoding_drops_are_told():
-    found = {name: vocabulary_of(made(name), [1]).drops_leading_space for name in BACKENDS}
-    assert found == {
-        **dict.fromkeys(("byte_level", "markers_in_vocab", "gemma"), False),
-        **dict.fromkeys(("llama2", "metaspace_first", "unigram", "unigram_no_bytes"), True),
-    }
-    for name in BACKENDS:
-        tokenizer = made(name)
-        space = next(token for text in ("▁", "Ġ") if (token := tokenizer.token_to_id(text)) is not None)
-        assert tokenizer.decode([space, tokenizer.token_to_id("a")]) == ("a" if found[name] else " a")
-
-
 @pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC()])
 def test_texts_that_depend_on_neighbours_are_refused(decoder):
     tokenizer = toy.wrap(toy.with_decoder(decoder, ["<unk>", "a", "##b"]))

@@ -16,11 +16,10 @@ from benchmarks.real.tokenizers import TOKENIZERS
 from jaxinfer import AsyncEngine, SamplingParams
 from jaxinfer.models import init_params
 from jaxinfer.server.app import make_app
-from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.service import Service
 from tests.real.chats import CHATS, TAKES_TEXT, chats_of, undated
 from tests.real.test_tokenizers import GOLDEN, opened
 from tests.server.asgi import Client
+from tests.server.services import service_of
 from tests.server.test_doors import Doors, anthropic_tool
 from tests.tiny import TINY
 
@@ -48,15 +47,9 @@ def served(request):
     model = config, init_params(config, jax.random.key(0)), tokenizer
     engine = AsyncEngine(model, max_seqs=2, max_model_len=2048, prefill_chunk=256)
     thinks = "enable_thinking" in tokenizer.chat_template
-    client = Client(make_app(service(engine)))
+    client = Client(make_app(service_of(engine)))
     yield SimpleNamespace(name=request.param, engine=engine, llm=engine.llm, client=client, thinks=thinks)
     asyncio.run(engine.close())
-
-
-def service(engine):
-    found = Service(ServerOptions(), "tiny")
-    found.attach(engine)
-    return found
 
 
 def chats(name):
@@ -64,7 +57,7 @@ def chats(name):
 
 
 def test_histories_are_rendered_as_transformers_renders_them(served, monkeypatch, tmp_path):
-    doors = Doors(served.engine, lambda: service(served.engine), monkeypatch, tmp_path, served.llm.tokenizer)
+    doors = Doors(served.engine, lambda: service_of(served.engine), monkeypatch, tmp_path, served.llm.tokenizer)
     for chat, ((messages, tools, arguments), text) in chats(served.name).items():
         tools = None if served.name in TAKES_TEXT else tools
         if arguments:  # which not every door takes

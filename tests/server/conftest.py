@@ -11,10 +11,9 @@ import pytest
 from jaxinfer import AsyncEngine, SamplingParams
 from jaxinfer.models import init_params
 from jaxinfer.server.app import make_app
-from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.service import Service
 from jaxinfer.text import Tokenizer
 from tests.server.asgi import Client
+from tests.server.services import service_of
 from tests.tiny import TINY
 
 CONFIG = dataclasses.replace(TINY, vocab_size=4096, max_position_embeddings=256)
@@ -37,9 +36,7 @@ def engine():
 @pytest.fixture
 def make_service(engine):
     def make(**options):
-        service = Service(ServerOptions(**options), "tiny")
-        service.attach(engine)
-        return service
+        return service_of(engine, **options)
 
     return make
 

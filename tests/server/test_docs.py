@@ -7,13 +7,13 @@ from pathlib import Path
 from jaxinfer.options import describe
 from jaxinfer.server.app import make_app
 from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.service import Service
+from tests.server.services import service_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
 def test_every_route_is_described():
-    guard = make_app(Service(ServerOptions(), "tiny"))
+    guard = make_app(service_of())
     routes = {path.replace("{id:path}", "{id}") for path in guard._routes}
     table = PAGE.partition("## Routes")[2].partition("\n\n")[2].partition("\n\n")[0]
     assert routes == set(re.findall(r"[` ](/[^`]*)`", table))

@@ -7,10 +7,9 @@ import pytest
 
 from jaxinfer import AsyncEngine
 from jaxinfer.server.app import make_app
-from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.service import Service
 from tests.server.asgi import Client
 from tests.server.conftest import OPTIONS, is_idle, tiny_model, until
+from tests.server.services import service_of
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": list(range(5, 105)), "max_tokens": 100, "ignore_eos": True, "seed": 1}  # four chunks of a prompt
@@ -128,8 +127,7 @@ def test_a_client_of_another_route_leaves(engine, service, path, stream):
 @pytest.mark.parametrize("phase", ["waiting", "prefill", "decode"])
 def test_a_client_leaves_an_engine_with_a_draft(phase, stream):
     engine = AsyncEngine(tiny_model(), **OPTIONS, draft="ngram", num_draft_tokens=3)
-    service = Service(ServerOptions(), "tiny")
-    service.attach(engine)
+    service = service_of(engine)
     try:
         asyncio.run(leave(engine, service, phase, COMPLETIONS, {**LONG, "stream": stream}))
     finally:

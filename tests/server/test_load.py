@@ -7,10 +7,9 @@ import pytest
 
 from jaxinfer import AsyncEngine
 from jaxinfer.server.app import make_app
-from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.service import Service
 from tests.server.asgi import Client
 from tests.server.conftest import OPTIONS, is_idle, offline, tiny_model, until
+from tests.server.services import service_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -55,8 +54,7 @@ def offline_answer(engine, body):
 
 
 def compare(engine, num_requests, num_clients):
-    service = Service(ServerOptions(max_queued=10_000), "tiny")
-    service.attach(engine)
+    service = service_of(engine, max_queued=10_000)
     client = Client(make_app(service))
     bodies = [mixed(number) for number in range(num_requests)]
 

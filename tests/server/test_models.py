@@ -863,7 +863,7 @@ def test_a_switch_back_takes_as_long_as_loading_weights(tmp_path, monkeypatch, c
         service, _ = served(names, 1)
         for number in range(24):
             start = time.process_time()
-            await service.models.load(names[number % 2])
+            (await service.models.acquire(names[number % 2])).release()
             back.append(time.process_time() - start)
         await service.models.close()
 

@@ -12,12 +12,11 @@ from jaxinfer.server import ollama_models
 from jaxinfer.server.app import make_app
 from jaxinfer.server.models import OneModel
 from jaxinfer.server.ollama import _ChatLines
-from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.service import Service
 from jaxinfer.store import UnknownModelError
 from jaxinfer.tool_calls import ToolCallDelta
 from tests.server.asgi import Client
 from tests.server.conftest import offline
+from tests.server.services import service_of
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 ASK = [{"role": "user", "content": "read a file"}]
@@ -194,13 +193,11 @@ def test_the_store_is_managed_by_a_server_without_given_models(monkeypatch, engi
             raise UnknownModelError("user/none is not at the hub")
         return FakeDownload(ValueError("model.safetensors is damaged") if name == "user/bad" else None)
 
-    monkeypatch.setattr(ollama_models, "prepare", prepare)
-    monkeypatch.setattr(ollama_models, "copy_model", lambda *names: calls.append(names))
-    monkeypatch.setattr(ollama_models, "remove", lambda name: calls.append(name))
+    monkeypatch.setattr(ollama_models.store, "prepare", prepare)
+    monkeypatch.setattr(ollama_models.store, "copy_model", lambda *names: calls.append(names))
+    monkeypatch.setattr(ollama_models.store, "remove", lambda name: calls.append(name))
     monkeypatch.setattr(OneModel, "is_store", True)
-    service = Service(ServerOptions(), "demo")
-    service.attach(engine)
-    client = Client(make_app(service))
+    client = Client(make_app(service_of(engine, "demo")))
 
     async def run():
         found = lines(await client.post("/api/pull", {"model": "hf.co/user/model"}))

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from jaxinfer.server.app import make_app
-from jaxinfer.server.openapi import BODIES
+from jaxinfer.server.app import ROUTES, make_app
 from tests.server.asgi import Client
 from tests.server.conftest import is_idle, offline, until
 
@@ -285,7 +284,11 @@ def test_other_routes(engine, client, service):
         schema = (await client.get("/openapi.json")).json
         bodies = [one["post"]["requestBody"] for one in schema["paths"].values() if "post" in one]
         names = {body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2] for body in bodies}
-        assert names == {body.__name__ for body in BODIES.values()} <= schema["components"]["schemas"].keys()
+        assert (
+            names
+            == {route.body.__name__ for route in ROUTES if route.body is not None}
+            <= schema["components"]["schemas"].keys()
+        )
         assert all("get" in schema["paths"][path] for path in ("/health", "/v1/models/{id}"))
 
     run(ask())

@@ -38,16 +38,16 @@ import pytest
 
 from jaxinfer.embedding_files import EmbeddingConfig
 from jaxinfer.server import http
-from jaxinfer.server.app import make_app
+from jaxinfer.server.app import ROUTES, make_app
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.middleware import OPEN_PATHS
-from jaxinfer.server.openapi import BODIES
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.page import chat_page
 from jaxinfer.server.sizes import count_values, weight
 from jaxinfer.text.messages import plain_json
 from tests.server.asgi import Client
 
+BODIES = {route.path: route.body for route in ROUTES if route.body is not None}
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 KEYS = {"first-secret-key": "alice", "second-secret-key": "bob"}
 ASK = [{"role": "user", "content": "read a file"}]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from checkpoints_convert.gguf.pre_tokenizers import PRE_TOKENIZERS
-from jaxinfer.text.patterns import PatternError
-from jaxinfer.text.regex_costs import can_match, check_cost, min_length
+from jaxinfer.text.patterns import PatternError, can_match, check_cost, min_length
 from tests.timing import processor_seconds
 
 KIMI_K2 = (

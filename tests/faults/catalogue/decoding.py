@@ -373,8 +373,8 @@ TEXT = (
     Fault(
         "text/growth-of-a-chain-is-not-multiplied",
         "jaxinfer/text",
-        "(before * one.growth, one)",
-        "(one.growth, one)",
+        "(before * replacement.growth, replacement)",
+        "(replacement.growth, replacement)",
         ("tests/text/test_hostile_files.py",),
         "a tokenizer file makes gigabytes out of one letter and the process dies",
     ),

@@ -15,7 +15,7 @@ FAULTS = (
     Fault(
         "histories/calls-that-are-dropped-are-taken-for-printed",
         "jaxinfer/text/histories.py",
-        "all(one in text for one in (_CALLED, _KEY, _VALUE)) and",
+        "all(mark in text for mark in (_CALLED, _KEY, _VALUE)) and",
         "True and",
         (f"{HISTORIES}::test_a_call_is_printed_whatever_its_form",),
         "a template that asks whether content is null loses the call in silence",
@@ -111,8 +111,8 @@ FAULTS = (
     Fault(
         "doors/the-server-forgets-that-calls-are-alone",
         "jaxinfer/server/answering.py",
-        "found = asked.bind(model.llm, model.answers, _seed)",
-        "vars(asked)['parallel_tool_calls'] = None\n    found = asked.bind(model.llm, model.answers, _seed)",
+        "bound = asked.bind(model.llm, model.answers, _seed)",
+        "vars(asked)['parallel_tool_calls'] = None\n    bound = asked.bind(model.llm, model.answers, _seed)",
         ("tests/openai/test_one_reader.py",),
         "the server lets a model call several tools where a row may call one",
     ),

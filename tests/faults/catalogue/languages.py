@@ -5,7 +5,7 @@ from tests.faults.fault import Fault
 FAULTS = (
     Fault(
         "grammar/a-dot-matches-line-ends",
-        "jaxinfer/grammar/pattern_parser.py",
+        "jaxinfer/grammar/pattern.py",
         "ANY if flags.dot_all else",
         "ANY if not flags.dot_all else",
         ("tests/grammar/test_pattern.py::test_the_same_texts_match_as_in_llguidance",),
@@ -13,7 +13,7 @@ FAULTS = (
     ),
     Fault(
         "grammar/a-set-is-not-closed-under-case",
-        "jaxinfer/grammar/pattern_parser.py",
+        "jaxinfer/grammar/pattern.py",
         "return self._folded(ranges) if flags.ignore_case and ranges else ranges",
         "return ranges",
         ("tests/grammar/test_pattern.py::test_the_same_texts_match_as_in_llguidance",),

@@ -5,7 +5,7 @@ from tests.faults.fault import Fault
 FAULTS = (
     Fault(
         "tool-calls/a-tool-that-was-not-offered-is-called",
-        "jaxinfer/tool_calls/parser.py",
+        "jaxinfer/tool_calls/form.py",
         "if name not in self.tools:",
         "if not name:",
         ("tests/tool_calls/test_parser.py::test_only_complete_calls_of_known_tools_are_calls",),
@@ -13,7 +13,7 @@ FAULTS = (
     ),
     Fault(
         "tool-calls/the-beginning-of-a-tag-is-sent-as-content",
-        "jaxinfer/tool_calls/parser.py",
+        "jaxinfer/tool_calls/form.py",
         "num_held = 0 if cursor.is_end else self._num_begun()",
         "num_held = 0",
         ("tests/tool_calls/test_forms.py::test_a_stream_gives_what_the_whole_text_gives",),
@@ -21,7 +21,7 @@ FAULTS = (
     ),
     Fault(
         "tool-calls/all-calls-have-one-index",
-        "jaxinfer/tool_calls/parser.py",
+        "jaxinfer/tool_calls/form.py",
         "ToolCallDelta(index, call_id, name,",
         "ToolCallDelta(0, call_id, name,",
         ("tests/tool_calls/test_parser.py::test_the_first_delta_of_a_call_names_it_and_the_others_have_its_arguments",),
@@ -29,7 +29,7 @@ FAULTS = (
     ),
     Fault(
         "tool-calls/the-text-of-a-call-is-content-too",
-        "jaxinfer/tool_calls/parser.py",
+        "jaxinfer/tool_calls/form.py",
         "        self._cursor.forget_taken()\n        return True",
         "        return True",
         ("tests/tool_calls/test_parser.py::test_only_complete_calls_of_known_tools_are_calls",),
@@ -78,7 +78,7 @@ FAULTS = (
     Fault(
         "tool-calls/a-grammar-writes-names-that-the-parser-cannot-read",
         "jaxinfer/tool_calls/values.py",
-        "or any(one in key for one in forbidden)",
+        "or any(mark in key for mark in forbidden)",
         "or False",
         ("tests/tool_calls/test_samples.py::test_a_name_of_an_argument_is_read_or_refused",),
         "a demanded call of a tool with such an argument comes out as text",
