@@ -357,10 +357,11 @@ def load_shapes(
 
 def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[ModelConfig, Params]:
     import checkpoints_convert
+    from checkpoints_convert.gguf import find_gguf
 
     config, params = checkpoints_convert.abstract(source, **reading)
     if chosen is not None:
-        if checkpoints_convert.find_gguf(Path(source)) is not None:
+        if find_gguf(Path(source)) is not None:
             found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
             paths = [tuple(key.key for key in path) for path, leaf in found if is_quantized(leaf)]
             check_not_rounded(source, {path: ".".join(path) for path in paths}, chosen)

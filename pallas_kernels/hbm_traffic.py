@@ -204,7 +204,7 @@ class HloProgram:
     def _accesses(
         self, instruction: Instruction, computation: dict[str, Instruction], gpu_kernels: str | None
     ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
-        """Bytes that one execution reads from HBM, and those that it writes there."""
+        """Accesses of one execution to HBM: those that read, and those that write."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(_LATER):
             return (), ()

@@ -1,4 +1,4 @@
-"""Decides if an engine is deterministic, and the rows of the one shape that all of its passes then have.
+"""Decides whether an engine is deterministic, and the rows of the one shape that all of its passes then have.
 
 A pass reads all weights whatever its rows are, so up to the chip's ridge (FLOP/s over bytes/s) more rows take no more
 time, and one shape for a token alone and for a chunk of a prompt costs nothing. Neither depends on the load.

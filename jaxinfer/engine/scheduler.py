@@ -427,9 +427,8 @@ class Scheduler:
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
         start = sequence.num_stored
-        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - self.pools.write_offset(
-            sequence
-        )
+        num_pages = len(sequence.pages) + self.pools.num_available
+        room = num_pages * self.options.page_size - self.pools.write_offset(sequence)
         stop = min((part.next_stop(sequence) for part in self._stopping), default=sequence.target)
         length = min(budget, min(stop, self._replay_stop(sequence, chunks)) - start, room)
         if length > 0:

@@ -130,7 +130,7 @@ class _Pass:
         self.kept: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def layer_input(self, config: ModelConfig, layer: int) -> jax.Array | None:
-        """Further input of a layer [..., P]."""
+        """A layer's part [..., P] of `layer_inputs`; None where there are none."""
         return None if self.layer_inputs is None else self.layer_inputs[..., config.layer_input_slots[layer], :]
 
     def keeping(self, layer: int, attend: Attend) -> Attend:

@@ -42,7 +42,7 @@ class LayerReader:
 
     @classmethod
     def of(cls, shapes: Mapping[int, Params], checkpoint: Any) -> "LayerReader":
-        """Reads them of an open `checkpoints_convert.Checkpoint`, which it closes."""
+        """A reader of the layers of an open `checkpoints_convert.Checkpoint`, which it closes."""
 
         def read(path: tuple[str, ...]) -> Any:
             found = checkpoint.read_param(path)

@@ -79,6 +79,6 @@ def form(spec: MatmulSpec, platform: str | None = None, implementation: str | No
 
 
 def weight_reads(spec: MatmulSpec, platform: str | None = None, implementation: str | None = None) -> WeightReads:
-    """Bytes of the weight that the selected implementation reads, a copy that it writes first included."""
+    """How the selected implementation reads the weight, a copy that it writes first included."""
     platform = platform or current_platform()
     return _MODULES[_MODULES.take(spec, platform, implementation)].weight_reads(spec, platform)

@@ -41,7 +41,7 @@ class MatmulSpec:
 
 @dataclass(frozen=True)
 class WeightReads:
-    """How much of its weight a product reads.
+    """How a product reads its weight.
 
     passes: how often the stored arrays are read.
     copy: dtype of a copy of the whole weight that is written on every call and read instead, or None.

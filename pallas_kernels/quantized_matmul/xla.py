@@ -50,7 +50,7 @@ def form(spec: MatmulSpec, platform: str) -> str:
 
 
 def weight_reads(spec: MatmulSpec, platform: str) -> WeightReads:
-    """How much of the weight the product reads."""
+    """How the product reads the weight."""
     if platform == "cpu":
         integers = spec.activations == "int8" and not spec.is_grouped
         copy = "float32" if not integers else None if spec.values_dtype == "int8" else "int8"

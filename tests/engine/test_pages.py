@@ -205,8 +205,8 @@ def test_nobodys_page_cannot_be_shared_released_or_kept(page):
         (lambda pool: pool._free.append(4), "free or idle twice"),
         (lambda pool: pool._free.append(NULL_PAGE), "null page"),
         (lambda pool: pool._free.clear(), "5 pages, but"),
-        (lambda pool: pool._forget.pop(3), "kept by nobody"),
-        (lambda pool: pool._forget.update({4: print}), "a free one is kept"),
+        (lambda pool: pool._on_evict.pop(3), "kept by nobody"),
+        (lambda pool: pool._on_evict.update({4: print}), "a free one is kept"),
     ],
 )
 def test_check_sees_what_is_spoilt(spoil, message):

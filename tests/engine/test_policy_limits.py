@@ -112,8 +112,8 @@ def test_a_page_evicted_while_it_is_shared_changes_answers(monkeypatch):
     def release(self, pages, *, evict_first=False):
         for page in reversed([page for page in pages if self._owners[page]]):
             self._owners[page] = 0
-            if page in self._forget:
-                self._forget.pop(page)()
+            if page in self._on_evict:
+                self._on_evict.pop(page)()
             self._free.append(page)
 
     for _ in range(2):

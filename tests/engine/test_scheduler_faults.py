@@ -266,7 +266,7 @@ def bring_back_one_place_wrong(monkeypatch):
     move_back = HostTier.move_back
 
     def faulty(self, group, page, host):
-        other = next((one for one in self.pools[group]._forget if one != host), host)
+        other = next((one for one in self.pools[group]._on_evict if one != host), host)
         self.unpin(group, host)
         self.pin(group, other)
         move_back(self, group, page, other)
