@@ -6,6 +6,8 @@ import re
 import warnings
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxinfer", "pallas_kernels", "cpu_kernels", "checkpoints_convert")
 FILES = sorted(path for top in PACKAGES for path in (ROOT / top).rglob("*.py"))
@@ -21,8 +23,20 @@ MAY_IMPORT_CHECKPOINTS = (
 REPLACED_WORDS = {
     *("NOT_SOUND", "is_held", "_give_room", "_make_known", "took_time", "took_rounds", "purse", "STRANGE", "hiccup"),
     *("Told", "Lab", "Asked", "About", "How", "Seen", "Bundle", "Terms", "NO_TERMS", "besides_bytes"),
-    *("pinned", "coded", "settle"),
+    *("pinned", "coded", "settle", "found", "HeavyPages", "KeptPages", "BestPages", "PromptPasses"),
+    *(
+        "bring_back",
+        "let_go",
+        "num_lacking",
+        "goes_first",
+        "MAX_LOOKED_AT",
+        "neighbours_apart",
+        "outputs_together",
+        "_Several",
+    ),
 }
+# How no docstring begins: with a verb or with the thing, not with a clause about it.
+NO_OPENING = re.compile(r"(What|Where|Whether|The same|Of|Nobody|One who)\b")
 
 
 def floors() -> dict[str, int]:
@@ -157,21 +171,32 @@ def test_a_step_of_the_engine_is_short():
     assert step.end_lineno - step.lineno + 1 <= 12
 
 
-def test_replaced_words_are_gone():
-    found = [
-        f"{path.relative_to(ROOT)}: {word}" for path in FILES for word in REPLACED_WORDS & identifiers(parsed(path))
-    ]
-    assert found == []
-
-
-def identifiers(tree: ast.AST) -> set[str]:
-    """Names of variables, attributes, arguments, functions and classes."""
-    found: set[str] = set()
+def unclear_words(tree: ast.AST) -> list[str]:
+    """Replaced words among the identifiers, loops over `one`, and docstrings that begin with a clause."""
+    problems = []
     for node in ast.walk(tree):
-        for field in ("id", "attr", "arg", "name"):
-            if isinstance(value := getattr(node, field, None), str):
-                found.add(value)
-    return found
+        if isinstance(node, ast.Name | ast.Attribute | ast.arg | ast.alias | ast.keyword):
+            problems += REPLACED_WORDS.intersection(
+                getattr(node, field, None) for field in ("id", "attr", "arg", "name")
+            )
+        elif isinstance(node, ast.For | ast.comprehension) and getattr(node.target, "id", "") == "one":
+            problems.append("for one in")
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            problems += REPLACED_WORDS & {getattr(node, "name", "")}
+            problems += [
+                f"a docstring begins with {m[0]}" for m in [NO_OPENING.match(ast.get_docstring(node) or "")] if m
+            ]
+    return problems
+
+
+def test_words_are_clear():
+    problems = {str(path.relative_to(ROOT)): unclear_words(parsed(path)) for path in FILES}
+    assert {path: words for path, words in problems.items() if words} == {}
+
+
+@pytest.mark.parametrize("text", ["found = 1", "[1 for one in ()]", "def f():\n  'Where it is.'", "'What it does.'"])
+def test_an_unclear_word_is_found(text):
+    assert len(unclear_words(ast.parse(text))) == 1
 
 
 def homes_of_classes(trees: dict[str, ast.AST]) -> dict[str, list[str]]:
