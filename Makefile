@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/cpu_kernels tests/pallas_kernels/test_cpu_calls.py tests/pallas_kernels/packed_matmul \
     tests/pallas_kernels/quantized_matmul/test_numba_cpu.py tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative bench-quantization bench-loading bench-stored golden golden-real on-chip on-chip-packages docs notebooks readme clean
+.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-real on-chip on-chip-packages docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -161,9 +161,9 @@ bench-batching: $(VENV)/stamp-base  ## Continuous batching next to static batche
 bench-speculative: $(VENV)/stamp-base  ## Speculative next to plain decoding: the embedded pair, n-grams, loads
 	$(BIN)/python -m benchmarks.speculative --json benchmarks/results/speculative.json
 
-bench-quantization: $(VENV)/stamp-base  ## What few bits cost the embedded model, by method; and 8-bit caches
-	$(BIN)/python -m benchmarks.quantization_quality --json benchmarks/results/quantization_quality.json
-	$(BIN)/python -m benchmarks.kv_cache_quality --json benchmarks/results/kv_cache_quality.json
+quality: $(VENV)/stamp-test models  ## What few bits, smaller caches and drafts cost and gain on real models; docs/quality.md (hours)
+	$(BIN)/python -m benchmarks.quality
+	$(BIN)/python docs/update_readme.py quality_weights quality_kv_dtypes quality_policies quality_drafts
 
 bench-loading: $(VENV)/stamp-base  ## Loading 2.3 GiB from a cold disk next to reading it; host memory
 	$(BIN)/python -m benchmarks.loading --json benchmarks/results/loading.json

@@ -21,7 +21,6 @@ REAL = ROOT / "benchmarks" / "results" / "real.json"
 BATCHING = ROOT / "benchmarks" / "results" / "continuous_batching.json"
 RATIOS = ROOT / "benchmarks" / "results" / "ratios.json"
 SPECULATIVE = ROOT / "benchmarks" / "results" / "speculative.json"
-QUANTIZATION = ROOT / "benchmarks" / "results" / "quantization_quality.json"
 KERNELS = ROOT / "benchmarks" / "results" / "kernels_compiled.json"
 PROMPTS = (
     "def read_lines(path):",
@@ -139,21 +138,6 @@ def speculation() -> str:
             f"With adaptive lengths and several answers at once: {loads}.",
         ]
     )
-
-
-def quantization() -> str:
-    """What `make bench-quantization` measured."""
-    report = json.loads(QUANTIZATION.read_text(encoding="utf-8"))
-    rows = [
-        "| method | bits a weight | bytes | of bfloat16 | KL | perplexity | same best token |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in report["rows"]:
-        size = f"{row['bits_per_weight']:.2f} | {row['num_bytes']:,} | {row['of_bf16']:.1%}"
-        quality = f"{row['kl']:.5f} | {row['perplexity']:.2f} | {row['top1_agreement']:.1%}"
-        rows.append(f"| {row['method']} | {size} | {quality} |")
-    text = f"{report['num_tokens']:,} held-out tokens; calibrated on {report['num_calibration_tokens']:,}."
-    return "\n".join([*rows, "", text])
 
 
 def kernels() -> str:
@@ -345,6 +329,8 @@ def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
 
 def main() -> None:
     """All blocks, or those named on the command line."""
+    from benchmarks.quality import report as quality
+
     documents = {
         ROOT / "README.md": {"chat": chat, "serve": serve, "real_ratios": real_ratios},
         ROOT / "docs" / "models.md": {
@@ -362,7 +348,12 @@ def main() -> None:
             "batching": batching,
             "speculation": speculation,
         },
-        ROOT / "docs" / "quantization.md": {"quantization": quantization},
+        ROOT / "docs" / "quality.md": {
+            "quality_weights": quality.weights,
+            "quality_kv_dtypes": quality.kv_dtypes,
+            "quality_policies": quality.policies,
+            "quality_drafts": quality.drafts,
+        },
         ROOT / "docs" / "kernels.md": {"kernels": kernels},
         ROOT / "docs" / "serving.md": {
             "serving_start": serving_start,

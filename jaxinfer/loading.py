@@ -357,7 +357,7 @@ def load_shapes(
 
 def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[ModelConfig, Params]:
     import checkpoints_convert
-    from checkpoints_convert.gguf import find_gguf
+    from checkpoints_convert.gguf.index import find_gguf
 
     config, params = checkpoints_convert.abstract(source, **reading)
     if chosen is not None:
