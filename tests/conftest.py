@@ -49,10 +49,27 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        items[:] = quick_cases(items, config.hook.pytest_deselected)
     for item in items:
         for marker in ("slow", "oracle", "real"):
             if item.get_closest_marker(marker) and not config.getoption(f"--{marker}"):
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: run with --{marker}"))
+
+
+def quick_cases(items, deselect):
+    """Without the cases of a matrix: of its parametrized test stay the cases with the named ids, or the first one."""
+    seen, kept, left_out = set(), [], []
+    for item in items:
+        function, _, case = item.nodeid.partition("[")
+        if marker := item.get_closest_marker("matrix"):
+            is_kept = case.rstrip("]") in marker.args if marker.args else function not in seen
+            seen.add(function)
+            (kept if is_kept else left_out).append(item)
+        else:
+            kept.append(item)
+    deselect(items=left_out)
+    return kept
 
 
 def pytest_collection_finish(session):
