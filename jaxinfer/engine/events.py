@@ -124,9 +124,16 @@ class Snapshot:
     @classmethod
     def of(cls, scheduler: Scheduler, replica: int) -> "Snapshot":
         running = tuple(
-            Running(one, one.slot, one.is_decoding, one.num_stored, tuple(filter(None, one.pages)), replica)
-            for one in scheduler.running
-            if one.slot is not None
+            Running(
+                sequence,
+                sequence.slot,
+                sequence.is_decoding,
+                sequence.num_stored,
+                tuple(filter(None, sequence.pages)),
+                replica,
+            )
+            for sequence in scheduler.running
+            if sequence.slot is not None
         )
         return cls(running, len(scheduler.waiting), scheduler.pools.num_available, replace(scheduler.counters))
 
@@ -135,7 +142,7 @@ class Snapshot:
         """That of replicas, for any of which `num_waiting` answers wait."""
         totals = {field.name: sum(getattr(part.counters, field.name) for part in parts) for field in fields(Counters)}
         return cls(
-            tuple(one for part in parts for one in part.running),
+            tuple(sequence for part in parts for sequence in part.running),
             num_waiting + sum(part.num_waiting for part in parts),
             sum(part.num_free_pages for part in parts),
             Counters(**totals),

@@ -61,12 +61,12 @@ class PendingScores:
     """Arrays that are being computed on the device for the pieces of a step."""
 
     pieces: tuple[ScoredChunk, ...]
-    found: DeviceScores
+    arrays: DeviceScores
 
     def deliver(self) -> None:
         """Waits for it and adds it to the sequences."""
-        raw, processed, sums, logits = jax.device_get(self.found)
-        pooled = [one for piece in self.pieces if (one := piece.sequence).request.pooling is not None]
+        raw, processed, sums, logits = jax.device_get(self.arrays)
+        pooled = [owner for piece in self.pieces if (owner := piece.sequence).request.pooling is not None]
         for number, sequence in enumerate(pooled):
             num_logits = len(sequence.request.pooling.token_ids) if sequence.request.pooling is not None else 0
             values = logits[number, :num_logits] if num_logits else sums[number]
@@ -229,11 +229,11 @@ class DeviceScorer:
             adapters = self._placement.put(work.adapters)
             raw = programs.score(self._model, self._weights.value, hidden, targets, num_rows, MAX_LOGPROBS, adapters)
         processed: list[jax.Array | None] = []
-        for one in work.processed:
+        for arguments in work.processed:
             values = None
-            if one is not None:
-                number, *arrays = one
-                rows, batch, adapter = self._placement.put((*arrays, work.adapters_at(one[1][0])))
+            if arguments is not None:
+                number, *arrays = arguments
+                rows, batch, adapter = self._placement.put((*arrays, work.adapters_at(arguments[1][0])))
                 self._histories[number], values = programs.score_processed(
                     self._model, self._weights.value, hidden, targets, rows, batch, self._histories[number], adapter
                 )

@@ -182,8 +182,8 @@ def _observe(
 ) -> PagedCache | None:
     """The observer's cache after a pass over the rows (the first four fields of `ObservedRows`) of all slots."""
     drafting: Any = slots.draft
-    found = jnp.arange(slots.tokens.shape[0]), drafting.num_drafted
-    return observer.bind(model.config.vocab_size).observe(own, ObservedRows(*rows, *found, page_tables[0], taps))
+    slot_fields = jnp.arange(slots.tokens.shape[0]), drafting.num_drafted
+    return observer.bind(model.config.vocab_size).observe(own, ObservedRows(*rows, *slot_fields, page_tables[0], taps))
 
 
 def logits_sharding(mesh: Mesh, logits: Any) -> NamedSharding:
@@ -407,8 +407,8 @@ def copy_states(
 
     def body(index: jax.Array, into: StateCache) -> StateCache:
         def copy(leaf: jax.Array, other: jax.Array) -> jax.Array:
-            one = lax.dynamic_index_in_dim(other, sources[index], keepdims=True)
-            return lax.dynamic_update_slice_in_dim(leaf, one, destinations[index], axis=0)
+            row = lax.dynamic_index_in_dim(other, sources[index], keepdims=True)
+            return lax.dynamic_update_slice_in_dim(leaf, row, destinations[index], axis=0)
 
         return jax.tree.map(copy, into, source)
 

@@ -258,8 +258,8 @@ ENGINE = (
     Fault(
         "engine/a-state-is-restored-to-the-wrong-slot",
         "jaxinfer/engine/model_runner.py",
-        "restored := [(one.restore_from - 1, slot_of(one))",
-        "restored := [(one.restore_from - 1, 0)",
+        "(sequence.restore_from - 1, slot_of(sequence))",
+        "(sequence.restore_from - 1, 0)",
         ("tests/engine/test_saved_states.py::test_however_it_is_cut_and_stored",),
         "a request goes on from the state that its slot had before, and another one's is overwritten",
     ),
@@ -352,7 +352,7 @@ ENGINE = (
     Fault(
         "engine/a-prefix-hit-lacks-its-last-window",
         "jaxinfer/engine",
-        "is_usable &= runs[group] >= len(found) - first",
+        "is_usable &= runs[group] >= len(nodes) - first",
         "is_usable &= runs[group] >= 0",
         (
             "tests/engine/test_prefix.py",
