@@ -176,10 +176,10 @@ def merged_names(params: Params) -> Params:
 
 def layer_of(params: Params, layer: int) -> Params:
     """One layer's parameters, as `all_layers`."""
-    kept, found = params["layers"][str(layer)], host_rows(params).get(layer)
-    if found is None:
+    kept, location = params["layers"][str(layer)], host_rows(params).get(layer)
+    if location is None:
         return _merged(kept, _disk_shapes(params).get(layer, {}))
-    key, row = found
+    key, row = location
     return _merged(kept, jax.tree.map(lambda stack: _row(stack, row), params[HOST_LAYERS][key]))
 
 
@@ -199,11 +199,11 @@ def take_layers(params: Params, layers: Sequence[int]) -> Params:
 def _taken(stacks: Mapping[str, Any], numbers: Mapping[int, int]) -> Iterator[tuple[str, Any]]:
     for key, stack in stacks.items():
         names = [None if name == _NO_LAYER else numbers.get(int(name)) for name in key.split(",")]
-        found = [name for name in names if name is not None]
-        if not found:
+        taken = [name for name in names if name is not None]
+        if not taken:
             continue
         if isinstance(jax.tree.leaves(stack)[0], jax.ShapeDtypeStruct):
-            yield _key(found), jax.tree.map(partial(_cut, len(found)), stack)
+            yield _key(taken), jax.tree.map(partial(_cut, len(taken)), stack)
         else:
             yield ",".join(_NO_LAYER if name is None else str(name) for name in names), stack
 
@@ -291,10 +291,10 @@ class HostStacks:
         leaves, structure = jax.tree.flatten(leaf)
         if name not in self._begun:
             count = self._counts[key]
-            self._begun[name] = [np.empty((count, *one.shape), one.dtype) for one in leaves], set()
+            self._begun[name] = [np.empty((count, *array.shape), array.dtype) for array in leaves], set()
         buffers, done = self._begun[name]
-        for buffer, one in zip(buffers, leaves, strict=True):
-            buffer[row] = np.asarray(one)
+        for buffer, array in zip(buffers, leaves, strict=True):
+            buffer[row] = np.asarray(array)
         done.add(row)
         if len(done) == self._counts[key]:
             del self._begun[name]
