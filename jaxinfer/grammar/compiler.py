@@ -146,7 +146,7 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
 
 
 def _own_place(message: str, structured: StructuredOutputs) -> str:
-    """llguidance's message without the text that was put around what was asked for."""
+    """llguidance's message without the text that was put around the requested grammar."""
     match = re.match(r"(?:at )?(\d+)\((\d+)\): (.*?)(?=\n +\d+ \| |\Z)", message, re.DOTALL)
     if match is None:
         return message

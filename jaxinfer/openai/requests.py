@@ -256,7 +256,7 @@ class BoundRequest:
 
     Attributes:
       asked: the body's. params: complete, with a seed, as the body has them; answers are generated under `inputs`.
-      offer: tools, where there are any. has_limit: whether somebody chose max_tokens; else it is lowered to what fits.
+      offer: tools, where there are any. has_limit: False if max_tokens is a default, which is lowered to what fits.
         template_kwargs, truncate_to: of the model. ignored: as of `TextRequest`, with names of messages.
     """
 

@@ -153,7 +153,7 @@ class Admission:
 
     def _give_turns(self) -> None:
         while self.num_running < self.capacity:
-            waiting = sorted((key for key in self._keys.values() if key.queue), key=lambda one: one.work)
+            waiting = sorted((key for key in self._keys.values() if key.queue), key=lambda key: key.work)
             if waiting and not self._fits(waiting[0]) and self._is_reserved:
                 waiting = [key for key in waiting if not self._has_share(key)]
             if not waiting or not self._fits(waiting[0]):
