@@ -359,7 +359,7 @@ class _ArrivingLayer:
     def __init__(self, number: int, stacks: Params, row: int, num_shares: int):
         self._number, self._row = number, row
         self._stacks, self._structure = jax.tree.flatten(stacks)
-        self._found: dict[int, jax.Array] = {}
+        self._copied: dict[int, jax.Array] = {}
         sizes = [stack.size * dtype_bits(stack.dtype) for stack in self._stacks]
         self._shares: list[list[int]] = [[] for _ in range(num_shares)]
         before, total = 0, max(sum(sizes), 1)
@@ -377,13 +377,13 @@ class _ArrivingLayer:
         zero = lax.optimization_barrier(jnp.uint32(0))
         index = jnp.uint32(self._row) + zero * _bits(x)
         with jax.named_scope(f"from_host.{self._number}"):
-            self._found |= {place: _copied_row(self._stacks[place], index) for place in self._shares.pop(0)}
+            self._copied |= {place: _copied_row(self._stacks[place], index) for place in self._shares.pop(0)}
 
     def all(self, x: jax.Array) -> Params:
         """The layer's weights; x is for shares that have not started."""
         while self._shares:
             self.start(x)
-        return jax.tree.unflatten(self._structure, [self._found[place] for place in range(len(self._stacks))])
+        return jax.tree.unflatten(self._structure, [self._copied[place] for place in range(len(self._stacks))])
 
 
 def _bits(x: jax.Array) -> jax.Array:
