@@ -41,10 +41,10 @@ class Dispatch:
     Attributes:
       kind: "step" (prompt tokens, and a token for each decoding answer beside them), "decode" (steps of decoding
         answers alone) or "rounds" (speculative ones). num_steps: at most so many steps, or rounds.
-      work: who takes part. num_rows: of tokens that each step computes, padding included. num_drafted: tokens that a
-        round drafts for each answer at most.
-      replica: whose it is, from 0. sent_at: seconds of time.perf_counter when it had been sent. busy_since: likewise,
-        when the first request came after the engine had none.
+      work: its part for each answer. num_rows: of tokens that each step computes, padding included. num_drafted: tokens
+        that a round drafts for each answer at most.
+      replica: the number of the engine that sent it, from 0. sent_at: seconds of time.perf_counter when it had been
+        sent. busy_since: likewise, when the first request came after the engine had none.
       output: an array of its results; it is ready when the dispatch has ended.
     """
 

@@ -183,7 +183,7 @@ class Scheduler:
         """The pool of the first group: of layers without a window, where there are any."""
         return self.pools.all[0]
 
-    # What the engine asks for.
+    # Called by the engine.
 
     def check_fits(self, num_prompt: int, max_tokens: int) -> None:
         """Raises RequestTooLargeError, with both numbers, for a sequence that could never run to its end."""

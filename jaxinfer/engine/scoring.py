@@ -84,8 +84,8 @@ class ScoreWork:
     """The tokens of one step that are scored, as host values.
 
     Attributes:
-      targets: int32[T], the tokens that the rows predict. num_rows: of the step. wants_raw: whether any piece asks for
-        raw ones.
+      targets: int32[T], the tokens that the rows predict. num_rows: of the step. wants_raw: True if a piece needs raw
+        scores.
       processed: for each piece that is scored under its sampling parameters the number of its history, int32[2] with
         the first row that is scored and one past the last, and the parameters; else None.
       pooled: int32[S, 2], the first row and one past the last of each pooled piece, in their order; None for none.

@@ -1,4 +1,4 @@
-"""From what a request asks for to a grammar that answers are matched against, and its table."""
+"""Compiles the structured output of a request: a grammar that answers are matched against, and its table."""
 
 import hashlib
 import json

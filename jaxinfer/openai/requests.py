@@ -48,7 +48,7 @@ class TextModel(Protocol):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request as a body asks for it, checked without a model.
+    """A request as its body states it, checked without a model.
 
     Attributes:
       sampling: fields of `SamplingParams` that the body gives. names: what it calls them, where that differs.

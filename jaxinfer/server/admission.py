@@ -1,4 +1,4 @@
-"""Who may wait, and whose turn it is: limits on what waits, and fair turns over API keys by tokens.
+"""The queue of answers: limits on how many wait, and fair turns over API keys, counted in tokens.
 
 Only as many answers as the engine can run, and a few more, are handed to it; the others wait here, where their order
 can still change. The turn goes to the key that has been served the fewest tokens, in its queue to the lowest priority

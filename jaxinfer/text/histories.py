@@ -112,7 +112,7 @@ def _with_empty(message: Message, empty: Empty) -> Message:
 
 
 def needs_form(messages: Sequence[Message]) -> bool:
-    """Tells whether `fitted` asks for the template's form."""
+    """True if `fitted` needs the template's form."""
     return any(message.get("tool_calls") for message in messages) or _num_systems(messages) > 1
 
 

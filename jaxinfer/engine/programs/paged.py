@@ -69,8 +69,8 @@ def init_slots(
 
 
 def empty_work(num_tokens: int, num_slots: int, has_prompt_lengths: bool = False) -> dict[str, np.ndarray]:
-    """The arrays of a step in which nothing takes part, without the page table; with `prompt_lengths` where the policy
-    of the cache asks for them."""
+    """The arrays of a step in which nothing takes part, without the page table; with `prompt_lengths` if the policy
+    of the cache needs them."""
     counts = ("query_starts", "query_lengths", "starts", "remaining", *("prompt_lengths",) * has_prompt_lengths)
     return {
         "tokens": np.zeros(num_tokens, np.int32),
