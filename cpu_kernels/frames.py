@@ -238,14 +238,14 @@ class Kernel(_CFunc):
     @global_compiler_lock
     def compile(self) -> None:
         context = self._targetdescr.target_context
-        found = self._cache.load_overload(self._sig, context)
-        if found is None:
+        overload = self._cache.load_overload(self._sig, context)
+        if overload is None:
             with _only_linked_except(self._pyfunc.__qualname__, context.codegen()):
-                found = self._compile_uncached()
-            _add_c_function(context, found)
-            self._cache.save_overload(self._sig, found)
-        self._library = found.library
-        self.symbol = self._wrapper_name = found.fndesc.llvm_cfunc_wrapper_name
+                overload = self._compile_uncached()
+            _add_c_function(context, overload)
+            self._cache.save_overload(self._sig, overload)
+        self._library = overload.library
+        self.symbol = self._wrapper_name = overload.fndesc.llvm_cfunc_wrapper_name
         self._wrapper_address = self._library.get_pointer_to_function(self.symbol)
         # Of one from Numba's cache the engine has taken it.
         self.object_code = bytes(self._library._compiled_object or b"")

@@ -2,7 +2,7 @@
 
 To compile one takes Numba seconds, to load one from Numba's cache 40 ms, and to import Numba 0.4 s. The object code of
 each is therefore kept where `keep_in` says, and linked by LLVM alone. Without such a place, or where an entry does not
-fit, Numba is asked. No kernel is linked whose symbols are not all there: LLVM would end the process.
+fit, Numba compiles it. No kernel is linked whose symbols are not all there: LLVM would end the process.
 """
 
 import atexit
@@ -107,7 +107,7 @@ def is_kept(name: str) -> bool:
 
 
 def expect(name: str, process: subprocess.Popen[bytes]) -> None:
-    """Another process compiles a handler and writes it to the store; whoever needs it waits as long as that runs, for a
+    """Another process compiles a handler and writes it to the store; `register` waits for it while that runs, for a
     minute at most. It does not outlive this process."""
     with _lock:
         _expected[name] = process
@@ -122,7 +122,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def loaded() -> dict[str, int | None]:
     """The kernels of this process: their places in the table, None of handlers."""
     with _lock:
-        return {name: one.place for name, one in _loaded.items()}
+        return {name: kernel.place for name, kernel in _loaded.items()}
 
 
 def load_kept(kernels: dict[str, int | None]) -> bool:
@@ -131,9 +131,9 @@ def load_kept(kernels: dict[str, int | None]) -> bool:
         for name, index in kernels.items():
             if name in _loaded:
                 continue
-            if (found := _kept(name, index)) is None:
+            if (entry := _kept(name, index)) is None:
                 return False
-            _enter(name, index, *found)
+            _enter(name, index, *entry)
     return True
 
 
@@ -190,8 +190,8 @@ def _expected_one(name: str) -> tuple[int, Any] | None:
     process, patience = _expected.pop(name, None), time.monotonic() + _PATIENCE_SECONDS
     while process is not None:
         is_over = process.poll() is not None or time.monotonic() > patience
-        if (found := _kept(name, None)) is not None or is_over:
-            return found
+        if (entry := _kept(name, None)) is not None or is_over:
+            return entry
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_SECONDS)
     return None
@@ -227,7 +227,7 @@ def undefined_symbols(code: bytes) -> list[str] | None:
     (start,) = struct.unpack_from("<Q", code, 40)
     size, count = struct.unpack_from("<HH", code, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", code, start + size * index) for index in range(count)]
-    found = []
+    symbols = []
     for _, kind, _, _, offset, length, link, _, _, entry in sections:
         if kind != 2:  # SHT_SYMTAB
             continue
@@ -235,8 +235,8 @@ def undefined_symbols(code: bytes) -> list[str] | None:
         for symbol in range(offset + entry, offset + length, entry):  # the first is none
             name, _, _, section = struct.unpack_from("<IBBH", code, symbol)
             if section == 0:
-                found.append(code[names + name : code.index(b"\0", names + name)].decode())
-    return found
+                symbols.append(code[names + name : code.index(b"\0", names + name)].decode())
+    return symbols
 
 
 def _key(name: str, index: int | None) -> str:

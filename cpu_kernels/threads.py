@@ -4,7 +4,7 @@ XLA:CPU runs the calls of a program one after the other, on one thread. A kernel
 tasks on XLA's pool of threads (XLA_FFI_ThreadPool_Schedule, xla/ffi/api/c_api.h).
 
 The calling thread and the tasks take parts, one at a time, until none is left. A task may begin late, or after the call
-has ended: it reads a block of memory that whoever uses it last frees, and the job only for a part that it took. A
+has ended: it reads a block of memory that its last user frees, and the job only for a part that it took. A
 call waits for parts that were taken, never for a task to begin, so that it ends on a pool of one thread, too.
 
 To wake a thread takes as long as a small product (20 us for 576 x 960 weights). So a task that has no parts left waits
@@ -72,8 +72,8 @@ def _replace(context, address, old, new):
 
     def generate(context, builder, signature, arguments):
         address, old, new = arguments
-        found = builder.cmpxchg(at(builder, address, LONG), old, new, "seq_cst", "seq_cst")
-        return builder.extract_value(found, 1)
+        exchanged = builder.cmpxchg(at(builder, address, LONG), old, new, "seq_cst", "seq_cst")
+        return builder.extract_value(exchanged, 1)
 
     return types.boolean(types.int64, types.int64, types.int64), generate
 
@@ -163,9 +163,9 @@ def num_threads(frame):
     store_word(arguments + 32, 1)
     api = load_word(frame + API)
     _ignore(api, _call(load_word(api + NUM_THREADS), arguments))
-    found = load_word(arguments + 32)
+    count = load_word(arguments + 32)
     free(arguments)
-    return max(found, 1)
+    return max(count, 1)
 
 
 @internal("void(int64)")
@@ -204,14 +204,14 @@ def _next_block(slot):
 @internal("int64(int64, int64)")
 def _hand_over(block, num_tasks):
     """Hands a block to tasks that wait, `num_tasks` at most; returns their number."""
-    found = 0
+    num_woken = 0
     for index in range(NUM_SLOTS):
-        if found == num_tasks:
+        if num_woken == num_tasks:
             break
         slot = _slot(index)
         if _read(slot) == WAITING and _replace(slot, WAITING, block):
-            found += 1
-    return found
+            num_woken += 1
+    return num_woken
 
 
 @internal("int64(int64, int64, int64, int64)")

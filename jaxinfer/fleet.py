@@ -173,7 +173,7 @@ class RayPool(TakesPrompts, Closable):
         is_over = False
         try:
             while True:
-                while (worker := min(self._workers, key=lambda one: counts[one])) and counts[worker] < per_worker:
+                while (worker := min(self._workers, key=lambda worker: counts[worker])) and counts[worker] < per_worker:
                     if again:
                         row = again.popleft()
                     elif is_over or (item := next(source, None)) is None:
@@ -189,7 +189,7 @@ class RayPool(TakesPrompts, Closable):
                     return
                 ready, _ = ray.wait(list(running), num_returns=1)
                 for reference in ready:
-                    if reference not in running:  # of a worker that was found lost meanwhile
+                    if reference not in running:  # of a worker that was lost meanwhile
                         continue
                     row, worker = running.pop(reference)
                     counts[worker] -= 1

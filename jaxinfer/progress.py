@@ -279,7 +279,7 @@ _programs: dict[int, list[str]] = {}
 
 _num_compiled = 0  # since the first stage that was shown
 _compile_seconds = 0.0
-_reading: set[int] = set()  # threads that have found a program in JAX's cache
+_reading: set[int] = set()  # threads that read a program from JAX's cache
 
 
 def num_compiled() -> int:
@@ -296,8 +296,8 @@ def compile_seconds() -> float:
 def programs(threads: tuple[str, ...] = ("",)) -> str:
     """The programs that are traced and compiled, such as "compiling step", in threads whose names begin so, or ""."""
     named = {thread.ident for thread in threading.enumerate() if thread.name.startswith(threads)}
-    found = [running[-1] for ident, running in list(_programs.items()) if running and ident in named]
-    return ", ".join(dict.fromkeys(found))
+    descriptions = [running[-1] for ident, running in list(_programs.items()) if running and ident in named]
+    return ", ".join(dict.fromkeys(descriptions))
 
 
 def follow_compiler() -> None:

@@ -233,7 +233,7 @@ def _mark_host_arguments(lowered: Any, kinds: Sequence[str | None]) -> None:
     with module.context:
         marked = []
         for index, attributes in zip(kept, main.arg_attrs, strict=True):
-            known = {one.name: one.attr for one in attributes}
+            known = {attribute.name: attribute.attr for attribute in attributes}
             if (kind := kinds[index]) is not None:
                 known["mhlo.memory_kind"] = ir.StringAttr.get(kind)
             marked.append(ir.DictAttr.get(known))

@@ -77,8 +77,8 @@ class Instruction:
     @cached_property
     def called(self) -> str | None:
         """The computation of a fusion, call or loop."""
-        found = _CALLED.search(self.text)
-        return found.group(1) if found else None
+        match = _CALLED.search(self.text)
+        return match.group(1) if match else None
 
     @property
     def hbm_bytes(self) -> int:
@@ -150,7 +150,7 @@ class HloProgram:
 
     def host_bytes(self, loop_trips: int = 1) -> int:
         """Bytes that one run of the program copies from the host's memory to the device. Loops as in `moves`."""
-        return sum(times * copied_from_host(one) for one, times in self.executed(loop_trips))
+        return sum(times * copied_from_host(instruction) for instruction, times in self.executed(loop_trips))
 
     def executed(self, loop_trips: int = 1) -> Iterator[tuple[Instruction, int]]:
         """(instruction, number of executions) in one run of the program, inside fusions and asynchronous calls too.
@@ -162,7 +162,7 @@ class HloProgram:
     def _executed(self, name: str, times: int, loop_trips: int) -> Iterator[tuple[Instruction, int]]:
         for instruction in self.computations.get(name, {}).values():
             if instruction.opcode == "while":
-                trips = int(found.group(1)) if (found := _TRIPS.search(instruction.text)) else loop_trips
+                trips = int(match.group(1)) if (match := _TRIPS.search(instruction.text)) else loop_trips
                 yield from self._executed(instruction.called or "", times * trips, loop_trips)
             elif instruction.opcode == "conditional":
                 yield from self._executed(self._branches(instruction)[0], times, loop_trips)
@@ -176,7 +176,7 @@ class HloProgram:
         for instruction in computation.values():
             opcode = instruction.opcode
             if opcode == "while":
-                trips = int(found.group(1)) if (found := _TRIPS.search(instruction.text)) else options.loop_trips
+                trips = int(match.group(1)) if (match := _TRIPS.search(instruction.text)) else options.loop_trips
                 for move in self._moves(instruction.called or "", options):
                     yield replace(move, num_bytes=move.num_bytes * trips, times=move.times * trips)
             elif opcode == "conditional":
@@ -190,8 +190,8 @@ class HloProgram:
 
     def _branches(self, instruction: Instruction) -> list[str]:
         """Names of a conditional's computations, the false branch first."""
-        if (found := _BRANCHES.search(instruction.text)) is not None:
-            return _NAME.findall(found.group(1))
+        if (match := _BRANCHES.search(instruction.text)) is not None:
+            return _NAME.findall(match.group(1))
         # A boolean conditional names its true branch first.
         return re.findall(r"(?:false|true)_computation=%([\w.\-]+)", instruction.text)[::-1]
 
@@ -297,7 +297,7 @@ class HloProgram:
 def through_cache(moves: Iterable[Move], l2_bytes: float, share: float = CACHE_SHARE) -> list[Move]:
     """`moves`, of `Program.moves`, without the reads that a share of a cache of `l2_bytes` bytes serves; all of them
     where that is 0. A loop's iterations count alike, and the first finds nothing in the cache that it leaves there."""
-    held, touched, found = share * l2_bytes, 0.0, []
+    held, touched, remaining = share * l2_bytes, 0.0, []
     last_use: dict[str, float] = {}
     for move in moves:
         own = move.num_bytes / move.times
@@ -309,8 +309,8 @@ def through_cache(moves: Iterable[Move], l2_bytes: float, share: float = CACHE_S
         for access in (*move.reads, *move.writes):
             if access.array and access.num_bytes >= access.array_bytes:  # of a part it is not known which
                 last_use[access.array] = touched - (own - access.num_bytes) / 2
-        found.append(replace(move, num_bytes=move.num_bytes - saved * move.times))
-    return found
+        remaining.append(replace(move, num_bytes=move.num_bytes - saved * move.times))
+    return remaining
 
 
 def copied_from_host(instruction: Instruction) -> int:
@@ -342,10 +342,10 @@ def _parse(name: str, rest: str, is_root: bool) -> Instruction:
 def _closing(text: str, start: int) -> int:
     """Index of the parenthesis that closes the one at `start`."""
     depth = 0
-    for found in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if found.group() == "(" else -1
+    for match in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if match.group() == "(" else -1
         if depth == 0:
-            return found.start()
+            return match.start()
     raise ValueError(f"unbalanced parentheses in {text[:200]!r}")
 
 
@@ -357,23 +357,25 @@ def _written(instruction: Instruction) -> list[Access]:
     """The results, all of which are written."""
     many = len(instruction.results) > 1
     names = (f"{instruction.name}#{index}" if many else instruction.name for index in range(len(instruction.results)))
-    return [Access(name, one.hbm_bytes, one.num_bytes) for name, one in zip(names, instruction.results, strict=True)]
+    return [
+        Access(name, array.hbm_bytes, array.num_bytes) for name, array in zip(names, instruction.results, strict=True)
+    ]
 
 
 def _maker(computation: dict[str, Instruction], name: str) -> str:
     """The name in `Access` of an operand's array: views and tuples are followed to what makes it."""
-    one = computation[name]
-    while one.opcode in (*_VIEWS, "optimization-barrier", "get-tuple-element"):
-        source = computation[one.operands[0]]
-        if one.opcode == "get-tuple-element":
-            index = int(_INDEX.search(one.text).group(1))  # pyright: ignore[reportOptionalMemberAccess]
+    maker = computation[name]
+    while maker.opcode in (*_VIEWS, "optimization-barrier", "get-tuple-element"):
+        source = computation[maker.operands[0]]
+        if maker.opcode == "get-tuple-element":
+            index = int(_INDEX.search(maker.text).group(1))  # pyright: ignore[reportOptionalMemberAccess]
             while source.opcode == "optimization-barrier":
                 source = computation[source.operands[0]]
             if source.opcode != "tuple":
                 return f"{source.name}#{index}"
             source = computation[source.operands[index]]
-        one = source
-    return one.name
+        maker = source
+    return maker.name
 
 
 def _parameter(instruction: Instruction) -> int:
@@ -383,12 +385,12 @@ def _parameter(instruction: Instruction) -> int:
 def _custom_call_bytes(instruction: Instruction, sources: list[tuple[HloArray, ...]]) -> int:
     if 'custom_call_target="tpu_custom_call"' not in instruction.text:
         return 0  # allocations and concatenations of adjacent buffers by the compiler
-    found = _COST.search(instruction.text)
-    if found is None and instruction.name.startswith(_RAGGED):
+    match = _COST.search(instruction.text)
+    if match is None and instruction.name.startswith(_RAGGED):
         return instruction.hbm_bytes + sum(array.hbm_bytes for arrays in sources for array in arrays)
-    if found is None:
+    if match is None:
         raise ValueError(f"{instruction.name} has no cost estimate: its bytes are unknown")
-    estimate = int(found.group(1))
+    estimate = int(match.group(1))
     arrays = [*instruction.results, *(array for source in sources for array in source)]
     # An estimate of all arrays in full says nothing of those that the compiler has placed in vector memory.
     if estimate >= sum(array.num_bytes for array in arrays):

@@ -114,16 +114,16 @@ def tune(call: TuningCall, report: Callable[[str], None]) -> dict[str, dict[str,
 
 
 def tune_into(path: Path, call: TuningCall, report: Callable[[str], None]) -> dict[str, dict[str, int] | None]:
-    """Tunes a call and writes what was found to the table at `path`; returns and raises as `tune`."""
+    """Tunes a call and writes its block sizes to the table at `path`; returns and raises as `tune`."""
     best = tune(call, report)
-    found = read_table(path) | {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    table = read_table(path) | {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     for program, sizes in best.items():
-        of_program = found["sizes"].setdefault(program, {})
+        of_program = table["sizes"].setdefault(program, {})
         of_program.pop(call.spec.facts, None)
         if sizes is not None:
             of_program[call.spec.facts] = sizes
-    found["measured"] = sorted({*found["measured"], call.name})
-    _save(path, found)
+    table["measured"] = sorted({*table["measured"], call.name})
+    _save(path, table)
     return best
 
 
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="pallas_kernels.tune",
         description=(__doc__ or "").splitlines()[0],
-        epilog="The table is found by later runs if it lies in the package (the default) or in $PALLAS_KERNELS_TABLES.",
+        epilog="Later runs read the table if it lies in the package (the default) or in $PALLAS_KERNELS_TABLES.",
     )
     parser.add_argument("--model", action="append", choices=sorted(MODELS), help="shapes of this model (default: all)")
     parser.add_argument("--implementation", action="append", choices=sorted(_PAGED), help="default: all that run here")
@@ -162,15 +162,15 @@ def main(argv: list[str] | None = None) -> int:
             tqdm.write(f"{call.name}: {reason}")
             continue
         tune_into(path, call, tqdm.write)
-    found = read_table(path)
-    print(f"{path}: {sum(map(len, found['sizes'].values()))} sizes that beat the heuristic, {len(todo)} calls measured")
+    table = read_table(path)
+    print(f"{path}: {sum(map(len, table['sizes'].values()))} sizes that beat the heuristic, {len(todo)} calls measured")
     return 0
 
 
-def _save(path: Path, found: dict) -> None:
+def _save(path: Path, table: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     partial.replace(path)
 
 

@@ -61,12 +61,12 @@ def table(chip_name: str) -> dict[str, dict[str, dict[str, int]]]:
 def read(path: Path) -> dict[str, Any]:
     """Reads a table with its chip and versions. Raises ValueError with the path for a file that is not a table."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not all(isinstance(sizes, dict) for of_name in found["sizes"].values() for sizes in of_name.values()):
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(sizes, dict) for of_name in contents["sizes"].values() for sizes in of_name.values()):
             raise TypeError("sizes are not nested objects")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not a table of block sizes: {error!r}") from error
-    return found
+    return contents
 
 
 @contextlib.contextmanager

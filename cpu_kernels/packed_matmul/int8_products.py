@@ -60,7 +60,7 @@ def _add_dots(builder: Any, sums: Any, codes: Any, numbers: Any, *, is_signed: b
     if HAS_VNNI:
         return _external(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, [sums, codes, numbers])
     bytes_, shorts = ir.VectorType(vec.BYTE, 4 * _HALF), ir.VectorType(vec.HALF, 2 * _HALF)
-    words, found = ir.VectorType(vec.INT, _HALF), []
+    words, halves = ir.VectorType(vec.INT, _HALF), []
     for own, code, number in zip(*(_halves(builder, vector) for vector in (sums, codes, numbers)), strict=True):
         code, number = builder.bitcast(code, bytes_), builder.bitcast(number, bytes_)
         if is_signed:  # |code| times the number with the code's sign
@@ -68,8 +68,8 @@ def _add_dots(builder: Any, sums: Any, codes: Any, numbers: Any, *, is_signed: b
             code = _external(builder, "llvm.x86.avx2.psign.b", bytes_, [code, code])
         pairs = _external(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, [code, number])
         fours = _external(builder, "llvm.x86.avx2.pmadd.wd", words, [pairs, vec.splat(shorts, 1)])
-        found.append(builder.add(own, fours))
-    return builder.shuffle_vector(*found, ir.Constant(WORDS, list(range(2 * _HALF))))
+        halves.append(builder.add(own, fours))
+    return builder.shuffle_vector(*halves, ir.Constant(WORDS, list(range(2 * _HALF))))
 
 
 def _load_words(builder: Any, kind: str, address: Any, vector: int) -> list[Any]:
@@ -79,9 +79,9 @@ def _load_words(builder: Any, kind: str, address: Any, vector: int) -> list[Any]
     if kind == "nibbles_int8":
         words, mask = vec.load(builder, at_vector, WORDS), vec.splat(WORDS, 0x0F0F0F0F)
         return [builder.and_(words, mask), builder.and_(builder.lshr(words, vec.splat(WORDS, 4)), mask)]
-    found = [vec.load(builder, offset(builder, at_vector, half * PANEL_BYTES), WORDS) for half in range(HALF_WORDS)]
+    halves = [vec.load(builder, offset(builder, at_vector, half * PANEL_BYTES), WORDS) for half in range(HALF_WORDS)]
     sign = vec.splat(WORDS, -0x7F7F7F80)  # 0x80808080
-    return [builder.xor(words, sign) for words in found] if HAS_VNNI else found
+    return [builder.xor(words, sign) for words in halves] if HAS_VNNI else halves
 
 
 def _load_word(builder: Any, address: Any) -> Any:

@@ -74,12 +74,12 @@ def _look_up(builder: Any, indices: Any, table: Any) -> Any:
         return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), order)
 
     low, high = part(table, 0), part(table, 8)
-    found = []
+    halves = []
     for first in (0, 8):
         own = part(indices, first)
         is_high = builder.icmp_unsigned(">=", own, vec.splat(eights, 8))
-        found.append(builder.select(is_high, builder.call(permute, [high, own]), builder.call(permute, [low, own])))
-    return builder.shuffle_vector(*found, ir.Constant(WORDS, list(range(WIDTH))))
+        halves.append(builder.select(is_high, builder.call(permute, [high, own]), builder.call(permute, [low, own])))
+    return builder.shuffle_vector(*halves, ir.Constant(WORDS, list(range(WIDTH))))
 
 
 def load_codes(builder: Any, kind: str, address: Any, vector: int, table: Any) -> Callable[[int], Any]:

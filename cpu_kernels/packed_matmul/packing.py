@@ -20,8 +20,8 @@ def _loader(kind: Any) -> Any:
     @intrinsic
     def load(context, address):
         def generate(context, builder, signature, arguments):
-            found = builder.load(vec.at(builder, arguments[0], kind), align=1)
-            return found if kind == vec.LONG else builder.zext(found, vec.LONG)
+            number = builder.load(vec.at(builder, arguments[0], kind), align=1)
+            return number if kind == vec.LONG else builder.zext(number, vec.LONG)
 
         return types.int64(types.int64), generate
 
@@ -166,14 +166,14 @@ def pack_ints(source, target, inputs, padded, outputs, input_stride, output_stri
 @internal("float32(int64, int64)")
 def _largest(numbers, count):
     """The first of `count` float32, a panel's row apart, whose absolute value is largest; NaN if one is."""
-    found = np.float32(0)
+    largest = np.float32(0)
     for index in range(count):
         number = get(numbers, index * LANES)
         if number != number:
             return number
-        if abs(number) > abs(found):
-            found = number
-    return found
+        if abs(number) > abs(largest):
+            largest = number
+    return largest
 
 
 @internal("boolean(int64, int64, float32, int64)")

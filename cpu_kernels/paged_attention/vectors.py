@@ -247,14 +247,14 @@ def _score_tile(builder: Any, queries: list, keys: list, outs: list, factors: An
             for others, place in zip(key_numbers, places, strict=True):
                 builder.store(vectors.multiply_add(builder, others, numbers, builder.load(place)), place)
     pairs = [builder.load(place) for place in itertools.chain(*sums)]
-    found = _lane_sums(builder, pairs + [zero] * (LANES - len(pairs)))
+    scores = _lane_sums(builder, pairs + [zero] * (LANES - len(pairs)))
     some = load(builder, factors, ir.VectorType(FLOAT, len(keys)))
     repeated = ir.Constant(INTS, [lane % len(keys) for lane in range(LANES)])
-    found = builder.fmul(found, builder.shuffle_vector(some, some, repeated))
+    scores = builder.fmul(scores, builder.shuffle_vector(some, some, repeated))
     for row, out in enumerate(outs):
         lanes = ir.VectorType(INT, len(keys))
         of_row = ir.Constant(lanes, [row * len(keys) + key for key in range(len(keys))])
-        vectors.store(builder, builder.shuffle_vector(found, found, of_row), out)
+        vectors.store(builder, builder.shuffle_vector(scores, scores, of_row), out)
 
 
 def _prefetch(context, builder, signature, arguments):

@@ -25,7 +25,7 @@ Key = TypeVar("Key")
 PROMPT_FORM = "a text or a list of token ids"
 MESSAGES_FORM = '[{"role": "user", "content": "..."}]'
 _MODEL_FORM = "a folder, a GGUF file, a hub id, 'demo', or (ModelConfig, params, tokenizer)"
-_MODEL_NAMES = tuple(one.name for one in NAMES if one.ours == "model")
+_MODEL_NAMES = tuple(entry.name for entry in NAMES if entry.ours == "model")
 _SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
 _ELSEWHERE = {
     "SamplingParams, as in generate(prompts, SamplingParams(max_tokens=64))": _SAMPLING_NAMES,
@@ -71,8 +71,8 @@ def takes_other_names(method: Method) -> Method:
     """Makes a method accept the keywords of `jaxinfer.option_names`; wrong ones raise TypeError with the right form."""
     signature = inspect.signature(method)
     parameters = list(signature.parameters.values())[1:]
-    known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    form = f"{method.__name__}({', '.join(str(one).partition(':')[0] for one in parameters)})"
+    known = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    form = f"{method.__name__}({', '.join(str(parameter).partition(':')[0] for parameter in parameters)})"
     is_open = len(known) < len(parameters)
 
     @functools.wraps(method)
@@ -92,12 +92,12 @@ def _our_keywords(keywords: Mapping[str, Any], known: Sequence[str], name: str, 
     """With `is_open`, unknown names are variables of the chat template, unless they are sampling parameters."""
     template: dict[str, Any] = {}
     if is_open:
-        rest = {one: keywords[one] for one in keywords if one != "chat_template_kwargs"}
-        template = {one: rest[one] for one in rest if not (one in known or _is_option(one))}
+        rest = {key: keywords[key] for key in keywords if key != "chat_template_kwargs"}
+        template = {key: rest[key] for key in rest if not (key in known or _is_option(key))}
         more = keywords.get("chat_template_kwargs")
         if not (more is None or isinstance(more, Mapping)):
             raise TypeError(f"chat_template_kwargs must be a dict, got {_shown(more)}")
-        keywords = {one: value for one, value in rest.items() if one not in template}
+        keywords = {key: value for key, value in rest.items() if key not in template}
         template |= more or {}
     return {**translated("call", keywords, known, f"{name} has no argument {{}}", _ELSEWHERE), **template}
 
@@ -109,8 +109,10 @@ def _is_option(name: str) -> bool:
 
 def unknown_attribute(self: Any, name: str) -> NoReturn:
     """The `__getattr__` of a class. Raises AttributeError with its public methods."""
-    named = [one for kind in type(self).__mro__[:-1] for one, value in vars(kind).items() if callable(value)]
-    methods = [one for one in dict.fromkeys(named) if not one.startswith("_")]
+    named = [
+        attribute for kind in type(self).__mro__[:-1] for attribute, value in vars(kind).items() if callable(value)
+    ]
+    methods = [method for method in dict.fromkeys(named) if not method.startswith("_")]
     known = "" if name.startswith("_") else f"; its methods are {', '.join(methods)}"
     raise AttributeError(
         f"{type(self).__name__} has no attribute {name!r}{did_you_mean(name, methods, otherwise=known)}"
@@ -147,7 +149,7 @@ def as_prompts(prompts: Any, name: str = "prompt") -> list[Prompt]:
     items = list(prompts)
     if items and _are_scalars(items):
         return [items]
-    return [as_prompt(one, f"{name} {number}") for number, one in enumerate(items)]
+    return [as_prompt(prompt, f"{name} {number}") for number, prompt in enumerate(items)]
 
 
 def as_params(params: Any, default: SamplingParams, what: str = "params") -> SamplingParams:
@@ -163,7 +165,7 @@ def as_params(params: Any, default: SamplingParams, what: str = "params") -> Sam
 def params_of_each(params: Any, default: SamplingParams, count: int) -> list[SamplingParams]:
     """The parameters of each of `count` prompts, from those for all or one for each."""
     if isinstance(params, Iterable) and not isinstance(params, (str, bytes, Mapping)):
-        each = [as_params(one, default, f"params {number}") for number, one in enumerate(params)]
+        each = [as_params(item, default, f"params {number}") for number, item in enumerate(params)]
         return _of_each(each, count, "sampling parameters")
     return [as_params(params, default)] * count
 
@@ -172,10 +174,10 @@ def priorities_of_each(priority: Any, count: int) -> list[int]:
     """The priority of each of `count` prompts, from one for all or one for each."""
     is_list = isinstance(priority, Iterable) and not isinstance(priority, (str, bytes, Mapping))
     each: list[Any] = list(priority) if is_list else [priority]
-    for one in each:
-        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
-            raise TypeError(f"priority must be an integer, or one for each prompt, got {_shown(one)}")
-    each = [int(one) for one in each]
+    for value in each:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"priority must be an integer, or one for each prompt, got {_shown(value)}")
+    each = [int(value) for value in each]
     return _of_each(each, count, "priorities") if is_list else each * count
 
 
@@ -195,13 +197,15 @@ def as_conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
         raise TypeError(f"chat takes messages, {MESSAGES_FORM}, or a list of conversations, got {_shown(messages)}")
     items = list(messages)
     if items and isinstance(items[0], Mapping):
-        for number, one in enumerate(items):
-            if not isinstance(one, Mapping):
-                raise TypeError(f"message {number} must be a dict with a role and a content, got {_shown(one)}")
+        for number, message in enumerate(items):
+            if not isinstance(message, Mapping):
+                raise TypeError(f"message {number} must be a dict with a role and a content, got {_shown(message)}")
         return [items]
-    for number, one in enumerate(items):
-        if isinstance(one, (str, bytes, Mapping)) or not isinstance(one, Sequence):
-            raise TypeError(f"conversation {number} must be a list of messages, {MESSAGES_FORM}, got {_shown(one)}")
+    for number, conversation in enumerate(items):
+        if isinstance(conversation, (str, bytes, Mapping)) or not isinstance(conversation, Sequence):
+            raise TypeError(
+                f"conversation {number} must be a list of messages, {MESSAGES_FORM}, got {_shown(conversation)}"
+            )
     return items
 
 
@@ -223,11 +227,11 @@ def each_request(
         raise TypeError(f"generate_each takes tuples {form}, got {_shown(requests)}")
 
     def checked() -> Iterator[tuple[Any, Prompt | Request, SamplingParams, RequestOptions]]:
-        for number, one in zip(itertools.count(), requests, strict=False):
-            if isinstance(one, (str, bytes)) or not isinstance(one, Sequence) or len(one) not in (3, 4):
+        for number, request in zip(itertools.count(), requests, strict=False):
+            if isinstance(request, (str, bytes)) or not isinstance(request, Sequence) or len(request) not in (3, 4):
                 told = f"{form}, params may be None and RequestOptions may follow"
-                raise TypeError(f"request {number} must be {told}; got {_shown(one)}")
-            key, prompt, params, *more = one
+                raise TypeError(f"request {number} must be {told}; got {_shown(request)}")
+            key, prompt, params, *more = request
             what = f"request {number} with key {key!r:.40}"
             options = more[0] if more else DEFAULT_REQUEST_OPTIONS
             if not isinstance(options, RequestOptions):
@@ -253,9 +257,9 @@ def as_names(name: str, value: Any) -> list[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of names, got {_shown(value)}")
     names = list(value)
-    for one in names:
-        if not isinstance(one, str):
-            raise TypeError(f"{name} must be a list of names, got {_shown(one)} in it")
+    for item in names:
+        if not isinstance(item, str):
+            raise TypeError(f"{name} must be a list of names, got {_shown(item)} in it")
     return names
 
 

@@ -78,8 +78,8 @@ class AsyncEngine:
     ) -> AsyncIterator[StreamDelta]:
         """Yields what is added to the request's answers; the last delta has the whole output.
 
-        A reader who is slow gets several tokens in one delta; one who is 1 MiB behind is aborted. Leaving the loop
-        early, or cancelling the task, aborts the request and frees what it holds.
+        A slow reader gets several tokens in one delta; the request of a reader that is 1 MiB behind is aborted. Leaving
+        the loop early, or cancelling the task, aborts the request and frees what it holds.
 
         Raises ValueError or TypeError for what cannot be served, QueueFullError where too many wait, EngineDeadError
         where the engine is closed or has failed.
@@ -347,8 +347,8 @@ def _dead(death: BaseException) -> EngineDeadError:
 
 
 class AnswerStream:
-    """The deltas of a request that `AsyncEngine.submit` has queued, as `AsyncEngine.generate` yields them. Whoever does
-    not read it to its end calls `abort`."""
+    """The deltas of a request that `AsyncEngine.submit` has queued, as `AsyncEngine.generate` yields them. A reader
+    that stops before the end calls `abort`."""
 
     def __init__(self, engine: AsyncEngine, reader: "_Reader"):
         self._engine, self._reader = engine, reader

@@ -72,12 +72,14 @@ class Embedder:
         ids = [self._ids(text, before, config, truncate, f"{what} {number}") for number, text in enumerate(texts)]
         # As in sentence-transformers, "cls" takes the first token where the text has none beside the prompt's.
         least = 1 if config.pooling == "cls" else start + 1
-        for number, one in enumerate(ids):
-            if len(one) < least:
+        for number, tokens in enumerate(ids):
+            if len(tokens) < least:
                 raise ValueError(f"{what} {number} is empty: it has no token to make a vector of")
         requests = [
-            self._request(one, Pooling(config.pooling, start if start < len(one) else 0), options, f"{what} {number}")
-            for number, one in enumerate(ids)
+            self._request(
+                tokens, Pooling(config.pooling, start if start < len(tokens) else 0), options, f"{what} {number}"
+            )
+            for number, tokens in enumerate(ids)
         ]
         normalizes = config.normalizes if normalize is None else normalize
 

@@ -169,7 +169,7 @@ class LLM(Closable):
             from jaxinfer.batch.fingerprint import model_fingerprint
 
             self._fingerprint = self._params.view(partial(model_fingerprint, self))  # needs all hosts
-            self._lockstep = Lockstep(self._hosts, [one.runner for one in engine.engines], (BatchSummary,))
+            self._lockstep = Lockstep(self._hosts, [replica.runner for replica in engine.engines], (BatchSummary,))
 
     def _make_engine(self, loaded: LoadedModel, params: WeightsView[Params], options: LLMOptions) -> AnyEngine:
         draft, weights = load_draft(
@@ -221,8 +221,8 @@ class LLM(Closable):
         per_prompt = params_of_each(params, self.default_params, len(prompts))
         priorities = priorities_of_each(priority, len(prompts))
         requests = [
-            self.prepare(prompt, one, RequestOptions(rank, timeout, cache_salt), what=f"prompt {number}")
-            for number, (prompt, one, rank) in enumerate(zip(prompts, per_prompt, priorities, strict=True))
+            self.prepare(prompt, sampling, RequestOptions(rank, timeout, cache_salt), what=f"prompt {number}")
+            for number, (prompt, sampling, rank) in enumerate(zip(prompts, per_prompt, priorities, strict=True))
         ]
         outputs = [self.client.collect(answers) for answers in self._run(requests, "generating", "answer", use_tqdm)]
         if taps:
@@ -259,11 +259,13 @@ class LLM(Closable):
         each = params_of_each(params, self.default_params, len(conversations))
         shared = TextRequest(template_kwargs=template_kwargs, **given)  # in which the tools are read once for all
         requests = [
-            shared.with_messages(one).bind(self, answers, given=vars(its))
-            for one, its in zip(conversations, each, strict=True)
+            shared.with_messages(conversation).bind(self, answers, given=vars(its))
+            for conversation, its in zip(conversations, each, strict=True)
         ]
         inputs = [request.inputs(self, answers)[0] for request in requests]
-        outputs = self.generate([one for one, _ in inputs], [one for _, one in inputs], use_tqdm=use_tqdm)
+        outputs = self.generate(
+            [prompt for prompt, _ in inputs], [sampling for _, sampling in inputs], use_tqdm=use_tqdm
+        )
         return [request.read(output, answers) for output, request in zip(outputs, requests, strict=True)]
 
     def chat_prompt(
@@ -274,7 +276,7 @@ class LLM(Closable):
         **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation, ready for `generate` or `stream`. Raises ValueError, with the place, for a name
-        in a message that neither the chat template nor anybody else reads."""
+        in a message that neither the chat template nor jaxinfer reads."""
         check_message_names(messages, self.tokenizer)
         return self.client.tokenize_chat(messages, tools, template_kwargs)
 
@@ -459,7 +461,7 @@ class LLM(Closable):
 
     def _vectors(self, job: VectorJob, description: str, use_tqdm: bool | None) -> np.ndarray:
         answers = self._run(job.requests, description, "text", use_tqdm)
-        return job.result([self.client.collect(one) for one in answers])
+        return job.result([self.client.collect(answer) for answer in answers])
 
     def _run(
         self,
@@ -474,7 +476,7 @@ class LLM(Closable):
         try:
             for request in requests:
                 submitted.append(self.client.submit(request))
-            running: dict[SequenceState, Any] = dict.fromkeys(one for answers in submitted for one in answers)
+            running: dict[SequenceState, Any] = dict.fromkeys(answer for answers in submitted for answer in answers)
             num_tokens = 0
             with Stage(description, len(running), unit, show=use_tqdm) as stage:
                 stage.describe(lambda: f"{num_tokens / stage.seconds:.0f} tokens/s")
@@ -615,9 +617,9 @@ class LLM(Closable):
         all raise."""
         if self._lockstep is None:
             return work()
-        found: list[R] = []
-        self._lockstep.lead_or_follow("on_leader", lambda: found.append(work()))
-        return found[0] if found else None
+        returned: list[R] = []
+        self._lockstep.lead_or_follow("on_leader", lambda: returned.append(work()))
+        return returned[0] if returned else None
 
     # One request, step by step, for callers who drive the engine themselves.
 

@@ -119,7 +119,7 @@ def init_cache(
     if not layers:
         raise ValueError(f"{config.architecture} has no layer with attention: a contiguous cache would be empty")
     heads = [(config.num_kv_heads_of(layer), config.head_dim_of(layer)) for layer in layers]
-    cache = empty.with_layers([_rows(new_pages(num_rows, max_length, *one, name, **kind)) for one in heads])
+    cache = empty.with_layers([_rows(new_pages(num_rows, max_length, *sizes, name, **kind)) for sizes in heads])
     if not config.recurrent_layers and len(layers) == config.num_layers:
         return cache
     states = init_state_cache(config, num_rows, config.dtype)
@@ -280,7 +280,9 @@ def attend_as_stored(dtype: str, scales: KVScales | None = None) -> Callable[...
         own = scales_of_layer(scales, layer)
         q, k, v = divide_by_scales(own, q, k, v)
         width = v.shape[-1]
-        k, v = (from_stored(*to_stored(x, one(dtype)), q.dtype) for x, one in ((k, key_dtype), (v, value_dtype)))
+        k, v = (
+            from_stored(*to_stored(x, dtype_of(dtype)), q.dtype) for x, dtype_of in ((k, key_dtype), (v, value_dtype))
+        )
         if width < k.shape[-1]:
             v = k[..., :width]  # keys include the values
         out = attend_without_cache(layer, queries_for(q, dtype), k, v, window, **options)

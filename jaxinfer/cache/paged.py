@@ -178,9 +178,9 @@ def abstract_paged_cache(
         if not config.caches_keys(layer):
             return None
         heads = (config.num_kv_heads_of(layer), config.head_dim_of(layer))
-        found = _abstract_pages(config, heads, counts[numbers[layer]], page_size, dtype, layout, mesh)
-        own = None if leaves is None else leaves(layer, found)
-        return found if own is None else LeafedPages(found, own)
+        layer_pages = _abstract_pages(config, heads, counts[numbers[layer]], page_size, dtype, layout, mesh)
+        own = None if leaves is None else leaves(layer, layer_pages)
+        return layer_pages if own is None else LeafedPages(layer_pages, own)
 
     return PagedCache(tuple(map(pages, range(config.num_layers))), groups=groups)
 

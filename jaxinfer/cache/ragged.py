@@ -192,8 +192,8 @@ class LayerAttention:
     def tree_unflatten(cls, static, children) -> LayerAttention:
         specs, *options = static
         pages, scales, inputs, schedules = children
-        found = dict(zip(specs, schedules, strict=True))
-        return cls(pages, scales, inputs, found, *options)
+        by_spec = dict(zip(specs, schedules, strict=True))
+        return cls(pages, scales, inputs, by_spec, *options)
 
     def __call__(
         self,

@@ -97,10 +97,10 @@ def placed_params(
 ) -> Params:
     """Abstract parameters, of which some may be quantized, with their shardings, and with the layouts of the platform's
     products on the only device of `laid_out_on`. Raises ValueError as `models.check_divides`."""
-    found = params if mesh is None else placed(params, parameter_shardings(mesh, config, params))
+    abstract = params if mesh is None else placed(params, parameter_shardings(mesh, config, params))
     if not isinstance(laid_out_on, Mesh):
-        return found
-    return in_layouts(found, platform, NamedSharding(laid_out_on, PartitionSpec()))
+        return abstract
+    return in_layouts(abstract, platform, NamedSharding(laid_out_on, PartitionSpec()))
 
 
 def shapes_of(params: Any) -> Any:
@@ -114,12 +114,12 @@ def shapes_of(params: Any) -> Any:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place or (array.sharding if is_cut else None))
 
     def of_leaf(leaf: Any) -> Any:
-        found = jax.tree.map(shape, leaf)
+        abstract = jax.tree.map(shape, leaf)
         if not is_quantized(leaf):
-            return found
+            return abstract
         arrays = {name: getattr(leaf, name) for name in layouts(leaf, jax.default_backend())}
-        placed = {name: shape(one, Format(one.format.layout, one.sharding)) for name, one in arrays.items()}
-        return replace(found, **placed)
+        placed = {name: shape(array, Format(array.format.layout, array.sharding)) for name, array in arrays.items()}
+        return replace(abstract, **placed)
 
     return jax.tree.map(of_leaf, params, is_leaf=is_quantized)
 

@@ -86,7 +86,7 @@ def most_pages(window: int | None, num_tokens: int, num_ahead: int, page_size: i
 class PoolSizes:
     """How many pages each group has.
 
-    The first group has all that are asked for or fit, by default room for `max_seqs` sequences of `max_model_len`
+    The first group has as many as are requested or fit, by default room for `max_seqs` sequences of `max_model_len`
     tokens. Another one has at least room for the windows of `max_seqs` sequences, for the tokens that they decode in
     the dispatches in flight, and for the prompt tokens of these; where the first has more than its default, for prefix
     reuse, in proportion more; where it has fewer, never more pages than the first.
@@ -112,7 +112,7 @@ class PoolSizes:
 
     @property
     def default(self) -> int:
-        """Pages of the first group if nothing else is asked for, the null page included."""
+        """Pages of the first group by default, the null page included."""
         return self.base(self.kinds[0])
 
     def base(self, kind: GroupKind) -> int:
@@ -141,10 +141,10 @@ class PoolSizes:
 
     def pages(self, first: int) -> tuple[int, ...]:
         """Pages of each group where the first has so many, null pages included."""
-        found = [first]
+        counts = [first]
         for base in map(self.base, self.kinds[1:]):
-            found.append(min(base, first) if first <= self.default else base * first // self.default)
-        return tuple(found)
+            counts.append(min(base, first) if first <= self.default else base * first // self.default)
+        return tuple(counts)
 
     # Bytes on a device, of all groups.
 

@@ -61,15 +61,15 @@ def cache_quality(
     if short is not None or not texts:
         raise ValueError(f"text {short or 0} has fewer than two tokens, so nothing is predicted in it")
     expected, model, weights, _ = _hidden_states(config, params, texts, reference, kv_scales)
-    found = []
+    measurements = []
     for kv_dtype in kv_dtypes:
         hidden, _, _, size = _hidden_states(config, params, texts, kv_dtype, kv_scales)
         kl, surprise, agrees = compared(model, weights, texts, expected, hidden)
         perplexity = float(np.exp(surprise.mean()))
-        found.append(
+        measurements.append(
             CacheQuality(kv_dtype, size, float(kl.mean()), float(kl.max()), perplexity, float(agrees.mean()), len(kl))
         )
-    return found
+    return measurements
 
 
 def compared(
@@ -77,13 +77,13 @@ def compared(
     weights: Weights,
     texts: Sequence[Sequence[int]],
     expected: Sequence[np.ndarray],
-    found: Sequence[np.ndarray],
+    tested: Sequence[np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Three numbers of each predicted token of the texts, float64 [N]: KL(expected || found) in nats, the surprise of
-    `found` at the text's token, and 1 where both have the same most probable token. Hidden states are [T, D] for each
+    """Three numbers of each predicted token of the texts, float64 [N]: KL(expected || tested) in nats, the surprise of
+    `tested` at the text's token, and 1 where both have the same most probable token. Hidden states are [T, D] for each
     text."""
     parts = []
-    for text, *pair in zip(texts, expected, found, strict=True):
+    for text, *pair in zip(texts, expected, tested, strict=True):
         for start in range(0, len(text) - 1, CHUNK):
             count = min(CHUNK, len(text) - 1 - start)
             rows = (np.pad(states[start : start + count], ((0, CHUNK - count), (0, 0))) for states in pair)
@@ -173,9 +173,9 @@ def _log_probs(model: ProgramModel, weights: Weights, states: jax.Array) -> jax.
 
 
 @partial(jax.jit, static_argnums=0)
-def _compare(model: ProgramModel, weights: Weights, expected: jax.Array, found: jax.Array, targets: jax.Array):
+def _compare(model: ProgramModel, weights: Weights, expected: jax.Array, tested: jax.Array, targets: jax.Array):
     """KL, surprise at the targets int32[T], and whether both choose the same token, [T] each."""
     decoder = model.bind(weights)
-    wanted, logprobs = (jax.nn.log_softmax(decoder.logits(x)) for x in (expected, found))
+    wanted, logprobs = (jax.nn.log_softmax(decoder.logits(x)) for x in (expected, tested))
     surprise = -jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
     return kl_divergence(wanted, logprobs), surprise, jnp.argmax(wanted, -1) == jnp.argmax(logprobs, -1)

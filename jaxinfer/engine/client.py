@@ -251,10 +251,10 @@ class Client(TakesPrompts):
     def take_progress(self, answers: Mapping[SequenceState, Any]) -> list[SequenceState]:
         """Those of `answers` that made progress since the last call. Several callers may step one engine in turn;
         each gets the progress of all its answers."""
-        found = [answer for answer in self._progressed if answer in answers]
-        for answer in found:
+        progressed = [answer for answer in self._progressed if answer in answers]
+        for answer in progressed:
             del self._progressed[answer]
-        return found
+        return progressed
 
     def advance(self, answer: SequenceState) -> StreamDelta:
         """An answer's new tokens and text; a stop string in the text ends it."""
@@ -390,8 +390,10 @@ class Client(TakesPrompts):
             return entry
         skip = params.skip_special_tokens
         return entry | {
-            token: replace(one, decoded_token=texts.decode([token], False), token_bytes=texts.token_bytes(token, skip))
-            for token, one in entry.items()
+            token: replace(
+                logprob, decoded_token=texts.decode([token], False), token_bytes=texts.token_bytes(token, skip)
+            )
+            for token, logprob in entry.items()
             if texts.has_id(token)
         }
 

@@ -56,7 +56,7 @@ class LargeProgram:
         if outputs is not None:
             function = kept(function, (static,) if isinstance(static, int) else static, outputs)
         plain = {platform: {**options} for platform, options in COMPILER_OPTIONS.items()}
-        kinds = {False: plain, True: {one: {**plain[one], **UNIFORM_OPTIONS.get(one, {})} for one in plain}}
+        kinds = {False: plain, True: {name: {**plain[name], **UNIFORM_OPTIONS.get(name, {})} for name in plain}}
         self._jitted = {
             (platform, kind): jax.jit(function, compiler_options=options, **arguments)
             for kind, by_platform in kinds.items()

@@ -60,16 +60,16 @@ def decide(spec: Any) -> Determinism:
     rates = None if chip is None else Rates.of(chip)
     num_rows = _num_rows(spec, rates, work)
     cost = None if rates is None else _cost(spec, rates, work, num_rows)
-    found = Determinism(asked is True, num_rows, cost, f"deterministic={asked}")
+    decision = Determinism(asked is True, num_rows, cost, f"deterministic={asked}")
     if asked != "auto":
-        return found
+        return decision
     if (refusal := _refusal(spec)) is not None:
-        return replace(found, reason=f"auto, {refusal}")
+        return replace(decision, reason=f"auto, {refusal}")
     if cost is None:
-        return replace(found, reason="auto, the figures of this chip are not known")
+        return replace(decision, reason="auto, the figures of this chip are not known")
     is_on = cost <= MAX_COST
     limit = f"{'at most' if is_on else 'more than'} {MAX_COST:.2f}"
-    return replace(found, is_on=is_on, reason=f"auto, decoding is predicted to take {cost:.3f} of the time, {limit}")
+    return replace(decision, is_on=is_on, reason=f"auto, decoding is predicted to take {cost:.3f} of the time, {limit}")
 
 
 def _refusal(spec: Any) -> str | None:
@@ -124,7 +124,7 @@ def _cost(spec: Any, rates: Rates, work: WeightWork, num_rows: int) -> float:
             missed = (1 - moe.num_experts_per_token / moe.num_experts) ** num_read
         kind, head_flops, head_bytes = work.head
         reading = work.dense_bytes - head_bytes + (1 - missed) * work.expert_bytes
-        computing = {one: count * num_layer_rows for one, count in _layer_flops(work).items()}
+        computing = {dtype: count * num_layer_rows for dtype, count in _layer_flops(work).items()}
         layers = max(reading / rates.hbm, rates.compute_seconds(computing))
         layers += config.num_layers * num_layer_rows * row_bytes / rates.hbm
         head = max(head_bytes / rates.hbm, rates.compute_seconds({kind: head_flops * num_head_rows}))
@@ -134,4 +134,6 @@ def _cost(spec: Any, rates: Rates, work: WeightWork, num_rows: int) -> float:
 
     slots = spec.max_seqs
     # Rows of padding are all the same token, which goes to experts of its own.
-    return max(seconds(num_rows, one + 1, slots) / seconds(one, one, one) for one in (1, slots))
+    return max(
+        seconds(num_rows, num_seqs + 1, slots) / seconds(num_seqs, num_seqs, num_seqs) for num_seqs in (1, slots)
+    )

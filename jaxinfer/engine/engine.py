@@ -182,16 +182,16 @@ class Engine:
 
     def _commit(self, flight: Flight) -> list[SequenceState]:
         """Reads a dispatch's results: appends tokens, ends sequences, lets others use pages that are known."""
-        found = self.runner.read(flight, with_samples=self._num_with_logprobs > 0)
+        flight_results = self.runner.read(flight, with_samples=self._num_with_logprobs > 0)
         if self.prefix_store is not None:
             self.prefix_store.collect()
         if self.on_read is not None:
-            self.on_read(flight, found.seconds)
+            self.on_read(flight, flight_results.seconds)
         for feature in self._features:
-            feature.read(flight, found)
+            feature.read(flight, flight_results)
         progressed = []
         for slot, chunk in flight.chunks:
-            sequence, tokens = chunk.sequence, found.tokens[slot][:1]
+            sequence, tokens = chunk.sequence, flight_results.tokens[slot][:1]
             if sequence.is_finished:
                 continue
             if tokens[0] != INVALID_LOGITS:
@@ -202,11 +202,11 @@ class Engine:
                     self.prefix_store.save(sequence)
                 self.runner.stop_scoring(sequence)
                 sequence.first_token = sequence.first_token or time.monotonic()
-            self._append(sequence, slot, tokens, found.samples)
+            self._append(sequence, slot, tokens, flight_results.samples)
             progressed.append(sequence)
         for slot, sequence in flight.decodes:
             if not sequence.is_finished:
-                self._append(sequence, slot, found.tokens[slot], found.samples)
+                self._append(sequence, slot, flight_results.tokens[slot], flight_results.samples)
                 progressed.append(sequence)
         for feature in self._features:
             feature.committed(flight)
@@ -262,8 +262,8 @@ class Engine:
         return Snapshot.of(self.scheduler, self.replica)
 
     def _dispatch_event(self, flight: Flight) -> Dispatch:
-        chunks = (SlotWork(one.sequence, slot, one.start, one.length) for slot, one in flight.chunks)
-        decodes = (SlotWork(one, slot, len(one.tokens), 0) for slot, one in flight.decodes)
+        chunks = (SlotWork(chunk.sequence, slot, chunk.start, chunk.length) for slot, chunk in flight.chunks)
+        decodes = (SlotWork(sequence, slot, len(sequence.tokens), 0) for slot, sequence in flight.decodes)
         kind = "rounds" if flight.counts is not None else "step" if flight.chunks else "decode"
         return Dispatch(
             kind=kind,

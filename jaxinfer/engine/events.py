@@ -41,10 +41,10 @@ class Dispatch:
     Attributes:
       kind: "step" (prompt tokens, and a token for each decoding answer beside them), "decode" (steps of decoding
         answers alone) or "rounds" (speculative ones). num_steps: at most so many steps, or rounds.
-      work: who takes part. num_rows: of tokens that each step computes, padding included. num_drafted: tokens that a
-        round drafts for each answer at most.
-      replica: whose it is, from 0. sent_at: seconds of time.perf_counter when it had been sent. busy_since: likewise,
-        when the first request came after the engine had none.
+      work: its part for each answer. num_rows: of tokens that each step computes, padding included. num_drafted: tokens
+        that a round drafts for each answer at most.
+      replica: the number of the engine that sent it, from 0. sent_at: seconds of time.perf_counter when it had been
+        sent. busy_since: likewise, when the first request came after the engine had none.
       output: an array of its results; it is ready when the dispatch has ended.
     """
 
@@ -124,9 +124,16 @@ class Snapshot:
     @classmethod
     def of(cls, scheduler: Scheduler, replica: int) -> "Snapshot":
         running = tuple(
-            Running(one, one.slot, one.is_decoding, one.num_stored, tuple(filter(None, one.pages)), replica)
-            for one in scheduler.running
-            if one.slot is not None
+            Running(
+                sequence,
+                sequence.slot,
+                sequence.is_decoding,
+                sequence.num_stored,
+                tuple(filter(None, sequence.pages)),
+                replica,
+            )
+            for sequence in scheduler.running
+            if sequence.slot is not None
         )
         return cls(running, len(scheduler.waiting), scheduler.pools.num_available, replace(scheduler.counters))
 
@@ -135,7 +142,7 @@ class Snapshot:
         """That of replicas, for any of which `num_waiting` answers wait."""
         totals = {field.name: sum(getattr(part.counters, field.name) for part in parts) for field in fields(Counters)}
         return cls(
-            tuple(one for part in parts for one in part.running),
+            tuple(sequence for part in parts for sequence in part.running),
             num_waiting + sum(part.num_waiting for part in parts),
             sum(part.num_free_pages for part in parts),
             Counters(**totals),

@@ -55,8 +55,8 @@ class Explanation:
 
 def explain_engine(engine: AnyEngine, model: dict[str, Any], sampling: dict[str, Any]) -> Explanation:
     """`model` and `sampling` are facts that the engine does not have; they come first and last."""
-    one, num_replicas = engine.engines[0], len(engine.engines)
-    spec, device = one.spec, one.device
+    first, num_replicas = engine.engines[0], len(engine.engines)
+    spec, device = first.spec, first.device
     config, mesh = spec.config, spec.mesh
     return Explanation(
         {
@@ -72,10 +72,10 @@ def explain_engine(engine: AnyEngine, model: dict[str, Any], sampling: dict[str,
                 **_describe_model(config),
                 "declared length": config.max_position_embeddings,
             },
-            "cache": _describe_cache(one),
+            "cache": _describe_cache(first),
             "programs": _describe_programs(spec),
             "kernels": {**_describe_kernels(spec), **_products(spec)},
-            **({} if one.speculation is None else {"speculation": _describe_speculation(one)}),
+            **({} if first.speculation is None else {"speculation": _describe_speculation(first)}),
             "device": {
                 "platform": device.platform,
                 "kind": device.device_kind,
@@ -423,7 +423,7 @@ def _packed_products(engine: EngineSpec) -> dict[str, str]:
 def _quantized_products(engine: EngineSpec) -> dict[str, Any]:
     """How products with each scheme's weights are computed, for one slot that decodes and for all, and the bytes of
     weights that a step of all slots reads beside the least, with a warning that names what reads more."""
-    facts: dict[str, None] = {}
+    products: dict[str, None] = {}
     stored, read, wasteful = 0, 0, {}
     is_tied = engine.config.tie_word_embeddings
     for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(engine.params), is_leaf=is_weight):
@@ -434,7 +434,9 @@ def _quantized_products(engine: EngineSpec) -> dict[str, Any]:
         if engine.mesh is not None and not is_weight(leaf):
             continue
         try:
-            one, every = (product_use(leaf, rows, engine.dtype, is_transposed=is_head) for rows in (1, engine.max_seqs))
+            single, every = (
+                product_use(leaf, rows, engine.dtype, is_transposed=is_head) for rows in (1, engine.max_seqs)
+            )
         except ValueError:
             continue  # a vector for each of several parts is no matrix of inputs and outputs
         stored, read = stored + every.stored_bytes, read + every.read_bytes
@@ -442,14 +444,14 @@ def _quantized_products(engine: EngineSpec) -> dict[str, Any]:
             kind = ".".join("*" if name.isdigit() else name for name in names)
             wasteful[kind] = f"{kind} ({every.read_bytes / every.stored_bytes:.1f}x: {every.form})"
         if is_quantized(leaf):
-            shown = one.form if one.form == every.form else f"{one.form} (one row); {every.form}"
-            facts[f"by {describe_scheme(leaf)}{', tied head' if is_head else ''}: {shown}"] = None
-    found: dict[str, Any] = {"quantized products": "; ".join(facts)} if facts else {}
-    found["weight bytes of a step"] = read
-    found["  the least"] = f"{stored:,} ({read / max(stored, 1):.2f}x)"
+            shown = single.form if single.form == every.form else f"{single.form} (one row); {every.form}"
+            products[f"by {describe_scheme(leaf)}{', tied head' if is_head else ''}: {shown}"] = None
+    facts: dict[str, Any] = {"quantized products": "; ".join(products)} if products else {}
+    facts["weight bytes of a step"] = read
+    facts["  the least"] = f"{stored:,} ({read / max(stored, 1):.2f}x)"
     if read > MOST_READ * stored:
-        found["  warning"] = f"a step reads more than {MOST_READ} of the weights' bytes: {'; '.join(wasteful.values())}"
-    return found
+        facts["  warning"] = f"a step reads more than {MOST_READ} of the weights' bytes: {'; '.join(wasteful.values())}"
+    return facts
 
 
 def _readable(name: str, value: Any) -> str:

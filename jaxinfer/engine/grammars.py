@@ -122,12 +122,12 @@ class Grammars:
             if (admitted := sequence.grammar) is not None:
                 admitted.is_sent, admitted.rejected = False, []
         chosen = [*(chunk.sequence for chunk in plan.chunks if chunk.is_last), *plan.decodes]
-        answers = [one for one in chosen if one.grammar is not None]
+        answers = [sequence for sequence in chosen if sequence.grammar is not None]
         blocks: list[TableBlock] = []
         for sequence in answers:
             if sequence.grammar.is_on_host:
                 self._use_table(sequence, blocks)
-        needed = [one for one in answers if one.grammar.is_on_host or not one.grammar.is_sent]
+        needed = [sequence for sequence in answers if sequence.grammar.is_on_host or not sequence.grammar.is_sent]
         rows = [self._rows(needed[start : start + ROWS]) for start in range(0, len(needed), ROWS)]
         return [*blocks, *rows]
 
@@ -227,7 +227,7 @@ class TablePool:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tables that are held."""
-        return sum(one.num_bytes for one in self._held.values())
+        return sum(table.num_bytes for table in self._held.values())
 
     def __len__(self) -> int:
         return len(self._held)
@@ -253,20 +253,20 @@ class TablePool:
         parts = (self._masks, self._states, self._classes, self._successors)
         if any(count > rows.capacity for rows, count in zip(parts, wanted, strict=True)):
             return None
-        unused = [key for key, one in self._held.items() if not one.num_users]
+        unused = [key for key, held in self._held.items() if not held.num_users]
         while True:
             taken = [rows.take(count) for rows, count in zip(parts, wanted, strict=True)]
-            ranges = [one for one in taken if one is not None]
+            ranges = [span for span in taken if span is not None]
             if len(ranges) == len(parts):
                 return _Held(*ranges, num_bytes=table.num_bytes)
-            for rows, one in zip(parts, taken, strict=True):
-                if one is not None:
-                    rows.give_back(one)
+            for rows, span in zip(parts, taken, strict=True):
+                if span is not None:
+                    rows.give_back(span)
             if not unused:
                 return None
             gone = self._held.pop(unused.pop(0))
-            for rows, one in zip(parts, gone.ranges, strict=True):
-                rows.give_back(one)
+            for rows, span in zip(parts, gone.ranges, strict=True):
+                rows.give_back(span)
 
 
 @dataclass
@@ -291,19 +291,19 @@ class _Rows:
         self._free = [range(start, start + count)]
 
     def take(self, count: int) -> range | None:
-        for number, one in enumerate(self._free):
-            if len(one) >= count:
-                self._free[number] = one[count:]
-                return one[:count]
+        for number, free in enumerate(self._free):
+            if len(free) >= count:
+                self._free[number] = free[count:]
+                return free[:count]
         return None
 
     def give_back(self, rows: range) -> None:
         merged: list[range] = []
-        for one in sorted((*(one for one in self._free if one), rows), key=lambda one: one.start):
-            if merged and merged[-1].stop == one.start:
-                merged[-1] = range(merged[-1].start, one.stop)
+        for span in sorted((*(span for span in self._free if span), rows), key=lambda span: span.start):
+            if merged and merged[-1].stop == span.start:
+                merged[-1] = range(merged[-1].start, span.stop)
             else:
-                merged.append(one)
+                merged.append(span)
         self._free = merged
 
 

@@ -2,7 +2,7 @@
 
 To trace the programs of a start needs Flax and Numba, whose imports take most of a second together, and about another
 one; to read them takes half a second. XLA then compiles what was read, or takes it from JAX's own cache, which checks
-that it fits. An entry is found by all that its tracing depends on:
+that it fits. The key of an entry has all that its tracing depends on:
 the arguments' shapes and structures, static arguments, sources, packages, settings, device, and kernels.
 """
 
@@ -61,12 +61,12 @@ def kept(
         key = _key(function.__name__, arguments, static_argnums, leaves, structure)
         if key is None:
             return function(*arguments)
-        found = _read(files, key, leaves)
-        if found is None:
-            found = _make(files, key, function, outputs, arguments, places, structure, leaves)
-        if found is None:
+        program = _read(files, key, leaves)
+        if program is None:
+            program = _make(files, key, function, outputs, arguments, places, structure, leaves)
+        if program is None:
             return function(*arguments)
-        return jax.tree.unflatten(jax.tree.structure(outputs(*arguments)), _call.bind(*leaves, exported=found))
+        return jax.tree.unflatten(jax.tree.structure(outputs(*arguments)), _call.bind(*leaves, exported=program))
 
     return traced
 
@@ -90,14 +90,14 @@ def _read(files: KeptFiles, key: str, leaves: Sequence[Any]) -> export.Exported 
     try:
         (size,) = struct.unpack_from("<I", content)
         needed = json.loads(content[4 : 4 + size])
-        found = export.deserialize(bytearray(content[4 + size :]))
-        if [(aval.shape, aval.dtype) for aval in found.in_avals] != [(leaf.shape, leaf.dtype) for leaf in leaves]:
+        program = export.deserialize(bytearray(content[4 + size :]))
+        if [(aval.shape, aval.dtype) for aval in program.in_avals] != [(leaf.shape, leaf.dtype) for leaf in leaves]:
             raise ValueError("its arguments are others")
     except Exception as error:  # of flatbuffers, struct, json, or JAX
         files.remove(key, f"of no use ({error})")
         return None
     # Kernels that are not kept, because others took their place, are compiled while the program is traced.
-    return found if kernels.load_kept(needed) else None
+    return program if kernels.load_kept(needed) else None
 
 
 def _make(
@@ -115,21 +115,21 @@ def _make(
         for place, value in zip(places, jax.tree.unflatten(structure, leaves), strict=True):
             given[place] = value
         result = function(*given)
-        wanted, found = jax.tree.structure(outputs(*given)), jax.tree.structure(result)
-        if found != wanted:
-            raise RuntimeError(f"{function.__name__} has results of the structure {found}, not {wanted}")
+        wanted, actual = jax.tree.structure(outputs(*given)), jax.tree.structure(result)
+        if actual != wanted:
+            raise RuntimeError(f"{function.__name__} has results of the structure {actual}, not {wanted}")
         return jax.tree.leaves(result)
 
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     lowered = jax.jit(flat)
     try:
-        found = export.export(lowered, disabled_checks=_Allowed())(*avals)
+        program = export.export(lowered, disabled_checks=_Allowed())(*avals)
         needed = json.dumps(kernels.loaded()).encode()
-        files.write(key, struct.pack("<I", len(needed)) + needed + found.serialize())
+        files.write(key, struct.pack("<I", len(needed)) + needed + program.serialize())
     except ValueError as error:  # what JAX cannot export
         _LOG.info("%s is not kept: %s", function.__name__, error)
         return None
-    return found
+    return program
 
 
 class _Allowed(Sequence[export.DisabledSafetyCheck]):
@@ -171,15 +171,15 @@ def _modules(value: Any) -> Iterator[str]:
 
 
 def _plugged_in(modules: set[str]) -> list[str] | None:
-    """Sources of those that are no part of the product: of a policy, draft or type of weights that somebody plugged in.
-    None where one has no file."""
-    found = []
-    for name in sorted(one for one in modules if one.split(".")[0] not in _OURS):
+    """Sources of the modules that are no part of the product: a policy, draft or type of weights that a user plugged
+    in. None where a module has no file."""
+    sources = []
+    for name in sorted(name for name in modules if name.split(".")[0] not in _OURS):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is None or not Path(file).is_file():
             return None
-        found.append(f"{name} {hashlib.sha256(Path(file).read_bytes()).hexdigest()}")
-    return found
+        sources.append(f"{name} {hashlib.sha256(Path(file).read_bytes()).hexdigest()}")
+    return sources
 
 
 def _described(value: Any) -> str:

@@ -131,8 +131,8 @@ class Lockstep:
             return
         number = next(self._numbers)
         if not self.hosts.is_leader:
-            while (found := self._follow(number, name))[0] == "item":
-                yield found[1]
+            while (message := self._follow(number, name))[0] == "item":
+                yield message[1]
             return
         iterator = iter(items())
         try:
@@ -206,7 +206,7 @@ class Lockstep:
     def _fail(self, error: BaseException, number: int, name: str) -> None:
         if isinstance(error, jax.errors.JaxRuntimeError):
             self.hosts.await_verdict(error)
-        kind = next((one.__name__ for one in _RAISED if isinstance(error, one)), "RuntimeError")
+        kind = next((error_type.__name__ for error_type in _RAISED if isinstance(error, error_type)), "RuntimeError")
         self._publish("error", number, name, (kind, str(error) or type(error).__name__))
 
     # The others.
@@ -227,7 +227,7 @@ class Lockstep:
                     self.hosts.end(message)
                     raise RuntimeError(message)
                 if kind == "error":
-                    raise next(one for one in _RAISED if one.__name__ == value[0])(value[1])
+                    raise next(error_type for error_type in _RAISED if error_type.__name__ == value[0])(value[1])
                 return kind, value
 
     def _repeat(self, engine: int, name: str, arguments: Sequence[Any]) -> None:

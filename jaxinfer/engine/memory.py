@@ -122,7 +122,9 @@ def activation_bytes(spec: EngineSpec) -> int:
         rows = max(rows, spec.token_buckets[-1])
     deferred = rows * deferred_bytes(config, spec.params)
     # What is drafted goes into a copy of the draft's states, as it may be rejected.
-    copied = spec.max_seqs * sum(state_bytes(one, compute_dtype(params)) for one, params in spec.draft_models)
+    copied = spec.max_seqs * sum(
+        state_bytes(draft_config, compute_dtype(params)) for draft_config, params in spec.draft_models
+    )
     num_tokens = max(spec.token_buckets[-1], spec.policy.prompt_block)
     scored = spec.policy.working_bytes(config, spec.max_model_len, spec.max_seqs, spec.dtype.itemsize)
     moved = transit_bytes(max(spec.group_page_bytes)) if spec.options.host_cache_gib else 0

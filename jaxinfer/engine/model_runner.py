@@ -75,7 +75,7 @@ class FlightResults:
 
     Attributes:
       tokens: by slot, one a step; INVALID_LOGITS and NO_TOKEN stand after the last one.
-      samples: for log-probabilities, leaves [steps, slots, ...]; None where nobody asked for them.
+      samples: for log-probabilities, leaves [steps, slots, ...]; None if no request has any.
       proposed, accepted: drafted and accepted tokens of each slot's rounds, -1 where it took no part.
       seconds: from when the dispatch began to when it was read. It began when it was sent, or when the one before it
         had ended.
@@ -241,7 +241,9 @@ class ModelRunner:
         self._move_pages(plan)
         for sequence in plan.admitted:
             self._write_slot(sequence)
-        if restored := [(one.restore_from - 1, slot_of(one)) for one in plan.admitted if one.restore_from]:
+        if restored := [
+            (sequence.restore_from - 1, slot_of(sequence)) for sequence in plan.admitted if sequence.restore_from
+        ]:
             self._copy_states(False, state_copies(restored, self.spec.max_seqs))
         for start in range(0, len(plan.copies), COPIES):
             self._copy_pages(*copy_ids(plan.copies[start : start + COPIES], self.spec.groups, COPIES))
@@ -259,7 +261,8 @@ class ModelRunner:
         slot = slot_of(sequence)
         if is_plain:
             row, small = (
-                {name: part for name, part in vars(one).items() if name not in WIDE_ROWS} for one in (rows, history)
+                {name: part for name, part in vars(fields).items() if name not in WIDE_ROWS}
+                for fields in (rows, history)
             )
             self._write_plain_row(slot, row, small)
         else:
@@ -291,7 +294,7 @@ class ModelRunner:
         return self._sent_pieces(partial(sent, num_rows=num_tokens), output, pieces)
 
     def _sent_pieces(self, sent: Callable[..., Flight], output: StepOutput, pieces: list[ScoredChunk]) -> Flight:
-        """The flight of pieces of prompts, whose scoring begins where it is asked for."""
+        """The flight of pieces of prompts, whose scoring begins if a request needs it."""
         scores = None
         if self._hidden is not None:
             scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, pieces[-1].end), None
@@ -540,24 +543,24 @@ class ModelRunner:
     @property
     def all_programs(self) -> list[Program]:
         """All programs but those of `_warm_up_small`: how each is traced, and run with nothing to do."""
-        spec, found = self.spec, []
+        spec, program_list = self.spec, []
         for num_slots in spec.step_slots:
-            found.append(Program(f"sampling of {num_slots} slots", partial(self._lower_sampling, num_slots)))
+            program_list.append(Program(f"sampling of {num_slots} slots", partial(self._lower_sampling, num_slots)))
         for sizes in [(size, num_slots) for size in spec.token_buckets for num_slots in spec.step_slots_of(size)]:
             name = "step of {} tokens, {} slots".format(*sizes)
-            found.append(Program(name, partial(self._lower_step, *sizes), partial(self._warm_up_step, *sizes)))
+            program_list.append(Program(name, partial(self._lower_step, *sizes), partial(self._warm_up_step, *sizes)))
         for num_slots in spec.decode_slots:
             calls = partial(self._lower_decode, num_slots), partial(self._warm_up_decode, num_slots)
-            found.append(Program(f"decode of {num_slots} slots", *calls))
+            program_list.append(Program(f"decode of {num_slots} slots", *calls))
         for number, tree in enumerate(self.drafters):
             for num_slots in spec.decode_slots:
                 name = f"speculation of {tree.num_nodes} tokens, {num_slots} slots"
                 calls = partial(self._lower_rounds, num_slots, number), partial(self._warm_up_rounds, num_slots, number)
-                found.append(Program(name, *calls))
-        found += self._compaction_programs
+                program_list.append(Program(name, *calls))
+        program_list += self._compaction_programs
         raw, processed = self._scores.lower(spec.token_buckets[-1], spec.dtype, spec.has_adapters)
         scores = Program("scores", raw), Program("scores under parameters", processed, self._warm_up_scores)
-        return [*found, *scores]
+        return [*program_list, *scores]
 
     def warm_up(self, num_jobs: int, report: Report) -> int:
         """Compiles every program, `num_jobs` at once, and runs each with nothing to do; returns how many there are.
@@ -647,8 +650,8 @@ class ModelRunner:
         self._scorer.start(sequence)
         if self._hidden is not None:
             scores = self._scorer.score((ScoredChunk(sequence, 0, 0, 1),), self._hidden, 1)
-            # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
-            jax.block_until_ready(scores.found if scores is not None else ())
+            # The first request would otherwise wait for these unread scores: up to 2 s with JAX 0.12 on a CPU.
+            jax.block_until_ready(scores.arrays if scores is not None else ())
         self._scorer.stop(sequence)
 
 

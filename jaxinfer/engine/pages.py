@@ -86,7 +86,7 @@ class PagePool:
         for page in pages:
             if self._owners[page] == 0:
                 if page not in self._idle:
-                    raise ValueError(f"page {page} is shared, but nobody owns or keeps it")
+                    raise ValueError(f"page {page} is shared, but it has no owner and is not kept")
                 del self._idle[page]
                 self._unlikely.discard(page)
             self._owners[page] += 1
@@ -99,7 +99,7 @@ class PagePool:
         """
         for page in reversed(pages):
             if self._owners[page] == 0:
-                raise ValueError(f"page {page} is released, but nobody owns it")
+                raise ValueError(f"page {page} is released, but no sequence owns it")
             self._owners[page] -= 1
             if self._owners[page] == 0:
                 if page in self._on_evict:
@@ -111,7 +111,7 @@ class PagePool:
                     insort(self._free, page, key=neg)
 
     def keep(self, page: int, on_evict: Callable[[], None]) -> None:
-        """Once nobody owns `page`, its contents stay for as long as pages last; `on_evict()` is called when they go."""
+        """Unowned, the contents of `page` stay for as long as pages last; `on_evict()` is called when they go."""
         if self._owners[page] == 0 or page in self._on_evict:
             raise ValueError(f"page {page} is kept, but it has {self._owners[page]} owners or is kept already")
         self._on_evict[page] = on_evict
@@ -155,7 +155,7 @@ class PagePool:
         if len(unowned) + sum(count > 0 for count in owners) != self.num_pages - 1:
             raise RuntimeError(f"{self.num_pages - 1} pages, but {len(unowned)} unowned and {self.num_owned} owned")
         if any(page not in self._on_evict for page in self._idle) or any(page in self._on_evict for page in self._free):
-            raise RuntimeError("an idle page is kept by nobody, or a free one is kept")
+            raise RuntimeError("an idle page is not kept, or a free one is kept")
 
     def _take_free(self, count: int) -> list[int]:
         """Takes so many free pages: the first that are consecutive, or else the first."""

@@ -56,6 +56,7 @@ class DevicePlacement:
         assert sharding is not None
         host = np.asarray(leaf)
         shards = [
-            jax.device_put(host, device) for device in sorted(sharding.addressable_devices, key=lambda one: one.id)
+            jax.device_put(host, device)
+            for device in sorted(sharding.addressable_devices, key=lambda device: device.id)
         ]
         return jax.make_array_from_single_device_arrays(host.shape, sharding, shards)

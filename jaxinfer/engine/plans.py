@@ -88,4 +88,6 @@ class DispatchPlan:
 
 def num_expected(sequences: Sequence[SequenceState], num_steps: int) -> float:
     """Tokens that will count of so many decode steps."""
-    return sum(num_steps if one.grammar is None else one.grammar.num_expected(num_steps) for one in sequences)
+    return sum(
+        num_steps if sequence.grammar is None else sequence.grammar.num_expected(num_steps) for sequence in sequences
+    )

@@ -67,8 +67,8 @@ class PagePools:
         """By group, as `CacheGroup.least_pages`, of a sequence of so many tokens that is computed token by token; the
         last tokens of a prompt that is compacted are computed together, in all groups."""
         num_tokens = self._most_held(num_prompt, num_tokens)
-        ends = (one for one in self._ends if one.num_dropped(num_prompt))
-        num_ahead = max((one.num_observed for one in ends), default=1)
+        ends = (end for end in self._ends if end.num_dropped(num_prompt))
+        num_ahead = max((end.num_observed for end in ends), default=1)
         return [group.least_pages(num_tokens, self.page_size, num_prompt, num_ahead) for group in self.groups]
 
     def num_missing_at_start(self, num_tokens: int, num_known: int, num_prompt: int = 0) -> list[int]:
@@ -85,14 +85,14 @@ class PagePools:
     def num_spare(self, running: Sequence[SequenceState]) -> list[int]:
         """By group, pages that sequences which run will need soon: the rest of their prompts, and one for the next
         tokens of each; of a window, what they do not have of it yet."""
-        prompts = (one for one in running if not one.is_decoding)
-        full = len(running) + sum(self._most_pages(one) - len(one.tables[0]) for one in prompts)
+        prompts = (sequence for sequence in running if not sequence.is_decoding)
+        full = len(running) + sum(self._most_pages(sequence) - len(sequence.tables[0]) for sequence in prompts)
         spare = [full] * len(self.all)
         for index in self._windows:
             group = self.groups[index]
             spare[index] = sum(
-                max(group.least_pages(one.num_storable, self.page_size) - self.num_held(one, index), 0)
-                for one in running
+                max(group.least_pages(sequence.num_storable, self.page_size) - self.num_held(sequence, index), 0)
+                for sequence in running
             )
         return spare
 
@@ -176,21 +176,25 @@ class PagePools:
         sequences = list(sequences)
         for index, pool in enumerate(self.all):
             tables = (
-                [*one.tables[index], *(one.prompt_tables[index] if one.prompt_tables else ())] for one in sequences
+                [*sequence.tables[index], *(sequence.prompt_tables[index] if sequence.prompt_tables else ())]
+                for sequence in sequences
             )
             pool.check([page for page in table if page != NULL_PAGE] for table in tables)
-        for one in sequences:
-            if len({len(table) for table in one.tables}) != 1:
-                raise RuntimeError(f"tables of different lengths: {[len(table) for table in one.tables]}")
-            needed = self.first_needed(one.num_confirmed)
-            for group, table, released, first in zip(self.groups, one.tables, one.num_released, needed, strict=True):
+        for sequence in sequences:
+            if len({len(table) for table in sequence.tables}) != 1:
+                raise RuntimeError(f"tables of different lengths: {[len(table) for table in sequence.tables]}")
+            needed = self.first_needed(sequence.num_confirmed)
+            for group, table, released, first in zip(
+                self.groups, sequence.tables, sequence.num_released, needed, strict=True
+            ):
                 if group.at_end is not None:
-                    first = group.at_end.num_dropped(one.num_prompt) if one.is_compacted else 0
+                    first = group.at_end.num_dropped(sequence.num_prompt) if sequence.is_compacted else 0
                 count = group.sinks_before(released)
                 held = table[:count] + table[released:]
                 if released > first or any(table[count:released]) or not all(held):
                     raise RuntimeError(
-                        f"{released} pages are given back, {first} may be after {one.num_confirmed} tokens: {table}"
+                        f"{released} pages are given back, {first} may be after {sequence.num_confirmed} tokens: "
+                        f"{table}"
                     )
 
 

@@ -278,25 +278,25 @@ class PrefixTree:
 
     def _walk(self, keys: Sequence[bytes], salt: str) -> list[_Node]:
         """The nodes of the longest beginning of which each group has what it needs."""
-        node, found = self._roots.get(salt), []
+        node, nodes = self._roots.get(salt), []
         if node is None:
-            return found
+            return nodes
         usable, runs = [0], dict.fromkeys(self._windows, 0)
         for key in keys:
             node = node.children.get(key)
             if node is None or not all(node.has(group) for group in self._full):
                 break
-            found.append(node)
+            nodes.append(node)
             is_usable = True
             for group in self._windows:  # of windows, the last pages in a row
                 runs[group] = runs[group] + 1 if node.has(group) else 0
-                first = self._groups[group].first_needed(len(found) * self._page_size, self._page_size)
-                is_usable &= runs[group] >= len(found) - first
-                sinks = found[: self._groups[group].sinks_before(first)]
-                is_usable &= all(one.has(group) for one in sinks)
+                first = self._groups[group].first_needed(len(nodes) * self._page_size, self._page_size)
+                is_usable &= runs[group] >= len(nodes) - first
+                sinks = nodes[: self._groups[group].sinks_before(first)]
+                is_usable &= all(sink.has(group) for sink in sinks)
             if is_usable:
-                usable.append(len(found))
-        return found[: next(count for count in reversed(usable) if self._has_room(found[:count]))]
+                usable.append(len(nodes))
+        return nodes[: next(count for count in reversed(usable) if self._has_room(nodes[:count]))]
 
     def _has_room(self, nodes: list[_Node]) -> bool:
         """True if there are pages for those of windows, or of states, that have to come back from host memory."""
@@ -356,15 +356,15 @@ class PrefixTree:
     def _cut(self, node: _Node, salt: str) -> None:
         """Gives up what a node and those after it have, since no sequence goes on there any more."""
         nodes = [node]
-        for one in nodes:
-            nodes += one.children.values()
-        for one in reversed(nodes):
-            for group, host in enumerate(one.hosts):
+        for descendant in nodes:
+            nodes += descendant.children.values()
+        for descendant in reversed(nodes):
+            for group, host in enumerate(descendant.hosts):
                 if host != NULL_PAGE:
-                    self._drop_host(one, group)
+                    self._drop_host(descendant, group)
             for group in self._windows:
-                self._pools[group].drop(one.pages[group])
-            self._drop_empty(one, salt)
+                self._pools[group].drop(descendant.pages[group])
+            self._drop_empty(descendant, salt)
 
     def _drop_empty(self, node: _Node, salt: str) -> None:
         """Removes a node that has neither pages nor children, and those above it to which the same then applies."""

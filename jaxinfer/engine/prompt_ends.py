@@ -20,7 +20,7 @@ class PromptEnds:
     def __init__(self, pools: PagePools):
         self._pools = pools
         self._ends = [group.at_end for group in pools.groups]
-        self._num_observed = max((one.num_observed for one in self._ends if one is not None), default=0)
+        self._num_observed = max((end.num_observed for end in self._ends if end is not None), default=0)
 
     def __bool__(self) -> bool:
         return self._num_observed > 0
@@ -96,12 +96,12 @@ class PromptEnds:
 
     def check(self, sequences: Sequence[SequenceState]) -> None:
         """Raises RuntimeError where a page of a compacted prompt, or after it, is shared or known."""
-        for one in sequences:
-            if one.prompt_tables and (not one.is_compacted or one.num_confirmed >= one.num_prompt):
-                raise RuntimeError(f"{len(one.prompt_tables[0])} pages of a compacted prompt are still owned")
-            if not one.is_compacted:
+        for sequence in sequences:
+            if sequence.prompt_tables and (not sequence.is_compacted or sequence.num_confirmed >= sequence.num_prompt):
+                raise RuntimeError(f"{len(sequence.prompt_tables[0])} pages of a compacted prompt are still owned")
+            if not sequence.is_compacted:
                 continue
-            for pool, table, lost in zip(self._pools.all, one.tables, self.num_dropped(one), strict=True):
+            for pool, table, lost in zip(self._pools.all, sequence.tables, self.num_dropped(sequence), strict=True):
                 for page in table[lost:] if lost else ():
                     if pool.num_owners(page) != 1 or pool.is_kept(page):
                         raise RuntimeError(f"page {page} of a compacted prompt is shared or known")

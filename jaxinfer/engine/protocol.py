@@ -1,4 +1,4 @@
-"""Protocol of an engine for those who send requests, be it one or several behind one queue."""
+"""Protocol of what takes requests: one engine, or several behind one queue."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -144,8 +144,8 @@ class Replicas:
     @property
     def speculation_stats(self) -> SpeculationStats | None:
         """Counts of all engines together; None without a draft."""
-        found = [engine.speculation_stats for engine in self.engines]
-        return sum((one for one in found[1:] if one is not None), found[0]) if found[0] is not None else None
+        counts = [engine.speculation_stats for engine in self.engines]
+        return sum((count for count in counts[1:] if count is not None), counts[0]) if counts[0] is not None else None
 
     def close(self) -> None:
         """As `Engine.close`."""
@@ -188,7 +188,7 @@ class Replicas:
         return min(free, key=lambda engine: (-engine.num_known_tokens(sequence), loads[engine]))
 
     def _remove_ended(self) -> None:
-        for sequence in [one for one in self._owner if one.is_finished]:
+        for sequence in [sequence for sequence in self._owner if sequence.is_finished]:
             del self._owner[sequence]
 
 

@@ -362,7 +362,7 @@ class CompletionOutput:
       finish_reason: "stop" (a stop string, stop id or end-of-sequence id, named by `stop_reason`), "length",
         "abort" or "error" (explained by `error`; None while streaming). excludes_itself: whether the error is the
         request's, which excludes all that it asks for.
-      logprobs: per token, if asked for: its own and the best ones. cumulative_logprob: their sum over own tokens.
+      logprobs: per token, if requested: its own and the best ones. cumulative_logprob: their sum over own tokens.
       speculation: what was drafted and accepted, where there is a draft.
       tool_calls: in chats with tools, the calls, which the text has no more. reasoning: in chats, what the model wrote
         before its answer, which the text has no more either; None where there is none.

@@ -52,8 +52,8 @@ def take_logprobs(sequence: SequenceState, samples: SampleOutput, index: tuple[i
         sequence.logprobs.append(logprob_entry(samples, index, sequence.tokens[-1], wanted))
 
 
-def take_prompt_logprobs(sequence: SequenceState, found: TokenLogprobs, rows: range, start: int) -> None:
-    """Rows of `found` are the prompt's tokens from `start` on."""
+def take_prompt_logprobs(sequence: SequenceState, scores: TokenLogprobs, rows: range, start: int) -> None:
+    """Rows of `scores` are the prompt's tokens from `start` on."""
     wanted = sequence.params.prompt_logprobs
     if wanted is None:
         return
@@ -61,7 +61,7 @@ def take_prompt_logprobs(sequence: SequenceState, found: TokenLogprobs, rows: ra
         sequence.prompt_logprobs.append(None)
     for offset, row in enumerate(rows):
         token = int(sequence.tokens[start + offset])
-        sequence.prompt_logprobs.append(logprob_entry(found, (row,), token, wanted))
+        sequence.prompt_logprobs.append(logprob_entry(scores, (row,), token, wanted))
 
 
 def take_processed(sequence: SequenceState, values: np.ndarray, rows: range, start: int) -> None:
@@ -74,11 +74,11 @@ def take_processed(sequence: SequenceState, values: np.ndarray, rows: range, sta
 
 
 def logprob_entry(
-    found: SampleOutput | TokenLogprobs, index: tuple[int, ...], token: int, num_top: int
+    scores: SampleOutput | TokenLogprobs, index: tuple[int, ...], token: int, num_top: int
 ) -> TokenLogprob:
     """The chosen token first, then the best ones by rank."""
-    entry = {token: Logprob(float(found.logprob[index]), int(found.rank[index]))}
-    pairs = zip(found.top_ids[index][:num_top], found.top_logprobs[index][:num_top], strict=True)
+    entry = {token: Logprob(float(scores.logprob[index]), int(scores.rank[index]))}
+    pairs = zip(scores.top_ids[index][:num_top], scores.top_logprobs[index][:num_top], strict=True)
     for rank, (other, logprob) in enumerate(pairs, 1):
         if np.isfinite(logprob) or int(other) != token:
             entry.setdefault(int(other), Logprob(float(logprob), rank))

@@ -102,7 +102,7 @@ class SavedStates:
         self._restored = []
 
     def tables(self, sequence: SequenceState, num_pages: int) -> list[list[int]]:
-        """A table like those of pages, with the places of its states that nobody else knows."""
+        """A table like those of pages, with the places of the states that only this sequence has."""
         table = [NULL_PAGE] * num_pages
         for num_tokens, place in sequence.saved.items():
             if num_tokens <= num_pages * self._page_size:
@@ -130,23 +130,24 @@ class SavedStates:
         confirmed."""
         sequences = list(sequences)
         for pool in self.pools:
-            pool.check([list(one.saved.values()) for one in sequences])
-        for one in sequences if self else ():
-            if any(border % self.interval for border in (*one.saved, *one.save_at)):
-                raise RuntimeError(f"states are saved within a block: {one.saved}, {one.save_at}")
-            if any(border <= one.num_stored for border in one.save_at) or any(
-                border > one.num_stored or border <= one.num_confirmed for border in one.saved
+            pool.check([list(sequence.saved.values()) for sequence in sequences])
+        for sequence in sequences if self else ():
+            if any(border % self.interval for border in (*sequence.saved, *sequence.save_at)):
+                raise RuntimeError(f"states are saved within a block: {sequence.saved}, {sequence.save_at}")
+            if any(border <= sequence.num_stored for border in sequence.save_at) or any(
+                border > sequence.num_stored or border <= sequence.num_confirmed for border in sequence.saved
             ):
                 raise RuntimeError(
-                    f"{one.num_stored} tokens are stored, {one.num_confirmed} confirmed: {one.saved}, {one.save_at}"
+                    f"{sequence.num_stored} tokens are stored, {sequence.num_confirmed} confirmed: "
+                    f"{sequence.saved}, {sequence.save_at}"
                 )
 
 
 def num_common(keys: Sequence[bytes], others: Sequence[bytes]) -> int:
     """Number of equal keys at the beginning of both."""
     count = 0
-    for one, other in zip(keys, others, strict=False):
-        if one != other:
+    for key, other_key in zip(keys, others, strict=False):
+        if key != other_key:
             break
         count += 1
     return count

@@ -183,7 +183,7 @@ class Scheduler:
         """The pool of the first group: of layers without a window, where there are any."""
         return self.pools.all[0]
 
-    # What the engine asks for.
+    # Called by the engine.
 
     def check_fits(self, num_prompt: int, max_tokens: int) -> None:
         """Raises RequestTooLargeError, with both numbers, for a sequence that could never run to its end."""
@@ -244,8 +244,8 @@ class Scheduler:
             return self._with_moves(DispatchPlan([], [], [], [last_tokens], [], 1))
         while True:
             width = tokens_per_step
-            decodes = [one for one in self.running if one.can_decode]
-            is_busy = any(not one.is_decoding for one in self.running) or self._can_admit()
+            decodes = [sequence for sequence in self.running if sequence.can_decode]
+            is_busy = any(not sequence.is_decoding for sequence in self.running) or self._can_admit()
             steps = 1 if is_busy else self._num_steps(decodes, max_steps)
             if is_busy or not self._allocate_pages(decodes, steps * width + num_scratch):
                 steps = width = 1
@@ -255,7 +255,7 @@ class Scheduler:
                 chunks = self._plan_prompts(admitted, copies, len(decodes))
                 if self._has_saved:
                     self.saved.release_restored()
-                if chunks or decodes or admitted or all(one.is_decoding for one in self.running):
+                if chunks or decodes or admitted or all(sequence.is_decoding for sequence in self.running):
                     break
             if not can_preempt:
                 return None
@@ -325,22 +325,31 @@ class Scheduler:
         self.ends.check(self.running)
         self.saved.check(self.running)
         self.prefixes.check()
-        slots = [one.slot for one in self.running]
+        slots = [sequence.slot for sequence in self.running]
         owned = sorted([*self._free_slots, *(slot for slot in slots if slot is not None)])
         if owned != list(range(self.options.max_seqs)):
             raise RuntimeError(f"slots {slots} are held and {sorted(self._free_slots)} are free")
-        for one in self.waiting:
-            if one.slot is not None or any((*one.tables, *one.prompt_tables)) or one.saved or one.is_finished:
-                raise RuntimeError(f"sequence {one.order} waits with {len(one.pages)} pages, slot {one.slot}")
+        for sequence in self.waiting:
+            if (
+                sequence.slot is not None
+                or any((*sequence.tables, *sequence.prompt_tables))
+                or sequence.saved
+                or sequence.is_finished
+            ):
+                raise RuntimeError(
+                    f"sequence {sequence.order} waits with {len(sequence.pages)} pages, slot {sequence.slot}"
+                )
         if self.waiting != sorted(self.waiting, key=_rank):
             raise RuntimeError("the queue is out of order")
-        for one in self.running:
-            if self.pools.pages_of(one, min(one.num_reserved, one.num_storable)) > len(one.pages):
-                raise RuntimeError(f"{one.num_reserved} tokens may be stored in {len(one.pages)} pages")
-            if one.num_stored > min(one.num_reserved, one.num_storable):
-                raise RuntimeError(f"{one.num_stored} tokens are stored, at most {one.num_reserved} are planned")
-            first = one.num_confirmed // self.options.page_size
-            for tables in filter(None, (one.tables, one.prompt_tables)):
+        for sequence in self.running:
+            if self.pools.pages_of(sequence, min(sequence.num_reserved, sequence.num_storable)) > len(sequence.pages):
+                raise RuntimeError(f"{sequence.num_reserved} tokens may be stored in {len(sequence.pages)} pages")
+            if sequence.num_stored > min(sequence.num_reserved, sequence.num_storable):
+                raise RuntimeError(
+                    f"{sequence.num_stored} tokens are stored, at most {sequence.num_reserved} are planned"
+                )
+            first = sequence.num_confirmed // self.options.page_size
+            for tables in filter(None, (sequence.tables, sequence.prompt_tables)):
                 for pool, table in zip(self.pools.all, tables, strict=True):
                     for page in table[first:]:
                         if pool.num_owners(page) > 1 or pool.is_kept(page):
@@ -373,8 +382,8 @@ class Scheduler:
         """Decode steps of a dispatch; while a sequence waits, at most until the first running one is known to end."""
         steps = min(max_steps or self.options.steps_per_dispatch, self.options.steps_per_dispatch)
         if self.waiting and decodes:
-            steps = min(steps, *(one.num_left for one in decodes))
-        if any(one.grammar is not None and one.grammar.is_on_host for one in decodes):
+            steps = min(steps, *(sequence.num_left for sequence in decodes))
+        if any(sequence.grammar is not None and sequence.grammar.is_on_host for sequence in decodes):
             if not self.options.can_rewind:
                 return 1
             steps = max(range(1, steps + 1), key=lambda count: num_expected(decodes, count) / (count + HOST_STEPS))
@@ -390,13 +399,13 @@ class Scheduler:
     def _num_spare(self) -> list[int]:
         """By group, pages left for those that run when another is admitted, lest it is preempted at once."""
         spare = self.pools.num_spare(self.running)
-        for one in self.running if self._has_ends else ():
-            spare = [count + self.ends.num_fresh(one, group) for group, count in enumerate(spare)]
+        for sequence in self.running if self._has_ends else ():
+            spare = [count + self.ends.num_fresh(sequence, group) for group, count in enumerate(spare)]
         return spare
 
     def _allocate_pages(self, decodes: list[SequenceState], num_tokens: int) -> bool:
         """Allocates pages for this many more tokens of each; takes none and returns false if there are too few."""
-        missing = [self.pools.num_missing(one, num_tokens) for one in decodes]
+        missing = [self.pools.num_missing(sequence, num_tokens) for sequence in decodes]
         if sum(missing) > self.pools.num_available:
             return False
         for sequence, count in zip(decodes, missing, strict=True):
@@ -409,7 +418,7 @@ class Scheduler:
         budget = self.options.prefill_chunk
         if self.options.max_step_tokens is not None:
             budget = min(budget, self.options.max_step_tokens - num_decoding)
-        for sequence in sorted((one for one in self.running if not one.is_decoding), key=_rank):
+        for sequence in sorted((running for running in self.running if not running.is_decoding), key=_rank):
             budget -= self._plan_chunk(sequence, budget, chunks)
         num_scanned = 0
         for sequence in self.waiting[:MAX_SCANNED]:
@@ -449,19 +458,23 @@ class Scheduler:
         if self._has_live_leader(sequence):
             return not self._has_prompt(sequence.leader)
         page_size, num_ahead = self.options.page_size, self.options.num_ahead
-        computing = [one for one in self.running if one.num_confirmed < one.target and one.salt == sequence.salt]
+        computing = [
+            running
+            for running in self.running
+            if running.num_confirmed < running.target and running.salt == sequence.salt
+        ]
         if not computing:
             return False
         keys = self._keys(sequence, self._num_shareable(sequence))
         num_known = self.prefixes.num_known(keys, sequence.salt)
         if self._has_saved:
-            shared = (page_size * num_common(keys, self._keys(one, one.target)) for one in computing)
+            shared = (page_size * num_common(keys, self._keys(other, other.target)) for other in computing)
             pairs = zip(computing, shared, strict=True)
-            return any(self.saved.request_from(one, num_known * page_size, count) for one, count in pairs)
+            return any(self.saved.request_from(other, num_known * page_size, count) for other, count in pairs)
         num_wanted = num_known + 1
         return num_wanted <= len(keys) and any(
-            keys[:num_wanted] == self._keys(one, min(self._num_known(one), num_wanted * page_size + num_ahead))
-            for one in computing
+            keys[:num_wanted] == self._keys(other, min(self._num_known(other), num_wanted * page_size + num_ahead))
+            for other in computing
         )
 
     def can_reuse(self, sequence: SequenceState) -> bool:
@@ -538,9 +551,9 @@ class Scheduler:
         page_size, others = self.options.page_size, [*self.running, *self.waiting[:MAX_COMPARED]]
         keys = self._keys(sequence, len(sequence.tokens))
         counts = [
-            num_common(keys, self._keys(one, len(one.tokens)))
-            for one in others
-            if one is not sequence and one.salt == sequence.salt
+            num_common(keys, self._keys(other, len(other.tokens)))
+            for other in others
+            if other is not sequence and other.salt == sequence.salt
         ]
         return page_size * max(self.prefixes.num_stored(keys, sequence.salt), *counts, 0)
 
@@ -560,7 +573,7 @@ class Scheduler:
         """Moves sequences to lower slots where that lets a smaller program run."""
         if not decodes or len(self.running) != len(decodes):
             return []
-        used = [one.slot for one in decodes if one.slot is not None]
+        used = [sequence.slot for sequence in decodes if sequence.slot is not None]
         bucket = next(size for size in self._slot_buckets if size >= len(used))
         if max(used) < bucket:
             return []

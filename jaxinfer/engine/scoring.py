@@ -61,12 +61,12 @@ class PendingScores:
     """Arrays that are being computed on the device for the pieces of a step."""
 
     pieces: tuple[ScoredChunk, ...]
-    found: DeviceScores
+    arrays: DeviceScores
 
     def deliver(self) -> None:
         """Waits for it and adds it to the sequences."""
-        raw, processed, sums, logits = jax.device_get(self.found)
-        pooled = [one for piece in self.pieces if (one := piece.sequence).request.pooling is not None]
+        raw, processed, sums, logits = jax.device_get(self.arrays)
+        pooled = [owner for piece in self.pieces if (owner := piece.sequence).request.pooling is not None]
         for number, sequence in enumerate(pooled):
             num_logits = len(sequence.request.pooling.token_ids) if sequence.request.pooling is not None else 0
             values = logits[number, :num_logits] if num_logits else sums[number]
@@ -84,8 +84,8 @@ class ScoreWork:
     """The tokens of one step that are scored, as host values.
 
     Attributes:
-      targets: int32[T], the tokens that the rows predict. num_rows: of the step. wants_raw: whether any piece asks for
-        raw ones.
+      targets: int32[T], the tokens that the rows predict. num_rows: of the step. wants_raw: True if a piece needs raw
+        scores.
       processed: for each piece that is scored under its sampling parameters the number of its history, int32[2] with
         the first row that is scored and one past the last, and the parameters; else None.
       pooled: int32[S, 2], the first row and one past the last of each pooled piece, in their order; None for none.
@@ -229,11 +229,11 @@ class DeviceScorer:
             adapters = self._placement.put(work.adapters)
             raw = programs.score(self._model, self._weights.value, hidden, targets, num_rows, MAX_LOGPROBS, adapters)
         processed: list[jax.Array | None] = []
-        for one in work.processed:
+        for arguments in work.processed:
             values = None
-            if one is not None:
-                number, *arrays = one
-                rows, batch, adapter = self._placement.put((*arrays, work.adapters_at(one[1][0])))
+            if arguments is not None:
+                number, *arrays = arguments
+                rows, batch, adapter = self._placement.put((*arrays, work.adapters_at(arguments[1][0])))
                 self._histories[number], values = programs.score_processed(
                     self._model, self._weights.value, hidden, targets, rows, batch, self._histories[number], adapter
                 )

@@ -133,8 +133,8 @@ class EngineSpec:
     def policy(self) -> CachePolicy:
         """The policy of the cache."""
         trained = self.config.max_length
-        found = self.options.policy.bound(self.page_size, trained if self.max_model_len > trained else None)
-        return found if self.numbers is None else found.of_layers(self.numbers)
+        policy = self.options.policy.bound(self.page_size, trained if self.max_model_len > trained else None)
+        return policy if self.numbers is None else policy.of_layers(self.numbers)
 
     @property
     def _policy_use(self) -> PolicyUse:
@@ -253,13 +253,13 @@ class EngineSpec:
         A draft model's own layers are all in the group that keeps everything, as it stores a whole prompt at once when
         it first drafts: none of it may have been given back.
         """
-        found = {layer.group for layer in (*self.layers, *(LayerPages("full") for _ in self.draft.own))}
+        kinds = {layer.group for layer in (*self.layers, *(LayerPages("full") for _ in self.draft.own))}
 
         def order(kind: GroupKind) -> tuple[bool, int, int]:
             window, _, at_end = kind
             return window is not None, -(window or 0), -1 if at_end is None else at_end.order
 
-        return tuple(sorted(found, key=order))
+        return tuple(sorted(kinds, key=order))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -311,9 +311,9 @@ class EngineSpec:
     def group_page_bytes(self) -> tuple[int, ...]:
         """Bytes of a page of each group on a device, in all of its layers and the draft's."""
         single = self._cache(self.config, self.kv_dtype, (1,), leaves=self.page_leaves)
-        found = [sum(num_bytes(single.layers[layer]) for layer in layers) for layers in self._layers_by_group]
-        found[0] += sum(num_bytes(self._cache(config, self.draft_kv_dtype, (1,))) for config, _ in self.draft.own)
-        return tuple(found)
+        sizes = [sum(num_bytes(single.layers[layer]) for layer in layers) for layers in self._layers_by_group]
+        sizes[0] += sum(num_bytes(self._cache(config, self.draft_kv_dtype, (1,))) for config, _ in self.draft.own)
+        return tuple(sizes)
 
     @cached_property
     def table_sizes(self) -> TableSizes:
@@ -340,8 +340,8 @@ class EngineSpec:
         return (self.max_seqs,) if self.is_deterministic else buckets((1,), self.max_seqs)
 
     def step_slots_of(self, num_tokens: int) -> tuple[int, ...]:
-        """Those of steps of one of the `token_buckets`. Beside more than the fewest tokens, rows of logits that nobody
-        reads cost little, and one program less is compiled."""
+        """Numbers of slots of steps of `num_tokens`, one of the `token_buckets`. In all but the smallest, unused rows
+        of logits cost little, so that only the largest number is compiled."""
         return self.step_slots if num_tokens == self.token_buckets[0] else self.step_slots[-1:]
 
     @cached_property
@@ -506,13 +506,15 @@ class EngineSpec:
     @property
     def pages(self) -> Pages:
         """One layer's pages."""
-        found: Any = next(pages for pages in self.cache.bare.layers if pages is not None)
-        return found
+        pages: Any = next(pages for pages in self.cache.bare.layers if pages is not None)
+        return pages
 
     @property
     def cache_of_draft(self) -> PagedCache:
         """Cache that the model of a draft reads: its own, or the first layers of the target's."""
-        return self.draft_cache or self.cache.first(max((one.num_layers for one, _ in self.draft_models), default=0))
+        return self.draft_cache or self.cache.first(
+            max((draft_config.num_layers for draft_config, _ in self.draft_models), default=0)
+        )
 
     @cached_property
     def slots(self) -> tuple[Slots, SamplingBatch]:
@@ -582,24 +584,24 @@ def check_states(
     draft_tree = options.draft_tree
     _check_indexer(config, draft, num_devices, [dtype for dtype in kv_dtypes if dtype], draft_tree)
     models = (config, *(own for own, _ in draft.own))
-    for one, kv_dtype in zip(models, kv_dtypes, strict=False):
+    for model, kv_dtype in zip(models, kv_dtypes, strict=False):
         if kv_dtype is not None:
-            check_rotated(one, kv_dtype)
-    for one in models:
-        kinds = ", ".join(sorted({kind for kind in one.layer_kinds if kind != "attention"}))
+            check_rotated(model, kv_dtype)
+    for model in models:
+        kinds = ", ".join(sorted({kind for kind in model.layer_kinds if kind != "attention"}))
         if not kinds:
             continue
-        if draft_tree is not None and max(draft_tree) > 1 and one.recurrent_layers:
+        if draft_tree is not None and max(draft_tree) > 1 and model.recurrent_layers:
             raise ValueError(
-                f"{one.architecture} has layers of kind {kinds}: states follow one chain of tokens, so "
+                f"{model.architecture} has layers of kind {kinds}: states follow one chain of tokens, so "
                 f"draft_tree={tuple(draft_tree)} cannot have branches; draft a chain with num_draft_tokens"
             )
         if num_devices > 1:
             raise ValueError(
-                f"{one.architecture} has layers of kind {kinds}: they run on one device, not {num_devices}"
+                f"{model.architecture} has layers of kind {kinds}: they run on one device, not {num_devices}"
             )
-        if not one.attention_layers:
-            raise ValueError(f"{one.architecture} has no layer with attention: an engine needs one")
+        if not model.attention_layers:
+            raise ValueError(f"{model.architecture} has no layer with attention: an engine needs one")
 
 
 def check_sequence_axis(mesh: parallel.AnyMesh | None, page_size: int, options: EngineOptions) -> None:
@@ -621,10 +623,10 @@ def _check_indexer(
 ) -> None:
     """Raises ValueError for several devices, a tree of drafts or a cache of 8 bits beside an indexer, in the model or
     its draft."""
-    for one in (config, *(own for own, _ in draft.own)):
-        if one.mla is None or not one.mla.has_indexer:
+    for model in (config, *(own for own, _ in draft.own)):
+        if model.mla is None or not model.mla.has_indexer:
             continue
-        name = f"{one.architecture}, whose indexer chooses the tokens that a query attends to,"
+        name = f"{model.architecture}, whose indexer chooses the tokens that a query attends to,"
         if num_devices > 1:
             raise ValueError(f"{name} runs on one device, not {num_devices}")
         if tree is not None:

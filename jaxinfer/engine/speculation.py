@@ -70,10 +70,10 @@ class Speculation:
         """Plans what the next dispatch drafts if these decode."""
         if self._controller is None or not sequences:
             tree = self.spec.trees[-1]
-            counts = {one: 0 if self._must_follow(one) else tree.num_nodes - 1 for one in sequences}
+            counts = {sequence: 0 if self._must_follow(sequence) else tree.num_nodes - 1 for sequence in sequences}
             return DraftPlan(tree, counts, self.spec.max_rounds)
         num_slots = next(size for size in self.spec.decode_slots if size >= len(sequences))
-        limits = [0 if self._must_follow(one) else max(one.num_left - 1, 0) for one in sequences]
+        limits = [0 if self._must_follow(sequence) else max(sequence.num_left - 1, 0) for sequence in sequences]
         choice = self._controller.choose(num_slots, self._estimates_of(sequences, self._controller), limits)
         if choice.num_draft_tokens == 0:
             return NOTHING
@@ -83,7 +83,7 @@ class Speculation:
 
     def schedule(self, max_steps: int | None, *, can_preempt: bool) -> DispatchPlan | None:
         """As `Scheduler.schedule`, with what the dispatch drafts."""
-        draft = self.choose([one for one in self._scheduler.running if one.can_decode])
+        draft = self.choose([sequence for sequence in self._scheduler.running if sequence.can_decode])
         plan = self._scheduler.schedule(
             min(max_steps or draft.max_rounds, draft.max_rounds),
             can_preempt=can_preempt,
@@ -132,28 +132,28 @@ class Speculation:
         """Counts of all answers since the start; tokens beyond the end of an answer count as well."""
         return SpeculationStats.of_rounds(self.rounds, self.num_plain)
 
-    def read(self, flight: Flight, found: FlightResults) -> None:
+    def read(self, flight: Flight, results: FlightResults) -> None:
         """Records the numbers of tokens that a dispatch made, before they are appended."""
-        num_made = [sum(token >= 0 for token in found.tokens[slot]) for slot, _ in flight.decodes]
-        if found.proposed is None or found.accepted is None:
+        num_made = [sum(token >= 0 for token in results.tokens[slot]) for slot, _ in flight.decodes]
+        if results.proposed is None or results.accepted is None:
             for (_, sequence), count in zip(flight.decodes, num_made, strict=True):
                 self.record_plain(sequence, count)
             for slot, chunk in flight.chunks:
-                if found.tokens[slot][0] >= 0:
+                if results.tokens[slot][0] >= 0:
                     self.record_plain(chunk.sequence, 1)
             if not flight.chunks:
-                self.record_time(flight.num_slots, NOTHING, found.seconds, max(num_made, default=0), 1.0)
+                self.record_time(flight.num_slots, NOTHING, results.seconds, max(num_made, default=0), 1.0)
             return
         draft: DraftPlan = flight.plan.draft
-        proposed, accepted = found.proposed.T.tolist(), found.accepted.T.tolist()
+        proposed, accepted = results.proposed.T.tolist(), results.accepted.T.tolist()
         num_rounds = 0
         for (slot, sequence), count in zip(flight.decodes, num_made, strict=True):
             pairs = [pair for pair in zip(proposed[slot], accepted[slot], strict=True) if pair[0] >= 0]
             num_rounds += len(pairs)
             self.record_rounds(sequence, pairs, draft.tree)
             self._scheduler.reconcile(sequence, flight.plan.num_steps, draft.tree.depth + 1, count)
-        longest = int((found.proposed >= 0).any(axis=1).sum())
-        self.record_time(flight.num_slots, draft, found.seconds, longest, sum(num_made) / max(num_rounds, 1))
+        longest = int((results.proposed >= 0).any(axis=1).sum())
+        self.record_time(flight.num_slots, draft, results.seconds, longest, sum(num_made) / max(num_rounds, 1))
 
     def record_plain(self, sequence: SequenceState, num_made: int) -> None:
         """Tokens of a sequence that were made without a draft."""

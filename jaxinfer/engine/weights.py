@@ -37,7 +37,7 @@ class WeightsView(Generic[T]):
     """A form of a model's weights, made by `make` from that of `source`.
 
     `value` is to be read wherever it is used: it changes when the weights are replaced. A view lives for as long as
-    somebody holds it, or a view of it.
+    there is a reference to it, or to a view of it.
     """
 
     def __init__(self, make: Callable[[Any], T], source: "WeightsView[Any]"):
@@ -57,10 +57,10 @@ class WeightsView(Generic[T]):
 
     def _staged(self, value: T) -> list[tuple["WeightsView[Any]", Any]]:
         """This view and those of it, with what their values would be."""
-        found: list[tuple[WeightsView[Any], Any]] = [(self, value)]
+        staged: list[tuple[WeightsView[Any], Any]] = [(self, value)]
         for view in list(self._views):
-            found += view._staged(view._make(value))
-        return found
+            staged += view._staged(view._make(value))
+        return staged
 
 
 class ModelWeights(WeightsView["StoredWeights"]):
@@ -134,11 +134,11 @@ def leaves_of(weights: WeightsView[Params]) -> WeightsView[tuple[jax.Array, ...]
     wanted = _signature(weights.value)
 
     def leaves(params: Params) -> tuple[jax.Array, ...]:
-        found = _signature(params)
-        if found != wanted:
-            name = next(name for name in [*wanted, *found] if wanted.get(name) != found.get(name))
+        signature = _signature(params)
+        if signature != wanted:
+            name = next(name for name in [*wanted, *signature] if wanted.get(name) != signature.get(name))
             raise ValueError(
-                f"{name}: programs would be compiled again for {found.get(name)}, they are for {wanted.get(name)}"
+                f"{name}: programs would be compiled again for {signature.get(name)}, they are for {wanted.get(name)}"
             )
         return tuple(jax.tree.leaves(params))
 
@@ -169,7 +169,7 @@ class StoredWeights:
         return self._for_cpu[activations]
 
     def leave(self) -> bool:
-        """One user less; returns whether it was the last one of what was loaded, which nobody shares from then on."""
+        """One user less; returns True if it was the last one, after which the weights are shared no more."""
         with _STORED_LOCK:
             self._num_users -= 1
             if self._num_users or self.key is None:
@@ -178,8 +178,8 @@ class StoredWeights:
         return True
 
     def release(self) -> None:
-        """One user less. After the last one the device memory of what was loaded is free, also where somebody still
-        has the arrays."""
+        """One user less. After the last one the device memory of the weights is free, even if references to the
+        arrays are left."""
         if not self.leave():
             return
         if disk := disk_layers(self.params):
@@ -192,9 +192,9 @@ class StoredWeights:
     def shared(cls, key: Hashable, load: Callable[[], Params]) -> "StoredWeights":
         """The weights of that key, loaded unless a model has them; the caller becomes a user."""
         with _STORED_LOCK:
-            if (found := _STORED.get(key)) is not None:
-                found._num_users += 1
-                return found
+            if (stored := _STORED.get(key)) is not None:
+                stored._num_users += 1
+                return stored
         made = cls(load(), key)
         with _STORED_LOCK:
             _STORED[key] = made
@@ -214,8 +214,8 @@ def packing_of(config: ModelConfig, activations: str, chosen: Selection | None =
 
 def _named(params: Params) -> dict[str, Any]:
     """The leaves by name, a weight of several arrays as one leaf."""
-    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _signature(params: Params) -> dict[str, tuple[Any, ...]]:
@@ -224,8 +224,8 @@ def _signature(params: Params) -> dict[str, tuple[Any, ...]]:
     def of_array(array: Any) -> tuple[Any, ...]:
         return array.aval, array.format, array.committed
 
-    found = {name: jax.tree.flatten(leaf) for name, leaf in _named(params).items()}
-    return {name: (structure, *map(of_array, arrays)) for name, (arrays, structure) in found.items()}
+    leaves = {name: jax.tree.flatten(leaf) for name, leaf in _named(params).items()}
+    return {name: (structure, *map(of_array, arrays)) for name, (arrays, structure) in leaves.items()}
 
 
 def _formed_like(params: Params, wanted: Params) -> Params:
@@ -260,7 +260,7 @@ def _kind(array: Any) -> tuple[Any, ...]:
 
 
 def _described(leaf: Any) -> str:
-    arrays = ", ".join(f"{jnp.result_type(one)}{list(np.shape(one))}" for one in jax.tree.leaves(leaf))
+    arrays = ", ".join(f"{jnp.result_type(array)}{list(np.shape(array))}" for array in jax.tree.leaves(leaf))
     how = (getattr(leaf, "form", None) or getattr(leaf, "scheme", "")) if is_weight(leaf) else ""
     return f"{type(leaf).__name__} {how} of {arrays}" if is_weight(leaf) else arrays
 

@@ -1,4 +1,4 @@
-"""From what a request asks for to a grammar that answers are matched against, and its table."""
+"""Compiles the structured output of a request: a grammar that answers are matched against, and its table."""
 
 import hashlib
 import json
@@ -146,7 +146,7 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
 
 
 def _own_place(message: str, structured: StructuredOutputs) -> str:
-    """llguidance's message without the text that was put around what was asked for."""
+    """llguidance's message without the text that was put around the requested grammar."""
     match = re.match(r"(?:at )?(\d+)\((\d+)\): (.*?)(?=\n +\d+ \| |\Z)", message, re.DOTALL)
     if match is None:
         return message

@@ -1,7 +1,7 @@
 """An answer's place in its grammar, by llguidance (https://github.com/guidance-ai/llguidance): right for every grammar.
 
-llguidance never raises: a matcher that hits a limit or gets a wrong token stays in an error state, which is asked for
-here after each call.
+llguidance never raises: a matcher that hits a limit or gets a wrong token stays in an error state, which is read here
+after each call.
 """
 
 from collections.abc import Sequence

@@ -54,7 +54,7 @@ class _Member:
 class _Builder:
     def __init__(self, schema: Mapping[str, Any]):
         self._parts = Parts(Graph(schema))
-        self._found: dict[tuple[int, ...], Node | None] = {}
+        self._nodes: dict[tuple[int, ...], Node | None] = {}
         self._active: set[tuple[int, ...]] = set()
 
     def value(self, schemas: Sequence[Any], depth: int) -> Node | None:
@@ -62,15 +62,15 @@ class _Builder:
         key = tuple(map(id, schemas))
         if key in self._active or depth > MAX_NESTING:
             raise NotServedError("recursion")
-        if key not in self._found:
+        if key not in self._nodes:
             self._active.add(key)
             merged = schemas[0] if len(schemas) == 1 else {"allOf": list(schemas)}
             options: list[Node | None] = []
             for plain in self._parts.alternatives(merged):
                 options += self._texts(plain, depth)
-            self._found[key] = alternate(options)
+            self._nodes[key] = alternate(options)
             self._active.discard(key)
-        return self._found[key]
+        return self._nodes[key]
 
     def _texts(self, plain: Plain, depth: int) -> Iterator[Node | None]:
         if plain.values is not None:

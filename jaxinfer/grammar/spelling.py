@@ -36,7 +36,7 @@ class Spelling:
         if first < 0:
             return frozenset()
         text = self.vocabulary.tokens[first] or b""
-        tokens = {token for _, token in takewhile(lambda one: one[0] == text, self._from(text))}
+        tokens = {token for _, token in takewhile(lambda pair: pair[0] == text, self._from(text))}
         if len(forced) < MAX_FORCED:
             tokens.update(token for other, token in self._from(forced) if len(other) > len(forced))
         return frozenset(tokens)

@@ -50,8 +50,8 @@ class StructuredOutputs:
             raise GrammarError(f"json_object must be True or False, got {self.json_object!r}")
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            one = "exactly one of json, json_object, regex, choice and grammar"
-            raise GrammarError(f"structured output needs {one}, got {', '.join(given) or 'none of them'}")
+            expected = "exactly one of json, json_object, regex, choice and grammar"
+            raise GrammarError(f"structured output needs {expected}, got {', '.join(given) or 'none of them'}")
         for name in ("regex", "grammar", "whitespace_pattern"):
             _check_text(name, getattr(self, name))
         if self.json is not None:

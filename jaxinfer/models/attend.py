@@ -19,7 +19,7 @@ Tap = Callable[[str, jax.Array], None]
 
 
 class Taps:
-    """The named hidden states of a forward pass, which `found` has afterwards.
+    """Collects the named hidden states of a forward pass in `states`.
 
     Those between layers ("layers.N.residual") are taken outside of what is traced once for all layers.
     """
@@ -27,11 +27,11 @@ class Taps:
     def __init__(self, names: Iterable[str]):
         self._names = frozenset(names)
         self._split = {tuple(name.split(".")[1:]) for name in self._names if name.startswith("layers.")}
-        self.found: dict[str, jax.Array] = {}
+        self.states: dict[str, jax.Array] = {}
 
     def __call__(self, name: str, value: jax.Array) -> None:
         if name in self._names:
-            self.found[name] = value
+            self.states[name] = value
 
     def inside(self, layer: int) -> Tap | None:
         """The tap of a layer, by the names of its parts; None where only states between layers are wanted."""

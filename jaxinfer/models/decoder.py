@@ -166,9 +166,9 @@ def bind(config: ModelConfig, params: Params, experts_over: ExpertsOver | None =
     `experts_over` is the mesh, and its axis, over which experts are sharded. Raises ValueError, with names, for missing
     or unexpected parameters.
     """
-    names, found = _names(config), frozenset(_leaf_names(merged_names(params)))
-    if found != names:
-        raise ValueError(_mismatch(config, names, found))
+    names, given = _names(config), frozenset(_leaf_names(merged_names(params)))
+    if given != names:
+        raise ValueError(_mismatch(config, names, given))
     return Decoder(config, params, experts_over)
 
 
@@ -238,7 +238,7 @@ def check_taps(config: ModelConfig, taps: Sequence[str]) -> tuple[str, ...]:
 def collect(taps: Sequence[str]) -> tuple[dict[str, jax.Array], Taps]:
     """A dict, and the tap of a forward pass that stores the named hidden states in it."""
     tap = Taps(taps)
-    return tap.found, tap
+    return tap.states, tap
 
 
 def _as_shapes(tree: Any) -> Any:
@@ -268,8 +268,8 @@ def _leaf_names(tree: Params, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _mismatch(config: ModelConfig, wanted: frozenset[str], found: frozenset[str]) -> str:
-    missing, extra = sorted(wanted - found), sorted(found - wanted)
+def _mismatch(config: ModelConfig, wanted: frozenset[str], given: frozenset[str]) -> str:
+    missing, extra = sorted(wanted - given), sorted(given - wanted)
     parts = [f"parameter {name!r} is missing" for name in missing[:_NUM_NAMED]]
     parts += [f"parameter {name!r} is not of this model" for name in extra[:_NUM_NAMED]]
     left_out = len(missing) + len(extra) - len(parts)

@@ -45,8 +45,8 @@ class LayerReader:
         """A reader of the layers of an open `checkpoints_convert.Checkpoint`, which it closes."""
 
         def read(path: tuple[str, ...]) -> Any:
-            found = checkpoint.read_param(path)
-            return found[0] if isinstance(found, list) else found
+            tensor = checkpoint.read_param(path)
+            return tensor[0] if isinstance(tensor, list) else tensor
 
         return cls(shapes, read, checkpoint.close)
 
@@ -133,8 +133,8 @@ class DiskLayers:
 
 
 def _paths(layer: int, moved: Params) -> list[tuple[str, ...]]:
-    found = jax.tree_util.tree_leaves_with_path(moved, is_leaf=lambda node: not isinstance(node, dict))
-    return [("layers", str(layer), *(key.key for key in path)) for path, _ in found]
+    leaves = jax.tree_util.tree_leaves_with_path(moved, is_leaf=lambda node: not isinstance(node, dict))
+    return [("layers", str(layer), *(key.key for key in path)) for path, _ in leaves]
 
 
 def _numpy_bytes(moved: Params) -> int:

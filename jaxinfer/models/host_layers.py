@@ -176,10 +176,10 @@ def merged_names(params: Params) -> Params:
 
 def layer_of(params: Params, layer: int) -> Params:
     """One layer's parameters, as `all_layers`."""
-    kept, found = params["layers"][str(layer)], host_rows(params).get(layer)
-    if found is None:
+    kept, location = params["layers"][str(layer)], host_rows(params).get(layer)
+    if location is None:
         return _merged(kept, _disk_shapes(params).get(layer, {}))
-    key, row = found
+    key, row = location
     return _merged(kept, jax.tree.map(lambda stack: _row(stack, row), params[HOST_LAYERS][key]))
 
 
@@ -199,11 +199,11 @@ def take_layers(params: Params, layers: Sequence[int]) -> Params:
 def _taken(stacks: Mapping[str, Any], numbers: Mapping[int, int]) -> Iterator[tuple[str, Any]]:
     for key, stack in stacks.items():
         names = [None if name == _NO_LAYER else numbers.get(int(name)) for name in key.split(",")]
-        found = [name for name in names if name is not None]
-        if not found:
+        taken = [name for name in names if name is not None]
+        if not taken:
             continue
         if isinstance(jax.tree.leaves(stack)[0], jax.ShapeDtypeStruct):
-            yield _key(found), jax.tree.map(partial(_cut, len(found)), stack)
+            yield _key(taken), jax.tree.map(partial(_cut, len(taken)), stack)
         else:
             yield ",".join(_NO_LAYER if name is None else str(name) for name in names), stack
 
@@ -291,10 +291,10 @@ class HostStacks:
         leaves, structure = jax.tree.flatten(leaf)
         if name not in self._begun:
             count = self._counts[key]
-            self._begun[name] = [np.empty((count, *one.shape), one.dtype) for one in leaves], set()
+            self._begun[name] = [np.empty((count, *array.shape), array.dtype) for array in leaves], set()
         buffers, done = self._begun[name]
-        for buffer, one in zip(buffers, leaves, strict=True):
-            buffer[row] = np.asarray(one)
+        for buffer, array in zip(buffers, leaves, strict=True):
+            buffer[row] = np.asarray(array)
         done.add(row)
         if len(done) == self._counts[key]:
             del self._begun[name]
@@ -359,7 +359,7 @@ class _ArrivingLayer:
     def __init__(self, number: int, stacks: Params, row: int, num_shares: int):
         self._number, self._row = number, row
         self._stacks, self._structure = jax.tree.flatten(stacks)
-        self._found: dict[int, jax.Array] = {}
+        self._copied: dict[int, jax.Array] = {}
         sizes = [stack.size * dtype_bits(stack.dtype) for stack in self._stacks]
         self._shares: list[list[int]] = [[] for _ in range(num_shares)]
         before, total = 0, max(sum(sizes), 1)
@@ -377,13 +377,13 @@ class _ArrivingLayer:
         zero = lax.optimization_barrier(jnp.uint32(0))
         index = jnp.uint32(self._row) + zero * _bits(x)
         with jax.named_scope(f"from_host.{self._number}"):
-            self._found |= {place: _copied_row(self._stacks[place], index) for place in self._shares.pop(0)}
+            self._copied |= {place: _copied_row(self._stacks[place], index) for place in self._shares.pop(0)}
 
     def all(self, x: jax.Array) -> Params:
         """The layer's weights; x is for shares that have not started."""
         while self._shares:
             self.start(x)
-        return jax.tree.unflatten(self._structure, [self._found[place] for place in range(len(self._stacks))])
+        return jax.tree.unflatten(self._structure, [self._copied[place] for place in range(len(self._stacks))])
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -56,9 +56,11 @@ def attend_to_chosen(
             at = block * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
             keys = lax.stop_gradient(read(row, jnp.minimum(at, num_keys - 1))[:, width:]).astype(jnp.float32)
             products = jax.nn.relu(jnp.einsum("kd,hd->kh", keys, index_q, **exact) * size**-0.5)
-            found = jnp.einsum("kh,h->k", products, weights, **exact)
-            found = jnp.where(found == 0, 0.0, found)  # -0 would be less than 0
-            return lax.dynamic_update_slice(scores, jnp.where(at <= position, found, -jnp.inf), (block * _BLOCK,))
+            block_scores = jnp.einsum("kh,h->k", products, weights, **exact)
+            block_scores = jnp.where(block_scores == 0, 0.0, block_scores)  # -0 would be less than 0
+            return lax.dynamic_update_slice(
+                scores, jnp.where(at <= position, block_scores, -jnp.inf), (block * _BLOCK,)
+            )
 
         scores = jnp.full(max(num_blocks * _BLOCK, count), -jnp.inf, jnp.float32)
         scores = lax.fori_loop(0, jnp.minimum(position // _BLOCK + 1, num_blocks), score, scores)

@@ -75,7 +75,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: Positions, attend: Attend) -> jax.Array:
         x = _scaled(x, self.multipliers[0])
-        q, *keys = project(x, [one for one in (self.q_proj, self.k_proj, self.v_proj) if one is not None])
+        q, *keys = project(
+            x, [projection for projection in (self.q_proj, self.k_proj, self.v_proj) if projection is not None]
+        )
         gate = None
         if self.is_gated:
             q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * self.head_dim), 2, axis=-1)

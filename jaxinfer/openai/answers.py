@@ -158,7 +158,7 @@ class ChatChunkChoice(Answer):
 
 
 class ChatChunk(_Generated):
-    """An event of a streamed chat; the last one has the usage, where it was asked for, and no choices."""
+    """An event of a streamed chat; the last one has the usage, if it was requested, and no choices."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -208,7 +208,7 @@ class Completion(_Generated):
 
 
 class CompletionChunk(_Generated):
-    """An event of streamed continuations; the last one has the usage, where it was asked for, and no choices."""
+    """An event of streamed continuations; the last one has the usage, if it was requested, and no choices."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
@@ -226,7 +226,7 @@ class TokenCounts(Answer):
 
 
 class TextEmbedding(Answer):
-    """The vector of one text; base64 of its float32 values, little-endian, where that is asked for."""
+    """The vector of one text; base64 of its float32 values, little-endian, if that is requested."""
 
     object: Literal["embedding"]
     index: int

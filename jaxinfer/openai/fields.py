@@ -118,7 +118,7 @@ def _structs_of(kind: type[Struct]) -> dict[str, type[Struct]]:
 
 
 def check_message_names(messages: Any, tokenizer: "Tokenizer | None", *, ignore_unknown: bool = False) -> list[str]:
-    """As `check_names`, for names in messages that neither a chat template nor anybody else reads."""
+    """As `check_names`, for names in messages that neither a chat template nor jaxinfer reads."""
     templates = () if tokenizer is None else tuple(tokenizer.chat_templates.values())
     return check_names(messages, _message_names(templates), "messages", ignore_unknown=ignore_unknown, error=_unread)
 

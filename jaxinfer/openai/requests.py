@@ -48,7 +48,7 @@ class TextModel(Protocol):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request as a body asks for it, checked without a model.
+    """A request as its body states it, checked without a model.
 
     Attributes:
       sampling: fields of `SamplingParams` that the body gives. names: what it calls them, where that differs.
@@ -256,7 +256,7 @@ class BoundRequest:
 
     Attributes:
       asked: the body's. params: complete, with a seed, as the body has them; answers are generated under `inputs`.
-      offer: tools, where there are any. has_limit: whether somebody chose max_tokens; else it is lowered to what fits.
+      offer: tools, where there are any. has_limit: False if max_tokens is a default, which is lowered to what fits.
         template_kwargs, truncate_to: of the model. ignored: as of `TextRequest`, with names of messages.
     """
 

@@ -202,7 +202,7 @@ def token_entry(entry: "TokenLogprob", num_top: int) -> types.ChatTokenLogprobs:
         )
         for token, logprob in entry.items()
     ]
-    best = sorted((candidate for candidate in every if candidate.rank <= num_top), key=lambda one: one.rank)
+    best = sorted((candidate for candidate in every if candidate.rank <= num_top), key=lambda candidate: candidate.rank)
     return types.ChatTokenLogprobs(**structs.asdict(every[0]), top_logprobs=best)
 
 

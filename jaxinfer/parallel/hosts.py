@@ -347,9 +347,9 @@ def fetch(
     codec = Codec()
     own = [[_parts(array, index) for index in indices] for array, indices in wanted]
     everyone = [own] if hosts is None else [codec.decode(text) for text in hosts.gather(codec.encode(own))]
-    found = []
+    copies = []
     for number, (array, indices) in enumerate(wanted):
-        found.append([])
+        copies.append([])
         for place, index in enumerate(indices):
             ranges = [_range(part) for part in index]
             whole = np.zeros([stop - start for start, stop in ranges], array.dtype)
@@ -358,8 +358,8 @@ def fetch(
                     at = (slice(start, start + size) for start, size in zip(starts, part.shape, strict=True))
                     whole[tuple(at)] = part
             kept = tuple(0 if isinstance(part, int) else slice(None) for part in index)
-            found[-1].append(whole[kept])
-    return found
+            copies[-1].append(whole[kept])
+    return copies
 
 
 def _parts(array: jax.Array, index: tuple[int | slice, ...]) -> list[tuple[tuple[int, ...], np.ndarray]]:

@@ -141,8 +141,8 @@ class Watchdog:
                 beat = {"number": self._number, **self._state, **self._beat()}
                 key = f"{self._prefix}/{self._detector.index}"
                 self._client.key_value_set(key, json.dumps(beat), allow_overwrite=True)
-                found = self._client.key_value_dir_get(f"{self._prefix}/")
-                beats = {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+                entries = self._client.key_value_dir_get(f"{self._prefix}/")
+                beats = {int(key.rpartition("/")[2]): json.loads(text) for key, text in entries}
                 self._on_beats(beats)
             except Exception:  # nothing was received, which the detector handles
                 return

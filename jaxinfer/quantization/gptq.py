@@ -154,10 +154,10 @@ def _params_from(weight, scales, zeros, start, group: int, block: int, find):
 
     def update(size: int):
         rows = lax.dynamic_slice(weight, (start, 0), (size, weight.shape[1]))
-        found = find(rows.reshape(-1, group, weight.shape[1]))
+        parameters = find(rows.reshape(-1, group, weight.shape[1]))
         return tuple(
             lax.dynamic_update_slice(old, new, (start // group, 0))
-            for old, new in zip((scales, zeros), found, strict=True)
+            for old, new in zip((scales, zeros), parameters, strict=True)
         )
 
     if group <= block:

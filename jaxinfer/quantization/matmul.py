@@ -142,8 +142,8 @@ def rows(table: Weight, indices: jax.Array, dtype=None) -> jax.Array:
 
 
 def _packed_rows(table: PackedArray, indices: jax.Array, dtype) -> jax.Array:
-    found = table.rows(indices) if table.is_transposed else table.dequantize()[indices]
-    return found.astype(dtype)
+    embeddings = table.rows(indices) if table.is_transposed else table.dequantize()[indices]
+    return embeddings.astype(dtype)
 
 
 def _quantized_rows(table: QuantizedArray, indices: jax.Array, dtype) -> jax.Array:

@@ -131,8 +131,8 @@ def unpacked(leaf: Any, dtype: Any) -> Any:
     """A weight as it was before packing, on the device; one that was not quantized in `dtype`."""
     if not isinstance(leaf, PackedArray):
         return leaf
-    found = leaf.unpacked()
-    return jax.tree.map(jnp.asarray, found) if is_weight(found) else jnp.asarray(found, dtype)
+    weight = leaf.unpacked()
+    return jax.tree.map(jnp.asarray, weight) if is_weight(weight) else jnp.asarray(weight, dtype)
 
 
 @dataclass(frozen=True)
@@ -217,8 +217,12 @@ def in_layouts(params: Any, platform: str, *, donate: bool = False) -> Any:
 
 def laid_out(leaf: Any, platform: str, place: Place) -> Any:
     """The weight with `place` of the arrays that need a layout, and it; other leaves as they are."""
-    found = layouts(leaf, platform) if is_quantized(leaf) else {}
-    return replace(leaf, **{name: place(getattr(leaf, name), one) for name, one in found.items()}) if found else leaf
+    by_name = layouts(leaf, platform) if is_quantized(leaf) else {}
+    return (
+        replace(leaf, **{name: place(getattr(leaf, name), layout) for name, layout in by_name.items()})
+        if by_name
+        else leaf
+    )
 
 
 def layouts(leaf: QuantizedArray, platform: str) -> dict[str, Layout]:

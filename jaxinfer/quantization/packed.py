@@ -91,7 +91,7 @@ class PackedArray:
         permutation, of_all = self.permutation, self.arrays
         if permutation is not None and permutation.ndim > 1:
             permutation = permutation[expert]
-        own = (None if one is None else one[expert] for one in of_all._replace(codebook=None))
+        own = (None if array is None else array[expert] for array in of_all._replace(codebook=None))
         arrays = PackedArrays(*own)._replace(codebook=of_all.codebook)
         return replace(self, arrays=arrays, permutation=permutation)
 

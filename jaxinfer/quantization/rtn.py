@@ -208,11 +208,11 @@ class Selection:
 @partial(jax.jit, static_argnums=(1, 2))
 def _quantize(weight: jax.Array, rule: Recipe, scale_dtype: str, importance: jax.Array | None = None) -> QuantizedArray:
     if weight.ndim > 2:
-        found = jax.vmap(lambda expert, weights: _quantize(expert, rule, scale_dtype, weights))(weight, importance)
+        quantized = jax.vmap(lambda expert, weights: _quantize(expert, rule, scale_dtype, weights))(weight, importance)
         # Tables belong to the format: one for all experts.
-        if isinstance(found.scales, NestedScales):
-            found = replace(found, scales=replace(found.scales, table=found.scales.table[0]))
-        return found if found.codebook is None else replace(found, codebook=found.codebook[0])
+        if isinstance(quantized.scales, NestedScales):
+            quantized = replace(quantized, scales=replace(quantized.scales, table=quantized.scales.table[0]))
+        return quantized if quantized.codebook is None else replace(quantized, codebook=quantized.codebook[0])
     weight = weight.astype(jnp.float32)
     if rule.format == "int":
         return _integers(weight, rule, scale_dtype, importance)

@@ -51,7 +51,7 @@ def num_adapters(params: Any) -> int:
 
     Raises ValueError, with names, for weights that hold different numbers of them, and for those of experts.
     """
-    found: dict[int, str] = {}
+    counts: dict[int, str] = {}
     if all(kind.num_adapters is None for kind in KINDS.values()):
         return 0  # without a walk over the tree, which each spec would make
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
@@ -63,11 +63,11 @@ def num_adapters(params: Any) -> int:
             raise ValueError(
                 f"{name}: adapters are for matrices, and a {type(leaf).__name__} of {list(leaf.shape)} is none"
             )
-        found.setdefault(kind.num_adapters(leaf), name)
-    if len(found) > 1:
-        told = ", ".join(f"{name} {count}" for count, name in found.items())
+        counts.setdefault(kind.num_adapters(leaf), name)
+    if len(counts) > 1:
+        told = ", ".join(f"{name} {count}" for count, name in counts.items())
         raise ValueError(f"all weights with adapters must hold as many: {told}")
-    return next(iter(found), 0)
+    return next(iter(counts), 0)
 
 
 def check_plain(params: Any, purpose: str) -> None:

@@ -134,13 +134,13 @@ def make_batch(rows: Sequence[SamplingRow | None], vocab_size: int) -> SamplingB
     return SamplingBatch(**arrays)
 
 
-def set_row(rows: RowsT, row: jax.Array, one: RowsT) -> RowsT:
+def set_row(rows: RowsT, row: jax.Array, source: RowsT) -> RowsT:
     """Replaces row `row` (an int32 scalar, not static) of a `SamplingBatch` or `SamplingState` by the only row of
-    `one`.
+    `source`.
 
-    `one` is built by `make_batch([request], V)` or `make_state`. Donate `rows`: the write is in place.
+    `source` is built by `make_batch([request], V)` or `make_state`. Donate `rows`: the write is in place.
     """
-    return jax.tree.map(lambda all_rows, new: lax.dynamic_update_slice_in_dim(all_rows, new, row, 0), rows, one)
+    return jax.tree.map(lambda all_rows, new: lax.dynamic_update_slice_in_dim(all_rows, new, row, 0), rows, source)
 
 
 def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> tuple[tuple[int, ...], ...]:

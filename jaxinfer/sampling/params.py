@@ -248,7 +248,7 @@ def _decimal(token: Any) -> Any:
     return int(token) if is_id else token
 
 
-# What those want who give an extreme, or a value by which other engines mean "not given".
+# What an extreme value is meant to say, or one that means "not given" in other engines.
 _HINTS = {
     "max_tokens": "leave it out for as many as fit",
     "min_p": "0 keeps all tokens",

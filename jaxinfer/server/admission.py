@@ -1,4 +1,4 @@
-"""Who may wait, and whose turn it is: limits on what waits, and fair turns over API keys by tokens.
+"""The queue of answers: limits on how many wait, and fair turns over API keys, counted in tokens.
 
 Only as many answers as the engine can run, and a few more, are handed to it; the others wait here, where their order
 can still change. The turn goes to the key that has been served the fewest tokens, in its queue to the lowest priority
@@ -153,7 +153,7 @@ class Admission:
 
     def _give_turns(self) -> None:
         while self.num_running < self.capacity:
-            waiting = sorted((key for key in self._keys.values() if key.queue), key=lambda one: one.work)
+            waiting = sorted((key for key in self._keys.values() if key.queue), key=lambda key: key.work)
             if waiting and not self._fits(waiting[0]) and self._is_reserved:
                 waiting = [key for key in waiting if not self._has_share(key)]
             if not waiting or not self._fits(waiting[0]):

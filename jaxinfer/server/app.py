@@ -30,7 +30,7 @@ from jaxinfer.server.tokenize import detokenize, tokenize, tokenizer_info
 
 
 def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
-    """The ASGI application of a service; without keys everybody who reaches it may use it."""
+    """The ASGI application of a service; without keys it is open to all clients."""
     entries = [*ROUTES, *([RouteEntry("GET", "/", page)] if service.options.ui else [])]
     is_strict = not service.options.ignore_unknown_fields
     described = openapi(entries, OPEN_PATHS, keys is not None, is_strict=is_strict)

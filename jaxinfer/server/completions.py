@@ -40,8 +40,8 @@ async def completions(request: Request, service: Service) -> Response:
 
 
 class _Form:
-    """Base of both forms. Chunks of one stream begin alike; the last has the usage, where it is asked for, and the
-    others have none, or null."""
+    """Base of both forms. Chunks of one stream begin alike; the last has the usage, if it is requested, and the others
+    have none, or null."""
 
     kind, prefix = "", ""  # of chunks, and of ids
     name, new, empty = b"", b"", b""  # of the text; a template of a chunk's field and its value; a chunk without them

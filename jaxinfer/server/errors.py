@@ -141,8 +141,8 @@ def load_error(name: str, error: Exception, reason: str) -> APIError:
 
 
 def drop_locals(error: BaseException | None) -> None:
-    """Drops the local variables of the frames that a load has left, which hold weights for as long as somebody holds
-    the error."""
+    """Drops the local variables of the frames that a load has left, which hold weights for as long as there is a
+    reference to the error."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -44,8 +44,8 @@ def split_name(text: str) -> tuple[str, str]:
 
 
 def public_name(model: str) -> str:
-    """A model's name for clients, who do not learn where it lies: of a folder, a GGUF file or a URL its last part, of
-    any other model the text itself, such as a hub id or an alias."""
+    """A model's name for clients, which does not show where it lies: of a folder, a GGUF file or a URL its last part,
+    of any other model the text itself, such as a hub id or an alias."""
     if "://" in model:
         parts = urlsplit(model)
         last = parts.path.rstrip("/").rpartition("/")[2] or parts.hostname or ""

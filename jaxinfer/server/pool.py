@@ -112,7 +112,7 @@ class ModelPool:
         return model
 
     def _renew(self, model: ServedModel, source: ModelSource) -> None:
-        """Drops the names of a model but the one that was just found: the others may be gone, or mean others now."""
+        """Drops the names that `source` lacks: they may be gone, or name other models."""
         for name in {*model.names} - {*source.names}:
             self._models.pop(name, None)
         model.source, model.names = source, list(source.names)

@@ -232,8 +232,8 @@ class CompilationLog:
 
     def __init__(self, service: Service):
         self._service = service
-        self._since: float | None = None  # when a look first found something
-        self._seen = 0.0  # when one last did
+        self._since: float | None = None  # when programs were first seen to be compiled
+        self._seen = 0.0  # when they were last
         self._is_said = False
         progress.follow_compiler()
 

@@ -342,10 +342,10 @@ def propose_chain(
 
         def choose(scores):
             drafting = rows._replace(batch=mask_inactive_rows(rows.batch, is_drafting), history=history)
-            tokens, found = draft_tokens_of(position + 1, model.logits(hidden), drafting, 1, model.is_maximal)
+            tokens, token_scores = draft_tokens_of(position + 1, model.logits(hidden), drafting, 1, model.is_maximal)
             if scores is not None:
                 node = jnp.where(is_drafting, position - rows.positions, tree.num_nodes)
-                scores = scores.at[row, node].set(found, mode="drop")
+                scores = scores.at[row, node].set(token_scores, mode="drop")
             return tokens[:, 0], scores
 
         # Nothing is sampled while all rows catch up.
@@ -407,12 +407,12 @@ def propose_tree(
                 history = advance(history, tokens[:, ancestor], is_drafting, rows.tables)
             drafting = rows._replace(batch=mask_inactive_rows(rows.batch, is_drafting), history=history)
             position, logits = rows.positions + depth + 1, model.logits(hidden[:, node])
-            chosen, found = draft_tokens_of(position, logits, drafting, len(children), model.is_maximal)
+            chosen, node_scores = draft_tokens_of(position, logits, drafting, len(children), model.is_maximal)
             if path:
                 drafted = jnp.where(is_drafting[:, None], tokens[:, jnp.array(path)], rows.batch.vocab_size)
                 history = rewind(history, rows.history, drafted, jnp.zeros((num_slots,), jnp.int32))
             tokens = tokens.at[:, jnp.array(children)].set(chosen)
-            scores.append(found)
+            scores.append(node_scores)
     draft = replace(draft, num_drafted=jnp.where(rows.is_active, rows.positions + tree.depth, draft.num_drafted))
     return cache, draft, Proposal(tokens, rows.num_nodes, jnp.stack(scores, axis=1) if model.is_maximal else None)
 

@@ -147,7 +147,7 @@ class ChatTemplate:
 
     @cached_property
     def form(self) -> HistoryForm:
-        """The form that the template reads, found by trying it."""
+        """The form that the template reads, learned from small chats that it renders."""
         return probe(self._try)
 
     def _try(self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str | None:

@@ -115,16 +115,16 @@ class _Replacement:
         self.content = check_short(step.get("content"), f"{path}.content")
         pattern = step.get("pattern")
         searched = check_pattern(pattern, f"{path}.pattern")
-        self._found = searched
+        self._searched = searched
         shortest = len(searched.encode()) if isinstance(searched, str) else min_length(searched)
         size = len(self.content.encode())
         self.growth = max(size / shortest, 1.0) if shortest else 1.0 + size
 
     def reads(self, text: str) -> bool:
         """True if it may match where an earlier step wrote `text`."""
-        if isinstance(self._found, str):
-            return not set(self._found).isdisjoint(text)
-        return min_length(self._found) == 0 or can_match(self._found, text)
+        if isinstance(self._searched, str):
+            return not set(self._searched).isdisjoint(text)
+        return min_length(self._searched) == 0 or can_match(self._searched, text)
 
 
 def check_pattern(pattern: Any, path: str) -> str | Node:

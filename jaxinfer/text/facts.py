@@ -1,8 +1,8 @@
 """Facts of a tokenizer.json beside what the library makes of it: checked, worked out once, and kept.
 
 Parsing and checking 12 MB takes over a second, so that the facts of large tokenizers are kept between processes. Their
-key is a digest of all that the tokenizer is made of, the library's version, and the sources here: facts that are found
-say that the same text has passed the same checks.
+key is a digest of all that the tokenizer is made of, the library's version, and the sources here: kept facts say that
+the same text has passed the same checks.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Chats in the form that a template reads, which is found by rendering small chats with it.
+"""Chats in the form that a template reads, which small chats that are rendered with it show.
 
 OpenAI's messages have the arguments of calls as JSON text and no content beside calls. Of the templates, most print
 `arguments | tojson` or loop over them, those of DeepSeek add them to a string; some look into `content`, some ask
@@ -112,7 +112,7 @@ def _with_empty(message: Message, empty: Empty) -> Message:
 
 
 def needs_form(messages: Sequence[Message]) -> bool:
-    """Tells whether `fitted` asks for the template's form."""
+    """True if `fitted` needs the template's form."""
     return any(message.get("tool_calls") for message in messages) or _num_systems(messages) > 1
 
 

@@ -1,6 +1,6 @@
 """The sandbox chat templates run in: what they may call, how long they may take, how much they may write.
 
-A template comes with a checkpoint, so it is somebody else's program. Jinja's immutable sandbox keeps it away
+A template comes with a checkpoint, so it is a program that is not trusted. Jinja's immutable sandbox keeps it away
 from Python; it does not bound time or memory. A thread with a timeout cannot either: a Python thread cannot
 be killed, and one long C call (`"a" * 10**9`) holds the interpreter lock, so the timeout itself never runs. A
 worker process could, at the price of a second interpreter per server. So the bounds are built in

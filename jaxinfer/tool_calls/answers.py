@@ -218,7 +218,7 @@ class ToolOffer:
         return self.format.form is not None
 
     def structured(self) -> StructuredOutputs | None:
-        """The requirement that makes calls of answers as asked for; None where nothing is to be enforced.
+        """The grammar that makes answers the calls that the request demands; None where nothing is to be enforced.
 
         Raises ValueError: a tool's schema is too large or not supported, with its place.
         """

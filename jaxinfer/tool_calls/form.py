@@ -212,7 +212,7 @@ class ToolCallParser:
         # White space at the content's end and behind the calls after it, which is returned when content goes on.
         self._spaces: list[str] = []
         self._spaces_after: list[str] = []
-        self._found: list[Content | ToolCallDelta] = []
+        self._parts: list[Content | ToolCallDelta] = []
 
     def feed(self, text: str, is_end: bool) -> list[Content | ToolCallDelta]:
         """Adds text; returns what is certain."""
@@ -221,9 +221,9 @@ class ToolCallParser:
             if not self._read():
                 break
         if is_end and not self._is_after_call and (spaces := "".join(self._spaces)):
-            self._found.append(Content(spaces))
+            self._parts.append(Content(spaces))
             self._spaces.clear()
-        parts, self._found = self._found, []
+        parts, self._parts = self._parts, []
         return parts
 
     def _find_opening(self) -> bool:
@@ -258,7 +258,7 @@ class ToolCallParser:
         assert self._reader is not None
         is_done = next(self._reader, self) is self
         if self._sink.deltas:
-            self._found += self._sink.deltas
+            self._parts += self._sink.deltas
             self._sink.deltas.clear()
             self._is_line_start = self._is_after_call = self._has_read_call = True
         if is_done:
@@ -285,7 +285,7 @@ class ToolCallParser:
             spaces = spaces if self._has_content else ""
         else:
             spaces = "".join((*self._spaces, text[:begin]))
-        self._found.append(Content(spaces + body))
+        self._parts.append(Content(spaces + body))
         self._spaces, self._spaces_after = [text[begin + len(body) :]], []
         self._is_after_call, self._has_content = False, True
 

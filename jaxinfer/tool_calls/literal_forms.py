@@ -208,14 +208,14 @@ class GemmaForm(ToolForm):
             items, low, high = schema.get("items"), schema.get("minItems", 0), schema.get("maxItems")
             if items is None:
                 self._any_object(lark)
-                one = "any_value"
+                item = "any_value"
             else:
-                one = self._write_value(lark, f"{name}_item", items, root, f"{where}[]", depth + 1)
+                item = self._write_value(lark, f"{name}_item", items, root, f"{where}[]", depth + 1)
             if high == 0:
                 return lark.rule(name, '"[]"')
             most = "" if high is None else high - 1
-            more = "" if most == 0 else f'("," {one}){{{max(low - 1, 0)},{most}}}'
-            return lark.rule(name, f'"[" ({one} {more}){"" if low else "?"} "]"')
+            more = "" if most == 0 else f'("," {item}){{{max(low - 1, 0)},{most}}}'
+            return lark.rule(name, f'"[" ({item} {more}){"" if low else "?"} "]"')
         if kind == "object":
             properties, required = schema.get("properties") or {}, schema.get("required") or []
             if not isinstance(properties, Mapping) or not set(required) <= set(properties):

@@ -50,7 +50,7 @@ class ToolUse:
 
     @property
     def needs_grammar(self) -> bool:
-        """True if only a grammar gives what was asked for: a call, at most one, or arguments that match a schema."""
+        """True if only a grammar gives what is requested: a call, at most one, or arguments that match a schema."""
         if self.mode == "auto":
             return bool(self.tools) and (not self.is_parallel or any(tool.is_strict for tool in self.tools))
         return self.mode == "required"

@@ -34,8 +34,8 @@ def matmul(x: jax.Array, weight: jax.Array, spec: DenseSpec) -> jax.Array:
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         shape = jax.ShapeDtypeStruct((spec.rows, spec.outputs), jnp.float32)
         name = register("float32", is_transposed=spec.is_transposed)
-        found = cpu_calls.call(name, shape, (x.reshape(spec.rows, -1), weight), group=spec.inputs)
-        return found.reshape(*x.shape[:-1], spec.outputs)
+        rows = cpu_calls.call(name, shape, (x.reshape(spec.rows, -1), weight), group=spec.inputs)
+        return rows.reshape(*x.shape[:-1], spec.outputs)
 
     @product.defjvp
     def derivative(primals, tangents):

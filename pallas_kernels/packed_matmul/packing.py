@@ -161,8 +161,8 @@ def _pack_numbers(numbers: np.ndarray, group: int) -> tuple[str, np.ndarray, np.
     if (bits := _exponents(numbers)) is not None:
         return "exponents", bits, _EMPTY
     is_factored = 4 * group <= OUTER and OUTER % group == 0
-    if is_factored and (found := _factored(numbers, group)) is not None:
-        return "factored", *found
+    if is_factored and (factors := _factored(numbers, group)) is not None:
+        return "factored", *factors
     for name in ("float16", "bfloat16"):
         with np.errstate(over="ignore"):
             rounded = numbers.astype(_FLOATS[name])

@@ -154,7 +154,9 @@ class PageShape:
         if layout == "separate":
             keys, values = (
                 jax.ShapeDtypeStruct((self.num_pages, self.page_size, self.num_kv_heads, width), dtype)
-                for width, dtype in (_stored_row(self.head_dim, one) for one in (self.key_dtype, self.value_dtype))
+                for width, dtype in (
+                    _stored_row(self.head_dim, logical) for logical in (self.key_dtype, self.value_dtype)
+                )
             )
             scales = jax.ShapeDtypeStruct((self.num_pages, self.num_kv_heads, self.page_size), jnp.float32)
             scales = scales if self.has_scales else None
@@ -199,10 +201,10 @@ def page_shape(pages: Pages, num_kv_heads: int, head_dim: int) -> PageShape:
     has_values = isinstance(pages, InterleavedPages) or pages.v is not None
     shape = PageShape(array.shape[0], array.shape[1], num_kv_heads, head_dim, dtype, has_values)
     expected = shape.abstract(layout_of(pages))
-    found = jax.tree.map(lambda a: (a.shape, jnp.dtype(a.dtype).name), pages)
+    actual = jax.tree.map(lambda a: (a.shape, jnp.dtype(a.dtype).name), pages)
     wanted = jax.tree.map(lambda a: (a.shape, jnp.dtype(a.dtype).name), expected)
-    if found != wanted:
-        raise ValueError(f"pages for {num_kv_heads} heads of {head_dim} are {wanted}; got {found}")
+    if actual != wanted:
+        raise ValueError(f"pages for {num_kv_heads} heads of {head_dim} are {wanted}; got {actual}")
     return shape
 
 
@@ -219,7 +221,7 @@ def pack(logical: SeparatePages, layout: str) -> Pages:
         return InterleavedPages(kv)
     target = shape.abstract(layout).scales
     scales = jnp.stack([logical.k_scales, logical.v_scales], axis=2).reshape(shape.num_pages, -1, shape.page_size)
-    padding = [(0, wanted - found) for wanted, found in zip(target.shape, scales.shape, strict=True)]
+    padding = [(0, wanted - size) for wanted, size in zip(target.shape, scales.shape, strict=True)]
     return InterleavedPages(kv, jnp.pad(scales, padding))
 
 

@@ -321,7 +321,7 @@ def _levels(codes: jax.Array) -> list[jax.Array]:
         (double & jnp.uint32(0x0E0E0E0E)) + (added & jnp.uint32(0x07070707)) | (sign & jnp.uint32(0x80808080))
         for double, added, sign in both
     )
-    return [pltpu.bitcast(one, jnp.uint8) for one in bits]
+    return [pltpu.bitcast(level, jnp.uint8) for level in bits]
 
 
 def _to_bias_11(codes: jax.Array) -> jax.Array:

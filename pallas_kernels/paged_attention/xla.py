@@ -256,8 +256,8 @@ def _run(out, start: int, items: QueryItems, sizes: XlaTileSizes, operands: Page
         tile = jax.tree.map(partial(_index, index=index), items.tiles)
         at = start + index * tile_rows
 
-        def write(out: jax.Array, found: jax.Array) -> jax.Array:
-            rows = found.reshape(tile_rows, *out.shape[1:]).astype(out.dtype)
+        def write(out: jax.Array, outputs: jax.Array) -> jax.Array:
+            rows = outputs.reshape(tile_rows, *out.shape[1:]).astype(out.dtype)
             return lax.dynamic_update_slice_in_dim(out, rows, at, 0, allow_negative_indices=False)
 
         return jax.tree.map(write, out, _tile(tile, sizes, operands, spec))

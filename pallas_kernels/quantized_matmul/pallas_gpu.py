@@ -107,7 +107,7 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
         + splits * len(x) * spec.outputs * 4,
         transcendentals=0,
     )
-    found = compat.kernel(
+    partials = compat.kernel(
         partial(_kernel, group=group, size=size, num_steps=spec.inputs // group // splits),
         out_type=jax.ShapeDtypeStruct((splits, spec.outputs, len(x)), jnp.float32),
         grid=(spec.outputs // TILE_OUTPUTS, len(x) // size, splits),
@@ -115,7 +115,7 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
         cost_estimate=cost,
         name="quantized_matmul",
     )(*inputs)
-    return found.sum(0).T[: spec.rows]
+    return partials.sum(0).T[: spec.rows]
 
 
 def _kernel(x_ref, w_ref, scales_ref, *refs, group: int, size: int, num_steps: int):

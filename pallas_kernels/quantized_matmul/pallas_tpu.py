@@ -99,7 +99,7 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
         has_minima=minima is not None,
         precision=_precision(x),
     )
-    found = pl.pallas_call(
+    product = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((len(x), spec.outputs), jnp.float32),
         grid=(num_blocks, len(x) // size),
@@ -116,7 +116,7 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
         ),
         name="quantized_matmul",
     )(*inputs)
-    return found[: spec.rows]
+    return product[: spec.rows]
 
 
 def _kernel(
@@ -184,7 +184,7 @@ def take_rows(array: jax.Array, indices: jax.Array) -> jax.Array:
     def block(part: int) -> pl.BlockSpec:
         return pl.BlockSpec((num_groups, LANES), lambda step, taken: (0, taken[step * SUBLANES + part] // LANES))
 
-    found = pl.pallas_call(
+    columns = pl.pallas_call(
         _take_kernel,
         out_shape=jax.ShapeDtypeStruct((num_groups, len(padded)), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -201,7 +201,7 @@ def take_rows(array: jax.Array, indices: jax.Array) -> jax.Array:
         ),
         name="take_rows",
     )(padded, *[array.T] * SUBLANES)
-    return found.T[:count].astype(array.dtype)
+    return columns.T[:count].astype(array.dtype)
 
 
 def _take_kernel(taken_ref, *refs):
@@ -211,15 +211,15 @@ def _take_kernel(taken_ref, *refs):
     def _():
         out_ref[...] = jnp.zeros(out_ref.shape, out_ref.dtype)
 
-    found = out_ref[...]
-    of_row = lax.broadcasted_iota(jnp.int32, found.shape, 1)
+    columns = out_ref[...]
+    of_row = lax.broadcasted_iota(jnp.int32, columns.shape, 1)
     for part, ref in enumerate(refs[:-1]):
         at = step * SUBLANES + part
         values = ref[...].astype(jnp.float32)
         is_taken = lax.broadcasted_iota(jnp.int32, values.shape, 1) == taken_ref[at] % LANES
         column = jnp.sum(jnp.where(is_taken, values, 0.0), axis=1, keepdims=True)
-        found = jnp.where(of_row == at, column, found)
-    out_ref[...] = found
+        columns = jnp.where(of_row == at, column, columns)
+    out_ref[...] = columns
 
 
 def _precision(x: jax.Array) -> lax.Precision | None:

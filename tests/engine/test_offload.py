@@ -285,7 +285,7 @@ def test_a_copy_waits_for_the_layer_on_the_host_before_it(model):
     waiting, sizes = HostLayers(moved), []
     for layer in range(4):
         waiting.take(layer, jnp.zeros((1, 32)))
-        started = {} if waiting._next is None else waiting._next._found
+        started = {} if waiting._next is None else waiting._next._copied
         sizes.append(sorted(leaf.size for leaf in started.values()))
     # All of layer 1 with layer 0; of layer 3 the smallest half of the bytes with layer 1, the others with layer 2.
     every = sorted(leaf.size for leaf in jax.tree.leaves(model[1]["layers"]["3"]) if leaf.ndim > 1)

@@ -205,7 +205,7 @@ def test_nobodys_page_cannot_be_shared_released_or_kept(page):
         (lambda pool: pool._free.append(4), "free or idle twice"),
         (lambda pool: pool._free.append(NULL_PAGE), "null page"),
         (lambda pool: pool._free.clear(), "5 pages, but"),
-        (lambda pool: pool._on_evict.pop(3), "kept by nobody"),
+        (lambda pool: pool._on_evict.pop(3), "idle page is not kept"),
         (lambda pool: pool._on_evict.update({4: print}), "a free one is kept"),
     ],
 )

@@ -114,16 +114,16 @@ def query_parts_of_step(best: PageChoice, page_table: jax.Array, rows: StepRows)
     slot. `page_table` int32 [S, P]. Raises ValueError for a step without the lengths of prompts."""
     if (num_prompt := rows.prompt_lengths) is None:
         raise ValueError("a step under this policy of the cache needs the lengths of prompts")
-    found = row_places(rows.token_slots, rows.query_starts, rows.lengths, rows.ends)
+    places = row_places(rows.token_slots, rows.query_starts, rows.lengths, rows.ends)
     num_tokens, num_slots = rows.token_slots.shape[0], num_prompt.shape[0]
-    chooses = found.position >= num_prompt[found.slot]
-    is_first = found.is_real & ((found.offset == 0) | chooses)
-    starts, lengths = parts_of(is_first, found.is_real, min(num_tokens, num_slots + best.num_replayed))
+    chooses = places.position >= num_prompt[places.slot]
+    is_first = places.is_real & ((places.offset == 0) | chooses)
+    starts, lengths = parts_of(is_first, places.is_real, min(num_tokens, num_slots + best.num_replayed))
     return QueryParts(
-        page_table[found.slot[starts]],
+        page_table[places.slot[starts]],
         starts,
         lengths,
-        found.position[starts],
+        places.position[starts],
         chooses[starts],
         best,
         num_filled=_num_filled(best, num_tokens, num_slots),
@@ -295,9 +295,9 @@ def _bounds_of_scores(q: jax.Array, bounds: jax.Array, page_table: jax.Array) ->
 
 def _by_sums(up: jax.Array, down: jax.Array, bounds: jax.Array, page_table: jax.Array) -> jax.Array:
     """One loop that reads each bound where it lies: compilers for CPUs and GPUs fuse the gather with the sum."""
-    found = bounds.at[page_table].get(mode="clip").astype(jnp.float32)[:, :, :, :, None]
+    page_bounds = bounds.at[page_table].get(mode="clip").astype(jnp.float32)[:, :, :, :, None]
     up, down = (x.astype(jnp.float32)[:, None] for x in (up, down))
-    return jnp.sum(up * found[:, :, 1] + down * found[:, :, 0], axis=-1).transpose(0, 2, 3, 1)
+    return jnp.sum(up * page_bounds[:, :, 1] + down * page_bounds[:, :, 0], axis=-1).transpose(0, 2, 3, 1)
 
 
 def _by_products(up: jax.Array, down: jax.Array, bounds: jax.Array, page_table: jax.Array) -> jax.Array:
@@ -309,9 +309,9 @@ def _by_products(up: jax.Array, down: jax.Array, bounds: jax.Array, page_table: 
     precision = lax.Precision.HIGHEST if up.dtype == jnp.float32 else None
 
     def one_block(table: jax.Array) -> jax.Array:
-        found = bounds.at[table].get(mode="clip").astype(up.dtype)
+        page_bounds = bounds.at[table].get(mode="clip").astype(up.dtype)
         product = partial(jnp.einsum, "nhgk,nphk->nhgp", precision=precision, preferred_element_type=jnp.float32)
-        return product(up, found[:, :, 1]) + product(down, found[:, :, 0])
+        return product(up, page_bounds[:, :, 1]) + product(down, page_bounds[:, :, 0])
 
     table = jnp.pad(page_table, ((0, 0), (0, num_blocks * size - num_pages)))
     scores = lax.map(one_block, table.reshape(num_queries, num_blocks, size).swapaxes(0, 1))

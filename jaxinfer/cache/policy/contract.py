@@ -161,8 +161,8 @@ class SlotRows:
     def options(self) -> dict[str, Any]:
         """Those of `attend_ragged`."""
         longest = None if self.is_uniform else self.count
-        found: dict[str, Any] = {"max_query_length": longest, "ancestors": self.ancestors, "mesh": self.mesh}
-        return {**found, "is_uniform": self.is_uniform, "max_deferred": self.max_deferred}
+        options: dict[str, Any] = {"max_query_length": longest, "ancestors": self.ancestors, "mesh": self.mesh}
+        return {**options, "is_uniform": self.is_uniform, "max_deferred": self.max_deferred}
 
 
 @dataclass(frozen=True)

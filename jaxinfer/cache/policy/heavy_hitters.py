@@ -262,12 +262,12 @@ def _add_singles(score, sums, pages: Pages, q: jax.Array, sinks, rows: SingleRow
     weights = jnp.exp(scores - most[..., None])
     total = weights.sum(axis=-1) + (0 if own is None else jnp.exp(own - most))
     shares = (weights / total[..., None]).mean(axis=2)[:, :, 0]
-    found = sums[rows.page_tables].swapaxes(1, 2).reshape(num_slots, num_heads, -1)
+    slot_sums = sums[rows.page_tables].swapaxes(1, 2).reshape(num_slots, num_heads, -1)
     is_own = (place == rows.kv_lengths[:, None] - 1)[:, None]  # whatever its place had is another token's
-    found = jnp.where(is_own, 0, found) + shares
+    slot_sums = jnp.where(is_own, 0, slot_sums) + shares
     is_used = jnp.arange(num_columns) * size < rows.kv_lengths[:, None]
     target = jnp.where(is_used, rows.page_tables, num_pages)
-    return sums.at[target].set(found.reshape(num_slots, num_heads, -1, size).swapaxes(1, 2), mode="drop")
+    return sums.at[target].set(slot_sums.reshape(num_slots, num_heads, -1, size).swapaxes(1, 2), mode="drop")
 
 
 def _add_parts(score, sums, pages: Pages, q: jax.Array, sinks, rows: PartRows) -> jax.Array:
@@ -292,8 +292,8 @@ def _add_parts(score, sums, pages: Pages, q: jax.Array, sinks, rows: PartRows) -
             keys = at * num_columns * size + jnp.arange(num_columns * size)
             return ids, keys, jnp.where(keys <= places[:, None], score(queries, pages, ids), -jnp.inf)
 
-        def normalize(at: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            most, total = found
+        def normalize(at: jax.Array, normalizer: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            most, total = normalizer
             scores = block(at)[2]
             higher = jnp.maximum(most, scores.max(axis=-1))
             return higher, total * jnp.exp(most - higher) + jnp.exp(scores - higher[..., None]).sum(axis=-1)
@@ -309,14 +309,14 @@ def _add_parts(score, sums, pages: Pages, q: jax.Array, sinks, rows: PartRows) -
             ids, keys, scores = block(at)
             shares = (jnp.exp(scores - most[..., None]) / total[..., None]).mean(axis=1)
 
-            def add_row(number: jax.Array, found: jax.Array) -> jax.Array:
-                new = jnp.where(keys == places[number], 0, found) + shares[:, number]
-                return jnp.where(is_row[number], new, found)
+            def add_row(number: jax.Array, page_sums: jax.Array) -> jax.Array:
+                new = jnp.where(keys == places[number], 0, page_sums) + shares[:, number]
+                return jnp.where(is_row[number], new, page_sums)
 
-            found = sums[ids].swapaxes(0, 1).reshape(num_heads, -1)
-            found = lax.fori_loop(0, size, add_row, found).reshape(num_heads, num_columns, size)
+            page_sums = sums[ids].swapaxes(0, 1).reshape(num_heads, -1)
+            page_sums = lax.fori_loop(0, size, add_row, page_sums).reshape(num_heads, num_columns, size)
             target = jnp.where(at * num_columns + column <= page, ids, num_pages)
-            return sums.at[target].set(found.swapaxes(0, 1), mode="drop")
+            return sums.at[target].set(page_sums.swapaxes(0, 1), mode="drop")
 
         return lax.fori_loop(0, num_blocks, add, sums)
 
@@ -366,14 +366,14 @@ def _evict_layer(
     num_pages, num_heads, size = sums.shape
     shape = page_shape(pages, num_heads, head_dim)
     place = jnp.arange(table.shape[0] * size)
-    found = sums[table].swapaxes(0, 1).reshape(num_heads, -1)
-    scores = found / jnp.maximum(stored - place, 1) if is_prompt else found
+    stored_sums = sums[table].swapaxes(0, 1).reshape(num_heads, -1)
+    scores = stored_sums / jnp.maximum(stored - place, 1) if is_prompt else stored_sums
     scores = jnp.where(place >= stored - heavy.num_recent, jnp.inf, scores)
     scores = jnp.where(place >= stored, -jnp.inf, scores)
     target = jnp.arange(min(heavy.num_columns, table.shape[0]) * size)
     is_kept = target < kept
     chosen = jnp.where(is_kept, kept_positions(scores, target.shape[0], kept), 0)
     page, slot = jnp.where(is_kept, table[target // size], num_pages), target % size
-    moved = jnp.take_along_axis(found, chosen, axis=1).T
+    moved = jnp.take_along_axis(stored_sums, chosen, axis=1).T
     sums = sums.at[page[:, None], jnp.arange(num_heads), slot[:, None]].set(moved, mode="drop")
     return LeafedPages(compact(pages, shape, table, chosen, kept, table[: heavy.num_columns]), sums)

@@ -33,20 +33,20 @@ def register(names: tuple[str, ...], make: Callable[..., CachePolicy]) -> None:
 def parse_policy(text: str) -> CachePolicy:
     """The policy of a text. Raises ValueError for any that none is spelled as."""
     kinds = ", ".join("+".join(f"{name}(N)" for name in names) for names in _KINDS)
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for part in text.replace(" ", "").split("+"):
         call = _CALL.fullmatch(part)
-        if call is None or call[1] in found or not any(call[1] in names for names in _KINDS):
+        if call is None or call[1] in counts or not any(call[1] in names for names in _KINDS):
             raise ValueError(f"kv_policy={text!r}: {part!r} is not understood; give one of {kinds}, in tokens")
-        found[call[1]] = int(call[2])
+        counts[call[1]] = int(call[2])
     for names, make in _KINDS.items():
-        if set(found) == set(names):
-            return make(*(found[name] for name in names))
+        if set(counts) == set(names):
+            return make(*(counts[name] for name in names))
     for names in _KINDS:
-        if set(found) < set(names):
-            missing = next(name for name in names if name not in found)
+        if set(counts) < set(names):
+            missing = next(name for name in names if name not in counts)
             raise ValueError(f"kv_policy={text!r} lacks {missing}(N): give one of {kinds}, in tokens")
-    raise ValueError(f"kv_policy={text!r} combines {' and '.join(found)}: give one of {kinds}, in tokens")
+    raise ValueError(f"kv_policy={text!r} combines {' and '.join(counts)}: give one of {kinds}, in tokens")
 
 
 def extends_length(text: str | None) -> bool:

@@ -1,7 +1,7 @@
 """Moments of a prompt's queries, for a policy that chooses by what is expected of the next ones.
 
 Queries are not stored: at the prompt's end its tokens go through the model once more, in blocks at fixed positions,
-over the keys and values that are stored. So it does not matter how the prompt was cut, or whose pages it found.
+over the keys and values that are stored. So the chunks of the prompt do not matter, nor which sequence wrote the pages.
 """
 
 from __future__ import annotations
@@ -176,9 +176,9 @@ def stored_prompt(
 
     def read(values: Any, of_tokens: Any, of_heads: Any, stored_dtype: str) -> jax.Array:
         factors = None if of_tokens is None else of_tokens.swapaxes(1, 2).reshape(-1, shape.num_kv_heads)
-        found = from_stored(values.reshape(-1, *values.shape[2:]), factors)
-        found = rotate_back(found) if stored_dtype == "int4" else found
-        return (found if of_heads is None else found * of_heads[:, None]).astype(dtype)
+        rows = from_stored(values.reshape(-1, *values.shape[2:]), factors)
+        rows = rotate_back(rows) if stored_dtype == "int4" else rows
+        return (rows if of_heads is None else rows * of_heads[:, None]).astype(dtype)
 
     of_keys, of_values = (None, None) if scales is None else (scales.keys, scales.values)
     keys = read(stored.k, stored.k_scales, of_keys, shape.key_dtype)

@@ -86,7 +86,9 @@ class Quest(CachePolicy):
 
     def layers(self, config: ModelConfig) -> tuple[LayerPages, ...]:
         layers = range(config.num_layers)
-        return tuple(LayerPages("best") if self._chooses(config, one) else own_pages(config, one) for one in layers)
+        return tuple(
+            LayerPages("best") if self._chooses(config, layer) else own_pages(config, layer) for layer in layers
+        )
 
     def _chooses(self, config: ModelConfig, layer: int) -> bool:
         return layer >= self.num_dense_layers and own_pages(config, layer).kind == "full"

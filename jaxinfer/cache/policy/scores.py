@@ -142,10 +142,10 @@ def kept_positions(
 ) -> Int[Array, "Hkv count"]:
     """The positions of the `count` highest scores of each head, ascending; of equal scores, the first. With `num_kept`,
     an int32 scalar, of so many; then m follows."""
-    found = jax.lax.top_k(scores, count)[1]
+    positions = jax.lax.top_k(scores, count)[1]
     if num_kept is not None:
-        found = jnp.where(jnp.arange(count) < num_kept, found, scores.shape[1])
-    return jnp.sort(found, axis=-1)
+        positions = jnp.where(jnp.arange(count) < num_kept, positions, scores.shape[1])
+    return jnp.sort(positions, axis=-1)
 
 
 def _by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:

@@ -125,8 +125,8 @@ class SinksWindow(CachePolicy):
     def layers(self, config: ModelConfig) -> tuple[LayerPages, ...]:
         # A group of layers must have all pages of the window of a page's first token: so many whole pages and itself.
         kept = LayerPages("kept", self.num_window * self.page_size + 1, self.num_sinks)
-        found = (own_pages(config, layer) for layer in range(config.num_layers))
-        return tuple(kept if pages.kind == "full" else pages for pages in found)
+        own = (own_pages(config, layer) for layer in range(config.num_layers))
+        return tuple(kept if pages.kind == "full" else pages for pages in own)
 
     def num_seen(self, layer: int, pages: LayerPages) -> int | None:
         return self.num_kept if pages.kind == "kept" else pages.window

@@ -93,14 +93,14 @@ def score(
         states, tokens, own = jax.tree.map(lambda rows: lax.dynamic_slice_in_dim(rows, number * size, size), of_all)
         return token_logprobs(decoder.for_rows(own).logits(states), tokens, num_top)
 
-    def add(number: jax.Array, found: TokenLogprobs) -> TokenLogprobs:
+    def add(number: jax.Array, scores: TokenLogprobs) -> TokenLogprobs:
         return jax.tree.map(
-            lambda rows, new: lax.dynamic_update_slice_in_dim(rows, new, number * size, 0), found, block(number)
+            lambda rows, new: lax.dynamic_update_slice_in_dim(rows, new, number * size, 0), scores, block(number)
         )
 
     shapes = jax.eval_shape(block, jnp.int32(0))
-    found = jax.tree.map(lambda leaf: jnp.zeros((hidden.shape[0], *leaf.shape[1:]), leaf.dtype), shapes)
-    return lax.fori_loop(0, (num_rows + size - 1) // size, add, found)
+    scores = jax.tree.map(lambda leaf: jnp.zeros((hidden.shape[0], *leaf.shape[1:]), leaf.dtype), shapes)
+    return lax.fori_loop(0, (num_rows + size - 1) // size, add, scores)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -122,11 +122,11 @@ def score_processed(
     decoder = model.bind(weights).for_rows(adapter)
 
     def one(row: jax.Array, carry: tuple[SamplingState, jax.Array]) -> tuple[SamplingState, jax.Array]:
-        history, found = carry
+        history, logprobs_so_far = carry
         state, target = (lax.dynamic_slice_in_dim(values, row, 1) for values in (hidden, targets))
         logprobs = processed_logprobs(decoder.logits(state), batch, history)
-        found = lax.dynamic_update_slice_in_dim(found, logprobs[0, target], row, 0)
-        return advance(history, target, jnp.ones(1, bool)), found
+        logprobs_so_far = lax.dynamic_update_slice_in_dim(logprobs_so_far, logprobs[0, target], row, 0)
+        return advance(history, target, jnp.ones(1, bool)), logprobs_so_far
 
     return lax.fori_loop(rows[0], rows[1], one, (history, jnp.zeros(targets.shape, jnp.float32)))
 
@@ -181,10 +181,10 @@ def hidden_states(
 ) -> dict[str, jax.Array]:
     """The tapped hidden states [T, D] of int32 tokens [T], computed without a cache, over the keys and values that one
     of `kv_dtype` would give back."""
-    found, tap = collect(taps)
+    tapped, tap = collect(taps)
     positions = jnp.arange(tokens.shape[0])[None]
     model.bind(weights)(tokens[None], positions, attend_as_stored(kv_dtype, scales), tap)
-    return {name: value[0] for name, value in found.items()}
+    return {name: value[0] for name, value in tapped.items()}
 
 
 def tapped_states(
@@ -199,8 +199,8 @@ def tapped_states(
     size = 32
     while size < len(tokens):
         size *= 2
-    found = hidden_states(model, weights, jnp.asarray(padded(tokens, size)), taps, kv_dtype, scales)
-    return {name: np.asarray(value)[: len(tokens)] for name, value in found.items()}
+    tapped = hidden_states(model, weights, jnp.asarray(padded(tokens, size)), taps, kv_dtype, scales)
+    return {name: np.asarray(value)[: len(tokens)] for name, value in tapped.items()}
 
 
 def padded(tokens: Sequence[int] | np.ndarray, size: int) -> np.ndarray:

@@ -131,10 +131,10 @@ def set_rows(
 def write_table(mesh: Mesh | None, tables: GrammarTables, block: TableBlock) -> GrammarTables:
     """Writes a part of a table. Donates the tables."""
 
-    found = GrammarTables(
+    written = GrammarTables(
         masks=tables.masks.at[block.masks_at].set(interleave(block.masks), mode="drop"),
         states=tables.states.at[:, block.states_at].set(block.states, mode="drop"),
         classes=tables.classes.at[block.class_row].set(block.classes, mode="drop"),
         successors=tables.successors.at[block.successors_at].set(block.successors, mode="drop"),
     )
-    return replicate(mesh, found)
+    return replicate(mesh, written)

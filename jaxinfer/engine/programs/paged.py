@@ -69,8 +69,8 @@ def init_slots(
 
 
 def empty_work(num_tokens: int, num_slots: int, has_prompt_lengths: bool = False) -> dict[str, np.ndarray]:
-    """The arrays of a step in which nothing takes part, without the page table; with `prompt_lengths` where the policy
-    of the cache asks for them."""
+    """The arrays of a step in which nothing takes part, without the page table; with `prompt_lengths` if the policy
+    of the cache needs them."""
     counts = ("query_starts", "query_lengths", "starts", "remaining", *("prompt_lengths",) * has_prompt_lengths)
     return {
         "tokens": np.zeros(num_tokens, np.int32),
@@ -182,8 +182,8 @@ def _observe(
 ) -> PagedCache | None:
     """The observer's cache after a pass over the rows (the first four fields of `ObservedRows`) of all slots."""
     drafting: Any = slots.draft
-    found = jnp.arange(slots.tokens.shape[0]), drafting.num_drafted
-    return observer.bind(model.config.vocab_size).observe(own, ObservedRows(*rows, *found, page_tables[0], taps))
+    slot_fields = jnp.arange(slots.tokens.shape[0]), drafting.num_drafted
+    return observer.bind(model.config.vocab_size).observe(own, ObservedRows(*rows, *slot_fields, page_tables[0], taps))
 
 
 def logits_sharding(mesh: Mesh, logits: Any) -> NamedSharding:
@@ -407,8 +407,8 @@ def copy_states(
 
     def body(index: jax.Array, into: StateCache) -> StateCache:
         def copy(leaf: jax.Array, other: jax.Array) -> jax.Array:
-            one = lax.dynamic_index_in_dim(other, sources[index], keepdims=True)
-            return lax.dynamic_update_slice_in_dim(leaf, one, destinations[index], axis=0)
+            row = lax.dynamic_index_in_dim(other, sources[index], keepdims=True)
+            return lax.dynamic_update_slice_in_dim(leaf, row, destinations[index], axis=0)
 
         return jax.tree.map(copy, into, source)
 

@@ -189,7 +189,7 @@ class _Round:
             draft=_extend_sequences(draft_slots, rows, path, state.newest, positions, jnp.arange(tree.depth + 1)),
             adapters=slots.adapters,
         )
-        # Where an answer ended with an accepted draft, nobody asked what the target thinks of those after it.
+        # Where an answer ended with an accepted draft token, the target did not judge those after it.
         is_cut = ~state.is_active & (state.num_accepted == state.num_tokens)
         proposed = jnp.where(is_cut, state.num_accepted, proposal.num_nodes - 1)
         counts = RoundCounts(
@@ -238,9 +238,9 @@ def _accepted(
     num_slots, length = path.shape
     slot = jnp.arange(num_slots)
     positions = rows.positions[:, None] + jnp.arange(length)
-    found = {name: states[slot[:, None], path].reshape(num_slots * length, -1) for name, states in taps.items()}
+    accepted_taps = {name: states[slot[:, None], path].reshape(num_slots * length, -1) for name, states in taps.items()}
     flat = tokens.reshape(-1), positions.reshape(-1), slot * length, jnp.where(rows.is_active, num_kept, 0)
-    return ObservedRows(*flat, slot, slots.num_drafted, rows.page_tables[0], found)
+    return ObservedRows(*flat, slot, slots.num_drafted, rows.page_tables[0], accepted_taps)
 
 
 def _logits_at(
@@ -273,7 +273,7 @@ def _extend_sequences(
 def _keep(
     num_before, has_logprobs, outputs: StepOutput, samples: SampleOutput, chose, took_part, num_in_round
 ) -> StepOutput:
-    """Adds one token of each row that chose to its column; the rest of its sample where anybody wants it."""
+    """Adds one token of each row that chose to its column; the rest of its sample only if a request wants it."""
     rows = jnp.arange(outputs.tokens.shape[0])[:, None]
     is_here = (rows == num_before + num_in_round) & chose
     tokens = jnp.where(took_part, samples.tokens, INVALID_LOGITS)

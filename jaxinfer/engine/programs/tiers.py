@@ -17,11 +17,11 @@ Rows = tuple[jax.Array, ...]
 def kinds_of(mesh: Mesh | None, parts: Any) -> list[list[int]]:
     """The leaves of some layers' pages or states, by number: those of a list have equal shapes, dtypes and shardings,
     and are stacked."""
-    found: dict[Any, list[int]] = {}
+    kinds: dict[Any, list[int]] = {}
     specs = leaf_specs(mesh, parts)
     for number, (leaf, spec) in enumerate(zip(jax.tree.leaves(parts), specs, strict=True)):
-        found.setdefault((leaf.shape[1:], jnp.dtype(leaf.dtype).name, spec), []).append(number)
-    return list(found.values())
+        kinds.setdefault((leaf.shape[1:], jnp.dtype(leaf.dtype).name, spec), []).append(number)
+    return list(kinds.values())
 
 
 def leaf_specs(mesh: Mesh | None, parts: Any) -> list[PartitionSpec]:
@@ -33,7 +33,7 @@ def leaf_specs(mesh: Mesh | None, parts: Any) -> list[PartitionSpec]:
     if any(isinstance(layer, LayerState) for layer in layers):
         raise ValueError("states run on one device")
     specs = [parallel.page_specs(mesh, layer) for layer in layers if layer is not None]
-    return jax.tree.leaves(specs, is_leaf=lambda one: isinstance(one, PartitionSpec))
+    return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
 
 
 def row_specs(mesh: Mesh | None, parts: Any) -> tuple[PartitionSpec, ...]:

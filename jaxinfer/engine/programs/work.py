@@ -121,12 +121,12 @@ class StepOutput:
 def decoding_work(work: DecodeWork, num_rows: int, has_prompt_lengths: bool) -> StepWork:
     """The work of a step of `num_rows` rows in which each slot that is scheduled decodes in the row of its number."""
     num_slots = work.is_scheduled.shape[0]
-    none, nobody, slot = jnp.zeros(num_slots, jnp.int32), jnp.zeros(num_slots, bool), jnp.arange(num_slots)
+    none, no_slot, slot = jnp.zeros(num_slots, jnp.int32), jnp.zeros(num_slots, bool), jnp.arange(num_slots)
     rows = jnp.where(work.is_scheduled, slot, num_slots)
     lengths = work.is_scheduled.astype(jnp.int32)
     return StepWork(
         tokens=jnp.zeros(num_rows, jnp.int32),
         token_slots=jnp.pad(rows, (0, num_rows - num_slots), constant_values=num_slots),
-        slots=StepSlots(slot, lengths, none, nobody, nobody, none, none if has_prompt_lengths else None),
+        slots=StepSlots(slot, lengths, none, no_slot, no_slot, none, none if has_prompt_lengths else None),
         page_tables=work.page_tables,
     )

@@ -79,13 +79,13 @@ def host_pools(spec: EngineSpec) -> tuple[HostPoolSize, ...]:
         wanted = int(gib * 2**30)
         if available is not None and wanted > available:
             raise ValueError(f"host_cache_gib={gib}: the host has {format_bytes(available)} left")
-    found = tuple(HostPoolSize(wanted * count // whole, size) for count, size in zip(counts, sizes, strict=True))
-    if any(pool.num_pages < 1 for pool in found):
+    pools = tuple(HostPoolSize(wanted * count // whole, size) for count, size in zip(counts, sizes, strict=True))
+    if any(pool.num_pages < 1 for pool in pools):
         raise ValueError(
             f"host_cache_gib={gib!r} has no room for a page of each kind: they take {format_bytes(max(sizes))} in a "
             f"cache of {format_bytes(whole)}"
         )
-    return found
+    return pools
 
 
 def check_host_cache(spec: EngineSpec) -> None:

@@ -175,6 +175,6 @@ class HostTier:
         for pool, pages in zip(self.pools, known, strict=True):
             pool.check(pages)
         if any(host not in known[group] for group, host in self._leaving):
-            raise RuntimeError("a page moves to a host page that nobody knows")
+            raise RuntimeError("a page moves to a host page that is not in use")
         if any(host not in known[group] for (group, _), host in self._coming.items()):
-            raise RuntimeError("a page comes back from a host page that nobody knows")
+            raise RuntimeError("a page comes back from a host page that is not in use")

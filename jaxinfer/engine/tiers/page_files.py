@@ -24,7 +24,7 @@ SUFFIX = ".page"
 DIGEST_BYTES = 32
 SCAN_EVERY = 256  # files written between two looks at what other processes have written
 MAX_NOTED = 100_000  # names
-STALE_SECONDS = 600  # after which an unfinished file is nobody's
+STALE_SECONDS = 600  # after which an unfinished file is that of a killed process
 MAX_QUEUED_BYTES = 512 * 2**20  # that wait to be written
 
 
@@ -118,17 +118,17 @@ class PageFiles:
     def trim(self) -> None:
         """Removes the files that were not used for longest where there is more than `max_bytes`, down to nine tenths of
         it; and what killed processes left unfinished."""
-        found, now = [], time.time()
+        files, now = [], time.time()
         for path in self.folder.glob("*/*"):
             with contextlib.suppress(OSError):  # another process has removed it
                 status = path.stat()
                 if path.name.endswith(".part") and now - status.st_mtime > STALE_SECONDS:
                     path.unlink()
                 elif path.suffix == SUFFIX:
-                    found.append((status.st_mtime_ns, status.st_size, path))
-        total = sum(size for _, size, _ in found)
+                    files.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in files)
         if total > self.max_bytes:
-            for _, size, path in sorted(found):
+            for _, size, path in sorted(files):
                 if total <= 0.9 * self.max_bytes:
                     break
                 with contextlib.suppress(OSError):

@@ -181,8 +181,8 @@ FAULTS = (
     Fault(
         "engine/kept-programs-have-results-on-a-device-by-name",
         PROGRAMS,
-        "_call.bind(*leaves, exported=found)",
-        "found.call(*leaves)",
+        "_call.bind(*leaves, exported=program)",
+        "program.call(*leaves)",
         (PROGRAM_TESTS + "test_results_are_on_no_device_by_name",),
         "programs that take the results of a kept one are compiled a second time",
     ),

@@ -29,7 +29,7 @@ FAULTS = (
     Fault(
         "policies/a-prefix-hit-lacks-its-sinks",
         "jaxinfer/engine",
-        "is_usable &= all(one.has(group) for one in sinks)",
+        "is_usable &= all(sink.has(group) for sink in sinks)",
         "is_usable &= True",
         ("tests/engine/test_prefix.py::test_a_match_has_the_sinks_too",),
         "a prompt that begins like an earlier one is answered without its first tokens",
@@ -277,16 +277,16 @@ FAULTS = (
     Fault(
         "policies/the-bound-forgets-negative-queries",
         "jaxinfer/cache/policy/best_pages.py",
-        "jnp.sum(up * found[:, :, 1] + down * found[:, :, 0], axis=-1)",
-        "jnp.sum((up + down) * found[:, :, 1], axis=-1)",
+        "jnp.sum(up * page_bounds[:, :, 1] + down * page_bounds[:, :, 0], axis=-1)",
+        "jnp.sum((up + down) * page_bounds[:, :, 1], axis=-1)",
         QUEST_TESTS,
         "pages are chosen by a number that is no bound, and what matters is not read",
     ),
     Fault(
         "policies/replayed-answers-attend-to-everything",
         "jaxinfer/cache/policy/best_pages.py",
-        "    chooses = found.position >= num_prompt[found.slot]",
-        "    chooses = (found.position >= num_prompt[found.slot]) & (found.offset == 0)",
+        "    chooses = places.position >= num_prompt[places.slot]",
+        "    chooses = (places.position >= num_prompt[places.slot]) & (places.offset == 0)",
         ("tests/engine/test_quest.py::test_a_preempted_answer_is_replayed_token_by_token",),
         "an answer that was preempted goes on with other words",
     ),
@@ -317,7 +317,7 @@ FAULTS = (
     Fault(
         "policies/a-windows-pool-has-no-room-for-a-prompts-end",
         "jaxinfer/engine/pools.py",
-        "num_ahead = max((one.num_observed for one in ends), default=1)",
+        "num_ahead = max((end.num_observed for end in ends), default=1)",
         "num_ahead = 1",
         ("tests/engine/test_toy_policy.py::test_the_end_of_a_prompt_needs_room_in_every_group",),
         "a prompt that a policy compacts beside layers with a window waits for ever in a small cache",

@@ -258,8 +258,8 @@ ENGINE = (
     Fault(
         "engine/a-state-is-restored-to-the-wrong-slot",
         "jaxinfer/engine/model_runner.py",
-        "restored := [(one.restore_from - 1, slot_of(one))",
-        "restored := [(one.restore_from - 1, 0)",
+        "(sequence.restore_from - 1, slot_of(sequence))",
+        "(sequence.restore_from - 1, 0)",
         ("tests/engine/test_saved_states.py::test_however_it_is_cut_and_stored",),
         "a request goes on from the state that its slot had before, and another one's is overwritten",
     ),
@@ -352,7 +352,7 @@ ENGINE = (
     Fault(
         "engine/a-prefix-hit-lacks-its-last-window",
         "jaxinfer/engine",
-        "is_usable &= runs[group] >= len(found) - first",
+        "is_usable &= runs[group] >= len(nodes) - first",
         "is_usable &= runs[group] >= 0",
         (
             "tests/engine/test_prefix.py",
@@ -778,7 +778,7 @@ NAMES = (
     Fault(
         "cli/a-format-that-the-files-do-not-have-is-taken",
         "jaxinfer/option_names.py",
-        "    if name == found:\n        return\n",
+        "    if name == declared:\n        return\n",
         "    return\n",
         ("tests/test_option_names.py",),
         "quantization='awq' on plain weights is taken, and they run unquantized",
@@ -794,8 +794,8 @@ NAMES = (
     Fault(
         "cli/one-option-under-two-names-is-the-last",
         "jaxinfer",
-        "if ours in found:\n                raise",
-        "if ours in found and found[ours] is None:\n                raise",
+        "if ours in translation:\n                raise",
+        "if ours in translation and translation[ours] is None:\n                raise",
         ("tests/test_option_names.py",),
         "max_num_seqs beside max_seqs: one of them is ignored",
     ),

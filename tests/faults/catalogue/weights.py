@@ -578,8 +578,8 @@ OFFLOAD = (
     Fault(
         "engine/host-layers-rows-are-filled-in-the-order-of-the-files",
         "jaxinfer/models/host_layers.py",
-        "buffer[row] = np.asarray(one)",
-        "buffer[len(done)] = np.asarray(one)",
+        "buffer[row] = np.asarray(array)",
+        "buffer[len(done)] = np.asarray(array)",
         ("tests/engine/test_offload.py::test_stacks_are_filled_in_any_order",),
         "a checkpoint whose layers are not in order is read into other layers",
     ),
