@@ -195,9 +195,9 @@ def pulled_models(repository: str | None = None, *, is_complete: bool = True) ->
     """
     folder = home() / "manifests" if repository is None else manifests_of(repository)
     pattern = "*/*.json" if repository is None else "*.json"
-    found = [model for path in sorted(folder.glob(pattern)) if (model := _read(path)) is not None]
-    whole = [model for model in found if not (is_complete and model.missing())]
-    return sorted(whole, key=lambda one: -one.pulled_at)
+    models = [model for path in sorted(folder.glob(pattern)) if (model := _read(path)) is not None]
+    whole = [model for model in models if not (is_complete and model.missing())]
+    return sorted(whole, key=lambda model: -model.pulled_at)
 
 
 def _read(path: Path) -> PulledModel | None:
