@@ -32,9 +32,9 @@ def unknown_names(value: Any, names: Mapping[str, Any], place: str = "") -> Iter
     Null is not given, whatever its name.
     """
     if isinstance(value, (list, tuple)):
-        for index, one in enumerate(value):
-            if isinstance(one, Mapping):
-                yield from unknown_names(one, names, f"{place}[{index}]")
+        for index, entry in enumerate(value):
+            if isinstance(entry, Mapping):
+                yield from unknown_names(entry, names, f"{place}[{index}]")
     elif isinstance(value, Mapping) and _is_checked(value, names):
         for name, item in value.items():
             if item is None:
@@ -67,7 +67,7 @@ def whole_numbers(value: Any) -> Any:
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < 2**53 else value
     if isinstance(value, Mapping):
-        return {key: whole_numbers(one) for key, one in value.items()}
+        return {key: whole_numbers(item) for key, item in value.items()}
     return [whole_numbers(item) for item in value] if isinstance(value, list) else value
 
 

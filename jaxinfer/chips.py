@@ -80,7 +80,7 @@ def chips() -> dict[str, Chip]:
     """All of chips.json, by name."""
     data = json.loads(files("jaxinfer").joinpath("chips.json").read_text(encoding="utf-8"))
     share = float(os.environ.get(GPU_SHARE_VARIABLE) or GPU_SHARE)
-    found = {}
+    by_name = {}
     for name, values in data["chips"].items():
         values.pop("notes", None)
         if values["usable_bytes"] is None:
@@ -89,8 +89,8 @@ def chips() -> dict[str, Chip]:
         values["sources"] = tuple(
             Source(**{**source, "figures": tuple(source["figures"])}) for source in values["sources"]
         )
-        found[name] = Chip(name, **values)
-    return found
+        by_name[name] = Chip(name, **values)
+    return by_name
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:

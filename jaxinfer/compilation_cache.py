@@ -153,17 +153,17 @@ class _Start:
         self._used: list[str] = []
         pool = ThreadPoolExecutor(1, "jaxinfer-programs")
         backend, devices = jax.extend.backend.get_backend(), xla_client.DeviceList(tuple(jax.devices()))
-        self._found: dict[str, Future[Any]] = {
+        self._futures: dict[str, Future[Any]] = {
             key: pool.submit(_read_from_cache, key, None, backend, devices) for key in self._known
         }
         pool.shutdown(wait=False)
 
     def take(self, key: str) -> Any:
         """The program and the seconds that it took to compile, or None if it was not read or cannot be."""
-        future = self._found.pop(key, None)
+        future = self._futures.pop(key, None)
         if future is None or future.cancel():
             return None
-        with contextlib.suppress(Exception):  # whoever asks reads it again, and treats the error
+        with contextlib.suppress(Exception):  # the caller then reads it itself, and handles the error
             program = future.result()
             return program if program[0] is not None else None
         return None
@@ -182,8 +182,8 @@ class _Start:
 
     def _read(self) -> dict[str, list[str]]:
         try:
-            found = json.loads(self._path.read_bytes())
-            return {str(name): [str(key) for key in keys][:_MAX_READ_AHEAD] for name, keys in found.items()}
+            recorded = json.loads(self._path.read_bytes())
+            return {str(name): [str(key) for key in keys][:_MAX_READ_AHEAD] for name, keys in recorded.items()}
         except (OSError, ValueError, AttributeError, TypeError):  # absent or damaged
             return {}
 
@@ -218,7 +218,7 @@ def _replace_jax_functions() -> None:
     def read_or_remove(cache_key: str, *arguments: Any, **options: Any) -> Any:
         start = _start
         try:
-            found = (start and start.take(cache_key)) or _read_from_cache(cache_key, *arguments, **options)
+            entry = (start and start.take(cache_key)) or _read_from_cache(cache_key, *arguments, **options)
         except Exception as error:  # of zlib, zstd, or XLA
             current = folder()
             if current is None or not (path := current / f"{cache_key}-cache").is_file():
@@ -226,9 +226,9 @@ def _replace_jax_functions() -> None:
             path.unlink(missing_ok=True)
             _LOG.info("%s could not be read (%s) and is compiled again", path, error)
             return None, None
-        if start is not None and found[0] is not None:
+        if start is not None and entry[0] is not None:
             start.uses(cache_key)
-        return found
+        return entry
 
     jax_cache.get_executable_and_time = read_or_remove
     setattr(jax_cache, "LRUCache", _AtomicCache)  # noqa: B010 - a name that jax_cache imports

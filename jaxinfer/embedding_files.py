@@ -41,8 +41,8 @@ class PooledVectorLayer:
     activation: str
 
     def __call__(self, vectors: np.ndarray) -> np.ndarray:
-        found = vectors @ self.weight.T
-        return _ACTIVATIONS[self.activation](found if self.bias is None else found + self.bias)
+        product = vectors @ self.weight.T
+        return _ACTIVATIONS[self.activation](product if self.bias is None else product + self.bias)
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,12 @@ def _read(path: Path, kind: type) -> Any:
     if len(raw) > _MAX_BYTES:
         raise ValueError(f"{path}: more than {_MAX_BYTES:,} bytes")
     try:
-        found = json.loads(raw)
+        content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, kind):
-        raise ValueError(f"{path}: {'a list' if kind is list else 'an object'} is needed, got {found!r:.60}")
-    return found
+    if not isinstance(content, kind):
+        raise ValueError(f"{path}: {'a list' if kind is list else 'an object'} is needed, got {content!r:.60}")
+    return content
 
 
 def _field(path: Path, data: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
@@ -187,8 +187,8 @@ def _dense(folder: Path) -> PooledVectorLayer:
     shape = (data.get("out_features"), data.get("in_features"))
     weight, bias = tensors.get("linear.weight"), tensors.get("linear.bias")
     if weight is None or weight.shape != shape or (bias is not None and bias.shape != shape[:1]):
-        found = {name: value.shape for name, value in tensors.items()}
-        raise ValueError(f"{weights}: linear.weight of shape {shape} is needed, the file has {found}")
+        shapes = {name: value.shape for name, value in tensors.items()}
+        raise ValueError(f"{weights}: linear.weight of shape {shape} is needed, the file has {shapes}")
     if _field(path, data, "bias", bool, True) != (bias is not None):
         raise ValueError(
             f"{weights}: bias is {data.get('bias')} in config.json, but its tensors are {', '.join(tensors)}"
@@ -221,17 +221,17 @@ def _prompts(path: Path) -> dict[str, Any]:
 
 def _length(directory: Path) -> dict[str, Any]:
     """The limit of texts: of the module Transformer, or else the tokenizer's, which may be any large number."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     path = directory / "tokenizer_config.json"
     limit = _read(path, dict).get("model_max_length") if path.is_file() else None
     if isinstance(limit, int) and 0 < limit < _MAX_LENGTH:
-        found["max_length"] = limit
+        settings["max_length"] = limit
     path = directory / LENGTH
     if path.is_file():
         data = _read(path, dict)
         length = _field(path, data, "max_seq_length", int, None)
         if length is not None and length < 1:
             raise ValueError(f"{path}: max_seq_length must be positive, got {length}")
-        found |= {} if length is None else {"max_length": length}
-        found["lower_case"] = _field(path, data, "do_lower_case", bool, False)
-    return found
+        settings |= {} if length is None else {"max_length": length}
+        settings["lower_case"] = _field(path, data, "do_lower_case", bool, False)
+    return settings

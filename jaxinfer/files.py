@@ -139,7 +139,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(path: Path, other: Path) -> bool:
     """Gives two files or folders of one file system each other's name, in one step (Linux's renameat2).
 
     Returns False, and changes nothing, where the system has no such step. Raises OSError.
@@ -148,12 +148,12 @@ def exchange(one: Path, other: Path) -> bool:
     if renameat2 is None:
         return False
     here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if renameat2(here, os.fsencode(one), here, os.fsencode(other), flag) == 0:
+    if renameat2(here, os.fsencode(path), here, os.fsencode(other), flag) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
         return False
-    raise OSError(number, os.strerror(number), str(one), None, str(other))
+    raise OSError(number, os.strerror(number), str(path), None, str(other))
 
 
 def remove_tree(folder: Path, marker: str) -> None:

@@ -173,7 +173,7 @@ class RayPool(TakesPrompts, Closable):
         is_over = False
         try:
             while True:
-                while (worker := min(self._workers, key=lambda one: counts[one])) and counts[worker] < per_worker:
+                while (worker := min(self._workers, key=lambda actor: counts[actor])) and counts[worker] < per_worker:
                     if again:
                         row = again.popleft()
                     elif is_over or (item := next(source, None)) is None:

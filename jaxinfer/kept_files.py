@@ -6,7 +6,7 @@ written beside its place and renamed, so that processes that start at once read 
 is damaged, cut off, or another key's is removed, with a line in the log, and counts as missing. Entries that were used
 least recently are dropped when the limit is passed.
 
-Nothing here knows what the content is: whoever reads it checks that it fits, and never unpickles it.
+Nothing here knows what the content is: its reader checks that it fits, and never unpickles it.
 """
 
 import contextlib
@@ -122,9 +122,9 @@ class KeptFiles:
 
     def _drop(self) -> None:
         """Removes what killed processes left, and entries, those not used for longest first, down to the limit."""
-        found = sorted(self._files(), key=lambda item: item[1].st_mtime_ns, reverse=True)
+        files = sorted(self._files(), key=lambda item: item[1].st_mtime_ns, reverse=True)
         size, now = 0, time.time()
-        for path, status in found:
+        for path, status in files:
             size += status.st_size
             is_left = path.suffix == PART and now - status.st_mtime > OLD_SECONDS
             if is_left or (path.suffix == _SUFFIX and size > self.max_bytes):

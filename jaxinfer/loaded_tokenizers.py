@@ -18,9 +18,9 @@ from jaxinfer.text import (
 
 def tokenizer_named(model: str | Path, revision: str | None = None) -> Tokenizer | None:
     """The tokenizer of what a user names as a model; raises as `load_model` and `tokenizer_of`."""
-    found = find_model(model, revision)
-    assert found.path is not None
-    return tokenizer_of(found.path)
+    location = find_model(model, revision)
+    assert location.path is not None
+    return tokenizer_of(location.path)
 
 
 def tokenizer_of(path: Path) -> Tokenizer | None:
@@ -44,8 +44,8 @@ def begin_tokenizer(path: Path, contents: Mapping[str, str] | None) -> Callable[
             return None if files is None else Tokenizer(files)
 
     if files is None or not has_passed_checks(files):
-        found = make()
-        return lambda: found
+        tokenizer = make()
+        return lambda: tokenizer
     pool = ThreadPoolExecutor(1, "jaxinfer-tokenizer")
     future = pool.submit(make)
     pool.shutdown(wait=False)

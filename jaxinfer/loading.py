@@ -170,28 +170,29 @@ def load_model(
         if verify:
             raise ValueError("verify is for the files of a checkpoint, not for live parameters")
         check_format(quantization, None, "a live model")
-        found = replace(_live(model, dtype, selection(quantize, {}), mesh, offload), activations=activations)
+        loaded = replace(_live(model, dtype, selection(quantize, {}), mesh, offload), activations=activations)
     else:
         named = find_model(model, revision)
         chosen = selection(quantize, {} if requantize else named.options)
         opening = {"requantize": requantize, "verify": verify}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization, "activations": activations}
-        found = _read(named, dtype, chosen, mesh, offload, opening=opening, from_disk=from_disk, **needed)
-    chosen_tokenizer = found.tokenizer if tokenizer is None else tokenizer
+        loaded = _read(named, dtype, chosen, mesh, offload, opening=opening, from_disk=from_disk, **needed)
+    chosen_tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
     if isinstance(chosen_tokenizer, (str, Path)):
         chosen_tokenizer = Tokenizer.from_dir(chosen_tokenizer)
-    if found.ignored_defaults:
+    if loaded.ignored_defaults:
         warnings.warn(
-            f"{found.name}: generation_config.json asks for {', '.join(found.ignored_defaults)}, which is not applied",
+            f"{loaded.name}: generation_config.json asks for {', '.join(loaded.ignored_defaults)}, "
+            "which is not applied",
             stacklevel=3,
         )
-    eos_ids = set(found.eos_token_ids)
+    eos_ids = set(loaded.eos_token_ids)
     if chosen_tokenizer is not None and chosen_tokenizer.eos_token_id is not None:
         eos_ids.add(chosen_tokenizer.eos_token_id)
-    fit = None if mesh is None else fit_to_mesh(mesh, found.config)
+    fit = None if mesh is None else fit_to_mesh(mesh, loaded.config)
     return replace(
-        found,
-        config=found.config if fit is None else fit.config,
+        loaded,
+        config=loaded.config if fit is None else fit.config,
         tokenizer=chosen_tokenizer,
         eos_token_ids=tuple(sorted(eos_ids)),
         fit=fit,
@@ -362,8 +363,8 @@ def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[Mode
     config, params = checkpoints_convert.abstract(source, **reading)
     if chosen is not None:
         if find_gguf(Path(source)) is not None:
-            found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
-            paths = [tuple(key.key for key in path) for path, leaf in found if is_quantized(leaf)]
+            leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+            paths = [tuple(key.key for key in path) for path, leaf in leaves if is_quantized(leaf)]
             check_not_rounded(source, {path: ".".join(path) for path in paths}, chosen)
         params = jax.eval_shape(partial(quantize_params, how=chosen.recipe), params)
     return config, params
@@ -377,8 +378,8 @@ def load_draft_shapes(
 
     Raises ValueError for layers:N of a model without as many, and as `load_shapes`.
     """
-    if (found := draft_by_name(draft, target, params)) is not None:
-        return found
+    if (named_draft := draft_by_name(draft, target, params)) is not None:
+        return named_draft
     config, draft_params = load_shapes(draft, dtype=dtype, is_here=is_here)
     try:
         config, _ = for_length(config, max_model_len)
@@ -401,8 +402,8 @@ def load_draft(
     Raises ValueError where the draft's tokens are not the target's, with the first id that differs, and as
     `load_model`.
     """
-    if (found := draft_by_name(draft, target.config, target.params)) is not None:
-        return found, None
+    if (named_draft := draft_by_name(draft, target.config, target.params)) is not None:
+        return named_draft, None
     verify = None if isinstance(draft, tuple) else verify
     loaded = load_model(draft, dtype=dtype, verify=verify, mesh=target.mesh)
     own, its = target.tokenizer, loaded.tokenizer

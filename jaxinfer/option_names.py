@@ -113,10 +113,10 @@ def _speculative_config(value: Any) -> Values:
     method = value.get("method")
     if method not in (None, "ngram", "draft_model"):
         raise ValueError(f"method {method!r} is not supported; draft= takes a model, ngram or layers:N")
-    found = {"draft": "ngram" if method == "ngram" else value.get("model")}
+    ours = {"draft": "ngram" if method == "ngram" else value.get("model")}
     if value.get("num_speculative_tokens") is not None:
-        found["num_draft_tokens"] = value["num_speculative_tokens"]
-    return {name: one for name, one in found.items() if one is not None}
+        ours["num_draft_tokens"] = value["num_speculative_tokens"]
+    return {name: setting for name, setting in ours.items() if setting is not None}
 
 
 def check_do_sample(given: Values, temperature: Any) -> None:
@@ -227,14 +227,14 @@ _HARMLESS: tuple[tuple[Any, str], ...] = (
 
 def _refused(scope: Scope) -> list[OtherName]:
     """The names of `_REFUSED`; those with a harmless value of True or False are switches."""
-    found = []
+    refused = []
     for hint, names in _REFUSED[scope].items():
         for name in names.split():
             harmless = tuple(value for value, others in _HARMLESS if name in others.split())
             harmless += tuple(float(value) for value in harmless if type(value) is int)
             is_switch = any(isinstance(value, bool) for value in harmless) or name.endswith("log_requests")
-            found.append(OtherName(scope, name, "other engines", hint, None, harmless, is_switch))
-    return found
+            refused.append(OtherName(scope, name, "other engines", hint, None, harmless, is_switch))
+    return refused
 
 
 _LLM = (
@@ -347,21 +347,21 @@ FORMAT_NAMES: Mapping[str, str] = {
 }
 
 
-def check_format(wanted: str | None, found: str | None, model: str) -> None:
+def check_format(wanted: str | None, stored: str | None, model: str) -> None:
     """Raises ValueError unless the checkpoint of a model is in the format that `quantization` names, if it names one.
 
     Args:
-      found: the format of its files; None for plain weights.
+      stored: the format of its files; None for plain weights.
     """
     if wanted is None:
         return
     name = wanted.lower()
-    name, found = FORMAT_NAMES.get(name, name), FORMAT_NAMES.get(found or "", found)
-    if name == found:
+    name, stored = FORMAT_NAMES.get(name, name), FORMAT_NAMES.get(stored or "", stored)
+    if name == stored:
         return
-    what = "its files declare no quantized format" if found is None else f"its files are in the format {found}"
+    what = "its files declare no quantized format" if stored is None else f"its files are in the format {stored}"
     recipe = {"fp8": "fp8", "bitsandbytes": "nf4", "mxfp4": "mxfp4"}.get(name)
-    if found is not None or not (recipe or name in RECIPE_NAMES):
+    if stored is not None or not (recipe or name in RECIPE_NAMES):
         hint = "leave it out"
     else:
         hint = f'quantize="{recipe}" rounds its weights as they are loaded' if recipe else RECIPE_NAMES[name]
@@ -399,24 +399,24 @@ def translated(
     Raises OptionNameError for a name that is neither known nor in the table, for one of the table that has no
     counterpart, and for an option that is given twice under two names.
     """
-    found = {name: our_value(name, value) for name, value in given.items() if name in known}
-    source = {name: name for name in found}
+    arguments = {name: our_value(name, value) for name, value in given.items() if name in known}
+    source = {name: name for name in arguments}
     for name, value in given.items():
         if name in known:
             continue
         entry = find(scope, name)
         if entry is None:
             raise OptionNameError(name, refusal.format(repr(name)) + _hint(name, known, elsewhere or {}))
-        for ours, one in entry.apply(value).items():
+        for ours, setting in entry.apply(value).items():
             if ours not in known:
                 raise OptionNameError(name, f"{refusal.format(repr(ours))}, which is what {entry.engines} call {name}")
             if ours == "mesh" and source.get(ours, ours) != ours:
-                found[ours] = ",".join(sorted((*found[ours].split(","), one)))  # two axes of one mesh
+                arguments[ours] = ",".join(sorted((*arguments[ours].split(","), setting)))  # two axes of one mesh
                 continue
-            if ours in found:
+            if ours in arguments:
                 raise OptionNameError(name, f"{name} and {source[ours]} are the same option, {ours}: give one of them")
-            found[ours], source[ours] = our_value(ours, one), name
-    return found
+            arguments[ours], source[ours] = our_value(ours, setting), name
+    return arguments
 
 
 def _hint(name: str, known: Sequence[str], elsewhere: Mapping[str, Collection[str]]) -> str:

@@ -25,9 +25,11 @@ class ParamDict(dict[str, Any]):
     @classmethod
     def read_only(cls, params: Mapping[str, Any]) -> "ParamDict":
         """Wraps the arrays in dicts that refuse changes."""
-        found = cls({name: cls.read_only(one) if isinstance(one, dict) else one for name, one in params.items()})
-        found.is_read_only = True
-        return found
+        wrapped = cls(
+            {name: cls.read_only(entry) if isinstance(entry, dict) else entry for name, entry in params.items()}
+        )
+        wrapped.is_read_only = True
+        return wrapped
 
     def copy(self) -> dict[str, Any]:
         """Copies into plain dicts, at every depth, the arrays being shared."""
@@ -80,7 +82,7 @@ def refuse(what: str) -> NoReturn:
 
 def plain(params: Mapping[str, Any]) -> dict[str, Any]:
     """Plain dicts with these leaves, at every depth, as programs take them."""
-    return {name: plain(one) if isinstance(one, dict) else one for name, one in params.items()}
+    return {name: plain(entry) if isinstance(entry, dict) else entry for name, entry in params.items()}
 
 
 def _flatten_with_keys(params: ParamDict) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:

@@ -296,8 +296,8 @@ def compile_seconds() -> float:
 def programs(threads: tuple[str, ...] = ("",)) -> str:
     """The programs that are traced and compiled, such as "compiling step", in threads whose names begin so, or ""."""
     named = {thread.ident for thread in threading.enumerate() if thread.name.startswith(threads)}
-    found = [running[-1] for ident, running in list(_programs.items()) if running and ident in named]
-    return ", ".join(dict.fromkeys(found))
+    latest = [running[-1] for ident, running in list(_programs.items()) if running and ident in named]
+    return ", ".join(dict.fromkeys(latest))
 
 
 def follow_compiler() -> None:

@@ -14,8 +14,8 @@ FAULTS = (
     Fault(
         "doors/only-the-outer-dict-refuses-changes",
         "jaxinfer/param_dict.py",
-        "cls.read_only(one) if isinstance(one, dict) else one",
-        "one",
+        "cls.read_only(entry) if isinstance(entry, dict) else entry",
+        "entry",
         ("tests/test_param_dict.py::test_a_change_raises_at_every_depth_and_says_what_works",),
         "a layer's weights are set, nothing changes, and nothing is said",
     ),

@@ -778,7 +778,7 @@ NAMES = (
     Fault(
         "cli/a-format-that-the-files-do-not-have-is-taken",
         "jaxinfer/option_names.py",
-        "    if name == found:\n        return\n",
+        "    if name == stored:\n        return\n",
         "    return\n",
         ("tests/test_option_names.py",),
         "quantization='awq' on plain weights is taken, and they run unquantized",
@@ -794,8 +794,8 @@ NAMES = (
     Fault(
         "cli/one-option-under-two-names-is-the-last",
         "jaxinfer",
-        "if ours in found:\n                raise",
-        "if ours in found and found[ours] is None:\n                raise",
+        "if ours in arguments:\n                raise",
+        "if ours in arguments and arguments[ours] is None:\n                raise",
         ("tests/test_option_names.py",),
         "max_num_seqs beside max_seqs: one of them is ignored",
     ),
