@@ -86,8 +86,8 @@ def find_model(
     """Finds an embedded model, an alias, a folder, a GGUF file, a URL, or a repository, also by a short name, in this
     order.
 
-    A repository that was pulled is used as it was pulled, without asking the hub. Another one is pulled if `fetch`,
-    unless `offline` (None: as HF_HUB_OFFLINE says), where only the hub's cache is looked in.
+    A repository that was pulled is used as it was pulled, without a request to the hub. Another one is pulled if
+    `fetch`, unless `offline` (None: as HF_HUB_OFFLINE says), where only the hub's cache is looked in.
 
     Raises StoreError, and CheckpointError as `checkpoints_convert.resolve` and `pull`.
     """
@@ -219,7 +219,7 @@ def _in_hub(name: str, hub: HubName, offline: bool, fetch: bool) -> FoundModel:
             return FoundModel(name, path, replace(hub, revision=path.name))
     if hub.variant is not None:
         raise UnknownModelError(
-            f"{name} was not pulled, and the hub is not to be asked (offline){hint(hub.repository, 'no network')}"
+            f"{name} was not pulled, and the hub may not be contacted (offline){hint(hub.repository, 'no network')}"
         )
     try:
         path = cached(hub.repository, hub.revision)
