@@ -68,7 +68,7 @@ def test_a_full_disk_leaves_no_part_of_an_entry_and_one_warning(tmp_path):
 START = (
     SCRIPT.replace("with compilation", "compilation_cache.begin_start(sys.argv[2])\nwith compilation")
     + """
-print(*(key.split("-")[0] for key in compilation_cache._start._known), len(compilation_cache._start._found))
+print(*(key.split("-")[0] for key in compilation_cache._start._known), len(compilation_cache._start._futures))
 """
 )
 
