@@ -29,7 +29,7 @@ def unknown_names(value: Any, names: Mapping[str, Any], place: str = "") -> Iter
     """Each name in JSON data that `names` lacks: its object's place, itself, and the names there are.
 
     `names` are those of an object, or of each object of a list, with those below them, or None where anything may be.
-    Null is not given, whatever its name.
+    A name whose value is null counts as not given.
     """
     if isinstance(value, (list, tuple)):
         for index, entry in enumerate(value):

@@ -24,8 +24,8 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Chip:
-    """The figures of one chip: bytes, bytes/s and FLOP/s; those of one device are a `devices_per_chip`-th. The defaults
-    are of a device that is not listed.
+    """The figures of one chip: bytes, bytes/s and FLOP/s; those of one device are these divided by `devices_per_chip`.
+    The defaults are of a device that is not listed.
 
     Attributes:
       name: the name in options. title: the vendor's name. platform: "tpu" or "gpu".

@@ -121,7 +121,7 @@ class KeptFiles:
                     yield path, path.stat()
 
     def _drop(self) -> None:
-        """Removes what killed processes left, and entries, those not used for longest first, down to the limit."""
+        """Removes files that killed processes left and, down to the limit, the entries not used for longest."""
         files = sorted(self._files(), key=lambda item: item[1].st_mtime_ns, reverse=True)
         size, now = 0, time.time()
         for path, status in files:

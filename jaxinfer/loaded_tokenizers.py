@@ -34,9 +34,9 @@ def tokenizer_of(path: Path) -> Tokenizer | None:
 
 
 def begin_tokenizer(path: Path, contents: Mapping[str, str] | None) -> Callable[[], Tokenizer | None]:
-    """Begins to make the tokenizer of files with these contents, or, where they are None, of the checkpoint's
-    directory; the function that is returned ends it. Of files that have passed all checks before it is made in a
-    thread, which takes a second beside the weights; others are read, and refused, at once."""
+    """Begins to make the tokenizer of files with these contents or, where they are None, of the checkpoint's
+    directory; the function that is returned waits for it. It is made in a thread, for about a second while the weights
+    are read, if its files have passed all checks before; other files are read, and refused, at once."""
     files = _tokenizer_files(path, contents)
 
     def make() -> Tokenizer | None:
@@ -64,7 +64,7 @@ def _tokenizer_files(path: Path, contents: Mapping[str, str] | None) -> Tokenize
 
 @contextmanager
 def _naming(path: Path, contents: Mapping[str, str] | None) -> Iterator[None]:
-    """Errors of a tokenizer that is part of a file name the file."""
+    """Within the block, errors name the GGUF file that the tokenizer is part of."""
     try:
         yield
     except ValueError as error:

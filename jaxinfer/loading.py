@@ -319,7 +319,7 @@ class _Reading:
 
 
 def _alias_sampling(named: FoundModel) -> dict[str, Any]:
-    """The alias's fields of `SamplingParams`. Raises StoreError for what is none."""
+    """The alias's fields of `SamplingParams`. Raises StoreError for unknown names and invalid values."""
     try:
         params = SamplingParams.from_dict({"max_tokens": None, **named.sampling})
     except SamplingParamsError as error:

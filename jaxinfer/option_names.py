@@ -37,7 +37,7 @@ class OtherName:
       ours: what to write here, for tables and messages.
       read: our options for a value; None where there is no option of the same meaning. Raises ValueError for a value
         without a counterpart.
-      harmless: values that ask for what happens anyway.
+      harmless: values that change nothing, since they describe what happens anyway.
       is_switch: whether its flag takes no value.
     """
 
@@ -103,7 +103,8 @@ def _draft(value: Any) -> Values:
 
 
 def _speculative_config(value: Any) -> Values:
-    """vLLM's dictionary, as far as ours means the same."""
+    """Our options for vLLM's dictionary `speculative_config`. Raises ValueError for keys and methods without a
+    counterpart."""
     known = ("model", "method", "num_speculative_tokens")
     if not isinstance(value, Mapping):
         raise ValueError("it must be a dictionary; ours are draft= and num_draft_tokens=")
@@ -202,7 +203,7 @@ _REFUSED: Mapping[Scope, Mapping[str, str]] = {
         "see --log-prompts": "log_requests enable_log_requests disable_log_requests",
     },
 }
-# Values of these names that ask for what happens anyway.
+# Values of these names that describe what happens anyway.
 _HARMLESS: tuple[tuple[Any, str], ...] = (
     (
         False,

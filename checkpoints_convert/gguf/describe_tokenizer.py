@@ -1,6 +1,6 @@
 """The tokenizer of a checkpoint as metadata of a GGUF file.
 
-llama.cpp splits text by rules that it has under a name, so that the name must be found: as its converter does, by
+llama.cpp splits text by built-in rules, which a file names. The name is determined as llama.cpp's converter does, by
 comparing how a text with all kinds of characters is split. The file's tokenizer is then rebuilt and compared with the
 original. Where that fails, llama.cpp is given token ids only (`tokenizer.ggml.model` "no_vocab"), and the complete
 tokenizer.json is stored for readers that use it, as `gguf.tokenizer` does.

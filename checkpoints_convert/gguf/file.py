@@ -3,7 +3,7 @@
 The format (ggml, docs/gguf.md): magic, version, counts; key-value pairs; one entry per tensor; then, from the next
 multiple of the alignment on, the tensors' bytes. All sizes are compared with the file's before anything of that size
 is read, so a file cannot make this module allocate more than it has bytes. Strings and arrays stay in the file until
-they are asked for."""
+they are read."""
 
 import hashlib
 import math

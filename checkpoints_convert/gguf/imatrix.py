@@ -30,8 +30,8 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 def read_imatrix(path: Path) -> dict[str, np.ndarray]:
     """float32 [experts, inputs] by tensor, one row where there are no experts; 1 for an expert that saw no token.
 
-    Raises CheckpointError for a file that is none of the two forms, truncated, or has values that are not finite or
-    negative.
+    Raises CheckpointError for a file that has neither of the two forms, is truncated, or has values that are not
+    finite or negative.
     """
     try:
         with path.open("rb") as file:

@@ -53,7 +53,7 @@ class InputStatistics(NamedTuple):
 
 
 def experts_at_once(name: str, width: int, memory: int) -> int:
-    """How many Hessians [width, width] of experts `memory` bytes hold. Raises ValueError where it is none."""
+    """How many Hessians [width, width] of experts `memory` bytes hold. Raises ValueError if not even one fits."""
     size = 4 * width * width
     if size > memory:
         raise ValueError(
@@ -123,8 +123,8 @@ _CHOSEN = "mlp.router.chosen"
 class KeptInputs:
     """Inputs of the linear layers `KEPT` of one decoder layer, by chunk of the text, so that they are computed once.
 
-    At most `KEPT_BYTES`. They are those of the parameters that computed them: what comes before such a linear layer
-    must not change afterwards.
+    At most `KEPT_BYTES`. They are valid only for the parameters that computed them: what comes before such a linear
+    layer must not change afterwards.
     """
 
     def __init__(self) -> None:
@@ -283,7 +283,7 @@ _Given = Mapping[str, jax.Array]  # inputs of linear layers that are not compute
 
 
 def _record(layer: DecoderLayer, given: _Given) -> dict[str, jax.Array]:
-    """Inputs of the layer's modules by name, which are there once it has run."""
+    """A dict that has the inputs of the layer's modules, by name, once the layer has run."""
     inputs: dict[str, jax.Array] = {}
     for path, linear in list(nnx.iter_modules(layer)):
         if isinstance(linear, Linear):

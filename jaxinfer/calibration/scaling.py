@@ -110,7 +110,7 @@ _FoldScales = dict[Fold, tuple[jax.Array, InputStatistics | None]]  # the scale 
 
 
 def awq(state: CalibratedLayer) -> None:
-    """Lin et al. 2023. The experts of a layer share one scale of what they all read, by the sum of their errors."""
+    """AWQ (Lin et al. 2023). The experts of a layer share one scale of their input, by the sum of their errors."""
     scales: _FoldScales = {}
     for fold in folds(state.config):
         names = tuple(name for name in fold.names if state.is_quantized(name))
@@ -164,7 +164,7 @@ def _relative_sizes(state: CalibratedLayer, fold: Fold, names: tuple[str, ...]) 
 
 
 def smoothquant(state: CalibratedLayer) -> None:
-    """Xiao et al. 2022, of what norms feed."""
+    """SmoothQuant (Xiao et al. 2022) of the linear layers that read the output of a norm."""
     scales: _FoldScales = {}
     for fold in folds(state.config):
         if fold.norm is not None and any(state.is_quantized(name) for name in fold.names):
@@ -176,7 +176,7 @@ def smoothquant(state: CalibratedLayer) -> None:
 
 
 def _fold_and_round(state: CalibratedLayer, scales: _FoldScales) -> None:
-    """Divides inputs by their scales, multiplies the weights that read them, clips those if asked, and rounds."""
+    """Divides inputs by their scales, multiplies the weights that read them, clips those by option, and rounds."""
     divisors: dict[str, jax.Array] = {}  # of a linear layer's outputs
     multipliers: dict[str, jax.Array] = {}  # of its inputs
     for fold, (scale, _) in scales.items():
@@ -208,7 +208,7 @@ def _fold_and_round(state: CalibratedLayer, scales: _FoldScales) -> None:
 
 
 def _divide_norm(state: CalibratedLayer, name: str, scale: jax.Array) -> jax.Array:
-    """Divides what a norm gives; returns the scale it is then really divided by."""
+    """Divides a norm's output by `scale`; returns the scale that it is divided by once the norm's weight is rounded."""
     norm, is_zero_centred = find(state.result, name), state.config.norm == "rms_zero_centred"
     norm["weight"], scale = fold_into_norm(
         norm["weight"], scale, zero_centred=is_zero_centred, dtype=state.options.dtype
@@ -262,7 +262,7 @@ def _round_stacks(
 
 
 def _sharing(config: ModelConfig, fold: Fold) -> Callable[[jax.Array], jax.Array]:
-    """Makes one of what belongs to inputs that are divided together: the mean, for all of them."""
+    """A function that replaces the values of inputs that have to share a scale by their mean."""
     if not fold.is_by_kv_head:
         return lambda values: values
 

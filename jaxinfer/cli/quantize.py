@@ -76,7 +76,7 @@ class QuantizeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """Options of --calibration. None is not given."""
+    """Options of --calibration. None: not given."""
 
     num_rows: int | None = _text("Number of samples of the text; default: 128.", "N", "--samples", min=2)
     length: int | None = _text("Tokens of each sample; default: 512.", "N", min=2)
@@ -85,7 +85,7 @@ class TextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions:
-    """Options of the methods that their groups name. None is not given."""
+    """Options of the methods that their groups name. None: not given."""
 
     act_order: bool | None = _gptq(
         "Quantize inputs with large activations first; default: yes.", flag="--act-order/--no-act-order"

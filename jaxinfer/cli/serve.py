@@ -83,9 +83,9 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
 
 
 def several_models(model: str, arguments: dict[str, Any], options: ServerOptions) -> "Service":
-    """The service of a server of several models, with `model`, "" for none, as the one of requests that name none.
+    """The service of a server of several models, with `model` ("": none) for requests that name no model.
 
-    Raises UsageError for one that is not here, ValueError for two of one name.
+    Raises UsageError for a model that is not on this machine, ValueError for two models of one name.
     """
     from jaxinfer import compilation_cache
     from jaxinfer.api.arguments import checked_options

@@ -323,7 +323,7 @@ def _variants_of_layers_draft(spec: EngineSpec, kinds: list[list[int]]) -> _Vari
 
 
 def _layer_kinds(spec: EngineSpec) -> list[list[int]]:
-    """The layers by kind, of which those whose pages a policy treats in another way are of another."""
+    """The layers by kind; layers whose pages a policy treats differently are of different kinds."""
     kinds: dict[tuple[int, str], list[int]] = {}
     for number, kind in enumerate(layer_kinds(spec.config, spec.params).values()):
         for layer in kind:

@@ -115,7 +115,7 @@ def _check_sampling(alias: Alias, where: str | Path) -> None:
 
 
 def aliases() -> list[Alias]:
-    """All aliases, by name. A file that is not one is left out, with a warning."""
+    """All aliases, by name. A file that cannot be read as one is left out, with a warning."""
     readable = []
     for path in sorted((home() / "aliases").glob(f"*{_SUFFIX}")):
         name = path.name.removesuffix(_SUFFIX)

@@ -39,7 +39,8 @@ class StoredModel:
 def list_models() -> tuple[StoredModel, ...]:
     """Pulled models, aliases of models that are here, and embedded models. None of them lacks a file.
 
-    An alias that cannot be read is left out, with a warning. Raises StoreError for such a manifest.
+    An alias that cannot be read is left out, with a warning. Raises StoreError for a manifest that cannot be
+    read.
     """
     models = []
     newest: set[str] = set()

@@ -18,7 +18,7 @@ def short_names() -> Mapping[str, Mapping[str, str]]:
 
 
 def repository_of(name: str, tag: str | None = None) -> str | None:
-    """The repository of a short name, in upper or lower case; None for a name that is none.
+    """The repository of a short name, in upper or lower case; None if `name` is not one.
 
     Raises UnknownModelError for a tag that the name does not have, with those that it has.
     """

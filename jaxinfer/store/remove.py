@@ -91,7 +91,7 @@ def _remove_pulled(hub: HubName) -> Removed:
 
 
 def users_of(model: PulledModel) -> list[str]:
-    """Aliases whose model, or whose draft, this one is."""
+    """Names of the aliases that use this model, as their model or their draft."""
     users = set()
     for name, hub in _names_in_aliases():
         if hub.repository == model.repository and model.is_variant(hub.variant):

@@ -247,7 +247,8 @@ class TrialRunner:
         )
 
     def _open_beside(self, llm: LLM) -> None:
-        """Opens the baseline, which `llm` is, beside the trials: on a CPU where it takes little of the memory."""
+        """Opens a second engine of the baseline `llm`, measured beside the trials: on a CPU, if it takes little of the
+        memory."""
         engine = llm.engine.engines[0]
         memory = engine.runner.memory
         held = memory.weights + sum(group.pool_bytes for group in engine.spec.groups)

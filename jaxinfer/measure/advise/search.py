@@ -226,8 +226,8 @@ def pooled(rows: Sequence[TrialResult]) -> TrialResult:
 
 
 def promising(goal: Goal, rows: Sequence[TrialResult], base: Sequence[TrialResult]) -> list[TrialResult]:
-    """The results within the limits that may be better than the baseline, the best first: their medians are, whatever
-    the noise; if the baseline is outside the limits, all that are within."""
+    """The results within the limits whose median is better than the baseline's, whatever the noise, the best first;
+    if the baseline is outside the limits, all results that are within."""
     pairs = [(row, judge(goal, row, base)) for row in rows]
     good = [(row, its) for row, its in pairs if its.verdict in ("better", "same", "worse")]
     if goal.ruled_out(base[0]) is None:

@@ -120,7 +120,7 @@ class Server:
         return [model["id"] for model in json.loads(body)["data"]]
 
     async def complete(self, body: dict[str, Any], trace: Trace) -> None:
-        """Streams a completion; `trace` gets the times of its parts, and the numbers of tokens that the server tells.
+        """Streams a completion; `trace` gets the times of its parts, and the numbers of tokens that the server reports.
 
         Raises RemoteRequestError, OSError.
         """

@@ -249,7 +249,7 @@ def beginning(tokenizer: Tokenizer) -> list[int]:
 
 def pieces(documents: Sequence[Sequence[int]], start: Sequence[int], num_tokens: int, count: int) -> list[list[int]]:
     """Up to `count` pieces of `num_tokens` tokens, `start` included: the first of each document, then the second ones.
-    A shorter rest is taken of a document that has nothing else.
+    A document that is shorter than a piece is taken whole.
 
     Raises ValueError where nothing has two tokens.
     """

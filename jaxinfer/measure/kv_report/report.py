@@ -126,7 +126,7 @@ class CacheFigures:
 
 
 def read_policies(text: str) -> list[str]:
-    """Policies separated by commas, "all" among them. Raises ValueError for what is none."""
+    """Policies separated by commas, "all" among them. Raises ValueError for names that are no policy, and for none."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     policies = [ALL if name == ALL else str(parse_policy(name)) for name in names]
     if not policies:
