@@ -169,13 +169,13 @@ def declared_headers(
         stored = group.placements[0].stored
         for name in map(rename, group.sources):
             module = name.removesuffix(".weight")
-            found = None if role is None else method.stored(DenseModule(module, stored, role, dtype))
-            if found is None:
+            by_suffix = None if role is None else method.stored(DenseModule(module, stored, role, dtype))
+            if by_suffix is None:
                 headers[name] = (dtype, stored)
                 continue
             num_quantized += 1
             separator = "." if name.endswith(".weight") else "_"
-            headers |= {f"{module}{separator}{suffix}": header for suffix, header in found.items()}
+            headers |= {f"{module}{separator}{suffix}": header for suffix, header in by_suffix.items()}
     if not num_quantized and method.name != "compressed-tensors":  # which also declares scales of a cache alone
         raise FormatError(f"{method.name} quantizes no module of this model")
     return headers

@@ -200,7 +200,7 @@ def _finish_native(
     config = native_config(source.config, origin, journal.merged("quantized"), source.kv_scales)
     write_json(partial / NATIVE_CONFIG, config)
     entries = journal.merged("files") | measure(partial, [*carried, NATIVE_CONFIG])
-    if problems := size_problems(partial, entries):  # somebody removed files of finished units
+    if problems := size_problems(partial, entries):  # files of finished units were removed
         raise CheckpointError(partial, *problems)
     write_manifest(partial, entries, journal.merged("parameters"), journal.merged("arrays"))
     for name in [*carried, MANIFEST]:

@@ -130,9 +130,9 @@ def cached(repo_id: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, local_files_only=True))
     except errors.IncompleteSnapshotError as error:
-        reason = f"is not complete in the local cache, and the hub is not to be asked (offline): {_first_line(error)}"
+        reason = f"is not complete in the local cache, and the hub may not be contacted (offline): {_first_line(error)}"
     except errors.LocalEntryNotFoundError:
-        reason = "is not in the local cache, and the hub is not to be asked (offline)"
+        reason = "is not in the local cache, and the hub may not be contacted (offline)"
     raise CheckpointNotFoundError(repo_id, reason)
 
 

@@ -89,8 +89,8 @@ def join_outputs(weights: Sequence[QuantizedArray], outputs: Sequence[Outputs]) 
 
     def put(parts: Sequence[np.ndarray]) -> np.ndarray:
         whole = np.empty((parts[0].shape[0], stored), parts[0].dtype)
-        for part, one in zip(parts, outputs, strict=True):
-            whole[:, one.index] = part
+        for part, output in zip(parts, outputs, strict=True):
+            whole[:, output.index] = part
         return whole
 
     zeros = None if first.zeros is None else put([np.asarray(weight.zeros) for weight in plain])

@@ -78,15 +78,15 @@ class BitsAndBytes(Method):
         if self.bits == 8:
             return {"weight": ("I8", module.shape), "SCB": ("F32", (outputs,)), "weight_format": ("U8", ())}
         num_blocks = -(-outputs * inputs // _USUAL_BLOCK)
-        found: dict[str, TensorHeader] = {
+        headers: dict[str, TensorHeader] = {
             "weight": ("U8", (-(-outputs * inputs // 2), 1)),
             "weight.quant_map": ("F32", (16,)),
             f"{_STATE}bitsandbytes__{self.quant_type}": ("U8", (1,)),
         }
         if not self.is_nested:
-            return {**found, "weight.absmax": ("F32", (num_blocks,))}
+            return {**headers, "weight.absmax": ("F32", (num_blocks,))}
         return {
-            **found,
+            **headers,
             "weight.absmax": ("U8", (num_blocks,)),
             "weight.nested_absmax": ("F32", (-(-num_blocks // _USUAL_NESTED),)),
             "weight.nested_quant_map": ("F32", (256,)),

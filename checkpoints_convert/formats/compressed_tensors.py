@@ -127,17 +127,17 @@ def stored_headers(form: str, weights: WeightScheme, module: DenseModule) -> dic
         return nvfp4_headers(module.shape, is_modelopt=False)
     block = _block(weights, outputs, inputs)
     scales = (-(-outputs // block[1]), -(-inputs // block[0]))
-    found: dict[str, TensorHeader] = {"weight_scale": (module.dtype, scales)}
+    headers: dict[str, TensorHeader] = {"weight_scale": (module.dtype, scales)}
     if form == "pack-quantized":
-        found["weight_packed"] = ("I32", (outputs, num_words(inputs, weights.bits)))
-        found["weight_shape"] = ("I64", (2,))
+        headers["weight_packed"] = ("I32", (outputs, num_words(inputs, weights.bits)))
+        headers["weight_shape"] = ("I64", (2,))
         if not weights.symmetric:
-            found["weight_zero_point"] = ("I32", (num_words(outputs, weights.bits), scales[1]))
+            headers["weight_zero_point"] = ("I32", (num_words(outputs, weights.bits), scales[1]))
         if weights.is_reordered:
-            found["weight_g_idx"] = ("I32", (inputs,))
-        return found
-    found["weight"] = ("I8" if weights.kind == "int" else "F8_E4M3", module.shape)
-    return found if weights.symmetric else {**found, "weight_zero_point": ("I8", scales)}
+            headers["weight_g_idx"] = ("I32", (inputs,))
+        return headers
+    headers["weight"] = ("I8" if weights.kind == "int" else "F8_E4M3", module.shape)
+    return headers if weights.symmetric else {**headers, "weight_zero_point": ("I8", scales)}
 
 
 def _block(weights: WeightScheme, outputs: int, inputs: int) -> tuple[int, int]:

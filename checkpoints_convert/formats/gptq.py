@@ -214,15 +214,15 @@ def _overrides(dynamic: Any) -> tuple[tuple[tuple[str, dict[str, Any]], ...], tu
         return (), ()
     if not isinstance(dynamic, Mapping) or not all(isinstance(fields, Mapping) for fields in dynamic.values()):
         raise FormatError(f"dynamic must map patterns to fields, got {dynamic!r}")
-    found, dense = [], []
+    overrides, dense = [], []
     for pattern, fields in dynamic.items():
         name = pattern.removeprefix("+:").removeprefix("-:")
         check_pattern(name)
         if pattern.startswith("-:"):
             dense.append(name)
         else:
-            found.append((name, dict(fields)))
-    return tuple(found), tuple(dense)
+            overrides.append((name, dict(fields)))
+    return tuple(overrides), tuple(dense)
 
 
 def check_pattern(pattern: str) -> None:

@@ -55,7 +55,7 @@ def read_kv_scales(
     warning. Scales of queries, which are never quantized here, are named in a warning too. `attention_layers` None is
     all layers.
     """
-    found: list[dict[str, tuple[float, ...]]] = [{} for _ in range(num_layers)]
+    by_layer: list[dict[str, tuple[float, ...]]] = [{} for _ in range(num_layers)]
     for name, (layer, kind) in kv_scale_names(headers).items():
         if kind == "q_scale":
             _LOG.warning("%s: queries are not quantized, the scale is not applied", name)
@@ -63,12 +63,12 @@ def read_kv_scales(
         values = tuple(float(value) for value in read(name).astype(np.float32).reshape(-1))
         sides = "kv" if kind == "kv_scale" else "k" if kind in _KEY else "v"
         for side in sides:
-            found[layer].setdefault(side, values)
-    if not any(found):
+            by_layer[layer].setdefault(side, values)
+    if not any(by_layer):
         return ()
     cached = range(num_layers) if attention_layers is None else attention_layers
     none = LayerKVScales((1.0,), (1.0,))
-    return tuple(_layer(number, scales) if number in cached else none for number, scales in enumerate(found))
+    return tuple(_layer(number, scales) if number in cached else none for number, scales in enumerate(by_layer))
 
 
 def _layer(number: int, scales: Mapping[str, tuple[float, ...]]) -> LayerKVScales:

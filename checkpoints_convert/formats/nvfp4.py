@@ -95,9 +95,9 @@ class ModelOptNvfp4(Method):
             return None
         if is_named(module, self.excluded):
             raise FormatError("is stored as U8, and the configuration excludes the module", "weight")
-        found = nvfp4_reader(shape, headers, is_modelopt=True)
+        reader = nvfp4_reader(shape, headers, is_modelopt=True)
         notes = ("activations declared as 4-bit float stay floating-point",) if "input_scale" in headers else ()
-        return replace(found, notes=notes)
+        return replace(reader, notes=notes)
 
     def stored(self, module: DenseModule) -> dict[str, TensorHeader] | None:
         if module.role != "linear" or is_named(module.name, self.excluded):

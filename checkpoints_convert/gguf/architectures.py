@@ -53,8 +53,8 @@ def _num_experts(metadata: Metadata) -> int:
     tensors = metadata.index.tensors
     router = next((name for name in tensors if name.endswith(".ffn_gate_inp.weight")), None)
     if router is not None and tensors[router].shape[0] != count:
-        found = list(tensors[router].shape)
-        metadata.problem("expert_count", f"is {count}, the router {router!r} has the shape {found}")
+        shape = list(tensors[router].shape)
+        metadata.problem("expert_count", f"is {count}, the router {router!r} has the shape {shape}")
         return 1
     return count
 
@@ -140,8 +140,8 @@ def _check_gating(metadata: Metadata, is_v3: bool) -> None:
     value = _or_zero(metadata, name)
     if known.get(value) != wanted:
         bias = "a" if is_v3 else "no"
-        found = f"is {value}, {known.get(value, 'unknown')}" if metadata.has(name) else "is missing, which is softmax"
-        metadata.problem(name, f"{found}; with {bias} bias of the experts' choice only {wanted} is supported")
+        stated = f"is {value}, {known.get(value, 'unknown')}" if metadata.has(name) else "is missing, which is softmax"
+        metadata.problem(name, f"{stated}; with {bias} bias of the experts' choice only {wanted} is supported")
 
 
 def _glm4moe(metadata: Metadata) -> Values:
@@ -186,19 +186,19 @@ def _windows(metadata: Metadata) -> Values:
     """`sliding_window` (None for 0 or no such key) and, if the file has a pattern, `layer_types`."""
     name = "attention.sliding_window"
     window = None if metadata.is_zero(name) else metadata.integer(name, None, is_width=False)
-    found: Values = {"sliding_window": window}
+    values: Values = {"sliding_window": window}
     pattern = f"{name}_pattern"
     num_layers = metadata.integer("block_count", is_width=False)
     if not metadata.has(pattern) or num_layers > len(metadata.index.tensors):
-        return found
+        return values
     if metadata.index.count(f"{metadata.prefix}{pattern}") is not None:
         is_sliding = metadata.flags(pattern, num_layers)
     else:  # every n-th layer has full attention; 0: none has
         every = _or_zero(metadata, pattern)
         is_sliding = [not every or (layer + 1) % every != 0 for layer in range(num_layers)]
     if window is None or is_sliding is None:  # the pattern has no effect, or was reported
-        return found
-    return {**found, "layer_types": ["sliding_attention" if one else "full_attention" for one in is_sliding]}
+        return values
+    return {**values, "layer_types": ["sliding_attention" if slides else "full_attention" for slides in is_sliding]}
 
 
 def _cap(metadata: Metadata, name: str, default: float | None) -> float | None:
@@ -240,8 +240,8 @@ def _gemma3(metadata: Metadata) -> Values:
 
 def _phi3(metadata: Metadata) -> Values:
     original = metadata.integer("rope.scaling.original_context_length", None, is_width=False)
-    found: Values = {**_windows(metadata)}
-    return found if original is None else {**found, "original_max_position_embeddings": original}
+    values: Values = {**_windows(metadata)}
+    return values if original is None else {**values, "original_max_position_embeddings": original}
 
 
 def _stablelm(metadata: Metadata) -> Values:

@@ -92,10 +92,10 @@ def _common(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
 def _check_layers(metadata: Metadata, num_layers: int) -> None:
     """Reports a number of layers for which the file has no tensors, before anything of that size is made."""
     tensors = metadata.index.tensors
-    found = Counter(int(match[1]) for name in tensors if (match := _OF_LAYER.match(name)))
-    lacking = [layer for layer in range(min(num_layers, len(tensors) + 1)) if found[layer] < _FEWEST_TENSORS]
+    counts = Counter(int(match[1]) for name in tensors if (match := _OF_LAYER.match(name)))
+    lacking = [layer for layer in range(min(num_layers, len(tensors) + 1)) if counts[layer] < _FEWEST_TENSORS]
     if lacking:
-        held = f"layer {lacking[0]} has {found[lacking[0]]} of the file's {len(tensors)} tensors"
+        held = f"layer {lacking[0]} has {counts[lacking[0]]} of the file's {len(tensors)} tensors"
         metadata.problem("block_count", f"is {num_layers}, but {held}, too few for a layer")
 
 
@@ -109,8 +109,8 @@ def _rope(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
     if int(head_dim * partial) != rotary_dim:  # rounded down
         partial = math.nextafter(partial, 1)
     theta = metadata.number("rope.freq_base", 10000.0)
-    found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(metadata, theta, rotary_dim, values)}
-    return found if rotary_dim == head_dim else {**found, "partial_rotary_factor": partial}
+    rope: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(metadata, theta, rotary_dim, values)}
+    return rope if rotary_dim == head_dim else {**rope, "partial_rotary_factor": partial}
 
 
 def _scaling(metadata: Metadata, theta: float, rotary_dim: int, values: dict[str, Any]) -> dict[str, Any] | None:
@@ -141,33 +141,33 @@ def _scaling(metadata: Metadata, theta: float, rotary_dim: int, values: dict[str
 
 def _scaling_factor(metadata: Metadata) -> float:
     """The scaling factor, by default 1; 0 means 1. Files of 2023 have another key."""
-    found = 1.0
+    factor = 1.0
     for name in ("rope.scale_linear", "rope.scaling.factor"):  # the later one takes precedence
         if metadata.has(name):
-            found = 1.0 if metadata.is_zero(name) else metadata.number(name)
-    return found
+            factor = 1.0 if metadata.is_zero(name) else metadata.number(name)
+    return factor
 
 
 def _yarn(metadata: Metadata, factor: float, original: int, architecture: str) -> dict[str, Any]:
-    found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for name in ("beta_fast", "beta_slow"):
         if metadata.has(f"rope.scaling.yarn_{name}"):
-            found[name] = metadata.number(f"rope.scaling.yarn_{name}")
+            scaling[name] = metadata.number(f"rope.scaling.yarn_{name}")
     multiplier = "rope.scaling.yarn_log_multiplier"
     if metadata.has(multiplier) and not metadata.is_zero(multiplier):
         # 0.1 * mscale_all_dim, which is mscale in DeepSeek; other models have another meaning of it in llama.cpp.
         mscale = float(f"{10 * metadata.number(multiplier):.7g}")
-        found |= {"mscale": mscale, "mscale_all_dim": mscale}
+        scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
         if not architecture.startswith("Deepseek"):
             metadata.problem(multiplier, "is supported for deepseek2 only")
     metadata.expect("rope.scaling.yarn_ext_factor", 1, -1)  # -1 is llama.cpp's "not set", which is 1
     # Some files have the total factor of cos and sin, others an additional factor.
-    total = 1.0 if factor <= 1 or "mscale" in found else 0.1 * math.log(factor) + 1.0
+    total = 1.0 if factor <= 1 or "mscale" in scaling else 0.1 * math.log(factor) + 1.0
     metadata.expect("rope.scaling.attn_factor", 1, total)
     metadata.expect("rope.scaling.yarn_attn_factor", total)
     if architecture == "GptOssForCausalLM":
-        found["truncate"] = False
-    return found
+        scaling["truncate"] = False
+    return scaling
 
 
 def _from_divisors(
@@ -206,20 +206,20 @@ def _longrope(metadata: Metadata, rotary_dim: int, original: int, length: int) -
     short = _factors(metadata, "rope_factors_short.weight", rotary_dim)
     if long is None or short is None:
         return None
-    found = {"rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist()}
+    scaling = {"rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist()}
     given = metadata.number("rope.scaling.attn_factor", None)
     computed = math.sqrt(1 + math.log(length / original) / math.log(original)) if length > original > 1 else 1.0
     if given is not None and not math.isclose(given, computed, rel_tol=1e-5):
-        found["attention_factor"] = given
-    return found
+        scaling["attention_factor"] = given
+    return scaling
 
 
 def _factors(metadata: Metadata, name: str, rotary_dim: int) -> np.ndarray | None:
     """float64 [rotary_dim / 2] of a tensor of factors; None, with a problem, if it is missing or malformed."""
     entry = metadata.index.tensors.get(name)
     if entry is None or entry.shape != (rotary_dim // 2,) or entry.kind.is_quantized:
-        found = "missing" if entry is None else f"{entry.kind.name}{list(entry.shape)}"
-        metadata.problems.append(f"tensor {name!r} is {found}, not {rotary_dim // 2} numbers")
+        actual = "missing" if entry is None else f"{entry.kind.name}{list(entry.shape)}"
+        metadata.problems.append(f"tensor {name!r} is {actual}, not {rotary_dim // 2} numbers")
         return None
     values = dequantize(entry.kind.name, metadata.index.read(name)).reshape(-1)
     if not (np.isfinite(values) & (values > 0)).all():

@@ -44,7 +44,7 @@ def metadata_of(config: ModelConfig, where: Path) -> tuple[dict[str, Any], dict[
     if any(window is not None for window in config.sliding_windows):
         raise CheckpointError(where, f"has a sliding window, which llama.cpp's {name!r} does not have")
     head_dim = config.head_dim
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -61,40 +61,40 @@ def metadata_of(config: ModelConfig, where: Path) -> tuple[dict[str, Any], dict[
         "expert_feed_forward_length": values.get("moe_intermediate_size"),
     }
     rope, tensors = _rope(values, head_dim, where)
-    keyed = {f"{name}.{key}": value for key, value in (found | rope).items() if value is not None}
+    keyed = {f"{name}.{key}": value for key, value in (metadata | rope).items() if value is not None}
     return {"general.architecture": name, "general.quantization_version": 2, **keyed}, tensors
 
 
 def _rope(values: Mapping[str, Any], head_dim: int, where: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     theta = float(values.get("rope_theta") or 10000.0)
-    found: dict[str, Any] = {"rope.freq_base": theta}
+    metadata: dict[str, Any] = {"rope.freq_base": theta}
     scaling = values.get("rope_scaling") or {}
     kind = scaling.get("rope_type", "default")
     if kind == "llama3" and all(scaling[name] == value for name, value in LLAMA3.items()):
         divisors = llama3_divisors(theta, head_dim, float(scaling["factor"]))
-        return found, {"rope_freqs.weight": divisors.astype(np.float32)}
+        return metadata, {"rope_freqs.weight": divisors.astype(np.float32)}
     if kind == "linear":
-        return {**found, "rope.scaling.type": "linear", "rope.scaling.factor": float(scaling["factor"])}, {}
+        return {**metadata, "rope.scaling.type": "linear", "rope.scaling.factor": float(scaling["factor"])}, {}
     if kind == "yarn":
         original = scaling.get("original_max_position_embeddings")
         keys = {"type": "yarn", "factor": float(scaling["factor"]), "original_context_length": original}
-        return found | {f"rope.scaling.{name}": value for name, value in keys.items() if value is not None}, {}
+        return metadata | {f"rope.scaling.{name}": value for name, value in keys.items() if value is not None}, {}
     if kind != "default":
         raise CheckpointError(where, f"rope_scaling {scaling} is not written as GGUF")
-    return found, {}
+    return metadata, {}
 
 
 def check_reads_back(index: GGUFIndex, config: ModelConfig, where: Path) -> None:
     """Raises CheckpointError, with the fields, unless the metadata describe the model again. `index` needs the
     tensors' names and shapes only."""
-    found = model_config(huggingface_config(index), index.path)
-    if config.architecture in WRITTEN and WRITTEN.get(found.architecture) == WRITTEN[config.architecture]:
-        found = replace(found, architecture=config.architecture)
-    found = replace(found, dtype=config.dtype)
+    read_back = model_config(huggingface_config(index), index.path)
+    if config.architecture in WRITTEN and WRITTEN.get(read_back.architecture) == WRITTEN[config.architecture]:
+        read_back = replace(read_back, architecture=config.architecture)
+    read_back = replace(read_back, dtype=config.dtype)
     differing = [
-        f"{field.name} {getattr(config, field.name)!r} would be read as {getattr(found, field.name)!r}"
+        f"{field.name} {getattr(config, field.name)!r} would be read as {getattr(read_back, field.name)!r}"
         for field in fields(ModelConfig)
-        if getattr(found, field.name) != getattr(config, field.name)
+        if getattr(read_back, field.name) != getattr(config, field.name)
     ]
     if differing:
-        raise CheckpointError(where, *(f"GGUF cannot say it: {one}" for one in differing))
+        raise CheckpointError(where, *(f"GGUF cannot say it: {difference}" for difference in differing))

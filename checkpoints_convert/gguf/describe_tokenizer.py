@@ -1,6 +1,6 @@
 """The tokenizer of a checkpoint as metadata of a GGUF file.
 
-llama.cpp splits text by rules that it has under a name, so that the name must be found: as its converter does, by
+llama.cpp splits text by built-in rules, which a file names. The name is determined as llama.cpp's converter does, by
 comparing how a text with all kinds of characters is split. The file's tokenizer is then rebuilt and compared with the
 original. Where that fails, llama.cpp is given token ids only (`tokenizer.ggml.model` "no_vocab"), and the complete
 tokenizer.json is stored for readers that use it, as `gguf.tokenizer` does.
@@ -53,15 +53,17 @@ def tokenizer_metadata(
     shared = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, **named, **_templates(files)}
     original = tokenizers.Tokenizer.from_str(text)
     added = _added_tokens(original, ids)
-    found = _byte_level(spec, tokens) if not spec["model"].get("byte_fallback") else _sentencepiece(spec, tokens, kinds)
-    if isinstance(found, dict):
-        keys = {**shared, **found, **added}
+    keys_or_reason = (
+        _byte_level(spec, tokens) if not spec["model"].get("byte_fallback") else _sentencepiece(spec, tokens, kinds)
+    )
+    if isinstance(keys_or_reason, dict):
+        keys = {**shared, **keys_or_reason, **added}
         rebuilt = tokenizers.Tokenizer.from_str(json.dumps(read_back(keys)))
         differing = next((probe for probe in PROBES if rebuilt.encode(probe).ids != original.encode(probe).ids), None)
         if differing is None:
             return keys, None
-        found = f"the rebuilt tokenizer encodes {differing[:20]!r} otherwise"
-    return {**shared, **added, "tokenizer.ggml.model": "no_vocab", "tokenizer.huggingface.json": text}, found
+        keys_or_reason = f"the rebuilt tokenizer encodes {differing[:20]!r} otherwise"
+    return {**shared, **added, "tokenizer.ggml.model": "no_vocab", "tokenizer.huggingface.json": text}, keys_or_reason
 
 
 def _text(file: Path | str) -> str:

@@ -32,9 +32,9 @@ def encode(kind: str, rows: np.ndarray, importance: np.ndarray | None = None) ->
     with np.errstate(over="ignore"):
         if kind in ("F32", "F16", "BF16"):
             dtype = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}[kind]
-            found = np.ascontiguousarray(rows.astype(dtype))
-            _check_finite(kind, found)
-            return found.view(np.uint8)
+            converted = np.ascontiguousarray(rows.astype(dtype))
+            _check_finite(kind, converted)
+            return converted.view(np.uint8)
         size = TYPES[kind].block_size
         blocks = rows.astype(np.float32, copy=False).reshape(-1, size)
         weights = None if importance is None else np.tile(importance.reshape(-1, size), (len(rows), 1))
@@ -53,9 +53,9 @@ def _check_finite(kind: str, numbers: np.ndarray) -> None:
 
 def _half(kind: str, numbers: np.ndarray) -> np.ndarray:
     """uint8 [blocks, 2] of float32 [blocks, 1]."""
-    found = numbers.astype(np.float16)
-    _check_finite(f"the scales of {kind}", found)
-    return found.view(np.uint8)
+    halves = numbers.astype(np.float16)
+    _check_finite(f"the scales of {kind}", halves)
+    return halves.view(np.uint8)
 
 
 def _inverse(scales: np.ndarray) -> np.ndarray:
@@ -90,8 +90,8 @@ def _q4_0(blocks: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
 
 def _q4_k(blocks: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
     groups = blocks.reshape(-1, 8, 32)
-    found = _fit_affine(groups, None if weights is None else weights.reshape(-1, 8, 32))
-    scales, minima = (np.asarray(part) for part in found)  # [blocks, 8] each; a weight is scale * code - minimum
+    fit = _fit_affine(groups, None if weights is None else weights.reshape(-1, 8, 32))
+    scales, minima = (np.asarray(part) for part in fit)  # [blocks, 8] each; a weight is scale * code - minimum
     numbers, packed = [], []
     for part in (scales, minima):
         whole = part.max(axis=1, keepdims=True) / np.float32(63)

@@ -3,7 +3,7 @@
 The format (ggml, docs/gguf.md): magic, version, counts; key-value pairs; one entry per tensor; then, from the next
 multiple of the alignment on, the tensors' bytes. All sizes are compared with the file's before anything of that size
 is read, so a file cannot make this module allocate more than it has bytes. Strings and arrays stay in the file until
-they are asked for."""
+they are read."""
 
 import hashlib
 import math
@@ -64,16 +64,16 @@ class FileCursor:
         """Skips strings, each a length of 8 bytes and as many bytes. Returns the position of each (int64)."""
         if count * LENGTH.size > self.num_left:
             self._check(count * LENGTH.size, what)
-        parts, found = [np.zeros(0, np.int64)], 0
-        while found < count:
-            self._check(LENGTH.size, f"string {found} of {what}")
-            wanted = max(_WINDOW, min((count - found) * _STRING_BYTES, _MAX_WINDOW))
+        parts, num_skipped = [np.zeros(0, np.int64)], 0
+        while num_skipped < count:
+            self._check(LENGTH.size, f"string {num_skipped} of {what}")
+            wanted = max(_WINDOW, min((count - num_skipped) * _STRING_BYTES, _MAX_WINDOW))
             begin = self.position
-            starts, after = string_starts(self._pread(min(wanted, self.num_left), what), count - found)
-            found += len(starts)
+            starts, after = string_starts(self._pread(min(wanted, self.num_left), what), count - num_skipped)
+            num_skipped += len(starts)
             last = int(starts[-1])
             self.position = begin + last + LENGTH.size
-            self.skip(after - last - LENGTH.size, f"string {found - 1} of {what}")
+            self.skip(after - last - LENGTH.size, f"string {num_skipped - 1} of {what}")
             parts.append(starts + begin)
         return np.concatenate(parts)
 
@@ -117,8 +117,8 @@ def string_starts(raw: bytes, limit: int) -> tuple[np.ndarray, int]:
             parts.append(likely[first : last + 1])
             position = int(after[last])
         else:
-            found, position = _one_by_one(raw, position, min(num_left, _STEPS))
-            parts.append(np.asarray(found, np.int64))
+            starts, position = _one_by_one(raw, position, min(num_left, _STEPS))
+            parts.append(np.asarray(starts, np.int64))
         num_left -= len(parts[-1])
     return np.concatenate(parts), position
 
@@ -137,11 +137,11 @@ def _likely(raw: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _one_by_one(raw: bytes, position: int, limit: int) -> tuple[list[int], int]:
-    found = []
-    while len(found) < limit and position + LENGTH.size <= len(raw):
-        found.append(position)
+    starts = []
+    while len(starts) < limit and position + LENGTH.size <= len(raw):
+        starts.append(position)
         position += LENGTH.size + LENGTH.unpack_from(raw, position)[0]
-    return found, position
+    return starts, position
 
 
 VERSIONS = (2, 3)

@@ -30,19 +30,19 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 def read_imatrix(path: Path) -> dict[str, np.ndarray]:
     """float32 [experts, inputs] by tensor, one row where there are no experts; 1 for an expert that saw no token.
 
-    Raises CheckpointError for a file that is none of the two forms, truncated, or has values that are not finite or
-    negative.
+    Raises CheckpointError for a file that has neither of the two forms, is truncated, or has values that are not
+    finite or negative.
     """
     try:
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
-            found = _of_gguf(path) if is_gguf else _of_binary(path, file.fileno())
+            importance = _of_gguf(path) if is_gguf else _of_binary(path, file.fileno())
     except OSError as error:
         raise CheckpointError(path, f"cannot be opened: {error.strerror}") from None
-    for name, array in found.items():
+    for name, array in importance.items():
         if bad := int((~(np.isfinite(array) & (array >= 0))).sum()):
             raise CheckpointError(path, f"{name!r}: {bad} of {array.size} values are negative or not finite")
-    return found
+    return importance
 
 
 def by_parameter(importance: Mapping[str, np.ndarray], config: ModelConfig, where: Path) -> dict[ParamPath, np.ndarray]:
@@ -55,21 +55,21 @@ def by_parameter(importance: Mapping[str, np.ndarray], config: ModelConfig, wher
         entry = ARCHITECTURES["llama"]
     if entry is None:
         raise CheckpointError(where, f"{config.architecture} has no name in GGUF, which an imatrix is for")
-    found = {}
+    by_path = {}
     for target, groups in layout(rules(entry.adds_one), config, entry.pairs_neighbours).of_target.items():
         name = next((name for group in groups for name in group.sources[:1] if name in importance), None)
         if name is not None and target[-1] == "weight":
-            found[target] = importance[name]
-    if not found:
+            by_path[target] = importance[name]
+    if not by_path:
         raise CheckpointError(where, f"the imatrix has no tensor of this model, {len(importance)} of others")
-    return found
+    return by_path
 
 
 def _of_gguf(path: Path) -> dict[str, np.ndarray]:
     with GGUFIndex(path) as index:
         if (kind := index.text("general.type")) != "imatrix":
             raise CheckpointError(path, f"general.type is {kind!r}, not 'imatrix'")
-        found = {}
+        importance = {}
         for name in index.tensors:
             if not name.endswith(_SUMS):
                 continue
@@ -84,10 +84,10 @@ def _of_gguf(path: Path) -> dict[str, np.ndarray]:
             if len(counts) != len(sums):
                 raise CheckpointError(path, f"tensor {counted!r} has {len(counts)} counts for {len(sums)} rows")
             with np.errstate(divide="ignore", invalid="ignore"):
-                found[name.removesuffix(_SUMS)] = np.where(counts > 0, sums / counts, np.float32(1))
-        if not found:
+                importance[name.removesuffix(_SUMS)] = np.where(counts > 0, sums / counts, np.float32(1))
+        if not importance:
             raise CheckpointError(path, f"has no tensor whose name ends in {_SUMS}")
-        return found
+        return importance
 
 
 def _of_binary(path: Path, descriptor: int) -> dict[str, np.ndarray]:
@@ -95,7 +95,7 @@ def _of_binary(path: Path, descriptor: int) -> dict[str, np.ndarray]:
     count = cursor.number("<i4", "the number of entries")
     if not 1 <= count <= MAX_TENSORS:
         raise CheckpointError(path, f"begins with {count} entries: not an imatrix")
-    found: dict[str, np.ndarray] = {}
+    importance: dict[str, np.ndarray] = {}
     for number in range(count):
         length = cursor.number("<i4", f"entry {number}")
         if not 0 < length <= MAX_NAME_BYTES:
@@ -104,11 +104,11 @@ def _of_binary(path: Path, descriptor: int) -> dict[str, np.ndarray]:
             name = cursor.take(length, f"entry {number}").decode()
         except UnicodeDecodeError:
             raise CheckpointError(path, f"the name of entry {number} is not UTF-8: not an imatrix") from None
-        if name in found:
+        if name in importance:
             raise CheckpointError(path, f"{name!r} appears twice")
         calls, size = cursor.number("<i4", name), cursor.number("<i4", name)
         if calls < 1 or size < 1:
             raise CheckpointError(path, f"{name!r} has {size} values of {calls} calls")
         values = np.frombuffer(cursor.take(4 * size, name), "<f4")
-        found[name] = (values / np.float32(calls)).reshape(1, -1)
-    return found
+        importance[name] = (values / np.float32(calls)).reshape(1, -1)
+    return importance

@@ -79,11 +79,11 @@ class GGUFIndex(GGUFFile):
                         f"is part of {count}, whose names must end in -00001-of-{int(count):05}{SUFFIX} and so on",
                     )
                 continue
-            found = (file.scalar("split.no"), count)
-            if found != (number, len(self._files)):
+            declared = (file.scalar("split.no"), count)
+            if declared != (number, len(self._files)):
                 raise CheckpointError(
                     file.path,
-                    f"split.no and split.count are {found[0]} and {found[1]}, its name says {number} of"
+                    f"split.no and split.count are {declared[0]} and {declared[1]}, its name says {number} of"
                     f" {len(self._files)}",
                 )
 

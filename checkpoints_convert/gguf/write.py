@@ -163,7 +163,7 @@ def _check_importance(
     one, and for shapes that do not fit."""
     if importance is None:
         return {}
-    found, problems = {}, []
+    weights, problems = {}, []
     for plan in plans:
         if not plan.kind.name.startswith("Q4"):
             continue
@@ -175,10 +175,10 @@ def _check_importance(
             wanted = [stacks, plan.shape[-1]]
             problems.append(f"the imatrix has {list(array.shape)} numbers for {plan.name!r}, not {wanted}")
         else:
-            found[plan.name] = array.reshape(stacks, -1)
+            weights[plan.name] = array.reshape(stacks, -1)
     if problems:
         raise CheckpointError(where, *problems)
-    return found
+    return weights
 
 
 def _tokenizer(source: Checkpoint, destination: Path) -> tuple[dict[str, Any], str | None]:

@@ -71,8 +71,8 @@ def _model_config(data: Mapping[str, Any], where: str | Path) -> ModelConfig:
         if hidden_size % num_heads:
             fields.problem("hidden_size", f"{hidden_size} is not a multiple of the {num_heads} attention heads")
         elif data.get("head_dim") not in (None, head_dim):
-            found = data["head_dim"]
-            problems.append(f"head_dim {found!r} is not supported for {family.architecture}, only {head_dim} is")
+            declared = data["head_dim"]
+            problems.append(f"head_dim {declared!r} is not supported for {family.architecture}, only {head_dim} is")
     num_kv_heads = num_heads if fields.is_null("num_key_value_heads") else family.num_kv_heads or num_heads
     max_positions = fields.integer("max_position_embeddings", family.max_position_embeddings)
     window = _window(fields, family)

@@ -128,14 +128,14 @@ def _kind_settings(
     original = top.integer(name, None) or fields.integer(name, max_position_embeddings)
     if kind == "llama3":
         return {"original_length": original, **_llama3(fields)}
-    found = {
+    settings = {
         "original_length": original,
         "factor": fields.optional("factor") or max_position_embeddings / original,
         "attention_factor": fields.optional("attention_factor"),
     }
     if kind == "yarn":
-        return {**found, **_yarn(fields)}
-    return {**found, **{name: fields.numbers(name, rotary_dim // 2) for name in ("short_factor", "long_factor")}}
+        return {**settings, **_yarn(fields)}
+    return {**settings, **{name: fields.numbers(name, rotary_dim // 2) for name in ("short_factor", "long_factor")}}
 
 
 def rope_fields(config: ModelConfig, form: RopeForm) -> dict[str, Any]:

@@ -128,15 +128,15 @@ def write_shards(
         tensors = _kv_tensors(config, family, kv_scales) if number == 1 else {}
         for group in shard_groups:
             paths = [placement.target for placement in group.placements]
-            found = [leaves.take(path) for path in paths]
-            if any(isinstance(leaf, QuantizedArray) for leaf in found):
+            params = [leaves.take(path) for path in paths]
+            if any(isinstance(leaf, QuantizedArray) for leaf in params):
                 for number_in_stack, source in enumerate(group.sources):
                     module = source.removesuffix(".weight")
-                    own = [_of_stack(leaf, number_in_stack) for leaf in found] if group.is_stacked else found
+                    own = [_of_stack(leaf, number_in_stack) for leaf in params] if group.is_stacked else params
                     parts, modules[module] = _compressed(own, group, directory)
                     tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}
             else:
-                arrays = [_cast(config, leaf, path, directory) for leaf, path in zip(found, paths, strict=True)]
+                arrays = [_cast(config, leaf, path, directory) for leaf, path in zip(params, paths, strict=True)]
                 tensors |= group.assemble(arrays)
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -214,11 +214,11 @@ def check_schemes(config: ModelConfig, leaf_of: Callable[[ParamPath], Any], wher
         if not any(isinstance(leaf, QuantizedArray) for leaf in leaves):
             continue
         names = _check_alike(leaves, group, where)
-        one = transposed if group.placements[0].target == ("embed",) else _first_of_stack
+        to_matrix = transposed if group.placements[0].target == ("embed",) else _first_of_stack
         for name, leaf in zip(names, leaves, strict=True):
             try:
                 _check_form(leaf.ndim - group.is_stacked, group)
-                stored_form(jax.eval_shape(one, leaf))
+                stored_form(jax.eval_shape(to_matrix, leaf))
             except ValueError as error:
                 raise UnwritableSchemeError(where, f"{name}: {error}") from None
 

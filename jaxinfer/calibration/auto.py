@@ -86,7 +86,7 @@ def choose_bits(sensitivity: Sensitivity, max_kl: float) -> dict[Part, int]:
     most per byte.
     """
     kl, sizes = sensitivity.kl, sensitivity.num_bytes
-    chosen = {part: min(found) for part, found in kl.items()}
+    chosen = {part: min(by_bits) for part, by_bits in kl.items()}
 
     def gain(part: Part, bits: int) -> float:
         bytes_more = sizes[part][bits] - sizes[part][chosen[part]]

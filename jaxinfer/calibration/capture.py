@@ -53,7 +53,7 @@ class InputStatistics(NamedTuple):
 
 
 def experts_at_once(name: str, width: int, memory: int) -> int:
-    """How many Hessians [width, width] of experts `memory` bytes hold. Raises ValueError where it is none."""
+    """How many Hessians [width, width] of experts `memory` bytes hold. Raises ValueError if not even one fits."""
     size = 4 * width * width
     if size > memory:
         raise ValueError(
@@ -66,7 +66,7 @@ def experts_at_once(name: str, width: int, memory: int) -> int:
 def sum_over_experts(
     mlp: SparseMoE, rows: jax.Array, chosen: jax.Array, first: jax.Array, total: InputStatistics, *, is_inner: bool
 ) -> InputStatistics:
-    """`total`, of some experts from `first` on, with these tokens.
+    """The statistics `total`, of the experts from `first` on, with these tokens added.
 
     Tokens are sorted by expert and taken a block of one expert at a time, as where experts run, so that the work grows
     with the experts of a token and not with those of the layer. A block's size is independent of how many experts
@@ -87,8 +87,8 @@ def sum_over_experts(
 
     def inner(block: jax.Array, expert: jax.Array) -> jax.Array:
         def project(stack, bias):
-            found = matmul(block, lax.dynamic_index_in_dim(stack, expert, keepdims=False))
-            return found if bias is None else found + bias[expert]
+            output = matmul(block, lax.dynamic_index_in_dim(stack, expert, keepdims=False))
+            return output if bias is None else output + bias[expert]
 
         gate = None if experts.gate is None else project(experts.gate, experts.gate_bias)
         return mlp.activation(gate, project(experts.up, experts.up_bias))
@@ -108,8 +108,8 @@ def sum_over_experts(
             total.num_tokens,
         )
 
-    found = lax.fori_loop(0, ends[-1], one, total)
-    return found._replace(num_tokens=total.num_tokens + counts)
+    sums = lax.fori_loop(0, ends[-1], one, total)
+    return sums._replace(num_tokens=total.num_tokens + counts)
 
 
 # Linear layers whose inputs are costly to compute: attention, and the MLP's activation.
@@ -123,28 +123,28 @@ _CHOSEN = "mlp.router.chosen"
 class KeptInputs:
     """Inputs of the linear layers `KEPT` of one decoder layer, by chunk of the text, so that they are computed once.
 
-    At most `KEPT_BYTES`. They are those of the parameters that computed them: what comes before such a linear layer
-    must not change afterwards.
+    At most `KEPT_BYTES`. They are valid only for the parameters that computed them: what comes before such a linear
+    layer must not change afterwards.
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, list[np.ndarray]] = {}
+        self._inputs: dict[str, list[np.ndarray]] = {}
 
     def lacks(self, name: str, params: Params, num_tokens: int) -> bool:
         """Tells whether the inputs of the linear layer are to be kept, and are not yet."""
-        if name not in KEPT or name in self._found:
+        if name not in KEPT or name in self._inputs:
             return False
         weight: Any = reduce(getitem, [*name.split("."), "weight"], params)
         width = weight.shape[-2]
-        held = sum(array.nbytes for arrays in self._found.values() for array in arrays)
+        held = sum(array.nbytes for arrays in self._inputs.values() for array in arrays)
         return held + 4 * width * num_tokens <= KEPT_BYTES
 
     def add(self, name: str, inputs: list[np.ndarray]) -> None:
-        self._found[name] = inputs
+        self._inputs[name] = inputs
 
     def of_chunk(self, number: int) -> dict[str, np.ndarray]:
         """By name of the linear layer."""
-        return {name: arrays[number] for name, arrays in self._found.items()}
+        return {name: arrays[number] for name, arrays in self._inputs.items()}
 
 
 @dataclass(frozen=True)
@@ -186,16 +186,16 @@ class LayerProgram:
         collect = _programs(self.config).statistics
         num_tokens = sum(chunk.shape[0] * chunk.shape[1] for chunk in chunks)
         keeps = kept is not None and kept.lacks(names[0], params, num_tokens)
-        total, found = None, []
+        total, inputs = None, []
         for number, chunk in enumerate(chunks):
             given = {} if kept is None else kept.of_chunk(number)
             total, read = collect(params, chunk, names[0], total, given, keeps=keeps)
             if read is not None:
-                found.append(np.asarray(read))
+                inputs.append(np.asarray(read))
         if total is None:
             raise ValueError("no hidden states to take statistics of")
         if kept is not None and keeps:
-            kept.add(names[0], found)
+            kept.add(names[0], inputs)
         return total
 
     def expert_statistics(
@@ -255,9 +255,9 @@ class _InputRecorder(nnx.Module):
     """Replaces a linear layer and records its input, or has a given one instead: what computes the input is then not
     used, and the compiler leaves it out."""
 
-    def __init__(self, linear: Linear, name: str, found: dict[str, jax.Array], given: jax.Array | None):
+    def __init__(self, linear: Linear, name: str, inputs: dict[str, jax.Array], given: jax.Array | None):
         self._linear = linear
-        self._record = lambda x: found.__setitem__(name, x)
+        self._record = lambda x: inputs.__setitem__(name, x)
         self._input = lambda x: x if given is None else given
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -269,9 +269,9 @@ class _InputRecorder(nnx.Module):
 class _RoutedRecorder(nnx.Module):
     """Replaces a router, and records its input and the experts that it chose."""
 
-    def __init__(self, router: Router, found: dict[str, jax.Array]):
+    def __init__(self, router: Router, inputs: dict[str, jax.Array]):
         self._router = router
-        self._record = lambda x, chosen: found.update({ROUTER: x, _CHOSEN: chosen})
+        self._record = lambda x, chosen: inputs.update({ROUTER: x, _CHOSEN: chosen})
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         chosen, weights = self._router(x)
@@ -283,18 +283,18 @@ _Given = Mapping[str, jax.Array]  # inputs of linear layers that are not compute
 
 
 def _record(layer: DecoderLayer, given: _Given) -> dict[str, jax.Array]:
-    """Inputs of the layer's modules by name, which are there once it has run."""
-    found: dict[str, jax.Array] = {}
+    """A dict that has the inputs of the layer's modules, by name, once the layer has run."""
+    inputs: dict[str, jax.Array] = {}
     for path, linear in list(nnx.iter_modules(layer)):
         if isinstance(linear, Linear):
             parent = layer
             for part in path[:-1]:
                 parent = getattr(parent, str(part))
             name = ".".join(map(str, path))
-            setattr(parent, str(path[-1]), _InputRecorder(linear, name, found, given.get(name)))
+            setattr(parent, str(path[-1]), _InputRecorder(linear, name, inputs, given.get(name)))
     if isinstance(layer.mlp, SparseMoE):
-        setattr(layer.mlp, "router", _RoutedRecorder(layer.mlp.router, found))  # noqa: B010
-    return found
+        setattr(layer.mlp, "router", _RoutedRecorder(layer.mlp.router, inputs))  # noqa: B010
+    return inputs
 
 
 @lru_cache(maxsize=8)
@@ -307,9 +307,9 @@ def _programs(config: ModelConfig) -> _Programs:
         return layer(x, positions, LayerView(attend_without_cache, 0))
 
     def inputs(layer: DecoderLayer, x: jax.Array, given: _Given) -> dict[str, jax.Array]:
-        found = _record(layer, given)
+        recorded = _record(layer, given)
         run(layer, x)
-        return found
+        return recorded
 
     def forward(params: Params, x: jax.Array, given: _Given) -> jax.Array:
         layer = layer_of(params)
@@ -324,22 +324,22 @@ def _programs(config: ModelConfig) -> _Programs:
         rows = rows.reshape(-1, rows.shape[-1])
         sizes = jnp.abs(rows)
         hessian = jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST)
-        found = InputStatistics(hessian, sizes.sum(0), sizes.max(0), jnp.float32(len(rows)))
-        return found if total is None else total + found, read if keeps else None
+        sums = InputStatistics(hessian, sizes.sum(0), sizes.max(0), jnp.float32(len(rows)))
+        return sums if total is None else total + sums, read if keeps else None
 
     def expert_statistics(
         params: Params, x: jax.Array, first: jax.Array, total: InputStatistics, given: _Given, *, is_inner: bool
     ) -> InputStatistics:
         layer = layer_of(params)
-        found = inputs(layer, x, given)
-        rows, mlp = found[ROUTER].astype(jnp.float32), cast(SparseMoE, layer.mlp)
-        return sum_over_experts(mlp, rows, found[_CHOSEN], first, total, is_inner=is_inner)
+        recorded = inputs(layer, x, given)
+        rows, mlp = recorded[ROUTER].astype(jnp.float32), cast(SparseMoE, layer.mlp)
+        return sum_over_experts(mlp, rows, recorded[_CHOSEN], first, total, is_inner=is_inner)
 
     groups: dict[int, list[str]] = {}
 
     def find_groups(params: Params, x: jax.Array) -> None:
-        found = inputs(layer_of(params), x, {})  # all alive at once, so that no two objects have the same id
-        for name, value in found.items():
+        recorded = inputs(layer_of(params), x, {})  # all alive at once, so that no two objects have the same id
+        for name, value in recorded.items():
             if name in (ROUTER, _CHOSEN):
                 continue
             groups.setdefault(id(value), []).append(name)

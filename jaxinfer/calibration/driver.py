@@ -146,14 +146,14 @@ ParamPath = tuple[str, ...]
 def abstract_weights(config: ModelConfig, options: CalibrationOptions) -> dict[ParamPath, QuantizedArray]:
     """The quantized weights of the result, by path, as abstract arrays: from shapes alone, before any calibration."""
     layers = abstract_params(config)["layers"]
-    found: dict[ParamPath, QuantizedArray] = {}
+    weights: dict[ParamPath, QuantizedArray] = {}
     for number in range(config.num_layers):
         for name in linear_names(LayerProgram.of(config, number)):
             bits = options.bits_of(f"layers.{number}.{name}")
             if bits != KEEP_AS_IS:
                 shape = find(layers[str(number)], name)["weight"].shape
-                found["layers", str(number), *name.split("."), "weight"] = _quantized(shape, bits, options)
-    return found
+                weights["layers", str(number), *name.split("."), "weight"] = _quantized(shape, bits, options)
+    return weights
 
 
 def all_linears(config: ModelConfig) -> list[str]:
@@ -186,16 +186,16 @@ def _advance(
     original = model.layer(number)
     is_resumed = journal is not None and number in journal
     if journal is not None and is_resumed:
-        params, found = journal.read(number)
-        errors = {name: LinearError(**error) for name, error in found["errors"].items()}
-        done = QuantizedLayer(params, errors, tuple(found["value_divisors"]), tuple(found.get("notes", ())))
+        params, record = journal.read(number)
+        errors = {name: LinearError(**error) for name, error in record["errors"].items()}
+        done = QuantizedLayer(params, errors, tuple(record["value_divisors"]), tuple(record.get("notes", ())))
     else:
         done = quantize_layer(program, number, original, streams.calibration, options)
         _check_finite(done.params, f"layers.{number}", options.dtype)
         if journal is not None:
             errors = {name: asdict(error) for name, error in done.errors.items()}
-            found = {"errors": errors, "value_divisors": done.value_divisors, "notes": done.notes}
-            journal.write(number, done.params, found)
+            record = {"errors": errors, "value_divisors": done.value_divisors, "notes": done.notes}
+            journal.write(number, done.params, record)
     # Dequantized weights share the float program; quantized activations need another.
     runnable = dequantized(done.params, keeps_activations=True)
     is_last = number == model.config.num_layers - 1
@@ -260,7 +260,7 @@ def _run(
     program: LayerProgram, params: Params, chunks: list[np.ndarray], kept: KeptInputs | None = None
 ) -> list[np.ndarray]:
     given = (None if kept is None else kept.of_chunk(number) for number in range(len(chunks)))
-    return [np.asarray(program.forward(params, chunk, one)) for chunk, one in zip(chunks, given, strict=True)]
+    return [np.asarray(program.forward(params, chunk, inputs)) for chunk, inputs in zip(chunks, given, strict=True)]
 
 
 def check_method(config: ModelConfig, options: CalibrationOptions) -> None:
@@ -407,10 +407,10 @@ def _gptq(state: CalibratedLayer) -> None:
         for name in names:
             grid = state.options.grid(state.bits(name))
             try:
-                found, _ = gptq(state.weight(name), hessian, grid, state.options.gptq)
+                quantized, _ = gptq(state.weight(name), hessian, grid, state.options.gptq)
             except ValueError as error:
                 raise ValueError(f"layers.{state.number}.{name}: {error}") from None
-            state.set(name, found, hessian)
+            state.set(name, quantized, hessian)
     for names in state.program.stack_groups:
         if names := tuple(filter(state.is_quantized, names)):
             gptq_stacks(state, names)

@@ -63,11 +63,11 @@ class FloatModel:
         def rows(name: str, index: np.ndarray) -> jax.Array:
             return rounded(tables[name][index], dtype).astype(jnp.float32)
 
-        found = []
+        states = []
         for chunk in in_chunks(tokens):
             positions = rows("position_embed", np.arange(chunk.shape[1])) if len(names) > 1 else None
-            found.append(np.asarray(scale_embedding(self.config, rows("embed", chunk), positions)))
-        return found
+            states.append(np.asarray(scale_embedding(self.config, rows("embed", chunk), positions)))
+        return states
 
     def _plain(self, name: str) -> Params:
         params = self.read(name)

@@ -71,8 +71,8 @@ class CalibrationJournal(Closable):
         path = self._path(number)
         try:
             with np.load(path, allow_pickle=False) as file:
-                found = {name: file[name] for name in file.files}
-            return _nested(found), json.loads(str(found[_REPORT]))
+                arrays = {name: file[name] for name in file.files}
+            return _nested(arrays), json.loads(str(arrays[_REPORT]))
         except Exception:  # numpy and zipfile raise many types
             raise ValueError(f"{path} is damaged: remove it, and its layer is calibrated again") from None
 
@@ -116,28 +116,28 @@ class CalibrationJournal(Closable):
 
 def _flat(params: Params, prefix: str = "") -> dict[str, np.ndarray]:
     """Arrays of NumPy's own dtypes by name; a quantized weight is several arrays, and its scheme as JSON."""
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for key, leaf in params.items():
         name = prefix + key
         if isinstance(leaf, dict):
-            found |= _flat(leaf, name + ".")
+            arrays |= _flat(leaf, name + ".")
         elif isinstance(leaf, QuantizedArray):
             if isinstance(leaf.scales, NestedScales):
                 raise TypeError(f"{name}: a layer with nested scales is not calibrated")
-            found[name + ":values"] = np.asarray(leaf.values.astype(jnp.int8))
-            found[name + ":scales"] = np.asarray(leaf.scales.astype(jnp.float32))
+            arrays[name + ":values"] = np.asarray(leaf.values.astype(jnp.int8))
+            arrays[name + ":scales"] = np.asarray(leaf.scales.astype(jnp.float32))
             if leaf.zeros is not None:
-                found[name + ":zeros"] = np.asarray(leaf.zeros)
+                arrays[name + ":zeros"] = np.asarray(leaf.zeros)
             if leaf.permutation is not None:
-                found[name + ":permutation"] = np.asarray(leaf.permutation)
+                arrays[name + ":permutation"] = np.asarray(leaf.permutation)
             types = {"values": leaf.values.dtype.name, "scales": leaf.scales.dtype.name}
-            found[name + ":scheme"] = np.array(json.dumps(asdict(leaf.scheme) | types))
+            arrays[name + ":scheme"] = np.array(json.dumps(asdict(leaf.scheme) | types))
         else:
-            found[name] = np.asarray(leaf, np.float32)
-    return found
+            arrays[name] = np.asarray(leaf, np.float32)
+    return arrays
 
 
-def _nested(found: dict[str, np.ndarray]) -> Params:
+def _nested(flat: dict[str, np.ndarray]) -> Params:
     params: Params = {}
 
     def put(name: str, leaf: Any) -> None:
@@ -147,11 +147,11 @@ def _nested(found: dict[str, np.ndarray]) -> Params:
             node = node.setdefault(part, {})
         node[last] = leaf
 
-    for name, array in found.items():
+    for name, array in flat.items():
         if name.endswith(":scheme"):
             name = name.removesuffix(":scheme")
             scheme = json.loads(str(array))
-            parts = {part: found.get(f"{name}:{part}") for part in ("values", "scales", "zeros", "permutation")}
+            parts = {part: flat.get(f"{name}:{part}") for part in ("values", "scales", "zeros", "permutation")}
             arrays = {part: jnp.asarray(array) for part, array in parts.items() if array is not None}
             for part in ("values", "scales"):
                 arrays[part] = arrays[part].astype(scheme.pop(part))

@@ -118,10 +118,10 @@ class CalibrationOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready options that determine the result."""
-        found = {name: value for name, value in asdict(self).items() if name not in ("expert_memory", "importance")}
+        options = {name: value for name, value in asdict(self).items() if name not in ("expert_memory", "importance")}
         if self.importance is None:
-            return found
+            return options
         digest = hashlib.sha256()
         for name, array in sorted(self.importance.items()):
             digest.update(f"{name} {array.shape} ".encode() + np.ascontiguousarray(array, np.float32).tobytes())
-        return {**found, "importance": digest.hexdigest()}
+        return {**options, "importance": digest.hexdigest()}

@@ -57,14 +57,14 @@ def folds(config: ModelConfig) -> tuple[Fold, ...]:
     """
     attention, inner = _attention(config)
     mlp, after = _feed_forward(config)
-    found: list[Fold] = []
+    all_folds: list[Fold] = []
     if config.block == "parallel_one_norm":
-        found += [Fold((*attention, *mlp.linears), "attention_norm", stacks=mlp.stacks, others=mlp.others), *inner]
+        all_folds += [Fold((*attention, *mlp.linears), "attention_norm", stacks=mlp.stacks, others=mlp.others), *inner]
     elif config.block == "post_norm":
-        found += inner
+        all_folds += inner
     else:
-        found += [Fold(attention, "attention_norm"), *inner, mlp]
-    return (*found, *after)
+        all_folds += [Fold(attention, "attention_norm"), *inner, mlp]
+    return (*all_folds, *after)
 
 
 def left_out(config: ModelConfig) -> list[str]:
@@ -106,23 +106,23 @@ def _feed_forward(config: ModelConfig) -> tuple[Fold, list[Fold]]:
     return Fold(mlp, "mlp_norm", stacks=(_GATE, _UP), others=others), after
 
 
-_Found = dict[Fold, tuple[jax.Array, InputStatistics | None]]  # the scale [K], or [E, K] of a stack
+_FoldScales = dict[Fold, tuple[jax.Array, InputStatistics | None]]  # the scale [K], or [E, K] of a stack
 
 
 def awq(state: CalibratedLayer) -> None:
-    """Lin et al. 2023. The experts of a layer share one scale of what they all read, by the sum of their errors."""
-    found: _Found = {}
+    """AWQ (Lin et al. 2023). The experts of a layer share one scale of their input, by the sum of their errors."""
+    scales: _FoldScales = {}
     for fold in folds(state.config):
         names = tuple(name for name in fold.names if state.is_quantized(name))
         if not names:
             continue
         if fold.norm is None and fold.stacks:
-            found[fold] = own_scales(state, fold.stacks[0]), None
+            scales[fold] = own_scales(state, fold.stacks[0]), None
             continue
         statistics = state.statistics(fold.reads)
-        found[fold] = _awq_scale(state, fold, names, statistics), statistics
+        scales[fold] = _awq_scale(state, fold, names, statistics), statistics
     state.notes += left_out(state.config)
-    _fold_and_round(state, found)
+    _fold_and_round(state, scales)
 
 
 def _awq_scale(state: CalibratedLayer, fold: Fold, names: tuple[str, ...], statistics: InputStatistics) -> jax.Array:
@@ -164,22 +164,22 @@ def _relative_sizes(state: CalibratedLayer, fold: Fold, names: tuple[str, ...]) 
 
 
 def smoothquant(state: CalibratedLayer) -> None:
-    """Xiao et al. 2022, of what norms feed."""
-    found: _Found = {}
+    """SmoothQuant (Xiao et al. 2022) of the linear layers that read the output of a norm."""
+    scales: _FoldScales = {}
     for fold in folds(state.config):
         if fold.norm is not None and any(state.is_quantized(name) for name in fold.names):
             weights = [state.weight(name) for name in fold.linears]
             weights += [jnp.abs(state.weight(name)).max(0) for name in fold.stacks]
             statistics = state.statistics(fold.reads)
-            found[fold] = smoothing_scale(statistics.largest, weights, state.options.alpha), statistics
-    _fold_and_round(state, found)
+            scales[fold] = smoothing_scale(statistics.largest, weights, state.options.alpha), statistics
+    _fold_and_round(state, scales)
 
 
-def _fold_and_round(state: CalibratedLayer, found: _Found) -> None:
-    """Divides inputs by their scales, multiplies the weights that read them, clips those if asked, and rounds."""
+def _fold_and_round(state: CalibratedLayer, scales: _FoldScales) -> None:
+    """Divides inputs by their scales, multiplies the weights that read them, clips those by option, and rounds."""
     divisors: dict[str, jax.Array] = {}  # of a linear layer's outputs
     multipliers: dict[str, jax.Array] = {}  # of its inputs
-    for fold, (scale, _) in found.items():
+    for fold, (scale, _) in scales.items():
         if fold.norm is not None:
             scale = _divide_norm(state, fold.norm, scale)
         elif fold.previous is not None:
@@ -199,7 +199,7 @@ def _fold_and_round(state: CalibratedLayer, found: _Found) -> None:
         weight = state.weight(V_UP)
         find(state.result, V_UP)["weight"] = weight / divisor.reshape(len(weight), 1, -1)
     hessians = {
-        name: statistics.hessian for fold, (_, statistics) in found.items() if statistics for name in fold.linears
+        name: statistics.hessian for fold, (_, statistics) in scales.items() if statistics for name in fold.linears
     }
     for name in (name for names in state.program.groups for name in names):
         _round_linear(state, name, multipliers.get(name), divisors.get(name), hessians.get(name))
@@ -208,7 +208,7 @@ def _fold_and_round(state: CalibratedLayer, found: _Found) -> None:
 
 
 def _divide_norm(state: CalibratedLayer, name: str, scale: jax.Array) -> jax.Array:
-    """Divides what a norm gives; returns the scale it is then really divided by."""
+    """Divides a norm's output by `scale`; returns the scale that it is divided by once the norm's weight is rounded."""
     norm, is_zero_centred = find(state.result, name), state.config.norm == "rms_zero_centred"
     norm["weight"], scale = fold_into_norm(
         norm["weight"], scale, zero_centred=is_zero_centred, dtype=state.options.dtype
@@ -262,7 +262,7 @@ def _round_stacks(
 
 
 def _sharing(config: ModelConfig, fold: Fold) -> Callable[[jax.Array], jax.Array]:
-    """Makes one of what belongs to inputs that are divided together: the mean, for all of them."""
+    """A function that replaces the values of inputs that have to share a scale by their mean."""
     if not fold.is_by_kv_head:
         return lambda values: values
 

@@ -37,10 +37,10 @@ def gptq_stacks(state: CalibratedLayer, names: Sequence[str]) -> None:
                 stack.add(number, stack.rounded(stack.weight[number]), statistics)
                 continue
             try:
-                found, _ = gptq(stack.weight[number], statistics.hessian, stack.grid, state.options.gptq)
+                quantized, _ = gptq(stack.weight[number], statistics.hessian, stack.grid, state.options.gptq)
             except ValueError as error:
                 raise ValueError(f"layers.{state.number}.{stack.name}, expert {number}: {error}") from None
-            stack.add(number, found, statistics)
+            stack.add(number, quantized, statistics)
     _finish(state, stacks)
 
 
@@ -60,18 +60,18 @@ def common_losses(state: CalibratedLayer, names: Sequence[str], candidates: Sequ
 def own_scales(state: CalibratedLayer, name: str) -> jax.Array:
     """float32 [E, K]: for each expert of a stack, the scale of its input with the least error of the outputs; 1 if it
     has too few tokens."""
-    stack, found = _Stack(state, name), []
+    stack, scales = _Stack(state, name), []
     for number, statistics in enumerate(state.expert_statistics(name)):
         weight, relative = stack.weight[number], None
         if not stack.has_enough(statistics):
-            found.append(jnp.ones(len(weight)))
+            scales.append(jnp.ones(len(weight)))
             continue
         if state.options.duo_scaling:
             relative = relative_sizes([weight], stack.grid.group_size)
         candidates = candidate_scales(statistics.mean_absolute, relative)
         errors = [scaled_error(weight, scale, statistics.hessian, stack.grid) for scale in candidates]
-        found.append(best_scale(candidates, [[float(error)] for error in errors]))
-    return jnp.stack(found)
+        scales.append(best_scale(candidates, [[float(error)] for error in errors]))
+    return jnp.stack(scales)
 
 
 def relative_sizes_of_stack(weight: jax.Array, group_size: int | None) -> jax.Array:
@@ -113,7 +113,8 @@ class _Stack:
 
     def __init__(self, state: CalibratedLayer, name: str):
         self.name, self.grid = name, state.options.grid(state.bits(name))
-        self._state, self.weight, self._found = state, state.weight(name), list[QuantizedArray]()  # weight: [E, K, N]
+        self._state, self.weight = state, state.weight(name)  # weight: [E, K, N]
+        self._quantized: list[QuantizedArray] = []
         self._sums, self.num_few = jnp.zeros(3), 0
 
     @property
@@ -130,29 +131,30 @@ class _Stack:
     def add(
         self,
         number: int,
-        found: QuantizedArray,
+        quantized: QuantizedArray,
         statistics: InputStatistics | None,
         rows: jax.Array | float = 1.0,
         columns: jax.Array | float = 1.0,
     ) -> None:
         """Appends an expert's quantized weight, of which rows were multiplied and columns divided before."""
-        self._found.append(found)
+        self._quantized.append(quantized)
         if statistics is None:
             return
         self.num_few += not self.has_enough(statistics)
         weight = self.weight[number]
         rows = jnp.broadcast_to(jnp.asarray(rows), len(weight))
-        parts = (found.dequantize() / rows[:, None] * columns - weight, self.rounded(weight).dequantize() - weight)
+        parts = (quantized.dequantize() / rows[:, None] * columns - weight, self.rounded(weight).dequantize() - weight)
         self._sums += jnp.stack([squared_outputs(part, statistics.hessian) for part in (*parts, weight)])
 
     def finish(self) -> None:
         """Replaces the weight by the quantized stack, and records its error on the calibration tokens."""
-        if any(weight.permutation is not None for weight in self._found):
+        if any(weight.permutation is not None for weight in self._quantized):
             order = jnp.arange(self.width, dtype=jnp.int32)
-            self._found = [
-                replace(weight, permutation=order) if weight.permutation is None else weight for weight in self._found
+            self._quantized = [
+                replace(weight, permutation=order) if weight.permutation is None else weight
+                for weight in self._quantized
             ]
-        whole = jax.tree.map(lambda *parts: jnp.stack(parts), *self._found)
+        whole = jax.tree.map(lambda *parts: jnp.stack(parts), *self._quantized)
         error, nearest, total = map(float, self._sums)
         errors = (error / total, nearest / total) if total > 0 else (None, None)
         find(self._state.result, self.name)["weight"] = whole

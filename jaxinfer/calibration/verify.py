@@ -60,8 +60,8 @@ def compare_models(
     for chunks in zip(*states, strict=True):
         for rows in zip(*chunks, strict=True):
             pairs = zip(models, rows, strict=True)
-            exact, found = (np.asarray(logits(model.config, head, row[None])) for model, row in pairs)
-            worst = np.abs(exact - found).max()
+            exact, actual = (np.asarray(logits(model.config, head, row[None])) for model, row in pairs)
+            worst = np.abs(exact - actual).max()
             difference = max(difference, float("inf") if np.isnan(worst) else float(worst))
             largest = max(largest, float(np.abs(exact).max()))
     return ModelComparison(problems, difference, largest)
@@ -69,36 +69,36 @@ def compare_models(
 
 def _advance(models: tuple[FloatModel, ...], number: int, states: list[list[np.ndarray]]) -> list[str]:
     """Differences of a layer's parameters; if there are none, advances the hidden states of both models."""
-    made, found = (model.read(f"layers.{number}") for model in models)
-    if problems := list(_differences(f"layers.{number}", made, found)):
+    made, written = (model.read(f"layers.{number}") for model in models)
+    if problems := list(_differences(f"layers.{number}", made, written)):
         return problems
-    runnable = dequantized(made, keeps_activations=True), jax.tree.map(jnp.asarray, found)
+    runnable = dequantized(made, keeps_activations=True), jax.tree.map(jnp.asarray, written)
     for side, (model, params) in enumerate(zip(models, runnable, strict=True)):
         program = LayerProgram.of(model.config, number)
         states[side] = [np.asarray(program.forward(params, chunk)) for chunk in states[side]]
     if models[0].config.experts_of(number) is not None:
-        states[1] = [align_rerouted_tokens(exact, found) for exact, found in zip(*states, strict=True)]
+        states[1] = [align_rerouted_tokens(exact, written) for exact, written in zip(*states, strict=True)]
     return []
 
 
-def align_rerouted_tokens(exact: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Hidden states [B, T, D] after a layer with experts: `found`, with the few tokens that were routed to other
+def align_rerouted_tokens(exact: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """Hidden states [B, T, D] after a layer with experts: `actual`, with the few tokens that were routed to other
     experts replaced by those of `exact`.
 
     Where two experts have nearly equal scores, rounding decides between them. That is no difference of the weights,
     which are compared bit for bit.
     """
-    differs = np.abs(found - exact).max(-1, keepdims=True) > _OTHER_EXPERTS * np.abs(exact).max()
-    return np.where(differs, exact, found) if differs.mean() <= _MAX_SHARE else found
+    differs = np.abs(actual - exact).max(-1, keepdims=True) > _OTHER_EXPERTS * np.abs(exact).max()
+    return np.where(differs, exact, actual) if differs.mean() <= _MAX_SHARE else actual
 
 
-def _differences(name: str, made: Params, found: Params) -> Iterator[str]:
+def _differences(name: str, made: Params, written: Params) -> Iterator[str]:
     leaves, others = (
         {
             ".".join([name, *(str(key.key) for key in path)]): leaf
             for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
         }
-        for params in (made, found)
+        for params in (made, written)
     )
     for param in sorted(leaves.keys() | others.keys()):
         if param not in leaves or param not in others:

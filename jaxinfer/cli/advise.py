@@ -158,9 +158,9 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", ar
     )
     trials, left_out = candidates(goal, facts)
     left_out.pop("calibrated weights", None)  # nothing runs
-    found = Search(goal, planner, repeats=False).run(trials)
+    findings = Search(goal, planner, repeats=False).run(trials)
     report = _Report(options, goal, workload, arguments, {"planned_for": str(options.on)})
-    report.finish(found, left_out)
+    report.finish(findings, left_out)
 
 
 def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", arguments: dict[str, Any]) -> None:
@@ -182,9 +182,9 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
         sizes = read_integers(options.sizes or (CPU_SIZES if is_cpu else SIZES), "--sizes")
         documents, source = _documents(options)
         report = _Report(options, goal, workload, arguments, machine(), source)
-    found = Findings([], [], [])
+    findings = Findings([], [], [])
     if options.resume and options.json is not None:
-        found = earlier_findings(options.json, report.result, draft_names(options)) or found
+        findings = earlier_findings(options.json, report.result, draft_names(options)) or findings
     settings = TrialSettings(
         options.model,
         arguments,
@@ -207,21 +207,21 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
         trials, left_out = candidates(goal, facts)
 
         def measure(arguments: dict[str, Any], stop: Any) -> Any:
-            number, total = len(found.rows) + len(found.base) + len(found.finals) + 1, len(trials) + 12
+            number, total = len(findings.rows) + len(findings.base) + len(findings.finals) + 1, len(trials) + 12
             stage.restart(f"{number} of about {total}: {flags(arguments) or 'baseline'}")
             return runner(arguments, stop)
 
-        if found.base:
-            runner.reference = found.base[0]
+        if findings.base:
+            runner.reference = findings.base[0]
         bound = _roofline_bound(options, workload, arguments, facts.default_size)
         try:
-            Search(goal, measure, used=used, found=found, report=report.write, bound=bound).run(trials)
+            Search(goal, measure, used=used, findings=findings, report=report.write, bound=bound).run(trials)
         except BaseException as error:
-            if found.base and is_interrupt(error):
+            if findings.base and is_interrupt(error):
                 with hidden():
-                    report.finish(found, left_out)
+                    report.finish(findings, left_out)
             raise
-    report.finish(found, left_out)
+    report.finish(findings, left_out)
 
 
 def _roofline_bound(
@@ -248,11 +248,11 @@ def _documents(options: AdviseOptions) -> tuple[tuple[str, ...], str]:
     """Texts, and a sentence on where they are from."""
     from jaxinfer.measure.advise.measure import NUM_TEXTS
 
-    found = tuple(read_texts(options.texts, options.model, NUM_TEXTS))
+    texts = tuple(read_texts(options.texts, options.model, NUM_TEXTS))
     source = "your --texts" if options.texts else "Python files that the embedded model was not trained on"
-    if not found:
+    if not texts:
         source = "text sampled from the model at temperature 1; --texts FILE uses yours"
-    return found, f"KL and prompts: {source}"
+    return texts, f"KL and prompts: {source}"
 
 
 class _Report:
@@ -280,30 +280,30 @@ class _Report:
             values[name] = names if isinstance(values[name], list) else names[0]
         self.result = new_result(public_name(options.model), json.loads(json.dumps(values)), machine)
 
-    def write(self, found: "Findings") -> None:
+    def write(self, findings: "Findings") -> None:
         if self.options.json is not None:
             from jaxinfer.measure.advise.report import with_findings
             from jaxinfer.measure.bench.results import write_result
 
-            write_result(self.options.json, with_findings(self.result, found))
+            write_result(self.options.json, with_findings(self.result, findings))
 
-    def finish(self, found: "Findings", left_out: dict[str, str]) -> None:
+    def finish(self, findings: "Findings", left_out: dict[str, str]) -> None:
         """Prints everything, and writes it with the advice."""
         from jaxinfer.measure.advise.report import about, advice, public, sections, table
 
-        found_advice = advice(self.goal, found, self.options.model, self.arguments)
-        row = found_advice.row
-        shared = found_advice if row is None else replace(found_advice, row=public(row))
+        recommendation = advice(self.goal, findings, self.options.model, self.arguments)
+        row = recommendation.row
+        shared = recommendation if row is None else replace(recommendation, row=public(row))
         self.result |= {"goal": self.goal.name, "advice": shared.to_dict(), "not_tried": left_out}
-        self.write(found)
+        self.write(findings)
         target = console()
         write_text("\n".join(self._head()) + "\n\n")
-        target.print(make_table(*table(self.goal, found)))
-        lines = sections(self.goal, found, found_advice, left_out, price_per_hour=self.options.price_per_hour)
+        target.print(make_table(*table(self.goal, findings)))
+        lines = sections(self.goal, findings, recommendation, left_out, price_per_hour=self.options.price_per_hour)
         if self.options.on is None:
             lines += ["", f"  measured on {about(self.result['machine'])}; {'; '.join(self._head()[1:])}"]
         if self.options.on is not None:
-            lines += ["", *self._about_plans(found_advice)]
+            lines += ["", *self._about_plans(recommendation)]
         target.print()
         target.print("\n".join(lines), markup=False, soft_wrap=True)
 

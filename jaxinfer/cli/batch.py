@@ -147,8 +147,8 @@ def _check(options: BatchOptions, hosts_options: HostsOptions, values: Mapping[s
 def _paths(options: BatchOptions) -> tuple[str, str]:
     """IN and OUT, each by position or by name. Raises UsageError for too few or too many."""
     by_position = list(options.paths or ())
-    found = [by_position.pop(0) if name is None and by_position else name for name in (options.input, options.output)]
-    path_in, path_out = found
+    paths = [by_position.pop(0) if name is None and by_position else name for name in (options.input, options.output)]
+    path_in, path_out = paths
     if path_in is None or path_out is None:
         raise UsageError("a batch needs a file of requests and one for answers: jaxinfer batch IN OUT -m MODEL")
     if by_position:

@@ -96,10 +96,10 @@ def distill(options: DistillCommandOptions) -> None:
         before, after = figures(result.before), figures(result.after)
         write_json({"path": out, "num_steps": options.steps, "before": before, "after": after})
         return
-    for when, found in (("before", result.before), ("after", result.after)):
+    for when, acceptance in (("before", result.before), ("after", result.after)):
         write_text(
-            f"{when:7} agreement {found.agreement:.1%}, acceptance {found.rate:.1%}, "
-            f"{found.tokens_per_round:.2f} tokens per round\n"
+            f"{when:7} agreement {acceptance.agreement:.1%}, acceptance {acceptance.rate:.1%}, "
+            f"{acceptance.tokens_per_round:.2f} tokens per round\n"
         )
     write_text(f"{out}\n")
 

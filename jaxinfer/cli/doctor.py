@@ -121,13 +121,13 @@ def _system() -> dict[str, Any]:
 def _packages(problems: list[str]) -> dict[str, str]:
     from jaxinfer import __version__
 
-    found = {"jaxinfer": __version__}
+    versions = {"jaxinfer": __version__}
     for name in REQUIRED:
         version = _version(name)
-        found[name] = version or "missing"
+        versions[name] = version or "missing"
         if version is None:
             problems.append(f"packages: {name} is missing: {install_hint()} installs it")
-    return found
+    return versions
 
 
 def _devices() -> dict[str, Any]:
@@ -185,15 +185,15 @@ def _attention() -> dict[str, Any]:
     flash = explain(q, kv, kv)
     shape = decode_shape("llama-3-8b", 16, 1024, dtype=dtype.name, cache_dtype=dtype.name)
     paged = choose(shape.spec("interleaved" if current_platform() == "tpu" else "separate"))
-    found: dict[str, Any] = {
+    kernels: dict[str, Any] = {
         "implementation": flash.implementation,
         "paged": paged.implementation,
         "not taken": {name: why for name, why in flash.reasons.items() if name != "reference"},
     }
     missing = [chip for chip in ahead_of_time.CHIPS if ahead_of_time.missing_compiler(chip) is not None]
     compilers = [chip for chip in ahead_of_time.CHIPS if chip not in missing]
-    found["can compile ahead for"] = ", ".join(compilers) or f"no other chip: {install_hint('aot')}"
-    return found
+    kernels["can compile ahead for"] = ", ".join(compilers) or f"no other chip: {install_hint('aot')}"
+    return kernels
 
 
 def _compilation_cache() -> dict[str, Any]:

@@ -239,8 +239,8 @@ def request_data(index: int, output: "RequestOutput", params: "SamplingParams") 
 def logprob_data(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
     """A token's log-probability, and in "top" the `num_top` most probable tokens in order, which may include it."""
     every = [
-        {"token_id": token, "token": one.decoded_token, "logprob": one.logprob, "rank": one.rank}
-        for token, one in entry.items()
+        {"token_id": token, "token": candidate.decoded_token, "logprob": candidate.logprob, "rank": candidate.rank}
+        for token, candidate in entry.items()
     ]
     if not num_top:
         return every[0]

@@ -112,13 +112,13 @@ def plan(options: PlanOptions) -> None:
         def progress(step: str) -> None:
             stage.describe(f"compiling {step}")
 
-        found = make_plan(request, whole=options.whole, compiles=options.compile_, progress=progress)
-        helping = [] if found.fits else changes(found, compiles=options.compile_, progress=progress)
+        memory_plan = make_plan(request, whole=options.whole, compiles=options.compile_, progress=progress)
+        helping = [] if memory_plan.fits else changes(memory_plan, compiles=options.compile_, progress=progress)
     if options.picture is not None:
         from jaxinfer.planning.picture import draw
 
-        draw(found, options.picture)
-    write_report(found.to_dict(helping), lambda _: found.to_text(helping) + "\n", as_json=options.as_json)
+        draw(memory_plan, options.picture)
+    write_report(memory_plan.to_dict(helping), lambda _: memory_plan.to_text(helping) + "\n", as_json=options.as_json)
 
 
 def plan_request(options: PlanOptions) -> "PlanRequest":

@@ -76,7 +76,7 @@ class QuantizeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """Options of --calibration. None is not given."""
+    """Options of --calibration. None: not given."""
 
     num_rows: int | None = _text("Number of samples of the text; default: 128.", "N", "--samples", min=2)
     length: int | None = _text("Tokens of each sample; default: 512.", "N", min=2)
@@ -85,7 +85,7 @@ class TextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions:
-    """Options of the methods that their groups name. None is not given."""
+    """Options of the methods that their groups name. None: not given."""
 
     act_order: bool | None = _gptq(
         "Quantize inputs with large activations first; default: yes.", flag="--act-order/--no-act-order"
@@ -259,8 +259,8 @@ def _importance(path: Path, source: "Checkpoint") -> "dict[str, np.ndarray]":
     from checkpoints_convert.gguf.imatrix import by_parameter, read_imatrix
     from jaxinfer.calibration.driver import all_linears
 
-    found = by_parameter(read_imatrix(path), source.config, path)
-    named = {".".join(target[:-1]): array for target, array in found.items() if target[0] == "layers"}
+    importance = by_parameter(read_imatrix(path), source.config, path)
+    named = {".".join(target[:-1]): array for target, array in importance.items() if target[0] == "layers"}
     linears = all_linears(source.config)
     if missing := [name for name in linears if name not in named]:
         say(f"warning: {len(missing)} of {len(linears)} linear layers are not in {path}, such as {missing[0]}: they are"
@@ -424,7 +424,7 @@ def _write_gguf(source: "Checkpoint", options: QuantizeOptions) -> dict[str, Any
     importance = None if options.imatrix is None else read_imatrix(options.imatrix)
     num_tensors = sum(map(len, source.units().values()))
     with Stage("writing", num_tensors, "tensor") as stage:
-        found = save_gguf(
+        written = save_gguf(
             source,
             options.destination,
             kind,
@@ -436,11 +436,11 @@ def _write_gguf(source: "Checkpoint", options: QuantizeOptions) -> dict[str, Any
         "path": options.destination,
         "method": "rtn",
         "type": kind.lower(),
-        "num_bytes": found.num_bytes,
+        "num_bytes": written.num_bytes,
         "source_bytes": source.num_bytes(),
-        "kinds": found.kinds,
-        "errors": found.errors,
-        "notes": list(found.notes),
+        "kinds": written.kinds,
+        "errors": written.errors,
+        "notes": list(written.notes),
     }
 
 

@@ -59,10 +59,10 @@ def write(
     sizes = num_bytes_of(source, weights, dtype)
     with Stage("writing", sum(sizes.values()), "B") as stage:
         _write_files(source, companions, sizes, result, dtype, made, stage)
-    found = _compared(source, result, held_out, made)
-    reasons = found.problems
-    if not reasons and not found.difference <= _TOLERANCE * found.largest:
-        reasons = [f"logits differ by up to {found.difference:.3g}, where the largest is {found.largest:.3g}"]
+    comparison = _compared(source, result, held_out, made)
+    reasons = comparison.problems
+    if not reasons and not comparison.difference <= _TOLERANCE * comparison.largest:
+        reasons = [f"logits differ by up to {comparison.difference:.3g}, where the largest is {comparison.largest:.3g}"]
     if reasons:
         raise CheckpointError(
             made, "is not the model that was calibrated", *reasons, f"nothing was written to {destination}"
@@ -77,7 +77,7 @@ def write(
     shutil.rmtree(work)
     publish(partial, destination)
     _warn(source, weights, result)
-    return found.difference
+    return comparison.difference
 
 
 def _compared(
@@ -93,15 +93,15 @@ def _compared(
         Stage("loading the checkpoint and comparing", source.config.num_layers, "layer") as stage,
         open_checkpoint(made, dtype="float32") as written,
     ):
-        found = compare_models(
+        comparison = compare_models(
             FloatModel(source.config, result.read, result.rest),
             float_model(written),
             random_rows(source.config.vocab_size) if held_out is None else held_out[:2],
             report=lambda layer: stage.update(),
         )
         if written.kv_scales != _kv_scales(source, result)[0]:
-            found.problems.append("scales of the key-value cache differ")
-    return found
+            comparison.problems.append("scales of the key-value cache differ")
+    return comparison
 
 
 def float_model(source: "Checkpoint", fingerprint: str = "") -> "FloatModel":
@@ -129,7 +129,7 @@ def adjusted_kv_scales(
     channels of a head were divided by different amounts, no scale is correct, and 1 is written."""
     import numpy as np
 
-    found, lost = [], []
+    adjusted, lost = [], []
     for layer, report in zip(scales, layers, strict=True):
         divisors = report.value_divisors
         if None in divisors:
@@ -140,8 +140,8 @@ def adjusted_kv_scales(
             # Rounded as they are stored.
             values = tuple(float(np.float32(value / by)) for value, by in zip(heads, divisors, strict=True) if by)
             layer = replace(layer, v=values[:1] if len(layer.v) == 1 and len(set(values)) == 1 else values)
-        found.append(layer)
-    return tuple(found), lost
+        adjusted.append(layer)
+    return tuple(adjusted), lost
 
 
 def _kv_scales(source: "Checkpoint", result: "CalibrationResult") -> "tuple[tuple[LayerKVScales, ...], list[int]]":
@@ -180,10 +180,10 @@ def _write_files(
         if unit_of(path) != name:
             unit = None  # freed before the next one is read
             name, unit = unit_of(path), result.read(unit_of(path))
-        found: Any = unit
+        node: Any = unit
         for key in path[2 if path[0] == "layers" else 1 :]:
-            found = found[key]
-        return found
+            node = node[key]
+        return node
 
     quantization = write_shards(config, made, read, sizes.__getitem__, kv_scales=scales)
     for name in write_companions({name: file for name, file in companions.items() if name != CONFIG}, made):

@@ -62,10 +62,10 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
 
     def say_ready(service: Service) -> None:
         page = "; the chat page is at /" if options.ui else ""
-        told = ", ".join(first) or "models are loaded as requests name them"
+        served = ", ".join(first) or "models are loaded as requests name them"
         if service.is_one:
-            told = f"{service.default.name}, system_fingerprint {service.default.fingerprint}"
-        say(f"ready: {told}{page}")
+            served = f"{service.default.name}, system_fingerprint {service.default.fingerprint}"
+        say(f"ready: {served}{page}")
 
     if model and not (options.models or options.allow_any):
         for field in ("pin", "model_memory", "keep_alive"):
@@ -83,9 +83,9 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
 
 
 def several_models(model: str, arguments: dict[str, Any], options: ServerOptions) -> "Service":
-    """The service of a server of several models, with `model`, "" for none, as the one of requests that name none.
+    """The service of a server of several models, with `model` ("": none) for requests that name no model.
 
-    Raises UsageError for one that is not here, ValueError for two of one name.
+    Raises UsageError for a model that is not on this machine, ValueError for two models of one name.
     """
     from jaxinfer import compilation_cache
     from jaxinfer.api.arguments import checked_options
@@ -99,7 +99,7 @@ def several_models(model: str, arguments: dict[str, Any], options: ServerOptions
     pins = [name for name in options.pin or () if name not in names]
     served = served_models([*given, *pins])
     for name in served.values():
-        if (found := locate(name)) is None or found.path is None:
+        if (location := locate(name)) is None or location.path is None:
             raise UsageError(f"{name} is not on this machine")
     checked_options("demo", arguments)  # before the server listens
     pin_names = [name if name in names else split_name(name)[0] for name in options.pin or ()]

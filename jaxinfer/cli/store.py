@@ -163,13 +163,13 @@ def remove(options: RemoveOptions) -> None:
     from jaxinfer.store import remove as remove_model
 
     for name in options.names:
-        found = remove_model(name)
+        removal = remove_model(name)
         if options.as_json:
-            write_json(vars(found))
+            write_json(vars(removal))
             continue
-        text = f"removed {', '.join(found.removed)}: {format_bytes(found.freed_bytes)} freed"
-        if found.kept_by:
-            text += f"; {format_bytes(found.kept_bytes)} stay for {', '.join(found.kept_by)}"
+        text = f"removed {', '.join(removal.removed)}: {format_bytes(removal.freed_bytes)} freed"
+        if removal.kept_by:
+            text += f"; {format_bytes(removal.kept_bytes)} stay for {', '.join(removal.kept_by)}"
         write_text(text + "\n")
 
 

@@ -66,7 +66,7 @@ def verify(options: VerifyOptions) -> int:
 
 def _summary(report: dict[str, Any]) -> str:
     facts: dict[str, Any] = {"checkpoint": report["path"]}
-    problems, unknown, against, found = (report[name] for name in ("problems", "unknown", "against", "comparison"))
+    problems, unknown, against, comparison = (report[name] for name in ("problems", "unknown", "against", "comparison"))
     if problems:
         facts["files"] = f"{len(problems)} {'problem' if len(problems) == 1 else 'problems'}"
     else:
@@ -74,16 +74,16 @@ def _summary(report: dict[str, Any]) -> str:
     if unknown:
         shown = ", ".join(unknown[:_NUM_SHOWN]) + (", ..." if len(unknown) > _NUM_SHOWN else "")
         facts["without checksum"] = f"{len(unknown)}: {shown}"
-    if found is not None:
+    if comparison is not None:
         facts |= {
-            "compared with": f"{against} on {found['num_tokens']} tokens, tolerance {report['tolerance']:g}",
-            "max |dlogit|": f"{found['max_logit_difference']:.3g}",
-            "KL per token": f"{found['mean_kl']:.3g} nats",
-            "same top token": f"{100 * found['top1_agreement']:.2f} % of positions",
-            "first diverging": found["first_diverging"] or "none",
+            "compared with": f"{against} on {comparison['num_tokens']} tokens, tolerance {report['tolerance']:g}",
+            "max |dlogit|": f"{comparison['max_logit_difference']:.3g}",
+            "KL per token": f"{comparison['mean_kl']:.3g} nats",
+            "same top token": f"{100 * comparison['top1_agreement']:.2f} % of positions",
+            "first diverging": comparison["first_diverging"] or "none",
         }
-        if found["first_diverging"] is not None:
-            facts["by"] = f"{found['layer_differences'][found['first_diverging']]:.3g}"
+        if comparison["first_diverging"] is not None:
+            facts["by"] = f"{comparison['layer_differences'][comparison['first_diverging']]:.3g}"
     elif against is not None:
         facts["compared with"] = f"{against}: not done because of the problems"
     facts["result"] = "passed" if report["holds"] else "failed"

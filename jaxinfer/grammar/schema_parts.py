@@ -254,7 +254,7 @@ def _multiply(ones: list[Plain], twos: list[Plain]) -> list[Plain]:
     """Plain schemas for what matches one of both lists."""
     if len(ones) * len(twos) > MAX_ALTERNATIVES:
         raise NotServedError("too many alternatives")
-    return [merged for one in ones for two in twos if (merged := _merge(one, two)) is not None]
+    return [merged for first in ones for second in twos if (merged := _merge(first, second)) is not None]
 
 
 def _merge(one: Plain, two: Plain) -> Plain | None:

@@ -73,7 +73,7 @@ class BucketChoice:
             "requests": self.num_requests,
             "max_programs": self.max_programs,
             "holds": self.holds,
-            **{name: vars(one) | {"flags": one.flags} for name, one in self._rows},
+            **{name: vars(buckets) | {"flags": buckets.flags} for name, buckets in self._rows},
         }
 
     def __str__(self) -> str:
@@ -82,10 +82,10 @@ class BucketChoice:
         rows = [
             (
                 name,
-                one.num_programs,
-                *(f"{100 * shares[kind]:.1f} %" for kind in (0, 1) for shares in one.paddings.values()),
+                buckets.num_programs,
+                *(f"{100 * shares[kind]:.1f} %" for kind in (0, 1) for shares in buckets.paddings.values()),
             )
-            for name, one in self._rows
+            for name, buckets in self._rows
         ]
         title = (
             f"sizes for {self.num_requests:,} requests, prompts of {prompts} tokens, answers of {answers}: padding\n"
@@ -121,8 +121,10 @@ def choose_buckets(spec: EngineSpec, trace: Sequence[TraceRequest], max_programs
     tokens = _best([load.steps for load in loads.values()], most, spec.token_buckets[-1], TOKEN_UNIT)
     slots = _best([load.decodes for load in loads.values()], most, spec.max_seqs, 1)
     pairs = itertools.product(tokens, slots)
-    found = [_measured(spec, *pair, loads) for pair in pairs if num_programs(spec, *map(len, pair)) <= most]
-    chosen = min(found, key=lambda one: (max(one.padding, MAX_PADDING), one.num_programs, one.padding))
+    candidates = [_measured(spec, *pair, loads) for pair in pairs if num_programs(spec, *map(len, pair)) <= most]
+    chosen = min(
+        candidates, key=lambda buckets: (max(buckets.padding, MAX_PADDING), buckets.num_programs, buckets.padding)
+    )
     lengths = [[request.num_prompt for request in trace], [request.num_answer for request in trace]]
     prompts, answers = ((min(counts), max(counts)) for counts in lengths)
     return BucketChoice(len(trace), (prompts, answers), most, chosen, default)
@@ -161,13 +163,13 @@ def best_buckets(weights: Mapping[int, float], most: int, last: int, unit: int =
     cost[:, 1:] = sizes * (sums[1:] - sums[:, None])
     cost[np.tril_indices(len(sizes) + 1)] = np.inf
     best, before = cost[0], [[0] * (len(sizes) + 1)]
-    found: list[tuple[int, ...]] = [(last,)]
+    size_lists: list[tuple[int, ...]] = [(last,)]
     for _ in range(min(most, len(sizes)) - 1):
         ends = best[:, None] + cost
         before.append(np.argmin(ends, axis=0).tolist())
         best = np.min(ends, axis=0)
-        found.append(_path(before, sizes))
-    return found
+        size_lists.append(_path(before, sizes))
+    return size_lists
 
 
 def _path(before: list[list[int]], sizes: np.ndarray) -> tuple[int, ...]:
@@ -192,5 +194,5 @@ def _best(loads: Sequence[Counter[int]], most: int, last: int, unit: int) -> lis
 def _measured(
     spec: EngineSpec, tokens: tuple[int, ...], slots: tuple[int, ...], loads: Mapping[str, StepSizes]
 ) -> Buckets:
-    paddings = {name: (padding(tokens, one.steps), padding(slots, one.decodes)) for name, one in loads.items()}
+    paddings = {name: (padding(tokens, load.steps), padding(slots, load.decodes)) for name, load in loads.items()}
     return Buckets(tokens, slots, num_programs(spec, len(tokens), len(slots)), paddings)

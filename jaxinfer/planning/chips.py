@@ -41,22 +41,22 @@ def parse_place(text: str) -> Place:
 
     Raises ValueError for a chip that is not listed, with the nearest name, and for an impossible count.
     """
-    found = re.fullmatch(r"(?P<slice>.+):(?P<bounds>\d+(x\d+)*)|(?P<several>.+)x(?P<count>\d+)|(?P<one>.+)", text)
-    if found is None:
+    match = re.fullmatch(r"(?P<slice>.+):(?P<bounds>\d+(x\d+)*)|(?P<several>.+)x(?P<count>\d+)|(?P<one>.+)", text)
+    if match is None:
         raise ValueError("no chips are named: write v6e:2x2 or h200x1")
     if text in chips():
         name, num_chips = text, 1
-    elif found["slice"]:
-        name, num_chips = found["slice"], math.prod(map(int, found["bounds"].split("x")))
-    elif found["several"]:
-        name, num_chips = found["several"], int(found["count"])
+    elif match["slice"]:
+        name, num_chips = match["slice"], math.prod(map(int, match["bounds"].split("x")))
+    elif match["several"]:
+        name, num_chips = match["several"], int(match["count"])
     else:
         name, num_chips = text, 1
     if name not in chips():
         hint = did_you_mean(name, chips(), otherwise=f": known are {', '.join(chips())}")
         raise ValueError(f"no chip is called {name!r}{hint}")
     chip = chips()[name]
-    if found["slice"] and chip.platform == "gpu":
+    if match["slice"] and chip.platform == "gpu":
         raise ValueError(f"{text!r}: GPUs are written {name}x{num_chips}")
     if num_chips < 1 or (chip.platform == "gpu" and num_chips > MAX_GPUS):
         raise ValueError(f"{text!r}: {num_chips} chips; GPUs are planned for from 1 to {MAX_GPUS}, the GPUs of a host")

@@ -94,10 +94,10 @@ class ProgramFigures:
 
 
 def read_figures(
-    found: Compilation, num_devices: int, *, is_tpu: bool, has_host_layers: bool = False
+    compilation: Compilation, num_devices: int, *, is_tpu: bool, has_host_layers: bool = False
 ) -> ProgramFigures:
     """Reads the figures of a program that was compiled for `num_devices` devices."""
-    program = HloProgram(found.program.as_text()) if is_tpu or num_devices > 1 or has_host_layers else None
+    program = HloProgram(compilation.program.as_text()) if is_tpu or num_devices > 1 or has_host_layers else None
     moved = kernels = None
     if program is not None and is_tpu:
         moves = program.moves()
@@ -109,17 +109,17 @@ def read_figures(
         kernels = every / max(len(kinds), 1)
     exchanged = list(_exchanges(program, num_devices)) if program is not None and num_devices > 1 else []
     return ProgramFigures(
-        argument_bytes=found.argument_bytes,
-        output_bytes=found.output_bytes,
-        aliased_bytes=found.aliased_bytes,
-        temporary_bytes=found.temporary_bytes,
-        code_bytes=found.code_bytes,
-        flops=found.cost.get("flops"),
+        argument_bytes=compilation.argument_bytes,
+        output_bytes=compilation.output_bytes,
+        aliased_bytes=compilation.aliased_bytes,
+        temporary_bytes=compilation.temporary_bytes,
+        code_bytes=compilation.code_bytes,
+        flops=compilation.cost.get("flops"),
         moved_bytes=moved,
         kernel_bytes=kernels,
         num_collectives=len(exchanged),
         sent_bytes=sum(exchanged),
-        seconds=found.seconds,
+        seconds=compilation.seconds,
         host_bytes=0 if program is None else program.host_bytes(),
     )
 
@@ -234,8 +234,8 @@ def compile_programs(
 
     def compile_one(program: Planned, num_layers: int) -> ProgramFigures:
         progress(f"{program.name}, {num_layers} layers")
-        found = compiler(program.function, program.arguments)
-        figures = read_figures(found, spec.num_devices, is_tpu=is_tpu, has_host_layers=has_host_layers)
+        compilation = compiler(program.function, program.arguments)
+        figures = read_figures(compilation, spec.num_devices, is_tpu=is_tpu, has_host_layers=has_host_layers)
         return replace(figures, resident_bytes=program.resident_bytes)
 
     def as_base(base: "Future[ProgramFigures]", program: Planned) -> ProgramFigures:
@@ -323,12 +323,12 @@ def _variants_of_layers_draft(spec: EngineSpec, kinds: list[list[int]]) -> _Vari
 
 
 def _layer_kinds(spec: EngineSpec) -> list[list[int]]:
-    """The layers by kind, of which those whose pages a policy treats in another way are of another."""
-    found: dict[tuple[int, str], list[int]] = {}
+    """The layers by kind; layers whose pages a policy treats differently are of different kinds."""
+    kinds: dict[tuple[int, str], list[int]] = {}
     for number, kind in enumerate(layer_kinds(spec.config, spec.params).values()):
         for layer in kind:
-            found.setdefault((number, spec.layers[layer].kind), []).append(layer)
-    return list(found.values())
+            kinds.setdefault((number, spec.layers[layer].kind), []).append(layer)
+    return list(kinds.values())
 
 
 def _few(kinds: Sequence[list[int]], more: int | None) -> list[int]:
@@ -359,17 +359,17 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     decoding = abstract_decode_work(spec.decode_slots[-1], *tables)
     static = spec.steps_per_dispatch, spec.tables, *(spec.determinism.rows or (None,))
     decode = (*common, decoding, *static, *observed)
-    found = [Planned(PREFILL, paged.step, step, resident), Planned(DECODE, paged.decode, decode, resident)]
+    programs = [Planned(PREFILL, paged.step, step, resident), Planned(DECODE, paged.decode, decode, resident)]
     if spec.trees:
         twice = num_bytes(spec.own_draft_params) - num_bytes(spec.placed_draft)  # weights that are the target's
-        found.append(Planned(SPECULATE, speculate, _rounds(spec, model, weights), twice))
-    return {program.name: program for program in found}
+        programs.append(Planned(SPECULATE, speculate, _rounds(spec, model, weights), twice))
+    return {program.name: program for program in programs}
 
 
 def _drafting(spec: EngineSpec) -> tuple[list[Any], tuple[Any, ...]]:
     """The models of a draft as programs take them, and their leaves."""
-    found = [program_model(config, spec.placed_draft, spec.program_mesh) for config, _ in spec.draft_models]
-    return [model for model, _ in found], tuple(leaf for _, leaves in found for leaf in leaves)
+    models = [program_model(config, spec.placed_draft, spec.program_mesh) for config, _ in spec.draft_models]
+    return [model for model, _ in models], tuple(leaf for _, leaves in models for leaf in leaves)
 
 
 def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:

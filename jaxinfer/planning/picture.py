@@ -50,12 +50,12 @@ def _draw_memory(axes, plan: MemoryPlan) -> None:
     is_small = memory.total < memory.usable / 4
     height = (1.3 * memory.total if is_small else 1.12 * max(memory.usable, memory.total)) / gib
     visible: dict[str, Any] = {}
-    for place, one in enumerate(programs.values()):
+    for place, program in enumerate(programs.values()):
         parts = dict(memory.parts)
-        if one is not None:
-            found = one.figures
-            parts["temporaries"] = round(found.temporary_bytes + found.output_bytes - found.aliased_bytes)
-            parts["code"] = round(found.code_bytes)
+        if program is not None:
+            figures = program.figures
+            parts["temporaries"] = round(figures.temporary_bytes + figures.output_bytes - figures.aliased_bytes)
+            parts["code"] = round(figures.code_bytes)
         bottom = 0.0
         for part, size in parts.items():
             bar = axes.bar(place, size / gib, 0.6, bottom=bottom, color=_COLOURS.get(part))

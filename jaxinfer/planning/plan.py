@@ -194,8 +194,12 @@ class MemoryPlan:
                 "tokens_remaining": memory.remaining_tokens,
             },
             "programs": {
-                name: {**one.figures.to_dict(), "layers_compiled": list(one.num_layers), "is_whole": one.is_whole}
-                for name, one in self.programs.items()
+                name: {
+                    **program.figures.to_dict(),
+                    "layers_compiled": list(program.num_layers),
+                    "is_whole": program.is_whole,
+                }
+                for name, program in self.programs.items()
             },
             "roofline": [point.to_dict() for point in self.roofline],
             "rounds": [vars(point) for point in self.rounds],
@@ -305,17 +309,17 @@ def _programs_text(plan: MemoryPlan) -> str:
     titles = ("programs, on one device", "TFLOP", "HBM bytes", "temporaries", "exchanges", "sent", "compiled in")
     rows = []
     for name, program in plan.programs.items():
-        found = program.figures
-        is_known = found.moved_bytes is not None and found.kernel_bytes is not None
+        figures = program.figures
+        is_known = figures.moved_bytes is not None and figures.kernel_bytes is not None
         rows.append(
             (
                 name,
-                "-" if found.flops is None else f"{found.flops / 1e12:.3f}",
-                format_bytes((found.moved_bytes or 0) + (found.kernel_bytes or 0)) if is_known else "-",
-                format_bytes(found.temporary_bytes),
-                f"{found.num_collectives:.0f}",
-                f"{found.sent_bytes / 1e6:.1f} MB",
-                f"{found.seconds:.0f} s",
+                "-" if figures.flops is None else f"{figures.flops / 1e12:.3f}",
+                format_bytes((figures.moved_bytes or 0) + (figures.kernel_bytes or 0)) if is_known else "-",
+                format_bytes(figures.temporary_bytes),
+                f"{figures.num_collectives:.0f}",
+                f"{figures.sent_bytes / 1e6:.1f} MB",
+                f"{figures.seconds:.0f} s",
             )
         )
     return table_text(titles, rows)

@@ -125,12 +125,12 @@ def _memory(spec: EngineSpec, programs: dict[str, CompiledProgram], usable: int)
     peak = PREFILL
     if programs:
         peak = max(programs, key=lambda name: programs[name].figures.total_bytes)
-        found = programs[peak].figures
-        made = round(found.temporary_bytes + found.output_bytes - found.aliased_bytes)
+        figures = programs[peak].figures
+        made = round(figures.temporary_bytes + figures.output_bytes - figures.aliased_bytes)
         parts["temporaries"] = max(made - spec.buffer_bytes, 0)  # which `parts` has already
-        parts["code"] = round(found.code_bytes)
+        parts["code"] = round(figures.code_bytes)
         counted = sum(size for name, size in parts.items() if name != "saved states")  # which no such program takes
-        parts["padding and inputs"] = max(round(found.total_bytes) - counted, 0)
+        parts["padding and inputs"] = max(round(figures.total_bytes) - counted, 0)
     else:
         guess = activation_bytes(spec) - spec.buffer_bytes
         parts["temporaries"] = guess // spec.num_devices

@@ -31,16 +31,16 @@ WEIGHTS = ("int8", "int4-g128")
 def changes(plan: MemoryPlan, *, compiles: bool = True, progress: ProgressCallback = lambda step: None) -> list[Change]:
     """Changes that make the plan fit, cheapest first; [] if none does. The first one is verified by compiling, unless
     `compiles` is False or the plan itself was only counted."""
-    found = list(_candidates(plan, LEAST_SHARE)) or list(_candidates(plan, 0.0))
+    candidates = list(_candidates(plan, LEAST_SHARE)) or list(_candidates(plan, 0.0))
     if not compiles or not plan.programs:
-        return [change for change, _ in found]
-    while found:
-        change, request = found[0]
+        return [change for change, _ in candidates]
+    while candidates:
+        change, request = candidates[0]
         progress(f"verifying {change}")
         verified = _verified(change, request, plan)
         if verified.fits:
-            return [verified, *(change for change, _ in found[1:])]
-        found.pop(0)
+            return [verified, *(change for change, _ in candidates[1:])]
+        candidates.pop(0)
     return []
 
 
@@ -108,11 +108,13 @@ def _fewer(
         sizes = replace(spec.pool_sizes, max_seqs=num_seqs, max_model_len=num_tokens)
         return round(rest + sizes.bytes_of(sizes.default) + num_seqs * slot_bytes)
 
-    num = bisect_right(range(1, max_seqs + 1), budget, key=lambda one: total(one, max_model_len))
+    num = bisect_right(range(1, max_seqs + 1), budget, key=lambda num_seqs: total(num_seqs, max_model_len))
     if 1 <= num < max_seqs and num >= least * max_seqs:
         smaller = request.with_options(max_seqs=num)
         yield Change({**flags, "--max-seqs": str(num)}, total(num, max_model_len), budget), smaller
-    pages = bisect_right(range(1, spec.pages_per_sequence), budget, key=lambda one: total(max_seqs, one * page_size))
+    pages = bisect_right(
+        range(1, spec.pages_per_sequence), budget, key=lambda num_pages: total(max_seqs, num_pages * page_size)
+    )
     context = pages * page_size
     if pages >= 1 and least * max_model_len <= context < max_model_len:
         flags = {**flags, "--context": str(context)}

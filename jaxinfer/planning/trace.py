@@ -74,14 +74,14 @@ def all_at_once(spec: EngineSpec, requests: Sequence[TraceRequest]) -> StepSizes
 def one_at_a_time(spec: EngineSpec, requests: Sequence[TraceRequest]) -> StepSizes:
     """The steps if each request arrives when the one before has ended."""
     # Its decode steps have one answer each, and need no scheduler.
-    found = _run(spec, [replace(request, num_answer=1) for request in requests], 1)
-    return StepSizes(found.steps, Counter({1: sum(max(request.num_answer - 1, 0) for request in requests)}))
+    sizes = _run(spec, [replace(request, num_answer=1) for request in requests], 1)
+    return StepSizes(sizes.steps, Counter({1: sum(max(request.num_answer - 1, 0) for request in requests)}))
 
 
 def _run(spec: EngineSpec, requests: Sequence[TraceRequest], num_present: int) -> StepSizes:
     """Runs the scheduler over sequences that end at their lengths, `num_present` of them in the engine at a time."""
     scheduler = Scheduler(replace(SchedulerOptions.of(spec), max_waiting=None), spec.decode_slots)
-    found, in_flight = StepSizes(Counter(), Counter()), deque[DispatchPlan]()
+    sizes, in_flight = StepSizes(Counter(), Counter()), deque[DispatchPlan]()
     waiting = deque(enumerate(requests))
     while waiting or scheduler.has_work:
         while waiting and len(scheduler.waiting) + len(scheduler.running) < num_present:
@@ -90,10 +90,10 @@ def _run(spec: EngineSpec, requests: Sequence[TraceRequest], num_present: int) -
         is_sent = plan is not None and not plan.is_empty
         if plan is not None and is_sent:
             in_flight.append(plan)
-            _count_rows(plan, found)
+            _count_rows(plan, sizes)
         if in_flight and (not is_sent or len(in_flight) >= MAX_IN_FLIGHT):
             _commit(scheduler, in_flight.popleft())
-    return found
+    return sizes
 
 
 def _sequence(number: int, request: TraceRequest) -> SequenceState:
@@ -103,13 +103,13 @@ def _sequence(number: int, request: TraceRequest) -> SequenceState:
     return SequenceState(Request([number] * request.num_prompt, params, length))
 
 
-def _count_rows(plan: DispatchPlan, found: StepSizes) -> None:
+def _count_rows(plan: DispatchPlan, sizes: StepSizes) -> None:
     if any(chunk.end_moves for chunk in plan.chunks):
         return  # a pass of its own, with a program of its own
     if plan.chunks:
-        found.steps[len(plan.decodes) + sum(chunk.length for chunk in plan.chunks)] += 1
+        sizes.steps[len(plan.decodes) + sum(chunk.length for chunk in plan.chunks)] += 1
     else:
-        found.decodes[len(plan.decodes)] += plan.num_steps
+        sizes.decodes[len(plan.decodes)] += plan.num_steps
 
 
 def _commit(scheduler: Scheduler, plan: DispatchPlan) -> None:

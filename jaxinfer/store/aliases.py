@@ -115,8 +115,8 @@ def _check_sampling(alias: Alias, where: str | Path) -> None:
 
 
 def aliases() -> list[Alias]:
-    """All aliases, by name. A file that is not one is left out, with a warning."""
-    found = []
+    """All aliases, by name. A file that cannot be read as one is left out, with a warning."""
+    readable = []
     for path in sorted((home() / "aliases").glob(f"*{_SUFFIX}")):
         name = path.name.removesuffix(_SUFFIX)
         try:
@@ -125,8 +125,8 @@ def aliases() -> list[Alias]:
             warnings.warn(f"{error}: the alias is left out; jaxinfer rm {name} removes it", stacklevel=2)
             continue
         if alias is not None:
-            found.append(alias)
-    return found
+            readable.append(alias)
+    return readable
 
 
 def write_alias(alias: Alias, *, overwrite: bool = False) -> Path:
@@ -215,5 +215,5 @@ def _value(key: str, value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_value(key, item) for item in value) + "]"
     if isinstance(value, Mapping):  # in a list or a table of a table
-        return "{" + ", ".join(f"{_key(str(name))} = {_value(key, one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(str(name))} = {_value(key, item)}" for name, item in value.items()) + "}"
     raise StoreError(f"{key}={value!r:.60} cannot be written to TOML")

@@ -39,20 +39,21 @@ class StoredModel:
 def list_models() -> tuple[StoredModel, ...]:
     """Pulled models, aliases of models that are here, and embedded models. None of them lacks a file.
 
-    An alias that cannot be read is left out, with a warning. Raises StoreError for such a manifest.
+    An alias that cannot be read is left out, with a warning. Raises StoreError for a manifest that cannot be
+    read.
     """
-    found = []
+    models = []
     newest: set[str] = set()
     for model in pulled_models():
         name = model.name if model.name not in newest else model.pinned_name
         newest.add(name)
-        found.append(_pulled(name, model))
-    found += [stored for alias in aliases() if (stored := _alias(alias)) is not None]
+        models.append(_pulled(name, model))
+    models += [stored for alias in aliases() if (stored := _alias(alias)) is not None]
     for name in EMBEDDED:
         path = embedded_path(name)
         assert path is not None
-        found.append(StoredModel(name, "embedded", path, *_size_and_time(path), None, None, _digest(name), {}))
-    return tuple(found)
+        models.append(StoredModel(name, "embedded", path, *_size_and_time(path), None, None, _digest(name), {}))
+    return tuple(models)
 
 
 def _pulled(name: str, model: PulledModel) -> StoredModel:
@@ -63,18 +64,18 @@ def _pulled(name: str, model: PulledModel) -> StoredModel:
 def _alias(alias: Alias) -> StoredModel | None:
     """None where its model is not here, or is just being removed."""
     try:
-        found = find_model(alias.name, fetch=False)
-        if found.path is None:
+        target = find_model(alias.name, fetch=False)
+        if target.path is None:
             return None
-        model = None if found.hub is None else find_pulled(found.hub)
-        num_bytes = _size_and_time(found.path)[0] if model is None else model.num_bytes
+        model = None if target.hub is None else find_pulled(target.hub)
+        num_bytes = _size_and_time(target.path)[0] if model is None else model.num_bytes
         modified = alias_path(alias.name).stat().st_mtime
     except (ValueError, OSError):
         return None
     options = {key: value for key, value in alias.to_dict().items() if key not in ("model", "revision")}
-    commit = None if found.hub is None else found.hub.revision
-    digest = _digest(str(found.path), repr(sorted(alias.to_dict().items())))
-    return StoredModel(alias.name, "alias", found.path, num_bytes, modified, commit, alias.model, digest, options)
+    commit = None if target.hub is None else target.hub.revision
+    digest = _digest(str(target.path), repr(sorted(alias.to_dict().items())))
+    return StoredModel(alias.name, "alias", target.path, num_bytes, modified, commit, alias.model, digest, options)
 
 
 def _size_and_time(path: Path) -> tuple[int, float]:
@@ -108,12 +109,12 @@ def pin_model(model: str) -> tuple[str, str | None]:
     """
     if embedded_path(model) is not None or read_alias(model) is not None:
         return model, None
-    found = find_model(model, fetch=False)
-    if found.hub is not None and found.path is not None:
-        pulled = find_pulled(found.hub)
-        variant = found.hub.variant if pulled is None else pulled.variant
-        return str(HubName(found.hub.repository, variant=variant)), found.hub.revision
-    if found.path is None:
+    location = find_model(model, fetch=False)
+    if location.hub is not None and location.path is not None:
+        pulled = find_pulled(location.hub)
+        variant = location.hub.variant if pulled is None else pulled.variant
+        return str(HubName(location.hub.repository, variant=variant)), location.hub.revision
+    if location.path is None:
         raise UnknownModelError(f"{model} is not here: jaxinfer pull {model}")
     is_file = Path(model).expanduser().exists()
     return str(Path(model).expanduser().resolve()) if is_file else model, None
@@ -128,24 +129,24 @@ def show_model(name: str) -> dict[str, Any]:
     from jaxinfer.models import abstract_params
     from jaxinfer.quantization.tree import num_bytes
 
-    found = find_model(name, fetch=False)
-    if found.path is None:
+    location = find_model(name, fetch=False)
+    if location.path is None:
         raise UnknownModelError(f"{name} is not here: jaxinfer pull {name}")
-    config, params = checkpoints_convert.abstract(found.path)
+    config, params = checkpoints_convert.abstract(location.path)
     alias = read_alias(name)
-    pulled = None if found.hub is None else find_pulled(found.hub)
-    with checkpoints_convert.open_checkpoint(found.path) as checkpoint:
+    pulled = None if location.hub is None else find_pulled(location.hub)
+    with checkpoints_convert.open_checkpoint(location.path) as checkpoint:
         quantization = checkpoint.quantization
         defaults = dict(checkpoint.generation_config)
     facts: dict[str, Any] = {
         "name": name,
-        "path": found.path,
-        "repository": None if found.hub is None else found.hub.repository,
-        "commit": None if found.hub is None else found.hub.revision,
+        "path": location.path,
+        "repository": None if location.hub is None else location.hub.repository,
+        "commit": None if location.hub is None else location.hub.revision,
         "pulled": None if pulled is None else pulled.pulled_on,
         "files": len(pulled.files) if pulled is not None else None,
-        "bytes": _size_and_time(found.path)[0] if pulled is None else pulled.num_bytes,
-        "license": _license(found, pulled),
+        "bytes": _size_and_time(location.path)[0] if pulled is None else pulled.num_bytes,
+        "license": _license(location, pulled),
         "architecture": config.architecture,
         "parameters": sum(math.prod(leaf.shape) for leaf in tree.leaves(abstract_params(config))),
         "layers": config.num_layers,
@@ -154,7 +155,7 @@ def show_model(name: str) -> dict[str, Any]:
         "weight bytes": num_bytes(params),
         "quantization": quantization,
         "generation config": defaults or None,
-        "chat template": _template(found.path),
+        "chat template": _template(location.path),
         "aliases": [its.name for its in aliases() if its.model == name] if pulled is None else users_of(pulled),
     }
     if alias is not None:
@@ -162,11 +163,11 @@ def show_model(name: str) -> dict[str, Any]:
     return facts
 
 
-def _license(found: FoundModel, pulled: PulledModel | None) -> str | None:
+def _license(location: FoundModel, pulled: PulledModel | None) -> str | None:
     """License by the repository's page, or else the first line of a LICENSE file."""
     if pulled is not None and pulled.license is not None:
         return pulled.license
-    files = [] if found.path is None or found.path.is_file() else sorted(found.path.glob("LICENSE*"))
+    files = [] if location.path is None or location.path.is_file() else sorted(location.path.glob("LICENSE*"))
     lines = files[0].read_text(encoding="utf-8", errors="replace").strip().splitlines() if files else []
     return lines[0].strip() if lines else None
 
@@ -189,13 +190,13 @@ def disk_usage() -> list[dict[str, Any]]:
     """Bytes of each repository in the hub's cache, the largest first: of all files, of unfinished downloads, of files
     that no pulled model has; and the names of its pulled models."""
     models = pulled_models()
-    found = []
+    rows = []
     for folder in sorted(hub_cache().glob("models--*")):
         repository = folder.name.removeprefix("models--").replace("--", "/")
         own = [model for model in models if model.repository == repository]
         used = {(model.snapshot / file.name).resolve(): file.num_bytes for model in own for file in model.files}
         partial, total = folder_bytes(folder / "blobs", ".incomplete"), folder_bytes(folder)
-        found.append(
+        rows.append(
             {
                 "repository": repository,
                 "bytes": total,
@@ -204,4 +205,4 @@ def disk_usage() -> list[dict[str, Any]]:
                 "models": [model.pinned_name for model in own],
             }
         )
-    return sorted(found, key=lambda one: -one["bytes"])
+    return sorted(rows, key=lambda row: -row["bytes"])

@@ -18,7 +18,7 @@ def short_names() -> Mapping[str, Mapping[str, str]]:
 
 
 def repository_of(name: str, tag: str | None = None) -> str | None:
-    """The repository of a short name, in upper or lower case; None for a name that is none.
+    """The repository of a short name, in upper or lower case; None if `name` is not one.
 
     Raises UnknownModelError for a tag that the name does not have, with those that it has.
     """
@@ -27,14 +27,14 @@ def repository_of(name: str, tag: str | None = None) -> str | None:
         return None
     if tag is None or tag.lower() == LATEST:
         return next(iter(tags.values()))
-    found = tags.get(tag.lower())
-    if found is None:
+    repository = tags.get(tag.lower())
+    if repository is None:
         shown = ", ".join(f"{name}:{known_tag}" for known_tag in tags)
         raise UnknownModelError(
             f"{name} has no tag {tag!r:.60}, but {shown}; other models are named by their repository, user/model, and "
             "their GGUF files user/model:Q4_K_M"
         )
-    return found
+    return repository
 
 
 def hint(repository: str, reason: str) -> str:

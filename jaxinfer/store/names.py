@@ -86,8 +86,8 @@ def find_model(
     """Finds an embedded model, an alias, a folder, a GGUF file, a URL, or a repository, also by a short name, in this
     order.
 
-    A repository that was pulled is used as it was pulled, without asking the hub. Another one is pulled if `fetch`,
-    unless `offline` (None: as HF_HUB_OFFLINE says), where only the hub's cache is looked in.
+    A repository that was pulled is used as it was pulled, without a request to the hub. Another one is pulled if
+    `fetch`, unless `offline` (None: as HF_HUB_OFFLINE says), where only the hub's cache is looked in.
 
     Raises StoreError, and CheckpointError as `checkpoints_convert.resolve` and `pull`.
     """
@@ -103,15 +103,15 @@ def find_model(
             return FoundModel(name, _resolved(name, revision))
         return _in_hub(name, hub, is_offline() if offline is None else offline, fetch)
     if alias.revision is None:
-        found = find_model(alias.model, revision, offline=offline, fetch=fetch)
+        target = find_model(alias.model, revision, offline=offline, fetch=fetch)
     elif revision is not None:
         raise StoreError(f"revision={revision!r} is for repositories, and {name} is an alias")
     else:
         hub = _repository(alias.model, alias.revision, is_pinned=True)
         if hub is None:
             raise StoreError(f"the alias {name} has a revision, and its model {alias.model} is no repository's name")
-        found = _in_hub(alias.model, hub, is_offline() if offline is None else offline, fetch)
-    return replace(found, name=name, options=alias.options, sampling=alias.sampling, system=alias.system)
+        target = _in_hub(alias.model, hub, is_offline() if offline is None else offline, fetch)
+    return replace(target, name=name, options=alias.options, sampling=alias.sampling, system=alias.system)
 
 
 def alias_options(model: str) -> Mapping[str, str]:
@@ -122,12 +122,12 @@ def alias_options(model: str) -> Mapping[str, str]:
 
 def find_path(model: str | Path, revision: str | None = None) -> Path:
     """Path of a model, for what reads its files alone; an alias's options are not applied, with a warning."""
-    found = find_model(model, revision)
-    if found.options:
-        names = ", ".join(f"{name} = {value}" for name, value in found.options.items())
-        warnings.warn(f"{found.name} is an alias with {names}, which is not applied here", stacklevel=2)
-    assert found.path is not None
-    return found.path
+    location = find_model(model, revision)
+    if location.options:
+        names = ", ".join(f"{name} = {value}" for name, value in location.options.items())
+        warnings.warn(f"{location.name} is an alias with {names}, which is not applied here", stacklevel=2)
+    assert location.path is not None
+    return location.path
 
 
 def prepare(model: str, revision: str | None = None) -> Download:
@@ -219,11 +219,11 @@ def _in_hub(name: str, hub: HubName, offline: bool, fetch: bool) -> FoundModel:
             return FoundModel(name, path, replace(hub, revision=path.name))
     if hub.variant is not None:
         raise UnknownModelError(
-            f"{name} was not pulled, and the hub is not to be asked (offline){hint(hub.repository, 'no network')}"
+            f"{name} was not pulled, and the hub may not be contacted (offline){hint(hub.repository, 'no network')}"
         )
     try:
         path = cached(hub.repository, hub.revision)
     except CheckpointNotFoundError as error:
-        told = f"{error}".removeprefix(f"{hub.repository}: ")
-        raise CheckpointNotFoundError(hub.repository, f"{told}{hint(hub.repository, 'no network')}") from None
+        reason = f"{error}".removeprefix(f"{hub.repository}: ")
+        raise CheckpointNotFoundError(hub.repository, f"{reason}{hint(hub.repository, 'no network')}") from None
     return FoundModel(name, path, replace(hub, revision=path.name))

@@ -218,13 +218,13 @@ def _variants(every: Sequence[PulledFile]) -> dict[str, list[PulledFile]]:
         match = _GGUF.fullmatch(file.name)
         if match and "mmproj" not in file.name:
             groups.setdefault(match["stem"], []).append(file)
-    found: dict[str, list[PulledFile]] = {}
+    variants: dict[str, list[PulledFile]] = {}
     for stem, files in groups.items():
         base = stem.rpartition("/")[2]
         match = re.search(r"(?i)(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|F16|F32|BF16))$", base)
         key = match[1] if match else base
-        found[key if key not in found else base] = files
-    return found
+        variants[key if key not in variants else base] = files
+    return variants
 
 
 def _gguf_files(name: HubName, every: Sequence[PulledFile]) -> tuple[str, tuple[PulledFile, ...]]:
@@ -233,12 +233,12 @@ def _gguf_files(name: HubName, every: Sequence[PulledFile]) -> tuple[str, tuple[
 
     variants = _variants(every)
     wanted = gguf_name(str(name.variant))
-    found = [key for key, files in variants.items() if wanted in (gguf_name(key), gguf_name(files[0].name))]
-    if not found:
+    keys = [key for key, files in variants.items() if wanted in (gguf_name(key), gguf_name(files[0].name))]
+    if not keys:
         shown = ", ".join(list(variants)[:_NUM_SHOWN]) or "no GGUF file"
         raise CheckpointError(name.repository, f"the repository has no {name.variant}; it has {shown}")
-    files = variants[found[0]]
+    files = variants[keys[0]]
     match = re.search(r"-of-(\d{5})\.gguf$", files[0].name)
     if match and len(files) != int(match[1]):
-        raise CheckpointError(name.repository, f"has {len(files)} of the {int(match[1])} parts of {found[0]}")
-    return found[0], tuple(files)
+        raise CheckpointError(name.repository, f"has {len(files)} of the {int(match[1])} parts of {keys[0]}")
+    return keys[0], tuple(files)

@@ -165,7 +165,7 @@ def is_offline() -> bool:
 
 @contextmanager
 def offline(is_wanted: bool) -> Iterator[None]:
-    """In the block the hub is not asked, if that is wanted."""
+    """Sets HF_HUB_OFFLINE within the block if `is_wanted`, so that no request goes to the hub."""
     former = os.environ.get("HF_HUB_OFFLINE")
     if is_wanted:
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -191,13 +191,13 @@ def write_manifest(model: PulledModel) -> None:
 def pulled_models(repository: str | None = None, *, is_complete: bool = True) -> list[PulledModel]:
     """All manifests, or those of a repository, the newest first. Models that lack a file are left out if `is_complete`.
 
-    Raises StoreError for a manifest that is no such file.
+    Raises StoreError for a manifest that cannot be read.
     """
     folder = home() / "manifests" if repository is None else manifests_of(repository)
     pattern = "*/*.json" if repository is None else "*.json"
-    found = [model for path in sorted(folder.glob(pattern)) if (model := _read(path)) is not None]
-    whole = [model for model in found if not (is_complete and model.missing())]
-    return sorted(whole, key=lambda one: -one.pulled_at)
+    models = [model for path in sorted(folder.glob(pattern)) if (model := _read(path)) is not None]
+    whole = [model for model in models if not (is_complete and model.missing())]
+    return sorted(whole, key=lambda model: -model.pulled_at)
 
 
 def _read(path: Path) -> PulledModel | None:

@@ -91,14 +91,14 @@ def _remove_pulled(hub: HubName) -> Removed:
 
 
 def users_of(model: PulledModel) -> list[str]:
-    """Aliases whose model, or whose draft, this one is."""
-    found = set()
+    """Names of the aliases that use this model, as their model or their draft."""
+    users = set()
     for name, hub in _names_in_aliases():
         if hub.repository == model.repository and model.is_variant(hub.variant):
             named = find_pulled(hub) or find_pulled(hub, is_complete=False)
             if named is not None and named.manifest == model.manifest:
-                found.add(name)
-    return sorted(found)
+                users.add(name)
+    return sorted(users)
 
 
 def _names_in_aliases() -> Iterator[tuple[str, HubName]]:
@@ -166,11 +166,11 @@ def _remove_unlinked(folder: Path) -> None:
 
 def _linked(folder: Path) -> set[str]:
     """Names of the blobs that snapshots link to."""
-    found = set()
+    blobs = set()
     for path in _files(folder / "snapshots"):
         with suppress(OSError):
-            found.add(path.readlink().name)
-    return found
+            blobs.add(path.readlink().name)
+    return blobs
 
 
 def _remove_empty(folder: Path, commits: Iterable[str] | None) -> None:

@@ -31,8 +31,8 @@ def draft_card_text(
     config = result.config
     num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config)))
     rows = "\n".join(
-        f"| {when} | {found.agreement:.1%} | {found.rate:.1%} | {found.tokens_per_round:.2f} |"
-        for when, found in (("before distillation", result.before), ("after", result.after))
+        f"| {when} | {acceptance.agreement:.1%} | {acceptance.rate:.1%} | {acceptance.tokens_per_round:.2f} |"
+        for when, acceptance in (("before distillation", result.before), ("after", result.after))
     )
     losses = {"fkl": "forward KL", "rkl": "reverse KL", "tv": "total variation"}
     plot = "\n![loss and acceptance by step](distillation.png)\n" if has_plot else ""

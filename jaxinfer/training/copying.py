@@ -152,9 +152,9 @@ def _check(config: ModelConfig) -> None:
         "latent attention or sinks": config.mla is not None or config.has_sinks,
         "windows": any(window is not None for window in config.sliding_windows),
     }
-    found = [reason for reason, is_so in reasons.items() if is_so]
-    if found:
-        raise ValueError(f"copying heads cannot be built into a draft with {', '.join(found)}")
+    problems = [reason for reason, is_so in reasons.items() if is_so]
+    if problems:
+        raise ValueError(f"copying heads cannot be built into a draft with {', '.join(problems)}")
 
 
 def _look_back(config: ModelConfig, weights: dict[str, np.ndarray], slots: _Slots, unit: float) -> None:
@@ -211,10 +211,10 @@ def _widened(config: ModelConfig, weights: dict[str, np.ndarray]) -> dict[str, n
 def _sizes(config: ModelConfig, params: Params, tokens: np.ndarray) -> list[float]:
     """Median root mean squares of the inputs of the norms: two in each layer, then the final one."""
     names = ["embed", *(f"layers.{i}.{part}" for i in range(config.num_layers) for part in ("attention", "mlp"))]
-    found, tap = collect(names)
+    outputs, tap = collect(names)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     bind(config, params)(jnp.asarray(tokens), positions, attend_by_head, tap)
-    states = np.cumsum([np.asarray(found[name], np.float32) for name in names], axis=0)
+    states = np.cumsum([np.asarray(outputs[name], np.float32) for name in names], axis=0)
     return [float(np.median(_rms(state))) for state in states]
 
 

@@ -288,8 +288,8 @@ def distill(
         return {"tokens": tokens, "weights": weights.astype(np.float32)}
 
     def evaluate(params: Params) -> dict[str, float]:
-        found = meter(params)
-        return {"held_out_agreement": found.agreement, "acceptance": found.rate}
+        acceptance = meter(params)
+        return {"held_out_agreement": acceptance.agreement, "acceptance": acceptance.rate}
 
     result: TrainResult = train(
         initial,

@@ -80,7 +80,7 @@ def test_a_model_without_a_chat_template_continues(jaxinfer, model_without_templ
 def test_offline(jaxinfer, hub):
     result = jaxinfer("run", "someone/else", "hi", "--offline")
     assert result.exit_code == 1
-    assert "the hub is not to be asked" in result.stderr
+    assert "the hub may not be contacted" in result.stderr
     assert hub.requested == []
 
 

@@ -91,7 +91,7 @@ def test_without_the_hub_what_other_tools_downloaded_is_found(hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.reset()
     assert str(find_model(REPOSITORY).path) == theirs
-    with pytest.raises(CheckpointNotFoundError, match="not in the local cache, and the hub is not to be asked"):
+    with pytest.raises(CheckpointNotFoundError, match="not in the local cache, and the hub may not be contacted"):
         find_model("someone/else")
     with pytest.raises(StoreError, match="HF_HUB_OFFLINE is set"):
         pull(REPOSITORY)

@@ -141,7 +141,7 @@ class LayerBudget:
         return OBSERVED
 
     def num_dropped(self, num_prompt: int) -> int:
-        """Of the prompt `budget` tokens stay, or less than a page more."""
+        """`budget` tokens of the prompt stay, or less than a page more."""
         budget = self.policy.budget
         if self.policy.method == "pyramidkv":
             budget = pyramid_budgets(budget, num_prompt, self.num_layers, window=OBSERVED)[self.layer]

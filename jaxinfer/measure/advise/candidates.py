@@ -136,9 +136,9 @@ def candidates(goal: Goal, about: ModelFacts) -> tuple[list[Arguments], dict[str
 
 def mesh_shapes(num_devices: int) -> list[str]:
     """All ways to divide devices into replicas and shards."""
-    found = []
+    shapes = []
     for shards in range(num_devices, 0, -1):
         if num_devices > 1 and num_devices % shards == 0:
             sizes = {"data": num_devices // shards, "model": shards}
-            found.append(",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1))
-    return found
+            shapes.append(",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1))
+    return shapes

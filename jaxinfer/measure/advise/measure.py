@@ -233,21 +233,22 @@ class TrialRunner:
 
     def _repeated(self, llm: LLM, row: TrialResult) -> TrialResult:
         """The result with another repeat."""
-        ttft, tpot, one = self._again(lambda: self._single(llm))
+        ttft, tpot, total = self._again(lambda: self._single(llm))
         batch = self._again(lambda: self._batch(llm))
         slower, slower_batch = self._slower()
         return replace(
             row,
             ttft=(*row.ttft, ttft / slower),
             tpot=(*row.tpot, tpot / slower),
-            one=(*row.one, one / slower),
+            one=(*row.one, total / slower),
             rate=(*row.rate, batch["tokens_per_second"]["out"] * slower_batch),
             batch_ttft=(*row.batch_ttft, batch["ttft"]["p50"] / slower_batch),
             goodput=(*row.goodput, batch["goodput"]["requests_per_second"]) if "goodput" in batch else (),
         )
 
     def _open_beside(self, llm: LLM) -> None:
-        """Opens the baseline, which `llm` is, beside the trials: on a CPU where it takes little of the memory."""
+        """Opens a second engine of the baseline `llm`, measured beside the trials: on a CPU, if it takes little of the
+        memory."""
         engine = llm.engine.engines[0]
         memory = engine.runner.memory
         held = memory.weights + sum(group.pool_bytes for group in engine.spec.groups)
@@ -260,22 +261,22 @@ class TrialRunner:
         if self._beside is None or self.reference is None:
             return 1.0, 1.0
         llm = self._beside[1]
-        one, batch = self._again(lambda: self._single(llm))[2], self._again(lambda: self._batch(llm))
-        return one / median(self.reference.one), median(self.reference.rate) / batch["tokens_per_second"]["out"]
+        total, batch = self._again(lambda: self._single(llm))[2], self._again(lambda: self._batch(llm))
+        return total / median(self.reference.one), median(self.reference.rate) / batch["tokens_per_second"]["out"]
 
     def _again(self, run: Callable[[], Any]) -> Any:
         """The result of a run in which nothing was compiled."""
         for _ in range(MAX_AGAIN):
             with compilation_cache.counting() as counts:
-                found = run()
+                result = run()
             if not counts.compiled + counts.hits:
-                return found
+                return result
         raise RuntimeError(f"programs were compiled in each of {MAX_AGAIN} repeats")
 
     def _single(self, llm: LLM) -> tuple[float, float, float]:
         """Seconds until the first token, per token and in total of one request at a time: medians of three requests,
         which reuse the prefix that they share."""
-        found, salt = [], f"advise {next(_SALTS)}"
+        times, salt = [], f"advise {next(_SALTS)}"
         for request in self.requests[:3]:
             [output] = llm.generate(
                 [request.prompt], self.settings.run_options.params(request.num_tokens), use_tqdm=False, cache_salt=salt
@@ -283,8 +284,8 @@ class TrialRunner:
             timings = output.timings
             if timings is None:
                 raise RuntimeError("a request has no timings")
-            found.append((timings.time_to_first_token, timings.time_per_output_token, timings.total_time))
-        ttft, tpot, total = (median(column) for column in zip(*found, strict=True))
+            times.append((timings.time_to_first_token, timings.time_per_output_token, timings.total_time))
+        ttft, tpot, total = (median(column) for column in zip(*times, strict=True))
         return ttft, tpot, total
 
     def _batch(self, llm: LLM) -> dict[str, Any]:
@@ -312,9 +313,9 @@ class TrialRunner:
             ends = [start or len(text) for start, text in zip(starts, self._texts, strict=True)]
             states = hidden_states(engine, self._texts, ends)
             for start, rows, whole in zip(starts, states, self._expected, strict=True):
-                found, expected = log_probs(engine, rows[start:]), whole[start:]
-                kl += float(kl_divergence(expected, found).sum(dtype=np.float64))
-                agreeing += float(np.sum(expected.argmax(-1) == found.argmax(-1)))
+                actual, expected = log_probs(engine, rows[start:]), whole[start:]
+                kl += float(kl_divergence(expected, actual).sum(dtype=np.float64))
+                agreeing += float(np.sum(expected.argmax(-1) == actual.argmax(-1)))
             count = sum(map(len, self._texts)) - sum(starts)
             self._qualities[key] = max(kl, 0.0) / count, agreeing / count
         kl, top1 = self._qualities[key]
@@ -369,8 +370,8 @@ class TrialRunner:
         tokens = [model.tokenizer.encode_content(text) for text in self.settings.calibration]
         rows = split_rows(tokens, model.tokenizer.eos_token_id, num_rows=128, length=min(512, self._longest), seed=0)
         options = CalibrationOptions(method=method, dtype=compute_dtype(model.params).name)
-        found = quantize_model(FloatModel.of(model.config, model.params), options, rows.calibration)
-        return replace(model, weights=ModelWeights(found.params))
+        quantized = quantize_model(FloatModel.of(model.config, model.params), options, rows.calibration)
+        return replace(model, weights=ModelWeights(quantized.params))
 
     def _opened(self, arguments: Arguments) -> LLM:
         if "offload" in arguments:  # its weights are read to where they stay
@@ -402,7 +403,7 @@ def sampled(llm: LLM, workload: BenchWorkload) -> list[list[int]]:
     length = min(max(TEXT_TOKENS, longest), llm.max_model_len - 1)
     params = SamplingParams(temperature=1.0, seed=seed, max_tokens=length, ignore_eos=True)
     outputs = llm.generate([[start] for start in starts], params, use_tqdm=False)
-    return [[start, *one.outputs[0].token_ids] for start, one in zip(starts, outputs, strict=True)]
+    return [[start, *output.outputs[0].token_ids] for start, output in zip(starts, outputs, strict=True)]
 
 
 def for_quality(texts: Sequence[Sequence[int]], vocab_size: int, length: int) -> list[list[int]]:
@@ -439,5 +440,5 @@ def shared_share(prompts: Sequence[Sequence[int]]) -> float:
     same = 0
     for before, after in itertools.pairwise(ordered):
         pairs = enumerate(zip(before, after, strict=False))
-        same += next((place for place, (one, other) in pairs if one != other), min(len(before), len(after)))
+        same += next((place for place, (token, other) in pairs if token != other), min(len(before), len(after)))
     return same / total if total else 0.0

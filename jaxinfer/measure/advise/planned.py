@@ -129,8 +129,8 @@ class Planner:
         base = make_plan(self.request(plain), compiles=False)
         plans = {k: make_plan(self.request(arguments, k), compiles=False) for k in NUM_DRAFTED}
         if self.acceptance is None:
-            found = {k: _break_even(plan) for k, plan in plans.items()}
-            rates = ", ".join(f"{'all' if rate is None else f'{rate:.0%}'} of {k}" for k, rate in found.items())
+            break_even = {k: _break_even(plan) for k, plan in plans.items()}
+            rates = ", ".join(f"{'all' if rate is None else f'{rate:.0%}'} of {k}" for k, rate in break_even.items())
             return TrialResult(
                 arguments,
                 f"acceptance cannot be planned: one request is faster if more than {rates} draft tokens are "
@@ -139,12 +139,12 @@ class Planner:
         rate = self.acceptance
         row = _row(arguments, base, self)
         best = max(plans, key=lambda k: mean_tokens(rate, k) / plans[k].rounds[0].seconds)
-        found = plans[best]
+        plan = plans[best]
         width = mean_tokens(rate, best)
-        step = found.rounds[0].seconds / width
-        last = found.rounds[-1]
-        replicas = found.layout.num_replicas
-        sizes = _sizes(found, self)
+        step = plan.rounds[0].seconds / width
+        last = plan.rounds[-1]
+        replicas = plan.layout.num_replicas
+        sizes = _sizes(plan, self)
         return replace(
             row,
             arguments={**arguments, "num_draft_tokens": best},
@@ -196,8 +196,8 @@ def _sizes(plan: MemoryPlan, planner: Planner) -> dict[str, Any]:
 
 def _break_even(plan: MemoryPlan) -> float | None:
     """The acceptance rate at which a round of one request equals plain steps; None if not even 1 suffices."""
-    step, one = plan.roofline[0].seconds, plan.rounds[0]
-    wanted, count = one.seconds / step, one.num_draft_tokens
+    step, draft_round = plan.roofline[0].seconds, plan.rounds[0]
+    wanted, count = draft_round.seconds / step, draft_round.num_draft_tokens
     if mean_tokens(1.0, count) <= wanted:
         return None
     low, high = 0.0, 1.0

@@ -39,13 +39,13 @@ class Advice:
         return {"name": self.row.name, "arguments": self.row.arguments, **judged}
 
 
-def advice(goal: Goal, found: Findings, model: str, given: Mapping[str, Any]) -> Advice:
+def advice(goal: Goal, findings: Findings, model: str, given: Mapping[str, Any]) -> Advice:
     """The recommendation; `given` are the arguments of all trials."""
-    best = recommended(goal, found)
+    best = recommended(goal, findings)
     if best is None:
         return Advice()
     row, judgement = best
-    row = row if row.arguments else pooled(found.base)
+    row = row if row.arguments else pooled(findings.base)
     arguments = {**given, **row.arguments}
     first = ""
     if (method := arguments.pop("method", None)) is not None:
@@ -61,19 +61,19 @@ def advice(goal: Goal, found: Findings, model: str, given: Mapping[str, Any]) ->
     return Advice(row, judgement, arguments, command, f"LLM({model!r}{values})")
 
 
-def table(goal: Goal, found: Findings) -> tuple[list[str], list[list[str]]]:
+def table(goal: Goal, findings: Findings) -> tuple[list[str], list[list[str]]]:
     """Column titles, and a row of cells for each trial; the last column compares with the baseline."""
     columns = [*COLUMNS, "vs base"]
-    rows = [_base_cells(goal, found, found.base[0], "baseline")]
-    for row in found.rows:
-        rows.append([*_cells(row), _ratio(judge(goal, row, found.base))])
-    rows += [_base_cells(goal, found, row, "baseline again") for row in found.base[1:]]
+    rows = [_base_cells(goal, findings, findings.base[0], "baseline")]
+    for row in findings.rows:
+        rows.append([*_cells(row), _ratio(judge(goal, row, findings.base))])
+    rows += [_base_cells(goal, findings, row, "baseline again") for row in findings.base[1:]]
     return columns, rows
 
 
-def _base_cells(goal: Goal, found: Findings, row: TrialResult, name: str) -> list[str]:
+def _base_cells(goal: Goal, findings: Findings, row: TrialResult, name: str) -> list[str]:
     """A measurement of the baseline, compared with the median of all of them."""
-    values, all_ = goal.values(row), goal.values(pooled(found.base))
+    values, all_ = goal.values(row), goal.values(pooled(findings.base))
     ratio = median(values) / median(all_) if values and median(all_) else 1.0
     return [*_cells(row, name), f"{ratio:.2f}x"]
 
@@ -108,24 +108,24 @@ def _ratio(judgement: Judgement) -> str:
 
 
 def sections(
-    goal: Goal, found: Findings, advice: Advice, left_out: Mapping[str, str], *, price_per_hour: float | None = None
+    goal: Goal, findings: Findings, advice: Advice, left_out: Mapping[str, str], *, price_per_hour: float | None = None
 ) -> list[str]:
     """Lines on what helped, what did not and why, what is unknown, and the recommendation."""
     helped, others, unknown = [], [], []
-    for row in found.rows:
-        verdict = judge(goal, row, found.base)
+    for row in findings.rows:
+        verdict = judge(goal, row, findings.base)
         part = unknown if verdict.ratio is None else helped if verdict.verdict == "better" else others
         part = others if verdict.verdict == "ruled out" and row.reason is None else part
-        notes = [row.stopped, _draft_share(row, found.base[0])]
+        notes = [row.stopped, _draft_share(row, findings.base[0])]
         text = "; ".join(filter(None, [_verdict_text(goal, row, verdict), *notes]))
         part.append(f"  {row.name}: {text}")
     unknown += [f"  {what}: not tried: {why}" for what, why in left_out.items()]
     lines = []
     for title, part in (("Helped", helped), ("Did not help", others), ("Unknown", unknown)):
         lines += [title, *part, ""] if part else []
-    lines += _in_turn(goal, found)
-    lines += _recommended(goal, found, advice, price_per_hour)
-    if len(found.base) < 2 and not found.finals and not goal.is_planned:
+    lines += _in_turn(goal, findings)
+    lines += _recommended(goal, findings, advice, price_per_hour)
+    if len(findings.base) < 2 and not findings.finals and not goal.is_planned:
         lines += ["", "The baseline was measured only once, so the drift of the machine is unknown."]
     return lines
 
@@ -157,12 +157,12 @@ def _draft_share(row: TrialResult, base: TrialResult) -> str | None:
     return f"the draft has {share:.0%} of the model's size{rule}"
 
 
-def _in_turn(goal: Goal, found: Findings) -> list[str]:
+def _in_turn(goal: Goal, findings: Findings) -> list[str]:
     """The finalists' figures in turn with the baseline's, relative to it."""
-    names = list(dict.fromkeys(row.name for row in found.finals if row.arguments))
+    names = list(dict.fromkeys(row.name for row in findings.finals if row.arguments))
     if not names:
         return []
-    by_name = {name: [row for row in found.finals if row.name == name] for name in ["baseline", *names]}
+    by_name = {name: [row for row in findings.finals if row.name == name] for name in ["baseline", *names]}
     lines = [f"In turn with the baseline, {len(by_name['baseline'])} times"]
     for name in names:
         pairs = zip(by_name[name], by_name["baseline"], strict=True)
@@ -171,17 +171,17 @@ def _in_turn(goal: Goal, found: Findings) -> list[str]:
     return [*lines, ""]
 
 
-def _recommended(goal: Goal, found: Findings, advice: Advice, price_per_hour: float | None) -> list[str]:
+def _recommended(goal: Goal, findings: Findings, advice: Advice, price_per_hour: float | None) -> list[str]:
     if advice.row is None or advice.judgement is None:
         return ["Recommended", "  no trial is within the limits"]
-    row, base = advice.row, pooled(found.base)
+    row, base = advice.row, pooled(findings.base)
     if not row.arguments:
         lines = ["Recommended: no change", "  no trial is better than the baseline beyond the noise"]
     else:
         lines = [f"Recommended: {row.name}"]
         if advice.judgement.ratio is not None:
             lines.append(f"  {advice.judgement.ratio:.2f}x the baseline's {goal.title(base)}")
-    sizes = [row.arguments["max_seqs"] for row in found.rows if "max_seqs" in row.arguments and row.rate]
+    sizes = [row.arguments["max_seqs"] for row in findings.rows if "max_seqs" in row.arguments and row.rate]
     if row.arguments.get("max_seqs") == max(sizes, default=0) > 1:
         lines.append("  the best batch size is the largest that was tried: try larger ones with --sizes")
     lines.append(f"  {_figures(row, price_per_hour)}")
@@ -230,9 +230,9 @@ def new_result(model: str, options: dict[str, Any], machine: dict[str, Any]) -> 
     return {"schema": SCHEMA, "version": VERSION, "model": model, "options": options, "machine": machine}
 
 
-def with_findings(result: dict[str, Any], found: Findings) -> dict[str, Any]:
+def with_findings(result: dict[str, Any], findings: Findings) -> dict[str, Any]:
     """The result with all trials, without paths of drafts."""
-    parts = {name: [public(row).to_dict() for row in rows] for name, rows in vars(found).items()}
+    parts = {name: [public(row).to_dict() for row in rows] for name, rows in vars(findings).items()}
     return {**result, **parts}
 
 
@@ -254,10 +254,10 @@ def earlier_findings(file: Path, result: dict[str, Any], drafts: Sequence[str] =
     """
     if not file.exists():
         return None
-    found = read_schema(file, SCHEMA, VERSION)
-    check_same(file, found, result, ("model",))
+    earlier = read_schema(file, SCHEMA, VERSION)
+    check_same(file, earlier, result, ("model",))
     try:
-        parts = [[TrialResult.from_dict(row) for row in found[name]] for name in ("base", "alone", "together")]
+        parts = [[TrialResult.from_dict(row) for row in earlier[name]] for name in ("base", "alone", "together")]
     except (KeyError, TypeError) as error:
         raise ResultError(f"{file.name} is not complete: {error}") from None
     named = {public_name(draft): draft for draft in drafts}

@@ -51,7 +51,7 @@ class Search:
     Args:
       measure: returns the result of a trial; its exceptions end the search.
       used: the share of the time that has passed; from 1 on the remaining trials get results without figures.
-      found: results of an earlier search, which are kept except for failures.
+      findings: results of an earlier search, which are kept except for failures.
       report: called with the findings after each trial.
       repeats: whether the baseline is measured again, and finalists in turn: not where figures are computed.
       bound: the best figures that a trial could have, as far as they are known; a trial that would not win with them
@@ -64,31 +64,33 @@ class Search:
         measure: Measure,
         *,
         used: Callable[[], float] = lambda: 0.0,
-        found: Findings | None = None,
-        report: Callable[[Findings], None] = lambda found: None,
+        findings: Findings | None = None,
+        report: Callable[[Findings], None] = lambda findings: None,
         repeats: bool = True,
         bound: Callable[[Arguments], TrialResult | None] = lambda arguments: None,
     ):
         self.goal, self.measure, self.used, self.report = goal, measure, used, report
         self.repeats, self.bound = repeats, bound
-        self.found = found = found or Findings([], [], [])
-        found.alone, found.together = (list(filter(self._is_kept, rows)) for rows in (found.alone, found.together))
+        self.findings = findings = findings or Findings([], [], [])
+        findings.alone, findings.together = (
+            list(filter(self._is_kept, rows)) for rows in (findings.alone, findings.together)
+        )
 
     def run(self, trials: Sequence[Arguments]) -> Findings:
         """Measures the baseline, the trials and combinations of them."""
-        found = self.found
+        findings = self.findings
         self._repeat_baseline(1)
         for number, arguments in enumerate(trials, 1):
-            self._tried(arguments, found.alone)
+            self._tried(arguments, findings.alone)
             if number % BASELINE_INTERVAL == 0 or number == len(trials):
                 self._repeat_baseline(1 + -(-number // BASELINE_INTERVAL))
         self._combine()
         if self.repeats:
             self._play_finals()
-        return found
+        return findings
 
     def _tried(self, arguments: Arguments, rows: list[TrialResult]) -> TrialResult:
-        known = next((row for row in self.found.rows if row.arguments == arguments), None)
+        known = next((row for row in self.findings.rows if row.arguments == arguments), None)
         if known is not None:
             return known
         if self.used() >= SEARCH_SHARE:
@@ -98,19 +100,19 @@ class Search:
         else:
             row = self.measure(arguments, self._why_stop)
         rows.append(row)
-        self.report(self.found)
+        self.report(self.findings)
         return row
 
     def _repeat_baseline(self, count: int) -> None:
-        base = self.found.base
+        base = self.findings.base
         if len(base) < count and (not base or (self.repeats and self.used() < SEARCH_SHARE)):
             base.append(self.measure({}, lambda row: after_one(row) if base else None))
-            self.report(self.found)
+            self.report(self.findings)
 
     def _combine(self) -> None:
         """Climbs from the best single change, or the best two where the baseline is outside the limits; then once
         without each change of what was reached: one that is good alone may keep better ones out."""
-        alone, base = self.found.alone, self.found.base
+        alone, base = self.findings.alone, self.findings.base
         most = 1 if self.goal.ruled_out(base[0]) is None else 2
         best, *others = map(self._climb, promising(self.goal, alone, base)[:most] or base[:1])
         for row in others:
@@ -118,14 +120,14 @@ class Search:
         for name in list(best.arguments):
             rest = {other: value for other, value in best.arguments.items() if other != name}
             if rest and name in best.arguments:
-                row = self._climb(self._tried(ordered(rest), self.found.together), without=name)
+                row = self._climb(self._tried(ordered(rest), self.findings.together), without=name)
                 best = row if is_better(self.goal, row, best) else best
 
     def _climb(self, best: TrialResult, without: str | None = None) -> TrialResult:
         """Adds a change, exchanges one for another of its kind or leaves one out, the largest gains first, until
         nothing is better. Changes that made no difference alone may make one beside others, and those that need too
         much memory alone may fit beside others."""
-        alone, base = self.found.alone, self.found.base
+        alone, base = self.findings.alone, self.findings.base
         if not best.arguments and self.goal.ruled_out(best) is None and not additions(self.goal, alone, base):
             return best
         changes = [row.arguments for row in additions(self.goal, alone, base, least=1 - LEAST)]
@@ -135,7 +137,7 @@ class Search:
             for change in [*changes, *({name: None} for name in best.arguments)]:
                 both = {name: value for name, value in {**best.arguments, **change}.items() if value is not None}
                 if both and both != best.arguments and without not in both:
-                    row = self._tried(ordered(both), self.found.together)
+                    row = self._tried(ordered(both), self.findings.together)
                     if is_better(self.goal, row, best):
                         best, is_improved = row, True
         return best
@@ -148,14 +150,14 @@ class Search:
 
     def _why_not(self, arguments: Arguments) -> str | None:
         """Why a trial cannot win, before it is measured."""
-        base, row = self.found.base[0], TrialResult(arguments)
+        base, row = self.findings.base[0], TrialResult(arguments)
         fits = self.goal.ruled_out(base) is None
         if self.goal.name == "quality" and fits and not row.is_exact and not self.goal.is_planned:
             return "it cannot win: the model fits as it is, and its answers would change"
         limit = self.bound(arguments) or _batch_bound(arguments, base)
         if limit is None or not fits:
             return None
-        most, least = self.goal.values(limit), self.goal.values(pooled(self.found.base))
+        most, least = self.goal.values(limit), self.goal.values(pooled(self.findings.base))
         if most and least and median(most) * (1 + REPEAT_NOISE) < median(least):
             return (
                 f"it cannot win: {self.goal.title(base)} of {median(most):,.4g} at most, and the baseline has "
@@ -165,7 +167,7 @@ class Search:
 
     def _why_stop(self, row: TrialResult) -> str | None:
         """Why a trial that has so many repeats stops; the baseline is known."""
-        base = self.found.base
+        base = self.findings.base
         if row.kl is not None and row.kl > self.goal.max_kl:
             return "it is ruled out"
         values, others = self.goal.values(row), [value for measured in base for value in self.goal.values(measured)]
@@ -187,9 +189,9 @@ class Search:
     def _play_finals(self) -> None:
         """Measures the best few and the baseline in turn, forwards and backwards, a repeat each: what drifts then
         changes all of them."""
-        best = promising(self.goal, self.found.rows, self.found.base)
+        best = promising(self.goal, self.findings.rows, self.findings.base)
         finalists = [row.arguments for row in best[:NUM_FINALISTS]]
-        if not finalists or self.found.finals or (self.goal.name == "users" and not self.found.base[0].goodput):
+        if not finalists or self.findings.finals or (self.goal.name == "users" and not self.findings.base[0].goodput):
             return
         order: list[Arguments] = [{}, *finalists]
         for number in range(NUM_ROUNDS):
@@ -201,8 +203,8 @@ class Search:
                 if row.reason is not None:
                     return  # it ran before; what is known of it decides
                 done.append(row)
-            self.found.finals += done
-            self.report(self.found)
+            self.findings.finals += done
+            self.report(self.findings)
 
 
 def _batch_bound(arguments: Arguments, base: TrialResult) -> TrialResult | None:
@@ -224,8 +226,8 @@ def pooled(rows: Sequence[TrialResult]) -> TrialResult:
 
 
 def promising(goal: Goal, rows: Sequence[TrialResult], base: Sequence[TrialResult]) -> list[TrialResult]:
-    """The results within the limits that may be better than the baseline, the best first: their medians are, whatever
-    the noise; if the baseline is outside the limits, all that are within."""
+    """The results within the limits whose median is better than the baseline's, whatever the noise, the best first;
+    if the baseline is outside the limits, all results that are within."""
     pairs = [(row, judge(goal, row, base)) for row in rows]
     good = [(row, its) for row, its in pairs if its.verdict in ("better", "same", "worse")]
     if goal.ruled_out(base[0]) is None:
@@ -266,41 +268,41 @@ def _needed(row: TrialResult) -> float:
     return math.inf if row.needed_bytes is None else row.needed_bytes
 
 
-def recommended(goal: Goal, found: Findings) -> tuple[TrialResult, Judgement] | None:
+def recommended(goal: Goal, findings: Findings) -> tuple[TrialResult, Judgement] | None:
     """The best result, the baseline if nothing beats it, None if nothing is within the limits. Finalists are compared
     by their figures in turn; without them a result must beat the baseline by more than the noise."""
-    fits, best_rows = goal.ruled_out(found.base[0]) is None, promising(goal, found.rows, found.base)
-    if found.finals and fits:
+    fits, best_rows = goal.ruled_out(findings.base[0]) is None, promising(goal, findings.rows, findings.base)
+    if findings.finals and fits:
         pairs = []
         for row in best_rows:
-            if rounds := _turns(found, row.arguments):
+            if rounds := _turns(findings, row.arguments):
                 figures = {name: getattr(pooled(rounds), name) for name in REPEATED}
-                pairs.append((replace(row, **figures), compare(goal, rounds, _turns(found, {}))))
+                pairs.append((replace(row, **figures), compare(goal, rounds, _turns(findings, {}))))
     else:
-        pairs = [(row, judge(goal, row, found.base)) for row in best_rows]
+        pairs = [(row, judge(goal, row, findings.base)) for row in best_rows]
     good = [pair for pair in pairs if pair[1].verdict == "better" or not fits]
     if not good:
-        base = found.base[0]
-        return (base, judge(goal, base, found.base)) if fits else None
+        base = findings.base[0]
+        return (base, judge(goal, base, findings.base)) if fits else None
     best = min(good, key=lambda pair: _rank(goal, *pair))
     # Prefer fewer changes, if more of them gain no more than the noise.
     fewer = [pair for pair in good if len(pair[0].arguments) < len(best[0].arguments)]
     fewer.sort(key=lambda pair: (len(pair[0].arguments), _rank(goal, *pair)))
-    return next((pair for pair in fewer if not is_improvement(goal, found, best[0], pair[0])), best)
+    return next((pair for pair in fewer if not is_improvement(goal, findings, best[0], pair[0])), best)
 
 
-def is_improvement(goal: Goal, found: Findings, row: TrialResult, before: TrialResult) -> bool:
+def is_improvement(goal: Goal, findings: Findings, row: TrialResult, before: TrialResult) -> bool:
     """True if more changes are better than fewer, by more than the noise."""
     if goal.name == "quality" and _kl(row) != _kl(before):
         return _kl(row) < _kl(before)
-    rows, others = (_turns(found, trial.arguments) for trial in (row, before))
+    rows, others = (_turns(findings, trial.arguments) for trial in (row, before))
     if rows and others:
         return compare(goal, rows, others).verdict == "better"
     return judge(goal, row, [before]).verdict == "better"
 
 
-def _turns(found: Findings, arguments: Arguments) -> list[TrialResult]:
-    return [row for row in found.finals if row.arguments == arguments]
+def _turns(findings: Findings, arguments: Arguments) -> list[TrialResult]:
+    return [row for row in findings.finals if row.arguments == arguments]
 
 
 def _rank(goal: Goal, row: TrialResult, judgement: Judgement) -> tuple[float, float]:

@@ -58,8 +58,8 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
     """Mean and percentiles; None without values."""
     if not len(values):
         return None
-    found = np.percentile(values, PERCENTS).tolist()
-    return {"mean": float(np.mean(values)), **{f"p{p}": value for p, value in zip(PERCENTS, found, strict=True)}}
+    percentiles = np.percentile(values, PERCENTS).tolist()
+    return {"mean": float(np.mean(values)), **{f"p{p}": value for p, value in zip(PERCENTS, percentiles, strict=True)}}
 
 
 def parse_goodput(text: str | None) -> dict[str, float]:
@@ -80,8 +80,8 @@ def parse_goodput(text: str | None) -> dict[str, float]:
 
 def is_within(trace: Trace, limits: dict[str, float]) -> bool:
     """Tells if a request is within every limit; an answer of one token has a TPOT of 0."""
-    found = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2el": trace.e2el}
-    return all(found[name] <= limit for name, limit in limits.items())
+    times = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2el": trace.e2el}
+    return all(times[name] <= limit for name, limit in limits.items())
 
 
 def cost_per_million(price_per_hour: float, tokens_per_second: float) -> float:
@@ -99,7 +99,7 @@ def figures(
     """All metrics of requests that took `seconds` in total; times in seconds, cost in the currency of the price."""
     num_in, num_out = sum(trace.num_prompt for trace in traces), sum(trace.num_tokens for trace in traces)
     rates = {"in": num_in / seconds, "out": num_out / seconds, "total": (num_in + num_out) / seconds}
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "requests": len(traces),
         "seconds": seconds,
         "prompt_tokens": num_in,
@@ -113,13 +113,13 @@ def figures(
     }
     if limits:
         good = sum(is_within(trace, limits) for trace in traces)
-        found["goodput"] = {
+        metrics["goodput"] = {
             "limits": limits,
             "requests_per_second": good / seconds,
             "share": good / max(len(traces), 1),
         }
     if price_per_hour is not None:
-        found["cost_per_million_tokens"] = {
+        metrics["cost_per_million_tokens"] = {
             name: cost_per_million(price_per_hour, rate) for name, rate in rates.items() if rate
         }
-    return found
+    return metrics

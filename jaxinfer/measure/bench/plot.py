@@ -86,8 +86,8 @@ def _name(result: dict[str, Any]) -> str:
     return " ".join([result["model"], *said])
 
 
-def _label(results: Sequence[dict[str, Any]], one: dict[str, Any], text: str) -> str:
-    return text if len(results) == 1 else f"{_name(one)}: {text}"
+def _label(results: Sequence[dict[str, Any]], result: dict[str, Any], text: str) -> str:
+    return text if len(results) == 1 else f"{_name(result)}: {text}"
 
 
 def _rates(result: dict[str, Any]) -> tuple[list[float], list[dict[str, Any]]]:
@@ -98,8 +98,8 @@ def _rates(result: dict[str, Any]) -> tuple[list[float], list[dict[str, Any]]]:
 
 
 def _load(axes, results: Sequence[dict[str, Any]], name: str) -> None:
-    for number, one in enumerate(results):
-        rates, runs = _rates(one)
+    for number, result in enumerate(results):
+        rates, runs = _rates(result)
         for percent, (colour, style) in PERCENTS.items():
             values = [run[name][percent] * 1e3 if run[name] else math.nan for run in runs]
             _line(
@@ -110,7 +110,7 @@ def _load(axes, results: Sequence[dict[str, Any]], name: str) -> None:
                 color=colour if len(results) == 1 else COLOURS[number % len(COLOURS)],
                 alpha={"p50": 1.0, "p90": 0.75, "p99": 0.5}[percent] if len(results) > 1 else 1.0,
                 markersize=4,
-                label=_label(results, one, percent.upper()),
+                label=_label(results, result, percent.upper()),
             )
     axes.set_xlabel("request rate (requests/s)")
     axes.set_ylabel(f"{name.upper()} (ms)")
@@ -118,11 +118,11 @@ def _load(axes, results: Sequence[dict[str, Any]], name: str) -> None:
 
 
 def _load_tokens(axes, results: Sequence[dict[str, Any]]) -> None:
-    for number, one in enumerate(results):
-        rates, runs = _rates(one)
+    for number, result in enumerate(results):
+        rates, runs = _rates(result)
         values = [run["tokens_per_second"]["out"] for run in runs]
         colour = COLOURS[number % len(COLOURS)]
-        _line(axes, rates, values, "o-", color=colour, label=_label(results, one, "answer tokens"))
+        _line(axes, rates, values, "o-", color=colour, label=_label(results, result, "answer tokens"))
     axes.set_xlabel("request rate (requests/s)")
     axes.set_ylabel("answer tokens/s")
     axes.set_ylim(bottom=0)
@@ -132,15 +132,15 @@ def _batch_tokens(axes, results: Sequence[dict[str, Any]]) -> None:
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     sizes: set[int] = set()
-    for number, one in enumerate(results):
-        runs = sorted((run for run in one["runs"] if run["decode"] is not None), key=lambda run: run["batch"])
+    for number, result in enumerate(results):
+        runs = sorted((run for run in result["runs"] if run["decode"] is not None), key=lambda run: run["batch"])
         batches = [run["batch"] for run in runs]
         sizes |= set(batches)
         colour = COLOURS[number % len(COLOURS)]
         made = [run["batch"] / run["decode"]["step_seconds"] for run in runs]
         ideal = [run["decode"]["roofline_tokens_per_second"] for run in runs]
-        _line(axes, batches, made, "o-", color=colour, label=_label(results, one, "decoding"))
-        _line(axes, batches, ideal, "--", color=colour, label=_label(results, one, "roofline, measured rates"))
+        _line(axes, batches, made, "o-", color=colour, label=_label(results, result, "decoding"))
+        _line(axes, batches, ideal, "--", color=colour, label=_label(results, result, "roofline, measured rates"))
         for batch, value, run in zip(batches, made, runs, strict=True):
             text = f"{run['decode']['percent']:.0f} %"
             axes.annotate(text, (batch, value), textcoords="offset points", xytext=(4, -11), fontsize=7)
@@ -156,14 +156,14 @@ def _batch_tokens(axes, results: Sequence[dict[str, Any]]) -> None:
 
 
 def _acceptance(axes, results: Sequence[dict[str, Any]]) -> None:
-    for number, one in enumerate(results):
-        runs = [run for run in one["runs"] if run.get("speculation")]
+    for number, result in enumerate(results):
+        runs = [run for run in result["runs"] if run.get("speculation")]
         for place, run in enumerate(runs):
             values = [100 * value for value in run["speculation"]["acceptance_by_position"]]
-            label = f"{_run_name(one, run)}, {run['speculation']['mean_accepted_length']:.1f} tokens per round"
+            label = f"{_run_name(result, run)}, {run['speculation']['mean_accepted_length']:.1f} tokens per round"
             colour = COLOURS[(number + place) % len(COLOURS)]
             positions = list(range(1, len(values) + 1))
-            _line(axes, positions, values, "o-", color=colour, label=_label(results, one, label))
+            _line(axes, positions, values, "o-", color=colour, label=_label(results, result, label))
     axes.set_xlabel("position of the draft token in its round")
     axes.set_ylabel("accepted (% of draft tokens)")
     axes.set_ylim(0, 105)

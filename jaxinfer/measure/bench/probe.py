@@ -157,6 +157,6 @@ def peak_resident_bytes() -> int:
 
 def device_bytes(name: str) -> int | None:
     """A memory statistic, the largest of the local devices; None if they do not report it."""
-    found = [(device.memory_stats() or {}).get(name) for device in jax.local_devices()]
-    known = [value for value in found if value is not None]
+    values = [(device.memory_stats() or {}).get(name) for device in jax.local_devices()]
+    known = [value for value in values if value is not None]
     return max(known) if known else None

@@ -107,20 +107,20 @@ def _copy_seconds(array: jax.Array) -> float:
         array = negate(array)
         return array
 
-    found = _seconds(step)
+    seconds = _seconds(step)
     array.delete()
-    return found
+    return seconds
 
 
 def _seconds(function: Callable, *arguments: jax.Array) -> float:
     """The shortest of several runs, in seconds."""
     jax.block_until_ready(function(*arguments))
-    found: list[float] = []
-    while len(found) < MIN_REPEATS or sum(found) < MIN_SECONDS:
+    times: list[float] = []
+    while len(times) < MIN_REPEATS or sum(times) < MIN_SECONDS:
         start = time.perf_counter()
         jax.block_until_ready(function(*arguments))
-        found.append(time.perf_counter() - start)
-    return min(found)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,9 @@ class Server:
             raise errors[-1]
         run = figures(traces, seconds, limits=options.limits, price_per_hour=options.price_per_hour)
         pairs = zip(sent, requests, strict=True)
-        run["ended_early"] = sum(trace is not None and trace.num_tokens < one.num_tokens for trace, one in pairs)
+        run["ended_early"] = sum(
+            trace is not None and trace.num_tokens < request.num_tokens for trace, request in pairs
+        )
         run["failed"] = {str(status): count for status, count in sorted(failures.items())}
         run["failed_seconds"] = distribution(waits)
         return run
@@ -118,7 +120,7 @@ class Server:
         return [model["id"] for model in json.loads(body)["data"]]
 
     async def complete(self, body: dict[str, Any], trace: Trace) -> None:
-        """Streams a completion; `trace` gets the times of its parts, and the numbers of tokens that the server tells.
+        """Streams a completion; `trace` gets the times of its parts, and the numbers of tokens that the server reports.
 
         Raises RemoteRequestError, OSError.
         """
@@ -152,13 +154,13 @@ class Server:
             collected = b""
             while not parts.is_complete and (data := await reader.read(_READ_BYTES)):
                 parser.feed_data(data)
-                found, parts.found = b"".join(parts.found), []
-                if not found:
+                content, parts.received = b"".join(parts.received), []
+                if not content:
                     continue
                 if parser.get_status_code() == 200:
-                    yield found
+                    yield content
                 else:
-                    collected += found
+                    collected += content
             if not parts.is_complete and not parts.is_headed:
                 raise ConnectionError("the server closed the connection without an answer")
             if (status := parser.get_status_code()) != 200:
@@ -175,14 +177,14 @@ class _Parts:
     """Parts of an answer that the parser has read."""
 
     def __init__(self):
-        self.found: list[bytes] = []
+        self.received: list[bytes] = []
         self.is_headed = self.is_complete = False
 
     def on_headers_complete(self) -> None:
         self.is_headed = True
 
     def on_body(self, data: bytes) -> None:
-        self.found.append(data)
+        self.received.append(data)
 
     def on_message_complete(self) -> None:
         self.is_complete = True

@@ -17,24 +17,24 @@ class ResultError(ValueError):
 
 def read_result(file: Path) -> dict[str, Any]:
     """Reads a result. Raises ResultError, with the file's name, for other content or versions; FileNotFoundError."""
-    found = read_schema(file, SCHEMA, VERSION)
-    if found.get("command") not in COMMANDS or not isinstance(found.get("runs"), list):
-        raise ResultError(f"{file.name} is not complete: its command is {found.get('command')!r}")
-    return found
+    result = read_schema(file, SCHEMA, VERSION)
+    if result.get("command") not in COMMANDS or not isinstance(result.get("runs"), list):
+        raise ResultError(f"{file.name} is not complete: its command is {result.get('command')!r}")
+    return result
 
 
 def read_schema(file: Path, schema: str, version: int) -> dict[str, Any]:
     """Reads a JSON object of a schema ("jaxinfer.COMMAND") and version. Raises ResultError for others;
     FileNotFoundError."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ResultError(f"{file.name}: not JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("schema") != schema:
+    if not isinstance(content, dict) or content.get("schema") != schema:
         raise ResultError(f"{file.name} is not a result of `{schema.replace('.', ' ')}`")
-    if found.get("version") != version:
-        raise ResultError(f"{file.name} has version {found.get('version')!r} of the format, this program {version}")
-    return found
+    if content.get("version") != version:
+        raise ResultError(f"{file.name} has version {content.get('version')!r} of the format, this program {version}")
+    return content
 
 
 def write_result(file: Path, result: dict[str, Any]) -> None:
@@ -61,9 +61,9 @@ def check_same(file: Path, earlier: dict[str, Any], result: dict[str, Any], part
             raise ResultError(f"--resume: {file.name} is of {part} {earlier[part]!r}, not {result[part]!r}")
     for part in ("options", "machine"):
         for name in sorted({*earlier[part], *result[part]}):
-            one, other = earlier[part].get(name), result[part].get(name)
-            if one != other:
-                raise ResultError(f"--resume: {file.name} was made with {name}={one!r}, not {other!r}")
+            recorded, other = earlier[part].get(name), result[part].get(name)
+            if recorded != other:
+                raise ResultError(f"--resume: {file.name} was made with {name}={recorded!r}, not {other!r}")
 
 
 MS = 1e3
@@ -152,11 +152,11 @@ def _http_details(run: dict[str, Any]) -> list[str]:
     if run["ended_early"]:
         parts.append(f"{run['ended_early']} answers ended early")
     if run["failed"]:
-        found = ", ".join(
+        failures = ", ".join(
             f"{count} with status {status}" if status != "0" else f"{count} cut off"
             for status, count in run["failed"].items()
         )
-        parts.append(f"failed: {found}, after {_times(run['failed_seconds'], MS, ('p50', 'p99'))} ms p50/p99")
+        parts.append(f"failed: {failures}, after {_times(run['failed_seconds'], MS, ('p50', 'p99'))} ms p50/p99")
     return parts
 
 
@@ -164,5 +164,9 @@ def _number(value: float | str) -> str:
     return f"{float(value):g}"
 
 
-def _times(found: dict[str, float] | None, unit: float, names: tuple[str, ...]) -> str:
-    return "" if found is None else " / ".join(f"{found[name] * unit:.{1 if unit == MS else 2}f}" for name in names)
+def _times(percentiles: dict[str, float] | None, unit: float, names: tuple[str, ...]) -> str:
+    return (
+        ""
+        if percentiles is None
+        else " / ".join(f"{percentiles[name] * unit:.{1 if unit == MS else 2}f}" for name in names)
+    )

@@ -133,19 +133,19 @@ def latency(bench: Bench, batches: Sequence[Sequence[WorkloadRequest]], options:
     model that was opened to serve."""
     _check_idle(bench)
     serve_all(bench.llm, batches[0], options)
-    found: list[Trace] = []
+    all_traces: list[Trace] = []
     total = 0.0
     with watched(bench) as watch:
         for batch in batches[1:]:
             traces, seconds = serve_all(bench.llm, batch, options)
-            found += traces
+            all_traces += traces
             total += seconds
-    run = summary(bench, watch, found, total, options)
-    lengths = [trace.num_prompt for trace in found[: len(batches[1])]]
+    run = summary(bench, watch, all_traces, total, options)
+    lengths = [trace.num_prompt for trace in all_traces[: len(batches[1])]]
     ideal = bench.ideal.prefill_seconds(lengths)
     # All prompts of a batch are computed when its last first token arrives.
     size = len(batches[1])
-    last = [max(trace.ttft for trace in found[start : start + size]) for start in range(0, len(found), size)]
+    last = [max(trace.ttft for trace in all_traces[start : start + size]) for start in range(0, len(all_traces), size)]
     middle = statistics.median_high(last)
     run["prefill"] = {"seconds": middle, "roofline_seconds": ideal, "percent": 100 * ideal / middle}
     return {"batch": size, **run}

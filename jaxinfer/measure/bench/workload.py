@@ -132,10 +132,10 @@ def arrivals(rate: float, count: int, *, burstiness: float = 1.0, seed: int = 0)
 def parse_numbers(text: str, option: str, *, integers: bool = False) -> list[float]:
     """Parses positive numbers separated by commas, without repeats; "inf" unless `integers`. Raises ValueError."""
     try:
-        found: Sequence[float] = [int(part) if integers else float(part) for part in text.split(",")]
+        numbers: Sequence[float] = [int(part) if integers else float(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(number > 0 for number in found):
+        numbers = []
+    if not numbers or not all(number > 0 for number in numbers):
         example = "1,8,32" if integers else "0.5,2,inf"
         raise ValueError(f"{option}: {text!r} is not a list of positive numbers, such as {example}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(numbers))

@@ -249,7 +249,7 @@ def beginning(tokenizer: Tokenizer) -> list[int]:
 
 def pieces(documents: Sequence[Sequence[int]], start: Sequence[int], num_tokens: int, count: int) -> list[list[int]]:
     """Up to `count` pieces of `num_tokens` tokens, `start` included: the first of each document, then the second ones.
-    A shorter rest is taken of a document that has nothing else.
+    A document that is shorter than a piece is taken whole.
 
     Raises ValueError where nothing has two tokens.
     """
@@ -259,13 +259,13 @@ def pieces(documents: Sequence[Sequence[int]], start: Sequence[int], num_tokens:
         whole = range(0, len(document) - size + 1, size) or (0,)
         cut.append([[*start, *document[first : first + size]] for first in whole])
     rounds = itertools.chain.from_iterable(itertools.zip_longest(*cut))
-    found = [piece for piece in rounds if piece is not None and len(piece) > 1]
-    if not found:
+    usable = [piece for piece in rounds if piece is not None and len(piece) > 1]
+    if not usable:
         raise ValueError("the texts have fewer than two tokens")
-    return found[:count]
+    return usable[:count]
 
 
-def equal_start(one: Sequence[int], other: Sequence[int]) -> int:
+def equal_start(tokens: Sequence[int], other: Sequence[int]) -> int:
     """Tokens before the first that differs."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+    pairs = enumerate(zip(tokens, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(tokens), len(other)))

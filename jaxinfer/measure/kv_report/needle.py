@@ -33,11 +33,11 @@ class Needle:
 def needle_lines(count: int) -> list[tuple[str, str]]:
     """Heads of different methods, each as the part that is given the second time, and the part that is copied."""
     random = np.random.default_rng([0, 7])
-    found: dict[str, str] = {}
-    while len(found) < count:
+    lines: dict[str, str] = {}
+    while len(lines) < count:
         verb, noun, colour, other = (words[random.integers(len(words))] for words in (_VERBS, _NOUNS, _COLOURS, _NOUNS))
-        found[f"    def {verb}_{noun}_from"] = f"_{colour}_{other}(self, {colour}):"
-    return list(found.items())
+        lines[f"    def {verb}_{noun}_from"] = f"_{colour}_{other}(self, {colour}):"
+    return list(lines.items())
 
 
 def make_needles(
@@ -51,7 +51,7 @@ def make_needles(
     """Texts of `num_tokens` tokens: one with each line that lacks its first occurrence, then for each depth one with
     each line. `start` begins each, `filler` is repeated as needed. [] where a line would be more than a quarter of the
     text."""
-    found = []
+    needles = []
     for depth in (None, *depths):
         for number, (given, copied) in enumerate(lines):
             head, tail, end = list(encode("\n" + given)), list(encode(copied)), list(encode("\n"))
@@ -64,8 +64,8 @@ def make_needles(
             between = [filler[(first + place) % len(filler)] for place in range(room)]
             cut = round((depth or 0.0) * room)
             tokens = [*start, *between[:cut], *line, *between[cut:], *head, *tail]
-            found.append(Needle(tokens, len(tail), depth))
-    return found
+            needles.append(Needle(tokens, len(tail), depth))
+    return needles
 
 
 def score_copy(needle: Needle, log_probs: np.ndarray) -> tuple[bool, float]:

@@ -126,12 +126,12 @@ class CacheFigures:
 
 
 def read_policies(text: str) -> list[str]:
-    """Policies separated by commas, "all" among them. Raises ValueError for what is none."""
+    """Policies separated by commas, "all" among them. Raises ValueError for names that are no policy, and for none."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    found = [ALL if name == ALL else str(parse_policy(name)) for name in names]
-    if not found:
+    policies = [ALL if name == ALL else str(parse_policy(name)) for name in names]
+    if not policies:
         raise ValueError(f"{text!r} names no policy: give some, such as sinks(4)+window(256) or snapkv(256), or all")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(policies))
 
 
 def default_policies(num_tokens: int) -> list[str]:
@@ -203,8 +203,8 @@ def needle_lines(rows: Sequence[CacheFigures]) -> list[str]:
         return [f"{first}, and the line helps nowhere: the model does not bear the task, with any cache."]
     where = f"helps at {len(full.needed)} of {len(full.needle)} places"
     lines = [f"{first}; the line {where}. A cache bears the task if it keeps {BEARS:.0%} of this help at each of them."]
-    found = [row for row in rows if row.needle and not row.choice.is_full]
+    others = [row for row in rows if row.needle and not row.choice.is_full]
     for what, is_wanted in (("Bear it", True), ("Do not bear it", False)):
-        if names := [row.name for row in found if row.bears_needle is is_wanted]:
+        if names := [row.name for row in others if row.bears_needle is is_wanted]:
             lines.append(f"{what}: {', '.join(names)}.")
     return lines

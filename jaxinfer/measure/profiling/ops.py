@@ -64,7 +64,7 @@ class Op:
 def place_of(scope: str) -> tuple[str, int | None]:
     """The part and the layer of an operation with these named scopes."""
     words = _WORDS.findall(scope)
-    layer = next((int(found.group(1)) for word in words if (found := _LAYER.fullmatch(word)) is not None), None)
+    layer = next((int(match.group(1)) for word in words if (match := _LAYER.fullmatch(word)) is not None), None)
     if "sampler" in words:
         part = SAMPLER
     elif "logits" in words:
@@ -122,24 +122,24 @@ def ops_of(program: HloProgram) -> dict[str, Op]:
         return scopes[name]
 
     fused = {i.called for i in program.instructions if i.opcode == "fusion"}
-    found = {}
+    ops = {}
     for name, computation in program.computations.items():
         if name in fused:
             continue
         users = _users(computation)
         insides = {key: list(_inside(program, instruction)) for key, instruction in computation.items()}
-        own = {key: _scope(one) or _scope_inside(insides[key]) for key, one in computation.items()}
+        own = {key: _scope(instruction) or _scope_inside(insides[key]) for key, instruction in computation.items()}
         for instruction in computation.values():
             inside = insides[instruction.name]
             scope = own[instruction.name] or _scope_beside(instruction, users, computation, own) or scope_around(name)
             target = re.search(r'custom_call_target="([^"]*)"', instruction.text)
-            found[instruction.name] = op_of(
+            ops[instruction.name] = op_of(
                 instruction.opcode,
                 scope,
                 (inner.opcode for inner in inside),
                 f"{target.group(1)} {instruction.name}" if target else "",
             )
-    return found
+    return ops
 
 
 def _inside(program: HloProgram, instruction: Instruction) -> Iterable[Instruction]:
@@ -152,8 +152,8 @@ def _inside(program: HloProgram, instruction: Instruction) -> Iterable[Instructi
 
 
 def _scope(instruction: Instruction) -> str:
-    found = _SCOPES.search(instruction.text)
-    return found.group(1) if found is not None and "/" in found.group(1) else ""
+    match = _SCOPES.search(instruction.text)
+    return match.group(1) if match is not None and "/" in match.group(1) else ""
 
 
 def _scope_inside(instructions: list[Instruction]) -> str:
@@ -203,8 +203,8 @@ def _nearest(name: str, neighbours: Callable[[str], Iterable[str]], scopes: dict
     for _ in range(MAX_STEPS):
         near = [other for neighbour in near for other in neighbours(neighbour) if other not in seen]
         seen.update(near)
-        if (found := next((scopes[neighbour] for neighbour in near if scopes[neighbour]), "")) != "":
-            return found
+        if (scope := next((scopes[neighbour] for neighbour in near if scopes[neighbour]), "")) != "":
+            return scope
     return ""
 
 

@@ -99,8 +99,8 @@ class WorkModel:
             total += needed(self._target, self._rates, spans, reads_all_logits=True)
             if self._draft is not None:
                 depth = dispatch.num_drafted if self._tree is None else len(self._tree)
-                one = needed(self._draft, self._rates, [(work.start, 1) for work in dispatch.work])
-                total = sum([one] * depth, start=total)
+                draft_pass = needed(self._draft, self._rates, [(work.start, 1) for work in dispatch.work])
+                total = sum([draft_pass] * depth, start=total)
         return total
 
 
@@ -112,12 +112,13 @@ def summarize(phase: Phase, programs: Programs, needs: Callable[[Dispatch], Need
 
     Raises NoDeviceEventsError for a trace without operations.
     """
-    found = intervals(phase.data)
-    ops = identified(found, programs)
-    num_devices = len({interval.device for interval in found})
-    seconds = [share / num_devices for share in shares(found, [op.is_control for op in ops])]  # averaged over devices
+    timeline = intervals(phase.data)
+    ops = identified(timeline, programs)
+    num_devices = len({interval.device for interval in timeline})
+    # Averaged over devices.
+    seconds = [share / num_devices for share in shares(timeline, [op.is_control for op in ops])]
     num_steps = _steps(phase.traced)
-    span = (max(interval.end for interval in found) - found[0].start) / 1e9
+    span = (max(interval.end for interval in timeline) - timeline[0].start) / 1e9
     busy = sum(seconds)
     total = sum((needs(dispatch) for dispatch in phase.traced.dispatches if dispatch.replica == 0), start=Needed())
     plain_seconds = phase.plain.seconds * num_steps / max(_steps(phase.plain), 1)
@@ -133,11 +134,11 @@ def summarize(phase: Phase, programs: Programs, needs: Callable[[Dispatch], Need
             "count": num_devices,
             "busy_seconds": busy,
             "idle_share": max(0.0, 1 - busy / span),
-            "operations": len(found),
+            "operations": len(timeline),
             "unknown_seconds": sum(s for s, op in zip(seconds, ops, strict=True) if not op.scope),
         },
         "host_gap": host_gap(phase.probes),
-        **_sums(found, ops, seconds),
+        **_sums(timeline, ops, seconds),
         "roofline": {
             "bytes": total.num_bytes,
             "flops": total.flops,
@@ -148,15 +149,15 @@ def summarize(phase: Phase, programs: Programs, needs: Callable[[Dispatch], Need
     }
 
 
-def identified(found: list[Interval], programs: Programs) -> list[Op]:
+def identified(timeline: list[Interval], programs: Programs) -> list[Op]:
     """The operation of each interval, from its program's text, else from the names in the trace."""
     names: dict[tuple[str, int | None], set[str]] = defaultdict(set)
-    for interval in found:
+    for interval in timeline:
         names[interval.module, interval.run].add(interval.name)
     known = {key: programs.find(key[0], instructions) for key, instructions in names.items()}
     guessed: dict[tuple[str, str], Op] = {}
     ops = []
-    for interval in found:
+    for interval in timeline:
         op = known[interval.module, interval.run].get(interval.name)
         if op is None:
             key = (interval.name, interval.scope)
@@ -183,13 +184,13 @@ def _work(dispatches: Iterable[Dispatch]) -> dict[str, Any]:
     }
 
 
-def _sums(found: list[Interval], ops: list[Op], seconds: list[float]) -> dict[str, Any]:
+def _sums(timeline: list[Interval], ops: list[Op], seconds: list[float]) -> dict[str, Any]:
     """Seconds by kind and by part, in the order of `KINDS` and `PARTS`, by both, and by layer (None if no operation is
     known to belong to one); and the operations that took longest, summed over layers."""
     by_kind, by_part, by_layer = defaultdict[str, float](float), defaultdict[str, float](float), defaultdict(float)
     crossed: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     named: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for interval, op, value in zip(found, ops, seconds, strict=True):
+    for interval, op, value in zip(timeline, ops, seconds, strict=True):
         by_kind[op.kind] += value
         by_part[op.part] += value
         crossed[op.part][op.kind] += value
@@ -255,7 +256,7 @@ def profile(
         if engine.spec.trees and engine.spec.options.is_adaptive:  # any program may be next
             progress("compiling")
             bench.llm.warm_up(use_tqdm=False)
-        found = [run_phase(bench, name, workload, traces / name, progress) for name in phases]
+        measured = [run_phase(bench, name, workload, traces / name, progress) for name in phases]
         progress("measuring the roofline once more, reading the traces")
         # Other work on the machine may have slowed down one of the two measurements.
         again = Ideal.of(engine, **(sizes or {})).measured
@@ -263,7 +264,7 @@ def profile(
         result["roofline"] = ideal.measured.to_dict()
         needs = WorkModel(engine, ideal).needs
         programs = Programs()
-        result["phases"] = [summarize(phase, programs, needs) for phase in found]
+        result["phases"] = [summarize(phase, programs, needs) for phase in measured]
     return result
 
 

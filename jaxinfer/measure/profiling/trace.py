@@ -75,13 +75,15 @@ def intervals(data: Any) -> list[Interval]:
     with warnings.catch_warnings():
         # On Python 3.13 the first `event.stats` of a process warns, and aborts the process if warnings are errors.
         warnings.filterwarnings("ignore", message="builtin type event_stats", category=DeprecationWarning)
-        found = [interval for plane in devices for interval in _on_device(plane)]
-        if not found:
-            found = [interval for plane in planes if plane.name.startswith("/host:CPU") for interval in _on_cpu(plane)]
-    if not found:
+        timeline = [interval for plane in devices for interval in _on_device(plane)]
+        if not timeline:
+            timeline = [
+                interval for plane in planes if plane.name.startswith("/host:CPU") for interval in _on_cpu(plane)
+            ]
+    if not timeline:
         names = ", ".join(plane.name for plane in planes) or "none"
         raise NoDeviceEventsError(f"the trace has no operations of a device; its planes are: {names}")
-    return sorted(found, key=lambda one: one.start)
+    return sorted(timeline, key=lambda interval: interval.start)
 
 
 def _on_device(plane: Any) -> Iterator[Interval]:
@@ -146,14 +148,14 @@ def _on_cpu(plane: Any) -> Iterator[Interval]:
         )
 
 
-def shares(found: Sequence[Interval], is_control: Sequence[bool]) -> list[float]:
+def shares(timeline: Sequence[Interval], is_control: Sequence[bool]) -> list[float]:
     """Seconds of device time of each interval; their sum is the time in which a device ran anything.
 
     Operations of a device that run at the same time get equal parts of it. An operation that only runs others
     (`is_control`) gets the time in which none of them runs.
     """
-    result, devices = np.zeros(len(found)), np.array([interval.device for interval in found])
-    all_starts, all_ends = [interval.start for interval in found], [interval.end for interval in found]
+    result, devices = np.zeros(len(timeline)), np.array([interval.device for interval in timeline])
+    all_starts, all_ends = [interval.start for interval in timeline], [interval.end for interval in timeline]
     for device in set(devices.tolist()):
         own = np.flatnonzero(devices == device)
         starts, ends, control = (np.array(values)[own] for values in (all_starts, all_ends, is_control))

@@ -521,8 +521,8 @@ PLANNING = (
     Fault(
         "planning/answers-beside-prompts-take-no-rows",
         "jaxinfer/planning/trace.py",
-        "found.steps[len(plan.decodes) + sum(",
-        "found.steps[sum(",
+        "sizes.steps[len(plan.decodes) + sum(",
+        "sizes.steps[sum(",
         ("tests/planning/test_buckets.py::test_an_engine_runs_the_steps_that_were_foreseen",),
         "sizes are chosen for steps that a busy engine never runs",
     ),

@@ -6,8 +6,8 @@ FAULTS = (
     Fault(
         "store/an-unknown-tag-is-the-default-one",
         "jaxinfer/store/library.py",
-        "found = tags.get(tag.lower())",
-        "found = tags.get(tag.lower(), next(iter(tags.values())))",
+        "repository = tags.get(tag.lower())",
+        "repository = tags.get(tag.lower(), next(iter(tags.values())))",
         ("tests/store/test_library.py::test_a_tag_that_is_not_there_lists_those_that_are",),
         "qwen3:7b downloads and runs another model than the one that was named",
     ),

@@ -310,8 +310,8 @@ CALIBRATION = (
     Fault(
         "calibration/the-hessian-forgets-earlier-text",
         "jaxinfer/calibration",
-        "return found if total is None else total + found",
-        "return found",
+        "return sums if total is None else total + sums",
+        "return sums",
         ("tests/calibration/test_capture.py::test_statistics_are_those_of_the_inputs",),
         "GPTQ calibrates on the last batch alone",
     ),

@@ -158,7 +158,7 @@ def test_an_earlier_search_goes_on_and_what_failed_is_tried_again():
     with pytest.raises(KeyboardInterrupt):
         search(Goal("cost"), TRIALS, first, report=stop)
     second = Machine({**gains, "draft=ngram": 1.0})
-    found = search(Goal("cost"), TRIALS, second, found=kept[-1])
+    found = search(Goal("cost"), TRIALS, second, findings=kept[-1])
     assert second.asked[:5] == ["--draft ngram", "", "--kv-dtype int8", "", "--quantize int8 --max-seqs 64"]
     assert {row.name for row in found.alone} == set(map(flags, TRIALS))
     whole = search(Goal("cost"), TRIALS, Machine({**gains, "draft=ngram": 1.0}))
@@ -170,13 +170,13 @@ def test_an_earlier_search_keeps_what_it_stopped_and_measures_again_what_the_tim
     slow = TrialResult({"quantize": "int8"}, rate=(50.0,), one=(2.0,), stopped="0.50x the baseline")
     late = TrialResult({"max_seqs": 64}, rate=(150.0,), one=(1.0,), stopped="time limit reached")
     machine = Machine({"quantize=int8": 0.5, "max_seqs=64": 1.5})
-    found = search(Goal("cost"), TRIALS, machine, found=Findings([base], [slow, late], []))
+    found = search(Goal("cost"), TRIALS, machine, findings=Findings([base], [slow, late], []))
     assert found.alone[0] is slow
     assert ("--quantize int8" in machine.asked, "--max-seqs 64" in machine.asked) == (False, True)
     # Another goal judges it anew.
     machine = Machine({"quantize=int8": 0.5})
     latency = replace(slow, one=(0.9,))
-    search(Goal("latency"), TRIALS, machine, found=Findings([base], [latency], []))
+    search(Goal("latency"), TRIALS, machine, findings=Findings([base], [latency], []))
     assert "--quantize int8" in machine.asked
 
 
