@@ -138,6 +138,7 @@ def test_what_was_traced_before_is_traced_again_within_portable(params):
     assert seen == [jax.default_backend(), "any"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("recipe", [None, "int8", "int4-g32"])
 def test_gradients_of_dequantized_parameters(params, recipe):
     given = params if recipe is None else quantize_params(params, recipe)

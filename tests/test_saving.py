@@ -70,6 +70,7 @@ def test_quantized_weights_keep_their_values(checkpoint, tmp_path, recipe):
     assert data["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [pytest.param("F16", marks=pytest.mark.slow), "Q8_0"])
 def test_a_gguf_file_with_its_tokenizer_and_template(tmp_path, kind):
     found = embedded_path("demo")

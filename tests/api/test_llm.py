@@ -213,6 +213,7 @@ BESIDE = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("field", SamplingParams.__dataclass_fields__)
 def test_every_field_changes_the_result(model, tokenizer, field):
     """A field without an entry in EFFECTS fails here: it would be a parameter that nobody applies."""
@@ -257,6 +258,7 @@ def test_logprobs_are_the_scores_of_the_same_tokens(llm):
     assert next(iter(answer.logprobs[0].values())).decoded_token is not None
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [{}, {"cache": "contiguous"}, {"draft": "ngram"}], ids=repr)
 def test_a_score_needs_no_room_for_a_token(model, options):
     """Nothing is made after the last token, so that a pair may be as long as the model takes."""

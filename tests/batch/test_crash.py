@@ -93,6 +93,7 @@ def left(tmp_path, outcome):
     return left
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how_much", [0.0, 0.01, 0.5, 0.999, 1.0])
 def test_a_kill_at_any_operation_changes_nothing(expected, run_until, run, left, fake_llm, how_much):
     path_in, whole = expected(17)

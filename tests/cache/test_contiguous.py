@@ -131,6 +131,7 @@ def test_rows_are_taken_in_any_order():
         np.testing.assert_allclose(hidden, wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("rows", "starts", "lengths", "num_tokens"),
     [

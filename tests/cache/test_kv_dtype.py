@@ -119,6 +119,7 @@ def test_bytes_of_a_token_are_those_of_the_arrays(name, bits):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(rows)) == 3 * 20 * values * bits / 8
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "attend"),
     [
@@ -148,6 +149,7 @@ def test_what_is_attended_to_is_what_is_stored(attend, name):
     assert error > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
     [
@@ -223,6 +225,7 @@ def test_scales_on_a_mesh():
     assert cache.scales is not None
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["int8_int4", "int4"])
 def test_four_bits_on_a_mesh(dtype):
     mesh = Mesh(np.array(jax.devices()[:2]), (parallel.MODEL,))
@@ -259,6 +262,7 @@ def test_scales_as_checkpoints_have_them():
             KVScales.of_layers(CONFIG, keys, [1.0, 1.0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("attend", [attend_paged, attend_contiguous])
 @pytest.mark.parametrize("name", ["int8", "int8_int4", "int4", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -272,6 +276,7 @@ def test_a_broken_key_is_not_hidden(attend, name, value):
     assert np.isfinite(huge).all()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["bfloat16", "fp8_e4m3", "int8", "int4"])
 def test_a_contiguous_cache_is_updated_in_place(name):
     """No copy of the cache beside it, but for a layer's rows as they are read."""

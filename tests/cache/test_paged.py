@@ -59,6 +59,7 @@ def check(before: PagedCache, after: PagedCache):
         np.testing.assert_array_equal(np.asarray(new[4], np.float32), np.asarray(old[4], np.float32))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["separate", "interleaved"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 def test_tokens_move_in_every_layer(dtype, layout):
@@ -71,6 +72,7 @@ def test_tokens_move_in_every_layer(dtype, layout):
         check(before, stale)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["separate", "interleaved"])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_each_device_moves_what_it_holds(dtype, layout):

@@ -12,6 +12,7 @@ from jaxinfer.quantization import quantize_params
 from tests.engine.test_state_drafts import ALL
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("recipe", [None, "int8", "nf4-dq"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ALL)

@@ -59,6 +59,7 @@ def test_statistics_are_those_of_the_inputs(config, params, held_out):
         program.statistics(layer, [], program.groups[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1])
 def test_inputs_that_are_kept_are_not_computed_again(config, params, held_out, number):
     program, layer = LayerProgram.of(config, number), params["layers"][str(number)]

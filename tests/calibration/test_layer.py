@@ -26,6 +26,7 @@ def layer(config, params, tokens):
     return LayerProgram.of(config, 0), params["layers"]["0"], [np.asarray(params["embed"])[tokens]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("method", "symmetric"),
     [
@@ -58,6 +59,7 @@ def test_every_linear_layer_gets_the_scheme(layer, method, symmetric):
         assert all(error.error <= error.rounded * 1.0001 for error in errors.values())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_folding_changes_nothing_but_the_rounding(layer, method, dtype, monkeypatch):
@@ -90,6 +92,7 @@ def test_biases_of_folded_layers_are_rounded_to_what_is_stored(layer):
             assert leaf.scales.dtype == "bfloat16"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
 def test_what_is_kept_has_its_bits(layer, method):
     program, params, chunks = layer
@@ -174,6 +177,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAMILIES)
 def test_folding_changes_nothing_in_other_blocks_and_norms(name, config, tokens, monkeypatch):
     """As above, for folds derived from other configurations."""

@@ -135,6 +135,7 @@ def test_sums_do_not_depend_on_how_many_experts_fit(mixture):
         next(program.expert_statistics(params, chunks, STACKS[0], 4095))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.slow), "smoothquant"])
 def test_one_expert_that_sees_all_is_a_dense_layer(models, varied, tokens, method):
     """Up to the order in which floats are summed."""
@@ -170,6 +171,7 @@ def unrounded(weight, recipe, scale_dtype=None):
     return QuantizedArray(weight, jnp.ones((*weight.shape[:-2], 1, outputs)), scheme=Scheme("float", 8, (inputs, 1)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "method"),
     [
@@ -210,6 +212,7 @@ def test_folding_changes_nothing_but_the_rounding(models, tokens, held_out, name
     assert is_left_out == (name == "gpt-oss" and method == "awq")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "kept"),
     [
@@ -258,6 +261,7 @@ def same(found, wanted):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_experts_with_few_tokens_are_rounded_and_named_also_after_a_kill(
     unbalanced, tokens, held_out, method, tmp_path
@@ -301,6 +305,7 @@ def test_experts_with_few_tokens_are_rounded_and_named_also_after_a_kill(
 _PERMUTED = {"gptq": GptqOptions(static_groups=False)}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "change"),
     [

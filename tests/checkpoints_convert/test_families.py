@@ -50,6 +50,7 @@ def _is_only_rotated_otherwise(name: str) -> bool:
     return name in ("mistral_full", "qwen2_window") or (name.startswith("llama_") and name != "llama_bias")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "path",
     [
@@ -74,6 +75,7 @@ def test_every_stored_value_becomes_one_parameter_and_comes_back(path, tmp_path)
     assert again == config
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_configurations_are_written_as_they_were_read(path):
     config = model_config(read(path.stem).config)
@@ -85,6 +87,7 @@ def test_all_families_are_here():
     assert found == set(FAMILIES)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FUSED)
 def test_order_of_shards_and_of_tensors_does_not_matter(name, tmp_path):
     files = read(name)
@@ -99,6 +102,7 @@ def prefix_of(files: Files) -> str:
     return FAMILIES[files.config["architectures"][0]].prefix
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("form", ["bare", "wrapped", "old wrapper", "new wrapper"])
 def test_other_prefixes(name, form, tmp_path):
@@ -122,6 +126,7 @@ def problems(files: Files, directory: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FUSED)
 def test_a_prefix_nobody_uses_is_refused_by_name(name, tmp_path):
     files = read(name)
@@ -133,6 +138,7 @@ def test_a_prefix_nobody_uses_is_refused_by_name(name, tmp_path):
     assert "is missing" in message
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FUSED)
 def test_each_missing_tensor_is_named(name, tmp_path):
     files = read(name)
@@ -187,6 +193,7 @@ def test_a_dtype_that_is_no_weight_is_refused_once(name, tmp_path):
     assert problems(files, tmp_path).count(f"tensor {tensor!r} is stored as I8") == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "head", "embedding"),
     [
@@ -231,6 +238,7 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
     assert "'vision_tower.layer.weight' [3] is not of this model" in problems(text, tmp_path / "extra")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "architecture", "changes", "image"),
     [

@@ -137,6 +137,7 @@ def test_hostile_values_of_some_fields():
     check_all(read("llama_bias"), ["rope_parameters", "architectures", "head_dim"])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", one_of_each_family())
 def test_hostile_values_of_every_field_of_every_family(name):
@@ -248,6 +249,7 @@ def converted(tmp_path_factory, make_checkpoint):
     return root / "native"
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["manifest.json", "jaxinfer_config.json", "config.json", "params"])
 def test_what_is_no_file_of_a_converted_checkpoint_is_refused(converted, name, tmp_path, monkeypatch):

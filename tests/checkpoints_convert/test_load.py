@@ -19,6 +19,7 @@ def flat(params):
     return {".".join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 )
@@ -39,6 +40,7 @@ def test_parameters_are_the_stored_tensors(architecture, num_shards, checkpoint)
         assert np.array_equal(found["layers.1.attention.q_norm.weight"], source.tensors[f"{layer}.q_norm.weight"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16", "float16"])
 def test_dtype(stored, asked, checkpoint):

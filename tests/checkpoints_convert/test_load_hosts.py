@@ -55,6 +55,7 @@ def check_hosts(files, directory, axes, num_hosts, counted, min_piece_bytes):
 QUICK = ("llama", "gpt_neox", "mixtral", "deepseek_v3")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )

@@ -54,6 +54,7 @@ def weight(request):
     return jax.tree.map(np.asarray, quantize(values, RECIPES[request.param]))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_is_the_part_of_the_whole_bit_for_bit(weight, part):
     found = take_outputs(weight, part)

@@ -201,6 +201,7 @@ def test_unknown_dtype_is_refused(checkpoint):
         plan(source.config, source.headers, dtype="int4")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_layers", [100, 2**31 - 1])
 def test_layers_that_only_config_json_has_are_refused_before_they_are_computed_with(checkpoint, num_layers):
     source = checkpoint()

@@ -31,6 +31,7 @@ def stored(array):
     return read
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("block_bytes", [64, 4096, 2**24])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("original", [*DTYPES, np.dtype(np.float64)], ids=str)

@@ -130,6 +130,7 @@ def test_damaged_orbax_files_are_a_checkpoint_error(native):
         load(directory)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

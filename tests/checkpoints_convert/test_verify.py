@@ -83,6 +83,7 @@ def test_nan_counts_as_diverging(checkpoint):
     assert report.first_diverging == "final_norm"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("token_ids", "message"),
     [

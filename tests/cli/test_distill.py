@@ -64,6 +64,7 @@ def test_layers_of_the_target_are_a_start(jaxinfer, json_lines, model, data, tmp
     assert (config["num_hidden_layers"], config["hidden_size"]) == (1, 32)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [

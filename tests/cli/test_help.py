@@ -21,6 +21,7 @@ def test_help_lists_every_command_by_group(jaxinfer):
     assert "…" not in result.stdout  # nothing is cut off at 80 columns
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_names_all_its_options(jaxinfer, name):
     result = jaxinfer(name, "--help")
@@ -33,6 +34,7 @@ def test_help_of_a_command_names_all_its_options(jaxinfer, name):
     assert jaxinfer(name, "-h").stdout == result.stdout
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"chat", "generate", "score", "serve"}))
 def test_reporting_commands_have_json(jaxinfer, name):
     assert "--json" in jaxinfer(name, "--help").stdout
@@ -63,6 +65,7 @@ def test_without_a_command_it_shows_help(jaxinfer):
     assert "Usage: jaxinfer" in jaxinfer().output
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "arguments", [["nope"], ["generate", "hi"], ["generate", "hi", "-m", "x", "--nope"], ["convert"]]
 )

@@ -35,6 +35,7 @@ def seen(monkeypatch):
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "options", "sampling"),
     [
@@ -71,6 +72,7 @@ def test_a_prompt_may_have_a_flag(jaxinfer, seen):
     assert seen[1] == ["--max-new-tokens", "-5 degrees"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [
@@ -87,6 +89,7 @@ def test_a_flag_that_may_stand_alone(jaxinfer, seen, arguments, value):
     assert seen[:2] == [{"deterministic": value}, ["hi"]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

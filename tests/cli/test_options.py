@@ -97,6 +97,7 @@ def test_min_tokens_may_exceed_the_default_max_tokens():
     assert sampling_values(SamplingOptions(min_tokens=100)) == {"min_tokens": 100}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -152,6 +153,7 @@ def test_an_answer_over_a_cache_of_8_bits(jaxinfer, json_lines, model):
         assert len(found["outputs"][0]["token_ids"]) == 4
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [

@@ -87,6 +87,7 @@ def test_a_picture(jaxinfer, config_alone, tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

@@ -165,6 +165,7 @@ def test_permuted_inputs_are_warned_of(jaxinfer, model, text, tmp_path):
     assert jaxinfer("quantize", model, tmp_path / "one", *arguments[:-3], "--no-static-groups").stderr == ""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [

@@ -28,6 +28,7 @@ def imatrix(model, tmp_path):
     return path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [None, "q4_0"])
 def test_a_file_is_written_and_opens(kind, jaxinfer, json_lines, model, tmp_path):
     out = tmp_path / "m.gguf"

@@ -43,6 +43,7 @@ def test_there_and_back_again_gives_the_same_answers(jaxinfer, source, tmp_path)
     assert answers(tmp_path / "native") == answers(tmp_path / "back") == expected
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bits", quick(BITS, 4))
 def test_what_is_written_answers_as_what_was_rounded(jaxinfer, source, tmp_path, bits):
     result = jaxinfer("quantize", source, tmp_path / "out", "--method", "rtn", *BITS[bits])
@@ -58,6 +59,7 @@ def test_what_is_written_answers_as_what_was_rounded(jaxinfer, source, tmp_path,
     assert answers(tmp_path / "native") == answers(tmp_path / "back") == expected
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant", "auto"])
 def test_methods_that_need_activations_are_refused_before_a_text_is_read(jaxinfer, source, tmp_path, method):
     more = ["--max-kl", 1] if method == "auto" else []
@@ -69,6 +71,7 @@ def test_methods_that_need_activations_are_refused_before_a_text_is_read(jaxinfe
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("family", "attention", "layer"),
     quick(

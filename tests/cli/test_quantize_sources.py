@@ -42,6 +42,7 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "method", [["rtn"], ["gptq"], ["smoothquant"], ["awq", "--keep", "*.o_proj"], ["auto", "--max-kl", 10]]
 )
@@ -90,6 +91,7 @@ def nf4(tensors):
     tensors[f"{name}.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["compressed-tensors", "native", "bitsandbytes"])
 def test_a_quantized_source_is_refused_before_anything_is_done(jaxinfer, model, tmp_path, kind, text):
     source = tmp_path / "source"

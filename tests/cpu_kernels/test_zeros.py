@@ -16,6 +16,7 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn])
 @pytest.mark.parametrize("size", [1, 1000, 4096, 5001, 100_003])
 def test_memory_that_was_used_reads_as_zeros(size, dtype):

@@ -35,6 +35,7 @@ def spec_of(
 # FLOP/s over bytes/s of the chip is the rows at which products take as long as reading weights of two bytes: 240, 560,
 # 313 and 295; half of that for one byte. Below, in steps of 32 on a TPU and of 64 on a GPU; 128 is what 64 slots and a
 # chunk of a prompt need.
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("chip", "weights", "num_rows", "is_on"),
     [

@@ -50,6 +50,7 @@ def answers(path, **options):
         return found, llm.fingerprint(), llm.engine.spec, str(llm.explain())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", quick(["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"], "Q4_K"))
 def test_the_tokens_are_those_of_loaded_weights(path_of, kind):
     path = path_of(kind)

@@ -12,6 +12,7 @@ from jaxinfer.models import bind_layer
 from tests.engine.mixed_requests import mixed_params, random_prompts
 
 
+@pytest.mark.matrix
 def test_an_answer_does_not_depend_on_its_neighbours(llm):
     prompts = random_prompts(18, 60)
     params = [mixed_params(number) for number in range(18)]
@@ -56,6 +57,7 @@ def test_first_of_n_answers_is_the_only_one(llm):
     assert again.token_ids == many[2].token_ids
 
 
+@pytest.mark.matrix
 def test_requests_without_a_seed_differ_but_repeat_with_the_llm_seed(tiny, options):
     def run(seed):
         with LLM(tiny, seed=seed, **options) as llm:

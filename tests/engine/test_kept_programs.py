@@ -105,6 +105,7 @@ def test_lowered_programs_are_kept_too():
     assert not run()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "changed",
     [
@@ -147,6 +148,7 @@ def test_keys_have_the_sources_of_kernels(monkeypatch):
     assert [folder.name for folder in folders if list(folder.glob("*.py"))] == ["jaxinfer", "pallas_kernels"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("plant", [plant_version, plant_flags, plant_processor, plant_source])
 def test_an_old_program_never_runs(monkeypatch, plant):
     assert run()
@@ -197,6 +199,7 @@ def test_damaged_entries_are_made_again_with_a_line_in_the_log(caplog, tmp_path,
     assert not run()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("content", [b"", b"\x02\0\0\0{}", b"\x02\0\0\0{}no program", b"\xff\xff\xff\xff"])
 def test_contents_that_are_no_program_are_made_again(monkeypatch, caplog, content):
     keys = []

@@ -211,6 +211,7 @@ def test_scales_left_behind_by_a_move_are_caught(tiny, expected, monkeypatch):
 OF_ONE_LAYER = KVScales(np.ones((1, 2), np.float32), np.ones((1, 2), np.float32))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kv_dtype", "per_token"),
     [("float32", 256), ("bfloat16", 128), ("int8", 96), ("fp8_e4m3", 64), ("int8_int4", 80), ("int4", 64)],

@@ -68,6 +68,7 @@ def test_drafts_change_no_token(model, expected, draft):
     assert answers(model, offload=2, draft=draft, num_draft_tokens=3)[0] == expected[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("quantize", quick(["int8", "int4-g32", "nf4"], "int4-g32"))
 def test_quantized_weights_keep_their_tokens(model, quantize):
     tokens, spec, _ = answers(model, quantize=quantize)
@@ -146,6 +147,7 @@ def test_layers_are_spread_evenly(count):
     assert max(gaps) - min(gaps) <= 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("gigabytes", [6, 10, 16, 24, 80])
 def test_auto_takes_the_fewest_that_leave_room(gigabytes):
     """Of Llama-3-8B in bfloat16, 16 GB."""

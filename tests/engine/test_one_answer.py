@@ -105,6 +105,7 @@ def test_alone(model, expected):
     assert found == expected
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", quick([2, 8, 32], 8))
 def test_among_random_neighbours(model, expected, size):
     numbers = random.Random(size)
@@ -113,6 +114,7 @@ def test_among_random_neighbours(model, expected, size):
             assert with_neighbours(llm, size, PARAMS, number, numbers).token_ids == expected[number], number
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("variant", quick(VARIANTS, "one step a dispatch"))
 def test_however_it_is_cut_and_stored(model, expected, variant):
     with open_llm(model, **VARIANTS[variant]) as llm:

@@ -148,6 +148,7 @@ def check_everything(
     check_idle(llm)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", quick(VARIANTS, "chunks of 16"))
 def test_however_it_is_cut_and_stored(model, expected, variant):
@@ -155,6 +156,7 @@ def test_however_it_is_cut_and_stored(model, expected, variant):
         check_everything(llm, expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", quick(DRAFTS, "a model"))
 def test_drafts_change_no_answer(model, expected, name):
@@ -162,6 +164,7 @@ def test_drafts_change_no_answer(model, expected, name):
         check_everything(llm, expected)
 
 
+@pytest.mark.matrix
 def test_streamed(model, expected):
     with open_llm(model) as llm:
         for number in (1, 6):

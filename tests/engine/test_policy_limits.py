@@ -43,6 +43,7 @@ def check_slides(num_tokens: int, length: int) -> None:
         check_idle(llm)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("length", [pytest.param(1024, marks=pytest.mark.slow), 48])
 def test_a_sequence_slides_in_bounded_memory(length):
     check_slides(400, length)
@@ -70,6 +71,7 @@ def test_prompts_slide_in_a_pool_smaller_than_they_are():
 # Caches of few bits: the same answer however it is cut.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "kv_dtype", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8_e4m3", "bfloat16"))]
 )
@@ -232,6 +234,7 @@ def test_explain_says_what_quest_reads():
         assert facts["  of these bounds"] == 2 * 2 * TINY.num_kv_heads * TINY.head_dim * 4 // PAGE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("draft", [None, NgramDraft()])
 def test_without_a_policy_nothing_of_it_is_traced(monkeypatch, draft):
     config = replace(TINY, max_position_embeddings=512)

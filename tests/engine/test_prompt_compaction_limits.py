@@ -38,6 +38,7 @@ def open_llm(policy="snapkv(40)", layers=(None, None), **options) -> LLM:
 # Pages.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(POLICIES, *NO_SECOND_PASS))
 def test_an_answer_owns_what_stays(name):
     """While it decodes: the pages that the policy keeps and those of its own tokens. Others found the prompt's."""
@@ -225,6 +226,7 @@ def test_other_models_and_several_devices_are_refused():
 # Bytes and programs.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(POLICIES, *NO_SECOND_PASS))
 def test_explain_counts_what_is_allocated(name):
     with open_llm(POLICIES[name], LAYERS[name]) as llm:

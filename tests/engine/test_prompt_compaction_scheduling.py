@@ -91,6 +91,7 @@ def work(num_seeds: int) -> None:
         RandomWork(seed, has_budgets=True).run(500)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_caught(plant, monkeypatch):
     plant(monkeypatch)

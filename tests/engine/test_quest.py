@@ -85,6 +85,7 @@ def test_alone_is_what_dense_attention_to_the_chosen_pages_gives(model, expected
         assert dense_choices(model, pairs, other) != [tokens for _, tokens in pairs]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget", quick((1, 16, 25, 64), 16))
 @pytest.mark.parametrize("seed", quick((1, 2, 3), 1))
 def test_log_probabilities_are_those_of_the_dense_form(seed, budget):
@@ -103,6 +104,7 @@ def test_log_probabilities_are_those_of_the_dense_form(seed, budget):
     assert max(differences) < 1e-4
 
 
+@pytest.mark.matrix
 def test_a_budget_for_everything_is_no_policy(model):
     found = []
     for policy in (None, "quest(128)", POLICY):
@@ -111,6 +113,7 @@ def test_a_budget_for_everything_is_no_policy(model):
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", quick(VARIANTS, "chunks of 16"))
 def test_however_it_is_cut_and_stored(model, expected, variant):
@@ -118,6 +121,7 @@ def test_however_it_is_cut_and_stored(model, expected, variant):
         check_everything(llm, expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", quick(DRAFTS, "ngram"))
 def test_drafts_change_no_answer(model, expected, name):
@@ -193,6 +197,7 @@ def test_an_answer_in_a_later_prompt_is_computed_as_a_prompt(model):
         assert sequence.output == first
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("prefill_chunk", quick((128, 50, 7), 50))
 def test_a_preempted_answer_is_replayed_token_by_token(model, prefill_chunk, monkeypatch):
     """More tokens than one step replays, beside a prompt and another answer; and the inverse test: were they computed

@@ -55,6 +55,7 @@ def test_a_warm_request_calls_nothing_that_is_off():
         assert called(llm) == {name: set() for name in OFF}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("feature", "options"),
     [

@@ -131,6 +131,7 @@ def logits(params, tokens):
     return decoder.logits(decoder(tokens, positions, attend_as_stored("float32", None)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["plain", "int8", "int4-g32", "packed"])
 def test_each_row_is_multiplied_by_its_own_weight(kind):
     weight = jax.random.normal(jax.random.key(1), (64, 48)) * 0.1
@@ -264,6 +265,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("variant", quick(VARIANTS, "plain", "layers", "n-grams"))
 def test_mixed_rows_are_each_with_merged_weights(model, expected, variant):
     with LLM(model, **OPTIONS | VARIANTS[variant]) as llm:

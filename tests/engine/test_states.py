@@ -86,6 +86,7 @@ def expected(model):
     return answers
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "options",
     [
@@ -136,6 +137,7 @@ def test_explain_counts_the_states(model):
     assert cache["bytes per token"] == 2 * 2 * 8 * 4
 
 
+@pytest.mark.matrix("False-plain")
 @pytest.mark.parametrize("draft", [None, NgramDraft(), LayersDraft(2)], ids=["plain", "ngram", "layers"])
 @pytest.mark.parametrize("is_limited", [True, False])
 def test_refused_tokens_reach_no_state(is_limited, draft):

@@ -150,6 +150,7 @@ def check_idle(llm: LLM) -> None:
     assert not any(np.asarray(leaf[0]).any() for leaf in jax.tree.leaves([c.layers for c in caches if c is not None]))
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", quick(VARIANTS, "as it is"))
 def test_however_it_is_cut_and_stored(model, expected, variant):
@@ -157,6 +158,7 @@ def test_however_it_is_cut_and_stored(model, expected, variant):
         check_everything(llm, expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", quick(DRAFTS, "a model with another window"))
 def test_drafts_change_no_answer(model, expected, name):
@@ -164,6 +166,7 @@ def test_drafts_change_no_answer(model, expected, name):
         check_everything(llm, expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "as it is"])
@@ -290,6 +293,7 @@ def test_the_cache_of_a_sequence_is_small(config, length, share, platform):
     assert sum(group.pool_bytes for group in spec.groups) == num_bytes(spec.cache) == sizes.bytes_of(spec.num_pages)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_shared_keys_take_bytes_once(platform):
     """In heads and widths of their own: of each layer that stores keys, and of no other."""

@@ -49,7 +49,8 @@ def test_names_are_unique_and_faults_are_of_the_product():
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_tests_of_a_fault_exist(fault):
     for test in fault.tests:
-        path, *names = test.split("[")[0].split("::")
+        function, _, case = test.partition("[")
+        path, *names = function.split("::")
         assert (ROOT / path).exists(), test
         body = ast.parse((ROOT / path).read_text()).body if names else []
         for name in names:
@@ -58,6 +59,8 @@ def test_the_tests_of_a_fault_exist(fault):
             body = getattr(found[0], "body", [])
             marks = [ast.unparse(decorator) for decorator in getattr(found[0], "decorator_list", [])]
             assert "pytest.mark.slow" not in marks, f"{test} is slow: make test does not run it"
+            matrix = [mark for mark in marks if mark.startswith("pytest.mark.matrix")]
+            assert not case or not matrix or repr(case[:-1]) in matrix[0], f"{test}: make test does not run this case"
 
 
 def test_a_failure_belongs_to_its_file_folder_and_function():

@@ -222,6 +222,7 @@ def shared(levels: int) -> Node:
     return node
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -138,6 +138,7 @@ def full_pass(config, params, tokens):
 # What crosses jit.
 
 
+@pytest.mark.matrix
 @TWO_CONFIGS
 def test_params_are_nested_dicts_of_plain_arrays(config):
     def check(node):
@@ -215,6 +216,7 @@ def test_parameter_names():
     assert set(names(abstract_params(PLAIN))) - set(names(abstract_params(TIED))) == {"lm_head"}
 
 
+@pytest.mark.matrix
 @TWO_CONFIGS
 def test_abstract_params_are_the_shapes_of_init_params(config):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), initialized(config))
@@ -344,6 +346,7 @@ def test_layers_of_one_kind_are_traced_twice(monkeypatch):
 # Computing.
 
 
+@pytest.mark.matrix
 @TWO_CONFIGS
 def test_incremental_equals_full(config):
     params = random_params(config)

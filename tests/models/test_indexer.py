@@ -80,6 +80,7 @@ def dense_attention(q, choice, keys, positions, value_dim, scale):
     return np.array(out)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("length", [3, 40, 700])
 def test_chosen_tokens_are_those_of_a_stable_sort(length, heads):
@@ -155,6 +156,7 @@ def test_an_engine_gives_one_answer(heads):
         assert answers(**options) == expected, options
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("options", "named"),
     [

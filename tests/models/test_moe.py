@@ -65,6 +65,7 @@ def routed(moe: MoEConfig, logits, correction=None):
     return np.array(chosen), np.array(weights)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "moe",
     [
@@ -180,6 +181,7 @@ def clamped(g, u):
 ACTIVATIONS = {"swiglu": (swiglu, silu_gate), "clamped": (partial(clamped_swiglu, 0.5, 1.702), clamped)}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_experts_are_those_of_the_formula(form, kind):
@@ -202,6 +204,7 @@ def test_all_tokens_may_go_to_the_same_experts(form):
     np.testing.assert_allclose(found, expected, atol=4e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_has_the_same_bits_whatever_its_neighbours_route(form):
     experts = stacks()
@@ -234,6 +237,7 @@ def test_what_is_not_finite_stays_with_its_token(form):
     assert bad.nonzero()[0].tolist() == [3, 8]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "recipe", ["int8", "int4-g32-asym", pytest.param("nf4-dq", marks=pytest.mark.slow), "mxfp4", "fp8-block"]
 )

@@ -84,6 +84,7 @@ def full(config, params, tokens):
     return bind(config, params)(tokens, positions, attend_without_cache)
 
 
+@pytest.mark.matrix
 def test_chunks_in_rows_of_a_cache(model):
     """Two sequences of other lengths in the rows of a cache that held others."""
     config, params = model
@@ -135,6 +136,7 @@ def step_tokens(prompts, starts, lengths, size):
     return np.pad(np.concatenate(parts), (0, size - sum(lengths)))
 
 
+@pytest.mark.matrix
 def test_ragged_batches_in_pages_and_slots(model):
     """Prompts in chunks beside decode steps and idle slots; a slot is taken over from another sequence."""
     config, params = model
@@ -158,6 +160,7 @@ def test_ragged_batches_in_pages_and_slots(model):
             expected = expected.at[0].set(expected[2])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("is_uniform", [False, True])
 def test_a_rejected_draft_leaves_no_trace(model, is_uniform):
     """Drafts with wrong tokens, of which none, some or all are kept, beside a prompt; then the right tokens."""
@@ -188,6 +191,7 @@ def test_a_rejected_draft_leaves_no_trace(model, is_uniform):
         starts += np.asarray(kept, np.int32)
 
 
+@pytest.mark.matrix
 def test_a_state_of_another_slot_is_noticed(model):
     """The comparisons above can fail."""
     config, params = model
@@ -205,6 +209,7 @@ def test_a_state_of_another_slot_is_noticed(model):
     assert differs == [True, True, False]
 
 
+@pytest.mark.matrix
 def test_taps_are_those_of_the_parts_that_a_layer_has(model):
     config, params = model
     names = tap_names(config)

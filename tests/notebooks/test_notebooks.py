@@ -59,6 +59,7 @@ def test_it_runs_from_top_to_bottom(path, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_its_two_forms_agree(path):
     jupytext = pytest.importorskip("jupytext", reason=f"pairs are read by jupytext: {install_hint('notebooks')}")

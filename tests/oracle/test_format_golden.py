@@ -16,6 +16,7 @@ def test_there_are_files_of_every_library():
     assert max(path.stat().st_size for path in FILES) < 100_000
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_weights_are_the_librarys(path: Path):
     assert_equal(path)

@@ -58,6 +58,7 @@ def differing(found, wanted, tolerance: float) -> list[str]:
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", GGUF_CASES)
 def test_a_file_has_the_parameters_of_its_source(name, tmp_path):
     for tied in CASES[name].ties:
@@ -75,6 +76,7 @@ def test_every_architecture_is_tried():
     assert {architecture for architecture, _ in GGUF_CASES.values()} == set(ARCHITECTURES)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [

@@ -40,6 +40,7 @@ def by_gguf_py(gguf, kind: str, raw: np.ndarray) -> np.ndarray:
         return np.asarray(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind]), np.float32)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_dequantization_is_bitwise_that_of_gguf_py(gguf, kind, seed):

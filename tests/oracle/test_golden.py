@@ -71,6 +71,7 @@ def error_of(case: Case, config: ModelConfig, params: Params) -> float:
     return error(case, config, params, case.ties[0])
 
 
+@pytest.mark.matrix("llama", "gemma4", "gemma4_shared", "glm_moe_dsa", "hunyuan_dense", "olmoe", "gpt_oss", "deepseek_v3")
 @pytest.mark.parametrize("name", quick(CASES, CASES.keys() - set(ROTATIONS)))
 def test_hidden_states_and_logits(name, checkpoint):
     case = CASES[name]
@@ -79,6 +80,7 @@ def test_hidden_states_and_logits(name, checkpoint):
     assert error_of(case, config, params) <= TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(CASES, ("llama", "gpt2")))
 def test_other_seeds_and_the_other_kind_of_head(name, checkpoint):
     case = CASES[name]
@@ -92,6 +94,7 @@ def test_other_seeds_and_the_other_kind_of_head(name, checkpoint):
     assert worst <= TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "chunk"), quick([(name, chunk) for name in DENSE for chunk in (37, 1)], THROUGH_THE_CACHE)
 )
@@ -117,6 +120,7 @@ def answers(checkpoint):
     return make
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(CASES, THROUGH_THE_ENGINE))
 def test_greedy_tokens_through_the_paged_engine(name, answers):
     case, config, params, prompts, expected = answers(name)
@@ -209,6 +213,7 @@ PART_FAULTS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("field", quick(FAULTS, ("attention_softcap", "sliding_windows")))
 def test_a_fault_in_the_config_shows(field, checkpoint):
     name, change = FAULTS[field]
@@ -216,6 +221,7 @@ def test_a_fault_in_the_config_shows(field, checkpoint):
     assert error_of(CASES[name], replace(config, **change), params) > 2 * TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("field", quick(PART_FAULTS, ("theta", "scale")))
 def test_a_fault_in_a_part_shows(field, checkpoint):
     name, part, change = PART_FAULTS[field]
@@ -224,6 +230,7 @@ def test_a_fault_in_a_part_shows(field, checkpoint):
     assert error_of(CASES[name], config, params) > 2 * TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
     quick(

@@ -38,6 +38,7 @@ def tokens_of(case: Case) -> np.ndarray:
     return prompt_tokens(FIRST_SEED)[: case.num_tokens]
 
 
+@pytest.mark.matrix
 def test_hidden_states_and_logits(reference, case, checkpoints):
     worst = 0.0
     for model, folder in checkpoints:
@@ -50,6 +51,7 @@ def test_hidden_states_and_logits(reference, case, checkpoints):
     assert worst <= parity.TOLERANCE
 
 
+@pytest.mark.matrix
 def test_greedy_tokens(reference, case, tmp_path):
     seed, margin, answers = reference.clear_greedy(case, max(FIRST_SEED, case.live_seed))
     print(f"{case.name}: seed {seed}, margin {margin:.4f}")
@@ -73,6 +75,7 @@ def of_the_same_experts(noise: np.ndarray, found: np.ndarray) -> np.ndarray:
     return is_usual
 
 
+@pytest.mark.matrix
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(reference, case, checkpoints):
     model, folder = checkpoints[0]
     config, params = parity.load(folder, case)
@@ -92,6 +95,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(reference, case, che
     assert np.array_equal(theirs.argmax(-1)[is_clear], ours.argmax(-1)[is_clear])
 
 
+@pytest.mark.matrix
 def test_saved_again_it_is_the_same_bit_for_bit(reference, case, checkpoints, tmp_path):
     import torch
     import transformers

@@ -27,6 +27,7 @@ def checkpoint(case: Case, folder, seed: int = 0):
     return parity.load(path, case)
 
 
+@pytest.mark.matrix("nemotron_h_moe")
 @pytest.mark.parametrize("name", NAMES)
 def test_hidden_states_and_logits(name, tmp_path):
     case = RECURRENT_CASES[name]
@@ -38,6 +39,7 @@ def test_hidden_states_and_logits(name, tmp_path):
     assert parity.max_error(parity.logits(config, params, hidden[-1]), logits) <= parity.TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("chunk", [pytest.param(37), pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_through_the_cache(name, chunk, tmp_path):

@@ -18,6 +18,7 @@ def compiler(chip: str) -> str:
     return chip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("chip", quick(ahead_of_time.CHIPS, "v6e", "h100"))
 def test_a_matrix_product_is_compiled_and_measured(chip):
     x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)

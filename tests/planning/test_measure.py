@@ -35,6 +35,7 @@ def spec(ask):
     return make
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("config", [TINY, WINDOWS, MIXTURE], ids=["alike", "windows", "mixture"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_few_layers_tell_what_all_do(spec, fake, config, draft):

@@ -87,6 +87,7 @@ def test_a_chip_without_a_compiler_is_counted(ask):
     assert found.roofline
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_the_picture(planned, tmp_path, ending):
     pytest.importorskip("matplotlib")

@@ -77,6 +77,7 @@ def test_scaling_up_what_is_large_pays(problem):
     assert losses(best)[0] < 0.7 * losses(jnp.ones(96))[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_limits_are_the_best_of_those_tried(problem, symmetric):
     x, weight = problem

@@ -64,6 +64,7 @@ ALWAYS = [(chip, "tied head", "int8, groups of 32 (Q8_0, Q5_0)") for chip in ("v
 ALWAYS += [("h100", "linear, untied head", "int4, groups of 32 with minima (Q4_1, Q4_K)")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("chip", "place", "name"), quick(COMPILED, *ALWAYS))
 def test_compiled_in_a_loop_the_weight_is_read_as_stored(chip, place, name):
     """In a loop, where XLA would hoist a copy of the weight, and beside the look-up, which needs another layout."""

@@ -14,6 +14,7 @@ X = jax.random.normal(jax.random.key(0), (2, 5, 128))
 W = jax.random.normal(jax.random.key(1), (128, 24)) * 0.02
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["int8", "int4-g32-asym", "nf4-dq", "fp8-block"])
 def test_a_product_is_that_with_the_dequantized_weight(name):
     w = quantize(W, name)
@@ -31,6 +32,7 @@ def test_permuted_inputs():
     assert float(jnp.abs(w.dequantize() - W).max()) < 0.01
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["int8", "int4-g32-asym", "nf4-dq", "w8a8"])
 def test_experts(name):
     w = quantize(jnp.stack([W, 2 * W, -W]), name)
@@ -40,6 +42,7 @@ def test_experts(name):
         np.testing.assert_allclose(found, matmul(X[0], each[expert]), atol=2e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["int8", "int4-g32-asym", "fp8", "mxfp4"])
 def test_an_embedding(name):
     table = transposed(quantize(W, name))

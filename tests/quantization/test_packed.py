@@ -66,6 +66,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_quantized_weights(name):
     weight = CASES[name](W)
@@ -93,6 +94,7 @@ def test_floating_point_weights(name):
     assert num_bytes(packed) == packed.num_bytes == W.shape[0] * padded * weight.dtype.itemsize
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("nf4-dq", "permuted")])
 def test_quantized_embeddings(name):
     """One form serves rows and logits."""
@@ -118,6 +120,7 @@ def test_floating_point_embeddings(name):
     np.testing.assert_allclose(matmul(X, packed, is_transposed=True), X @ table.T.astype(jnp.float32), atol=3e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [*RECIPES, "affine", *FLOATS])
 def test_stacks_of_experts(name):
     """All experts have numbers of the same kinds: the second one's scales alone would be exact in 16 bits."""
@@ -209,6 +212,7 @@ def without_kernels(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("recipe", [None, "int4-g32-asym"])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_answers_are_those_of_the_weights_that_were_packed(params, recipe, is_tied, without_kernels):
@@ -225,6 +229,7 @@ def test_answers_are_those_of_the_weights_that_were_packed(params, recipe, is_ti
     assert answers((config, own)) == found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_checkpoint_of_16_bits(params, dtype, is_tied, tmp_path, without_kernels):

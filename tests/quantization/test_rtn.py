@@ -57,6 +57,7 @@ def representable(array: QuantizedArray, zero: int) -> np.ndarray:
     return every[np.isfinite(every)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_value_is_the_nearest_of_the_format(name, shape):
@@ -102,6 +103,7 @@ def test_mxfp4_scales_are_powers_of_two_that_bring_the_largest_below_eight():
     assert quantize(row, "mxfp4").dequantize()[:, 0].tolist() == [6, 2, 4, 4, 0, 1, 6, -2]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["fp8", "mxfp4", "nf4", "int4-g32"])
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
 def test_nothing_becomes_nan(name, scale):
@@ -210,6 +212,7 @@ def test_nested_scales_are_those_of_the_formula_in_a_program_too():
     assert np.array_equal(jax.jit(lambda array: array.dequantize())(array), array.dequantize())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["int4-g32", "int4-g32-asym", "int3", "int8"])
 def test_weights_of_the_error_lower_the_weighted_error(name):
     """More than any other weights do; equal ones still search, and lower the plain error."""

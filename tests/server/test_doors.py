@@ -191,6 +191,7 @@ HISTORIES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", HISTORIES)
 def test_every_door_makes_the_same_prompt(make_doors, name):
     messages, expected = HISTORIES[name]
@@ -250,6 +251,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("message", "field"), WRONG)
 def test_a_wrong_message_is_refused_by_its_place(make_doors, message, field):
     doors = make_doors()
@@ -286,6 +288,7 @@ WRONG_TURNS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("message", "field"), WRONG_TURNS)
 def test_no_door_prints_a_turn_that_is_none(make_doors, message, field):
     doors, name = make_doors(), f"messages[1].{field}"
@@ -368,6 +371,7 @@ def test_no_error_names_what_was_not_given(make_doors):
     assert "before min_tokens=3" in sentence
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [

@@ -89,6 +89,7 @@ def test_no_vector_is_made_of_no_token(client, engine, embeds):
     assert is_idle(engine)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("route", "body", "status", "param", "message"),
     [

@@ -103,12 +103,14 @@ async def leave(engine, service, phase, path, body):
     return leaving
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["in the server's queue", "waiting", "prefill", "decode"])
 def test_a_client_leaves(engine, service, phase, stream):
     asyncio.run(leave(engine, service, phase, COMPLETIONS, {**LONG, "stream": stream}))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_of_several_answers_leaves(engine, service, stream):
     asyncio.run(leave(engine, service, "decode", COMPLETIONS, {**LONG, "n": 3, "stream": stream}))
@@ -116,6 +118,7 @@ def test_a_client_of_several_answers_leaves(engine, service, stream):
     asyncio.run(leave(engine, service, "prefill", COMPLETIONS, two))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_client_of_another_route_leaves(engine, service, path, stream):

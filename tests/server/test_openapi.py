@@ -205,6 +205,7 @@ def test_metrics_know_each_status_that_is_described():
     assert {int(status) for status in answers} <= set(STATUSES)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("path", "body", "fields"),
     [

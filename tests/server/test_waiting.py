@@ -104,6 +104,7 @@ def test_only_programs_of_requests_are_waited_for():
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "first"),
     [

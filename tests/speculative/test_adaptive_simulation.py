@@ -174,6 +174,7 @@ ACCEPTANCE = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("load", [1, 16])
 @pytest.mark.parametrize("acceptance", quick(ACCEPTANCE, "none", "0.7"))
 @pytest.mark.parametrize("name", quick(MACHINES, "gpu", "ngram"))
@@ -203,6 +204,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("noise", [0.08, 0.25])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", quick(["gpu", "cpu", "slow draft"], "cpu"))

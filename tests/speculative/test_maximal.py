@@ -87,6 +87,7 @@ def total_variation(p, q):
     return np.abs(p - q).sum() / 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_all_drafts_and_verdicts_together_are_the_target(name, width):
@@ -103,6 +104,7 @@ def test_one_draft_is_accepted_as_often_as_the_distributions_overlap(name):
     assert abs(accepted - (1 - total_variation(p, q))) < TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_given_drafts_leave_the_target_as_it_is(width):
     """A draft that was not drawn, as n-grams': every choice of it gives the target's distribution."""
@@ -161,6 +163,7 @@ def draws(target, draft, width, *, is_given=False, draw=jitted):
     return jax.tree.map(np.asarray, draw(target, draft, SEEDS, positions, width, is_given))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_tokens_are_distributed_as_the_targets(name, width):
@@ -181,6 +184,7 @@ def test_tokens_after_given_drafts_are_distributed_as_the_targets(width):
     assert chi_square_p(tokens, softmax(PAIRS["near"][0])) > FALSE_ALARM
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_two_tokens_are_distributed_as_the_targets(width):
     """The second comes from the same round if the first was the first child, and else from the next round, which
@@ -247,6 +251,7 @@ right = {name: getattr(maximal, name) for name in ("acceptance", "residual", "wi
 ERRORS = {"acceptance": inverted, "residual": unsigned, "without": unchanged}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ERRORS)
 def test_planted_errors_are_found_by_both(name, monkeypatch):
     monkeypatch.setattr(maximal, name, ERRORS[name])
@@ -289,6 +294,7 @@ def test_a_row_without_children_is_sampled_plainly():
     assert np.all(child == 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("is_given", [False, True])
 def test_a_row_does_not_depend_on_its_neighbours(is_given):
     target, draft, *others = random_rows(64, 3, 1000)

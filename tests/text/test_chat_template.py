@@ -156,6 +156,7 @@ def control_tokens(tokenizer, ids) -> list[str]:
     return [tokenizer.id_to_token(i) for i in ids if i in tokenizer.control_ids]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_content_cannot_forge_a_control_token(chat_tokenizers, name):
     tokenizer = chat_tokenizers[name]
@@ -210,6 +211,7 @@ BENIGN_CHATS = st.builds(
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ordinary_chats_are_what_transformers_gives(chat_tokenizers, toy, name):
     """Text: Jinja alone. Ids: the text encoded in one go."""
@@ -227,6 +229,7 @@ def test_ordinary_chats_are_what_transformers_gives(chat_tokenizers, toy, name):
     check()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "family", ["byte_level", "llama2", "metaspace_first", "gemma", "unigram", "normalized", "normalized_prepend"]
 )

@@ -106,6 +106,7 @@ BOMBS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("source", BOMBS, ids=range(len(BOMBS)))
 def test_no_hang_and_no_flood(source):
     template = ChatTemplate(source, time_limit=0.1)

@@ -44,6 +44,7 @@ NAMES = (
 BUFFERED = ("ctc", "late_replace")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_deltas_joined_equal_the_whole_decode(stream_tokenizers, name):
     tokenizer = stream_tokenizers[name]

@@ -52,6 +52,7 @@ def hostile_text(tokenizer: Tokenizer) -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from(markers * 2 + halves + wide + plain), max_size=6).map("".join)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAMILIES)
 def test_content_never_gives_a_control_token(content_tokenizers, name):
     tokenizer = content_tokenizers[name]
@@ -80,6 +81,7 @@ def test_naive_encoding_is_caught(content_tokenizers, name):
         assert not tokenizer.control_ids.isdisjoint(backend.encode(text, add_special_tokens=False).ids)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ordinary_content_encodes_as_ever(content_tokenizers, name):
     tokenizer = content_tokenizers[name]

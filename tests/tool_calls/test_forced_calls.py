@@ -75,6 +75,7 @@ def check_forced(tokenizer: Tokenizer, name: str, seeds: range) -> None:
             jsonschema.validate(json.loads(call.arguments), SCHEMA if call.name == "get_weather" else {})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", sorted(TOOL_FORMS))
 def test_a_demanded_call_is_made_where_tags_are_special_tokens(name):
     check_forced(tokenizer_of(tool_form(name).special_texts), name, range(3))

@@ -45,6 +45,7 @@ def check_samples(name: str, seeds: range) -> None:
         assert check_calls(name, one), one.text
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_grammar_allows_is_read_as_calls_that_match_their_tools(name):
     check_samples(name, FAST[name])
@@ -57,6 +58,7 @@ def test_all_that_a_grammar_allows_is_read_as_calls_that_match_their_tools(name)
     check_samples(name, range(10_000, 20_000))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_where_calls_are_possible_what_a_grammar_allows_is_text_or_calls(name):
     for one in samples(tool_form(name), range(20), "auto"):
@@ -68,6 +70,7 @@ def broken(numbers: random.Random, text: str) -> str:
     return text[:at] + numbers.choice(["", *HARD]) + text[at + numbers.randint(0, 3) :]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_broken_is_text(name):
     form, numbers = tool_form(name), random.Random(7)
@@ -92,6 +95,7 @@ KEYS = (
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_of_an_argument_is_read_or_refused(name):
     form = tool_form(name)

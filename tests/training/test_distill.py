@@ -155,6 +155,7 @@ def test_projected_embeddings_keep_what_can_be_kept():
         draft_config(TARGET, num_layers=1, hidden_size=12)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_draft_of_a_model_with_recurrent_layers_is_a_llama(kind):
     """Also where it has fewer layers than the target, each of which has a kind."""
@@ -191,6 +192,7 @@ def test_documents_are_held_out_whole_and_by_what_they_say():
         Documents.divide([[]])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -46,6 +46,7 @@ def test_divergences_work_position_by_position():
         assert float(values.min()) > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_at_equality_nothing_pulls(name):
     values = jnp.asarray(np.random.default_rng(1).normal(size=(5, 11)), jnp.float32)
@@ -56,6 +57,7 @@ def test_at_equality_nothing_pulls(name):
     assert float(jnp.abs(jax.grad(divergence)(elsewhere)).max()) > 1e-3
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("num_kv_heads", "window"), [(1, None), (2, 5), (4, 1)])
 def test_attention_by_head_is_that_of_scoring(window, num_kv_heads):
     keys = jax.random.split(jax.random.key(0), 3)

@@ -87,6 +87,7 @@ def stored_keys(cache, slot: int) -> np.ndarray:
 CUTS = ([0, 45], [0, 5, 16, 17, 40, 45], [0, 8, 16, 24, 32, 40, 45], [0, 1, 2, 3, 44, 45])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("is_uniform", [False, True])
 def test_sums_keep_every_bit_however_a_prompt_is_cut(is_uniform):
     found = []
@@ -102,6 +103,7 @@ def test_sums_keep_every_bit_however_a_prompt_is_cut(is_uniform):
     assert all((one == found[0]).all() for one in found)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("dtype", "layout"), [("bfloat16", "bits"), ("float32", "interleaved"), ("bfloat16", "interleaved")]
 )
@@ -110,6 +112,7 @@ def test_sums_are_of_the_stored_keys_in_every_layout(dtype, layout):
     np.testing.assert_allclose(sums_of(cache, 1)[:, :LENGTH], expected_sums(stored_keys(cache, 1), LENGTH), atol=1e-4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["int8", "int4", "int8_int4", "float8_e4m3fn"])
 def test_sums_of_rounded_keys_are_near(dtype):
     layout = "bits" if dtype.startswith("float8") else "separate"
@@ -126,6 +129,7 @@ def test_sums_with_a_soft_cap():
     assert np.abs(wanted - expected_sums(stored_keys(cache, 1), LENGTH)).max() > 0.1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["decode", "step", "uniform step", "replay"])
 def test_an_answer_adds_to_what_its_prompt_has(kind):
     """Token by token after a prompt of 20, of which nothing is dropped: in decode steps, beside others in a step, in a
@@ -183,6 +187,7 @@ def filled(dtype: str, layout: str, sums: np.ndarray):
     return replace(cache, layers=(LeafedPages(layer.pages, layer.leaves.at[TABLES[0][1]].set(pages)),))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("is_prompt", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "layout"), [("float32", "separate"), ("int8", "separate"), ("bfloat16", "interleaved")]

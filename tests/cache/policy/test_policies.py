@@ -100,6 +100,7 @@ def view_of(kept: SinksWindow, positions, lengths):
     return kept_view(kept, TINY, cache, (tables,), jnp.array(positions), jnp.array(lengths))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kept", PAGES[:3], ids=str)
 def test_tables_have_what_the_mask_shows(kept):
     size = kept.page_size
@@ -131,6 +132,7 @@ def test_sinks_are_moved_beyond_the_trained_length():
         np.testing.assert_allclose(angles[:4], [0, 0, 0, abs((8 + np.pi) % (2 * np.pi) - np.pi)], atol=1e-3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(4))
 def test_pieces_are_every_row_once_within_a_page(seed):
     rng, kept = random.Random(seed), PAGES[seed]
@@ -188,6 +190,7 @@ def attend_in_pieces(kept: SinksWindow, layout: str):
     return attend(0, q, k, v, None)[:num_tokens]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("trained", [None, 32])
 def test_the_kernel_of_tpus_reads_what_a_step_stores(monkeypatch, trained):
     """In its interpreter, without the check for races: pages are written with the bytes that they have already."""

@@ -25,6 +25,7 @@ def name(request):
     return request.param
 
 
+@pytest.mark.matrix
 def test_shapes_are_those_of_the_loaded_model(name, tmp_path, monkeypatch):
     folder = tiny.tiny(name).write(tmp_path / name)
     config, params = load(folder)
@@ -53,6 +54,7 @@ def test_config_json_alone(tmp_path):
     assert abstract(tmp_path, dtype="float32")[0].dtype == "float32"
 
 
+@pytest.mark.matrix
 def test_config_json_alone_of_a_quantized_model(name, tmp_path, monkeypatch):
     """The shapes are those that the weights beside it give, by the format's rules alone."""
     if name == "nf4-nested":  # as bitsandbytes nests them
@@ -72,6 +74,7 @@ REFUSED = ("gpt2", "gpt_oss", "gemma4_experts", "granite_hybrid", "llama4", "mis
 FAMILIES = [file.stem for file in GOLDEN if file.stem not in REFUSED]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=() if one == "mixtral" else pytest.mark.slow) for one in FAMILIES]
 )

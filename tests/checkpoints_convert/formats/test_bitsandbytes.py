@@ -20,6 +20,7 @@ def state_of(tensors):
     return next(suffix for suffix in tensors if "quant_state" in suffix)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("size", [64, 128])

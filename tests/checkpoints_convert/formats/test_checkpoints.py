@@ -41,6 +41,7 @@ def assert_identical(params, others):
         assert (leaf.dtype, np.asarray(leaf).tobytes()) == (other.dtype, np.asarray(other).tobytes()), path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", tiny.FORMATS)
 def test_parameters_are_the_formulas_bit_for_bit(name, tmp_path):
     checkpoint = tiny.tiny(name)
@@ -50,6 +51,7 @@ def test_parameters_are_the_formulas_bit_for_bit(name, tmp_path):
     assert sum(is_quantized(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_quantized)) == 7 * tiny.LAYERS
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", tiny.SOME_FORMATS)
 def test_round_trips(name, tmp_path):
     """Native, verified; from there compressed-tensors, which the reader opens as the same tree."""
@@ -74,6 +76,7 @@ def test_round_trips(name, tmp_path):
     assert compare_tensors(tmp_path / "huggingface", source) == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gptq-act-order", "nf4-nested", "packed-asym", "w8a8", "fp8-block"])
 def test_dense_parameters_are_cast_and_quantized_ones_are_not(name, tmp_path):
     directory = tiny.tiny(name).write(tmp_path / name)
@@ -123,6 +126,7 @@ def test_the_engine_runs_what_it_opens(tmp_path):
     assert list(answer) == greedy(dense_twin(checkpoint, tmp_path / "dense"), prompt, 8)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "tolerance"),
     [
@@ -176,6 +180,7 @@ def test_a_bias_of_zeros_that_the_model_lacks(tmp_path):
         load(checkpoint.write(tmp_path / "ones"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "encode"),
     [
@@ -306,6 +311,7 @@ def test_rows_that_are_not_whole_blocks_stay_dense_and_say_so(tmp_path, caplog):
     tiny.assert_weights(params, checkpoint.weights)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_scales_of_the_cache_are_kept(dtype, tmp_path):
     checkpoint = tiny.tiny("packed")
@@ -335,6 +341,7 @@ def set_to(value, *index):
     return change
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "suffix", "change", "message"),
     [
@@ -399,6 +406,7 @@ def test_tensors_no_format_knows_are_refused(tmp_path):
         load(checkpoint.write(tmp_path / "source"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("field", "value"),
     [("parts", {"values": ["int8", [64, 128]]}), ("scheme", {"block": [16, 1]}), ("scheme", {"kind": "codebook"})],

@@ -21,6 +21,7 @@ def config(form="pack-quantized", ignore=(), groups=None, **weights):
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": list(ignore)}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -61,6 +61,7 @@ def assert_parts(params, weights):
         np.testing.assert_array_equal(np.asarray(array).T, rows)
 
 
+@pytest.mark.matrix
 def test_each_parameter_is_its_part_bit_for_bit(name, tmp_path):
     source, weights = checkpoint(name, tmp_path)
     _, params = load(source)
@@ -71,6 +72,7 @@ def test_each_parameter_is_its_part_bit_for_bit(name, tmp_path):
         check(jax.tree.map(np.asarray, leaf), name)
 
 
+@pytest.mark.matrix
 def test_saved_as_compressed_tensors_it_is_one_module_again(name, tmp_path):
     source, weights = checkpoint(name, tmp_path)
     if name in ("nf4", "nf4-nested", "fp4", "nvfp4", "modelopt-nvfp4"):

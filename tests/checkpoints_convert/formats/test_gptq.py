@@ -18,6 +18,7 @@ def config(**changes):
     return {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, **changes}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -40,6 +41,7 @@ def test_every_width_version_and_group(bits, version, symmetric, group):
     assert found.scheme.block == (96 if group == -1 else group, 1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("declared", ["gptq", "gptq_v2", None])
 @pytest.mark.parametrize("stored", [1, 2])

@@ -15,6 +15,7 @@ def shapes(params):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), params)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "requantize"), [("Q4_K", None), ("Q8_0", None), ("Q6_K", "int8"), ("Q5_1", "dense")])
 def test_shapes_are_those_of_the_loaded_file(wide, kind, requantize, tmp_path, monkeypatch):  # noqa: F811
     made = wide()

@@ -31,6 +31,7 @@ def test_every_type_that_is_read_has_golden_values():
         assert {name.removesuffix(".values") for name in golden if name.endswith(".values")} == set(TYPES)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_leaf_dequantizes_to_the_same_bits(kind, transpose, monkeypatch):

@@ -66,6 +66,7 @@ def observed(tokenizer):
     return ids, streams, content, chat, named, sets, length, tokenizer.digest, tokenizer.decoder_spec
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_streams_and_ends_are_those_of_a_fresh_one(tmp_path, monkeypatch, conversions, kind):
     path = write(tmp_path / "model.gguf", KINDS[kind](), {})

@@ -142,6 +142,7 @@ def raised_by(action: Callable[[], object]) -> BaseException | None:
     return None
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_files(tmp_path, name):
     raw, message = MALFORMED[name]

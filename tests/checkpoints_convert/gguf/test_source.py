@@ -71,6 +71,7 @@ def permuted(checkpoint, tensors: dict) -> dict:
     return {name: Blocks(kind, value) if value.dtype == np.uint8 else value for name, value in found.items()}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
@@ -136,6 +137,7 @@ def test_a_folder_with_two_checkpoints_says_so(checkpoint, tmp_path):
         load(folder)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_quantized_weights_stay_exactly_as_they_are(wide, tmp_path, kind):
     source = wide(tied=kind == "Q6_K")
@@ -221,6 +223,7 @@ def test_what_requantize_takes(checkpoint, tmp_path):
         load(source.write(), requantize="dense")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [pytest.param("Q8_0", marks=pytest.mark.slow), "Q4_K"])
 def test_converted_to_the_native_form(wide, tmp_path, kind):
     source = wide()

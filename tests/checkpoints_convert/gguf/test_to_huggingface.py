@@ -25,6 +25,7 @@ def assert_same(found, wanted):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_every_type(tmp_path, kind):
     path = write_random_llama(tmp_path / "model.gguf", kind, num_layers=1)

@@ -65,6 +65,7 @@ def source(tmp_path):
     return make
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", FILE_TYPES)
 def test_a_file_is_the_rounded_checkpoint(kind, source, tmp_path):
     """Every weight is what its type makes of the source's; queries and keys are in llama.cpp's order."""
@@ -93,6 +94,7 @@ def test_a_file_is_the_rounded_checkpoint(kind, source, tmp_path):
     assert found.notes == ()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_other_families(architecture, source, tmp_path):
     changes = {"sliding_window": None} if architecture == "MistralForCausalLM" else {}
@@ -103,6 +105,7 @@ def test_other_families(architecture, source, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, dense(found[1]), dense(wanted[1]))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2", "smollm", "tekken", "gpt-4o", "command-r", "olmo"])
 def test_a_tokenizer_is_found_and_rebuilt(pre, source, tmp_path):
     made = source(pre=pre)

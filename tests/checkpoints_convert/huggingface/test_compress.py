@@ -44,6 +44,7 @@ def assert_reopens(saved, directory, **options):
     return json.loads((directory / "config.json").read_text()).get("quantization_config")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("recipe", "form"),
     [

@@ -82,6 +82,7 @@ def is_ignored(config: dict, name: str) -> bool:
     return True
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_no_field_is_ignored(path):
     config = read(path.stem).config

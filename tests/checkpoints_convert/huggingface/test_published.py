@@ -162,6 +162,7 @@ def _as_floats(value):
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_whole_numbers_may_be_floats_in_every_field_of_every_family(path):
     with safe_open(path, "numpy") as file:

@@ -36,6 +36,7 @@ def test_files_hold_the_transposed_weights_under_their_names(tmp_path, params):
     assert (data["eos_token_id"], data["bos_token_id"], data["torch_dtype"]) == (3, None, "float32")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "auto"])
 def test_weights_are_stored_in_the_dtype_asked_for(dtype, tmp_path, params):
     save_huggingface(CONFIG, params, tmp_path / "out", dtype=dtype)

@@ -49,6 +49,7 @@ def inner_loops(assembly: str) -> list[list[str]]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cpu", CPUS)
 def test_inner_loops_do_not_use_the_stack(cpu, tmp_path):
     rows = {"tile_float": 8, "tile_int8": 8} if cpu == "cascadelake" else {"tile_float": 6, "tile_int8": 4}

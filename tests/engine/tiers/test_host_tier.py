@@ -79,6 +79,7 @@ def compare(model, prompts=PROMPTS, params=GREEDY, together: int = 1, **options)
         assert min(moved(llm)) > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(COMBINATIONS, "plain", "int8"))
 def test_one_answer(tiny, name):
     compare(tiny, **COMBINATIONS[name])
@@ -256,6 +257,7 @@ def test_the_rule():
 FAST_LINK, SLOW_LINK = (1e15, 1e6), (1e3, 1e15)  # bytes and FLOP a second
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rates", [FAST_LINK, SLOW_LINK], ids=["link", "compute"])
 def test_auto_uses_host_memory_where_it_pays(tiny, monkeypatch, rates):
     """Pages neither leave nor come back where computing is faster, and the memory of moves is not set aside."""

@@ -46,6 +46,7 @@ def run(model, folder, prompts=PROMPTS, gib=GIB, params=GREEDY, **options):
         return found, llm.engine.scheduler.counters.disk_read_tokens
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(STORES, "plain", "int8"))
 def test_prompts_are_there_after_a_restart(tiny, tmp_path, name):
     expected, num_read = run(tiny, tmp_path / "pages", **STORES[name])
@@ -160,6 +161,7 @@ def test_together_with_several_answers_and_few_pages(tiny, tmp_path):
             llm.engine.scheduler.check()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int4", "uint32"])
 def test_a_checksum_sees_any_change(dtype):
     values = jnp.asarray(np.arange(48).reshape(4, 12) % 7, dtype)

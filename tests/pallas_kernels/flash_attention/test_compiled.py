@@ -30,6 +30,7 @@ def num_bytes(shape: FlashShape, *names: str) -> int:
     return sum(arguments[name].size * arguments[name].dtype.itemsize for name in names)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("chip", "implementation", "name"), PROGRAMS)
 def test_programs_of_real_models_hold_no_scores_and_no_copy_of_the_keys(chip, implementation, name):
     shape = MODELS[name]
@@ -95,6 +96,7 @@ def test_every_head_dim_compiles_for_a_tpu(head_dim):
     compile_for("v6e", replace(EVERYTHING, head_dim=head_dim), "pallas_tpu")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("head_dim", quick(pallas_gpu.HEAD_DIMS, 256))
 def test_every_head_dim_compiles_for_a_hopper(head_dim):
     compile_for("h100", replace(EVERYTHING, head_dim=head_dim, dtype="float16"), "pallas_gpu")

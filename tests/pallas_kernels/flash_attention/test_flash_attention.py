@@ -45,6 +45,7 @@ ON_XLA, ON_TPU = (
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("attend", "name"), SUITE, indirect=["attend"])
 def test_equals_dense_attention(name, attend, expected):
     shape = attend.nearest(SMALL[name])
@@ -72,6 +73,7 @@ def test_dense_attention_is_the_textbook_formula():
     np.testing.assert_allclose(lse[0, :, 0], np.log(total), atol=1e-6)
 
 
+@pytest.mark.matrix
 @ON_TPU
 def test_the_comparison_catches_a_window_that_is_one_key_short(attend, expected):
     shape = attend.nearest(FlashShape(50, window=16))
@@ -79,6 +81,7 @@ def test_the_comparison_catches_a_window_that_is_one_key_short(attend, expected)
     assert jnp.abs(out.astype(jnp.float32) - expected(shape)[0].astype(jnp.float32)).max() > 10 * tolerance(shape)
 
 
+@pytest.mark.matrix
 @ON_TPU
 def test_a_query_without_keys_gives_zeros(attend):
     shape = attend.nearest(FlashShape(3, 140, offset=(0, 0), lengths=(0, 3)))
@@ -115,6 +118,7 @@ def test_the_interpreter_flags_a_copy_that_nobody_waits_for(race_check):
 RAGGED = FlashShape(40, 200, heads=(2, 1), offset=(0, 30, 150), lengths=(40, 70, 190))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "attend",
     [
@@ -188,6 +192,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(GRADIENTS, "everything"))
 def test_gradients_equal_those_of_dense_attention(name, attend_xla):
     compare_gradients(GRADIENTS[name], attend_xla)

@@ -25,6 +25,7 @@ BITS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", BITS)
 def test_bits_of_a_weight(name):
     form, arrays, _ = make(name, 512, 128)
@@ -57,6 +58,7 @@ def test_values_equal_the_formula_of_quantized_weights():
     np.testing.assert_allclose(dequantize(*packed), expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_taken_as_rows_of_an_embedding(name):
     form, arrays, weight = make(name)
@@ -194,6 +196,7 @@ def assert_factors(numbers, group, *, has_factors=None):
         np.testing.assert_array_equal(packing._values_of("factored", *found, group), numbers)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("largest", [77, -128, 63, 15, -32, 127, 1])
 @pytest.mark.parametrize(("groups", "group"), [(8, 32), (19, 16), (1, 8), (5, 64)])
 def test_factors_are_those_of_plain_numpy(groups, group, largest):
@@ -201,6 +204,7 @@ def test_factors_are_those_of_plain_numpy(groups, group, largest):
     assert_factors(factored_numbers(groups, group, largest, groups), group, has_factors=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 1e30, 1e-30, 0.1, 0.0])
 @pytest.mark.parametrize("is_alone", [False, True])
 @pytest.mark.parametrize("place", [(0, 0, 0), (1, 8, 63), (0, 3, 7)])

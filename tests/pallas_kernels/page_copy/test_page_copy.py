@@ -79,6 +79,7 @@ def test_bad_input():
 CASES = [(chip, dtype) for chip in ("v5e", "v6e", "tpu7x", "h100") for dtype in ("bfloat16", "float8_e4m3fn", "int8")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("chip", "dtype"), quick(CASES, ("v6e", "int8"), ("h100", "int8")))
 def test_compiled_in_place(chip, dtype):
     """Four layers of Llama-3-8B's cache: nothing but the copied pages moves, and on a TPU there is no temporary."""

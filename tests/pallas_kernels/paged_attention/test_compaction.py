@@ -35,6 +35,7 @@ def bits(pages, shape: PageShape):
     return [None if a is None else np.asarray(a).view(f"u{a.dtype.itemsize}") for a in found]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("dtype", "layout"), CASES)
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), quick([(2, 64), (3, 128)], (3, 128)))
 def test_bits_are_gathered_by_head(dtype, layout, num_kv_heads, head_dim):

@@ -79,6 +79,7 @@ def test_unpack_undoes_pack(heads, head_dim, page_size, dtype):
         assert_equal(gather(bits, ids, shape), taken)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
     quick([(dtype, size) for dtype in DTYPES for size in (64, 128)], ("int8", 64)),
@@ -103,6 +104,7 @@ def test_append_is_the_same_in_all_layouts_and_drops_padding(dtype, head_dim):
     assert_equal(written.v[untouched], logical.v[untouched])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", quick(["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"], "float8_e4m3fn", "int8"))
 def test_rounding_of_stored_values(dtype):
     """Errors within half a step of the format; nothing finite becomes NaN; a NaN is not lost."""
@@ -197,6 +199,7 @@ MOVED = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("dtype", "heads", "head_dim", "page_size"), quick(MOVED, ("int8", 3, 128, 4)))
 @settings(deadline=None, max_examples=10)
 @given(data=st.data())
@@ -261,6 +264,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("chip", "dtype"), quick(LOOPS, ("v6e", "bfloat16"), ("h100", "int8")))
 def test_tokens_are_moved_in_place_within_a_loop(chip, dtype):
     """Two layers of Llama-3-8B's cache: no temporary beyond the tokens, and no more moves than they."""

@@ -41,21 +41,25 @@ def traced_anew():
 QUICK = ("decode_around_a_page", "decode_soft_cap_sinks", "decode_int8", "verify_tree_window", "decode_window", "mixed")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(SMALL, *QUICK))
 def test_suite(name, check):
     check(SMALL[name], "numba_cpu", "separate")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(FOUR_BITS, "decode_int4_head_dim_96", "verify_tree_int8_int4"))
 def test_suite_of_four_bits(name, check):
     check(FOUR_BITS[name], "numba_cpu", "separate")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(NARROW, "decode_e4m3", "decode_e5m2"))
 def test_suite_of_bits(name, check):
     check(SMALL[name], "numba_cpu", "bits")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(ODD, "head_dim_20_page_4_int8", "groups_70", "blocks_of_keys"))
 def test_odd_sizes(name, check):
     check(ODD[name], "numba_cpu", "separate")
@@ -91,6 +95,7 @@ PROMPTS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(PROMPTS, "window"))
 def test_bits_do_not_depend_on_the_chunks_of_a_prompt(name):
     """150 tokens at once; in chunks of 100, 1, 16 and 33 in the same program; and in programs of each chunk's size."""
@@ -152,6 +157,7 @@ def test_a_stored_nan_is_seen(cache_dtype):
         assert np.isfinite(out[1]).all()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", quick(["float32", "int8", "bfloat16"], "int8"))
 def test_values_that_are_the_first_part_of_keys(dtype):
     """Latent attention, with more query heads than a unit has rows."""

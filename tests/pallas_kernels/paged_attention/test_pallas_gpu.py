@@ -54,6 +54,7 @@ def gpu_interpreter(monkeypatch):
 # In the interpreter
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(SMALL, "decode_int8_page_64"))
 def test_suite(name, check, gpu_interpreter):
     check(for_gpu(SMALL[name]), "pallas_gpu", "separate")
@@ -67,6 +68,7 @@ def test_suite_of_four_bits(name, check, gpu_interpreter):
     check(replace(for_gpu(FOUR_BITS[name]), head_dim=128), "pallas_gpu", "separate")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
 def test_float16_and_one_split(dtype, check, gpu_interpreter, monkeypatch):
     """Queries and cache in float16, or results that the kernel writes in the dtype of the queries."""
@@ -147,6 +149,7 @@ def test_bits_do_not_depend_on_the_chunks(gpu_interpreter):
 # The schedule
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("tree", "window"), quick(itertools.product([False, True], [None, 70]), (True, 70), (False, None))
 )
@@ -326,6 +329,7 @@ def compiled_shape(name: str) -> PagedShape:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(COMPILED, "prefill_int8"))
 def test_compiled_in_place(name):
     """The cache is updated in place and never copied; temporaries do not grow with it.

@@ -62,11 +62,13 @@ SUITE = quick(
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", SUITE)
 def test_suite(name, check, tpu_interpreter, small_blocks):
     check(SMALL[name], "pallas_tpu", "interleaved")
 
 
+@pytest.mark.matrix("verify_int4")
 @pytest.mark.parametrize("name", quick([n for n in FOUR_BITS if "int8_int4" not in n], "verify_int4"))
 def test_suite_of_four_bits(name, check, tpu_interpreter, small_blocks):
     check(FOUR_BITS[name], "pallas_tpu", "interleaved")
@@ -140,6 +142,7 @@ TRAFFIC = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(TRAFFIC, "int8", "window"))
 def test_bytes_moved(name, transfers, tpu_interpreter):
     """HBM traffic is at most 1.10 times queries, output, new tokens and pages in use."""
@@ -241,6 +244,7 @@ def test_a_nan_stays_in_its_sequence(name, index, tpu_interpreter, small_blocks)
     np.testing.assert_array_equal(broken[~inside], clean[~inside])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", quick(CACHE_DTYPES, "bfloat16", "int8"))
 def test_words_of_a_token(dtype):
     """The strided load that chips run gives the words that the interpreter's spelling gives (`load_words`)."""
@@ -368,6 +372,7 @@ def check_compiled(chip: str, shape: PagedShape) -> None:
 PROGRAMS = itertools.product(CHIPS, ("decode", "verify", "prefill", "mixed"), HEADS, CACHE_DTYPES)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("chip", "kind", "heads", "dtype"),
     quick(PROGRAMS, ("v6e", "mixed", "qwen3_small", "int8")),
@@ -387,6 +392,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("chip", "name"),
     quick(itertools.product(CHIPS, FEATURES), ("v6e", "tree")),

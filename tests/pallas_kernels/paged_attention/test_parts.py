@@ -45,6 +45,7 @@ def assert_equals_one_device(shape: PagedShape, out: np.ndarray, pages: Separate
             np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("count", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", quick(NAMES, *QUICK))
 def test_parts_together_are_attention_to_all_keys(name, count):

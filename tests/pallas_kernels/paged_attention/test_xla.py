@@ -25,11 +25,13 @@ SUITE = quick(
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", SUITE)
 def test_suite(name, check):
     check(SMALL[name], "xla", "separate")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(FOUR_BITS, "decode_int4_head_dim_96", "verify_tree_int8_int4"))
 def test_suite_of_four_bits(name, check):
     check(FOUR_BITS[name], "xla", "separate")
@@ -40,6 +42,7 @@ def test_suite_of_four_bits_interleaved(name, check):
     check(FOUR_BITS[name], "xla", "interleaved")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(INTERLEAVED, "verify_int8"))
 def test_suite_interleaved(name, check):
     check(SMALL[name], "xla", "interleaved")
@@ -74,6 +77,7 @@ def test_the_suite_finds_a_wrong_key(check, monkeypatch, traced_anew):
         check(SMALL["decode_around_a_page"], "xla", "separate")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(["decode_window", "verify_tree", "mixed", "prefill_int8"], "mixed"))
 @pytest.mark.optimized
 def test_bits_do_not_depend_on_neighbours(name, check_alone):
@@ -148,6 +152,7 @@ ON_A_CPU = [(None, dtype) for dtype in ("float32", "int8", "bfloat16", "float8_e
 ON_CHIPS = itertools.product(("v6e", "h100"), ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("chip", "dtype"),
     quick([*ON_A_CPU, *ON_CHIPS], (None, "bfloat16"), ("h100", "int8")),

@@ -41,6 +41,7 @@ def product(x, w: QuantizedArray, implementation: str = "numba_cpu"):
     return quantized_matmul(x, *arrays, block=w.scheme.block, out_dtype=jnp.float32, implementation=implementation)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [*FORMATS, "affine4", "affine5"])
 def test_products_equal_float64(name):
     w = weight(name)
@@ -50,6 +51,7 @@ def test_products_equal_float64(name):
         np.testing.assert_allclose(product(x, w), expected, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("rows", "outputs"), quick([(1, 32), (128, 4096), (11, 1024), (3, 65_536)], (11, 1024)))
 def test_panels_and_parts(rows, outputs):
     """Of one panel of outputs, and of several panels in several calls."""
@@ -69,6 +71,7 @@ def test_a_row_does_not_depend_on_the_others(name):
         np.testing.assert_array_equal(product(x[row : row + 1], w)[0], together[row])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["int8", "int4-g32-asym"])
 def test_an_output_does_not_depend_on_the_others(name):
     """To the bit: nor, therefore, on the thread that computes it."""

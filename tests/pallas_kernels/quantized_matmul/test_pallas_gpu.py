@@ -24,6 +24,7 @@ LLAMA_3_8B = [(4096, 4096), (4096, 1024), (4096, 14_336), (14_336, 4096)]
 
 
 # Splits of the groups, zeros, rows that are padded, more stages than steps, several tiles of rows and of outputs.
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "rows", "inputs", "outputs", "splits"),
     quick(
@@ -76,6 +77,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "rows"), quick(COMPILED, ("int4-g128-asym", 16)))
 def test_compiled_for_hopper_no_weight_is_written(name, rows):
     if (reason := ahead_of_time.missing_compiler("h100")) is not None:

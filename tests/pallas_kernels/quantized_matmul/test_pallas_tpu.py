@@ -42,6 +42,7 @@ def weight(inputs: int, outputs: int, group: int, dtype: str, extra: str | None)
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("num_rows", "inputs", "outputs", "group", "dtype", "extra"), quick(PRODUCTS, *ALWAYS))
 def test_products(num_rows, inputs, outputs, group, dtype, extra, tpu_interpreter):
     arrays = weight(inputs, outputs, group, dtype, extra)
@@ -92,6 +93,7 @@ def test_another_platform_takes_its_own():
 CHIPS = [(chip, count) for chip in ("v5e", "v6e", "h100") for count in (4, 64)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("chip", "count"), quick(CHIPS, ("v6e", 4), ("h100", 4)))
 def test_a_look_up_and_a_product_make_no_second_head(chip, count):
     """Of Gemma 3 270M: [262144, 640] of int8 in groups of 32. They need different layouts of XLA:TPU."""

@@ -56,6 +56,7 @@ ALWAYS = [(name, "cpu") for name in (*FORMATS, *AFFINE)]
 ALWAYS += [(name, "tpu") for name in ("int4-g32", "nf4", "affine4-g32")] + [("int8-g32-asym", "gpu")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "platform"), quick(PRODUCTS, *ALWAYS))
 def test_float32_products(name, platform):
     w = weight(name)
@@ -76,6 +77,7 @@ def test_bfloat16_products_round_no_more_than_a_bfloat16_weight_does(name):
     assert (np.abs(product(x, w, "gpu") - exact) <= 4 * 2.0**-9 * terms).all()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("name", [*quick(["int8-g32-asym", "nf4"], "int8-g32-asym"), "affine4-g32"])
 def test_a_tied_head_with_groups_is_the_dequantized_one(name, platform):

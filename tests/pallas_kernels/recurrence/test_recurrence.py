@@ -75,6 +75,7 @@ def per_head(state) -> np.ndarray:
     return np.moveaxis(parted, 2, 1).reshape(HEADS, KEY, VALUE)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 64, 150])
 def test_blocks_equal_single_tokens(kind, count):
@@ -106,6 +107,7 @@ def test_a_token_that_forgets_all_leaves_the_digits_of_the_others(kind, g):
         np.testing.assert_allclose(found, wanted, atol=3e-6 * np.abs(wanted).max())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("short_tokens", quick([1, 4], 4))
 def test_cuts_at_block_borders_change_no_bit(kind, short_tokens):
@@ -120,6 +122,7 @@ def test_cuts_at_block_borders_change_no_bit(kind, short_tokens):
     np.testing.assert_allclose(state, anywhere[1], atol=1e-5 * np.abs(state).max())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_uniform_steps_may_be_cut_anywhere(kind):
     tokens = tokens_of(2, 90, kind)
@@ -131,6 +134,7 @@ def test_uniform_steps_may_be_cut_anywhere(kind):
     np.testing.assert_allclose(out, recurrence(*tokens)[0], atol=1e-5 * np.abs(out).max())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_uniform", [False, True])
 def test_neighbours_and_slots_change_no_bit(kind, is_uniform):
@@ -154,6 +158,7 @@ def test_neighbours_and_slots_change_no_bit(kind, is_uniform):
     np.testing.assert_array_equal(kept[0], state[0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_uniform", [False, True])
 def test_rejected_rows_leave_no_trace(kind, is_uniform):
@@ -236,6 +241,7 @@ def test_gradients_of_full_sequences_are_finite():
     assert all(bool(jnp.isfinite(x).all()) for x in gradients)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", [1, 2, 5, 64])
 def test_inverse_of_a_unit_lower_triangle(size):
     matrix = np.random.default_rng(size).normal(size=(3, size, size)).astype(np.float32) * 0.3
@@ -275,6 +281,7 @@ def kernel(request, monkeypatch) -> str:
     return request.param
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("short_tokens", quick([1, 3], 3))
 @pytest.mark.parametrize("shape", quick(WIDE_SHAPES, "one group"))
