@@ -69,7 +69,6 @@ def test_a_row_of_several_prompts_fails_whole_and_once(write_rows, run, records,
     assert len(records(tmp_path / "out.errors.jsonl")) == 1
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -22,6 +22,7 @@ def names(file) -> list[str]:
     return list(json.loads(file.read_text())["pieces"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_all_pieces(tmp_path):
     """Every piece runs to its end, and all comparisons are right."""

@@ -116,7 +116,6 @@ def test_when_all_rows_fail_it_is_1(batch):
     assert batch([{"prompt": ""}]).exit_code == 1
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("rows", "options", "code", "message"),
     [
@@ -276,7 +275,6 @@ def test_the_time_of_compiling_is_told(jaxinfer, model, tmp_path):
     assert " compiling), " in result.stderr
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("paths", "message"),
     [

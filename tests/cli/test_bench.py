@@ -59,7 +59,6 @@ def test_latency_of_random_weights(jaxinfer, model, tmp_path):
     assert found["options"]["random_weights"] is True
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -83,7 +82,6 @@ def test_what_cannot_be_is_said_before_the_model_opens(jaxinfer, arguments, mess
     assert message in result.output.replace("\n", " ")
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["latency", "throughput", "load", "plot"])
 def test_help_names_all_options(jaxinfer, name):
     result = jaxinfer("bench", name, "--help")

@@ -152,7 +152,6 @@ def damaged(converted, tmp_path, monkeypatch) -> Path:
     return file
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("command", DAMAGED, ids=lambda command: command[0])
 def test_damage_is_one_sentence(jaxinfer, damaged, command):
     result = jaxinfer(*command, input="hi\n")

@@ -117,7 +117,6 @@ def test_some_prompts_failing_is_exit_code_3_and_all_is_1(jaxinfer, json_lines, 
     assert result.stderr.startswith("error: ")
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -65,7 +65,6 @@ def test_without_a_command_it_shows_help(jaxinfer):
     assert "Usage: jaxinfer" in jaxinfer().output
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "arguments", [["nope"], ["generate", "hi"], ["generate", "hi", "-m", "x", "--nope"], ["convert"]]
 )

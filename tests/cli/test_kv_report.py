@@ -73,7 +73,6 @@ def test_json_and_files(jaxinfer, json_lines, model, text, tmp_path):
         assert (out / "kv_report.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

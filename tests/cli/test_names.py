@@ -72,7 +72,6 @@ def test_a_prompt_may_have_a_flag(jaxinfer, seen):
     assert seen[1] == ["--max-new-tokens", "-5 degrees"]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [
@@ -89,7 +88,6 @@ def test_a_flag_that_may_stand_alone(jaxinfer, seen, arguments, value):
     assert seen[:2] == [{"deterministic": value}, ["hi"]]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

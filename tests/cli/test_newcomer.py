@@ -163,7 +163,6 @@ def test_what_is_typed_works_or_says_what_to_do(command_line, folder, typed, cod
     check(command_line(*shlex.split(command)[1:], input=given), code, phrase)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("page", "command"), documented_commands(), ids=str)
 def test_commands_of_the_documents_have_only_options_that_exist(page, command):
     """They are parsed, not run."""
@@ -185,7 +184,6 @@ OF_README = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "command",
     [pytest.param(command, marks=() if IS_QUICK.match(command) else pytest.mark.slow) for command in OF_README],
@@ -254,7 +252,6 @@ def llm(small_pair):
         yield llm
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("code", "error", "phrase"), SNIPPETS, ids=lambda value: str(value)[:60])
 def test_what_is_typed_in_python_works_or_says_what_to_do(folder, llm, code, error, phrase):
     scope = {"llm": llm, "LLM": jaxinfer.LLM, "SamplingParams": jaxinfer.SamplingParams, "jaxinfer": jaxinfer}
@@ -278,7 +275,6 @@ def test_snippets_of_the_documents_are_python():
         ast.parse(text, str(page))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("page", "text"),
     [

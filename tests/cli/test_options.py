@@ -97,7 +97,6 @@ def test_min_tokens_may_exceed_the_default_max_tokens():
     assert sampling_values(SamplingOptions(min_tokens=100)) == {"min_tokens": 100}
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -73,7 +73,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("options", REFUSED)
 def test_what_cannot_be_is_refused_first(jaxinfer, model, options):
     result = jaxinfer("profile", model, *options)

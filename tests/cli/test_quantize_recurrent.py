@@ -59,7 +59,6 @@ def test_what_is_written_answers_as_what_was_rounded(jaxinfer, source, tmp_path,
     assert answers(tmp_path / "native") == answers(tmp_path / "back") == expected
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant", "auto"])
 def test_methods_that_need_activations_are_refused_before_a_text_is_read(jaxinfer, source, tmp_path, method):
     more = ["--max-kl", 1] if method == "auto" else []

@@ -63,6 +63,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_to_the_same_bytes(jaxinfer, json_lines, model, text, killed, tmp_path):
     arguments = ["--calibration", text, *SMALL, "--json"]
     [whole] = json_lines(jaxinfer("quantize", model, tmp_path / "whole", *arguments).stdout)

@@ -91,7 +91,6 @@ def nf4(tensors):
     tensors[f"{name}.quant_state.bitsandbytes__nf4"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["compressed-tensors", "native", "bitsandbytes"])
 def test_a_quantized_source_is_refused_before_anything_is_done(jaxinfer, model, tmp_path, kind, text):
     source = tmp_path / "source"

@@ -66,7 +66,6 @@ def test_a_file_of_texts(jaxinfer, model, tmp_path, name, lines):
         assert words in result.stdout
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

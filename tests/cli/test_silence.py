@@ -51,7 +51,6 @@ def arguments(name, files, tmp_path):
     return given if name in WITHOUT_ENGINE else [*given, *ENGINE]
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("on_terminal", [True, False], ids=["terminal", "log"])

@@ -119,7 +119,6 @@ def test_table(jaxinfer, model, prompts, draft, lengths, num_answers):
         assert words in result.stdout
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

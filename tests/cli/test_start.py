@@ -25,6 +25,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_a_second_start_imports_neither_flax_nor_numba(model, tmp_path):
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
     found = []

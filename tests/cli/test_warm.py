@@ -18,6 +18,7 @@ print(json.dumps({"compiled": counts.compiled, "hits": counts.hits}))
 """
 
 
+@pytest.mark.slow
 def test_after_warming_nothing_compiles(jaxinfer_process, model, tmp_path, request):
     environment = {"JAXINFER_CACHE_DIR": str(tmp_path / "cache")}
 

@@ -399,6 +399,7 @@ def test_processes_that_start_at_once_share_a_folder_and_later_ones_need_no_numb
     assert printed_by(USE_ZEROS, str(tmp_path)) == ["True", "False"]
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_compiled_again(tmp_path):
     assert printed_by(USE_ZEROS, str(tmp_path)) == ["False", "True"]
     (path,) = tmp_path.iterdir()

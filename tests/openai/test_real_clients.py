@@ -111,7 +111,6 @@ def test_what_clients_send_is_accepted(make_client, name):
     assert answer.status == 200, answer.body
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("path", "body", "sentence"), REFUSED, ids=[one[2][:40] for one in REFUSED])
 def test_errors_are_about_what_was_sent(make_client, path, body, sentence):
     answer = asyncio.run(make_client().post(path, body))
@@ -131,7 +130,6 @@ def test_ignored_names_are_ignored_at_every_depth(make_client, caplog):
     assert any("tools[].q" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("url", "body", "field"),
     [

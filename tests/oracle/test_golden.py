@@ -71,7 +71,9 @@ def error_of(case: Case, config: ModelConfig, params: Params) -> float:
     return error(case, config, params, case.ties[0])
 
 
-@pytest.mark.matrix("llama", "gemma4", "gemma4_shared", "glm_moe_dsa", "hunyuan_dense", "olmoe", "gpt_oss", "deepseek_v3")
+@pytest.mark.matrix(
+    *("llama", "gemma4", "gemma4_shared", "glm_moe_dsa", "hunyuan_dense", "olmoe", "gpt_oss", "deepseek_v3")
+)
 @pytest.mark.parametrize("name", quick(CASES, CASES.keys() - set(ROTATIONS)))
 def test_hidden_states_and_logits(name, checkpoint):
     case = CASES[name]

@@ -47,6 +47,7 @@ ENTRY %main (a: f32[8,16], b: bf16[2,4]) -> f32[2,16] {
     assert scattered == 4 * 2 * 16 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_decoding_on_a_gpu(ask, num_layers):
     """Its arguments are the parts that are counted; memory for 6 layers follows from that for 2 and for 4."""

@@ -101,13 +101,11 @@ def test_every_field_has_limits_here():
     assert set(LIMITS) == {f.name for f in dataclasses.fields(SamplingParams)}
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, (good, _) in LIMITS.items() for v in good], ids=str)
 def test_values_at_the_limits_are_accepted(name, value):
     SamplingParams(**{name: value})
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "value"), [(n, v) for n, (_, bad) in LIMITS.items() for v in bad], ids=lambda v: repr(v)[:30]
 )

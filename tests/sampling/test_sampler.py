@@ -284,7 +284,6 @@ def test_every_field_is_applied_here_or_named_as_applied_elsewhere():
     assert not EFFECTS.keys() & APPLIED_ELSEWHERE.keys()
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", EFFECTS | APPLIED_ELSEWHERE)
 def test_a_field_has_an_effect_exactly_where_it_is_applied(name):
     before = observe(SamplingParams(**BASE))

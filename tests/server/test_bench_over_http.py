@@ -83,7 +83,6 @@ def test_keys_and_errors(make_service, monkeypatch):
             Server(wrong)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -105,7 +105,6 @@ ENDLESS = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_does_not_end_is_cut_off(make_service, name):
     head, piece = ENDLESS[name]

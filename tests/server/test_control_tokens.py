@@ -58,7 +58,6 @@ def of_response(body):
     return reasoning, content, calls
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("text", "reasoning", "content", "calls"), ANSWERS)
 def test_every_door_reads_the_same(make_client, engine, monkeypatch, text, reasoning, content, calls):
     expected, family = (reasoning, content, calls), FAMILIES["gpt-oss"]

@@ -25,7 +25,6 @@ def opened(path, arguments, needs):
     return LocalModels({path: path}, arguments, ServerOptions(lazy=True)).find(path).open(needs)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_packed_weights_take_at_most_what_is_counted(tmp_path, kind, options, caplog):
     """Scales that are exact in 16 bits are stored so, which the shapes do not tell: some 10 % less."""

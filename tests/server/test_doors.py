@@ -251,7 +251,6 @@ WRONG = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("message", "field"), WRONG)
 def test_a_wrong_message_is_refused_by_its_place(make_doors, message, field):
     doors = make_doors()
@@ -371,7 +370,6 @@ def test_no_error_names_what_was_not_given(make_doors):
     assert "before min_tokens=3" in sentence
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [

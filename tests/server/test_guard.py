@@ -68,7 +68,6 @@ def test_the_chat_page_needs_no_key_but_its_requests_do(make_service):
     run(ask())
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("host", ["localhost:8000/health?x=", "localhost/health", "x/health", "localhost:8000#/health"])
 def test_the_host_header_does_not_open_a_route(make_service, host):
     async def ask():

@@ -110,7 +110,6 @@ def test_a_client_leaves(engine, service, phase, stream):
     asyncio.run(leave(engine, service, phase, COMPLETIONS, {**LONG, "stream": stream}))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_of_several_answers_leaves(engine, service, stream):
     asyncio.run(leave(engine, service, "decode", COMPLETIONS, {**LONG, "n": 3, "stream": stream}))
@@ -118,7 +117,6 @@ def test_a_client_of_several_answers_leaves(engine, service, stream):
     asyncio.run(leave(engine, service, "prefill", COMPLETIONS, two))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_client_of_another_route_leaves(engine, service, path, stream):

@@ -112,7 +112,6 @@ def test_many_mixed_requests_with_a_draft():
         asyncio.run(engine.close())
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("is_waiting", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_passes(engine, make_service, is_waiting, stream):

@@ -596,7 +596,6 @@ def test_a_server_that_ends_refuses_those_that_wait(pool_of):
     asyncio.run(run())
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(3))
 def test_no_order_of_requests_hangs_or_passes_the_budget(pool_of, seed):
     """Clients that use, cancel and time out, over models of different sizes."""

@@ -38,7 +38,6 @@ CASES = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("fields", [*(pytest.param(one, marks=pytest.mark.slow) for one in CASES[:2]), *CASES[2:]])
 def test_answers_are_those_of_the_library(engine, client, fields):
     expected = offline(engine, PROMPT, **fields)
@@ -377,7 +376,6 @@ EXTREMES = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("path", UNSET)
 def test_stand_ins_for_not_given(client, path):
     """Clients of other engines send these where they leave a field empty."""

@@ -40,7 +40,6 @@ def check(path, whole, events):
     assert [one for event in found for one in errors(EVENT[path], event)] == []
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 def test_answers_and_their_streams(make_service, engine, path):
     service = make_service()

@@ -37,7 +37,6 @@ CASES = [
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("path", "body"), [pytest.param(*CASES[0], marks=SLOW), CASES[1], pytest.param(*CASES[2], marks=SLOW), CASES[3]]
 )

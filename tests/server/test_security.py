@@ -101,7 +101,6 @@ def test_keys_guard_every_route(guarded):
     run(ask())
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("path", ["//v1/models", "/./v1/models", "/health/../v1/models", "/health//", "/HEALTH", "/%"])
 def test_request_targets(guarded, path):
     async def ask():
@@ -441,7 +440,6 @@ LARGE = {
 QUICK = ("a long text", "ids", "more than can be read", "biases", "messages", "names in tools", "a format")
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in LARGE])
 def test_large_bodies(client, name):
     """They are answered without holding up the event loop for more than 50 ms, and in seconds."""

@@ -110,7 +110,6 @@ def gathered(events):
     return content, reasoning, list(calls.values()), ends
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("tags", [None, FAMILIES["think"]], ids=["plain", "reasoning"])
 def test_calls_are_told_from_the_text_on_every_route(make_client, tags):
     thought = "" if tags is None else '<think>\n<tool_call>{"name": "stop"}</tool_call>\n</think>\n\n'

@@ -104,7 +104,6 @@ def test_only_programs_of_requests_are_waited_for():
     }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "first"),
     [

@@ -96,7 +96,6 @@ def test_pull_says_what_would_fit(jaxinfer, json_lines, hub, monkeypatch):
     assert "does not fit: needs" in scarce["fits"]["text"]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

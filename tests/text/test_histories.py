@@ -60,7 +60,6 @@ def history(arguments, **content):
     return [{"role": "user", "content": "Q"}, turn, {"role": "tool", "tool_call_id": "call_1", "content": "R"}]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}], ids=repr)
 @pytest.mark.parametrize("name", READERS)
 def test_a_call_is_printed_whatever_its_form(name, content):
@@ -71,7 +70,6 @@ def test_a_call_is_printed_whatever_its_form(name, content):
     assert template.render(history(json.loads(GIVEN), **content)).text == f"[user]Q[assistant]{spaced}[tool]R"
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("arguments", ["", " \n", None, {}, "{}"], ids=repr)
 @pytest.mark.parametrize("name", [name for name in READERS if name != "items"])
 def test_no_arguments_are_an_empty_object(name, arguments):

@@ -60,7 +60,6 @@ def test_hostile_file_gives_one_error(measured, name):
     check(measured[name])
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in QUICK])
 def test_every_hostile_file_gives_one_error(all_measured, name):

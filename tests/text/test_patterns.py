@@ -35,7 +35,6 @@ KNOWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("pattern", list(dict.fromkeys(KNOWN)))
 def test_patterns_of_known_models_pass(pattern):
     with processor_seconds(less_than=0.1):

@@ -52,7 +52,6 @@ def hostile_text(tokenizer: Tokenizer) -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from(markers * 2 + halves + wide + plain), max_size=6).map("".join)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAMILIES)
 def test_content_never_gives_a_control_token(content_tokenizers, name):
     tokenizer = content_tokenizers[name]

@@ -46,7 +46,6 @@ def check_splits(name: str, answer: dict, cuts: range | list[int]) -> None:
     assert collect(streamed(name, list(text))) == whole
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_answers_are_read(name):
     answers = recorded(name)
@@ -55,7 +54,6 @@ def test_recorded_answers_are_read(name):
         check_whole(name, answer)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_gives_what_the_whole_text_gives(name):
     rng = random.Random(7)

@@ -90,7 +90,6 @@ def check_accepted(
                 assert accepts(grammar, as_text, answer["text"]) == expected, answer["text"]
 
 
-@pytest.mark.matrix
 @some(NAMES)
 def test_recorded_answers_are_accepted(name):
     check_accepted(name, "required", spoken(name, content=False)[:2], tools())
@@ -130,7 +129,6 @@ def test_arguments_that_do_not_match_are_refused(name, mode):
     check_accepted(name, mode, lacking, stricter, False)
 
 
-@pytest.mark.matrix
 @some(NAMES)
 def test_other_answers_are_refused(name):
     some = spoken(name, content=False)[:2]
@@ -143,7 +141,6 @@ def test_other_answers_are_refused(name):
             assert not accepts(tool_form(name).grammar(tools(), mode, False, tokens.special), tokens, answer["text"])
 
 
-@pytest.mark.matrix
 @some(NAMES)
 def test_text_alone_is_accepted_where_calls_are_possible(name):
     texts = ["", "Hello\n\n- [1] {a}", "see <b> and ```python\nf(x)\n```"]
@@ -209,7 +206,6 @@ def check_walks(name: str, seeds: range) -> None:
     assert num_calls >= len(seeds) // 2
 
 
-@pytest.mark.matrix
 @some(NAMES)
 def test_what_a_grammar_allows_is_a_call_with_valid_arguments(name):
     check_walks(name, range(2))

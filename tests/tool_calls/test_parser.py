@@ -138,7 +138,6 @@ def test_json_without_a_tag_streams_unless_it_is_a_call():
     assert (content, len(calls)) == ('See:\nis a call, x {"name": "now", "parameters": {}} is none', 1)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("code", "arguments"),
     [
@@ -226,7 +225,6 @@ def check_time(name: str, num_chars: int, limit: float) -> None:
             assert collect(pieces(name, text, len(text))) == (text, [])
 
 
-@pytest.mark.matrix
 @some(NAMES)
 def test_hostile_texts_take_linear_time(name):
     check_time(name, 4_000, 1)  # 0.03 s
@@ -238,7 +236,6 @@ def test_long_hostile_texts_take_linear_time(name):
     check_time(name, 60_000, 8)  # 0.5 s; quadratic time would be many minutes
 
 
-@pytest.mark.matrix
 @some(NAMES)
 def test_deep_nesting_is_no_call(name):
     depth = 100_000

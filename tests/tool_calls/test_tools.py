@@ -96,7 +96,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", sorted(HOSTILE))
 def test_hostile_schemas_are_refused_or_written_in_a_second(name):
     schema, message = HOSTILE[name]

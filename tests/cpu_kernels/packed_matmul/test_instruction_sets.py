@@ -91,6 +91,7 @@ for name, activations in (("q4_1", None), ("int8-g32", None), ("nf4", None), ("q
 """
 
 
+@pytest.mark.slow
 def test_products_on_avx2(tmp_path):
     """Also a row has the same bits there; on a machine that has no more, as in all other tests."""
     command = [sys.executable, "-c", PRODUCTS]
