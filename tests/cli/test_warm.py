@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 OPTIONS = ("--max-seqs", "1", "--max-model-len", "32", "--prefill-chunk", "16")
 FIRST_REQUEST = """
 import json, sys
