@@ -145,9 +145,9 @@ def test_the_comparison_sees_another_tokenizer(tmp_path):
 def test_only_files_that_passed_all_checks_are_read_in_a_thread(tmp_path, monkeypatch):
     path = write(tmp_path / "model.gguf", byte_level("smollm"), {})
     made_in = []
-    make = loaded_tokenizers._tokenizer
+    make = loaded_tokenizers.Tokenizer
     monkeypatch.setattr(
-        loaded_tokenizers, "_tokenizer", lambda *of: (made_in.append(threading.current_thread().name), make(*of))[1]
+        loaded_tokenizers, "Tokenizer", lambda *of: (made_in.append(threading.current_thread().name), make(*of))[1]
     )
     found = [observed(begin_tokenizer(path, tokenizer_files(path))()) for _ in range(2)]
     assert found[0] == found[1]
