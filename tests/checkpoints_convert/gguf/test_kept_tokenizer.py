@@ -145,10 +145,13 @@ def test_the_comparison_sees_another_tokenizer(tmp_path):
 def test_only_files_that_passed_all_checks_are_read_in_a_thread(tmp_path, monkeypatch):
     path = write(tmp_path / "model.gguf", byte_level("smollm"), {})
     made_in = []
-    make = loaded_tokenizers.Tokenizer
-    monkeypatch.setattr(
-        loaded_tokenizers, "Tokenizer", lambda *of: (made_in.append(threading.current_thread().name), make(*of))[1]
-    )
+
+    class Observed(loaded_tokenizers.Tokenizer):
+        def __init__(self, files):
+            made_in.append(threading.current_thread().name)
+            super().__init__(files)
+
+    monkeypatch.setattr(loaded_tokenizers, "Tokenizer", Observed)
     found = [observed(begin_tokenizer(path, tokenizer_files(path))()) for _ in range(2)]
     assert found[0] == found[1]
     assert made_in[0] == threading.main_thread().name
