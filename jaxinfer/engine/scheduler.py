@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_QUEUE_SCAN = 256  # waiting requests that one step looks at
 HOST_STEPS = 0.25  # a dispatch under masks from the host takes 0.25 to 0.4 steps longer
-MAX_SCANNED = 16 * MAX_QUEUE_SCAN  # waiting answers of these requests
+MAX_SCANNED_ANSWERS = 16 * MAX_QUEUE_SCAN  # waiting answers of these requests
 MAX_COMPARED = 8  # waiting answers whose beginnings are compared with that of one which is admitted
 
 
@@ -421,7 +421,7 @@ class Scheduler:
         for sequence in sorted((running for running in self.running if not running.is_decoding), key=_rank):
             budget -= self._plan_chunk(sequence, budget, chunks)
         num_scanned = 0
-        for sequence in self.waiting[:MAX_SCANNED]:
+        for sequence in self.waiting[:MAX_SCANNED_ANSWERS]:
             if budget <= 0 or not self._free_slots or num_scanned == MAX_QUEUE_SCAN:
                 break
             num_scanned += sequence.leader is None  # the other answers to a prompt need no comparison
