@@ -121,7 +121,8 @@ def _scaling(metadata: Metadata, theta: float, rotary_dim: int, values: dict[str
     kind = metadata.text("rope.scaling.type", "linear")
     factor = _scaling_factor(metadata)
     if kind not in ("none", "linear", *(["longrope"] if has_factors else ["yarn"])):
-        metadata.problem("rope.scaling.type", f"{kind!r} is not none, linear or yarn, nor are there tensors of factors")
+        known = "none, linear or longrope, beside tensors of factors" if has_factors else "none, linear or yarn"
+        metadata.problem("rope.scaling.type", f"{kind!r} is not {known}")
         return None
     if kind == "none":
         factor = 1.0  # as in llama.cpp
@@ -225,5 +226,5 @@ def _factors(metadata: Metadata, name: str, rotary_dim: int) -> np.ndarray | Non
     if not (np.isfinite(values) & (values > 0)).all():
         metadata.problems.append(f"tensor {name!r} has values that are not positive numbers")
         return None
-    # The shortest decimals are those of config.json.
+    # The shortest decimal of a float32 is the number of config.json: 1.05, not 1.0499999523.
     return np.array([float(str(value)) for value in values])

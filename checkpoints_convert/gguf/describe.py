@@ -17,7 +17,7 @@ from checkpoints_convert.huggingface.config import huggingface_config as config_
 from checkpoints_convert.huggingface.config import model_config
 from jaxinfer.models import ModelConfig
 
-# Architectures of config.json with their name in GGUF; each is compared with llama.cpp's logits.
+# Architectures of config.json with their name in GGUF; tests compare the logits of each with llama.cpp's.
 WRITTEN = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
@@ -85,7 +85,8 @@ def _rope(values: Mapping[str, Any], head_dim: int, where: Path) -> tuple[dict[s
 
 
 def check_reads_back(index: GGUFIndex, config: ModelConfig, where: Path) -> None:
-    """Raises CheckpointError, with the fields, unless the metadata describe the model again. `index` needs the
+    """Raises CheckpointError with the differing fields unless `index`, read as a file, gives back `config`. `index`
+    needs the
     tensors' names and shapes only."""
     read_back = model_config(huggingface_config(index), index.path)
     if config.architecture in WRITTEN and WRITTEN.get(read_back.architecture) == WRITTEN[config.architecture]:

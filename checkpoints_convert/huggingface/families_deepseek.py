@@ -89,7 +89,8 @@ _INTERLEAVED = Setting("is_interleaved", "rope_interleave", "boolean", True)
 
 
 def _v2_sizes(count: int, chosen: int, size: int, scale: float, *other_names: str) -> tuple[Setting, ...]:
-    """Sizes of experts: fields of `MoEConfig`, with their defaults, and other names of their number."""
+    """Settings of V2's experts. Defaults: count: number of experts; chosen: of a token; size: width of one; scale:
+    factor of their output. other_names: further fields that may hold the number of experts."""
     of_scale = Setting("scale", "routed_scaling_factor", "number", scale)
     return num_experts(count, "n_routed_experts", *other_names), per_token(chosen), expert_size(size), of_scale
 
@@ -97,7 +98,8 @@ def _v2_sizes(count: int, chosen: int, size: int, scale: float, *other_names: st
 def v3_sizes(
     count: int, chosen: int, size: int, scale: float, *other_names: str, groups: tuple[int, int] = (1, 1)
 ) -> tuple[Setting, ...]:
-    """Sizes of experts and of their groups; a default of all groups and of those that are chosen."""
+    """Settings of V3's experts. groups: defaults of the number of groups and of groups that a token may use; others as
+    in `_v2_sizes`."""
     return (
         *_v2_sizes(count, chosen, size, scale, *other_names),
         normalizes(True),
@@ -119,7 +121,8 @@ def _mscale(rope: RopeConfig) -> float:
 def _mixture(
     fields: Fields, values: Mapping[str, Any], settings: tuple[Setting, ...], first: int, shared: int, **fixed: Any
 ) -> MoEConfig:
-    """Experts from a layer on, by default `first`, with that many shared ones by default."""
+    """The MoE configuration. first, shared: defaults of `first_k_dense_replace`, the first layer with experts, and of
+    `n_shared_experts`."""
     sizes, count = read_settings(fields, settings), values["num_layers"]
     start = min(fields.integer("first_k_dense_replace", first, least=0), count)
     num_shared = fields.integer("n_shared_experts", shared, least=0)
@@ -194,12 +197,12 @@ def _v3_experts(
 
 
 def _sparse(
-    latent: tuple[Setting, ...], heads: int, groups: tuple[int, int], *, is_interleaved: bool
+    latent: tuple[Setting, ...], heads: int, groups: tuple[int, int], *, is_index_interleaved: bool
 ) -> tuple[ConfigPart, ...]:
     """Parts of models with an indexer of so many heads."""
     return (
         ConfigPart(_check_indexers),
-        _latent_attention((*latent, *_indexer(heads)), is_interleaved=True, is_index_interleaved=is_interleaved),
+        _latent_attention((*latent, *_indexer(heads)), is_interleaved=True, is_index_interleaved=is_index_interleaved),
         _v3_experts(v3_sizes(256, 8, 2048, 2.5, groups=groups), first=3, lists_layers=True),
     )
 
@@ -272,7 +275,7 @@ _V32 = Family(
     supported={**_V3_ROUTER, **_ONE_INDEXER, "indexer_rope_interleave": (False,)},
     tensors=_SPARSE_TENSORS,
     normalize=_one_kind,
-    parts=_sparse(_latent(), 64, (8, 4), is_interleaved=False),
+    parts=_sparse(_latent(), 64, (8, 4), is_index_interleaved=False),
     notes=("sparse attention: an indexer chooses the tokens",),
     has_later_layers=True,
     **_SHARED,
@@ -347,7 +350,7 @@ DEEPSEEK: tuple[Family, ...] = (
         max_position_embeddings=202752,
         norm_eps=1e-5,
         supported={**_V3_ROUTER, **_ONE_INDEXER, "indexer_rope_interleave": (True,)},
-        parts=_sparse(_latent(query=2048, nope=192, value=256), 32, (1, 1), is_interleaved=True),
+        parts=_sparse(_latent(query=2048, nope=192, value=256), 32, (1, 1), is_index_interleaved=True),
     ),
     Family(
         "Mistral4ForCausalLM",

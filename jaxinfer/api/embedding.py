@@ -129,7 +129,7 @@ class Embedder:
         return ids[:limit]
 
     def _num_prompt_tokens(self, prompt: str) -> int:
-        """Tokens of a prompt alone, without a special one at its end, which a text would follow."""
+        """Number of tokens of the prompt alone, without a special token at its end, which stands after the text."""
         tokenizer = self._client.need_tokenizer("a prompt")
         ids = tokenizer.encode(prompt)
         return len(ids) - (bool(ids) and ids[-1] in tokenizer.special_ids)
@@ -148,9 +148,10 @@ class Embedder:
         truncate: bool = False,
         options: RequestOptions = DEFAULT_REQUEST_OPTIONS,
     ) -> VectorJob:
-        """The job of scores float32 [documents] of each document for its query, or for the only one.
+        """Job whose result is float32 [documents]: the score of each document for its query, or for the single query.
 
-        For a model that embeds, the cosine of their vectors; for any other, the probability of "yes" against "no" after
+        For an embedding model, the cosine similarity of their vectors; for any other, the probability of "yes" against
+        "no" after
         Qwen3-Reranker's template.
         """
         for name, texts in (("query", queries), ("document", documents)):

@@ -35,7 +35,8 @@ class LayerState:
       columns: [S, W - 1, C], the last inputs of the convolution, see `causal_conv`, in the dtype of the model.
       matrices: float32 [S, Hk, K, E], the recurrent states, see `linear_recurrence`; None for a layer that has a
         convolution only.
-      conv_inputs, tokens: of a pass whose states wait for `StateCache.commit`; else None.
+      conv_inputs, tokens: inputs of the convolution and operands of the recurrence for the rows of a pass that defers
+        its states, kept until `commit` computes the states from them; else None.
     """
 
     columns: jax.Array
@@ -145,7 +146,8 @@ class StateOptions:
       short_tokens: rows of a sequence that run in one pass over all slots: 1, or those of a verified draft.
       max_query_length: bound of the rows of a sequence; None for the rows of the batch.
       defers: states of sequences of up to `short_tokens` rows wait for `commit`.
-      is_uniform: token by token, so that results do not depend, to the bit, on how rows are cut into steps.
+      is_uniform: the recurrence runs one token at a time, so that results are the same bits however a sequence is split
+        into passes.
     """
 
     short_tokens: int = 1
@@ -236,7 +238,7 @@ class StateAttention:
 
     def __init__(self, attend: Any, states: StateCache, batch: RaggedBatch, options: StateOptions | None = None):
         self._attend, self._layers, self._batch = attend, list(states.layers), batch
-        self._options, self._num_slots = options or StateOptions(), batch.query_lengths.shape[0]
+        self._options, self._num_sequences = options or StateOptions(), batch.query_lengths.shape[0]
 
     def __call__(self, layer: int, *args: Any, **kwargs: Any) -> jax.Array:
         return self._attend(layer, *args, **kwargs)
@@ -245,7 +247,7 @@ class StateAttention:
         """The attention and the states of one layer."""
         state = self._layers[layer]
         if state is not None:  # the first slots', which the batch is of
-            state = jax.tree.map(lambda leaf: _first(leaf, self._num_slots), state)
+            state = jax.tree.map(lambda leaf: _first(leaf, self._num_sequences), state)
         own = None if state is None else LayerStates(state, self._batch, self._options)
         return HybridLayer(self._attend.of_layer(layer), own)
 

@@ -40,7 +40,8 @@ class QuantizedLayer(NamedTuple):
     value_divisors: what each key-value head's values were divided by; None for a head whose channels were divided by
       different numbers; () if no head was divided.
     notes: sentences on what differs from the options.
-    kept: inputs of linear layers in the model that the next layer is calibrated on.
+    kept: inputs of o_proj and down_proj over the text (`KeptInputs`), from which the hidden states of the next layer
+      are computed.
     """
 
     params: Params

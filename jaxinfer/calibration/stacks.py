@@ -136,7 +136,8 @@ class _Stack:
         rows: jax.Array | float = 1.0,
         columns: jax.Array | float = 1.0,
     ) -> None:
-        """Appends an expert's quantized weight, of which rows were multiplied and columns divided before."""
+        """Appends an expert's quantized weight and its errors. Before it was quantized, its rows were multiplied by
+        `rows` [K] and its columns divided by `columns` [N]; the errors are without both."""
         self._quantized.append(quantized)
         if statistics is None:
             return

@@ -67,7 +67,7 @@ class AdviseOptions(WorkloadOptions, ServingOptions):
     resume: bool = results_option(False, "Keep the trials that --json FILE has.")
 
 
-# Options that change no trial's figures: with others, a file can still be resumed.
+# Options that do not affect measurements: --resume accepts a file written with other values of them.
 LATER = ("json", "resume", "minutes", "goal", "max_kl", "price_per_hour")
 # Options of running a trial, which a plan does not use. Its sequences are as long as prompt and answer.
 RUNS = ("max_kl", "dataset", "texts", "shared_prefix", "requests", "temperature", "seed", "goodput", "minutes")
@@ -83,7 +83,7 @@ def advise(options: AdviseOptions) -> None:
     """Try the options that are known to help, and recommend a command line.
 
     The model is measured as it is, then with weights of 8 and 4 bits, a cache of 8 bits, other batch sizes, drafts and
-    without prefix reuse, each alone, then with those together that helped. Where memory is limited or requests are
+    without prefix reuse, each alone, then those together that helped. Where memory is limited or requests are
     long, also with caches of 4 bits and policies that drop a part of the cache. Engine options that you give are kept
     and not tried. With --on nothing runs: the figures are the roofline's.
 
@@ -227,8 +227,8 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "BenchWorkload", a
 def _roofline_bound(
     options: AdviseOptions, workload: "BenchWorkload", arguments: dict[str, Any], max_seqs: int
 ) -> "Callable[[dict[str, Any]], TrialResult | None]":
-    """The most tokens/s that the rates of this machine's chip allow for a trial, with the shortest sequences; None for
-    a chip that is not listed."""
+    """A function from a trial's arguments to the most tokens/s that the chip's rates allow, with the shortest
+    sequences. It returns None where no bound is known: an unlisted chip, a data set, or a mesh."""
     import jax
 
     from jaxinfer.planning import Place, chip_of_kind

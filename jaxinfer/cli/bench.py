@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxinfer.measure.bench.workload import BenchWorkload
 
 WARM_UP_REQUESTS = 2
-VOCAB_SIZE = 1000  # of prompts for a server, most of whose vocabularies are larger
+VOCAB_SIZE = 1000  # random prompts for a server have token ids below this; most vocabularies are larger
 # Options that may be paths: results have only their last part.
 PATHS = ("tokenizer", "draft", "dataset")
 PICTURES = (".png", ".svg", ".pdf")
@@ -44,7 +44,9 @@ class WorkloadOptions:
     """Requests, and the limits and prices for judging their times."""
 
     prompt_tokens: str = workload_option("128", "Lengths of prompts, unless --dataset gives prompts.", "N|A:B|log:A:B")
-    answer_tokens: str = workload_option("128", "Lengths of answers, which nothing else ends.", "N|A:B|log:A:B")
+    answer_tokens: str = workload_option(
+        "128", "Lengths of answers in tokens; end-of-sequence tokens are ignored.", "N|A:B|log:A:B"
+    )
     dataset: Path | None = workload_option(None, 'JSON lines with "prompt" and optionally "output_tokens".', "FILE")
     temperature: float = workload_option(0.0, "0 takes the most probable token.", "X", min=0)
     seed: int = seed_option()
@@ -72,7 +74,7 @@ class BenchOptions(WorkloadOptions, MeasuredModelOptions):
     """The model, the engine and the requests."""
 
     steps_per_dispatch: int | None = option(
-        None, "Decode steps of a dispatch; default: 8, for load 1.", "N", min=1, group="Engine"
+        None, "Decode steps of a dispatch; default: 8, or 1 for `bench load`.", "N", min=1, group="Engine"
     )
 
 
@@ -296,8 +298,8 @@ def print_result(result: dict[str, Any]) -> None:
 def new_result(
     options: BenchOptions, name: str, arguments: dict[str, Any], own: dict[str, Any], *, model: str | None = None
 ) -> dict[str, Any]:
-    """A result without runs. It has the given options, without paths. `model` is one that a server has:
-    nothing is known of its machine."""
+    """A result without runs. Of paths among the options only the last part is kept. `model`: the name of a server's
+    model, whose machine is unknown; None for a model opened here."""
     from jaxinfer.measure.bench import results
     from jaxinfer.measure.bench.model import machine, public_name
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from jaxinfer.api.llm import LLM
     from jaxinfer.engine.request import Score
 
-Named = dict[str, Any]  # a text, or a prompt and its continuation, by these names
+Named = dict[str, Any]  # {"text": ...} or {"prompt": ..., "continuation": ...}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
     text: list[str] | None = option(
-        None, "A text to score, all tokens but its first; may be repeated.", "TEXT", "--text -t"
+        None, "A text to score; its first token has no score. May be repeated.", "TEXT", "--text -t"
     )
     texts: Path | None = option(
         None, 'A file of texts, one a line, or JSON lines {"text": "..."} in *.jsonl; -: standard input.', "PATH"
@@ -140,7 +140,7 @@ def _print_totals(data: list[dict[str, Any]], file: Any) -> None:
 
 
 def _summary(scores: "Sequence[Score]") -> str:
-    """A line on all texts as one, in which each token counts alike."""
+    """One line for all texts together: loss and perplexity are means over tokens, not over texts."""
     raw = [value for score in scores for value in score.raw]
     whole = replace(scores[0], raw=raw)
     return f"{len(scores)} texts, {len(raw)} tokens: loss {whole.loss:.4f}, perplexity {whole.perplexity:.4g}\n"

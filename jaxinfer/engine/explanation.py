@@ -210,7 +210,8 @@ def _describe_speculation(engine: Engine) -> dict[str, Any]:
             "layers": config.num_layers,
             "parameter bytes": num_bytes(spec.placed_draft),
             **draft.describe_own(),
-            "bytes per page (in the page's)": num_bytes(spec.cache_of_draft.layers) // spec.num_pages,
+            "draft bytes per page (included in bytes per page)": num_bytes(spec.cache_of_draft.layers)
+            // spec.num_pages,
             "cache dtype": kv_dtype_name(spec.draft_kv_dtype),
         }
     options = spec.options
@@ -359,18 +360,18 @@ def _bytes_per_token(spec: EngineSpec) -> dict[str, int]:
     return {"bytes per token": sum(sizes.values()), **others}
 
 
-def _paged_spec(engine: EngineSpec, num_tokens: int, longest: int, is_uniform: bool) -> PagedSpec:
-    config = engine.config
+def _paged_spec(spec: EngineSpec, num_tokens: int, longest: int, is_uniform: bool) -> PagedSpec:
+    config = spec.config
     layer = config.cached_layers[0]
     head_dim, num_kv_heads = config.head_dim_of(layer), config.num_kv_heads_of(layer)
-    q = jax.ShapeDtypeStruct((num_tokens, config.num_heads, head_dim), engine.dtype)
-    kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), engine.dtype)
-    shape = engine.policy.ragged_shape(num_tokens, engine.max_seqs, engine.pages_per_sequence, is_step=longest > 1)
+    q = jax.ShapeDtypeStruct((num_tokens, config.num_heads, head_dim), spec.dtype)
+    kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), spec.dtype)
+    shape = spec.policy.ragged_shape(num_tokens, spec.max_seqs, spec.pages_per_sequence, is_step=longest > 1)
     table = jax.ShapeDtypeStruct(shape, jnp.int32)
     options: dict[str, Any] = {**attention_options(config), "is_uniform": is_uniform}
-    options["num_parts"] = 1 if engine.mesh is None else parallel.axis_size(engine.mesh, "tokens")
+    options["num_parts"] = 1 if spec.mesh is None else parallel.axis_size(spec.mesh, "tokens")
     values = kv if config.mla is None else jax.ShapeDtypeStruct((*kv.shape[:2], config.mla.latent_size), kv.dtype)
-    return make_spec(q, kv, values, engine.pages, table, max_query_length=longest, **options)
+    return make_spec(q, kv, values, spec.pages, table, max_query_length=longest, **options)
 
 
 def _chosen(name: str, kernel: str, choice: KernelChoice) -> dict[str, str]:
@@ -393,50 +394,48 @@ def _compiled(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _products(engine: EngineSpec) -> dict[str, str]:
-    precision = ", highest precision" if engine.dtype == "float32" else ""
+def _products(spec: EngineSpec) -> dict[str, str]:
+    precision = ", highest precision" if spec.dtype == "float32" else ""
     names = set()
-    for leaf in weights(all_layers(engine.params)) if engine.mesh is None else ():
+    for leaf in weights(all_layers(spec.params)) if spec.mesh is None else ():
         if not is_weight(leaf) and leaf.ndim == 2:
-            x = jax.ShapeDtypeStruct((1, leaf.shape[0]), engine.dtype)
+            x = jax.ShapeDtypeStruct((1, leaf.shape[0]), spec.dtype)
             names.add(choose_dense(make_dense_spec(x, leaf)).implementation)
-    others = {**_quantized_products(engine), **_packed_products(engine)}
+    others = {**_quantized_products(spec), **_packed_products(spec)}
     if "packed products" in others and not names:
         return others
     shown = " and ".join(sorted(names)) or "xla"
-    return {"matrix products": f"{shown}, {engine.dtype}{precision}", **others}
+    return {"matrix products": f"{shown}, {spec.dtype}{precision}", **others}
 
 
-def _packed_products(engine: EngineSpec) -> dict[str, str]:
+def _packed_products(spec: EngineSpec) -> dict[str, str]:
     """How products with weights that are packed for a CPU are computed."""
     facts: dict[str, None] = {}
-    for leaf in weights(all_layers(engine.params)):
+    for leaf in weights(all_layers(spec.params)):
         if is_packed(leaf):
             name = leaf.form.codes if leaf.scheme is None else describe_scheme(leaf)
             rounded = leaf.form.activations
             how = "float32 activations" if rounded is None else f"activations rounded to {rounded}"
-            reason = packed_unsupported(engine.platform)
+            reason = packed_unsupported(spec.platform)
             facts[f"by {name}: {'numba_cpu' if reason is None else 'xla'}, {how}"] = None
     return {"packed products": "; ".join(facts)} if facts else {}
 
 
-def _quantized_products(engine: EngineSpec) -> dict[str, Any]:
+def _quantized_products(spec: EngineSpec) -> dict[str, Any]:
     """How products with each scheme's weights are computed, for one slot that decodes and for all, and the bytes of
     weights that a step of all slots reads beside the least, with a warning that names what reads more."""
     products: dict[str, None] = {}
     stored, read, wasteful = 0, 0, {}
-    is_tied = engine.config.tie_word_embeddings
-    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(engine.params), is_leaf=is_weight):
+    is_tied = spec.config.tie_word_embeddings
+    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(spec.params), is_leaf=is_weight):
         names = [str(getattr(key, "key", key)) for key in path]
         is_head = is_tied and names == ["embed"]
         if leaf.ndim < 2 or (names[0] in ("embed", "position_embed", "layer_embed") and not is_head):
             continue
-        if engine.mesh is not None and not is_weight(leaf):
+        if spec.mesh is not None and not is_weight(leaf):
             continue
         try:
-            single, every = (
-                product_use(leaf, rows, engine.dtype, is_transposed=is_head) for rows in (1, engine.max_seqs)
-            )
+            single, every = (product_use(leaf, rows, spec.dtype, is_transposed=is_head) for rows in (1, spec.max_seqs))
         except ValueError:
             continue  # a vector for each of several parts is no matrix of inputs and outputs
         stored, read = stored + every.stored_bytes, read + every.read_bytes

@@ -1,8 +1,8 @@
 """Grammars of running answers, the host's side: masks and states for a dispatch, which of its tokens count, and which
 tables lie where on the device.
 
-An answer is under its grammar's table where that is on the device. Until then, and where there is none, its next
-token is under a mask from the host. The tokens after it, in the same dispatch, are free: noise is a function of seed
+If an answer's grammar has its table on the device, every token is masked there. Otherwise the host sends a mask for the
+first token of a dispatch. The tokens after it, in the same dispatch, are free: noise is a function of seed
 and position, so a token that wins without the mask and is allowed would have won with it. The host keeps those that
 the grammar allows, and takes the others back. Where a mask changes more than which tokens are left (top-k, top-p,
 min-p, rejection sampling), only the first token is kept.

@@ -6,7 +6,8 @@ A page is in one of four states:
   free    without owner, contents meaningless.
   owned   by one or more sequences; those that share a page only read it.
   idle    without owner, but kept, as its contents may be reused. The page that is idle for longest is allocated when
-          no page is free, and its `on_evict` callback is called; pages that are unlikely to be reused go before it.
+          no page is free, and its `on_evict` callback is called; pages that are unlikely to be reused are evicted
+          first.
 """
 
 import random
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import neg
 
 NULL_PAGE = 0
-MAX_STARTS = 1024  # free pages at which `allocate` looks for a run of consecutive ones
+MAX_STARTS = 1024  # free pages that `allocate` tries as the start of a run of consecutive ones
 
 
 class OutOfPagesError(RuntimeError):
@@ -63,11 +64,13 @@ class PagePool:
         return page in self._on_evict
 
     def is_unlikely(self, page: int) -> bool:
-        """True if an idle page is not worth keeping elsewhere when it is given away."""
+        """True if the page's contents are unlikely to be reused, so that `on_evict` need not copy them to host
+        memory."""
         return page in self._unlikely
 
     def allocate(self, count: int) -> list[int]:
-        """Pages with one owner, the caller, ascending: the first free ones that are consecutive, or else the first.
+        """Allocates pages with one owner, in ascending order: the first consecutive free ones, or else the first free
+        ones, then idle ones, which are evicted.
 
         Raises OutOfPagesError and takes none where there are too few.
         """

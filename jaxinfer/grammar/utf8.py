@@ -118,7 +118,7 @@ def _outer_levels(inner: "_InnerStates", one_left: np.ndarray, block_of: np.ndar
     none = one_left.shape[1]
     padded = np.concatenate([one_left, np.full((len(one_left), 1), -1, np.int32)], axis=1)
     pages = block_of.reshape(-1, 64).copy()  # [272, 64]: 4,096 characters each
-    pages[0, :32] = none  # no character is written in more bytes than it needs
+    pages[0, :32] = none  # overlong encodings: U+0000 to U+07FF must not take 3 bytes
     kinds, kind_of = unique_rows(pages)
     two_left = inner.add(padded, kinds)
     planes = np.full((5, 64), two_left.shape[1])

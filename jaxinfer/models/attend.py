@@ -1,4 +1,5 @@
-"""How a layer meets its cache. Shapes use the legend of jaxinfer/README.md."""
+"""Interfaces between decoder layers and the cache: `attend`, its form for each layer, hooks for hidden states. Shapes
+use the legend of jaxinfer/README.md."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from jaxinfer.models.config import ModelConfig
 from pallas_kernels.recurrence import RecurrentTokens, conv_of_sequences, recurrence_of_sequences
 
 # attend(layer, q [..., Hq, K], k [..., Hkv, K], v [..., Hkv, K], window) -> [..., Hq, K]. Keyword arguments, if not the
-# default: scale=float, soft_cap=float, sinks=float32 [Hq], as in `flash_attention`. A layer gets it without its number.
+# default: scale=float, soft_cap=float, sinks=float32 [Hq], as in `flash_attention`. A layer gets it with its number
+# already bound.
 Attend = Callable[..., jax.Array]
 Tap = Callable[[str, jax.Array], None]
 
@@ -43,7 +45,7 @@ class Taps:
 class LayerAttend(Protocol):
     """`attend` of one layer: a pytree, so that it can be an argument of a jitted function, and be changed there.
 
-    `state` is what the layer stores: as it is returned, it goes to `AttendByLayer.update`.
+    `state`: the layer's cache arrays; the returned ones go to `AttendByLayer.update`.
     """
 
     state: Any
@@ -69,7 +71,8 @@ class AttendByLayer(Protocol):
 @jax.tree_util.register_pytree_node_class
 class SharedKeys:
     """`attend` of a layer that reads the keys and values of an earlier one: that layer's `attend` and what it was
-    called with. They are stored a second time, in the same place, so that a cache need not know of the layer."""
+    called with. The call writes the same keys and values to the same pages again, so that a cache need not know of the
+    layer."""
 
     def __init__(self, attend: Any, k: jax.Array, v: jax.Array):
         self._attend, self._k, self._v = attend, k, v
@@ -104,7 +107,8 @@ class RecurrentStates(Protocol):
 class LayerView:
     """`attend` of one layer of an `Attend` that takes the layer's number, with the layer's states.
 
-    A function is an `attend` without a cache, whose batch is of full sequences.
+    With a plain function or `partial` as `attend` there is no cache: x holds whole sequences, and the recurrence starts
+    from zero states.
     """
 
     def __init__(self, attend: Any, layer: int):

@@ -38,7 +38,7 @@ class Norm(nnx.Module):
         dtype,
         has_weight: bool = True,
     ):
-        # Views of one number: a configuration may claim any width.
+        # A zero-stride view: an untrusted configuration may claim a huge width, and no memory is allocated.
         initial = np.zeros((), dtype) if kind == "rms_zero_centred" else np.ones((), dtype)
         self.weight = nnx.Param(np.broadcast_to(initial, shape), axes=axes) if has_weight else None
         self.bias = nnx.Param(np.zeros(shape, dtype), axes=axes) if bias else None
@@ -90,7 +90,7 @@ class XIELU(nnx.Module):
         def scalar(value: float) -> nnx.Param:
             return nnx.Param(np.full((1,), value, dtype), axes=(None,))
 
-        # The published start: slopes of 0.8, as the inverse of softplus.
+        # Published initial values of 0.8 for both, stored as the inverse of softplus; alpha_n after subtracting beta.
         self.alpha_p, self.alpha_n = scalar(np.log(np.expm1(0.8))), scalar(np.log(np.expm1(0.3)))
         self.beta, self.eps = scalar(0.5), scalar(-1e-6)
 
@@ -133,7 +133,7 @@ class Linear(nnx.Module):
 
 def project(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
     """The outputs of linear layers of the same x, in one call where all their weights are packed for a CPU."""
-    # Calibration puts recorders in the place of linear layers.
+    # Calibration puts recorders in the place of linear layers: they have no weight and are called one by one.
     weights = [linear.weight.get_value() for linear in linears if isinstance(linear, Linear)]
     if len(weights) < len(linears) or not all(map(is_joinable, weights)):
         return [linear(x) for linear in linears]

@@ -54,7 +54,8 @@ def spec(mesh: AnyMesh, axes: Axes) -> PartitionSpec:
 
 
 def spec_of_shape(mesh: AnyMesh, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-    """As `spec`, in the form that programs return, with dimensions replicated that the mesh does not divide."""
+    """As `spec`, in the form that programs return, but a dimension whose size its mesh axis does not divide is
+    replicated."""
     return shortest(
         PartitionSpec(
             *(

@@ -22,7 +22,8 @@ class Counted:
         indexer chooses.
       dense_bytes: weights that every step reads. expert_bytes: weights of all experts.
       num_experts, num_chosen: experts of a layer, and experts per token; 0 without experts.
-      token_cache_bytes: keys and values of one token that all layers read, shared ones once for each reader.
+      token_cache_bytes: of one token's keys and values, summed over the layers that read them: those of a layer that
+        others share count once for each.
       window_bytes: (window, bytes of one token) of the layers with sliding windows, which `token_cache_bytes` includes.
       head: type and FLOPs per token of the output layer's product, which `token_flops` includes; a prompt needs it for
         its last token only.

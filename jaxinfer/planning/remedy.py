@@ -75,7 +75,8 @@ def _candidates(plan: MemoryPlan, least: float) -> Iterator[tuple[Change, PlanRe
 
 
 def _shares(request: PlanRequest, memory: Memory) -> Iterator[tuple[Change, PlanRequest]]:
-    """The request with a larger share of the memory: the engine's of what programs may use, and JAX's of a GPU."""
+    """The request with a larger --memory-fraction, the engine's share of the usable memory, then, on a GPU, a larger
+    XLA_PYTHON_CLIENT_MEM_FRACTION, JAX's share of the GPU's."""
     total, place, fraction = memory.total, request.place, request.options.memory_fraction
 
     def least(limit: int, most: float) -> float | None:

@@ -31,13 +31,13 @@ def scheme_of(leaf: Any) -> Scheme | None:
 
 
 def weights(params: Any) -> list[Any]:
-    """The leaves of the parameters, a weight of several arrays as one leaf."""
+    """All leaves of the parameters, biases and norms too; a weight of several arrays is one leaf."""
     return jax.tree.leaves(params, is_leaf=is_weight)
 
 
 def for_rows(params: Any, adapters: jax.Array) -> Any:
-    """The parameters for rows with the adapters int32 [T], or [], that of all rows; without weights that hold adapters
-    the same ones."""
+    """The parameters with each row's adapter bound to the weights that hold adapters: `adapters` is int32 [T], a number
+    for each row, or a scalar for all. Parameters without such weights are returned unchanged."""
 
     def of_leaf(leaf: Any) -> Any:
         kind = KINDS.get(type(leaf))
@@ -47,26 +47,24 @@ def for_rows(params: Any, adapters: jax.Array) -> Any:
 
 
 def num_adapters(params: Any) -> int:
-    """How many adapters the weights hold, number 0 included, which is none; 0 where no weight holds any.
+    """Number of adapters that each weight holds, counting number 0, no adapter; 0 if no weight holds adapters.
 
     Raises ValueError, with names, for weights that hold different numbers of them, and for those of experts.
     """
     counts: dict[int, str] = {}
     if all(kind.num_adapters is None for kind in KINDS.values()):
-        return 0  # without a walk over the tree, which each spec would make
+        return 0  # every spec calls this: the tree is not walked unless a registered type has adapters
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
         kind = KINDS.get(type(leaf))
         if kind is None or kind.num_adapters is None:
             continue
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if leaf.ndim != 2:
-            raise ValueError(
-                f"{name}: adapters are for matrices, and a {type(leaf).__name__} of {list(leaf.shape)} is none"
-            )
+            raise ValueError(f"{name}: adapters are for matrices, not for {type(leaf).__name__} of {list(leaf.shape)}")
         counts.setdefault(kind.num_adapters(leaf), name)
     if len(counts) > 1:
         told = ", ".join(f"{name} {count}" for count, name in counts.items())
-        raise ValueError(f"all weights with adapters must hold as many: {told}")
+        raise ValueError(f"all weights with adapters must hold the same number of them: {told}")
     return next(iter(counts), 0)
 
 

@@ -49,7 +49,7 @@ def largest_threshold(is_enough: Callable[[jax.Array], jax.Array], num_rows: int
 def largest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The index int32[S] of the largest value of each row of float32[S, N], the lowest of equals, and that value.
 
-    The index of a row with a NaN is undefined, in 0..N.
+    The index of a row with a NaN is arbitrary, from 0 to N inclusive.
     """
     # Twice as fast on a CPU as argmax, whose (value, index) reduction is not vectorized.
     best = jnp.max(scores, axis=-1)
@@ -104,7 +104,8 @@ def log_softmax(logits: jax.Array) -> jax.Array:
 
 
 def _to_float(high: jax.Array, middle: jax.Array, low: jax.Array, digit_bits: int) -> jax.Array:
-    """float32 of sums of digits: carries first, then one conversion."""
+    """float32 of sums of digits: carries between the digits in uint32, then each is converted and added, from the
+    lowest up."""
     mask, unit = np.uint32(2**digit_bits - 1), np.float32(0.5**digit_bits)
     bits = np.uint32(digit_bits)
     middle = middle + (low >> bits)

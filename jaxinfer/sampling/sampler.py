@@ -60,10 +60,11 @@ def sample(
     of its row's logits, parameters, history, seed and position, and of nothing else. The caller advances the state with
     `advance(state, output.tokens, is_active & output.ok, tables)`.
 
-    `draw` replaces the choice of tokens in sampled rows; it gets the transformed logits.
+    `draw` maps transformed logits float32 [S, V] to tokens int32 [S]: it replaces the choice in sampled rows (rejection
+    sampling of drafts).
     """
-    # No [S, V] array leaves the branches: a step in which no row needs a transform does not copy the logits, nor does
-    # one of greedy rows under masks.
+    # Each branch returns [S] arrays only, so that the logits are not copied where no row needs a transform, or where
+    # all rows are greedy with at most a grammar's mask.
     is_more = jnp.any(is_more_than_masked(batch, state))
     which = jnp.where(is_more, 2, jnp.any(is_transformed(batch, state)))
 
@@ -105,7 +106,7 @@ def choose(
 ) -> Int32[Array, " S"]:
     """Tokens int32[S] from transformed logits float32[S, V]: the argmax in greedy rows; in sampled rows the argmax
     after adding the Gumbel noise of (seed, position), a sample of their softmax. The lowest id wins a tie. A row
-    without a possible token gets an undefined id in 0..V; `sample` reports it."""
+    without a possible token gets an arbitrary id from 0 to V inclusive; `sample` reports it."""
     return _choose(transformed, positions, batch, None)[0]
 
 

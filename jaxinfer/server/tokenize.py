@@ -36,7 +36,7 @@ async def tokenize(request: Request, service: Service) -> Response:
 
 def _ids(request: Request, service: Service, body: TokenizeRequest, model: ServedModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
-        raise RequestError("give either prompt or messages", "prompt")
+        raise RequestError("give exactly one of prompt and messages", "prompt")
     if body.messages is None:
         return model.llm.client.tokenize(body.prompt or "", body.add_special_tokens is not False)[1]
     ignores, kwargs = service.options.ignore_unknown_fields, template_kwargs(body)
@@ -56,10 +56,10 @@ async def detokenize(request: Request, service: Service) -> Response:
 
 
 async def tokenizer_info(request: Request, service: Service) -> Response:
-    """The special tokens and the chat template, by which a client such as lm-eval needs no tokenizer of its own."""
+    """The special tokens and the chat template, so that a client such as lm-eval needs no tokenizer of its own."""
     service.check_accepts()
     model = await service.models.find(request.query_params.get("model"))
-    if model.state != "ready":  # any web page can make a browser send a GET: it loads nothing
+    if model.state != "ready":  # a GET must not load a model: any web page can make a visitor's browser send one
         raise APIError(409, f"{model.name} is not loaded: POST /models/load", param="model", code="model_not_loaded")
     with client_errors():
         tokenizer = model.llm.get_tokenizer()

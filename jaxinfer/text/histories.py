@@ -1,8 +1,8 @@
-"""Chats in the form that a template reads, which small chats that are rendered with it show.
+"""Rewrites chats into the form that a chat template reads, which is found by rendering small chats with it.
 
 OpenAI's messages have the arguments of calls as JSON text and no content beside calls. Of the templates, most print
 `arguments | tojson` or loop over them, those of DeepSeek add them to a string; some look into `content`, some ask
-whether it is none. All doors hand over what they were given, and the template gets what it reads.
+whether it is none. Every API passes messages on unchanged, and `fitted` adapts them to the template.
 """
 
 import json
@@ -40,7 +40,8 @@ class HistoryForm:
     Attributes:
       shows_tools, shows_calls: whether tools and calls are printed at all.
       has_text_arguments: arguments of calls are JSON text; else objects.
-      empties: forms of the content of a message with calls only under which they are printed.
+      empties: ways to leave the content empty with which the template prints the calls of a message that has calls and
+        no content.
       keeps_calls_with_content: calls are printed beside content too. takes_reasoning_and_content: beside both.
       keeps_all_calls: all calls of a message are printed, not the first one only.
       keeps_systems: each of several system messages at the beginning is printed.
@@ -120,7 +121,7 @@ def fitted(messages: Sequence[Message], form: HistoryForm | None) -> list[Messag
     """Checked messages as a template reads them. Role developer is system, and an empty list of calls is no calls.
 
     Args:
-      form: None where `needs_form` says so.
+      form: the template's form; None if `needs_form(messages)` is False.
     """
     chat: list[Message] = []
     for message in messages:

@@ -47,7 +47,7 @@ Message = dict[str, Any]
 
 
 class MessageError(ValueError):
-    """Messages that cannot be rendered. The sentence begins with the place, which `parameter` is too."""
+    """Messages that cannot be rendered. `parameter` is the path of the wrong field, with which the sentence begins."""
 
     def __init__(self, sentence: str):
         super().__init__(sentence)
@@ -155,7 +155,8 @@ def check_call(function: Any, path: str) -> None:
 
 
 def with_system(messages: Sequence[Mapping[str, Any]], system: str | None) -> Sequence[Mapping[str, Any]]:
-    """The messages after a system message with this text, unless they have one, or the text is None."""
+    """Prepends a system message with this text, unless it is None or the messages have a system or developer
+    message."""
     roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
     if system is None or "system" in roles or "developer" in roles:
         return messages
@@ -204,7 +205,7 @@ def plain_json(value: Any, path: str, depth: int = 0) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise ValueError(f"{path} has the key {key!r:.80}; keys must be strings")
-        # The path is short: it is made again for every value below it.
+        # Keys are cut in the path: it is copied for every value below, and long keys would take quadratic time.
         return {
             check_text(str.__str__(key), f"a key of {path}"): plain_json(item, f"{path}.{key:.40}", depth + 1)
             for key, item in value.items()

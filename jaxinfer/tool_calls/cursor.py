@@ -63,7 +63,8 @@ class Cursor:
         return self.text[self.at]
 
     def match(self, pattern: re.Pattern[str]) -> Reader[str]:
-        """Takes what a pattern of repeated characters matches, such as `[a-z]*`, up to the first one that is not."""
+        """Takes the longest run that `pattern` matches: one repeated class of characters, such as `[a-z]*`, so that it
+        may be cut anywhere."""
         parts = []
         while True:
             match = pattern.match(self.text, self.at)
@@ -111,7 +112,8 @@ class Cursor:
         num_chars = 0
         while True:
             rest = max(map(len, ends)) - 1
-            # With a limit no more is searched than may be taken: a text may have many places where a reader starts.
+            # Only `limit` characters are searched: many readers may start in one text, and their time together would be
+            # quadratic.
             search_end = len(self.text) if limit is None else self.at + limit - num_chars + rest + 1
             places = [index for end in ends if (index := self.text.find(end, self.at, search_end)) >= 0]
             stop = min(places) if places else max(self.at, len(self.text) - rest)

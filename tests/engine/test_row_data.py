@@ -396,7 +396,7 @@ def test_weights_with_adapters_are_replaced_and_fingerprinted(params, model, exp
 def test_weights_that_cannot_have_adapters_are_named(params, model):
     head = adapted(params["lm_head"])
     fewer = replace(head, scales=head.scales[:2])
-    with pytest.raises(ValueError, match=r"as many: .* 3, lm_head 2"):
+    with pytest.raises(ValueError, match=r"the same number of them: .* 3, lm_head 2"):
         LLM((TINY, model[1] | {"lm_head": fewer}), **OPTIONS)
     config = replace(TINY, moe=MoEConfig(num_experts=4, num_experts_per_token=2, expert_size=16, layers=(0, 1)))
     experts = jax.tree_util.tree_map_with_path(

@@ -38,8 +38,9 @@ def prompt_moments(
     end: jax.Array,
     block_size: int,
 ) -> tuple[QueryMoments, ...]:
-    """By layer, the moments of the queries of a prompt's tokens before position `end`, an int32 scalar, to which keys
-    and values are stored in the pages of `page_tables`, int32 [P] by group of layers. n is a multiple of `block_size`.
+    """For each layer, the moments of the queries at positions below `end`, an int32 scalar. The keys and values of
+    these positions are stored in the pages of `page_tables`, int32 [P] for each group of layers. n is a multiple of
+    `block_size`.
     """
     config = decoder.config
 
@@ -63,7 +64,8 @@ class LayerQueries:
 
     Attributes:
       moments: of the queries before the pass.
-      rotation, future: cos and sin of the pass's positions, and of those after them; None for a layer without.
+      rotation, future: cos and sin at the pass's positions, and at the FUTURE_POSITIONS positions after the prompt;
+        None for a layer without RoPE.
       is_counted: bool [T].
     """
 
@@ -77,14 +79,15 @@ class LayerQueries:
         q = q.astype(jnp.float32)
         if self.rotation is not None:
             cos, sin = self.rotation
-            size = cos * cos + sin * sin  # some rotations have a factor
+            size = cos * cos + sin * sin  # YaRN multiplies cos and sin by a factor
             q = rotate(q, cos / size, -sin / size)
         return self.moments.add(q, self.is_counted)
 
 
 class PromptQueries:
-    """The queries of a pass over tokens at int32 `positions` [T] of a prompt. Those before position `end` are counted,
-    without the first ones. `moments` are of each layer, before the pass."""
+    """The queries of a pass over tokens at int32 `positions` [T] of a prompt. Queries at positions NUM_SINKS to end - 1
+    enter the moments: sinks attract all queries, and positions from `end` on are padding. `moments`: of each layer,
+    before the pass."""
 
     def __init__(self, config: ModelConfig, moments: tuple[QueryMoments, ...], positions: jax.Array, end: jax.Array):
         self._config, self.moments, self._positions = config, moments, Positions(positions)
@@ -100,8 +103,8 @@ class PromptQueries:
 
 
 class ObservingAttention(AttentionByLayer):
-    """`attend` for tokens of a prompt from position `start` on, whose keys and values up to `end` are stored: nothing
-    is stored. After the pass, `moments` are with those of its queries."""
+    """`attend` for tokens of a prompt from position `start` on. It reads keys and values up to `end` from the cache,
+    writes none, and adds the queries of the pass to `moments`."""
 
     def __init__(
         self,
@@ -169,7 +172,8 @@ class ObservingLayer:
 def stored_prompt(
     pages: Pages, page_table: Int[Array, " P"], heads: tuple[int, ...], scales: KVScales | None, dtype: Any
 ) -> tuple[Float[Array, "n Hkv K"], Float[Array, "n Hkv K"]]:
-    """Keys and values in the pages of one layer, in `dtype`, as they are read: with their scales, and not rotated.
+    """Keys and values in the pages of one layer, in `dtype`, dequantized, and without the rotation that int4 storage
+    adds. Keys still have RoPE.
     `heads` are the number of key heads and their width."""
     shape = page_shape(pages, *heads)
     stored = gather(pages, page_table, shape)

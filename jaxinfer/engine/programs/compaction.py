@@ -23,9 +23,11 @@ from jaxinfer.speculative import ObservedRows, ObservingDraft
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CompactionWork:
-    """The end of one prompt: its last tokens int32 [W], and by group where it lies and goes. `before` are the tokens
-    before those, int32 [n] with padding, where the policy chooses by the queries of all; else None. `observed`: for a
-    draft that observes, int32 [2], the slot and `ObservedRows.num_found`. `adapter`: an int32 scalar, None for a model
+    """One prompt to compact. `tokens`: its last tokens, int32 [W]. `prompts`: for each group of layers, the pages that
+    hold the prompt and those that the kept entries are copied to. `before`: the earlier tokens, int32 [n] with padding,
+    if the policy scores keys by the queries of all tokens; else None. `observed`: int32 [2], the slot and
+    `ObservedRows.num_found`, for a draft that reads hidden states; else None. `adapter`: an int32 scalar, None for a
+    model
     whose weights hold none."""
 
     tokens: jax.Array
@@ -45,7 +47,8 @@ def compaction_work(
     observed: Sequence[int] | None = None,
     adapter: int | None = None,
 ) -> CompactionWork:
-    """The work as NumPy arrays, of the last `window` tokens of a prompt, with page tables of `num_columns`. `adapter`
+    """The work as NumPy arrays, for the last `window` tokens of a prompt. `num_columns`: pages in a row of a page
+    table. `adapter`
     is None for a model whose weights hold none."""
 
     def ids(values: tuple[int, ...], size: int, filler: int) -> Any:
@@ -83,8 +86,8 @@ def compact_prompt(
     own: PagedCache | None = None,
 ) -> tuple[PagedCache, jax.Array, jax.Array, PagedCache | None]:
     """Stores the last tokens of a prompt and attends to all of it, as `step` does, and in each layer copies what stays
-    of the prompt to other pages. Donates the caches. A policy that chooses by the queries of all tokens has those
-    before the last computed once more, first.
+    of the prompt to other pages. Donates the caches. If the policy needs the queries of all tokens, those before the
+    last W run through the model once more, because queries are not stored.
 
     Returns the cache, the logits float32 [num_slots, V] of the last token in every row, for `sample_step`, the final
     hidden states and the observer's cache as `step` does.

@@ -1,8 +1,9 @@
 """The jitted speculative round: draft, verify, accept, roll back, several times in a dispatch.
 
 Shapes use the legend of jaxinfer/README.md. The host sees the accepted tokens only. Draft and target share the page
-table; rolling back is not counting what was stored too much, since the next round writes there again. States of
-recurrent layers cannot be cut: a round leaves them as they were, and then reads the confirmed rows into them.
+table; rolling back only shortens the sequence: keys of rejected tokens stay in the pages and the next round overwrites
+them. Recurrent states cannot be rolled back: verification leaves them as they were, and then `commit` advances them
+over the accepted tokens.
 """
 
 from collections.abc import Callable
@@ -104,8 +105,8 @@ def speculate(
     max_rounds: int,
     tables: GrammarTables | None = None,
 ) -> tuple[PagedCache, PagedCache | None, Slots, StepOutput, RoundCounts]:
-    """Up to `work.num_rounds` (at most the static `max_rounds`) rounds for every held, active slot; each makes one
-    token to as many as the tree is deep and one. Donates the caches and the slots.
+    """Up to `work.num_rounds` (at most the static `max_rounds`) rounds for every held, active slot; each produces
+    between 1 and tree.depth + 1 tokens of a slot. Donates the caches and the slots.
 
     A slot's tokens stand together at the beginning of its column of the output, NO_TOKEN after them.
     """
@@ -266,7 +267,7 @@ def _extend_sequences(
     is_kept = rows.is_active[:, None] & (places < positions[:, None])
     sequence = draft.sequence.at[row[:, None], jnp.where(is_kept, places, length)].set(path, mode="drop")
     sequence = sequence.at[row, jnp.where(rows.is_active, positions, length)].set(newest, mode="drop")
-    # Beyond its own drafts' end it has stored nothing, beyond the accepted tokens nothing that counts.
+    # The draft's cache is valid up to what ends first: what it has stored, or the accepted tokens.
     return DraftSlots(sequence, jnp.where(rows.is_active, jnp.minimum(draft.num_drafted, positions), draft.num_drafted))
 
 
