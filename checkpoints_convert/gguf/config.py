@@ -156,7 +156,8 @@ def _yarn(metadata: Metadata, factor: float, original: int, architecture: str) -
             scaling[name] = metadata.number(f"rope.scaling.yarn_{name}")
     multiplier = "rope.scaling.yarn_log_multiplier"
     if metadata.has(multiplier) and not metadata.is_zero(multiplier):
-        # 0.1 * mscale_all_dim, which is mscale in DeepSeek; other models have another meaning of it in llama.cpp.
+        # The file has 0.1 * mscale_all_dim, which equals mscale in DeepSeek's. For other models llama.cpp gives this
+        # key another meaning: it is refused.
         mscale = float(f"{10 * metadata.number(multiplier):.7g}")
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
         if not architecture.startswith("Deepseek"):

@@ -86,8 +86,7 @@ def _rope(values: Mapping[str, Any], head_dim: int, where: Path) -> tuple[dict[s
 
 def check_reads_back(index: GGUFIndex, config: ModelConfig, where: Path) -> None:
     """Raises CheckpointError with the differing fields unless `index`, read as a file, gives back `config`. `index`
-    needs the
-    tensors' names and shapes only."""
+    needs the tensors' names and shapes only."""
     read_back = model_config(huggingface_config(index), index.path)
     if config.architecture in WRITTEN and WRITTEN.get(read_back.architecture) == WRITTEN[config.architecture]:
         read_back = replace(read_back, architecture=config.architecture)

@@ -37,8 +37,8 @@ class LinearError:
 class QuantizedLayer(NamedTuple):
     """Attributes:
     params: of the layer, with its linear layers quantized. errors: of these, by name.
-    value_divisors: what each key-value head's values were divided by; None for a head whose channels were divided by
-      different numbers; () if no head was divided.
+    value_divisors: factor by which smoothing made the values of each key-value head smaller, for whoever scales the
+      cache; None for a head whose channels were divided by different numbers; () if no head was divided.
     notes: sentences on what differs from the options.
     kept: inputs of o_proj and down_proj over the text (`KeptInputs`), from which the hidden states of the next layer
       are computed.

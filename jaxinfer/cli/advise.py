@@ -42,7 +42,7 @@ class AdviseOptions(WorkloadOptions, ServingOptions):
     memory: float | None = _goal(None, "Limit for weights, cache and temporaries.", "GIB")
     goodput: str | None = results_option(
         None,
-        "For --goal users: limits of ttft, tpot and e2el; without them, tokens of cache count.",
+        "For --goal users: limits of ttft, tpot and e2el in ms; without them, the tokens of cache that fit.",
         "ttft:MS,...",
     )
     texts: list[Path] | None = workload_option(

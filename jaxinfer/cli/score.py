@@ -44,9 +44,9 @@ def score(model_options: ServingOptions, logit_options: LogitOptions, options: S
     """Show how probable texts are under a model.
 
     Prints log-probabilities, in nats, of whole texts (--text, --texts) or of continuations after their prompts. The
-    first token of a text is not scored: it is BOS where the tokenizer adds one. Raw ones are the model's own. Processed
-    ones are computed under the sampling options given here; without any, both are the same. The checkpoint's
-    generation_config is not used. Prompt and continuation are tokenized separately.
+    first token of a text is not scored: it is BOS where the tokenizer adds one. Each is given twice: raw, of the
+    model's own distribution, and processed, after the sampling options given here. Without options both are equal. The
+    checkpoint's generation_config is not used. Prompt and continuation are tokenized separately.
     """
     params = SamplingParams.from_dict(sampling_values(logit_options))
     items = _items(options)

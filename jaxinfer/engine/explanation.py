@@ -348,7 +348,8 @@ def _pages_in_use(engine: Engine) -> dict[str, str]:
 
 
 def _bytes_per_token(spec: EngineSpec) -> dict[str, int]:
-    """Bytes of a token in all layers, padding of the layout included, for as long as it is in their windows."""
+    """Cache bytes of a token in all layers, padding of the layout included; layers with a window hold it while it is
+    inside."""
     kept = spec.policy.leaves_name
     sizes = {"values": 0, "scales": 0, kept: 0}
     for pages, own in zip(spec.cache.bare.layers, spec.cache.leaves, strict=True):
@@ -423,7 +424,7 @@ def _packed_products(spec: EngineSpec) -> dict[str, str]:
 
 def _quantized_products(spec: EngineSpec) -> dict[str, Any]:
     """How products with each scheme's weights are computed, for one slot that decodes and for all, and the bytes of
-    weights that a step of all slots reads beside the least, with a warning that names what reads more."""
+    weights that a step of all slots reads beside those stored; a warning names weights that are read more often."""
     products: dict[str, None] = {}
     stored, read, wasteful = 0, 0, {}
     is_tied = spec.config.tie_word_embeddings

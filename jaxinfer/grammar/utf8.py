@@ -54,7 +54,8 @@ class Alphabet:
         classes = self._by_id.get(id(ranges))
         if classes is None:
             classes = self._classes_of[ranges]
-            if len(ranges) > 1:  # the tree keeps it, and not the sets of one character
+            # the pattern's tree keeps sets of several ranges alive, so that their id() is not used again
+            if len(ranges) > 1:
                 self._by_id[id(ranges)] = classes
         return classes
 

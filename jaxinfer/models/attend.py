@@ -140,5 +140,5 @@ class LayerView:
 
 
 def _as_batch(x: jax.Array, rank: int) -> jax.Array:
-    """[B, T, ...] of x [..., T, ...] with `rank` last dimensions."""
+    """Merges all axes before T into one: [B, T, ...] of x [..., T, ...] with `rank` axes after T."""
     return x.reshape(-1, *x.shape[x.ndim - rank - 1 :])

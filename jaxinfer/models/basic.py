@@ -14,8 +14,8 @@ from jaxinfer.quantization.matmul import is_joinable, matmul, matmul_several
 
 
 def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype) -> Any:
-    """Weights of normal(0, 0.02); without `rngs` one number in their shape, for modules of which only the shapes matter
-    (tracing the random numbers of 30 layers takes over a second)."""
+    """Weights of normal(0, 0.02); without `rngs` a zero broadcast to `shape`, which takes no memory, for modules of
+    which only shapes are used (tracing the random numbers of 30 layers takes over a second)."""
     if rngs is None:
         return np.broadcast_to(np.zeros((), dtype), shape)
     return nnx.initializers.normal(0.02)(rngs.params(), shape, dtype)

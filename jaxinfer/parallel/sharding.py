@@ -17,7 +17,7 @@ MODEL = "model"
 EXPERT = "expert"
 DATA = "data"
 SEQUENCE = "sequence"
-# Mesh axes that may shard each logical dimension; the first one that the mesh has is used. None: replicated.
+# Mesh axes that may shard each logical dimension; the first one that the mesh has is used; without one: replicated.
 RULES = {
     "tokens": (SEQUENCE,),  # rows of a step of prompts, and the tokens of a page
     "vocab": (MODEL,),

@@ -63,14 +63,14 @@ class Counted:
         return self.key_flops * num_keys(start + length) + windowed
 
     def read_cache_bytes(self, num_tokens: int, num_queries: int = 1) -> int:
-        """Keys and values that the last `num_queries` of `num_tokens` tokens read, together: in a layer with a window,
-        only those that one of them sees."""
+        """Bytes of keys and values that a pass over the last `num_queries` of `num_tokens` tokens reads: a token that
+        several queries see counts once, one outside all their windows not at all."""
         unseen = sum(size * max(num_tokens - (window + num_queries - 1), 0) for window, size in self.window_bytes)
         return self.token_cache_bytes * num_tokens - unseen
 
 
 def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> Counted:
-    """Counts a model that runs on the spec's devices, the spec's own or its draft; `params` are placed."""
+    """Work of the spec's model or of its draft; `params` are sharded onto the spec's devices."""
     num_devices, moe = spec.num_devices, config.moe
     work = weight_work(config, params)
     keys: dict[int | None, float] = {}

@@ -57,8 +57,8 @@ def _verified(change: Change, request: PlanRequest, plan: MemoryPlan) -> Change:
 
 
 def _candidates(plan: MemoryPlan, least: float) -> Iterator[tuple[Change, PlanRequest]]:
-    """Each kind of change that fits by arithmetic, cheapest first, with the changed request. Memory beside the engine's
-    arrays is taken from the plan."""
+    """Each kind of change that fits by arithmetic, cheapest first, with the changed request. Memory that is not of the
+    engine's arrays is assumed to stay as in the plan."""
     original = plan.request
     overhead = plan.memory.total - sum(original.spec().parts.values())
     yield from _shares(original, plan.memory)

@@ -19,8 +19,8 @@ _SIGN = np.uint32(2**31)
 class FixedPoint(NamedTuple):
     """Fixed-point numbers in [0, 1], shape [S, N]: three digits in base 2**digit_bits, each uint32[S, N].
 
-    The base is small enough that V digits sum to at most 2**32 - 1. There are 48 fractional bits for V = 49,152, 39 for
-    V = 2**18, and at most 72.
+    The base is so small that the sum of V = `vocab_size` digits fits in uint32. There are 48 fractional bits for
+    V = 49,152, 39 for V = 2**18, and at most 72.
     """
 
     digits: tuple[jax.Array, jax.Array, jax.Array]

@@ -13,9 +13,9 @@ class TokenTree:
     """A tree in which every node of depth d has `widths[d]` children. Hashable, and static in jitted programs.
 
     Nodes are numbered breadth first. Node 0 is the root: a sequence's newest token, which is not a draft token. The
-    children of a node are adjacent, in the order in which the draft sampled or ranked them, best first. The first n
-    nodes are a tree for every n;
-    its arrays are the first n rows of these, without children numbered n and above. `TokenTree(())` is the root alone.
+    children of a node are adjacent, in the order in which the draft sampled or ranked them, best first. For every n,
+    the first n nodes are a tree too: the first n rows of each array, without children numbered n and above.
+    `TokenTree(())` is the root alone.
     Arrays are NumPy's and read-only.
 
     Raises ValueError if a width is not a positive integer, or for more than 32 nodes, the bits of an ancestor mask.

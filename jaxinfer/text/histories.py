@@ -113,7 +113,7 @@ def _with_empty(message: Message, empty: Empty) -> Message:
 
 
 def needs_form(messages: Sequence[Message]) -> bool:
-    """True if `fitted` needs the template's form."""
+    """True if rendering these messages depends on the template's form: calls, or several system messages first."""
     return any(message.get("tool_calls") for message in messages) or _num_systems(messages) > 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 ROLE_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _KEYWORD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _MAX_DEPTH = 32
-_MAX_ARGUMENT_VALUES = 1 << 16  # of a call's arguments: the time to read them follows the number of their values
+_MAX_ARGUMENT_VALUES = 1 << 16  # limit on values in the arguments of a call: parsing time grows with their number
 
 # Names of a message, at every depth, that are here for a reason: those that templates read, and those that clients of
 # OpenAI and Ollama send back with an answer. A template may read others.
@@ -239,7 +239,7 @@ def text_leaves(value: Any) -> Iterator[str]:
 
 
 def num_chars(value: Any, depth: int = 0) -> int:
-    """Characters of the strings in data that was not checked yet, down to the depth that is allowed."""
+    """Total length of all strings, not keys, in data that was not checked yet, down to the depth that is allowed."""
     if isinstance(value, str):
         return len(value)
     if depth > _MAX_DEPTH or not isinstance(value, (Mapping, list, tuple)):

@@ -78,7 +78,7 @@ class Cursor:
         return (yield from self.match(_SPACES))
 
     def literal(self, *texts: str) -> Reader[str]:
-        """Takes the first of the texts that follows; "" where none does. None may be the beginning of a later one."""
+        """Takes the first of `texts` that stands next; "" if none does. No text may be a prefix of a later one."""
         while True:
             for text in texts:
                 if self.text.startswith(text, self.at):
@@ -135,4 +135,4 @@ def finish(reader: Reader[Result]) -> Result:
         next(reader)
     except StopIteration as stop:
         return stop.value
-    raise ValueError("the reader waits for text behind the end")
+    raise ValueError("the reader asks for more text although all of it has arrived")

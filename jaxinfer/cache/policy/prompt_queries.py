@@ -1,4 +1,4 @@
-"""Moments of a prompt's queries, for a policy that chooses by what is expected of the next ones.
+"""Mean and covariance of a prompt's queries by head, by which the policy `expected_attention` predicts later queries.
 
 Queries are not stored: at the prompt's end its tokens go through the model once more, in blocks at fixed positions,
 over the keys and values that are stored. So the chunks of the prompt do not matter, nor which sequence wrote the pages.

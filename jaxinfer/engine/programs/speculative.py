@@ -149,7 +149,7 @@ class _Round:
         count, (cache, draft_cache), slots, outputs, num_tokens, counts = carry
         tree, batch, work = self.drafter.tree, self.batch, self.work
         is_active = slots.is_active & work.is_scheduled
-        # A node is stored where it may stay, so there is never one more than tokens are left.
+        # The keys of a node are stored where they may stay, so there are at most `remaining` nodes, the root included.
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, tree.num_nodes) - 1)
         num_nodes = self.model.policy.limit_rows(slots.positions, num_nodes)
         num_nodes = jnp.where(is_active, num_nodes, 0)
