@@ -265,7 +265,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("layers", "plain")
 @pytest.mark.parametrize("variant", quick(VARIANTS, "plain", "layers", "n-grams"))
 def test_mixed_rows_are_each_with_merged_weights(model, expected, variant):
     with LLM(model, **OPTIONS | VARIANTS[variant]) as llm:

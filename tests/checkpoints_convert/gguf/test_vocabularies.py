@@ -13,7 +13,7 @@ from tests.checkpoints_convert.gguf.vocabularies import CASES, PRE, texts_of
 GOLDEN = json.loads((Path(__file__).parents[2] / "oracle" / "golden" / "gguf_vocabularies.json").read_text())
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("gpt2 seed-coder", "llama", "llama without ids")
 @pytest.mark.parametrize("case", CASES)
 def test_ids_are_those_of_llama_cpp(tmp_path, case):
     tokenizer = tokenizer_of(write(tmp_path / "m.gguf", CASES[case](), {}))

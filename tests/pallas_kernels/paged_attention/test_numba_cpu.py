@@ -41,7 +41,7 @@ def traced_anew():
 QUICK = ("decode_around_a_page", "decode_soft_cap_sinks", "decode_int8", "verify_tree_window", "decode_window", "mixed")
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("decode_around_a_page", "decode_window")
 @pytest.mark.parametrize("name", quick(SMALL, *QUICK))
 def test_suite(name, check):
     check(SMALL[name], "numba_cpu", "separate")
@@ -59,7 +59,7 @@ def test_suite_of_bits(name, check):
     check(SMALL[name], "numba_cpu", "bits")
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("blocks_of_keys")
 @pytest.mark.parametrize("name", quick(ODD, "head_dim_20_page_4_int8", "groups_70", "blocks_of_keys"))
 def test_odd_sizes(name, check):
     check(ODD[name], "numba_cpu", "separate")

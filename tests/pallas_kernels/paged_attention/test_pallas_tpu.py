@@ -62,7 +62,7 @@ SUITE = quick(
 )
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("decode_empty_slots", "decode_one_sequence", "decode_window", "prefill_int8", "verify")
 @pytest.mark.parametrize("name", SUITE)
 def test_suite(name, check, tpu_interpreter, small_blocks):
     check(SMALL[name], "pallas_tpu", "interleaved")
