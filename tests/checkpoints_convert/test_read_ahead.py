@@ -124,7 +124,7 @@ def test_load_holds_no_more_than_the_bound(checkpoint, monkeypatch):
 
     def taking(self, path, found):
         nonlocal held
-        is_ahead.wait(10)  # on a busy machine the reader may not have begun
+        is_ahead.wait(2)  # on a busy machine the reader may not have begun
         is_ahead.set()
         with lock:
             held -= sum(array.nbytes for array in found)
