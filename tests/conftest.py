@@ -58,16 +58,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 def quick_cases(items, deselect):
-    """Without the cases of a matrix: of its parametrized test stay the cases with the named ids, or the first one."""
+    """Without the cases of a matrix: of its parametrized test stay the cases with the named ids, or the first one that
+    is not slow."""
     seen, kept, left_out = set(), [], []
     for item in items:
         function, _, case = item.nodeid.partition("[")
-        if marker := item.get_closest_marker("matrix"):
-            is_kept = case.rstrip("]") in marker.args if marker.args else function not in seen
-            seen.add(function)
-            (kept if is_kept else left_out).append(item)
+        marker = item.get_closest_marker("matrix")
+        if marker is None or item.get_closest_marker("slow"):
+            is_kept = True
+        elif marker.args:
+            is_kept = case.rstrip("]") in marker.args
         else:
-            kept.append(item)
+            is_kept = function not in seen
+            seen.add(function)
+        (kept if is_kept else left_out).append(item)
     deselect(items=left_out)
     return kept
 

@@ -42,7 +42,6 @@ def expected(llm, kind):
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_vectors_are_the_pooled_hidden_states(llm, kind):
     wanted = expected(llm, kind)

@@ -50,7 +50,6 @@ def _is_only_rotated_otherwise(name: str) -> bool:
     return name in ("mistral_full", "qwen2_window") or (name.startswith("llama_") and name != "llama_bias")
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "path",
     [

@@ -70,7 +70,6 @@ def test_methods_that_need_activations_are_refused_before_a_text_is_read(jaxinfe
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("family", "attention", "layer"),
     quick(

@@ -309,7 +309,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES.values(), ids=DAMAGES)
 def test_content_of_no_use_is_removed_and_compiled_again(kept, adder, damage, reason):
     assert adder.is_compiled()
@@ -346,7 +345,6 @@ def plant_sources(monkeypatch):
 PLANTS = (plant_processor, plant_features, plant_setting, plant_version, plant_sources)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_kernel_of_another_kind_of_process_is_not_linked(kept, adder, plant):
     assert adder.is_compiled()

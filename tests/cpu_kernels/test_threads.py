@@ -53,7 +53,6 @@ def call(handler, size: int, *operands):
     return cpu_calls.call(name, jax.ShapeDtypeStruct((size,), jnp.float32), operands)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 50])
 def test_every_part_runs_once(num_parts):
     found = jax.jit(lambda: jnp.stack([call(counting_handler, num_parts) for _ in range(20)]))()

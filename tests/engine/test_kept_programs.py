@@ -105,7 +105,6 @@ def test_lowered_programs_are_kept_too():
     assert not run()
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "changed",
     [
@@ -148,7 +147,6 @@ def test_keys_have_the_sources_of_kernels(monkeypatch):
     assert [folder.name for folder in folders if list(folder.glob("*.py"))] == ["jaxinfer", "pallas_kernels"]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("plant", [plant_version, plant_flags, plant_processor, plant_source])
 def test_an_old_program_never_runs(monkeypatch, plant):
     assert run()

@@ -156,7 +156,6 @@ def test_however_it_is_cut_and_stored(model, expected, variant):
         check_everything(llm, expected)
 
 
-@pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", quick(DRAFTS, "a model"))
 def test_drafts_change_no_answer(model, expected, name):

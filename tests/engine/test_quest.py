@@ -197,7 +197,6 @@ def test_an_answer_in_a_later_prompt_is_computed_as_a_prompt(model):
         assert sequence.output == first
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("prefill_chunk", quick((128, 50, 7), 50))
 def test_a_preempted_answer_is_replayed_token_by_token(model, prefill_chunk, monkeypatch):
     """More tokens than one step replays, beside a prompt and another answer; and the inverse test: were they computed

@@ -241,7 +241,6 @@ def test_a_form_that_programs_do_not_take_changes_nothing():
         assert llm.engine.weights.version == 0
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["plain", "replicas"])
 def test_weights_are_not_replaced_while_requests_run(kind):
     with LLM((TINY, params_of(0)), **RUN, **KINDS[kind]) as llm:

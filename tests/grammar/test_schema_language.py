@@ -121,7 +121,6 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("index", range(len(EXAMPLES)))
 def test_examples(index):
     schema, right, wrong = EXAMPLES[index]

@@ -80,7 +80,6 @@ def dense_attention(q, choice, keys, positions, value_dim, scale):
     return np.array(out)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("length", [3, 40, 700])
 def test_chosen_tokens_are_those_of_a_stable_sort(length, heads):

@@ -65,7 +65,6 @@ def routed(moe: MoEConfig, logits, correction=None):
     return np.array(chosen), np.array(weights)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "moe",
     [

@@ -129,7 +129,6 @@ FREE = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("path", "body", "place", "near"), UNKNOWN, ids=[one[2] for one in UNKNOWN])
 def test_names_that_are_not_known_are_refused_where_they_stand(make_service, path, body, place, near):
     async def ask():

@@ -82,7 +82,6 @@ def test_at_most_a_tenth_is_padding(name, count):
     assert choice.chosen.num_programs <= choice.max_programs == 16
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("draft", [NO_DRAFT, NgramDraft()])
 def test_programs_are_bounded(draft):
     spec = spec_of(draft)

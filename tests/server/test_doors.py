@@ -287,7 +287,6 @@ WRONG_TURNS = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("message", "field"), WRONG_TURNS)
 def test_no_door_prints_a_turn_that_is_none(make_doors, message, field):
     doors, name = make_doors(), f"messages[1].{field}"

@@ -79,7 +79,6 @@ def test_formats_and_tags_of_names(client):
         assert ask(client, GENERATE, prompt="", **more).status == 400
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [

@@ -137,7 +137,6 @@ def test_the_draft_s_own_tokens_would_not_pass():
     assert statistic > 100 * CRITICAL[freedom]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: str(tree.widths))
 def test_exact_tokens_are_those_of_plain_sampling(tree):
     """Whatever was drafted, the first token is the plain one; and every later one, given those before it."""

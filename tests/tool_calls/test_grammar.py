@@ -116,7 +116,6 @@ def with_argument(name: str, key: str) -> list[dict]:
     return [one for one in spoken(name, content=False) if key in one["calls"][0]["arguments"]][:2]
 
 
-@pytest.mark.matrix
 @some(NAMES)
 @pytest.mark.parametrize("mode", ["required", "auto"])
 def test_arguments_that_do_not_match_are_refused(name, mode):

@@ -45,7 +45,6 @@ def check_samples(name: str, seeds: range) -> None:
         assert check_calls(name, one), one.text
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_grammar_allows_is_read_as_calls_that_match_their_tools(name):
     check_samples(name, FAST[name])
@@ -95,7 +94,6 @@ KEYS = (
 )
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_of_an_argument_is_read_or_refused(name):
     form = tool_form(name)

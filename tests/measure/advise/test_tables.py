@@ -116,7 +116,6 @@ def test_the_recorded_figures_are_searched_as_well_as_exhausted(goal):
     assert median(its.values(table.search(its))) >= WITHIN * median(its.values(best_of(its, rows)))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize(
     "seeds", [range(12), pytest.param(range(12, 400), marks=pytest.mark.slow)], ids=["few", "many"]

@@ -26,7 +26,6 @@ def product(x, weight, *, is_transposed: bool = False, implementation: str = "nu
     return dense_matmul(x, weight, is_transposed=is_transposed, implementation=implementation)
 
 
-@pytest.mark.matrix
 @BOTH
 @pytest.mark.parametrize("implementation", ["numba_cpu", "xla"])
 @pytest.mark.parametrize("rows", quick([1, 3, 8, 29, 100], 3, 100))

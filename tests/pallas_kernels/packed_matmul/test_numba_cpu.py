@@ -32,7 +32,6 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return (np.rint(groups * inverse) * factor.astype(np.float64)).reshape(len(x), -1)[:, : x.shape[1]]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_products_equal_float64(name):
     form, arrays, weight = make(name)
@@ -42,7 +41,6 @@ def test_products_equal_float64(name):
         np.testing.assert_allclose(product(form, arrays, x), expected, atol=2e-6 * np.abs(expected).max())
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", INTEGERS)
 def test_products_of_rounded_rows_equal_float64(name):
     form, arrays, weight = make(name, activations="int8")
@@ -57,7 +55,6 @@ BITS = [(name, activations) for name in NAMES for activations in (None, "int8") 
 QUICK_BITS = (("q4_1", None), ("q4_1", "int8"), ("int8-g32", None), ("int8-g32", "int8"), ("bfloat16", None))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "activations"), quick(BITS, *QUICK_BITS))
 def test_a_row_has_the_same_bits_from_1_to_2048_rows(name, activations):
     """Alone it is computed in registers, with others in tiles of all sizes, and with many in parts of rows."""
@@ -90,7 +87,6 @@ def test_weights_of_several_kinds_in_one_call():
             np.testing.assert_array_equal(one, product(form, arrays, x))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "activations"), [("q4_k", None), ("int8-g32", "int8"), ("float32", None)])
 def test_rows_sorted_by_expert(name, activations):
     """To the bit what each expert's weight gives; experts without rows, and rows without an expert."""

@@ -196,7 +196,6 @@ def assert_factors(numbers, group, *, has_factors=None):
         np.testing.assert_array_equal(packing._values_of("factored", *found, group), numbers)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("largest", [77, -128, 63, 15, -32, 127, 1])
 @pytest.mark.parametrize(("groups", "group"), [(8, 32), (19, 16), (1, 8), (5, 64)])
 def test_factors_are_those_of_plain_numpy(groups, group, largest):

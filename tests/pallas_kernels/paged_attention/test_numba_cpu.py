@@ -95,7 +95,6 @@ PROMPTS = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(PROMPTS, "window"))
 def test_bits_do_not_depend_on_the_chunks_of_a_prompt(name):
     """150 tokens at once; in chunks of 100, 1, 16 and 33 in the same program; and in programs of each chunk's size."""

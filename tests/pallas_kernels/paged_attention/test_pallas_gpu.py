@@ -68,7 +68,6 @@ def test_suite_of_four_bits(name, check, gpu_interpreter):
     check(replace(for_gpu(FOUR_BITS[name]), head_dim=128), "pallas_gpu", "separate")
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
 def test_float16_and_one_split(dtype, check, gpu_interpreter, monkeypatch):
     """Queries and cache in float16, or results that the kernel writes in the dtype of the queries."""
@@ -149,7 +148,6 @@ def test_bits_do_not_depend_on_the_chunks(gpu_interpreter):
 # The schedule
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("tree", "window"), quick(itertools.product([False, True], [None, 70]), (True, 70), (False, None))
 )
