@@ -163,7 +163,7 @@ bench-speculative: $(VENV)/stamp-base  ## Speculative next to plain decoding: th
 
 quality: $(VENV)/stamp-test models  ## What few bits, smaller caches and drafts cost and gain on real models; docs/quality.md (hours)
 	$(BIN)/python -m benchmarks.quality
-	$(BIN)/python docs/update_readme.py quality_weights quality_kv_dtypes quality_policies quality_drafts
+	$(BIN)/python docs/update_readme.py quality_weights quality_kv_dtypes
 
 bench-loading: $(VENV)/stamp-base  ## Loading 2.3 GiB from a cold disk next to reading it; host memory
 	$(BIN)/python -m benchmarks.loading --json benchmarks/results/loading.json

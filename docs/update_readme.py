@@ -351,8 +351,6 @@ def main() -> None:
         ROOT / "docs" / "quality.md": {
             "quality_weights": quality.weights,
             "quality_kv_dtypes": quality.kv_dtypes,
-            "quality_policies": quality.policies,
-            "quality_drafts": quality.drafts,
         },
         ROOT / "docs" / "kernels.md": {"kernels": kernels},
         ROOT / "docs" / "serving.md": {

@@ -109,6 +109,8 @@ def _picture(part: str, what: str, x: Callable[[dict[str, Any]], float], name: C
     from matplotlib.figure import Figure
 
     models = rows_of(part)
+    if not models:
+        return
     figure = Figure(figsize=(5 * len(models), 4), layout="constrained")
     for axes, (title, rows) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
         measured = [row for row in rows if row.get("kl")]
