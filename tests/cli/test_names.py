@@ -35,7 +35,6 @@ def seen(monkeypatch):
     return found
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("arguments", "options", "sampling"),
     [

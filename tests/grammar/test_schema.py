@@ -73,7 +73,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_schemas_are_refused_within_a_second(name):
     schema, message = HOSTILE[name]

@@ -130,7 +130,6 @@ def paper_choice(q: np.ndarray, keys: np.ndarray, table: list[int], position: in
     return [before[number] for number in sorted(order[:count])] + [table[position // SIZE]]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("stored", quick(EXACT, "float32", "bfloat16, interleaved"))
 def test_the_pages_are_those_of_the_paper(stored, seed):
@@ -157,7 +156,6 @@ def test_equal_pages_are_taken_by_position():
     assert table[0].tolist() == [parts.page_table[0, column] for column in (0, 1, 5)]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("stored", STORED)
 def test_bounds_are_bounds(stored):
     """Of each stored key, in every kind of cache; without slack where the bound's dtype has the keys."""
@@ -199,7 +197,6 @@ def answered(best: Quest, stored: str, together: int, num_tokens: int = 12):
     return np.concatenate(found), np.asarray(cache.layers[0].leaves[table[0, :num_full]], np.float32)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("stored", quick(STORED, "float32", "int8, interleaved"))
 def test_tokens_of_a_pass_choose_as_if_they_came_one_by_one(stored):
     """As drafts are verified: pages fill within a pass, and later rows choose among them."""
@@ -257,7 +254,6 @@ def test_a_choice_before_the_append_is_noticed(monkeypatch):
     assert np.abs(found - wanted).max() > 1e-2
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("stored", quick(("bfloat16, interleaved", "int8, interleaved"), "int8, interleaved"))
 def test_the_kernel_of_tpus_reads_the_chosen_pages(monkeypatch, stored):
     """In its interpreter: a token at a time, and several in a pass, which store what others of it read."""

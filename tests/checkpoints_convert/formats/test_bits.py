@@ -6,7 +6,6 @@ from checkpoints_convert.formats.module import as_int8, pack, signed, transposed
 from tests.checkpoints_convert.formats import encoders
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("count", [1, 8, 32, 33, 100, 128])
 @pytest.mark.parametrize("axis", [0, 1])
