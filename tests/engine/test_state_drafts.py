@@ -78,7 +78,7 @@ CASES = [(name, setting) for name in DRAFTS for setting in SETTINGS]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "setting"), quick(CASES, ("ngram", "chunks of 64"), ("layers:2", "chunks of 16")))
+@pytest.mark.parametrize(("name", "setting"), quick(CASES, ("near", "chunks of 64"), ("layers:2", "chunks of 16")))
 def test_drafts_change_no_answer(model, drafts, expected, name, setting):
     options = {**OPTIONS, **SETTINGS[setting], "num_draft_tokens": 3}
     with LLM(model, draft=drafts.get(name, name), **options) as llm:
