@@ -51,10 +51,11 @@ def weights() -> str:
 
 
 def kv_dtypes() -> str:
-    def name(row: dict[str, Any]) -> str:
-        return "activations int8" if row.get("activations") else row["kv_dtype"]
+    return across_models("kv_dtypes", "kv_dtype", _kv_dtype)
 
-    return across_models("kv_dtypes", "kv_dtype", name)
+
+def _kv_dtype(row: dict[str, Any]) -> str:
+    return "activations int8" if row.get("activations") else row["kv_dtype"]
 
 
 def policies() -> str:
@@ -96,7 +97,7 @@ def drafts() -> str:
 def draw() -> None:
     """Writes the pictures: KL by bits of the weights, by the cache's bytes, and by each policy's budget."""
     _picture("weights", "bits a weight", lambda row: row["bits_per_weight"], lambda row: row["method"])
-    _picture("kv_dtypes", "bytes of a token in the cache", lambda row: row["token_bytes"], lambda row: row["kv_dtype"])
+    _picture("kv_dtypes", "bytes of a token in the cache", lambda row: row["token_bytes"], _kv_dtype)
     _picture(
         "policies",
         "KiB kept of a text",
@@ -111,13 +112,15 @@ def _picture(part: str, what: str, x: Callable[[dict[str, Any]], float], name: C
     models = rows_of(part)
     if not models:
         return
+    labels = list(dict.fromkeys(name(row) for rows in models.values() for row in rows))
     figure = Figure(figsize=(5 * len(models), 4), layout="constrained")
     for axes, (title, rows) in zip(figure.subplots(1, len(models), squeeze=False)[0], models.items(), strict=True):
         measured = [row for row in rows if row.get("kl")]
-        for number, label in enumerate(dict.fromkeys(map(name, measured))):
+        for label in dict.fromkeys(map(name, measured)):
+            number = labels.index(label)
             points = [(x(row), row["kl"]) for row in measured if name(row) == label]
             style = "osD^vP*X"[number % 8] + ("-" if len(points) > 1 else "")
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=5)
+            axes.plot(*zip(*points, strict=True), style, color=f"C{number % 10}", label=label, markersize=5)
         axes.set(title=title, xlabel=what, ylabel="KL in nats", yscale="log")
         axes.legend(fontsize=6)
     figure.savefig(PICTURES / f"quality_{part}.png", dpi=110)
