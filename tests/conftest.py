@@ -67,7 +67,7 @@ def quick_cases(items, deselect):
         if marker is None or item.get_closest_marker("slow"):
             is_kept = True
         elif marker.args:
-            is_kept = case.rstrip("]") in marker.args
+            is_kept = case.removesuffix("]") in marker.args
         else:
             is_kept = function not in seen
             seen.add(function)

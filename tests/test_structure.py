@@ -24,16 +24,8 @@ REPLACED_WORDS = {
     *("NOT_SOUND", "is_held", "_give_room", "_make_known", "took_time", "took_rounds", "purse", "STRANGE", "hiccup"),
     *("Told", "Lab", "Asked", "About", "How", "Seen", "Bundle", "Terms", "NO_TERMS", "besides_bytes"),
     *("pinned", "coded", "settle", "found", "HeavyPages", "KeptPages", "BestPages", "PromptPasses"),
-    *(
-        "bring_back",
-        "let_go",
-        "num_lacking",
-        "goes_first",
-        "MAX_LOOKED_AT",
-        "neighbours_apart",
-        "outputs_together",
-        "_Several",
-    ),
+    *("bring_back", "let_go", "num_lacking", "goes_first", "MAX_LOOKED_AT", "neighbours_apart"),
+    *("outputs_together", "_Several"),
 }
 # How no docstring begins: with a verb or with the thing, not with a clause about it.
 NO_OPENING = re.compile(r"(What|Where|Whether|The same|Of|Nobody|One who)\b")

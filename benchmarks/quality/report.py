@@ -1,4 +1,4 @@
-"""Tables and pictures of what `make quality` measured, for docs/quality.md and docs/quantization.md."""
+"""Tables and pictures of what `make quality` measured, for docs/quality.md."""
 
 import json
 from collections.abc import Callable

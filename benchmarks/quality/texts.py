@@ -24,7 +24,7 @@ class Texts:
 
 
 def texts_for(model: str) -> Texts:
-    """Those of a model by its name. The embedded pair was trained on its calibration texts, and on no others."""
+    """Those of a model by its name. The embedded pair was trained on its calibration texts and saw no others."""
     code = tuple(text for _, text in held_out_files(NUM_FILES))
     if model == "demo":
         corpus = standard_library()
