@@ -3,7 +3,7 @@
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -112,6 +112,7 @@ def _categories() -> dict[str, Ranges]:
     return {name: union(ranges) for name, ranges in categories.items()}
 
 
+@lru_cache(maxsize=64)
 def ignoring_case(ranges: Ranges) -> Ranges:
     """With all characters that differ from one of them only in case (Unicode's simple case folding)."""
     orbits = _orbits()
