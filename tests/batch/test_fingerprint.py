@@ -35,6 +35,7 @@ def fingerprint(model, **options) -> str:
         return llm.fingerprint()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "quantize", ["int4-g32", *(pytest.param(name, marks=pytest.mark.slow) for name in (None, "int8", "nf4"))]
 )

@@ -13,6 +13,7 @@ from tests.pallas_kernels.quick import quick
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", quick([(report.CACHE_DTYPES,), (("int8",),)], (("int8",),)))
 def test_report_of_one_kernel(dtypes, tmp_path, monkeypatch, capsys):
     if (reason := ahead_of_time.missing_compiler("v6e")) is not None:

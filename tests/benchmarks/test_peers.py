@@ -45,6 +45,7 @@ def test_the_checkpoint_opens_and_its_bytes_are_counted(tmp_path):
     assert workload.num_weight_bytes(TINY) == sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.slow
 def test_the_hybrid_checkpoint_opens_and_its_bytes_are_counted(tmp_path):
     from jaxinfer.loading import load_shapes
 

@@ -127,6 +127,7 @@ def test_a_run_that_was_killed_goes_on(model, tokens, held_out, gptq_result, tmp
         assert not any(layer.is_resumed for layer in run(**change).layers)
 
 
+@pytest.mark.slow
 def test_layers_in_a_journal_are_not_held(model, tokens, held_out, tmp_path):
     """The values of at most one layer are alive when the next begins."""
 

@@ -17,6 +17,7 @@ def small_arrays(monkeypatch):
     monkeypatch.setattr(rates, "MIN_SECONDS", 0.0)
 
 
+@pytest.mark.slow
 def test_load_is_written_rate_by_rate_and_resumed(jaxinfer, model, tmp_path):
     file = tmp_path / "load.json"
     arguments = ("bench", "load", model, *OPTIONS, "--requests", "3", "--json", file)

@@ -39,6 +39,7 @@ def test_a_reader_that_leaves_is_no_error(jaxinfer_process, slow_model):
     assert error == ""
 
 
+@pytest.mark.slow
 def test_traceback_on_demand_and_an_encoding_that_cannot_say_it(jaxinfer_process, tmp_path):
     with jaxinfer_process("generate", "hi", "-m", tmp_path / "ü", env={"PYTHONIOENCODING": "ascii"}) as process:
         output, error = process.communicate(timeout=60)

@@ -126,6 +126,7 @@ def test_a_mixture_is_written_and_opens(jaxinfer, json_lines, source, text, tmp_
     assert stack.scheme.activations == ("int8" if method == "smoothquant" else None)
 
 
+@pytest.mark.slow
 def test_bits_of_mixtures_are_chosen(jaxinfer, json_lines, source, text, tmp_path):
     arguments = ["--method", "auto", "--max-kl", 0.01, "--bits", 3, "--calibration", text, *TEXT, "--group-size", 16]
     result = jaxinfer("quantize", source(MIXTRAL), tmp_path / "out", *arguments, "--json")

@@ -43,7 +43,7 @@ def test_there_and_back_again_gives_the_same_answers(jaxinfer, source, tmp_path)
     assert answers(tmp_path / "native") == answers(tmp_path / "back") == expected
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", quick(BITS, 4))
 def test_what_is_written_answers_as_what_was_rounded(jaxinfer, source, tmp_path, bits):
     result = jaxinfer("quantize", source, tmp_path / "out", "--method", "rtn", *BITS[bits])

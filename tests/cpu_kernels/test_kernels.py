@@ -387,6 +387,7 @@ def test_loops_are_written_to_the_table_by_name_and_place(kept, adder):
     assert not kernels.load_kept({"test_loop": LAST_PLACE - 1})
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_share_a_folder_and_later_ones_need_no_numba(tmp_path):
     command = [sys.executable, "-c", USE_ZEROS, str(tmp_path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -71,6 +71,7 @@ def sent(chip: str, size: int, model: str, recipe: str | None, num_layers: int) 
     return counts, smallest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("chip", "size", "model", "recipe"), CASES)
 def test_a_layer_sums_twice_over_the_devices(chip, size, model, recipe):

@@ -47,7 +47,7 @@ def period_of(name: str) -> ModelConfig:
     return replace(config, num_layers=count, layer_kinds=kinds, rotated_layers=rotated, moe=moe)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("chip", "name"), quick(CASES, ("h100", "Granite 4 small")))
 def test_decode_moves_little_more_than_it_must(request, chip, name):

@@ -70,12 +70,14 @@ def test_the_tokens_are_those_of_loaded_weights(path_of, kind):
 OTHERS = [("draft", "ngram"), ("draft", "layers:2"), ("host_cache_gib", 0.01)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), quick(OTHERS, ("draft", "layers:2")))
 def test_other_options_change_no_token(path_of, name, value):
     path = path_of("Q4_K")
     assert answers(path, offload="disk", **{name: value})[0] == answers(path)[0]
 
 
+@pytest.mark.slow
 def test_a_folder_of_safetensors_stays_on_the_disk_too():
     found = []
     for offload in (0, "disk"):

@@ -12,6 +12,7 @@ from jaxinfer.models import bind_layer
 from tests.engine.mixed_requests import mixed_params, random_prompts
 
 
+@pytest.mark.matrix
 def test_an_answer_does_not_depend_on_its_neighbours(llm):
     prompts = random_prompts(18, 60)
     params = [mixed_params(number) for number in range(18)]

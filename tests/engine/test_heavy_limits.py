@@ -94,6 +94,7 @@ def test_logprobs_are_those_of_dense_attention(model):
     np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_eviction_a_position_early_changes_answers(model, monkeypatch):
     """On the device: of programs of other sizes, as those before are compiled."""
     found, rule = [], heavy_hitters.num_dropped
@@ -106,6 +107,7 @@ def test_an_eviction_a_position_early_changes_answers(model, monkeypatch):
     assert np.abs(np.subtract(found[1], found[2])).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv_dtype", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "int4", "fp8_e4m3"))]
 )

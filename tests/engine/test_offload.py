@@ -68,7 +68,7 @@ def test_drafts_change_no_token(model, expected, draft):
     assert answers(model, offload=2, draft=draft, num_draft_tokens=3)[0] == expected[0]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", quick(["int8", "int4-g32", "nf4"], "int4-g32"))
 def test_quantized_weights_keep_their_tokens(model, quantize):
     tokens, spec, _ = answers(model, quantize=quantize)
@@ -164,6 +164,7 @@ def test_auto_takes_the_fewest_that_leave_room(gigabytes):
     assert bool(layers) == (gigabytes <= 24)
 
 
+@pytest.mark.slow
 def test_a_model_of_three_times_the_memory_runs(monkeypatch):
     config = replace(CONFIG, hidden_size=128, intermediate_size=4096, num_layers=12)
     params = init_params(config, jax.random.key(1))

@@ -198,6 +198,7 @@ def test_deterministic_tokens_are_the_same(expected, expected_bits):
     assert [tokens for tokens, _ in expected_bits] == expected
 
 
+@pytest.mark.matrix
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "options",

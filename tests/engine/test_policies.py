@@ -148,7 +148,7 @@ def check_everything(
     check_idle(llm)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", quick(VARIANTS, "chunks of 16"))
 def test_however_it_is_cut_and_stored(model, expected, variant):

@@ -55,6 +55,7 @@ def test_an_answer_of_100000_tokens_in_bounded_memory():
     check_slides(100_000, 512)
 
 
+@pytest.mark.slow
 def test_prompts_slide_in_a_pool_smaller_than_they_are():
     """Chunk by chunk: two chunks and what is kept are held at once, not the prompt."""
     model, found = model_of((None, None), 48), []
@@ -71,7 +72,7 @@ def test_prompts_slide_in_a_pool_smaller_than_they_are():
 # Caches of few bits: the same answer however it is cut.
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv_dtype", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8_e4m3", "bfloat16"))]
 )

@@ -126,6 +126,7 @@ def test_a_pass_without_finite_logits_ends_the_answer_and_leaks_nothing(monkeypa
 # Caches of few bits, and log-probabilities.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv_dtype",
     ["int4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int8", "bfloat16", "fp8_e4m3", "int8_int4"))],
@@ -237,6 +238,7 @@ def test_explain_counts_what_is_allocated(name):
         assert len(spec.groups) == (3 if name == "pyramidkv" else 1)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up():
     with open_llm("pyramidkv(56)", (None, None, None), max_seqs=2) as llm:
         llm.warm_up()

@@ -85,7 +85,7 @@ def test_alone_is_what_dense_attention_to_the_chosen_pages_gives(model, expected
         assert dense_choices(model, pairs, other) != [tokens for _, tokens in pairs]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", quick((1, 16, 25, 64), 16))
 @pytest.mark.parametrize("seed", quick((1, 2, 3), 1))
 def test_log_probabilities_are_those_of_the_dense_form(seed, budget):
@@ -104,7 +104,7 @@ def test_log_probabilities_are_those_of_the_dense_form(seed, budget):
     assert max(differences) < 1e-4
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_budget_for_everything_is_no_policy(model):
     found = []
     for policy in (None, "quest(128)", POLICY):
@@ -113,7 +113,7 @@ def test_a_budget_for_everything_is_no_policy(model):
     assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", quick(VARIANTS, "chunks of 16"))
 def test_however_it_is_cut_and_stored(model, expected, variant):

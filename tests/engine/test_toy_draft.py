@@ -208,6 +208,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", quick(VARIANTS, "adaptive, chunks of 16"))
 def test_one_answer(model, expected, variant):
@@ -287,6 +288,7 @@ def test_its_pages_follow_from_the_tokens(model, case):
         assert case != "host memory" or counters.host_hit_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_page_is_found_where_the_token_after_it_is_the_same(model, monkeypatch):
     """Its last slot pairs a state with that token."""
     first, second = ([*range(24), *range(number, number + 20)] for number in (30, 60))

@@ -246,6 +246,7 @@ def from_host_memory(model) -> list:
     return found
 
 
+@pytest.mark.slow
 def test_pages_come_back_from_host_memory_with_their_means(model, expected, monkeypatch):
     assert from_host_memory(model) == expected
     scatter = host_pages.scatter_pages
@@ -265,6 +266,7 @@ def test_pages_come_back_from_host_memory_with_their_means(model, expected, monk
     assert from_host_memory(model) != expected
 
 
+@pytest.mark.slow
 def test_it_is_no_other_policy(model, expected):
     for policy in (None, "sinks(8)+window(16)", "halves(40)"):
         with open_toy(model, kv_policy=policy) as llm:

@@ -369,6 +369,7 @@ def empty(pools, sequence) -> None:
     sequence.tables, sequence.num_released = [[] for _ in pools.groups], [0] * len(pools.groups)
 
 
+@pytest.mark.slow
 def test_a_page_given_back_a_token_early_changes_answers(monkeypatch):
     """Chunks of 3, of which one begins 2 tokens into a page and ends in the next, whose entry the device gets together
     with the missing one."""
@@ -385,6 +386,7 @@ def test_a_page_given_back_a_token_early_changes_answers(monkeypatch):
     assert max(abs(a - b) for a, b in zip(found[1], found[2], strict=True)) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_hit_whose_last_window_is_not_there_changes_answers(monkeypatch):
     model = model_of(WINDOWS["two windows and full"])
     prompt, params = [*range(60)], SamplingParams(max_tokens=20, temperature=1.0, seed=1, ignore_eos=True)

@@ -42,6 +42,7 @@ def made(found, at_least: int) -> list[str]:
     return [i.name for i in made_in_hbm(HloProgram(found.program.as_text()), at_least=at_least)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v6e", pytest.param("v5e", marks=pytest.mark.slow)])
 def test_a_tpu_computes_what_was_routed_and_writes_no_weight(chip):
     found = compiled(chip, 64)
@@ -50,6 +51,7 @@ def test_a_tpu_computes_what_was_routed_and_writes_no_weight(chip):
     assert found.cost["flops"] <= 1.02 * 6 * 64 * C * D * F
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chip", "recipe"),
     [("v6e", "int8")]

@@ -117,6 +117,7 @@ def test_a_choice_of_few_tokens_differs():
     assert difference[:8].max() < 1e-5 < 1e-2 < difference[20:].max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_states_do_not_depend_on_chunks(heads):
     """One head ties at zero for about half of all tokens."""

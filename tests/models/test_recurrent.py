@@ -160,7 +160,7 @@ def test_ragged_batches_in_pages_and_slots(model):
             expected = expected.at[0].set(expected[2])
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("is_uniform", [False, True])
 def test_a_rejected_draft_leaves_no_trace(model, is_uniform):
     """Drafts with wrong tokens, of which none, some or all are kept, beside a prompt; then the right tokens."""
@@ -221,6 +221,7 @@ def test_taps_are_those_of_the_parts_that_a_layer_has(model):
         assert "layers.2.attention" not in names
 
 
+@pytest.mark.matrix
 def test_configurations_survive_json_and_choices_of_layers(model):
     config, _ = model
     assert ModelConfig.from_dict(config.to_dict()) == config

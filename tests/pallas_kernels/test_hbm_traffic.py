@@ -45,6 +45,7 @@ def test_a_copy_of_a_weight_is_found():
     assert made_in_hbm(program, LARGE_BYTES)
 
 
+@pytest.mark.slow
 def test_a_gather_counts_its_rows_and_an_update_in_place_its_values():
     ids = jax.ShapeDtypeStruct((64,), jnp.int32)
     assert moved(compiled(lambda w, ids: w[ids], LARGE, ids)) < SLACK

@@ -229,7 +229,7 @@ def test_answers_are_those_of_the_weights_that_were_packed(params, recipe, is_ti
     assert answers((config, own)) == found
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_checkpoint_of_16_bits(params, dtype, is_tied, tmp_path, without_kernels):
@@ -262,6 +262,7 @@ def test_a_checkpoint_of_16_bits(params, dtype, is_tied, tmp_path, without_kerne
         assert llm.fingerprint() == fingerprint
 
 
+@pytest.mark.slow
 def test_experts_and_quantization_while_loading(tmp_path, without_kernels):
     """Stacks are packed; the router is not."""
     from checkpoints_convert import save_huggingface
@@ -292,6 +293,7 @@ def test_experts_and_quantization_while_loading(tmp_path, without_kernels):
         assert (llm.fingerprint(), describe(llm.params)) == (fingerprint, described)
 
 
+@pytest.mark.slow
 def test_shapes_are_at_least_what_is_held(params):
     for recipe in (*RECIPES, "int8-g128"):
         own = quantize_params(params, recipe)

@@ -24,6 +24,7 @@ def demo():
 BOUNDS = {"int8": 0.002, "w8a8": 0.01, "fp8": 0.005, "int4-g128": 0.08}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", [name if name == "int4-g128" else pytest.param(name, marks=pytest.mark.slow) for name in BOUNDS]
 )

@@ -42,6 +42,7 @@ def test_packed_weights_take_at_most_what_is_counted(tmp_path, kind, options, ca
     assert "counted beforehand" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_model_that_holds_more_than_was_counted_is_served_with_a_warning(tmp_path, caplog):
     path = str(write_random_llama(tmp_path / "model.gguf", "Q4_0", num_layers=1))
     needs = count_needs(path, ENGINE, 2**40)

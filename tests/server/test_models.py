@@ -879,6 +879,7 @@ def test_a_switch_back_takes_as_long_as_loading_weights(tmp_path, monkeypatch, c
     assert switch <= 1.3 * load
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", quick(FAMILIES, "granite_hybrid_dense"))
 @pytest.mark.parametrize("draft", [None, "layers:2", "itself"])
 def test_states_are_a_part_of_the_budget(tmp_path, family, draft):

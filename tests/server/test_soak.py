@@ -33,6 +33,7 @@ def test_random_load_leaves_nothing(make_service, engine):
     assert admission.num_running == admission.num_waiting == admission.num_waiting_tokens == 0
 
 
+@pytest.mark.slow
 def test_too_much_load_is_refused_and_nothing_is_lost(make_service, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text(f"{STEADY} steady\n{FLOOD} flood\n")

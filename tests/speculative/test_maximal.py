@@ -87,6 +87,7 @@ def total_variation(p, q):
     return np.abs(p - q).sum() / 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_all_drafts_and_verdicts_together_are_the_target(name, width):

@@ -155,7 +155,7 @@ def test_projected_embeddings_keep_what_can_be_kept():
         draft_config(TARGET, num_layers=1, hidden_size=12)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_draft_of_a_model_with_recurrent_layers_is_a_llama(kind):
     """Also where it has fewer layers than the target, each of which has a kind."""
@@ -168,6 +168,7 @@ def test_a_draft_of_a_model_with_recurrent_layers_is_a_llama(kind):
     )
 
 
+@pytest.mark.slow
 def test_a_draft_of_layers_that_differ_is_a_llama(tmp_path):
     """Gemma 4's: with shared keys, two head widths and inputs of each layer. It is written and read as one."""
     target, params = model_of(WINDOWS["shared keys"])

@@ -130,6 +130,7 @@ def paper_choice(q: np.ndarray, keys: np.ndarray, table: list[int], position: in
     return [before[number] for number in sorted(order[:count])] + [table[position // SIZE]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("stored", quick(EXACT, "float32", "bfloat16, interleaved"))
 def test_the_pages_are_those_of_the_paper(stored, seed):
@@ -156,6 +157,7 @@ def test_equal_pages_are_taken_by_position():
     assert table[0].tolist() == [parts.page_table[0, column] for column in (0, 1, 5)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stored", STORED)
 def test_bounds_are_bounds(stored):
     """Of each stored key, in every kind of cache; without slack where the bound's dtype has the keys."""
@@ -197,6 +199,7 @@ def answered(best: Quest, stored: str, together: int, num_tokens: int = 12):
     return np.concatenate(found), np.asarray(cache.layers[0].leaves[table[0, :num_full]], np.float32)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stored", quick(STORED, "float32", "int8, interleaved"))
 def test_tokens_of_a_pass_choose_as_if_they_came_one_by_one(stored):
     """As drafts are verified: pages fill within a pass, and later rows choose among them."""

@@ -190,6 +190,7 @@ def attend_in_pieces(kept: SinksWindow, layout: str):
     return attend(0, q, k, v, None)[:num_tokens]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("trained", [None, 32])
 def test_the_kernel_of_tpus_reads_what_a_step_stores(monkeypatch, trained):
     """In its interpreter, without the check for races: pages are written with the bytes that they have already."""

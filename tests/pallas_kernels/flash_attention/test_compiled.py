@@ -30,7 +30,7 @@ def num_bytes(shape: FlashShape, *names: str) -> int:
     return sum(arguments[name].size * arguments[name].dtype.itemsize for name in names)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("chip", "implementation", "name"), PROGRAMS)
 def test_programs_of_real_models_hold_no_scores_and_no_copy_of_the_keys(chip, implementation, name):
     shape = MODELS[name]

@@ -32,6 +32,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return (np.rint(groups * inverse) * factor.astype(np.float64)).reshape(len(x), -1)[:, : x.shape[1]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_products_equal_float64(name):
     form, arrays, weight = make(name)
@@ -55,6 +56,7 @@ BITS = [(name, activations) for name in NAMES for activations in (None, "int8") 
 QUICK_BITS = (("q4_1", None), ("q4_1", "int8"), ("int8-g32", None), ("int8-g32", "int8"), ("bfloat16", None))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "activations"), quick(BITS, *QUICK_BITS))
 def test_a_row_has_the_same_bits_from_1_to_2048_rows(name, activations):
     """Alone it is computed in registers, with others in tiles of all sizes, and with many in parts of rows."""

@@ -327,7 +327,7 @@ def compiled_shape(name: str) -> PagedShape:
     )
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(COMPILED, "prefill_int8"))
 def test_compiled_in_place(name):
     """The cache is updated in place and never copied; temporaries do not grow with it.

@@ -156,6 +156,7 @@ def test_bytes_moved(name, transfers, tpu_interpreter):
     assert moved >= 0.5 * ideal
 
 
+@pytest.mark.slow
 def test_each_missing_wait_is_noticed(monkeypatch, capfd):
     """Inverse: with any one wait left out, the interpreter reports a race, or, where nothing in the kernel reads again
     what was copied, a semaphore that is not zero at its end."""

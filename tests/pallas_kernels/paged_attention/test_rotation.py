@@ -78,6 +78,7 @@ def test_levels():
     assert (np.asarray(rotation.LEVELS).astype(jnp.float8_e4m3fn).astype(np.int64) == rotation.LEVELS).all()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", [96, 128])
 def test_the_error_is_the_papers(width):
     """Mean squared error at unit variance (arXiv 2504.19874, theorem 1), and the same numbers as the dense form."""
@@ -141,6 +142,7 @@ def test_other_widths_are_refused(width):
             function(jnp.zeros((2, width)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("cache_dtype", ["int4", "int8_int4"])
 def test_attention_is_to_the_vectors_as_stored(implementation, cache_dtype):

@@ -25,6 +25,7 @@ SUITE = quick(
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", SUITE)
 def test_suite(name, check):
     check(SMALL[name], "xla", "separate")

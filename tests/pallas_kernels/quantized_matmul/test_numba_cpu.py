@@ -41,6 +41,7 @@ def product(x, w: QuantizedArray, implementation: str = "numba_cpu"):
     return quantized_matmul(x, *arrays, block=w.scheme.block, out_dtype=jnp.float32, implementation=implementation)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [*FORMATS, "affine4", "affine5"])
 def test_products_equal_float64(name):
     w = weight(name)
@@ -81,6 +82,7 @@ def test_an_output_does_not_depend_on_the_others(name):
         np.testing.assert_array_equal(product(x, w)[:, 96:160], product(x, part))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_tied_embedding_is_read_as_it_is_stored(name):
     """`is_transposed`: logits of an embedding [V, D], 50 outputs that are no whole block."""

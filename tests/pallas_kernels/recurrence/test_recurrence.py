@@ -281,6 +281,7 @@ def kernel(request, monkeypatch) -> str:
     return request.param
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("short_tokens", quick([1, 3], 3))
 @pytest.mark.parametrize("shape", quick(WIDE_SHAPES, "one group"))
