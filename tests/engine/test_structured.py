@@ -113,7 +113,7 @@ def test_tokens_are_those_of_masked_logits(tiny, compiler, expected):
     assert found.tolist() == [token for tokens in expected for token in tokens]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("host masks", "n-grams")
 @pytest.mark.parametrize("variant", quick(VARIANTS, "host masks", "tables that come later", "n-grams"))
 def test_tokens_are_the_same(tiny, compiler, expected, variant):
     options, draft, waits = VARIANTS[variant]

@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory):
     return make
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("2-budget9-True")
 @pytest.mark.parametrize(
     ("seed", "budget", "is_relative"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],

@@ -57,7 +57,7 @@ def published(weight, hessian, bits, group, symmetric, act_order, static_groups,
     return result[np.argsort(order)]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("shape1-64-True-True-True")
 @pytest.mark.parametrize(
     ("shape", "group", "act_order", "static_groups", "symmetric"),
     [

@@ -57,7 +57,7 @@ def representable(array: QuantizedArray, zero: int) -> np.ndarray:
     return every[np.isfinite(every)]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("int4-g64-(130, 33)")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_value_is_the_nearest_of_the_format(name, shape):

@@ -63,7 +63,7 @@ def logical(pages, shape: PageShape):
         yield np.asarray(rotation.rotate_back(read) if dtype == "int4" else read)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("snapkv-int4-separate")
 @pytest.mark.parametrize(("dtype", "layout"), CASES)
 @pytest.mark.parametrize("method", ["snapkv", "keydiff"])
 def test_what_stays_is_chosen_from_stored_keys(method, dtype, layout):

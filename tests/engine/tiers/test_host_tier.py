@@ -79,7 +79,6 @@ def compare(model, prompts=PROMPTS, params=GREEDY, together: int = 1, **options)
         assert min(moved(llm)) > 0
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(COMBINATIONS, "plain", "int8"))
 def test_one_answer(tiny, name):
     compare(tiny, **COMBINATIONS[name])

@@ -142,7 +142,7 @@ def test_other_widths_are_refused(width):
             function(jnp.zeros((2, width)))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("int8_int4-xla")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("cache_dtype", ["int4", "int8_int4"])
 def test_attention_is_to_the_vectors_as_stored(implementation, cache_dtype):

@@ -25,7 +25,7 @@ SUITE = quick(
 )
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("mixed")
 @pytest.mark.parametrize("name", SUITE)
 def test_suite(name, check):
     check(SMALL[name], "xla", "separate")

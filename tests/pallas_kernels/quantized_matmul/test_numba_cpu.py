@@ -41,7 +41,7 @@ def product(x, w: QuantizedArray, implementation: str = "numba_cpu"):
     return quantized_matmul(x, *arrays, block=w.scheme.block, out_dtype=jnp.float32, implementation=implementation)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("int4-g32")
 @pytest.mark.parametrize("name", [*FORMATS, "affine4", "affine5"])
 def test_products_equal_float64(name):
     w = weight(name)

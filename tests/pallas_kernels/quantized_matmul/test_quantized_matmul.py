@@ -56,7 +56,7 @@ ALWAYS = [(name, "cpu") for name in (*FORMATS, *AFFINE)]
 ALWAYS += [(name, "tpu") for name in ("int4-g32", "nf4", "affine4-g32")] + [("int8-g32-asym", "gpu")]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("int4-asym-cpu")
 @pytest.mark.parametrize(("name", "platform"), quick(PRODUCTS, *ALWAYS))
 def test_float32_products(name, platform):
     w = weight(name)

@@ -281,7 +281,7 @@ def kernel(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("pallas_tpu-one group-3-gated_delta", "pallas_gpu-one group-3-gated_delta")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("short_tokens", quick([1, 3], 3))
 @pytest.mark.parametrize("shape", quick(WIDE_SHAPES, "one group"))
