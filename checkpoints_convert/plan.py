@@ -11,9 +11,9 @@ from checkpoints_convert.checkpoint import DTYPES, ParamPath, check_dtype, param
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG
 from checkpoints_convert.formats import quantization_method
+from checkpoints_convert.formats.float4 import SUFFIXES as MXFP4_SUFFIXES
 from checkpoints_convert.formats.kv_scales import check_kv_scale, kv_scale_names
 from checkpoints_convert.formats.module import FormatError, Method, ModuleReader
-from checkpoints_convert.formats.mxfp4 import SUFFIXES as MXFP4_SUFFIXES
 from checkpoints_convert.huggingface.config import declared_dtype, family_for, model_config
 from checkpoints_convert.huggingface.families import WRAPPER_SKIPPED, family_of, is_wrapper
 from checkpoints_convert.huggingface.family import Family, head_names, renaming

@@ -389,47 +389,23 @@ def _transposed_kernel(bits: int) -> Any:
     return in_parts(inlined(run, suffix=f"_{bits}"))
 
 
-_int8, _int4, _float32 = _kernel(8), _kernel(4), _kernel(32)
-_transposed_int8, _transposed_int4, _transposed_float32 = (_transposed_kernel(bits) for bits in (8, 4, 32))
+def _handlers(bits: int) -> tuple[Any, Any]:
+    """The handlers for weights [K, N] and for weights [N, K]."""
+    by_inputs, by_outputs = _kernel(bits), _transposed_kernel(bits)
+
+    def handler(frame):
+        if not answers_metadata(frame):
+            by_inputs(frame, frame, _num_row_parts(frame))
+        return 0
+
+    def transposed_handler(frame):
+        if not answers_metadata(frame):
+            by_outputs(frame, frame, _num_parts(frame, DOTS))
+        return 0
+
+    for function in (handler, transposed_handler):
+        function.__qualname__ += f"_{bits}"
+    return compiled(handler), compiled(transposed_handler)
 
 
-@compiled
-def int8(frame):
-    if not answers_metadata(frame):
-        _int8(frame, frame, _num_row_parts(frame))
-    return 0
-
-
-@compiled
-def int4(frame):
-    if not answers_metadata(frame):
-        _int4(frame, frame, _num_row_parts(frame))
-    return 0
-
-
-@compiled
-def float32(frame):
-    if not answers_metadata(frame):
-        _float32(frame, frame, _num_row_parts(frame))
-    return 0
-
-
-@compiled
-def transposed_int8(frame):
-    if not answers_metadata(frame):
-        _transposed_int8(frame, frame, _num_parts(frame, DOTS))
-    return 0
-
-
-@compiled
-def transposed_int4(frame):
-    if not answers_metadata(frame):
-        _transposed_int4(frame, frame, _num_parts(frame, DOTS))
-    return 0
-
-
-@compiled
-def transposed_float32(frame):
-    if not answers_metadata(frame):
-        _transposed_float32(frame, frame, _num_parts(frame, DOTS))
-    return 0
+(int8, transposed_int8), (int4, transposed_int4), (float32, transposed_float32) = map(_handlers, (8, 4, 32))

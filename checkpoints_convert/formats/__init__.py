@@ -7,26 +7,11 @@ from typing import Any
 from checkpoints_convert.files import QUANTIZATION_FILES, read_json
 from checkpoints_convert.formats.bitsandbytes import bitsandbytes
 from checkpoints_convert.formats.compressed_tensors import compressed_tensors
+from checkpoints_convert.formats.float4 import mxfp4
 from checkpoints_convert.formats.fp8 import fbgemm_fp8, fp8, modelopt
 from checkpoints_convert.formats.gptq import autoround, awq, gptq
-from checkpoints_convert.formats.kv_scales import LayerKVScales
-from checkpoints_convert.formats.module import FormatError, Method, ModuleReader
-from checkpoints_convert.formats.mxfp4 import mxfp4, mxfp4_experts, mxfp4_weight
+from checkpoints_convert.formats.module import FormatError, Method
 from jaxinfer.checks import did_you_mean, whole_numbers
-
-__all__ = [
-    "METHODS",
-    "FormatError",
-    "LayerKVScales",
-    "Method",
-    "ModuleReader",
-    "mxfp4_experts",
-    "mxfp4_weight",
-    "quantization_method",
-    "quantization_name",
-    "with_side_file",
-]
-
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "gptq": gptq,

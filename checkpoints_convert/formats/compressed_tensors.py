@@ -4,8 +4,8 @@
                     weight_shape int64 [2]; weight_zero_point int32 packed along the outputs; weight_g_idx
     int-quantized, float-quantized, naive-quantized
                     weight int8 or float8_e4m3fn [N, K], weight_scale, weight_zero_point
-    mxfp4-pack-quantized  weight_packed uint8 [N, K / 2], weight_scale uint8 [N, K / 32]
-    nvfp4-pack-quantized  as in nvfp4.py
+    mxfp4-pack-quantized, nvfp4-pack-quantized
+                    as in float4.py
 
 W = (value - zero) * scale.
 """
@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from checkpoints_convert.formats.float4 import BLOCK, GROUP, mxfp4_reader, nvfp4_headers, nvfp4_reader
 from checkpoints_convert.formats.gptq import check_pattern
 from checkpoints_convert.formats.module import (
     FLOATS,
@@ -38,8 +39,6 @@ from checkpoints_convert.formats.module import (
     two_sizes,
     unpack,
 )
-from checkpoints_convert.formats.mxfp4 import BLOCK, mxfp4_form, mxfp4_weight
-from checkpoints_convert.formats.nvfp4 import GROUP, nvfp4_headers, nvfp4_reader
 from checkpoints_convert.safetensors_files import NUMPY_DTYPES, TensorHeader
 from jaxinfer.checks import did_you_mean
 from jaxinfer.quantization import QuantizedArray, Scheme
@@ -262,19 +261,9 @@ def _zeros(layout: _Layout, tensors: Tensors) -> np.ndarray | None:
 
 
 def _mxfp4(weights: WeightScheme, shape: tuple[int, ...], headers: Headers) -> ModuleReader:
-    outputs, inputs = shape
-    if (weights.bits, weights.kind, weights.group_size) != (4, "float", BLOCK) or inputs % BLOCK:
+    if (weights.bits, weights.kind, weights.group_size) != (4, "float", BLOCK) or shape[1] % BLOCK:
         raise FormatError(f"mxfp4-pack-quantized holds 4-bit floats in groups of {BLOCK}", "weight_packed")
-    has_shape(headers, "weight_packed", ["U8"], (outputs, inputs // 2))
-    has_shape(headers, "weight_scale", ["U8", "F8_E8M0"], (outputs, inputs // BLOCK))
-    return ModuleReader(("weight_packed", "weight_scale"), _read_mxfp4, mxfp4_form((inputs, outputs)))
-
-
-def _read_mxfp4(tensors: Tensors) -> QuantizedArray:
-    try:
-        return mxfp4_weight(tensors["weight_packed"], tensors["weight_scale"])
-    except FormatError as error:
-        raise FormatError(str(error), "weight_scale") from None
+    return mxfp4_reader(shape, headers)
 
 
 def _nvfp4(

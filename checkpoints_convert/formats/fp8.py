@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from checkpoints_convert.formats.float4 import EXPONENTS, GROUP, ModelOptNvfp4
 from checkpoints_convert.formats.module import (
     FLOATS,
     DenseModule,
@@ -24,10 +25,10 @@ from checkpoints_convert.formats.module import (
     host_quantized,
     is_named,
     names_list,
+    powers_of_two,
     transposed,
     two_sizes,
 )
-from checkpoints_convert.formats.nvfp4 import GROUP, ModelOptNvfp4
 from checkpoints_convert.safetensors_files import NUMPY_DTYPES, TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
@@ -36,7 +37,6 @@ _WEIGHTS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
 _FORMATS = {"e4m3": "e4m3", "float8_e4m3fn": "e4m3", "e5m2": "e5m2", "float8_e5m2": "e5m2"}
 _SCALES = ("weight_scale_inv", "weight_scale", "qscale_weight", "scale")
 _ACTIVATION_SCALES = ("activation_scale", "input_scale", "qscale_act", "input_scale_ub")
-_EXPONENTS = ("U8", "F8_E8M0")
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4")  # of ModelOpt
 
 
@@ -64,11 +64,11 @@ class Fp8(Method):
         outputs, inputs = shape
         if self.block is not None:
             bn, bk = self.block
-            has_shape(headers, suffix, (*FLOATS, *_EXPONENTS), (-(-outputs // bn), -(-inputs // bk)))
+            has_shape(headers, suffix, (*FLOATS, *EXPONENTS), (-(-outputs // bn), -(-inputs // bk)))
             block = (bk, bn)
         else:
             shapes = ((), (1,), (1, 1), (outputs,), (outputs, 1))
-            which = has_shape(headers, suffix, (*FLOATS, *_EXPONENTS), *shapes)
+            which = has_shape(headers, suffix, (*FLOATS, *EXPONENTS), *shapes)
             block = (inputs, outputs) if which < 3 else (inputs, 1)
         static = tuple(suffix for suffix in _ACTIVATION_SCALES if suffix in headers)
         for name in static:
@@ -78,7 +78,7 @@ class Fp8(Method):
         notes = (f"{declared}: the products of these layers are floating-point",)
         scheme = Scheme("float", 8, block, activations)
         # Exponents become float32.
-        scales = NUMPY_DTYPES["F32" if headers[suffix][0] in _EXPONENTS else headers[suffix][0]]
+        scales = NUMPY_DTYPES["F32" if headers[suffix][0] in EXPONENTS else headers[suffix][0]]
         return ModuleReader(
             ("weight", suffix, *static),
             partial(read_fp8, suffix, scheme),
@@ -144,15 +144,9 @@ def read_fp8(suffix: str, scheme: Scheme, tensors: Tensors) -> QuantizedArray:
     """The weight of `weight` [N, K] and the scales `suffix`: a number, one per output, or [N blocks, K blocks]."""
     scales = tensors[suffix]
     if scales.dtype.itemsize == 1:
-        scales = _powers_of_two(scales.view(np.uint8), suffix)
+        scales = powers_of_two(scales, suffix)
     weight = tensors["weight"]
     inputs, outputs = weight.shape[::-1]
     blocks = (-(-inputs // scheme.block[0]), -(-outputs // scheme.block[1]))
     scales = np.ascontiguousarray(scales.reshape(blocks[::-1]).T)
     return host_quantized(scheme, transposed(weight), scales)
-
-
-def _powers_of_two(exponents: np.ndarray, suffix: str) -> np.ndarray:
-    if bad := int((exponents == 255).sum()):
-        raise FormatError(f"{bad} of {exponents.size} scales are NaN", suffix)
-    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)

@@ -91,10 +91,7 @@ class Gptq(Method):
         (outputs, inputs), bits = shape, settings.bits
         size = _group_size(settings.group_size, inputs)
         groups = -(-inputs // size)
-        wanted = _headers(settings, shape)
-        has_shape(headers, "qweight", ["I32"], wanted["qweight"][1])
-        has_shape(headers, "qzeros", ["I32"], wanted["qzeros"][1])
-        has_shape(headers, "scales", FLOATS, wanted["scales"][1])
+        _check_shapes(headers, _headers(settings, shape))
         if "g_idx" in headers:
             has_shape(headers, "g_idx", ["I32"], (inputs,))
         elif settings.desc_act and groups > 1:
@@ -147,6 +144,11 @@ def _headers(settings: GptqSettings, shape: tuple[int, ...]) -> dict[str, Tensor
         "scales": ("F16", (groups, outputs)),
         "g_idx": ("I32", (inputs,)),
     }
+
+
+def _check_shapes(headers: Headers, wanted: Headers) -> None:
+    for suffix, dtypes in (("qweight", ["I32"]), ("qzeros", ["I32"]), ("scales", FLOATS)):
+        has_shape(headers, suffix, dtypes, wanted[suffix][1])
 
 
 def _is_kept_dense(overrides: tuple[tuple[str, dict[str, Any]], ...], module: str) -> bool:
@@ -316,10 +318,7 @@ class Awq(Method):
         size = self._group_size_of(module, inputs)
         if outputs % 8:
             raise FormatError(f"has {outputs} outputs, not a multiple of the 8 of a word", "qweight")
-        wanted = self._headers(module, shape)
-        has_shape(headers, "qweight", ["I32"], wanted["qweight"][1])
-        has_shape(headers, "qzeros", ["I32"], wanted["qzeros"][1])
-        has_shape(headers, "scales", FLOATS, wanted["scales"][1])
+        _check_shapes(headers, self._headers(module, shape))
         scales = NUMPY_DTYPES[headers["scales"][0]]
         form = WeightForm((inputs, outputs), Scheme("int", 4, (size, 1)), scales, has_zeros=True)
         return ModuleReader(("qweight", "qzeros", "scales"), partial(_read_awq, outputs, size), form)

@@ -287,6 +287,14 @@ def as_int8(values: np.ndarray) -> np.ndarray:
     return ((nibbles ^ np.uint8(8)) - np.uint8(8)).view(np.int8)
 
 
+def powers_of_two(exponents: np.ndarray, suffix: str | None) -> np.ndarray:
+    """float32 2^(exponent - 127) of E8M0 bytes, the tensor `suffix`. Raises FormatError for the exponent 255, a NaN."""
+    exponents = exponents.view(np.uint8)
+    if bad := int((exponents == 255).sum()):
+        raise FormatError(f"{bad} of {exponents.size} scales are NaN", suffix)
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
+
+
 def transposed(matrix: np.ndarray) -> np.ndarray:
     """The transpose [K, N] of [N, K] in C order, copied in strips that stay in the processor's cache."""
     result = np.empty(matrix.shape[::-1], matrix.dtype)

@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from checkpoints_convert.formats.float4 import BLOCK, E2M1
 from checkpoints_convert.formats.module import as_int8, pack, transposed, unsigned
-from checkpoints_convert.formats.mxfp4 import BLOCK, E2M1
 from jaxinfer.quantization import NestedScales, QuantizedArray
 
 _INSTEAD = "compressed-tensors cannot express it; the native form can"

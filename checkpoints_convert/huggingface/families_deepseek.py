@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from checkpoints_convert.huggingface.families_llama import MISTRAL_YARN
 from checkpoints_convert.huggingface.families_mixtures import expert_size, normalizes, num_experts, per_token
 from checkpoints_convert.huggingface.family import (
     ConfigPart,
@@ -15,6 +16,7 @@ from checkpoints_convert.huggingface.family import (
     Setting,
     part_of,
     read_settings,
+    scaled,
     write_settings,
 )
 from checkpoints_convert.huggingface.llama_tensors import (
@@ -360,17 +362,7 @@ DEEPSEEK: tuple[Family, ...] = (
         max_position_embeddings=1048576,
         rope=RopeForm(
             has_query_scale=True,
-            default={
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 128.0,
-                "original_max_position_embeddings": 8192,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            },
+            default=scaled("yarn", 128.0, 8192, rope_theta=10000.0, beta_fast=32.0, beta_slow=1.0, **MISTRAL_YARN),
         ),
         supported={"topk_method": (), "scoring_func": ("softmax",)},
         tensors=(

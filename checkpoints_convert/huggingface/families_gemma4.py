@@ -1,19 +1,20 @@
 """Gemma 4, the text part: heads by kind of layer, layers that share keys, inputs per layer, experts beside an MLP."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from checkpoints_convert.huggingface.families_llama import EMBEDDING_MULTIPLIER, SANDWICH_TENSORS, scaled_embedding
-from checkpoints_convert.huggingface.family import ATTENTION_BIAS, ConfigPart, Family, Fields, RopeForm, Setting
+from checkpoints_convert.huggingface.families_llama import EMBEDDING_MULTIPLIER, GEMMA3, scaled_embedding
+from checkpoints_convert.huggingface.family import ConfigPart, Family, Fields, RopeForm, Setting
 from checkpoints_convert.huggingface.llama_tensors import LAYER, TARGET, all_experts
 from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
 from jaxinfer.models import LayerInputConfig, ModelConfig, MoEConfig
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_GLOBAL_HEAD_DIM, _LAYER_INPUT_SIZE, _VOCAB_SIZE, _FULL_EVERY = 512, 256, 262144, 6
+_GLOBAL_HEAD_DIM, _LAYER_INPUT_SIZE, _VOCAB_SIZE = 512, 256, 262144
 _BESIDE, _INPUT = f"{TARGET}.beside", f"{TARGET}.layer_input"
 _TENSORS = (
-    *SANDWICH_TENSORS,
+    *GEMMA3.tensors,
     TensorRule("model.embed_tokens_per_layer.weight", ("layer_embed",)),
     *linear("model.per_layer_model_projection", "layer_embed_proj"),
     *norm("model.per_layer_projection_norm", "layer_embed_norm"),
@@ -37,7 +38,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     data = scaled_embedding(data)
     count, types = data.get("num_hidden_layers"), data.get("layer_types")
     if types is None and isinstance(count, int) and 0 < count <= 1000:
-        types = [_SLIDING if (layer + 1) % _FULL_EVERY else _FULL for layer in range(count)]
+        types = [_SLIDING if (layer + 1) % GEMMA3.full_every else _FULL for layer in range(count)]
     if isinstance(types, list) and types:
         data["layer_types"] = types = [*types[:-1], _FULL]
     by_layer = data.get("per_layer_config")
@@ -123,30 +124,16 @@ def _express(config: ModelConfig) -> dict[str, Any]:
 
 
 GEMMA4: tuple[Family, ...] = (
-    Family(
-        "Gemma4ForCausalLM",
-        "gemma4_text",
+    replace(
+        GEMMA3,
+        architecture="Gemma4ForCausalLM",
+        model_type="gemma4_text",
         title="Gemma 4",
         examples="Gemma 4 E2B to 31B, text of the models with images too",
-        max_position_embeddings=131072,
-        num_kv_heads=4,
-        head_dim=256,
         global_head_dim=_GLOBAL_HEAD_DIM,
-        **ATTENTION_BIAS,
-        qk_norm=True,
-        is_tied=True,
-        windows="pattern",
-        full_every=_FULL_EVERY,
         default_window=512,
-        names={"hidden_act": "hidden_activation"},
-        activation="gelu_pytorch_tanh",
-        defaults={
-            "vocab_size": _VOCAB_SIZE,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 8,
-        },
+        defaults={**GEMMA3.defaults, "vocab_size": _VOCAB_SIZE, "num_hidden_layers": 30},
+        refused={},
         rope=RopeForm(
             theta=1e6,
             local_theta=10000.0,

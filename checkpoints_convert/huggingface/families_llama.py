@@ -15,6 +15,7 @@ from checkpoints_convert.huggingface.family import (
     RopeForm,
     Setting,
     all_biases,
+    scaled,
 )
 from checkpoints_convert.huggingface.llama_tensors import (
     ATTENTION,
@@ -44,7 +45,7 @@ _FUSED_ATTENTION = (
 )
 
 _POST_NORM_TENSORS = (*EMBEDDING, *POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD)
-HUNYUAN_TENSORS = (
+_HUNYUAN_TENSORS = (
     *(*EMBEDDING, *NORMS, *ATTENTION, *GATED_MLP, *HEAD),
     *norm(f"{LAYER}.self_attn.query_layernorm", f"{TARGET}.attention.q_norm"),
     *norm(f"{LAYER}.self_attn.key_layernorm", f"{TARGET}.attention.k_norm"),
@@ -60,6 +61,7 @@ _APERTUS = (
 )
 
 _NO_HEAD_DIM = {"head_dim": None}
+MISTRAL_YARN = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 
 
 def _exaone_pattern(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,6 +108,33 @@ _OLMO2 = Family(
     fixed={"norm": "rms_float32", "block": "post_norm", "qk_norm_span": "all_heads"},
     tensors=_POST_NORM_TENSORS,
 )
+ERNIE = Family(
+    "Ernie4_5ForCausalLM",
+    "ernie4_5",
+    title="ERNIE 4.5",
+    examples="ERNIE-4.5-0.3B",
+    max_position_embeddings=131072,
+    num_kv_heads=2,
+    head_dim=128,
+    norm_eps=1e-5,
+    **all_biases("use_bias"),
+    is_tied=True,
+    rope=RopeForm(theta=500000.0, pairs_neighbours=True),
+)
+HUNYUAN = Family(
+    "HunYuanDenseV1ForCausalLM",
+    "hunyuan_v1_dense",
+    title="Hunyuan",
+    examples="Hunyuan 0.5B to 7B",
+    max_position_embeddings=2048,
+    norm_eps=1e-5,
+    **ATTENTION_BIAS,
+    qk_norm=True,
+    fixed={"is_qk_norm_after_rotation": True},
+    rope=RopeForm(has_alpha=True),
+    supported={"use_qk_norm": (True,), "use_cla": (False,), "mlp_bias": (False,)},
+    tensors=_HUNYUAN_TENSORS,
+)
 
 LLAMA_LIKE: tuple[Family, ...] = (
     Family(
@@ -136,15 +165,7 @@ LLAMA_LIKE: tuple[Family, ...] = (
         windows="all",
         rope=RopeForm(
             has_query_scale=True,
-            default={
-                "rope_type": "yarn",
-                "rope_theta": 1e6,
-                "factor": 16.0,
-                "original_max_position_embeddings": 16384,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            },
+            default=scaled("yarn", 16.0, 16384, rope_theta=1e6, **MISTRAL_YARN),
         ),
     ),
     Family(
@@ -247,33 +268,8 @@ LLAMA_LIKE: tuple[Family, ...] = (
         mlp_bias="mlp_bias",
         defaults={"attention_bias": True},
     ),
-    Family(
-        "Ernie4_5ForCausalLM",
-        "ernie4_5",
-        title="ERNIE 4.5",
-        examples="ERNIE-4.5-0.3B",
-        max_position_embeddings=131072,
-        num_kv_heads=2,
-        head_dim=128,
-        norm_eps=1e-5,
-        **all_biases("use_bias"),
-        is_tied=True,
-        rope=RopeForm(theta=500000.0, pairs_neighbours=True),
-    ),
-    Family(
-        "HunYuanDenseV1ForCausalLM",
-        "hunyuan_v1_dense",
-        title="Hunyuan",
-        examples="Hunyuan 0.5B to 7B",
-        max_position_embeddings=2048,
-        norm_eps=1e-5,
-        **ATTENTION_BIAS,
-        qk_norm=True,
-        fixed={"is_qk_norm_after_rotation": True},
-        rope=RopeForm(has_alpha=True),
-        supported={"use_qk_norm": (True,), "use_cla": (False,), "mlp_bias": (False,)},
-        tensors=HUNYUAN_TENSORS,
-    ),
+    ERNIE,
+    HUNYUAN,
     Family(
         "ArceeForCausalLM",
         "arcee",
@@ -318,14 +314,7 @@ LLAMA_LIKE: tuple[Family, ...] = (
         activations={**ACTIVATIONS, "relu2": "relu2", "xielu": "xielu"},
         rope=RopeForm(
             theta=12000000.0,
-            default={
-                "rope_type": "llama3",
-                "rope_theta": 12000000.0,
-                "factor": 8.0,
-                "original_max_position_embeddings": 8192,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-            },
+            default=scaled("llama3", 8.0, 8192, rope_theta=12000000.0, low_freq_factor=1.0, high_freq_factor=4.0),
         ),
         fixed={"is_mlp_gated": False},
         supported={"mlp_bias": (False,), "post_norm": (False,), "qk_norm": (True,)},
@@ -334,7 +323,7 @@ LLAMA_LIKE: tuple[Family, ...] = (
 )
 
 
-SANDWICH_TENSORS = (*EMBEDDING, *SANDWICH_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD)
+_SANDWICH_TENSORS = (*EMBEDDING, *SANDWICH_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD)
 _FIXED = {"norm": "rms_zero_centred"}
 # "gelu" in the files of the first release means the tanh form: the weights were trained with that.
 _ACTIVATIONS = {**ACTIVATIONS, "gelu": "gelu_tanh"}
@@ -377,8 +366,28 @@ _GEMMA2 = Family(
     fixed={**_FIXED, "block": "sandwich_norm"},
     settings=_settings(30.0, 50.0),
     refused=_REFUSED,
-    tensors=SANDWICH_TENSORS,
+    tensors=_SANDWICH_TENSORS,
     normalize=scaled_embedding,
+)
+GEMMA3 = replace(
+    _GEMMA2,
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    title="Gemma 3",
+    examples="Gemma 3 270M to 27B, text of the models with images too",
+    max_position_embeddings=131072,
+    qk_norm=True,
+    full_every=6,
+    # The text part in a model with images names only what differs from these.
+    defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    },
+    rope=RopeForm(theta=1e6, local_theta=10000.0, local_theta_name="rope_local_base_freq"),
+    settings=_settings(None, None),
 )
 
 GEMMA: tuple[Family, ...] = (
@@ -400,24 +409,5 @@ GEMMA: tuple[Family, ...] = (
         normalize=scaled_embedding,
     ),
     _GEMMA2,
-    replace(
-        _GEMMA2,
-        architecture="Gemma3ForCausalLM",
-        model_type="gemma3_text",
-        title="Gemma 3",
-        examples="Gemma 3 270M to 27B, text of the models with images too",
-        max_position_embeddings=131072,
-        qk_norm=True,
-        full_every=6,
-        # The text part in a model with images names only what differs from these.
-        defaults={
-            "vocab_size": 262208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-        },
-        rope=RopeForm(theta=1e6, local_theta=10000.0, local_theta_name="rope_local_base_freq"),
-        settings=_settings(None, None),
-    ),
+    GEMMA3,
 )

@@ -2,9 +2,10 @@
 scales), Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss, OLMoE, Phi-3.5-MoE, MiniMax-M2, ERNIE 4.5 and Hunyuan."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from checkpoints_convert.huggingface.families_llama import HUNYUAN_TENSORS
+from checkpoints_convert.huggingface.families_llama import ERNIE, HUNYUAN
 from checkpoints_convert.huggingface.family import (
     ATTENTION_BIAS,
     ConfigPart,
@@ -12,9 +13,9 @@ from checkpoints_convert.huggingface.family import (
     Fields,
     RopeForm,
     Setting,
-    all_biases,
     part_of,
     read_settings,
+    scaled,
     write_settings,
 )
 from checkpoints_convert.huggingface.llama_tensors import (
@@ -412,14 +413,7 @@ MIXTURES: tuple[Family, ...] = (
         full_every=2,
         rope=RopeForm(
             theta=150000.0,
-            default={
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
+            default=scaled("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False),
         ),
         fixed={"norm": "rms_float32", "has_sinks": True},
         tensors=_GPT_OSS_TENSORS,
@@ -507,17 +501,14 @@ MIXTURES: tuple[Family, ...] = (
         written={"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
         has_later_layers=True,
     ),
-    Family(
-        "Ernie4_5_MoeForCausalLM",
-        "ernie4_5_moe",
+    replace(
+        ERNIE,
+        architecture="Ernie4_5_MoeForCausalLM",
+        model_type="ernie4_5_moe",
         title="ERNIE 4.5 mixtures",
         examples="ERNIE-4.5-21B-A3B, 300B-A47B",
-        max_position_embeddings=131072,
         num_kv_heads=4,
-        norm_eps=1e-5,
-        **all_biases("use_bias"),
-        is_tied=True,
-        rope=RopeForm(theta=500000.0, pairs_neighbours=True),
+        head_dim=None,
         settings=(Setting("lm_head_bias", "use_bias", "boolean", False),),
         supported={"moe_gate": ("topk",), "moe_gate_act": ("softmax",)},
         tensors=(
@@ -532,28 +523,21 @@ MIXTURES: tuple[Family, ...] = (
         skipped=(r".*\.rotary_emb\.inv_freq", r"(model\.)?mtp.*"),
         parts=(ConfigPart(_ernie, _express_ernie),),
     ),
-    Family(
-        "HunYuanMoEV1ForCausalLM",
-        "hunyuan_v1_moe",
+    replace(
+        HUNYUAN,
+        architecture="HunYuanMoEV1ForCausalLM",
+        model_type="hunyuan_v1_moe",
         title="Hunyuan mixtures",
         examples="Hunyuan-A13B",
-        max_position_embeddings=2048,
-        norm_eps=1e-5,
-        **ATTENTION_BIAS,
-        qk_norm=True,
-        fixed={"is_qk_norm_after_rotation": True},
-        rope=RopeForm(has_alpha=True),
         supported={
-            "use_qk_norm": (True,),
-            "use_cla": (False,),
+            **HUNYUAN.supported,
             "use_mla": (False,),
-            "mlp_bias": (False,),
             "use_mixed_mlp_moe": (True,),
             "group_limited_greedy": (False,),
             "moe_layer_num_skipped": (0,),
         },
         tensors=(
-            *HUNYUAN_TENSORS,
+            *HUNYUAN.tensors,
             *router(f"{LAYER}.mlp.gate.wg"),
             *experts_of(f"{LAYER}.mlp"),
             *shared_mlp(f"{LAYER}.mlp.shared_mlp"),

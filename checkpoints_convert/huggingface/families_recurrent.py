@@ -402,14 +402,8 @@ def _granite(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         fields.problem("position_embedding_type", f"{position!r} is not one of 'rope', 'nope'")
     moe = None
     if experts:
-        moe = MoEConfig(
-            experts,
-            per_token(2).read(fields),
-            values["intermediate_size"],
-            tuple(range(num_layers)),
-            scoring="softmax_of_chosen",
-            shared_size=shared,
-        )
+        sizes = experts, per_token(2).read(fields), values["intermediate_size"], tuple(range(num_layers))
+        moe = MoEConfig(*sizes, scoring="softmax_of_chosen", shared_size=shared)
     return {
         "mamba": _mamba(fields, values, has_output_bias=fields.boolean("mamba_proj_bias", False)),
         "rotated_layers": () if position == "rope" else (False,) * num_layers,

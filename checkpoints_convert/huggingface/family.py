@@ -281,6 +281,11 @@ class RopeForm:
     default: Mapping[str, Any] | None = None
 
 
+def scaled(kind: str, factor: float, original_length: int, **settings: Any) -> dict[str, Any]:
+    """Settings of a rotary embedding that is stretched from a length, as config.json has them."""
+    return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original_length, **settings}
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """One `architectures` entry of config.json.

@@ -23,7 +23,7 @@ from checkpoints_convert.checkpoint import (
 )
 from checkpoints_convert.errors import CheckpointError, UnwritableSchemeError
 from checkpoints_convert.files import CONFIG, WEIGHTS_INDEX, write_companions, write_json
-from checkpoints_convert.formats import LayerKVScales
+from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.host_arrays import count_nonfinite
 from checkpoints_convert.huggingface.compress import StoredForm, compress, quantization_config, stored_form
 from checkpoints_convert.huggingface.config import huggingface_config

@@ -29,7 +29,7 @@ from jaxinfer.api.arguments import (
     unknown_attribute,
 )
 from jaxinfer.api.embedding import Embedder, best_first
-from jaxinfer.api.options import LLMOptions, documented
+from jaxinfer.api.options import ON_LOADING, LLMOptions, documented
 from jaxinfer.cache.policy.kinds import extends_length
 from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.engine.client import Client
@@ -128,14 +128,7 @@ class LLM(Closable):
             hosts.check_mesh(self._hosts, self.mesh)
         loaded = load_model(
             model,
-            tokenizer=chosen.tokenizer,
-            dtype=chosen.dtype,
-            activations=chosen.activations,
-            revision=chosen.revision,
-            quantize=chosen.quantize,
-            requantize=chosen.requantize,
-            quantization=chosen.quantization,
-            verify=chosen.verify,
+            **{name: getattr(chosen, name) for name in ON_LOADING},
             mesh=self.mesh,
             offload=_layers_chooser(chosen),
             from_disk=_is_from_disk(chosen, is_live=isinstance(model, tuple)),

@@ -21,6 +21,10 @@ MODEL = "Model"
 ACTIVATIONS = ("float32", "int8")
 
 
+# Arguments of `load_model`; the others are the engine's.
+ON_LOADING = ("tokenizer", "dtype", "quantize", "requantize", "quantization", "verify", "revision", "activations")
+
+
 def parse_offload(text: str) -> int | Literal["auto", "disk"]:
     """ "auto", "disk" or a number, from a command line. Raises ValueError for anything else."""
     if text in ("auto", "disk"):

@@ -1,7 +1,6 @@
 """`jaxinfer advise`: which options pay for a model, measured on this machine or planned for other chips."""
 
 import contextlib
-import json
 import shlex
 import time
 from collections.abc import Callable
@@ -268,17 +267,12 @@ class _Report:
         source: str | None = None,
     ):
         from jaxinfer.measure.advise.report import new_result
-        from jaxinfer.measure.bench.model import public_name
+        from jaxinfer.measure.bench.model import public_name, public_options
 
         self.options, self.goal, self.workload, self.arguments = options, goal, workload, arguments
         self.source = source
         values = {name: value for name, value in vars(options).items() if name not in LATER and name != "model"}
-        values = {name: value for name, value in values.items() if value not in (None, [])}
-        for name in values.keys() & {"tokenizer", "dataset", "texts", "calibration", "draft"}:
-            paths = values[name] if isinstance(values[name], list) else [values[name]]
-            names = [public_name(str(path)) for path in paths]
-            values[name] = names if isinstance(values[name], list) else names[0]
-        self.result = new_result(public_name(options.model), json.loads(json.dumps(values)), machine)
+        self.result = new_result(public_name(options.model), public_options(values), machine)
 
     def write(self, findings: "Findings") -> None:
         if self.options.json is not None:

@@ -1,7 +1,6 @@
 """`jaxinfer bench`: latency, throughput and load of a model on this machine, beside the measured roofline."""
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 WARM_UP_REQUESTS = 2
 VOCAB_SIZE = 1000  # random prompts for a server have token ids below this; most vocabularies are larger
-# Options that may be paths: results have only their last part.
-PATHS = ("tokenizer", "draft", "dataset")
 PICTURES = (".png", ".svg", ".pdf")
 
 workload_option = partial(option, group="Workload")
@@ -301,17 +298,15 @@ def new_result(
     """A result without runs. Of paths among the options only the last part is kept. `model`: the name of a server's
     model, whose machine is unknown; None for a model opened here."""
     from jaxinfer.measure.bench import results
-    from jaxinfer.measure.bench.model import machine, public_name
+    from jaxinfer.measure.bench.model import machine, public_name, public_options
 
     values = {**arguments, **{key: getattr(options, key) for key in OWN if key != "json"}, **own}
-    values = {key: public_name(str(value)) if key in PATHS and value else value for key, value in values.items()}
-    values = {key: value for key, value in values.items() if value is not None}
     return {
         "schema": results.SCHEMA,
         "version": results.VERSION,
         "command": name,
         "model": public_name(options.model) if model is None else model,
-        "options": json.loads(json.dumps(values)),
+        "options": public_options(values),
         "machine": machine() if model is None else {},
         "start": None,
         "roofline": None,

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.api.options import LLMOptions
+from jaxinfer.api.options import ON_LOADING, LLMOptions
 from jaxinfer.cli.command import OK, UsageError
 from jaxinfer.option_names import our_value
 from jaxinfer.options import MISSING, Description, argument, describe, option
@@ -60,9 +60,6 @@ def _text_type(hint: Any, about: Description) -> Any:
     if about.parse is not None or isinstance(hint, str):
         return str | None
     return hint | None
-
-
-ON_LOADING = ("tokenizer", "dtype", "quantize", "requantize", "quantization", "verify", "revision", "activations")
 
 
 @given(LLMOptions, (*ON_LOADING, "offload", "max_model_len", "kv_dtype", "kv_policy"))

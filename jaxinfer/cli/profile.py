@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.bench import (
-    PATHS,
     MeasuredModelOptions,
     bench_arguments,
     check_folder,
@@ -54,7 +53,7 @@ def profile(options: ProfileOptions) -> None:
     """
     with Stage("starting"):
         from jaxinfer.measure.bench import results
-        from jaxinfer.measure.bench.model import public_name
+        from jaxinfer.measure.bench.model import public_options
         from jaxinfer.measure.profiling.phases import PHASES, Workload
         from jaxinfer.measure.profiling.run import profile as run
 
@@ -78,7 +77,7 @@ def profile(options: ProfileOptions) -> None:
             folder=options.trace,
             progress=stage.describe,
         )
-    result["options"] = {name: public_name(str(value)) if name in PATHS else value for name, value in arguments.items()}
+    result["options"] = public_options(arguments)
     if options.json is not None:
         results.write_result(options.json, json_ready(result))
     _show(result, options.trace)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.api.options import ON_LOADING
 from jaxinfer.cli.bench import check_picture, read_integers
 from jaxinfer.cli.command import UsageError
-from jaxinfer.cli.options import ON_LOADING, ServingOptions, as_json, llm_arguments
+from jaxinfer.cli.options import ServingOptions, as_json, llm_arguments
 from jaxinfer.cli.output import console, note, write_json, write_text
 from jaxinfer.cli.prompts import PromptLine, read_prompts
 from jaxinfer.options import MISSING, argument, option

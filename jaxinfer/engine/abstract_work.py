@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache import PageTables
-from jaxinfer.engine.programs.paged import init_slots, slot_axes
-from jaxinfer.engine.programs.speculative import SpeculativeWork
-from jaxinfer.engine.programs.work import DecodeWork, Slots, StepSlots, StepWork
+from jaxinfer.engine.programs.paged import empty_work, init_slots, slot_axes, step_work
+from jaxinfer.engine.programs.speculative import SpeculativeWork, empty_rounds
+from jaxinfer.engine.programs.work import DecodeWork, Slots, StepWork
 from jaxinfer.models import ModelConfig, Params, host_layers, parameter_shardings
 from jaxinfer.models.host_layers import is_on_host
 from jaxinfer.quantization.on_device import laid_out, layouts
@@ -43,14 +43,8 @@ def abstract_step_work(
     has_prompt_lengths: bool = False,
 ) -> StepWork:
     """The work of a step of so many tokens; `has_prompt_lengths` as `empty_work`."""
-    rows, counts, flags = (
-        abstract_array(jnp.int32, num_tokens),
-        abstract_array(jnp.int32, num_slots),
-        abstract_array(jnp.bool_, num_slots),
-    )
     tables = abstract_tables(num_slots, pages_per_sequence, num_groups, is_compacted)
-    lengths = counts if has_prompt_lengths else None
-    return StepWork(rows, rows, StepSlots(counts, counts, counts, flags, flags, counts, lengths), tables)
+    return step_work(_abstract(empty_work(num_tokens, num_slots, has_prompt_lengths)), tables)
 
 
 def abstract_decode_work(
@@ -68,12 +62,12 @@ def abstract_rounds(
     num_slots: int, pages_per_sequence: int, num_groups: int = 1, is_compacted: bool = False
 ) -> SpeculativeWork:
     """The work of speculative rounds."""
-    return SpeculativeWork(
-        is_scheduled=abstract_array(jnp.bool_, num_slots),
-        page_tables=abstract_tables(num_slots, pages_per_sequence, num_groups, is_compacted),
-        num_rounds=abstract_array(jnp.int32),
-        num_drafts=abstract_array(jnp.int32, num_slots),
-    )
+    tables = abstract_tables(num_slots, pages_per_sequence, num_groups, is_compacted)
+    return SpeculativeWork(**_abstract(empty_rounds(num_slots)), page_tables=tables)
+
+
+def _abstract(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: abstract_array(array.dtype, *array.shape) for name, array in arrays.items()}
 
 
 def abstract_array(dtype: Any, *shape: int) -> Any:

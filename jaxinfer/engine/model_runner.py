@@ -352,9 +352,7 @@ class ModelRunner:
         return self._sent_tables
 
     def _step_work(self, work: dict[str, np.ndarray], page_tables: PageTables) -> StepWork:
-        arrays = self.placement.put(work)
-        tokens = {name: arrays.pop(name) for name in ("tokens", "token_slots")}
-        return StepWork(**tokens, slots=StepSlots(**arrays), page_tables=page_tables)
+        return programs.step_work(self.placement.put(work), page_tables)
 
     def _step_arguments(self, work: StepWork) -> tuple[Any, ...]:
         arrays = (self.model, self.weights.value, self._cache, self._slots, work)

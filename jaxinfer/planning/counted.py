@@ -47,11 +47,6 @@ class Counted:
         missed = (1 - self.num_chosen / self.num_experts) ** num_tokens
         return self.dense_bytes + self.expert_bytes * (1 - missed)
 
-    def attention_flops(self, num_keys: float) -> float:
-        """FLOPs of one token that attends to `num_keys` keys."""
-        windowed = sum(flops * min(num_keys, window) for window, flops in self.window_keys)
-        return self.key_flops * num_keys + windowed
-
     def span_flops(self, start: int, length: int) -> float:
         """FLOPs of the attention of `length` tokens after `start` others, each to those before it and itself."""
 

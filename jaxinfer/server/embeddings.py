@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,7 @@ async def embeddings(request: Request, service: Service) -> Response:
     texts, given = read_inputs(body), options_of(body)
 
     async with using(request, service, body) as model:
-
-        def make(options: RequestOptions) -> VectorJob:
-            return model.llm.embedder.embed(texts, **given, options=options, what="input")
-
+        make = partial(model.llm.embedder.embed, texts, **given, what="input")
         vectors, num_tokens = await run_vectors(request, service, model, texts, make, "input", body.priority)
 
     def answer() -> Response:
@@ -89,12 +87,8 @@ async def _relevance(
     if not documents:
         raise refused(param, f"{param} is empty: it needs at least 1 text")
     async with using(request, service, body) as model:
-
-        def make(options: RequestOptions) -> VectorJob:
-            return model.llm.embedder.relevance(
-                queries, documents, instruction=body.instruction, truncate=truncates(body), options=options
-            )
-
+        options: dict[str, Any] = {"instruction": body.instruction, "truncate": truncates(body)}
+        make = partial(model.llm.embedder.relevance, queries, documents, **options)
         texts = [*queries, *documents]
         return model.name, *await run_vectors(request, service, model, texts, make, param, body.priority)
 
@@ -104,11 +98,12 @@ async def run_vectors(
     service: Service,
     model: ServedModel,
     texts: Sequence[Prompt],
-    make: Callable[[RequestOptions], VectorJob],
+    make: Callable[..., VectorJob],
     param: str,
     priority: int | None = None,
 ) -> tuple[np.ndarray, int]:
-    """The result of a job, in its turn, and how many tokens it took. Raises APIError for what cannot be served."""
+    """The result of the job that `make(options=...)` returns, in its turn, and how many tokens it took. Raises APIError
+    for what cannot be served."""
     check_number(texts, param)
     record, place = record_of(request.scope), object()
     estimate = num_estimated(texts)
@@ -119,7 +114,7 @@ async def run_vectors(
         with model.admission.enter(record.key, num_answers, estimate, priority or 0) as ticket:
             salted = RequestOptions(cache_salt=service.salt(record.key, ""))
             with client_errors(param):
-                job = await in_thread(record, lambda: make(salted))
+                job = await in_thread(record, lambda: make(options=salted))
             record.num_prompt = job.num_tokens
             await while_connected(request.receive, ticket.turn())
             record.queued_seconds = time.perf_counter() - start

@@ -87,8 +87,12 @@ async def known_name(service: Service, name: str) -> str:
 
 
 def now() -> str:
-    """The time as clients of Ollama read it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return time_text(datetime.now(UTC))
+
+
+def time_text(moment: datetime) -> str:
+    """A time as clients of Ollama read it."""
+    return moment.isoformat().replace("+00:00", "Z")
 
 
 def error_line(error: APIError) -> bytes:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,8 +19,6 @@ from starlette.responses import Response
 from jaxinfer import __version__, store
 from jaxinfer.api.llm import LLM
 from jaxinfer.engine.abstract_work import shapes_of
-from jaxinfer.engine.request import RequestOptions
-from jaxinfer.engine.results import VectorJob
 from jaxinfer.models import Params
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.quantization.tree import describe, num_parameters
@@ -27,7 +26,7 @@ from jaxinfer.server.embeddings import run_vectors
 from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.http import EventStream, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
-from jaxinfer.server.ollama import LINES, error_line, known_name
+from jaxinfer.server.ollama import LINES, error_line, known_name, time_text
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import OllamaCopyRequest, OllamaEmbedRequest, OllamaLoading, OllamaModelRequest
 from jaxinfer.text.reasoning import family_of
@@ -58,7 +57,7 @@ async def ps(request: Request, service: Service) -> Response:
             left = service.models.seconds_left(model)
             ends = _FOREVER if left is None else datetime.fromtimestamp(datetime.now(UTC).timestamp() + left, UTC)
             num_bytes = model.needs.num_bytes
-            entry = _entry(model.name, model, stored) | {"expires_at": _time(ends), "size_vram": num_bytes}
+            entry = _entry(model.name, model, stored) | {"expires_at": time_text(ends), "size_vram": num_bytes}
             entries.append({**entry, "size": num_bytes, "context_length": model.llm.max_model_len})
     return json_response({"models": entries})
 
@@ -89,7 +88,7 @@ async def show(request: Request, service: Service) -> Response:
             f"{name}.context_length": facts["context"],
         },
         "capabilities": _capabilities(facts["chat template"] or ""),
-        "modified_at": _time(datetime.fromtimestamp(model.created, UTC)),
+        "modified_at": time_text(datetime.fromtimestamp(model.created, UTC)),
     }
     return json_response(about)
 
@@ -128,11 +127,8 @@ async def embed(request: Request, service: Service) -> Response:
     texts = [body.input] if isinstance(body.input, str) else body.input
     async with using(request, service, body) as model:
         record, start = record_of(request.scope), time.perf_counter()
-        given = {"truncate": body.truncate is not False, "dimensions": body.dimensions}
-
-        def make(options: RequestOptions) -> VectorJob:
-            return model.llm.embedder.embed(texts, **given, options=options, what="input")
-
+        given: dict[str, Any] = {"truncate": body.truncate is not False, "dimensions": body.dimensions}
+        make = partial(model.llm.embedder.embed, texts, **given, what="input")
         vectors, num_tokens = await run_vectors(request, service, model, texts, make, "input")
     about = {
         "model": model.name,
@@ -196,7 +192,7 @@ def _entry(name: str, model: ServedModel, stored: Mapping[str, store.StoredModel
     return {
         "name": name,
         "model": name,
-        "modified_at": _time(datetime.fromtimestamp(modified, UTC)),
+        "modified_at": time_text(datetime.fromtimestamp(modified, UTC)),
         "size": model.needs.num_bytes if local is None else local.num_bytes,
         "digest": digest,
         "details": _details(model),
@@ -243,10 +239,6 @@ def _capabilities(template: str) -> list[str]:
     if family_of("auto", template) is not None:
         capabilities.append("thinking")
     return capabilities
-
-
-def _time(moment: datetime) -> str:
-    return moment.isoformat().replace("+00:00", "Z")
 
 
 # Pulling.

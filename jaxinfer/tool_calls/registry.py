@@ -1,5 +1,7 @@
 """All forms, by name and by chat template."""
 
+from typing import Any
+
 from jaxinfer.checks import did_you_mean
 from jaxinfer.tool_calls.form import ToolForm
 from jaxinfer.tool_calls.json_forms import HarmonyForm, JsonForm, KimiForm, MistralForm, NamedForm
@@ -20,6 +22,19 @@ _KIMI = (
 _GLM_TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
+
+def _sections(texts: tuple[str, ...]) -> dict[str, Any]:
+    """The tags of a form with five of them: around all calls, around each, and before its arguments."""
+    first, begin, middle, end, last = texts
+    parts = {"first": first, "begin": begin, "middle": middle, "end": end, "last": last}
+    return {"openings": (first, begin), "special_texts": texts, **parts}
+
+
+def _dsml(name: str, models: str, tag: str, *template_texts: str) -> DsmlForm:
+    first, last = f"<｜DSML｜{tag}>", f"\n</｜DSML｜{tag}>"
+    return DsmlForm(name, models, (first,), template_texts=template_texts, first=f"{first}\n", between="\n", last=last)
+
+
 # In the order in which a template is compared: the tags of some are also those of later ones.
 _FORMS: tuple[ToolForm, ...] = (
     HarmonyForm(
@@ -31,62 +46,19 @@ _FORMS: tuple[ToolForm, ...] = (
         template_texts=("<|channel|>", "<|call|>"),
         is_before_reasoning=True,
     ),
-    KimiForm(
-        "kimi_k2",
-        "Kimi K2",
-        openings=_KIMI[:2],
-        special_texts=_KIMI,
-        first=_KIMI[0],
-        begin=_KIMI[1],
-        prefix="functions.",
-        middle=_KIMI[2],
-        end=_KIMI[3],
-        last=_KIMI[4],
-    ),
+    KimiForm("kimi_k2", "Kimi K2", prefix="functions.", **_sections(_KIMI)),
     NamedForm(
         "deepseek_v3",
         "DeepSeek V3 and R1",
-        openings=_DEEPSEEK[:2],
-        special_texts=_DEEPSEEK,
         template_texts=(_DEEPSEEK[0], "```json"),
-        first=_DEEPSEEK[0],
-        begin=_DEEPSEEK[1],
         prefix="function<｜tool▁sep｜>",
-        middle="\n```json\n",
         tail="\n```",
-        end=_DEEPSEEK[3],
         between="\n",
-        last=_DEEPSEEK[4],
+        **{**_sections(_DEEPSEEK), "middle": "\n```json\n"},
     ),
-    NamedForm(
-        "deepseek_v31",
-        "DeepSeek V3.1",
-        openings=_DEEPSEEK[:2],
-        special_texts=_DEEPSEEK,
-        first=_DEEPSEEK[0],
-        begin=_DEEPSEEK[1],
-        middle=_DEEPSEEK[2],
-        end=_DEEPSEEK[3],
-        last=_DEEPSEEK[4],
-    ),
-    DsmlForm(
-        "deepseek_v32",
-        "DeepSeek V3.2",
-        openings=("<｜DSML｜function_calls>",),
-        template_texts=("｜DSML｜", "function_calls"),
-        first="<｜DSML｜function_calls>\n",
-        between="\n",
-        last="\n</｜DSML｜function_calls>",
-    ),
-    DsmlForm(
-        "deepseek_v4",
-        "DeepSeek V4",
-        openings=("<｜DSML｜tool_calls>",),
-        template_texts=("｜DSML｜",),
-        first="<｜DSML｜tool_calls>\n",
-        between="\n",
-        last="\n</｜DSML｜tool_calls>",
-    ),
+    NamedForm("deepseek_v31", "DeepSeek V3.1", **_sections(_DEEPSEEK)),
+    _dsml("deepseek_v32", "DeepSeek V3.2", "function_calls", "｜DSML｜", "function_calls"),
+    _dsml("deepseek_v4", "DeepSeek V4", "tool_calls", "｜DSML｜"),
     GlmForm(
         "glm45",
         "GLM-4.5 and GLM-4.6",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert import load, save_huggingface
-from checkpoints_convert.formats import mxfp4_experts
+from checkpoints_convert.formats.float4 import mxfp4_experts
 from checkpoints_convert.huggingface.families import FAMILIES
 from jaxinfer.models import ModelConfig, RopeConfig, init_params
 from jaxinfer.quantization.rtn import quantize

@@ -12,10 +12,9 @@ from safetensors.numpy import load_file
 from checkpoints_convert import load
 from checkpoints_convert.gguf.blocks import dequantize
 from checkpoints_convert.gguf.config import LLAMA3
-from checkpoints_convert.gguf.describe import WRITTEN
 from checkpoints_convert.gguf.encode import encode
 from checkpoints_convert.gguf.index import GGUFIndex
-from checkpoints_convert.gguf.write import save_gguf
+from checkpoints_convert.gguf.write import WRITTEN, save_gguf
 from checkpoints_convert.load import open_checkpoint
 from jaxinfer.data import embedded_path
 from jaxinfer.extras import install_hint

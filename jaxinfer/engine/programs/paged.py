@@ -81,6 +81,13 @@ def empty_work(num_tokens: int, num_slots: int, has_prompt_lengths: bool = False
     }
 
 
+def step_work(arrays: dict[str, Any], page_tables: PageTables) -> StepWork:
+    """The work of a step of the arrays of `empty_work`."""
+    tokens = {name: arrays[name] for name in ("tokens", "token_slots")}
+    slots = {name: array for name, array in arrays.items() if name not in tokens}
+    return StepWork(**tokens, slots=StepSlots(**slots), page_tables=page_tables)
+
+
 def slot_axes(slots: Slots, batch: SamplingBatch) -> tuple[Slots, SamplingBatch]:
     """The logical name of each dimension of `init_slots`' arrays, for `jaxinfer.parallel`: rows over the vocabulary
     lie where its logits are, all else is whole on every device."""

@@ -196,12 +196,17 @@ def judge(goal: Goal, row: TrialResult, base: Sequence[TrialResult]) -> Judgemen
 def compare(goal: Goal, rounds: Sequence[TrialResult], others: Sequence[TrialResult]) -> Judgement:
     """Compares two trials that were measured in turn: `ratio` is the median of the rounds' ratios, `noise` their
     spread. Better, or worse, is what is so in each round."""
-    pairs = zip(rounds, others, strict=True)
-    ratios = [median(goal.values(row)) / max(median(goal.values(base_row)), 1e-12) for row, base_row in pairs]
+    ratios = ratios_in_turn(goal, rounds, others)
     ratio, noise = median(ratios), max(LEAST, max(ratios) / max(min(ratios), 1e-12) - 1)
     if ratio > 1 + LEAST and min(ratios) > 1:
         return Judgement("better", ratio, noise)
     return Judgement("worse" if ratio < 1 - LEAST and max(ratios) < 1 else "same", ratio, noise)
+
+
+def ratios_in_turn(goal: Goal, rounds: Sequence[TrialResult], others: Sequence[TrialResult]) -> list[float]:
+    """The ratio of the figures of each round of two trials that were measured in turn."""
+    pairs = zip(rounds, others, strict=True)
+    return [median(goal.values(row)) / max(median(goal.values(other)), 1e-12) for row, other in pairs]
 
 
 def median(values: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.api.llm import LLM
+from jaxinfer.api.options import ON_LOADING
 from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model
 from jaxinfer.calibration.inputs import split_rows
 from jaxinfer.calibration.quality import kl_divergence
@@ -28,8 +29,6 @@ from jaxinfer.models import compute_dtype
 from jaxinfer.quantization.tree import describe
 from jaxinfer.sampling import SamplingParams
 
-# Arguments of `LLM` that concern loading.
-LOADING = ("tokenizer", "dtype", "revision", "requantize", "quantize", "verify", "activations")
 # Arguments of a trial that change what is loaded; trials that share all of them share the weights.
 OF_WEIGHTS = ("quantize", "method", "mesh")
 # A repeat in which a program was compiled is discarded and made again, at most this many times.
@@ -349,7 +348,7 @@ class TrialRunner:
             return self._model
         self._close_model()
         self.progress("loading")
-        values = {name: self.settings.arguments[name] for name in LOADING if name in self.settings.arguments}
+        values = {name: self.settings.arguments[name] for name in ON_LOADING if name in self.settings.arguments}
         if "quantize" in arguments:
             values["quantize"] = arguments["quantize"]
         self._model = load_model(self.settings.model, mesh=self._mesh(arguments), **values)
@@ -381,7 +380,7 @@ class TrialRunner:
 
     def _opened_over(self, model: LoadedModel, arguments: Arguments) -> LLM:
         values = {**self.settings.arguments, **arguments}
-        values = {name: value for name, value in values.items() if name not in (*LOADING, "method")}
+        values = {name: value for name, value in values.items() if name not in (*ON_LOADING, "method")}
         values |= {name: self.settings.arguments[name] for name in ("dtype",) if name in self.settings.arguments}
         if str(values.get("kv_dtype", "")).startswith("fp8") and model.kv_scales is not None:
             values["kv_scales"] = model.kv_scales

@@ -139,21 +139,17 @@ class Planner:
         rate = self.acceptance
         row = _row(arguments, base, self)
         best = max(plans, key=lambda k: mean_tokens(rate, k) / plans[k].rounds[0].seconds)
-        plan = plans[best]
-        width = mean_tokens(rate, best)
-        step = plan.rounds[0].seconds / width
-        last = plan.rounds[-1]
-        replicas = plan.layout.num_replicas
-        sizes = _sizes(plan, self)
+        plan, width = plans[best], mean_tokens(rate, best)
+        step, last = plan.rounds[0].seconds / width, plan.rounds[-1]
         return replace(
             row,
             arguments={**arguments, "num_draft_tokens": best},
             tpot=(step,),
             one=(row.ttft[0] + step * (self.answer_tokens - 1),),
-            rate=(replicas * last.batch * width / last.seconds,),
+            rate=(plan.layout.num_replicas * last.batch * width / last.seconds,),
             acceptance=rate,
             notes=(f"if {rate:.0%} of draft tokens are accepted",),
-            **sizes,
+            **_sizes(plan),
         )
 
 
@@ -164,8 +160,7 @@ def _row(arguments: Arguments, plan: MemoryPlan, planner: Planner) -> TrialResul
     rates = Rates.of(planner.place.chip)
     # A prompt reads the weights at least once.
     read = plan.counted.read_weight_bytes(planner.prompt_tokens) / rates.hbm
-    ttft = max(prefill_seconds(rates, plan.counted, [planner.prompt_tokens]), read)
-    tpot = first.seconds
+    ttft, tpot = max(prefill_seconds(rates, plan.counted, [planner.prompt_tokens]), read), first.seconds
     row = TrialResult(
         arguments,
         ttft=(ttft,),
@@ -173,18 +168,17 @@ def _row(arguments: Arguments, plan: MemoryPlan, planner: Planner) -> TrialResul
         one=(ttft + tpot * (planner.answer_tokens - 1),),
         rate=(last.tokens_per_second,),
         notes=() if arguments else (f"a step of {last.batch} sequences is bound by {last.bound}",),
-        **_sizes(plan, planner),
+        **_sizes(plan),
     )
     if row.is_exact:
         row = replace(row, kl=0.0, top1=1.0)
-    if not plan.fits:
-        memory = plan.memory
-        reason = f"does not fit: {memory.total / 2**30:,.2f} of {memory.budget / 2**30:,.2f} GiB per device"
-        row = replace(row, reason=reason)
-    return row
+    if plan.fits:
+        return row
+    needed, budget = plan.memory.total / 2**30, plan.memory.budget / 2**30
+    return replace(row, reason=f"does not fit: {needed:,.2f} of {budget:,.2f} GiB per device")
 
 
-def _sizes(plan: MemoryPlan, planner: Planner) -> dict[str, Any]:
+def _sizes(plan: MemoryPlan) -> dict[str, Any]:
     memory = plan.memory
     return {
         "weight_bytes": memory.parts["weights"] + memory.parts.get("draft weights", 0),

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.checks import format_bytes
-from jaxinfer.measure.advise.goals import Arguments, Goal, Judgement, TrialResult, flags, judge, median
-from jaxinfer.measure.advise.search import Findings, pooled, recommended
+from jaxinfer.measure.advise.goals import Arguments, Goal, Judgement, TrialResult, flags, judge, median, ratios_in_turn
+from jaxinfer.measure.advise.search import Findings, pooled, recommended, turns
 from jaxinfer.measure.bench.metrics import cost_per_million
 from jaxinfer.measure.bench.model import public_name
 from jaxinfer.measure.bench.results import ResultError, check_same, read_schema
@@ -159,15 +159,13 @@ def _draft_share(row: TrialResult, base: TrialResult) -> str | None:
 
 def _in_turn(goal: Goal, findings: Findings) -> list[str]:
     """The finalists' figures in turn with the baseline's, relative to it."""
-    names = list(dict.fromkeys(row.name for row in findings.finals if row.arguments))
-    if not names:
+    finalists, base = {row.name: row for row in findings.finals if row.arguments}, turns(findings, {})
+    if not finalists:
         return []
-    by_name = {name: [row for row in findings.finals if row.name == name] for name in ["baseline", *names]}
-    lines = [f"In turn with the baseline, {len(by_name['baseline'])} times"]
-    for name in names:
-        pairs = zip(by_name[name], by_name["baseline"], strict=True)
-        ratios = [median(goal.values(row)) / max(median(goal.values(base)), 1e-12) for row, base in pairs]
-        lines.append(f"  {name}: {goal.title(by_name[name][0])} {', '.join(f'{ratio:.2f}x' for ratio in ratios)}")
+    lines = [f"In turn with the baseline, {len(base)} times"]
+    for name, row in finalists.items():
+        ratios = ratios_in_turn(goal, turns(findings, row.arguments), base)
+        lines.append(f"  {name}: {goal.title(row)} {', '.join(f'{ratio:.2f}x' for ratio in ratios)}")
     return [*lines, ""]
 
 

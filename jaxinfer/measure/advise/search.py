@@ -275,9 +275,9 @@ def recommended(goal: Goal, findings: Findings) -> tuple[TrialResult, Judgement]
     if findings.finals and fits:
         pairs = []
         for row in best_rows:
-            if rounds := _turns(findings, row.arguments):
+            if rounds := turns(findings, row.arguments):
                 figures = {name: getattr(pooled(rounds), name) for name in REPEATED}
-                pairs.append((replace(row, **figures), compare(goal, rounds, _turns(findings, {}))))
+                pairs.append((replace(row, **figures), compare(goal, rounds, turns(findings, {}))))
     else:
         pairs = [(row, judge(goal, row, findings.base)) for row in best_rows]
     good = [pair for pair in pairs if pair[1].verdict == "better" or not fits]
@@ -295,13 +295,14 @@ def is_improvement(goal: Goal, findings: Findings, row: TrialResult, before: Tri
     """True if more changes are better than fewer, by more than the noise."""
     if goal.name == "quality" and _kl(row) != _kl(before):
         return _kl(row) < _kl(before)
-    rows, others = (_turns(findings, trial.arguments) for trial in (row, before))
+    rows, others = (turns(findings, trial.arguments) for trial in (row, before))
     if rows and others:
         return compare(goal, rows, others).verdict == "better"
     return judge(goal, row, [before]).verdict == "better"
 
 
-def _turns(findings: Findings, arguments: Arguments) -> list[TrialResult]:
+def turns(findings: Findings, arguments: Arguments) -> list[TrialResult]:
+    """The rounds of a finalist, {} for the baseline."""
     return [row for row in findings.finals if row.arguments == arguments]
 
 

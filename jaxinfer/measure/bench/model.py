@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,16 @@ def public_name(text: str) -> str:
     """A model's name for results: only the last part of a path."""
     path = Path(text)
     return path.name if path.is_absolute() or path.exists() or text.startswith((".", "~")) else text
+
+
+# Options that may be paths.
+_PATHS = ("tokenizer", "draft", "dataset", "texts", "calibration")
+
+
+def public_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are given, as JSON values; of paths only the last part."""
+    values = {name: value for name, value in options.items() if value not in (None, [])}
+    for name in values.keys() & set(_PATHS):
+        path = values[name]
+        values[name] = [public_name(str(each)) for each in path] if isinstance(path, list) else public_name(str(path))
+    return json.loads(json.dumps(values))

@@ -18,7 +18,7 @@ from checkpoints_convert import (
     save_huggingface,
     verify_against,
 )
-from checkpoints_convert.formats import LayerKVScales
+from checkpoints_convert.formats.kv_scales import LayerKVScales
 from jaxinfer.loading import load_model
 from jaxinfer.models import bind
 from jaxinfer.quantization import QuantizedArray

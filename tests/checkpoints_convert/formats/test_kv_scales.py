@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from checkpoints_convert import CheckpointError, open_checkpoint
-from checkpoints_convert.formats import FormatError, LayerKVScales
-from checkpoints_convert.formats.kv_scales import check_kv_scale, kv_scale_names, read_kv_scales
+from checkpoints_convert.formats.kv_scales import LayerKVScales, check_kv_scale, kv_scale_names, read_kv_scales
+from checkpoints_convert.formats.module import FormatError
 from jaxinfer.models import ModelConfig, RopeConfig
 from tests.checkpoints_convert.formats.tiny import tiny
 

@@ -2,7 +2,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from checkpoints_convert.formats import FormatError, mxfp4_experts, mxfp4_weight
+from checkpoints_convert.formats.float4 import mxfp4_experts, mxfp4_weight
+from checkpoints_convert.formats.module import FormatError
 from tests.checkpoints_convert.formats import encoders
 
 
