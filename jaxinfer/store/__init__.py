@@ -10,3 +10,29 @@ from jaxinfer.store.names import FoundModel, UnknownModelError, alias_options, f
 from jaxinfer.store.pull import Download
 from jaxinfer.store.pulled import HubName, PulledFile, PulledModel, StoreError, home
 from jaxinfer.store.remove import Removed, remove
+
+__all__ = [
+    "Alias",
+    "Download",
+    "FoundModel",
+    "HubName",
+    "PulledFile",
+    "PulledModel",
+    "Removed",
+    "StoreError",
+    "StoredModel",
+    "UnknownModelError",
+    "alias_options",
+    "copy_model",
+    "disk_usage",
+    "find_model",
+    "find_path",
+    "home",
+    "list_models",
+    "prepare",
+    "pull",
+    "read_alias",
+    "remove",
+    "show_model",
+    "write_alias",
+]

@@ -2,3 +2,5 @@
 
 from pallas_kernels.choice import KernelChoice
 from pallas_kernels.flash_attention.api import explain, flash_attention
+
+__all__ = ["KernelChoice", "explain", "flash_attention"]

@@ -8,3 +8,16 @@ from pallas_kernels.recurrence.api import (
 )
 from pallas_kernels.recurrence.batch import BLOCK_TOKENS, RaggedBatch, RecurrentTokens
 from pallas_kernels.recurrence.conv import causal_conv, commit_conv, conv_of_sequences
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "MAX_SHORT_TOKENS",
+    "RaggedBatch",
+    "RecurrentTokens",
+    "causal_conv",
+    "commit_conv",
+    "commit_recurrence",
+    "conv_of_sequences",
+    "linear_recurrence",
+    "recurrence_of_sequences",
+]
