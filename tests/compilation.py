@@ -15,6 +15,7 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 
 PROGRAMS_PER_CONTEXT = 200  # a context keeps the constants of all its programs
+num_programs = 0  # compiled, or read from the cache, since a reader set it to 0
 
 
 def install() -> None:
@@ -24,6 +25,8 @@ def install() -> None:
 
     @functools.wraps(get_compile_options)
     def wrapper(*args, backend=None, **kwargs):
+        global num_programs
+        num_programs += 1
         options = get_compile_options(*args, backend=backend, **kwargs)
         is_optimized = _is_optimized()
         if is_optimized or (backend is not None and backend.platform != "cpu"):

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import importlib.metadata
-import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -107,15 +106,16 @@ def pytest_handlecrashitem(crashitem, report, sched):
 
 MAX_MAPPINGS = 45_000  # Linux gives a process 65,530 memory mappings and kills it, without a word, at the next
 MAX_RESIDENT_BYTES = 3 * 2**30
-TESTS = itertools.count(1)
+PROGRAMS_BETWEEN_LOOKS = 20  # to read 30,000 mappings takes 40 ms, more than most tests
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item):
     """Drops compiled programs before there are too many: on a CPU each of their functions takes three mappings."""
     maps = Path("/proc/self/maps")
-    if next(TESTS) % 5 or not maps.exists():
+    if compilation.num_programs < PROGRAMS_BETWEEN_LOOKS or not maps.exists():
         return
+    compilation.num_programs = 0
     resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if resident > MAX_RESIDENT_BYTES or maps.read_bytes().count(b"\n") > MAX_MAPPINGS:
         import jax
