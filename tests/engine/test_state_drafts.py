@@ -248,7 +248,6 @@ def test_a_draft_with_states_begins_anew_wherever_a_sequence_does(model, drafts,
     assert not any(found)
 
 
-@pytest.mark.slow
 @pytest.mark.all_buckets
 def test_states_of_a_draft_move_with_slots(model, drafts):
     """When few sequences are left: the model itself goes on to draft what it would choose."""
