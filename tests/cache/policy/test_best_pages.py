@@ -157,7 +157,7 @@ def test_equal_pages_are_taken_by_position():
     assert table[0].tolist() == [parts.page_table[0, column] for column in (0, 1, 5)]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("int8")
 @pytest.mark.parametrize("stored", STORED)
 def test_bounds_are_bounds(stored):
     """Of each stored key, in every kind of cache; without slack where the bound's dtype has the keys."""
