@@ -134,7 +134,6 @@ def test_what_drafts_well_is_accepted_more_often(tiny, drafts):
     assert rates["always wrong"] < 0.1
 
 
-@pytest.mark.slow
 def test_maximal_acceptance_keeps_greedy_answers_and_accepts_more(tiny, drafts, expected):
     found = {}
     for rule in ("exact", "maximal"):

@@ -137,7 +137,7 @@ def test_explain_counts_the_states(model):
     assert cache["bytes per token"] == 2 * 2 * 8 * 4
 
 
-@pytest.mark.matrix("False-plain")
+@pytest.mark.matrix("False-plain", "True-ngram", "True-layers")
 @pytest.mark.parametrize("draft", [None, NgramDraft(), LayersDraft(2)], ids=["plain", "ngram", "layers"])
 @pytest.mark.parametrize("is_limited", [True, False])
 def test_refused_tokens_reach_no_state(is_limited, draft):

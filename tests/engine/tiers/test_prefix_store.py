@@ -46,7 +46,6 @@ def run(model, folder, prompts=PROMPTS, gib=GIB, params=GREEDY, **options):
         return found, llm.engine.scheduler.counters.disk_read_tokens
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", quick(STORES, "plain", "int8"))
 def test_prompts_are_there_after_a_restart(tiny, tmp_path, name):
     expected, num_read = run(tiny, tmp_path / "pages", **STORES[name])
