@@ -7,9 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints_convert.formats.float4 import BLOCK, E2M1
+from checkpoints_convert.formats.float4 import BLOCK
 from checkpoints_convert.formats.module import as_int8, pack, transposed, unsigned
 from jaxinfer.quantization import NestedScales, QuantizedArray
+from jaxinfer.quantization.rtn import E2M1
 
 _INSTEAD = "compressed-tensors cannot express it; the native form can"
 _NOT_MXFP4 = f"values of a codebook, but for MXFP4's in blocks of {BLOCK}: {_INSTEAD}"

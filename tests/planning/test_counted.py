@@ -27,7 +27,7 @@ def counted(request, **changes):
 
 
 def attention_flops(its, num_keys):
-    """Of one token that attends to `num_keys` keys, window by window."""
+    """FLOPs of one token that attends to `num_keys` keys, window by window."""
     return its.key_flops * num_keys + sum(flops * min(num_keys, window) for window, flops in its.window_keys)
 
 
