@@ -1,7 +1,7 @@
 """Ahead-of-time compilation for TPUs and GPUs that are not attached.
 
-`libtpu` holds the TPU compiler and `jax-cuda12-plugin` the GPU compiler; neither needs a device or a driver to compile
-(extra `aot`). The memory, FLOPs and HLO of the compiled program can be read; the program cannot run.
+`libtpu` holds the TPU compiler, `jax-cuda12-plugin` and `jax-cuda13-plugin` the GPU compiler; none needs a device or a
+driver to compile (extra `aot`). The memory, FLOPs and HLO of the compiled program can be read; the program cannot run.
 """
 
 import contextlib
@@ -28,14 +28,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 # Slices that are offered, smallest first. The TPU compiler accepts none smaller than the first.
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SOLID = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-_TPU_TOPOLOGIES = {"v5e": _FLAT, "v5p": _SOLID, "v6e": _FLAT, "tpu7x": _SOLID}
+_TPU_TOPOLOGIES = {"v4": _SOLID, "v5e": _FLAT, "v5p": _SOLID, "v6e": _FLAT, "tpu7x": _SOLID}
 # The public figures of a chip, in the form of XLA's GpuTargetConfigProto (openxla/xla, target_config/specs).
 _GPU_TARGET = """
 gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
   l2_cache_size: {l2} clock_rate_ghz: {clock} device_memory_size: {memory} shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 minor: 0 }} registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
+  cuda_compute_capability {{ major: 9 minor: 0 }} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "{cuda}" runtime_version: "{cuda}" compile_time_toolkit_version: "{cuda}" }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 patch: 0 }} device_description_str: "{name}"
 """
 _GPU_TARGETS = {
@@ -54,6 +55,10 @@ _GPU_TARGETS = {
         "memory": 150_000_000_000,
     },
 }
+# Plugins that hold the GPU compiler, newest first, and the versions of CUDA's driver and runtime that a program is
+# compiled for. Without versions XLA takes the oldest, and its plan of launches is another than a chip's: calls of kernels,
+# loops and conditionals are in no graph.
+_GPU_PLUGINS = {"jax_cuda13_plugin": "13.0.0", "jax_cuda12_plugin": "12.9.0"}
 HOST_KINDS = ("pinned_host", "unpinned_host")  # of memory
 CHIPS = (*_TPU_TOPOLOGIES, *_GPU_TARGETS)
 
@@ -103,10 +108,9 @@ def missing_compiler(chip: str) -> str | None:
     """The reason why this installation cannot compile for `chip`, or None."""
     if chip not in CHIPS:
         raise ValueError(f"chip={chip!r} is not one of {', '.join(CHIPS)}")
-    is_tpu = chip in _TPU_TOPOLOGIES
-    module = "libtpu" if is_tpu else "jax_cuda12_plugin"
-    if importlib.util.find_spec(module) is None:
-        return f"no compiler for {chip}: {module} is not installed"
+    modules = ["libtpu"] if chip in _TPU_TOPOLOGIES else list(_GPU_PLUGINS)
+    if not any(map(importlib.util.find_spec, modules)):
+        return f"no compiler for {chip}: {' or '.join(modules)} is not installed"
     return None
 
 
@@ -150,8 +154,9 @@ def _tpu_devices(chip: str, num_devices: int) -> list[Any]:
 def _gpu_devices(chip: str, num_devices: int) -> list[Any]:
     with warnings.catch_warnings():
         # A plugin one patch release older compiles the same programs.
-        warnings.filterwarnings("ignore", message="JAX plugin jax_cuda12_plugin version")
-        target = _GPU_TARGET.format(**_GPU_TARGETS[chip])
+        warnings.filterwarnings("ignore", message="JAX plugin jax_cuda1[23]_plugin version")
+        cuda = next(version for plugin, version in _GPU_PLUGINS.items() if importlib.util.find_spec(plugin))
+        target = _GPU_TARGET.format(**_GPU_TARGETS[chip], cuda=cuda)
         return topologies.get_topology_desc(
             f"{chip}x{num_devices}", "cuda", target_config=target, topology=f"1x1x{num_devices}"
         ).devices
