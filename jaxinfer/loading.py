@@ -29,7 +29,7 @@ from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
 from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, moved_layers
 from jaxinfer.option_names import check_format
 from jaxinfer.param_dict import plain
-from jaxinfer.quantization import Selection, check, quantize_params
+from jaxinfer.quantization import Selection, check, quantize_params, side_by_side
 from jaxinfer.quantization.on_device import (
     Copies,
     Packing,
@@ -215,8 +215,10 @@ def _live(
 
 
 def _laid_out(params: Params, mesh: Mesh | None, *, donate: bool = False) -> Params:
-    """The parameters in the layouts of a device's products; on a CPU, and on a mesh, they stay as they are."""
+    """The parameters as a device multiplies them: side by side on a GPU, and on one device in its layouts."""
     platform = jax.default_backend()
+    if platform == "gpu":
+        params = side_by_side.join(params, donate=donate)
     return params if platform == "cpu" or mesh is not None else in_layouts(params, platform, donate=donate)
 
 
@@ -425,7 +427,7 @@ def load_draft(
 def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenizer | None]:
     if len(model) not in (2, 3) or not isinstance(model[0], ModelConfig):
         raise TypeError("a live model is (ModelConfig, params) or (ModelConfig, params, tokenizer)")
-    config, params = model[0], plain(model[1])
+    config, params = model[0], side_by_side.separate(plain(model[1]))
     wanted = jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
     given = jax.tree.map(jnp.shape, params, is_leaf=is_weight)
     if wanted != given:

@@ -22,6 +22,7 @@ def model_fingerprint(llm: Any, params: Any) -> str:
     from jaxinfer.models.host_layers import all_layers, disk_layers
     from jaxinfer.parallel import hosts
     from jaxinfer.quantization.on_device import unpacked
+    from jaxinfer.quantization.side_by_side import weight_at
     from jaxinfer.quantization.tree import is_packed, is_quantized, is_weight
 
     digest = hashlib.sha256()
@@ -32,8 +33,10 @@ def model_fingerprint(llm: Any, params: Any) -> str:
         digest.update(part)
     samples: list[_Sample] = []
     reader = None if (disk := disk_layers(params)) is None else disk.reader
-    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(params), is_leaf=is_weight):
+    every = all_layers(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(every, is_leaf=is_weight):
         keys = tuple(key.key for key in path)
+        leaf = weight_at(every, keys)
         if is_read := reader is not None and reader.takes(keys):
             leaf = jax.tree.map(jax.device_put, reader.weight(keys))  # pyright: ignore[reportOptionalMemberAccess]
         elif is_packed(leaf):  # the same weights, packed or not

@@ -17,6 +17,7 @@ from jaxinfer.engine.programs.work import DecodeWork, Slots, StepWork
 from jaxinfer.models import ModelConfig, Params, host_layers, parameter_shardings
 from jaxinfer.models.host_layers import is_on_host
 from jaxinfer.quantization.on_device import laid_out, layouts
+from jaxinfer.quantization.side_by_side import join, separate
 from jaxinfer.quantization.tree import is_quantized
 from jaxinfer.sampling import SamplingBatch
 
@@ -89,9 +90,14 @@ def placed(arrays: Any, shardings: Any) -> Any:
 def placed_params(
     config: ModelConfig, params: Params, mesh: Mesh | None, platform: str = "cpu", laid_out_on: Any = None
 ) -> Params:
-    """Abstract parameters, of which some may be quantized, with their shardings, and with the layouts of the platform's
-    products on the only device of `laid_out_on`. Raises ValueError as `models.check_divides`."""
-    abstract = params if mesh is None else placed(params, parameter_shardings(mesh, config, params))
+    """Abstract parameters, of which some may be quantized, as the platform multiplies them: with their shardings, side
+    by side on a GPU, and in layouts on the only device of `laid_out_on`. Raises ValueError as `models.check_divides`.
+    """
+    abstract = separate(params)
+    if mesh is not None:
+        abstract = placed(abstract, parameter_shardings(mesh, config, abstract))
+    if platform == "gpu":
+        abstract = join(abstract)
     if not isinstance(laid_out_on, Mesh):
         return abstract
     return in_layouts(abstract, platform, NamedSharding(laid_out_on, PartitionSpec()))

@@ -20,6 +20,7 @@ from jaxinfer.models import ModelConfig
 from jaxinfer.models.attend import attention_options
 from jaxinfer.models.host_layers import all_layers, disk_layers, host_rows
 from jaxinfer.quantization.reads import MOST_READ, product_use
+from jaxinfer.quantization.side_by_side import separate
 from jaxinfer.quantization.tree import (
     describe_scheme,
     is_packed,
@@ -398,7 +399,7 @@ def _compiled(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def _products(spec: EngineSpec) -> dict[str, str]:
     precision = ", highest precision" if spec.dtype == "float32" else ""
     names = set()
-    for leaf in weights(all_layers(spec.params)) if spec.mesh is None else ():
+    for leaf in weights(separate(all_layers(spec.params))) if spec.mesh is None else ():
         if not is_weight(leaf) and leaf.ndim == 2:
             x = jax.ShapeDtypeStruct((1, leaf.shape[0]), spec.dtype)
             names.add(choose_dense(make_dense_spec(x, leaf)).implementation)
@@ -428,7 +429,7 @@ def _quantized_products(spec: EngineSpec) -> dict[str, Any]:
     products: dict[str, None] = {}
     stored, read, wasteful = 0, 0, {}
     is_tied = spec.config.tie_word_embeddings
-    for path, leaf in jax.tree_util.tree_leaves_with_path(all_layers(spec.params), is_leaf=is_weight):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(separate(all_layers(spec.params)), is_leaf=is_weight):
         names = [str(getattr(key, "key", key)) for key in path]
         is_head = is_tied and names == ["embed"]
         if leaf.ndim < 2 or (names[0] in ("embed", "position_embed", "layer_embed") and not is_head):

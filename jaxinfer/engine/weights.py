@@ -17,6 +17,7 @@ from jaxinfer.param_dict import plain
 from jaxinfer.quantization import Selection
 from jaxinfer.quantization.on_device import Copies, Packing, float32_copies, why_not_packing
 from jaxinfer.quantization.packed import pack_weight
+from jaxinfer.quantization.side_by_side import has_groups, join, separate
 from jaxinfer.quantization.tree import is_packed, is_quantized, is_weight, weights
 
 T = TypeVar("T")
@@ -235,6 +236,8 @@ def _formed_like(params: Params, wanted: Params) -> Params:
         raise ValueError("layers that are read from files (offload='disk') cannot be replaced")
     if HOST_LAYERS in wanted and HOST_LAYERS not in params:
         params = move_layers_to_host(params, sorted(host_rows(wanted)), jax.default_backend())
+    if has_groups(wanted):
+        params = join(separate(params))
     given, own = _named(params), _named(wanted)
     if other := next((name for name in [*own, *given] if name not in given or name not in own), None):
         reason = "is missing" if other in own else "is none of the model's"

@@ -11,6 +11,8 @@ from jax import lax
 
 from jaxinfer.models.config import ModelConfig, NormKind
 from jaxinfer.quantization.matmul import is_joinable, matmul, matmul_several
+from jaxinfer.quantization.side_by_side import SideBySide
+from jaxinfer.quantization.side_by_side import products as side_by_side_products
 
 
 def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype) -> Any:
@@ -132,11 +134,13 @@ class Linear(nnx.Module):
 
 
 def project(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
-    """The outputs of linear layers of the same x, in one call where all their weights are packed for a CPU."""
+    """The outputs of linear layers of the same x: in one call where all their weights are packed for a CPU, in one
+    product where they lie side by side for a GPU."""
     # Calibration puts recorders in the place of linear layers: they have no weight and are called one by one.
     weights = [linear.weight.get_value() for linear in linears if isinstance(linear, Linear)]
-    if len(weights) < len(linears) or not all(map(is_joinable, weights)):
+    is_side_by_side = any(isinstance(weight, SideBySide) for weight in weights)
+    if len(weights) < len(linears) or not (is_side_by_side or all(map(is_joinable, weights))):
         return [linear(x) for linear in linears]
     with jax.named_scope("_".join(linear.scope for linear in linears)):
-        products = matmul_several(x, weights)
+        products = side_by_side_products(x, weights) if is_side_by_side else matmul_several(x, weights)
         return [linear._biased(y) for linear, y in zip(linears, products, strict=True)]

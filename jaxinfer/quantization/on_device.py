@@ -17,6 +17,7 @@ from jaxinfer.quantization.packed import (
     packed_shapes,
     why_not_packed,
 )
+from jaxinfer.quantization.side_by_side import separate
 from jaxinfer.quantization.tree import is_packed, is_quantized, is_weight, weights
 from pallas_kernels.packed_matmul import unsupported
 from pallas_kernels.quantized_matmul import GPU_KERNEL_BLOCKS, choose, make_spec
@@ -105,8 +106,9 @@ def rounds_activations(params: Any) -> bool:
 
 
 def unpack_params(params: Any) -> Any:
-    """The parameters as they were before packing: `QuantizedArray`s and plain arrays, these in the dtype of the norms.
-    What computes gradients or rounds weights needs them."""
+    """The parameters as they were before packing, each weight on its own: `QuantizedArray`s and plain arrays, these in
+    the dtype of the norms. What computes gradients or rounds weights needs them."""
+    params = separate(params)
     if not any(map(is_packed, weights(params))):
         return params
     dtype = params["final_norm"]["weight"].dtype
@@ -118,7 +120,7 @@ def dequantize_params(params: Any) -> Any:
 
     Arrays that are plain are shared, not copied. Quantized weights get the values that they stand for.
     """
-    dtype = params["final_norm"]["weight"].dtype
+    params, dtype = separate(params), params["final_norm"]["weight"].dtype
 
     def dense(leaf: Any) -> Any:
         leaf = unpacked(leaf, dtype)

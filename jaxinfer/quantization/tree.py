@@ -9,6 +9,7 @@ import jax
 from jaxinfer.quantization.array import NestedScales, QuantizedArray, Scheme
 from jaxinfer.quantization.matmul import KINDS
 from jaxinfer.quantization.packed import PackedArray
+from jaxinfer.quantization.side_by_side import separate
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -88,7 +89,8 @@ def num_bytes(params: Any) -> int:
 
 def describe(params: Any) -> str:
     """Text that counts quantized matrices by scheme; empty if none is quantized."""
-    matrices = [leaf for leaf in weights(params) if leaf.ndim > 1]
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), params)
+    matrices = [leaf for leaf in weights(separate(shapes)) if leaf.ndim > 1]
     names = Counter(describe_scheme(leaf) for leaf in matrices if scheme_of(leaf) is not None)
     return "; ".join(f"{count} of {len(matrices)} matrices in {name}" for name, count in names.items())
 
