@@ -55,9 +55,9 @@ _GPU_TARGETS = {
         "memory": 150_000_000_000,
     },
 }
-# Plugins that hold the GPU compiler, newest first, and the versions of CUDA's driver and runtime that a program is
-# compiled for. Without versions XLA takes the oldest, and its plan of launches is another than a chip's: calls of kernels,
-# loops and conditionals are in no graph.
+# Plugins that hold the GPU compiler, newest first, and the version of CUDA, driver and runtime, that a program is
+# compiled for. Without one XLA takes the oldest, and plans other launches than on a chip: calls of kernels, loops and
+# conditionals are in no graph.
 _GPU_PLUGINS = {"jax_cuda13_plugin": "13.0.0", "jax_cuda12_plugin": "12.9.0"}
 HOST_KINDS = ("pinned_host", "unpinned_host")  # of memory
 CHIPS = (*_TPU_TOPOLOGIES, *_GPU_TARGETS)

@@ -1,9 +1,10 @@
 """Programs compiled before their first use, several at once."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from typing import Any
 
 import jax
@@ -15,69 +16,80 @@ from pallas_kernels.platform import current_platform, num_cores
 Report = Callable[[str], None]
 MAX_JOBS = 8  # compilers of large models take gigabytes
 
-# Of the compilers, for large programs. XLA:GPU would join products of the same rows (queries, keys, values), and for
-# that write their weights side by side in every step: three times the bytes of reading them. XLA:CPU cuts a program
-# into 32 LLVM modules, to compile them side by side; on two cores that takes a third longer than one module (9.3 s and
-# 6.8 s for `decode` of 30 layers), and several programs side by side use the cores anyway. XLA:TPU gives the bfloat16
-# operands of a loop tiles of 16 rows on tpu7x, where arguments and products have tiles of 8: each dispatch copied all
-# weights.
+# Operations that XLA:GPU takes into a CUDA graph. With loop and conditionals inside a dispatch is one graph; otherwise
+# the host reads three predicates in each step.
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+# Of the compilers, for large programs.
+# - XLA:CPU cuts a program into 32 LLVM modules, to compile them side by side; on two cores that takes a third longer
+#   than one module (9.3 s and 6.8 s for `decode` of 30 layers), and several programs side by side use the cores anyway.
+# - XLA:GPU would cut the sums of a product of few rows into parts, each a float32 array of all rows: further bytes and
+#   launches, and sums whose order follows from the number of rows. And it would join products of the same rows whose
+#   weights lie apart, and write these side by side in every step.
+# - XLA:TPU gives the bfloat16 operands of a loop tiles of 16 rows on tpu7x, where arguments and products have tiles of
+#   8: each dispatch copied all weights.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {"xla_cpu_parallel_codegen_split_count": 1},
-    "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
+    "gpu": {
+        "xla_gpu_enable_command_buffer": _IN_GRAPHS,
+        "xla_gpu_experimental_force_split_k": 1,
+        "xla_gpu_dot_merger_threshold_mb": 0,
+    },
     "tpu": {"xla_tpu_control_large_2nd_minor_layout_for_x16": False},
 }
-# For uniform passes as well. XLA:GPU cuts the sums of a product with few columns, to give all multiprocessors work, and
-# writes a float32 array of all rows for each part: on an H100 a sixth of a layer's bytes in a pass of 256 rows, which
-# fill the multiprocessors anyway. Without parts the order of a sum does not follow from the shape either.
-UNIFORM_OPTIONS: dict[str, dict[str, Any]] = {
-    # An experimental option of this release's compiler: a later one may refuse it.
-    "gpu": {"xla_gpu_experimental_force_split_k": 1} if jax.__version_info__ < (0, 11) else {}
-}
+
+
+@cache
+def compiler_options(platform: str) -> dict[str, Any]:
+    """`COMPILER_OPTIONS` of a platform. Where it is that of this process, each is tried on a small program, and one
+    that its compiler does not know is left out, with a warning: they come and go with releases."""
+    options = COMPILER_OPTIONS.get(platform, {})
+    if platform != jax.default_backend() or platform == "cpu":
+        return options
+    accepted = {}
+    for name, value in options.items():
+        try:
+            jax.jit(lambda x: x + 1, compiler_options={name: value}).lower(0).compile()
+            accepted[name] = value
+        except jax.errors.JaxRuntimeError as error:
+            warnings.warn(f"the compiler does not know {name}, programs are slower: {error}", stacklevel=2)
+    return accepted
 
 
 class LargeProgram:
-    """`jax.jit(function, **arguments)` with `COMPILER_OPTIONS` of the platform that it is traced for, and with
-    `UNIFORM_OPTIONS` where `is_uniform` of a call's arguments is true.
+    """`jax.jit(function, **arguments)` with the `compiler_options` of the platform that it is traced for.
 
     outputs: with it, the program is kept between processes (`kept_programs.kept`).
     """
 
-    def __init__(
-        self,
-        function: Callable,
-        is_uniform: Callable[..., bool] = lambda *_, **__: False,
-        outputs: Callable[..., Any] | None = None,
-        **arguments: Any,
-    ):
+    def __init__(self, function: Callable, outputs: Callable[..., Any] | None = None, **arguments: Any):
         update_wrapper(self, function)
-        self._is_uniform = is_uniform
         self._plain = jax.jit(function, **arguments)
         static = arguments.get("static_argnums", ())
         if outputs is not None:
             function = kept(function, (static,) if isinstance(static, int) else static, outputs)
-        plain = {platform: {**options} for platform, options in COMPILER_OPTIONS.items()}
-        kinds = {False: plain, True: {name: {**plain[name], **UNIFORM_OPTIONS.get(name, {})} for name in plain}}
-        self._jitted = {
-            (platform, kind): jax.jit(function, compiler_options=options, **arguments)
-            for kind, by_platform in kinds.items()
-            for platform, options in by_platform.items()
-        }
+        self._function, self._arguments = function, arguments
+        self._jitted: dict[str, Any] = {}
 
-    def _of(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return self._jitted[current_platform(), bool(self._is_uniform(*arguments, **named))]
+    @property
+    def _of_platform(self) -> Any:
+        platform = current_platform()
+        if platform not in self._jitted:
+            options = compiler_options(platform)
+            self._jitted[platform] = jax.jit(self._function, compiler_options=options, **self._arguments)
+        return self._jitted[platform]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._of(arguments, named)(*arguments, **named)
+        return self._of_platform(*arguments, **named)
 
     def lower(self, *arguments: Any, **named: Any) -> Lowered:
-        return self._of(arguments, named).lower(*arguments, **named)
+        return self._of_platform.lower(*arguments, **named)
 
     def eval_shape(self, *arguments: Any, **named: Any) -> Any:
         return self._plain.eval_shape(*arguments, **named)
 
     def _cache_size(self) -> int:
         """How many programs were compiled, as what `jax.jit` returns has it (`explanation.num_compiled`)."""
-        return sum(jitted._cache_size() for jitted in self._jitted.values())  # pyright: ignore[reportAttributeAccessIssue]
+        return sum(jitted._cache_size() for jitted in self._jitted.values())
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,11 @@ class Taps:
         self._split = {tuple(name.split(".")[1:]) for name in self._names if name.startswith("layers.")}
         self.states: dict[str, jax.Array] = {}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
     def __call__(self, name: str, value: jax.Array) -> None:
-        if name in self._names:
+        if name in self:
             self.states[name] = value
 
     def inside(self, layer: int) -> Tap | None:

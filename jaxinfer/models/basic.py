@@ -1,4 +1,4 @@
-"""Linear layers, and norms: RMSNorm in three variants of rounding, and LayerNorm."""
+"""Linear layers and norms."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from jaxinfer.models.config import ModelConfig, NormKind
+from jaxinfer.models.hidden import Hidden, Pending
 from jaxinfer.quantization.matmul import is_joinable, matmul, matmul_several
 from jaxinfer.quantization.side_by_side import SideBySide
 from jaxinfer.quantization.side_by_side import products as side_by_side_products
+from pallas_kernels.norm import choose as choose_norm
+from pallas_kernels.norm import make_spec as norm_spec
+from pallas_kernels.norm import norm
 
 
 def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype) -> Any:
@@ -24,10 +27,8 @@ def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype) -> Any:
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last axis, see `NormKind`.
-
-    Statistics are float32. The weight may have leading axes (one row per head).
-    """
+    """RMSNorm or LayerNorm over the last axis (`pallas_kernels.norm`). The weight may have leading axes (one row per
+    head)."""
 
     def __init__(
         self,
@@ -47,20 +48,29 @@ class Norm(nnx.Module):
         self.kind, self.eps = kind, eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        if self.kind == "layer":
-            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        if self.weight is None:
-            return normed.astype(x.dtype)
-        weight = self.weight[...]
-        if self.kind == "rms":
-            return normed.astype(x.dtype) * weight
-        weight = weight.astype(jnp.float32)
-        out = normed * (1 + weight if self.kind == "rms_zero_centred" else weight)
-        if self.bias is not None:
-            out = out + self.bias[...].astype(jnp.float32)
-        return out.astype(x.dtype)
+        return self._normed(x, None)[1]
+
+    def after(self, x: jax.Array, term: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x + term, and its norm."""
+        return self._normed(x, term)
+
+    def adds(self, x: jax.Array) -> bool:
+        """True if a kernel computes x + term with the norm, so that it pays to leave the addition to it."""
+        spec = norm_spec(x, self._value(self.weight), self._value(self.bias), x, kind=self.kind, eps=self.eps)
+        return choose_norm(spec).implementation != "xla"
+
+    def _normed(self, x: jax.Array, term: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        weight, bias = self._value(self.weight), self._value(self.bias)
+        return norm(x, weight, bias, term, kind=self.kind, eps=self.eps)
+
+    @staticmethod
+    def _value(parameter: nnx.Param | None) -> jax.Array | None:
+        return None if parameter is None else parameter[...]
+
+
+def normed(norm: Norm, x: Hidden) -> tuple[jax.Array, jax.Array]:
+    """Hidden states as an array, and their norm."""
+    return norm.after(*x) if isinstance(x, Pending) else (x, norm(x))
 
 
 def hidden_norm(config: ModelConfig, dtype) -> Norm:

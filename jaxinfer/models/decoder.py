@@ -19,6 +19,7 @@ from jaxinfer.checks import did_you_mean
 from jaxinfer.kept_files import KeptFiles, key_of, sources_key
 from jaxinfer.models.attend import Attend, AttendByLayer, LayerAttend, LayerView, SharedKeys, Tap, Taps
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.hidden import Hidden, summed
 from jaxinfer.models.host_layers import HostLayers, merged_names
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.tree import for_rows
@@ -73,11 +74,13 @@ class Decoder:
         for number in range(self.config.num_layers):
             with jax.named_scope(f"layers.{number}"):
                 own_tap = None if tap is None else tap.inside(number)
-                x = self._run_layer(number, self._for_rows(layers.take(number, x)), x, shared, attend, own_tap)
-            if tap is not None:
-                tap(f"layers.{number}.residual", x)
+                params = self._for_rows(layers.take(number, jax.tree.leaves(x)[-1]))
+                x = self._run_layer(number, params, x, shared, attend, own_tap)
+            if tap is not None and (name := f"layers.{number}.residual") in tap:
+                x = summed(x)
+                tap(name, x)
         with jax.named_scope("final_norm"):
-            x = self.final_norm(x)
+            x = self._head.normed(x)
         if tap is not None:
             tap("final_norm", x)
         return x
@@ -88,8 +91,8 @@ class Decoder:
         return self._head(hidden, self.embed.get_value())
 
     def _run_layer(
-        self, number: int, params: Params, x: jax.Array, shared: _Pass, attend: Attend, tap: Tap | None
-    ) -> jax.Array:
+        self, number: int, params: Params, x: Hidden, shared: _Pass, attend: Attend, tap: Tap | None
+    ) -> Hidden:
         """A layer like an earlier one is not traced again, if the cache can be passed layer by layer. The first of its
         kind is traced in place, since it computes what all of them share: rotations, and the schedule of a kernel."""
         config, first = self.config, self._kinds[number]
@@ -106,13 +109,13 @@ class Decoder:
             own = partial(attend, source)
             own = own if kept is None else SharedKeys(own, *kept)
             own = shared.keeping(number, own) if config.is_kv_source(number) else own
-            return layer(x, shared.positions, own, tap, layer_input)
+            return layer.run(x, shared.positions, own, tap, layer_input)
         if not isinstance(attend, AttendByLayer):
-            return layer(x, shared.positions, LayerView(attend, number), tap)
+            return layer.run(x, shared.positions, LayerView(attend, number), tap)
         own = attend.of_layer(number)
         if not hasattr(own, "recur"):
             raise ValueError(f"{type(attend).__name__} has no states for recurrent layers")
-        x = layer(x, shared.positions, own, tap)
+        x = layer.run(x, shared.positions, own, tap)
         attend.update(number, own.state)
         return x
 
@@ -149,14 +152,14 @@ def _run_like(
     first: int,
     over: ExpertsOver | None,
     params: Params,
-    x: jax.Array,
+    x: Hidden,
     positions: Positions,
     attend: LayerAttend,
     layer_input: jax.Array | None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Hidden, Any]:
     """A layer of the kind of layer `first`, and the layer's part of the cache afterwards. One trace for all of them:
     the compiler gets one function and its calls."""
-    x = bind_layer(config, first, params, over)(x, positions, attend, None, layer_input)
+    x = bind_layer(config, first, params, over).run(x, positions, attend, None, layer_input)
     return x, attend.state
 
 

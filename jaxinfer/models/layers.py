@@ -11,8 +11,9 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.models.attend import Attend, RecurrentStates, Tap, attention_options
-from jaxinfer.models.basic import XIELU, Linear, Norm, head_norm, hidden_norm, normal, project
+from jaxinfer.models.basic import XIELU, Linear, Norm, head_norm, hidden_norm, normal, normed, project
 from jaxinfer.models.config import Activation, MLAConfig, ModelConfig, MoEConfig, NormKind
+from jaxinfer.models.hidden import Hidden, Pending, summed
 from jaxinfer.models.indexer import Choice
 from jaxinfer.models.moe import SparseMoE
 from jaxinfer.models.recurrent import GatedDeltaNet, Mamba2, ShortConv
@@ -232,45 +233,61 @@ class DecoderLayer(nnx.Module):
     ) -> jax.Array:
         """Hidden states [..., D] after the layer. The taps "attention" and "mlp" are the terms added to the
         residual. `layer_input` [..., P] is of a model with `layer_inputs`."""
+        return summed(self.run(x, positions, attend, tap, layer_input))
+
+    def run(
+        self,
+        x: Hidden,
+        positions: Positions,
+        attend: Attend,
+        tap: Tap | None = None,
+        layer_input: jax.Array | None = None,
+    ) -> Hidden:
+        """As the call, of hidden states whose last addition may be left to the next norm."""
         if self.attention is None or self.recurrent is not None or self.mlp is None:
-            return self._call_hybrid(x, positions, attend, tap)
-        normed = x if self.attention_norm is None else self.attention_norm(x)
+            return self._run_hybrid(x, positions, attend, tap)
+        x, read = (summed(x),) * 2 if self.attention_norm is None else normed(self.attention_norm, x)
         with jax.named_scope("attention"):
-            attended = self.attention(normed, positions, attend)
+            attended = self.attention(read, positions, attend)
         attended = self._residual_term("attention", attended, self.attention_post_norm, tap)
         if self.block in ("pre_norm", "post_norm", "sandwich_norm"):
-            x = x + attended
-            read = x if self.mlp_norm is None else self.mlp_norm(x)
+            x, read = (x + attended,) * 2 if self.mlp_norm is None else self.mlp_norm.after(x, attended)
         else:
-            read = normed if self.mlp_norm is None else self.mlp_norm(x)
+            read = read if self.mlp_norm is None else self.mlp_norm(x)
             x = x + attended
         with jax.named_scope("mlp"):
             fed = self.mlp(read) if self.beside is None else self.beside(x, self.mlp(read))
-        x = x + self._residual_term("mlp", fed, self.mlp_post_norm, tap)
+        x = self._with_term(x, self._residual_term("mlp", fed, self.mlp_post_norm, tap))
         if self.layer_input is not None and layer_input is not None:
             with jax.named_scope("layer_input"):
-                x = self.layer_input(x, layer_input)
+                x = self.layer_input(summed(x), layer_input)
         if self.scalar is not None:
-            x = x * self.scalar[...]
+            x = summed(x) * self.scalar[...]
         return x
 
-    def _call_hybrid(self, x: jax.Array, positions: Positions, attend: Any, tap: Tap | None) -> jax.Array:
+    def _run_hybrid(self, x: Hidden, positions: Positions, attend: Any, tap: Tap | None) -> Hidden:
         """A layer of block "pre_norm" that is not attention and MLP. The tap "attention" is what its mixers add."""
         if self.attention_norm is not None:
-            normed, mixed = self.attention_norm(x), []
+            (x, read), mixed = normed(self.attention_norm, x), []
             if self.recurrent is not None:
                 states: RecurrentStates = attend
                 with jax.named_scope("recurrent"):
-                    mixed.append(self.recurrent(normed, states))
+                    mixed.append(self.recurrent(read, states))
             if self.attention is not None:
                 with jax.named_scope("attention"):
-                    mixed.append(self.attention(normed, positions, attend))
-            x = x + self._residual_term("attention", sum(mixed[1:], start=mixed[0]), None, tap)
+                    mixed.append(self.attention(read, positions, attend))
+            x = self._with_term(x, self._residual_term("attention", sum(mixed[1:], start=mixed[0]), None, tap))
         if self.mlp is not None and self.mlp_norm is not None:
+            x, read = normed(self.mlp_norm, x)
             with jax.named_scope("mlp"):
-                fed = self.mlp(self.mlp_norm(x))
-            x = x + self._residual_term("mlp", fed, None, tap)
+                fed = self.mlp(read)
+            x = self._with_term(x, self._residual_term("mlp", fed, None, tap))
         return x
+
+    def _with_term(self, x: jax.Array, term: jax.Array) -> Hidden:
+        """The sum, left to the next norm where a kernel of the layer's own norms would compute it."""
+        norm = self.mlp_norm or self.attention_norm
+        return Pending(x, term) if norm is not None and norm.adds(x) else x + term
 
     def _residual_term(
         self, name: str, y: jax.Array, norm: Callable[[jax.Array], jax.Array] | None, tap: Tap | None

@@ -15,8 +15,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal
+from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal, normed
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.hidden import Hidden
 from jaxinfer.models.layers import DecoderLayer
 from jaxinfer.models.moe import SparseMoE
 from jaxinfer.quantization.matmul import matmul, rows
@@ -70,6 +71,10 @@ class Head(nnx.Module):
         has_bias = config.lm_head_bias
         self.lm_head_bias = nnx.Param(np.zeros((config.vocab_size,), dtype), axes=("vocab",)) if has_bias else None
         self.config = config
+
+    def normed(self, x: Hidden) -> jax.Array:
+        """The norm [..., D] of what the last layer returns."""
+        return normed(self.final_norm, x)[1]
 
     def __call__(self, hidden: jax.Array, embed: Any) -> jax.Array:
         """float32 logits [..., V] of hidden states [..., D]; `embed` [V, D] is used if the embeddings are tied."""

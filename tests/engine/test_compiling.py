@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer import compilation_cache
-from jaxinfer.engine.compiling import UNIFORM_OPTIONS, LargeProgram, Program, compile_programs, default_jobs
+from jaxinfer.engine import compiling
+from jaxinfer.engine.compiling import LargeProgram, Program, compile_programs, default_jobs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.programs import compaction, paged, speculative
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import HloProgram
 from tests.engine.sequences import make_sequence
@@ -113,37 +113,28 @@ def test_programs_are_compiled_in_another_thread_while_requests_run(tiny):
     engine.close()
 
 
-def test_a_uniform_pass_sums_each_product_at_once():
+def test_a_gpu_sums_each_product_at_once():
     """XLA:GPU cuts the sums of a product with few columns into parts, each of them an array as large as the result."""
     if (reason := ahead_of_time.missing_compiler("h100")) is not None:
         pytest.skip(reason)
-    if not UNIFORM_OPTIONS["gpu"]:
-        pytest.skip("this release's compiler may not have the option")
-    program = LargeProgram(lambda x, w, is_uniform: x @ w, lambda x, w, is_uniform: is_uniform, static_argnums=2)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 4096), (4096, 1024))]
 
-    def moved(is_uniform: bool) -> int:
-        found = ahead_of_time.compile_for("h100", program, *shapes, is_uniform)
+    def moved(program: Any) -> int:
+        found = ahead_of_time.compile_for("h100", program, *shapes)
         return sum(move.num_bytes for move in HloProgram(found.program.as_text()).moves())
 
     read_and_written = 2 * (256 * 4096 + 4096 * 1024 + 256 * 1024)
-    assert moved(True) == read_and_written
-    assert moved(False) > 1.5 * read_and_written
+    assert moved(LargeProgram(lambda x, w: x @ w)) == read_and_written
+    assert moved(jax.jit(lambda x, w: x @ w)) > 1.5 * read_and_written
 
 
-def test_programs_know_which_calls_are_uniform():
-    """By their arguments, given by place or by name."""
-    some = object()
-    passes: list[tuple[LargeProgram, int, str, Any]] = [
-        (paged.step, 5, "is_uniform", True),
-        (compaction.compact_prompt, 5, "is_uniform", True),
-        (paged.decode, 8, "num_rows", 256),
-    ]
-    for program, count, name, value in passes:
-        arguments = (some,) * count
-        assert not program._is_uniform(*arguments)
-        assert program._is_uniform(*arguments, value)
-        assert program._is_uniform(*arguments, **{name: value})
-    for is_uniform in (False, True):
-        drafter = speculative.Drafter(None, None, is_uniform=is_uniform)  # type: ignore[arg-type]
-        assert speculative.speculate._is_uniform(some, some, drafter, *(some,) * 7, tables=None) is is_uniform
+def test_options_that_a_compiler_does_not_know_are_left_out(monkeypatch):
+    known = "xla_cpu_parallel_codegen_split_count"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setitem(compiling.COMPILER_OPTIONS, "gpu", {"xla_gpu_of_another_release": 1, known: 1})
+    compiling.compiler_options.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="does not know xla_gpu_of_another_release"):
+            assert compiling.compiler_options("gpu") == {known: 1}
+    finally:
+        compiling.compiler_options.cache_clear()

@@ -70,7 +70,6 @@ def compaction_work(
 
 @partial(
     LargeProgram,
-    is_uniform=lambda model, weights, cache, work, num_slots, is_uniform=False, *_: is_uniform,
     static_argnums=(0, 4, 5, 6),
     donate_argnums=(2, 8),
 )

@@ -109,7 +109,6 @@ def _given(arguments: tuple[Any, ...], place: int) -> Any:
 
 @partial(
     LargeProgram,
-    is_uniform=lambda model, weights, cache, slots, work, is_uniform=False, *_: is_uniform,
     outputs=lambda *given: (given[2], 0, 0, _given(given, 8)),
     static_argnums=(0, 5, 6),
     donate_argnums=(2, 8),
@@ -271,7 +270,6 @@ def _uniform_step(
 
 @partial(
     LargeProgram,
-    is_uniform=lambda *given, num_rows=None, **_: bool(num_rows or _given(given, 8)),
     outputs=lambda *given: (*given[2:4], OUTPUT, _given(given, 10)),
     static_argnums=(0, 6, 8),
     donate_argnums=(2, 3, 10),

@@ -88,7 +88,6 @@ def empty_rounds(num_slots: int) -> dict[str, Any]:
 
 @partial(
     LargeProgram,
-    is_uniform=lambda model, weights, drafter, *_, **__: drafter.is_uniform,
     static_argnums=(0, 2, 9),
     donate_argnums=(4, 5, 6),
 )

@@ -238,8 +238,8 @@ MODELS = (
     ),
     Fault(
         "models/norm-without-epsilon",
-        "jaxinfer/models",
-        "keepdims=True) + self.eps)",
+        "pallas_kernels/norm/xla.py",
+        "keepdims=True) + spec.eps)",
         "keepdims=True))",
         ("tests/models/test_basic.py",),
         "hidden states of zeros become NaN",

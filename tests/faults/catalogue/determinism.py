@@ -64,11 +64,11 @@ FAULTS = (
         "on a TPU a single token of a deterministic engine attends to nothing",
     ),
     Fault(
-        "determinism/rounds-of-drafts-are-compiled-as-other-passes",
-        "jaxinfer/engine/programs/speculative.py",
-        "is_uniform=lambda model, weights, drafter, *_, **__: drafter.is_uniform",
-        "is_uniform=lambda model, weights, drafter, *_, **__: False",
-        ("tests/engine/test_compiling.py::test_programs_know_which_calls_are_uniform",),
-        "on a GPU verification sums products in parts and the steps of prompts do not",
+        "determinism/sums-of-products-are-cut-into-parts",
+        "jaxinfer/engine/compiling.py",
+        '"xla_gpu_experimental_force_split_k": 1,',
+        '"xla_gpu_experimental_force_split_k": 0,',
+        ("tests/engine/test_compiling.py::test_a_gpu_sums_each_product_at_once",),
+        "on a GPU the order of a sum follows from the number of rows, and the parts are written and read",
     ),
 )
