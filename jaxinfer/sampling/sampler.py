@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -13,8 +14,9 @@ from jax import lax
 
 from jaxinfer.grammar.device import GrammarTables, apply_masks
 from jaxinfer.sampling import exact
-from jaxinfer.sampling.batch import SamplingBatch
+from jaxinfer.sampling.batch import SamplingBatch, mask_inactive_rows
 from jaxinfer.sampling.keys import gumbel_noise
+from jaxinfer.sampling.packed import pack, unpack
 from jaxinfer.sampling.params import MAX_LOGPROBS
 from jaxinfer.sampling.state import SamplingState
 from jaxinfer.sampling.transforms import is_more_than_masked, is_transformed, transform
@@ -53,6 +55,7 @@ def sample(
     state: SamplingState,
     tables: GrammarTables | None = None,
     draw: Draw | None = None,
+    is_used: Bool[Array, " S"] | None = None,
 ) -> SampleOutput:
     """Samples a token of each row from logits float32[S, V].
 
@@ -61,12 +64,17 @@ def sample(
     `advance(state, output.tokens, is_active & output.ok, tables)`.
 
     `draw` maps transformed logits float32 [S, V] to tokens int32 [S]: it replaces the choice in sampled rows (rejection
-    sampling of drafts).
+    sampling of drafts). With `is_used` bool[S] the parameters of other rows are neutral (`mask_inactive_rows`).
     """
     # Each branch returns [S] arrays only, so that the logits are not copied where no row needs a transform, or where
-    # all rows are greedy with at most a grammar's mask.
-    is_more = jnp.any(is_more_than_masked(batch, state))
-    which = jnp.where(is_more, 2, jnp.any(is_transformed(batch, state)))
+    # all rows are greedy with at most a grammar's mask. What only a branch reads is masked there.
+    used = partial(mask_inactive_rows, batch, is_used) if is_used is not None else lambda: batch
+    is_more = jnp.any(is_more_than_masked(used(), state))
+    which = jnp.where(is_more, 2, jnp.any(is_transformed(used(), state)))
+
+    def transformed() -> tuple[jax.Array, jax.Array]:
+        own = used()
+        return checked(_choose(transform(logits, own, state, tables), positions, own, draw))
 
     def checked(choice: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         tokens, best = choice
@@ -82,15 +90,15 @@ def sample(
         [
             largest_of_raw,
             lambda: checked(exact.largest(logits if tables is None else apply_masks(logits, state.grammar, tables))),
-            lambda: checked(_choose(transform(logits, batch, state, tables), positions, batch, draw)),
+            transformed,
         ],
     )
     tokens = jnp.where(ok, tokens, 0)
-    logprobs: TokenLogprobs = lax.cond(
-        jnp.any(batch.has_logprobs),
-        lambda: token_logprobs(logits, tokens, MAX_LOGPROBS),
-        lambda: no_logprobs(logits.shape[0], MAX_LOGPROBS, logits.shape[1]),
+    none = no_logprobs(logits.shape[0], MAX_LOGPROBS, logits.shape[1])
+    found = lax.cond(
+        jnp.any(used().has_logprobs), lambda: pack(token_logprobs(logits, tokens, MAX_LOGPROBS)), lambda: pack(none)
     )
+    logprobs = unpack(found, none)
     return SampleOutput(
         tokens=tokens,
         ok=ok,

@@ -40,10 +40,10 @@ from jaxinfer.sampling import (
     is_stop,
     make_batch,
     make_state,
-    mask_inactive_rows,
     sample,
     set_row,
 )
+from jaxinfer.sampling.packed import pack, unpack
 from jaxinfer.speculative import DraftSlots, ObservedRows, ObservingDraft, init_draft_slots, record
 from pallas_kernels import copy_pages as _copy_pages
 
@@ -231,7 +231,7 @@ def _sample_rows(
     """The slots after a pass, and its output, of one step without an axis for it."""
     is_decoding, ends = rows.is_decoding(slots), rows.ends(slots)
     takes_part = is_decoding | rows.is_prompt
-    samples = _sample(logits, ends, mask_inactive_rows(batch, takes_part), slots.history, tables)
+    samples = _sample(logits, ends, batch, slots.history, tables, is_used=takes_part)
 
     is_produced = is_decoding | (rows.is_prompt & rows.is_last)
     took_part = is_produced & samples.ok
@@ -311,9 +311,7 @@ def decode(
         if observer is not None:
             pass_rows = slots.tokens, slots.positions, rows, lengths
             own = _observe(model, observer, own, slots, pass_rows, work.page_tables, observed)
-        samples = _sample(
-            target.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables
-        )
+        samples = _sample(target.logits(hidden), slots.positions + 1, batch, slots.history, tables, is_used=is_decoding)
         took_part = is_decoding & samples.ok
         remaining = slots.remaining - took_part
         is_going_on = took_part & ~is_stop(samples.tokens, batch) & (remaining > 0)
@@ -332,8 +330,7 @@ def decode(
     def body(carry):
         count, caches, slots, outputs = carry
         caches, slots, output = one_step(caches, slots)
-        outputs = jax.tree.map(lambda all_, new: lax.dynamic_update_index_in_dim(all_, new, count, 0), outputs, output)
-        return count + 1, caches, slots, outputs
+        return count + 1, caches, slots, lax.dynamic_update_index_in_dim(outputs, pack(output), count, 0)
 
     def keep_going(carry):
         count, _, slots, _ = carry
@@ -341,9 +338,11 @@ def decode(
 
     caches = cache, own
     _, _, shapes = jax.eval_shape(one_step, caches, slots)
-    outputs = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
-    outputs = replace(outputs, tokens=outputs.tokens + NO_TOKEN)
-    _, (cache, own), slots, outputs = lax.while_loop(keep_going, body, (jnp.int32(0), caches, slots, outputs))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    nothing = pack(replace(nothing, tokens=nothing.tokens + NO_TOKEN))
+    carry = jnp.int32(0), caches, slots, jnp.broadcast_to(nothing, (max_steps, *nothing.shape))
+    _, (cache, own), slots, packed = lax.while_loop(keep_going, body, carry)
+    outputs = unpack(packed, shapes)
     return cache, constrain_sharding(model.mesh, write_rows(all_slots, slots)), replicate(model.mesh, outputs), own
 
 

@@ -419,8 +419,8 @@ ENGINE = (
     Fault(
         "engine/the-first-token-draws-the-noise-of-the-prompt",
         "jaxinfer/engine",
-        "samples = _sample(logits, ends, mask_inactive_rows",
-        "samples = _sample(logits, ends - 1, mask_inactive_rows",
+        "samples = _sample(logits, ends, batch",
+        "samples = _sample(logits, ends - 1, batch",
         ("tests/engine/test_engines.py::test_prompt_with_the_start_of_its_answer_goes_on_with_the_same_tokens",),
         "a resumed request goes on with other tokens",
     ),
