@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/cpu_kernels tests/pallas_kernels/test_cpu_calls.py tests/pallas_kernels/packed_matmul \
     tests/pallas_kernels/quantized_matmul/test_numba_cpu.py tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-real on-chip on-chip-packages docs notebooks readme clean
+.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-chip test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-real on-chip on-chip-packages docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -53,6 +53,16 @@ $(VENV)/stamp-compilers: pyproject.toml constraints.txt | $(BIN)/python
 .venv-%/stamp: tests/server/clients/requirements-%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
+# CUDA 13's compiler for JAX's releases on GPU machines; NVIDIA's assembler comes beside it. No GPU and no CUDA is needed.
+CHIP_RELEASES := 0.11.2 0.12.0.1
+.venv-chip-%/stamp: pyproject.toml constraints.txt
+	python="$$(sh tests/find_newest_python.sh 3.12)" && "$$python" -m venv .venv-chip-$*
+	sed '/^jax/d; /^libtpu/d' constraints.txt > .venv-chip-$*/constraints.txt
+	.venv-chip-$*/bin/python -m pip install --quiet --constraint .venv-chip-$*/constraints.txt --editable '.[test]' jax==$* jaxlib==$*
+	.venv-chip-$*/bin/python -m pip install --quiet --upgrade --no-deps --target .venv-chip-$*/compilers \
+	    jax-cuda13-plugin==$* jax-cuda13-pjrt==$* nvidia-cuda-nvcc triton==3.6.0
 	@touch $@
 
 # llama.cpp is compiled for this CPU. Virtual machines may announce AMX and trap on it: it is left out there, and a wheel
@@ -107,6 +117,12 @@ coverage: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run `make test` and pri
 	@$(BIN)/coverage erase
 	@$(MAKE) test PYTEST_OPTIONS="--cov=jaxinfer --cov=pallas_kernels --cov=cpu_kernels --cov=checkpoints_convert --cov-append --cov-report= $(PYTEST_OPTIONS)"
 	$(BIN)/coverage report --skip-covered --show-missing
+
+test-chip: $(CHIP_RELEASES:%=.venv-chip-%/stamp)  ## Test what CUDA 13's compilers make of programs and kernels: launches, registers, instructions (Python 3.12)
+	for release in $(CHIP_RELEASES); do \
+	    PYTHONPATH=.venv-chip-$$release/compilers JAX_PLATFORMS=cpu .venv-chip-$$release/bin/python -m pytest -q $(PARALLEL) \
+	        $(PYTEST_OPTIONS) tests/chip || exit 1; \
+	done
 
 # JAX's newest releases need Python 3.12.
 test-newest:  ## Run `make test-quick` on a newer Python and JAX, if one is found

@@ -11,7 +11,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -176,13 +176,14 @@ def compile_for(
     *arguments,
     donate_argnums: tuple[int, ...] = (),
     chip_mesh: Mesh | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Compilation:
     """Compiles `function` for one `chip`, or for the devices of `chip_mesh`.
 
     `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`s, and the static arguments of a function that is jitted
     already; such a function keeps its own `donate_argnums`. The layout of an abstract array with a
     `jax.experimental.layout.Format` is kept, and so is the host's memory as its place. Arguments without a
-    `NamedSharding` are replicated over the mesh.
+    `NamedSharding` are replicated over the mesh. `compiler_options` are added to the function's own.
     Raises RuntimeError if the chip's compiler is not installed, and the compiler's own errors (out of VMEM, a layout
     that it cannot lower).
     """
@@ -207,7 +208,7 @@ def compile_for(
             _mark_host_arguments(lowered, host)
         # A program compiled without its device cannot be read back from the compilation cache: none is written.
         with config.persistent_cache_min_compile_time_secs(math.inf):
-            program = lowered.compile()
+            program = lowered.compile(dict(compiler_options or {}))
         seconds = time.perf_counter() - start
     return Compilation.of(chip, program, seconds)
 

@@ -31,6 +31,7 @@ from jaxinfer.api.arguments import (
 from jaxinfer.api.embedding import Embedder, best_first
 from jaxinfer.api.options import ON_LOADING, LLMOptions, documented
 from jaxinfer.cache.policy.kinds import extends_length
+from jaxinfer.chips import chip_of_kind
 from jaxinfer.engine.abstract_work import shapes_of
 from jaxinfer.engine.client import Client
 from jaxinfer.engine.explanation import Explanation, explain_engine, summarize_engine
@@ -545,7 +546,7 @@ class LLM(Closable):
             weights["float32 copies"] = f"{self._copies}, for XLA:CPU fuses no conversion into products"
             weights["quantized bytes kept too"] = num_bytes(self.params)
         changed = {name: value for name, value in vars(self.default_params).items() if value != defaults.get(name)}
-        return explain_engine(
+        explanation = explain_engine(
             self.engine,
             model={"name": self.name, "tokenizer": tokenizer, **weights},
             sampling={
@@ -555,6 +556,13 @@ class LLM(Closable):
                 "generation_config ignored": ", ".join(self.ignored_generation_config) or "nothing",
             },
         )
+        first = self.engine.engines[0]
+        if (chip := chip_of_kind(first.device.device_kind)) is None:
+            return explanation
+        from jaxinfer.planning.step_model import predicted_steps
+
+        steps = predicted_steps(chip, first.spec)
+        return Explanation({**explanation.groups, "a step of decoding, predicted": steps}) if steps else explanation
 
     def plan(self) -> "MemoryPlan":
         """The model's needs on this machine: bytes by part as the compiler counts them, how much cache remains, and,

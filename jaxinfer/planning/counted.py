@@ -1,5 +1,6 @@
 """FLOPs and bytes counted from shapes: the least that a step needs, whatever the compiler does."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,21 @@ class Counted:
         several queries see counts once, one outside all their windows not at all."""
         unseen = sum(size * max(num_tokens - (window + num_queries - 1), 0) for window, size in self.window_bytes)
         return self.token_cache_bytes * num_tokens - unseen
+
+
+def pass_flops(
+    counted: Counted, spans: Sequence[tuple[int, int]], *, reads_all_logits: bool = False
+) -> dict[str, float]:
+    """FLOPs of a forward pass by the type of the operands, for spans (tokens before the span, tokens of the span). Each
+    token attends to those before it and itself. Logits are computed for every token (`reads_all_logits`) or for the
+    last one of each span."""
+    num_tokens = sum(length for _, length in spans)
+    flops = {kind: per_token * num_tokens for kind, per_token in counted.token_flops.items()}
+    if not reads_all_logits:
+        kind, head = counted.head
+        flops[kind] -= head * (num_tokens - len(spans))
+    attention = sum(counted.span_flops(start, length) for start, length in spans)
+    return {**flops, "bf16": flops.get("bf16", 0.0) + attention}
 
 
 def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> Counted:

@@ -334,12 +334,21 @@ def _roofline_text(plan: MemoryPlan) -> str:
             format_bytes(point.hbm_bytes),
             f"{point.flops / 1e12:.3f}",
             point.bound,
+            *_predicted_cells(point),
         )
         for point in plan.roofline
     ]
     title = f"decoding at the roofline, all sequences {plan.roofline[0].context:,} tokens long\n"
     titles = ("batch", "TPOT ms", "tokens/s", "HBM bytes", "TFLOP", "bound by")
+    if plan.roofline[0].predicted is not None:
+        titles += ("predicted ms", "of the roofline", "launches")
     return title + table_text(titles, rows, num_left=0, indent="  ")
+
+
+def _predicted_cells(point: RooflinePoint) -> tuple[str, ...]:
+    if (predicted := point.predicted) is None:
+        return ()
+    return f"{1000 * predicted.seconds:.2f}", f"{point.predicted_share:.0%}", f"{predicted.launches or '-'}"
 
 
 def _rounds_text(plan: MemoryPlan) -> str:

@@ -30,6 +30,7 @@ from jaxinfer.planning.compiled import (
 from jaxinfer.planning.counted import Counted, count
 from jaxinfer.planning.plan import Memory, MemoryPlan, PlanRequest
 from jaxinfer.planning.roofline import RooflinePoint, RoundPoint, decode_point, round_point
+from jaxinfer.planning.step_model import predict
 from pallas_kernels.ahead_of_time import Compilation
 
 
@@ -114,6 +115,9 @@ def assemble(
         notes.append("no roofline: the rates of this device are unknown")
     else:
         points, rounds = _roofline(request, spec, programs, counted, Rates.of(chip), layout.num_replicas)
+        points = tuple(
+            replace(point, predicted=predict(chip, spec, counted, point.batch, point.context)) for point in points
+        )
     notes += _notes(spec, programs, bool(points))
     buckets = choose_buckets(spec, request.trace, request.max_programs) if request.trace else None
     seconds = time.perf_counter() - start

@@ -1,13 +1,13 @@
 """The roofline (Williams et al. 2009): the least time of a step, from its bytes at the memory's bandwidth, its FLOPs at
 the chip's rate and its exchanges at the links' bandwidth. Nothing is measured."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxinfer.chips import Rates
 from jaxinfer.planning.compiled import ProgramFigures
-from jaxinfer.planning.counted import Counted
+from jaxinfer.planning.counted import Counted, pass_flops
+from jaxinfer.planning.step_model import StepPrediction
 
 # Rates of acceptance that speculative rounds are computed for.
 ACCEPTANCE_RATES = (0.6, 0.8, 0.9)
@@ -23,6 +23,7 @@ class RooflinePoint:
         output token of each sequence (TPOT of `jaxinfer bench`).
       bound: "memory", "compute", "host" or "links", whichever takes longest.
       tokens_per_second: output tokens of all sequences on all replicas, as `out` of `jaxinfer bench`.
+      predicted: what a step is expected to take (`step_model`), on one device of a chip that has a model.
     """
 
     batch: int
@@ -36,6 +37,7 @@ class RooflinePoint:
     tokens_per_second: float
     host_bytes: float = 0.0
     host_seconds: float = 0.0
+    predicted: StepPrediction | None = None
 
     @property
     def seconds(self) -> float:
@@ -48,22 +50,15 @@ class RooflinePoint:
         return max(parts, key=lambda name: parts[name])
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "seconds": self.seconds, "tpot": self.seconds, "bound": self.bound}
+        values = {**asdict(self), "seconds": self.seconds, "tpot": self.seconds, "bound": self.bound}
+        if self.predicted is not None:
+            values["predicted"] |= {"seconds": self.predicted.seconds, "share": self.predicted_share}
+        return values
 
-
-def pass_flops(
-    counted: Counted, spans: Sequence[tuple[int, int]], *, reads_all_logits: bool = False
-) -> dict[str, float]:
-    """FLOPs of a forward pass by the type of the operands, for spans (tokens before the span, tokens of the span). Each
-    token attends to those before it and itself. Logits are computed for every token (`reads_all_logits`) or for the
-    last one of each span."""
-    num_tokens = sum(length for _, length in spans)
-    flops = {kind: per_token * num_tokens for kind, per_token in counted.token_flops.items()}
-    if not reads_all_logits:
-        kind, head = counted.head
-        flops[kind] -= head * (num_tokens - len(spans))
-    attention = sum(counted.span_flops(start, length) for start, length in spans)
-    return {**flops, "bf16": flops.get("bf16", 0.0) + attention}
+    @property
+    def predicted_share(self) -> float | None:
+        """The least time as a share of the predicted one."""
+        return None if self.predicted is None else self.seconds / self.predicted.seconds
 
 
 def decode_point(

@@ -95,10 +95,10 @@ def sample(
     )
     tokens = jnp.where(ok, tokens, 0)
     none = no_logprobs(logits.shape[0], MAX_LOGPROBS, logits.shape[1])
-    found = lax.cond(
+    packed = lax.cond(
         jnp.any(used().has_logprobs), lambda: pack(token_logprobs(logits, tokens, MAX_LOGPROBS)), lambda: pack(none)
     )
-    logprobs = unpack(found, none)
+    logprobs = unpack(packed, none)
     return SampleOutput(
         tokens=tokens,
         ok=ok,

@@ -22,8 +22,8 @@ from jaxinfer.measure.bench.rates import Ideal
 from jaxinfer.measure.profiling.ops import DRAFT, KINDS, PARTS, Op, Programs, op_of
 from jaxinfer.measure.profiling.phases import PHASES, DispatchRun, Phase, Workload, run_phase
 from jaxinfer.measure.profiling.trace import Interval, intervals, shares
-from jaxinfer.planning.counted import Counted, count
-from jaxinfer.planning.roofline import Rates, pass_flops
+from jaxinfer.planning.counted import Counted, count, pass_flops
+from jaxinfer.planning.roofline import Rates
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""A model of a decode step: bytes, issue slots and launches, each at what a chip is expected to give.
+
+    seconds = max(weights / product rate, FLOPs / (product share * peak)) + products * product start
+            + layers * attention start + cache / attention rate
+            + small operations * their seconds
+
+The attention rate is that of copies, or less where instructions are the bound: a block of 64 keys takes
+4 warps * instructions of a warp, and a multiprocessor's four schedulers issue `ISSUED` of one in each cycle.
+
+The constants were read from programs that the chips' own compilers made, and from published measurements of other
+systems; no chip has run these programs yet. They stay as they are until a measurement says otherwise.
+"""
+
+from dataclasses import dataclass, field
+
+from jaxinfer.chips import Chip
+from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.models import Params
+from jaxinfer.planning.counted import Counted, count, pass_flops
+from jaxinfer.quantization.tree import scheme_of, weights
+
+ISSUED = 0.6  # instructions of a scheduler in a cycle; one is the ceiling
+KEYS = 64  # of a block
+LAUNCHES_OF_LAYER, LAUNCHES_BESIDE = 9, 36  # on a GPU (tests/chip/test_decode_step.py)
+PRODUCTS_OF_LAYER = 4  # queries with keys and values, output, gate with up, down
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Rates and times that a chip is expected to give.
+
+    Attributes:
+      copy: bytes/s of a large copy. product: bytes/s at which products read weights; grouped: those whose integers have
+        a scale for each group of inputs.
+      product_start, attention_start, small: seconds of the start of a product, of that of attention in a layer, and of
+        a small operation.
+      attention: share of the copy at which attention reads pages. product_share: of the peak FLOP rate.
+      small_of_layer, small_beside: operations of a layer beside products and attention, and of a step beside layers.
+      slots: instructions that all schedulers can issue in a second; 0 where `instructions` say nothing.
+      instructions: of a warp for a block of 64 keys, by dtype of the cache.
+    """
+
+    copy: float
+    product: float
+    grouped: float
+    product_start: float
+    attention_start: float
+    small: float
+    attention: float = 0.87
+    product_share: float = 0.8
+    small_of_layer: int = LAUNCHES_OF_LAYER - PRODUCTS_OF_LAYER - 1
+    small_beside: int = LAUNCHES_BESIDE - 1
+    slots: float = 0.0
+    instructions: dict[str, int] = field(default_factory=dict)
+
+    def attention_rate(self, kv_dtype: str, block_bytes: float) -> float:
+        """Bytes/s at which attention reads pages whose 64 keys and values of a head have `block_bytes`."""
+        rate = self.attention * self.copy
+        count = self.instructions.get(kv_dtype)
+        return rate if count is None else min(rate, ISSUED * self.slots / (4 * count) * block_bytes)
+
+
+# Of decode attention with heads of 128 (pallas_kernels.paged_attention, sm_90a).
+_HOPPER = {"bfloat16": 560, "float8_e4m3fn": 977, "float8_e5m2": 977, "int8": 1631, "int4": 2898}
+_HOPPER_SLOTS = 132 * 4 * 1.755e9
+COSTS = {
+    "h100": StepCosts(
+        copy=3.0e12,
+        product=2.85e12,
+        grouped=2.6e12,
+        product_start=1.8e-6,
+        attention_start=7e-6,
+        small=2.3e-6,
+        slots=_HOPPER_SLOTS,
+        instructions=_HOPPER,
+    ),
+    "h200": StepCosts(
+        copy=4.3e12,
+        product=3.95e12,
+        grouped=3.6e12,
+        product_start=1.8e-6,
+        attention_start=7e-6,
+        small=2.3e-6,
+        slots=_HOPPER_SLOTS,
+        instructions=_HOPPER,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """Seconds of a step, by part, and launches (0 where a chip runs a program as a whole)."""
+
+    weights: float
+    attention: float
+    small: float
+    launches: int
+
+    @property
+    def seconds(self) -> float:
+        return self.weights + self.attention + self.small
+
+
+def predict(chip: Chip, spec: EngineSpec, counted: Counted, batch: int, context: int) -> StepPrediction | None:
+    """A decode step of `batch` sequences of `context` tokens; None for a chip without costs, and for several devices,
+    whose exchanges the model does not have."""
+    if (costs := COSTS.get(chip.name)) is None or spec.num_devices > 1:
+        return None
+    config, layers = spec.config, spec.config.num_layers
+    attention_layers = max(len(config.attention_layers), 1)
+    flops = pass_flops(counted, [(context - 1, 1)] * batch)
+    peak = {kind: rate for kind, rate in chip.flops.items() if rate is not None}
+    compute = sum(count / (costs.product_share * peak.get(kind, peak["bf16"])) for kind, count in flops.items())
+    product = costs.grouped if _is_grouped(spec.params) else costs.product
+    reading = counted.read_weight_bytes(batch) / product
+    block = KEYS * counted.token_cache_bytes / (attention_layers * config.num_kv_heads)
+    cache = batch * counted.read_cache_bytes(context) / costs.attention_rate(spec.kv_dtype, block)
+    return StepPrediction(
+        weights=max(reading, compute) + (PRODUCTS_OF_LAYER * layers + 1) * costs.product_start,
+        attention=cache + attention_layers * costs.attention_start,
+        small=(costs.small_of_layer * layers + costs.small_beside) * costs.small,
+        launches=LAUNCHES_OF_LAYER * layers + LAUNCHES_BESIDE if chip.platform == "gpu" else 0,
+    )
+
+
+def predicted_steps(chip: Chip, spec: EngineSpec) -> dict[str, str]:
+    """Steps of one sequence and of all, of the greatest length, for people; {} where the chip has no model."""
+    counted = count(spec, spec.config, spec.placed_params, spec.cache)
+    steps = {}
+    for batch in dict.fromkeys((1, spec.max_seqs)):
+        if (step := predict(chip, spec, counted, batch, spec.max_model_len)) is not None:
+            bytes_read = counted.read_weight_bytes(batch) + batch * counted.read_cache_bytes(spec.max_model_len)
+            share = bytes_read * chip.devices_per_chip / chip.hbm_bandwidth / step.seconds
+            launches = f", {step.launches} launches" if step.launches else ""
+            steps[f"{batch} of {spec.max_model_len} tokens"] = (
+                f"{1000 * step.seconds:.2f} ms, {share:.0%} of the rate of the memory{launches}"
+            )
+    return steps
+
+
+def _is_grouped(params: Params) -> bool:
+    schemes = ((leaf.shape[-2], scheme_of(leaf)) for leaf in weights(params) if leaf.ndim > 1)
+    return any(scheme is not None and 1 < scheme.block[0] < inputs for inputs, scheme in schemes)
