@@ -1,6 +1,6 @@
 """Registers, spills, shared memory, barriers and machine instructions of the decode kernel, compiled for an H100.
 
-    PYTHONPATH=.venv-chip/compilers python -m benchmarks.gpu_resources [--dtype int8 ...] [--nvdisasm FILE] [--json FILE]
+    python -m benchmarks.gpu_resources [--dtype int8 ...] [--nvdisasm FILE] [--json FILE]
 
 A multiprocessor issues four instructions a cycle, and where the kernel needs more cycles for a block of keys than its
 copy takes, decoding is bound by issue: this shows before a chip is at hand. Instructions are those of one warp in the
