@@ -70,7 +70,8 @@ def kernel_in_place(
     """As `kernel`, for operands that are `jax.new_ref(array, memory_space=plgpu.GMEM)`, updated without a copy.
 
     `plgpu.kernel` of JAX 0.10.2 does not accept such references; `pl.kernel` over the same mesh does. The body has to
-    specify layouts (Lane lowering): Warpgroup lowering infers none for nested allocations of shared memory.
+    specify layouts (Lane lowering): Warpgroup lowering infers none for nested allocations of shared memory. It also has
+    the barriers between its threads: none are inserted around stores and copies.
     """
     interpret: Any = False
     if is_interpreted():
@@ -85,7 +86,9 @@ def kernel_in_place(
         scoped,
         out_type=out_type,
         mesh=plgpu.Mesh(**mesh),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
         interpret=interpret,
         cost_estimate=cost_estimate,
         name=name,
@@ -134,22 +137,76 @@ def transpose(ref: Any) -> Any:
     return plgpu.transpose_ref(ref, (1, 0))
 
 
-def wgmma(a: Any, b: Any, *, transpose_b: bool = False) -> jax.Array:
-    """float32 a @ b (or a @ b.T) on the tensor cores of a warpgroup, complete on return.
+def wgmma(
+    a: Any, b: Any, *, transpose_a: bool = False, transpose_b: bool = False, accumulator: jax.Array | None = None
+) -> jax.Array:
+    """float32 a @ b on the tensor cores of a warpgroup, added to the accumulator; complete on return.
 
-    a is [M, K] in SMEM or in registers, b [K, N] (or [N, K]) in SMEM; M is a multiple of 64.
+    a is [M, K] in SMEM or in registers, b [K, N] in SMEM; M is a multiple of 64. Operands in SMEM may be transposed.
     """
     if is_interpreted():
         left, right = a[...], b[...]
-        contract = (((1,), (1 if transpose_b else 0,)), ((), ()))
-        return lax.dot_general(left, right, contract, preferred_element_type=jnp.float32)
+        contract = (((0 if transpose_a else 1,), (1 if transpose_b else 0,)), ((), ()))
+        product = lax.dot_general(left, right, contract, preferred_element_type=jnp.float32)
+        return product if accumulator is None else accumulator + product
+    left = transpose(a) if transpose_a else a
     right = transpose(b) if transpose_b else b
+    if accumulator is not None:
+        initial = plgpu.ACC.init(accumulator)  # pyright: ignore
+        return pl.run_state(lambda total: plgpu.wgmma(total, left, right))(initial)  # pyright: ignore
 
-    def run(accumulator):
-        plgpu.wgmma(accumulator, a, right)
-        return accumulator[...]
+    def run(product):
+        plgpu.wgmma(product, left, right)
+        return product[...]
 
-    return pl.run_scoped(run, plgpu.ACC((a.shape[0], right.shape[1]), jnp.float32))  # pyright: ignore
+    return pl.run_scoped(run, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))  # pyright: ignore
+
+
+def count_arrival(counter: Any, flag: Any, num_arrivals: Any) -> jax.Array:
+    """True for the last of `num_arrivals` thread blocks that call this with a counter, int32 [1] in GMEM, which is 0
+    before and after. It sees what the others wrote to GMEM before. flag: int32 [1] in SMEM."""
+    if is_interpreted():
+        before = counter[0]
+        counter[0] = jnp.where(before == num_arrivals - 1, 0, before + 1)
+        return before == num_arrivals - 1
+    from jax.experimental.mosaic.gpu import FragmentedArray, utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), splat),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat),
+    )
+    def count(_, counter, flag, limit):
+        i32, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
+        addresses = [utils.memref_ptr(counter), utils.memref_ptr(flag)]
+        fence = partial(llvm.inline_asm, void, [], "fence.acq_rel.gpu;", "", has_side_effects=True)
+        first = (
+            "{ .reg .pred first; .reg .b32 before; setp.eq.u32 first, $3, 0; "
+            "@first atom.acq_rel.gpu.global.inc.u32 before, [$0], $2; @first st.shared.u32 [$1], before; }"
+        )
+        fence()
+        utils.warpgroup_barrier()
+        operands = [*addresses, limit.registers.item(), utils.thread_idx()]
+        llvm.inline_asm(void, operands, first, "l,r,r,r", has_side_effects=True)
+        utils.warpgroup_barrier()
+        before = llvm.inline_asm(i32, [addresses[1]], "ld.shared.u32 $0, [$1];", "=r,r", has_side_effects=True)
+        fence()
+        return FragmentedArray.splat(before, (), splat.to_mgpu(), is_signed=True)
+
+    # `inc` sets a counter at the limit back to 0.
+    return count(counter, flag, num_arrivals - 1) == num_arrivals - 1  # pyright: ignore[reportCallIssue]
+
+
+def num_multiprocessors() -> int:
+    """Multiprocessors of the GPU that is traced for; those of an H100 SXM if there is none."""
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None and jax.default_backend() == "gpu":
+        return getattr(jax.devices()[0], "core_count", None) or 132
+    is_gpu = device is not None and device.platform == "gpu"
+    return (device.num_cores if is_gpu else None) or 132
 
 
 def not_hopper() -> str | None:

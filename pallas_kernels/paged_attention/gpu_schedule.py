@@ -12,15 +12,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic_gpu_compat import num_multiprocessors
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, SHORT_QUERIES, PagedSpec
 from pallas_kernels.tuning import tuned
 
 # Rows of a warpgroup's matrix product, and keys of a block.
 TILE_ROWS = 64
 BLOCK_KEYS = 64
-# Of an H100 or H200, and the thread blocks that are resident there, two on each.
-MULTIPROCESSORS = 132
-RESIDENT = 2 * MULTIPROCESSORS
 # Keys of a split if there is enough work, at least, and the largest size of partial results in bytes.
 LONGEST_SPLIT = 4096
 SHORTEST_SPLIT = 256
@@ -47,6 +45,8 @@ COLUMNS = (
     "first_new",
     "num_new",
     "query_start",
+    "first_slot",
+    "num_items",
 )
 
 
@@ -79,21 +79,20 @@ class SplitPlanShape:
 class SplitPlan(NamedTuple):
     """Work items of one program.
 
-    work: int32 [num_tiles * num_splits, 11]; the first `count` rows are items (`COLUMNS`). Rows and keys are numbered
-      within the sequence; slot is tile * num_splits + split.
-    count: int32 [1]. is_split: bool [num_tiles, num_splits], whether an item writes the slot.
-    row_token, row_group: int32 [num_tiles, out_rows], token and head of the group of each row of a tile; arbitrary
-      beyond the sequence.
-    place: int32 [T, G], index of each token and head of a group among the num_tiles * out_rows rows; one past the end
-      for tokens of another program or of none.
+    work: int32 [num_tiles * num_splits, 13]; the first `count` rows are items (`COLUMNS`). Rows and keys are numbered
+      within the sequence; slot is tile * num_splits + split. The `num_items` of a tile have slots from `first_slot`.
+    count: int32 [1]. row_token, row_group: int32 [num_tiles, out_rows], token and head of the group of each row of a
+      tile; arbitrary beyond the sequence.
+    is_padding: int32 [T], 1 for tokens of no sequence.
+    arrivals: int32 [num_tiles, Hkv, 1], zero; kernels count in it the items that are done, and leave it zero.
     """
 
     work: jax.Array
     count: jax.Array
-    is_split: jax.Array
     row_token: jax.Array
     row_group: jax.Array
-    place: jax.Array
+    is_padding: jax.Array
+    arrivals: jax.Array
 
 
 def split_plan_shapes(spec: PagedSpec) -> tuple[SplitPlanShape, ...]:
@@ -105,6 +104,11 @@ def split_plan_shapes(spec: PagedSpec) -> tuple[SplitPlanShape, ...]:
     if spec.has_long:
         shapes.append(_split_plan_shape(spec, SHORT_QUERIES + 1, spec.max_query_length))
     return tuple(shapes)
+
+
+def num_resident() -> int:
+    """Thread blocks that are resident on the chip, two on each multiprocessor."""
+    return 2 * num_multiprocessors()
 
 
 def tunable(spec: PagedSpec) -> dict[str, SplitSizes]:
@@ -131,9 +135,9 @@ def _split_plan_shape(spec: PagedSpec, min_queries: int, max_queries: int) -> Sp
         spec.num_tokens * spec.num_groups // out_rows + num_sequences,
     )
     split = SHORTEST_SPLIT
-    if min_queries > SHORT_QUERIES and num_tiles * spec.num_kv_heads >= RESIDENT:
+    if min_queries > SHORT_QUERIES and num_tiles * spec.num_kv_heads >= num_resident():
         split = -(-spec.max_kv_length // BLOCK_KEYS) * BLOCK_KEYS
-    while split < LONGEST_SPLIT and split * RESIDENT * 2 < LONGEST_SPLIT * num_tiles * spec.num_kv_heads:
+    while split < LONGEST_SPLIT and split * num_resident() * 2 < LONGEST_SPLIT * num_tiles * spec.num_kv_heads:
         split *= 2
     if max_queries <= SHORT_QUERIES:
         split = _worthwhile_split(spec, num_sequences, num_tiles, out_rows, split)
@@ -166,13 +170,15 @@ def _worthwhile_split(spec: PagedSpec, num_sequences: int, num_tiles: int, out_r
     pages = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(spec.page.abstract("separate")))
     cache_bytes = num_sequences * length * pages / (spec.page.num_pages * spec.page_size)
 
+    multiprocessors = num_multiprocessors()
+
     def partial_bytes(split: int) -> int:
         num_splits = -(-length // split)
         return 4 * num_tiles * spec.num_kv_heads * num_splits * out_rows * (spec.head_dim + 1) if num_splits > 1 else 0
 
     def time(split: int) -> float:
         num_items = num_tiles * spec.num_kv_heads * -(-length // split)
-        at_work = num_items / (-(-num_items // MULTIPROCESSORS) * MULTIPROCESSORS)
+        at_work = num_items / (-(-num_items // multiprocessors) * multiprocessors)
         return cache_bytes / at_work + 2 * partial_bytes(split)
 
     while partial_bytes(split) > MAX_PARTIAL_SHARE * cache_bytes and time(2 * split) <= time(split):
@@ -222,6 +228,8 @@ def make_split_plan(spec: PagedSpec, shape: SplitPlanShape, query_starts, query_
         "first_new": first_new[of_tile],
         "num_new": query_lengths[sequence][of_tile],
         "query_start": query_starts[sequence][of_tile],
+        "first_slot": (of_tile * shape.num_splits + jnp.argmax(is_split, axis=1)[of_tile]),
+        "num_items": is_split.sum(axis=1)[of_tile],
     }
     work = jnp.stack([columns[name].astype(jnp.int32) for name in COLUMNS], axis=1)
     row = first_row[:, None] + jnp.arange(shape.out_rows, dtype=jnp.int32)
@@ -229,17 +237,14 @@ def make_split_plan(spec: PagedSpec, shape: SplitPlanShape, query_starts, query_
     return SplitPlan(
         work=work,
         count=is_split.sum(dtype=jnp.int32)[None],
-        is_split=is_split,
         row_token=jnp.clip(row_token, 0, spec.num_tokens - 1),
         row_group=row % groups,
-        place=_places(spec, shape, first_tile, is_selected, query_starts, query_lengths),
+        is_padding=_is_padding(spec, query_starts, query_lengths),
+        arrivals=jnp.zeros((shape.num_tiles, spec.num_kv_heads, 1), jnp.int32),
     )
 
 
-def _places(spec: PagedSpec, shape: SplitPlanShape, first_tile, is_selected, query_starts, query_lengths):
+def _is_padding(spec: PagedSpec, query_starts, query_lengths):
     tokens = jnp.arange(spec.num_tokens, dtype=jnp.int32)[:, None]
-    inside = (tokens >= query_starts) & (tokens < query_starts + query_lengths) & is_selected
-    sequence = jnp.argmax(inside, axis=1)
-    row = (tokens - query_starts[sequence][:, None]) * spec.num_groups + jnp.arange(spec.num_groups, dtype=jnp.int32)
-    place = first_tile[sequence][:, None] * shape.out_rows + row
-    return jnp.where(inside.any(axis=1)[:, None], place, shape.num_tiles * shape.out_rows).astype(jnp.int32)
+    inside = (tokens >= query_starts) & (tokens < query_starts + query_lengths)
+    return jnp.logical_not(inside.any(axis=1)).astype(jnp.int32)

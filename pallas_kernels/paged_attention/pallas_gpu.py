@@ -1,8 +1,8 @@
-"""Paged attention on Hopper GPUs: one Mosaic GPU kernel for decode, verify and prefill, and the sum of its splits.
+"""Paged attention on Hopper GPUs: one Mosaic GPU kernel for decode, verify and prefill.
 
-`gpu_schedule` makes the work items, `gpu_kernel` processes them. XLA gathers queries into rows, rounds new tokens to
-the cache's dtype, and combines the splits of a sequence in a fixed order, with sinks. If every sequence is one tile
-(decode, verify), the kernel appends the new tokens; otherwise XLA scatters them in place.
+`gpu_schedule` makes the work items, `gpu_kernel` processes them, `gpu_blocks` attends to blocks of keys. XLA gathers
+queries into rows and rounds new tokens to the cache's dtype. If every sequence is one tile (decode, verify), the kernel
+appends the new tokens; otherwise XLA scatters them in place.
 """
 
 from typing import cast
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu_compat as compat
-from pallas_kernels.paged_attention import gpu_kernel, gpu_schedule, layout
-from pallas_kernels.paged_attention.gpu_kernel import LOG2_E
+from pallas_kernels.paged_attention import gpu_kernel, gpu_schedule, gpu_sizes, layout
+from pallas_kernels.paged_attention.gpu_blocks import LOG2_E
 from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, TILE_ROWS, SplitPlan, SplitPlanShape
 from pallas_kernels.paged_attention.layout import SeparatePages
 from pallas_kernels.paged_attention.reference import append_new_tokens
-from pallas_kernels.paged_attention.specs import DIVIDED_PAGES, MASKED, SHORT_QUERIES, PagedOperands, PagedSpec
+from pallas_kernels.paged_attention.specs import DIVIDED_PAGES, SHORT_QUERIES, PagedOperands, PagedSpec
 from pallas_kernels.platform import missing_platform
 
 LAYOUT = "separate"
@@ -46,8 +46,8 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
         return f"a {spec.page.dtype} cache needs queries of the same dtype, not {spec.q_dtype}"
     if spec.page_size not in PAGE_SIZES:
         return f"page_size={spec.page_size} is not one of {', '.join(map(str, PAGE_SIZES))}"
-    if spec.page.has_scales and spec.page_size * 4 < gpu_kernel.COPY_BYTES:
-        return f"{spec.page_size} int8 scales of a page and head are less than a copy, {gpu_kernel.COPY_BYTES} bytes"
+    if spec.page.has_scales and spec.page_size * 4 < gpu_sizes.COPY_BYTES:
+        return f"{spec.page_size} int8 scales of a page and head are less than a copy, {gpu_sizes.COPY_BYTES} bytes"
     if spec.head_dim not in HEAD_DIMS:
         return f"head_dim={spec.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if spec.page.dtype == "int4" and spec.head_dim % 128:
@@ -55,16 +55,16 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
     if 0 in (spec.num_tokens, spec.num_sequences, spec.pages_per_sequence):
         return "the call has no tokens, sequences or pages"
     for shape in gpu_schedule.split_plan_shapes(spec):
-        size = gpu_kernel.kernel_sizes(spec, shape, _appends_in_kernel(spec))
+        size = gpu_sizes.kernel_sizes(spec, shape, _appends_in_kernel(spec))
         if size.stages == 0:
-            return f"it needs {size.shared_bytes} bytes of shared memory; there are {gpu_kernel.MAX_SHARED_BYTES}"
+            return f"it needs {size.shared_bytes} bytes of shared memory; there are {gpu_sizes.MAX_SHARED_BYTES}"
     return None
 
 
 def shared_bytes(spec: PagedSpec) -> int:
     """Shared memory of a thread block of the larger program, in bytes."""
     shapes = gpu_schedule.split_plan_shapes(spec)
-    return max(gpu_kernel.kernel_sizes(spec, shape, _appends_in_kernel(spec)).shared_bytes for shape in shapes)
+    return max(gpu_sizes.kernel_sizes(spec, shape, _appends_in_kernel(spec)).shared_bytes for shape in shapes)
 
 
 def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> tuple[SplitPlan, ...]:
@@ -85,14 +85,13 @@ def attention(
 
     arrays = cast(SeparatePages, pages)  # the layout of this kernel
     refs = SeparatePages(*(None if a is None else jax.new_ref(a, memory_space=plgpu.GMEM) for a in arrays))
-    outs = []
+    out = None
     for shape, plan in zip(gpu_schedule.split_plan_shapes(spec), schedule, strict=True):
-        aux = _ancestor_rows(operands.ancestors, plan) if operands.ancestors is not None else None
-        q_tiles = _query_tiles(operands.q, plan, spec)
-        parts = gpu_kernel.run(q_tiles, refs, new_tokens, operands.page_table, plan, aux, spec, shape)
-        outs.append(_combine(*parts, plan, operands.sinks, spec, shape))
-    # A token belongs to one program; its row is zero in the other.
-    out = outs[0] if len(outs) == 1 else outs[0] + outs[1]
+        # A token belongs to one program, which writes its row.
+        written = None if out is None else jax.new_ref(out, memory_space=plgpu.GMEM)
+        q_tiles, rows = _query_tiles(operands.q, plan, spec), _row_facts(operands, plan, spec, shape)
+        out = gpu_kernel.run(q_tiles, refs, new_tokens, operands.page_table, plan, rows, written, spec, shape)
+    assert out is not None
     return out, SeparatePages(*(None if ref is None else ref[...] for ref in refs))
 
 
@@ -103,7 +102,7 @@ def _appends_in_kernel(spec: PagedSpec) -> bool:
 
 def _query_tiles(q: jax.Array, plan: SplitPlan, spec: PagedSpec) -> jax.Array:
     """Query tiles for `gpu_kernel.run`. Queries cast to float16 are clipped, since infinite scores become NaN."""
-    dtype = gpu_kernel.compute_dtype(spec)
+    dtype = gpu_sizes.compute_dtype(spec)
     if dtype != spec.q_dtype:
         largest = float(jnp.finfo(dtype).max)
         q = jnp.clip(q, -largest, largest).astype(dtype)
@@ -116,7 +115,7 @@ def _stored_tokens(operands: PagedOperands, spec: PagedSpec) -> SeparatePages:
     """New tokens for `gpu_kernel.run`."""
     (k, k_scales), (v, v_scales) = (layout.to_stored(x, spec.page.key_dtype) for x in (operands.k_new, operands.v_new))
     # The kernel loads a fixed number of tokens at once.
-    missing = max(gpu_kernel.padded_new_tokens(spec) - spec.num_tokens, 0)
+    missing = max(gpu_sizes.padded_new_tokens(spec) - spec.num_tokens, 0)
     k, v = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) for x in (k, v))
     if k_scales is None:
         return SeparatePages(k, v)
@@ -129,47 +128,15 @@ def _stored_tokens(operands: PagedOperands, spec: PagedSpec) -> SeparatePages:
     return SeparatePages(k, v, scales, aligned.transpose(0, 1, 3, 4, 2))
 
 
-def _ancestor_rows(ancestors: jax.Array, plan: SplitPlan) -> jax.Array:
-    """Ancestor bits and depth of each row of each tile, int32 [num_tiles, 2, 64]."""
-    bits = ancestors[plan.row_token]
-    depth = jax.lax.population_count(bits).astype(jnp.int32) - 1
-    facts = jnp.stack([jax.lax.bitcast_convert_type(bits, jnp.int32), depth], axis=1)
-    return jnp.pad(facts, ((0, 0), (0, 0), (0, TILE_ROWS - facts.shape[2])))
-
-
-def _combine(
-    parts: jax.Array, lse: jax.Array, plan: SplitPlan, sinks, spec: PagedSpec, shape: SplitPlanShape
-) -> jax.Array:
-    """Combines the splits of each row and gathers tokens: [T, Hq, K] in q's dtype, zero for tokens of no tile."""
-    if shape.num_splits == 1:  # a tile of any token has its item, and no other is read
-        rows = parts
-    else:
-        rows, lse = _sum_of_splits(parts, lse, plan, shape)
-    heads, place = jnp.arange(spec.num_kv_heads)[:, None], plan.place[:, None, :]
-
-    def of_tokens(array):
-        return array.at[place // shape.out_rows, heads, place % shape.out_rows].get(mode="fill", fill_value=0)
-
-    out = of_tokens(rows)
-    if sinks is not None:
-        # A sink adds to the sum of weights only (gpt-oss).
-        sink = sinks.reshape(spec.num_kv_heads, spec.num_groups) * LOG2_E
-        out = out.astype(jnp.float32) / (1.0 + jnp.exp2(sink - of_tokens(lse)))[..., None]
-    return out.astype(spec.q_dtype).reshape(spec.num_tokens, spec.num_q_heads, spec.head_dim)
-
-
-def _sum_of_splits(
-    parts: jax.Array, lse: jax.Array, plan: SplitPlan, shape: SplitPlanShape
-) -> tuple[jax.Array, jax.Array]:
-    """The result of each tile, float32 [num_tiles, Hkv, out_rows, K], and its log-sum-exp."""
-    # Slots without an item are uninitialized: a tile's first one is read in their place, from the cache.
-    slots = jnp.arange(shape.num_tiles * shape.num_splits, dtype=jnp.int32).reshape(plan.is_split.shape)
-    slots = jnp.where(plan.is_split, slots, slots[:, :1])
-    parts, lse = (array.at[slots].get(mode="promise_in_bounds") for array in (parts, lse))
-    is_split = plan.is_split[:, :, None, None]
-    parts, lse = jnp.where(is_split[..., None], parts, 0), jnp.where(is_split, lse, MASKED)
-    best = lse.max(axis=1)
-    weights = jnp.exp2(lse - best[:, None])
-    total = weights.sum(axis=1)
-    rows = (parts * weights[..., None]).sum(axis=1) / total[..., None]
-    return rows, jnp.where((best == MASKED) & (total == total), MASKED, best + jnp.log2(total))
+def _row_facts(operands: PagedOperands, plan: SplitPlan, spec: PagedSpec, shape: SplitPlanShape) -> dict:
+    """The `rows` of `gpu_kernel.run`."""
+    missing = gpu_sizes.kernel_sizes(spec, shape, _appends_in_kernel(spec)).rows - shape.out_rows
+    facts = {}
+    if operands.ancestors is not None:
+        bits = operands.ancestors[plan.row_token]
+        depth = jax.lax.population_count(bits).astype(jnp.int32) - 1
+        facts["aux"] = jnp.stack([jax.lax.bitcast_convert_type(bits, jnp.int32), depth], axis=1)
+    if operands.sinks is not None:
+        sinks = operands.sinks.reshape(spec.num_kv_heads, spec.num_groups) * LOG2_E
+        facts["sinks"] = sinks[:, plan.row_group].swapaxes(0, 1)
+    return {name: jnp.pad(fact, ((0, 0), (0, 0), (0, missing))) for name, fact in facts.items()}

@@ -17,7 +17,15 @@ import pytest
 
 from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels import mosaic_gpu_compat as compat
-from pallas_kernels.paged_attention import choose, gpu_kernel, gpu_schedule, make_spec, paged_attention, pallas_gpu
+from pallas_kernels.paged_attention import (
+    choose,
+    gpu_kernel,
+    gpu_schedule,
+    gpu_sizes,
+    make_spec,
+    paged_attention,
+    pallas_gpu,
+)
 from pallas_kernels.paged_attention.shapes import decode_shape
 from tests.pallas_kernels.gpu_interpreter import interpreted_gpu
 from tests.pallas_kernels.paged_attention.shapes import FOUR_BITS, SMALL, PagedShape
@@ -43,7 +51,7 @@ def for_gpu(shape: PagedShape) -> PagedShape:
 @pytest.fixture
 def gpu_interpreter(monkeypatch):
     """Mosaic GPU kernels of the test run in the interpreter; fails when two accesses of the last one race."""
-    monkeypatch.setattr(gpu_kernel, "NUM_BLOCKS", 3)
+    monkeypatch.setattr(gpu_kernel, "num_resident", lambda: 3)
     monkeypatch.setattr(gpu_schedule, "SHORTEST_SPLIT", 64)
     monkeypatch.setattr(gpu_schedule, "LONGEST_SPLIT", 64)
     monkeypatch.setattr(gpu_schedule, "SPLITS_OF_A_LENGTH", 2)
@@ -93,7 +101,7 @@ def test_the_suite_finds_what_is_left_out(check, gpu_interpreter, monkeypatch):
     with pytest.raises(AssertionError):
         check(shape, "pallas_gpu", "separate")
     monkeypatch.setattr(gpu_kernel._Kernel, "write_new_tokens", append)
-    monkeypatch.setattr(gpu_kernel._Kernel, "clean_values", lambda self, slot, first_key: None)
+    monkeypatch.setattr(gpu_kernel.Blocks, "clean_values", lambda self, slot, first_key: None)
     with pytest.raises(AssertionError):
         check(shape, "pallas_gpu", "separate")
 
@@ -159,15 +167,19 @@ def test_items_cover_every_visible_key_once(tree, window, monkeypatch):
     spec, arguments = spec_of(shape), shape.arguments("separate")
     starts, groups = np.asarray(arguments["query_starts"]), spec.num_groups
     found, placed = np.zeros((len(lengths), 200 * groups, 1100), int), np.zeros((spec.num_tokens, groups), int)
+    tokens = np.arange(spec.num_tokens)
+    is_query = np.any([(tokens >= s) & (tokens < s + n) for s, (n, _) in zip(starts, lengths, strict=True)], axis=0)
     for program in gpu_schedule.split_plan_shapes(spec):
         plan = jax.jit(gpu_schedule.make_split_plan, static_argnums=(0, 1))(
             spec, program, arguments["query_starts"], arguments["query_lengths"], arguments["kv_lengths"]
         )
         items = np.asarray(plan.work)[: int(plan.count[0])]
-        assert len(np.unique(items[:, 3])) == len(items) == np.asarray(plan.is_split).sum()
+        assert len(np.unique(items[:, 3])) == len(items)
+        slots = {tile: items[items[:, 2] == tile, 3] for tile in items[:, 2]}
         for item in (dict(zip(gpu_schedule.COLUMNS, row, strict=True)) for row in items):
             new, total = lengths[item["sequence"]]
             assert program.min_queries <= new <= program.max_queries
+            np.testing.assert_array_equal(slots[item["tile"]], item["first_slot"] + np.arange(item["num_items"]))
             first, last = (bisect(program.split_starts, key) for key in (item["key_begin"], item["key_end"] - 1))
             assert first == last
             assert (
@@ -179,10 +191,10 @@ def test_items_cover_every_visible_key_once(tree, window, monkeypatch):
             kept = min(program.out_rows, new * groups - item["first_row"])
             row = item["first_row"] + np.arange(kept)
             np.testing.assert_array_equal(tokens[:kept], starts[item["sequence"]] + row // groups)
-        place = np.asarray(plan.place)
-        is_placed = place < program.num_tiles * program.out_rows
-        placed += is_placed
-        assert len(np.unique(place[is_placed])) == is_placed.sum()
+            if item["slot"] == item["first_slot"]:
+                placed[item["query_start"] + row // groups, row % groups] += 1
+        np.testing.assert_array_equal(np.asarray(plan.is_padding) == 0, is_query)
+        assert not plan.arrivals.any()
     for index, (new, total) in enumerate(lengths):
         for row in range(new * groups):
             position = total - new + row // groups
@@ -192,8 +204,6 @@ def test_items_cover_every_visible_key_once(tree, window, monkeypatch):
             assert (found[index, row, low:high] == 1).all()
             assert found[index, row].max() == 1
         assert not found[index, new * groups :].any()
-    tokens = np.arange(spec.num_tokens)
-    is_query = np.any([(tokens >= s) & (tokens < s + n) for s, (n, _) in zip(starts, lengths, strict=True)], axis=0)
     np.testing.assert_array_equal(placed, np.repeat(is_query[:, None], groups, axis=1))
 
 
@@ -350,8 +360,8 @@ def test_compiled_in_place(name):
     for program in gpu_schedule.split_plan_shapes(spec):
         # XLA may keep the partial results twice while it sums them.
         bound += 8 * program.num_tiles * program.num_splits * spec.num_kv_heads * program.out_rows * (spec.head_dim + 2)
-        size = gpu_kernel.kernel_sizes(spec, program, pallas_gpu._appends_in_kernel(spec))
-        limit = gpu_kernel.PAIR_SHARED_BYTES if spec.head_dim <= 128 else gpu_kernel.MAX_SHARED_BYTES
+        size = gpu_sizes.kernel_sizes(spec, program, pallas_gpu._appends_in_kernel(spec))
+        limit = gpu_sizes.PAIR_SHARED_BYTES if spec.head_dim <= 128 else gpu_sizes.MAX_SHARED_BYTES
         assert size.shared_bytes <= limit
     assert compiled.temporary_bytes <= bound
     text = compiled.program.as_text()
