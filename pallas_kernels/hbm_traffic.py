@@ -246,7 +246,7 @@ class HloProgram:
         elif opcode == "fusion":
             body = self.computations[instruction.called or ""]
             reads = [self._read(instruction, index, arrays) for index, arrays in enumerate(sources)]
-            written = _updated_parts(written, [found and found[1] for found in self.updates(body)])
+            written = _updated_parts(written, [update and update[1] for update in self.updates(body)])
         elif opcode in _SLICES:
             reads = [instruction.results[0].num_bytes * any(a.in_hbm for a in sources[0])]
         elif opcode in _UPDATES:
@@ -278,10 +278,10 @@ class HloProgram:
         result = _seen_through(body, result)
         if result.opcode == "fusion":
             inner = self.computations[result.called or ""]
-            found = self.updates(inner)
-            if len(found) > 1 or found[0] is None:
+            updates = self.updates(inner)
+            if len(updates) > 1 or updates[0] is None:
                 return None
-            source, size = result.operands[_parameter(inner[found[0][0]])], found[0][1]
+            source, size = result.operands[_parameter(inner[updates[0][0]])], updates[0][1]
         elif result.opcode in _UPDATES:
             source = result.operands[0]
             size = sum(a.num_bytes for a in _of(body, result.operands[_UPDATES[result.opcode]]))
@@ -302,7 +302,7 @@ class HloProgram:
         if (known := self._needs.get(name)) is not None:
             return known
         body = self.computations[name]
-        in_place = {found[0] for found in self.updates(body) if found is not None}
+        in_place = {update[0] for update in self.updates(body) if update is not None}
         needed = dict.fromkeys(body, 0)
         for user in reversed(body.values()):  # users come after what they use
             if user.is_root:

@@ -131,8 +131,8 @@ def is_attention(instruction: Instruction) -> bool:
 def num_kernels(attention: Sequence[Instruction]) -> float:
     """Kernels of a layer: a step has one for short queries and one for long ones, and a sequence's pages are read by
     one of them. A GPU's have no names of their own; those of a layer have one scope."""
-    kinds = {name for one in attention for name in _KERNEL.findall(one.text)[:1]}
-    scopes = {name for one in attention for name in _SCOPE.findall(one.text)[:1]}
+    kinds = {name for call in attention for name in _KERNEL.findall(call.text)[:1]}
+    scopes = {name for call in attention for name in _SCOPE.findall(call.text)[:1]}
     return len(kinds) or len(attention) / max(len(scopes), 1) or 1
 
 
