@@ -41,7 +41,6 @@ from pallas_kernels.hbm_traffic import HloProgram, Move, through_cache
 
 CHIPS, WEIGHTS = ("v6e", "h100", "v5e", "tpu7x"), ("bfloat16", "int8", "int4-g128")
 BATCHES, SLOTS, CONTEXT = (1, 8, 64), 64, 1536
-GPU_KERNELS = "mosaic_gpu|__cublas"
 CHUNK = 512  # of prefill without
 # Most of the time without.
 BOUNDS = {"v6e": 1.05, "h100": 1.05, "v5e": 1.10, "tpu7x": 1.10}
@@ -87,7 +86,7 @@ def compiled(spec: EngineSpec, chip: str, program: str) -> Figures:
     for layers in (FEW, MORE):
         planned = planned_programs(spec.with_layers(range(layers)))[program]
         one = ahead_of_time.compile_for(chip, planned.function, *planned.arguments, chip_mesh=spec.mesh)
-        moves = HloProgram(one.program.as_text()).moves(gpu_kernels=GPU_KERNELS)
+        moves = HloProgram(one.program.as_text()).moves()
         found.append([_beside_attention(moves), _beside_attention(through_cache(moves, l2_bytes))])
     layer = [(more - few) / (MORE - FEW) for few, more in zip(*found, strict=True)]
     other = [few - FEW * one for few, one in zip(found[0], layer, strict=True)]

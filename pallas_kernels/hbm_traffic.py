@@ -1,9 +1,10 @@
 """Bytes that a compiled program moves between HBM and the chip, from its scheduled HLO.
 
 XLA's own "bytes accessed" counts every branch of every conditional, an embedding table for a gather of a few of its
-rows, and an array twice when it is copied into vector memory (VMEM) before use. Here an instruction counts the bytes
-that it reads from and writes to HBM; arrays in VMEM are free. `through_cache` leaves out reads that a GPU's L2 cache
-serves.
+rows, and an array twice when it is copied into vector memory (VMEM) before use; of a GPU's program it says nothing.
+Here an instruction counts the bytes that it reads from and writes to HBM; arrays in VMEM are free. A fusion reads each
+element once that its results need: of an array that it only slices the slices, of one that it updates in place nothing.
+A kernel counts what its estimate says. `through_cache` leaves out reads that a GPU's L2 cache serves.
 
 Its model of the cache: an array stays there until as many bytes as the cache holds have been touched since. A kernel
 touches its arrays evenly while it runs, so of what else it moves, half lies between an array that it makes and its end,
@@ -26,6 +27,12 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COST = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
+# An attribute of a GPU's kernel, whose text has no cost estimate (`mosaic_gpu_compat`).
+ESTIMATE = "bytes_accessed"
+_GPU_ESTIMATE = re.compile(rf'frontend_attributes=\{{[^}}]*{ESTIMATE}="(\d+)"')
+# Kernels for GPUs: Pallas's, Triton's and those of NVIDIA's libraries, which have their workspace as last result.
+_GPU_CALL = re.compile(r'custom_call_target="(mosaic_gpu|triton|__gpu\$|__cu)')
+_LIBRARY_CALL = "__cu"
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INDEX = re.compile(r"\bindex=(\d+)")
 CACHE_SHARE = 0.5
@@ -40,6 +47,9 @@ _CALLS = ("call", "call-start", "async-start", "custom-call-start")
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is the update
 _VIEWS = ("bitcast", "reshape")
+# Operations whose result may need all of an operand although both have as many elements.
+_MIXING = {"dot", "convolution", "reduce", "reduce-window", "sort", "scatter", "custom-call", "tuple"}
+_JOINING = ("concatenate", "pad")
 # Later parts of an asynchronous instruction, which is counted where it starts.
 _LATER = ("-done", "-update")
 
@@ -54,9 +64,13 @@ class HloArray:
     on_host: bool = False
 
     @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         bits = re.search(r"\d+", self.dtype)
-        return math.prod(self.shape) * (_BITS[self.dtype] if bits is None else int(bits.group())) // 8
+        return self.num_elements * (_BITS[self.dtype] if bits is None else int(bits.group())) // 8
 
     @property
     def hbm_bytes(self) -> int:
@@ -79,6 +93,10 @@ class Instruction:
         """The computation of a fusion, call or loop."""
         match = _CALLED.search(self.text)
         return match.group(1) if match else None
+
+    @property
+    def num_elements(self) -> int:
+        return sum(array.num_elements for array in self.results)
 
     @property
     def hbm_bytes(self) -> int:
@@ -113,7 +131,6 @@ class _Options:
 
     takes_branches: bool
     loop_trips: int
-    gpu_kernels: str | None
 
 
 class HloProgram:
@@ -122,6 +139,7 @@ class HloProgram:
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
+        self._needs: dict[str, dict[str, int]] = {}
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
             if (header := _COMPUTATION.match(line)) is not None:
@@ -138,15 +156,15 @@ class HloProgram:
         """All instructions, fused ones included."""
         return (instruction for computation in self.computations.values() for instruction in computation.values())
 
-    def moves(self, *, takes_branches: bool = False, loop_trips: int = 1, gpu_kernels: str | None = None) -> list[Move]:
+    def moves(self, *, takes_branches: bool = False, loop_trips: int = 1) -> list[Move]:
         """The instructions that move bytes in one run of the program, in the order in which they start.
 
         Loops without a known trip count run `loop_trips` times. A conditional runs its first branch (the false one of
         `lax.cond`) or, with `takes_branches`, the branch that moves the most bytes. Raises ValueError for a Pallas call
-        for a TPU without a cost estimate. Of Pallas calls for a GPU those count in whose text the regular expression
-        `gpu_kernels` is found: all of each operand is read, and all of each result written.
+        for a TPU without a cost estimate. A GPU's kernel without one reads all of each operand and writes all of each
+        result.
         """
-        return list(self._moves(self.entry, _Options(takes_branches, loop_trips, gpu_kernels)))
+        return list(self._moves(self.entry, _Options(takes_branches, loop_trips)))
 
     def host_bytes(self, loop_trips: int = 1) -> int:
         """Bytes that one run of the program copies from the host's memory to the device. Loops as in `moves`."""
@@ -184,7 +202,7 @@ class HloProgram:
             elif opcode in _CALLS and instruction.called is not None:
                 yield from self._moves(instruction.called or "", options)
             else:
-                reads, writes = self._accesses(instruction, computation, options.gpu_kernels)
+                reads, writes = self._accesses(instruction, computation)
                 if num_bytes := sum(access.num_bytes for access in (*reads, *writes)):
                     yield Move(instruction, num_bytes, reads, writes)
 
@@ -202,7 +220,7 @@ class HloProgram:
         return max(branches, key=lambda moves: sum(m.num_bytes for m in moves))
 
     def _accesses(
-        self, instruction: Instruction, computation: dict[str, Instruction], gpu_kernels: str | None
+        self, instruction: Instruction, computation: dict[str, Instruction]
     ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         """Accesses of one execution to HBM: those that read, and those that write."""
         opcode = instruction.opcode
@@ -217,81 +235,97 @@ class HloProgram:
             source, destination = instruction.results[:2]
             reads = [destination.num_bytes * source.in_hbm]
             written = [Access(instruction.name, destination.hbm_bytes, destination.num_bytes)]
-        elif opcode == "custom-call" and not (gpu_kernels and re.search(gpu_kernels, instruction.text)):
+        elif opcode == "custom-call" and _GPU_CALL.search(instruction.text):
+            written = written[:-1] if _has_workspace(instruction) else written
+            if (match := _GPU_ESTIMATE.search(instruction.text)) is not None:
+                rest = max(int(match.group(1)) - sum(access.num_bytes for access in written), 0)
+                return (Access("", rest, rest),) * (rest > 0), tuple(written)
+        elif opcode == "custom-call":
             moved = _custom_call_bytes(instruction, sources)
             return (Access("", moved, moved),) * (moved > 0), ()
         elif opcode == "fusion":
-            reads, update = self._fusion_reads(instruction, sources)
-            written = written if update is None else [Access(instruction.name, update, instruction.hbm_bytes)]
+            body = self.computations[instruction.called or ""]
+            reads = [self._read(instruction, index, arrays) for index, arrays in enumerate(sources)]
+            written = _updated_parts(written, [update and update[1] for update in self.updates(body)])
         elif opcode in _SLICES:
             reads = [instruction.results[0].num_bytes * any(a.in_hbm for a in sources[0])]
         elif opcode in _UPDATES:
             update = sum(a.num_bytes for a in sources[_UPDATES[opcode]]) * (instruction.hbm_bytes > 0)
             return (Access("", update, update),), (Access(instruction.name, update, instruction.hbm_bytes),)
-        named = zip(instruction.operands, reads, sources, strict=False)
-        whole = [
-            Access(_maker(computation, name), read, sum(array.num_bytes for array in arrays))
-            for name, read, arrays in named
-            if read
-        ]
-        return tuple(whole), tuple(access for access in written if access.num_bytes)
+        whole: dict[str, Access] = {}  # an array that is an operand twice is read once
+        for name, read, arrays in zip(instruction.operands, reads, sources, strict=False):
+            if read:
+                maker, size = _maker(computation, name), sum(array.num_bytes for array in arrays)
+                before = whole[maker].num_bytes if maker in whole else 0
+                whole[maker] = Access(maker, min(before + read, size), size)
+        return tuple(whole.values()), tuple(access for access in written if access.num_bytes)
 
-    def _fusion_reads(
-        self, instruction: Instruction, sources: list[tuple[HloArray, ...]]
-    ) -> tuple[list[int], int | None]:
-        """Bytes that a fusion reads of each operand, and those that it writes where it updates one in place."""
-        body = self.computations[instruction.called or ""]
-        updated = self._updated(body)
-        reads = [0] * len(sources)
-        for index, arrays in enumerate(sources):
-            if any(array.in_hbm for array in arrays) and not (updated and updated[0] == index):
-                reads[index] = self._read(body, index, sum(array.num_bytes for array in arrays))
-        return reads, updated[1] if updated is not None and instruction.hbm_bytes else None
+    def _read(self, fusion: Instruction, index: int, arrays: tuple[HloArray, ...]) -> int:
+        """Bytes that a fusion reads of an operand."""
+        if not any(array.in_hbm for array in arrays):
+            return 0
+        needed = self._needed_of_operand(fusion, index)
+        size, count = sum(array.num_bytes for array in arrays), sum(array.num_elements for array in arrays)
+        return size if needed >= count else -(-size * needed // count)
 
-    def _updated(self, body: dict[str, Instruction]) -> tuple[int, int] | None:
-        """The index of the parameter that a fusion updates in place and the bytes of the update, or None."""
+    def updates(self, body: dict[str, Instruction]) -> list[tuple[str, int] | None]:
+        """For each result of a fused computation: the name of the parameter that it updates in place and the bytes of
+        the update, or None."""
         root = next(instruction for instruction in body.values() if instruction.is_root)
-        while root.opcode in _VIEWS and root.operands[0] in body:
-            root = body[root.operands[0]]
-        if root.opcode == "fusion":
-            inner = self._updated(self.computations[root.called or ""])
-            if inner is None:
+        return [self._update(body, body[name]) for name in (root.operands if root.opcode == "tuple" else (root.name,))]
+
+    def _update(self, body: dict[str, Instruction], result: Instruction) -> tuple[str, int] | None:
+        result = _seen_through(body, result)
+        if result.opcode == "fusion":
+            inner = self.computations[result.called or ""]
+            updates = self.updates(inner)
+            if len(updates) > 1 or updates[0] is None:
                 return None
-            source, size = root.operands[inner[0]], inner[1]
-        elif root.opcode in _UPDATES:
-            source = root.operands[0]
-            size = sum(a.num_bytes for a in _of(body, root.operands[_UPDATES[root.opcode]]))
+            source, size = result.operands[_parameter(inner[updates[0][0]])], updates[0][1]
+        elif result.opcode in _UPDATES:
+            source = result.operands[0]
+            size = sum(a.num_bytes for a in _of(body, result.operands[_UPDATES[result.opcode]]))
         else:
             return None
-        while body[source].opcode in _VIEWS:
-            source = body[source].operands[0]
-        return (_parameter(body[source]), size) if body[source].opcode == "parameter" else None
+        made = _seen_through(body, body[source])
+        return (made.name, size) if made.opcode == "parameter" else None
 
-    def _read(self, body: dict[str, Instruction], index: int, size: int) -> int:
-        """Bytes that a fused computation reads of parameter `index`, which has `size` bytes: all, or only slices."""
-        name = next(i.name for i in body.values() if i.opcode == "parameter" and _parameter(i) == index)
-        return min(size, self._read_of(body, name, size))
+    def _needed_of_operand(self, fusion: Instruction, index: int) -> int:
+        """Elements that a fusion needs of an operand."""
+        name = fusion.called or ""
+        parameter = next(i.name for i in self.computations[name].values() if _is_parameter(i, index))
+        return self._needed(name)[parameter]
 
-    def _read_of(self, body: dict[str, Instruction], name: str, size: int) -> int:
-        if body[name].is_root:
-            return size
-        total = 0
-        for user in body.values():
-            if user.opcode in ("parameter", "constant") or name not in user.operands:
+    def _needed(self, name: str) -> dict[str, int]:
+        """Elements of each instruction of a fused computation that its results need; none of an array for the sake of
+        its update in place."""
+        if (known := self._needs.get(name)) is not None:
+            return known
+        body = self.computations[name]
+        in_place = {update[0] for update in self.updates(body) if update is not None}
+        needed = dict.fromkeys(body, 0)
+        for user in reversed(body.values()):  # users come after what they use
+            if user.is_root:
+                needed[user.name] = user.num_elements
+            if user.opcode in ("parameter", "constant"):
                 continue
-            if user.opcode in _SLICES and user.operands[0] == name:
-                total += user.results[0].num_bytes
-            elif user.opcode in _VIEWS or (user.opcode == "fusion" and self._is_view(user)):
-                total += self._read_of(body, user.name, size)
-            elif user.opcode == "fusion":
-                total += self._read(self.computations[user.called or ""], user.operands.index(name), size)
-            else:
-                return size
-        return total
+            for index, operand in enumerate(user.operands):
+                is_updated = user.opcode in _UPDATES and index == 0
+                if is_updated and _seen_through(body, body[operand]).name in in_place:
+                    continue
+                count = body[operand].num_elements
+                needed[operand] = min(needed[operand] + self._needed_by(user, index, count, needed[user.name]), count)
+        self._needs[name] = needed
+        return needed
 
-    def _is_view(self, fusion: Instruction) -> bool:
-        """True if a fusion is a bitcast or reshape of its only operand."""
-        return all(i.opcode in ("parameter", *_VIEWS) for i in self.computations[fusion.called or ""].values())
+    def _needed_by(self, user: Instruction, index: int, count: int, needed: int) -> int:
+        """Elements of operand `index`, which has `count`, for `needed` elements of an instruction's result."""
+        if user.opcode in (*_SLICES, *_UPDATES):
+            return needed if index == 0 else count
+        if user.opcode == "fusion":
+            return self._needed_of_operand(user, index)
+        is_alike = user.opcode in _JOINING or (user.num_elements == count and user.opcode not in _MIXING)
+        return needed if is_alike else count
 
 
 def through_cache(moves: Iterable[Move], l2_bytes: float, share: float = CACHE_SHARE) -> list[Move]:
@@ -380,6 +414,34 @@ def _maker(computation: dict[str, Instruction], name: str) -> str:
 
 def _parameter(instruction: Instruction) -> int:
     return int(instruction.operands[0])
+
+
+def _is_parameter(instruction: Instruction, index: int) -> bool:
+    return instruction.opcode == "parameter" and _parameter(instruction) == index
+
+
+def _seen_through(body: dict[str, Instruction], instruction: Instruction) -> Instruction:
+    """The instruction whose elements views have as they lie."""
+    while instruction.opcode in _VIEWS and instruction.operands[0] in body:
+        instruction = body[instruction.operands[0]]
+    return instruction
+
+
+def _updated_parts(written: list[Access], sizes: list[int | None]) -> list[Access]:
+    """The accesses that write a fusion's results, of those that it updates in place only the update."""
+    if len(written) != len(sizes):  # a result of several arrays
+        return written
+    return [
+        access if size is None or not access.num_bytes else replace(access, num_bytes=min(size, access.num_bytes))
+        for access, size in zip(written, sizes, strict=True)
+    ]
+
+
+def _has_workspace(instruction: Instruction) -> bool:
+    """True for a library's call with an array of bytes for its own use as last result."""
+    last = instruction.results[-1]
+    is_library = f'custom_call_target="{_LIBRARY_CALL}' in instruction.text
+    return is_library and len(instruction.results) > 1 and last.dtype in ("s8", "u8") and len(last.shape) == 1
 
 
 def _custom_call_bytes(instruction: Instruction, sources: list[tuple[HloArray, ...]]) -> int:

@@ -17,6 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from pallas_kernels.hbm_traffic import ESTIMATE
 
 _is_interpreting = contextvars.ContextVar("mosaic_gpu_interpreted", default=False)
 
@@ -39,10 +42,7 @@ def interpreted() -> Iterator[None]:
 def kernel(
     body: Callable, *, out_type: Any, name: str, cost_estimate: pl.CostEstimate | None = None, **options: Any
 ) -> Callable:
-    """`plgpu.kernel` with the Warpgroup lowering, for the chip or the interpreter.
-
-    JAX 0.10, whose `plgpu.kernel` takes no cost estimate, ignores it.
-    """
+    """`plgpu.kernel` with the Warpgroup lowering, for the chip or the interpreter."""
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         options["cost_estimate"] = cost_estimate
     interpret: Any = None
@@ -55,13 +55,14 @@ def kernel(
         body(*refs)
 
     named.__name__ = name
-    return plgpu.kernel(
+    called = plgpu.kernel(
         named,
         out_type=out_type,
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         **options,
     )
+    return _with_estimate(called, cost_estimate)
 
 
 def kernel_in_place(
@@ -82,7 +83,7 @@ def kernel_in_place(
     def scoped(*refs):
         pl.run_scoped(partial(body, *refs), *scratch_types, collective_axes=mesh.get("thread_name") or ())
 
-    return pl.kernel(
+    called = pl.kernel(
         scoped,
         out_type=out_type,
         mesh=plgpu.Mesh(**mesh),
@@ -93,6 +94,19 @@ def kernel_in_place(
         cost_estimate=cost_estimate,
         name=name,
     )
+    return _with_estimate(called, cost_estimate)
+
+
+def _with_estimate(called: Callable, cost: pl.CostEstimate | None) -> Callable:
+    """The kernel with its bytes in the compiled program's text (`hbm_traffic`), where no version of JAX writes them."""
+    if cost is None or is_interpreted():
+        return called
+
+    def marked(*operands):
+        with set_xla_metadata(**{ESTIMATE: cost.bytes_accessed}):
+            return called(*operands)
+
+    return marked
 
 
 def fence_copies() -> None:

@@ -29,7 +29,7 @@ def _made(program: HloProgram, instruction: Instruction, computation: dict[str, 
         aliased = {int(index or 0) for index in re.findall(r"\{(\d*)\}: \(", found.group(1))}
     is_update = instruction.opcode in _UPDATES
     if instruction.opcode == "fusion":
-        is_update = program._updated(program.computations[instruction.called or ""]) is not None
+        is_update = any(program.updates(program.computations[instruction.called or ""]))
     if is_update:
         taken = {a for name in instruction.operands if name in computation for a in computation[name].results}
         return tuple(array for array in instruction.results if array not in taken)

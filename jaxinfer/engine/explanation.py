@@ -35,6 +35,7 @@ from pallas_kernels.dense_matmul import make_spec as make_dense_spec
 from pallas_kernels.packed_matmul import unsupported as packed_unsupported
 from pallas_kernels.paged_attention import BitPages, KernelChoice, PagedSpec, choose, make_spec
 from pallas_kernels.paged_attention.layout import key_dtype
+from pallas_kernels.recurrence import form as recurrence_form
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def explain_engine(engine: AnyEngine, model: dict[str, Any], sampling: dict[str,
             },
             "cache": _describe_cache(first),
             "programs": _describe_programs(spec),
-            "kernels": {**_describe_kernels(spec), **_products(spec)},
+            "kernels": {**_describe_kernels(spec), **_describe_recurrence(spec), **_products(spec)},
             **({} if first.speculation is None else {"speculation": _describe_speculation(first)}),
             "device": {
                 "platform": device.platform,
@@ -199,6 +200,14 @@ def _describe_kernels(spec: EngineSpec) -> dict[str, str]:
         is_uniform = name == "prompt" and spec.is_deterministic
         kernels |= _chosen(name, "paged_attention", choose(_paged_spec(spec, num_tokens, longest, is_uniform)))
     return kernels
+
+
+def _describe_recurrence(spec: EngineSpec) -> dict[str, str]:
+    """The pass of a decode step over the states of all slots, of each kind of layer that has some."""
+    layers = (spec.config.recurrent_of(layer) for layer in spec.config.recurrent_layers)
+    shapes = {layer.state_shape for layer in layers if layer is not None and layer.state_shape is not None}
+    forms = {recurrence_form((spec.max_seqs, *shape), spec.platform) for shape in shapes}
+    return {"decode recurrence": "; ".join(sorted(forms))} if forms else {}
 
 
 def _describe_speculation(engine: Engine) -> dict[str, Any]:

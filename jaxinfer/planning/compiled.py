@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxinfer.chips import chips
 from jaxinfer.engine.abstract_work import abstract_decode_work, abstract_rounds, abstract_step_work, layer_kinds
 from jaxinfer.engine.programs import paged, program_model
 from jaxinfer.engine.programs.speculative import speculate
@@ -20,7 +21,7 @@ from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import Compilation
-from pallas_kernels.hbm_traffic import HloProgram, Instruction
+from pallas_kernels.hbm_traffic import HloProgram, Instruction, through_cache
 from pallas_kernels.platform import num_cores
 
 
@@ -52,6 +53,7 @@ _SENT = {
     "collective-permute": lambda p: 1,
 }
 _KERNEL = re.compile(r"paged_attention_\d+_queries")
+_SCOPE = re.compile(r'op_name="([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,9 @@ class ProgramFigures:
     Attributes:
       argument_bytes, output_bytes, aliased_bytes, temporary_bytes, code_bytes: from the compiler's memory analysis.
       flops: counted by the compiler for one run in which loops run once; None if the compiler does not count them.
-      moved_bytes: between HBM and the chip in such a run, without attention. kernel_bytes: moved by attention's kernels
-        if every sequence is as long as its page table. Both are None except for TPUs.
+      moved_bytes: between HBM and the chip in such a run, without attention and without reads that a GPU's cache
+        serves. kernel_bytes: moved by attention's kernels if every sequence is as long as its page table. Both are
+        None for CPUs.
       host_bytes: copied from the host's memory in such a run.
       num_collectives, sent_bytes: operations between devices, and the bytes that a device sends in them.
       resident_bytes: see `programs.Planned`. seconds: compilation time.
@@ -93,20 +96,17 @@ class ProgramFigures:
         return {**values, "total_bytes": self.total_bytes}
 
 
-def read_figures(
-    compilation: Compilation, num_devices: int, *, is_tpu: bool, has_host_layers: bool = False
-) -> ProgramFigures:
-    """Reads the figures of a program that was compiled for `num_devices` devices."""
-    program = HloProgram(compilation.program.as_text()) if is_tpu or num_devices > 1 or has_host_layers else None
-    moved = kernels = None
-    if program is not None and is_tpu:
-        moves = program.moves()
+def read_figures(compilation: Compilation, num_devices: int, platform: str, l2_bytes: int = 0) -> ProgramFigures:
+    """Reads the figures of a program that was compiled for `num_devices` devices with a cache of `l2_bytes` bytes."""
+    program, moved, kernels = None, None, None
+    if platform != "cpu" or num_devices > 1:
+        program = HloProgram(compilation.program.as_text())
+    if program is not None and platform != "cpu":
+        moves = through_cache(program.moves(), l2_bytes)
         attention = [move for move in moves if is_attention(move.instruction)]
         every = sum(move.num_bytes for move in attention)
         moved = sum(move.num_bytes for move in moves) - every
-        # A step has a kernel for short queries and one for long ones; a sequence's pages are read by one of them.
-        kinds = {name for move in attention for name in _KERNEL.findall(move.instruction.text)[:1]}
-        kernels = every / max(len(kinds), 1)
+        kernels = every / num_kernels([move.instruction for move in attention])
     exchanged = list(_exchanges(program, num_devices)) if program is not None and num_devices > 1 else []
     return ProgramFigures(
         argument_bytes=compilation.argument_bytes,
@@ -126,6 +126,14 @@ def read_figures(
 
 def is_attention(instruction: Instruction) -> bool:
     return instruction.opcode == "custom-call" and "paged_attention" in instruction.text
+
+
+def num_kernels(attention: Sequence[Instruction]) -> float:
+    """Kernels of a layer: a step has one for short queries and one for long ones, and a sequence's pages are read by
+    one of them. A GPU's have no names of their own; those of a layer have one scope."""
+    kinds = {name for call in attention for name in _KERNEL.findall(call.text)[:1]}
+    scopes = {name for call in attention for name in _SCOPE.findall(call.text)[:1]}
+    return len(kinds) or len(attention) / max(len(scopes), 1) or 1
 
 
 def _exchanges(program: HloProgram, num_devices: int):
@@ -230,12 +238,13 @@ def compile_programs(
             spec.config.num_layers <= sum(variants.sizes) + LAYERS_OF_BASE * len(variants.larger)
         )
     programs = {name: program for name, program in planned_programs(spec).items() if only in (None, name)}
-    is_tpu, has_host_layers = spec.platform == "tpu", spec.platform != "cpu" and spec.host_bytes > 0
+    chip = chips().get(spec.chip or "")
+    l2_bytes = (chip and chip.l2_bytes) or 0
 
     def compile_one(program: Planned, num_layers: int) -> ProgramFigures:
         progress(f"{program.name}, {num_layers} layers")
         compilation = compiler(program.function, program.arguments)
-        figures = read_figures(compilation, spec.num_devices, is_tpu=is_tpu, has_host_layers=has_host_layers)
+        figures = read_figures(compilation, spec.num_devices, spec.platform, l2_bytes)
         return replace(figures, resident_bytes=program.resident_bytes)
 
     def as_base(base: "Future[ProgramFigures]", program: Planned) -> ProgramFigures:

@@ -210,10 +210,11 @@ def _notes(spec: EngineSpec, programs: dict[str, CompiledProgram], has_roofline:
             sizes = ", ".join(map(str, small.num_layers))
             count = spec.config.num_layers
             notes.append(f"extrapolated to {count} layers from programs of {sizes} layers: layers of a kind are alike")
-        if spec.platform == "tpu":
-            notes.append("HBM bytes: from the compiled program; attention's from its kernels at full length")
+        if spec.platform == "cpu":
+            notes.append("HBM bytes: counted from shapes; programs for CPUs do not report them")
         else:
-            notes.append("HBM bytes: counted from shapes; only programs for TPUs report them")
+            served = ", without reads that the cache serves" if spec.platform == "gpu" else ""
+            notes.append(f"HBM bytes: from the compiled program{served}; attention's from its kernels at full length")
     if spec.arriving_bytes:
         layers = len(row_bytes(spec.params))
         notes.append(

@@ -3,6 +3,7 @@
 from pallas_kernels.recurrence.api import (
     MAX_SHORT_TOKENS,
     commit_recurrence,
+    form,
     linear_recurrence,
     recurrence_of_sequences,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "commit_conv",
     "commit_recurrence",
     "conv_of_sequences",
+    "form",
     "linear_recurrence",
     "recurrence_of_sequences",
 ]

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float32, Int32
 
 MAX_SHORT_TOKENS = 64
-IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_gpu")
-_BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("xla",)}
+LEAST_MOVES = 2  # of a state in a decode step: it is read and written
+IMPLEMENTATIONS = ("xla", "pallas_tpu")
+_BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
 _MODULES = Implementations("pallas_kernels.recurrence", IMPLEMENTATIONS, _BY_PLATFORM)
 
 
@@ -48,8 +49,7 @@ def linear_recurrence(
       short_tokens: static; 1, or the rows of a verified draft.
       defers: static; states of sequences of up to `short_tokens` rows stay as they are, for `commit_recurrence`.
       is_uniform: static; token by token, so that results do not depend, to the bit, on how rows are cut into steps.
-      implementation: of the pass over all slots, "xla", "pallas_tpu" or "pallas_gpu"; None selects by platform and
-        shape.
+      implementation: of the pass over all slots, "xla" or "pallas_tpu"; None selects by platform and shape.
 
     Returns the outputs, zeros for padding, and the states. Raises ValueError for operands that do not fit.
     """
@@ -88,11 +88,17 @@ def recurrence_of_sequences(tokens: RecurrentTokens) -> Float32[Array, "B T H V"
     return ragged.of_sequences(tokens)
 
 
+def form(state_shape: tuple[int, int, int, int], platform: str | None = None) -> str:
+    """The implementation of a decode step's pass over states [S, Hk, K, E], and the bytes that it moves, for people."""
+    name = _MODULES.take(ShortSpec(*state_shape, tokens=1), platform or current_platform(), None)
+    share = _MODULES[name].STATE_MOVES / LEAST_MOVES
+    return f"{name}, {share:.3g} of the bytes of states that are read and written once"
+
+
 def _run_short(
     tokens: RecurrentTokens, state: jax.Array, short_tokens: int, implementation: str | None
 ) -> ragged.RunShort:
-    slots, key_heads, key_size, width = state.shape
-    spec = ShortSpec(slots, key_heads, key_size, width, short_tokens, tokens.beta is not None)
+    spec = ShortSpec(*state.shape, tokens=short_tokens)
     return _MODULES[_MODULES.take(spec, current_platform(), implementation)].run_short
 
 

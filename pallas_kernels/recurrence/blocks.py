@@ -4,7 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.platform import current_platform
 from pallas_kernels.recurrence.batch import RecurrentTokens
+
+# Tokens of a block whose sum of outer products is no product of matrices on a GPU, where XLA writes it before it is added.
+MAX_SUMMED_TOKENS = 16
 
 
 def step(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Array]:
@@ -14,10 +18,12 @@ def step(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Arra
     """
     q, k = tokens.q, tokens.k
     new, decay, beta = lanes(tokens)
-    from_state = decay * jnp.sum(state * q[..., None], axis=-2)
+    seen, known = jnp.sum(state * q[..., None], axis=-2), None
     if beta is not None:
-        new = beta * (new - decay * jnp.sum(state * k[..., None], axis=-2))
-    out = from_state + jnp.sum(q * k, axis=-1, keepdims=True) * new
+        # Otherwise XLA:GPU computes one of them where it is used, and reads the state once more for it.
+        seen, known = lax.optimization_barrier((seen, jnp.sum(state * k[..., None], axis=-2)))
+        new = beta * (new - decay * known)
+    out = decay * seen + jnp.sum(q * k, axis=-1, keepdims=True) * new
     return out.reshape(tokens.v.shape), decay[..., None, :] * state + k[..., None] * new[..., None, :]
 
 
@@ -32,16 +38,21 @@ def lanes(tokens: RecurrentTokens) -> tuple[jax.Array, jax.Array, jax.Array | No
     return tokens.v.reshape(shape), spread(jnp.exp(tokens.g)), beta
 
 
-def block(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Array]:
+def block(
+    state: jax.Array, tokens: RecurrentTokens, is_kept: jax.Array | bool = True
+) -> tuple[jax.Array, jax.Array]:
     """Outputs float32 [C, H, V] of C tokens of a sequence, and its state [Hk, K, E] after them, in matrix products.
 
     The delta rule within a block is a unit lower triangular system (Yang et al. 2024, section 3.2). Each decay is the
     exponential of its own sum of logarithms: of differences of sums a token that forgets much (g = -1e5) would leave no
     digits to the others. Tokens of zeros, at any place, change neither the outputs of the others nor the state, to the
-    bit.
+    bit. Without `is_kept` the state is zeros before, whatever it holds.
     """
     num_tokens, num_heads = tokens.v.shape[:2]
-    shape, state = state.shape, _heads(state, num_heads)
+    # Products of the state with queries and keys as it lies, read once: its heads side by side.
+    rows = jnp.concatenate([tokens.q] if tokens.beta is None else [tokens.q, tokens.k])
+    of_state = jnp.where(is_kept, _product("chk,hke->che", rows, state), 0).reshape(len(rows), num_heads, -1)
+    seen, known = (jnp.moveaxis(each, 0, 1) for each in (of_state[:num_tokens], of_state[-num_tokens:]))
     q, k = (jnp.moveaxis(_per_head(x, num_heads), 0, 1) for x in (tokens.q, tokens.k))
     v, g = jnp.moveaxis(tokens.v, 0, 1), tokens.g.T
     is_causal = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
@@ -54,13 +65,17 @@ def block(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Arr
     else:
         beta = tokens.beta.T[..., None]
         solved = invert_unit_lower(beta * _product("hik,hjk->hij", k, k) * between)
-        new = _product("hij,hjv->hiv", solved, beta * (v - since_start * _product("hik,hkv->hiv", k, state)))
-    out = since_start * _product("hik,hkv->hiv", q, state)
-    out = out + _product("hij,hjv->hiv", _product("hik,hjk->hij", q, k) * between, new)
+        new = _product("hij,hjv->hiv", solved, beta * (v - since_start * known))
+    out = since_start * seen + _product("hij,hjv->hiv", _product("hik,hjk->hij", q, k) * between, new)
     until_end = between[:, -1, :, None]
-    after = since_start[:, -1:] * state + _product("hik,hiv->hkv", until_end * k, new)
-    after = jnp.moveaxis(after.reshape(shape[0], -1, shape[1], v.shape[-1]), 1, 2)
-    return jnp.moveaxis(out, 0, 1), after.reshape(shape)
+    left = jnp.moveaxis(until_end * new, 0, 1).reshape(num_tokens, *state.shape[::2])
+    decay = jnp.broadcast_to(since_start[:, -1], v.shape[::2]).reshape(len(state), 1, -1)
+    after = decay * jnp.where(is_kept, state, 0)
+    if num_tokens > MAX_SUMMED_TOKENS or current_platform() != "gpu":
+        return jnp.moveaxis(out, 0, 1), after + _product("chk,che->hke", tokens.k, left)
+    for k, added in zip(tokens.k, left, strict=True):  # in the pass that reads and writes the state
+        after = after + k[..., None] * added[:, None]
+    return jnp.moveaxis(out, 0, 1), after
 
 
 def invert_unit_lower(matrix: jax.Array) -> jax.Array:
@@ -83,13 +98,6 @@ def invert_unit_lower(matrix: jax.Array) -> jax.Array:
         inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
         width *= 2
     return inverse[..., 0, :size, :size]
-
-
-def _heads(state: jax.Array, num_heads: int) -> jax.Array:
-    """[H, K, V] of a state [Hk, K, E]."""
-    num_key_heads, key_size = state.shape[:2]
-    parted = state.reshape(num_key_heads, key_size, num_heads // num_key_heads, -1)
-    return jnp.moveaxis(parted, 2, 1).reshape(num_heads, key_size, -1)
 
 
 def _per_head(x: jax.Array, num_heads: int) -> jax.Array:

@@ -21,6 +21,7 @@ from pallas_kernels.recurrence.specs import ShortSpec
 LANES = 128
 SUBLANES = 8
 MAX_TOKENS = 16
+STATE_MOVES = 2
 # Of a state: four such blocks are in vector memory, two on the way in and two on the way out.
 BLOCK_BYTES = 2**20
 

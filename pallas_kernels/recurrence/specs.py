@@ -5,14 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ShortSpec:
-    """Static facts of one call: states are [slots, key_heads, key_size, width], tokens at most `tokens` of a slot.
-
-    has_rates: whether the delta rule has a rate per token.
-    """
+    """Static facts of one call: states are [slots, key_heads, key_size, width], tokens at most `tokens` of a slot."""
 
     slots: int
     key_heads: int
     key_size: int
     width: int
     tokens: int
-    has_rates: bool

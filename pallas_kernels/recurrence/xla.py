@@ -1,4 +1,8 @@
-"""A few tokens of every slot in plain JAX: the states are read for the products, and read and written by the update."""
+"""A few tokens of every slot in plain JAX: the states are read for the products, and read and written by the update.
+
+Compiled for an H100, a decode step moves 1.55 (gated delta rule) and 1.53 times (state space), and a pass over 4 drafted
+tokens 2.0 times the bytes of states that are read and written once (`tests/chip/test_recurrence.py`).
+"""
 
 from functools import partial
 
@@ -10,6 +14,9 @@ from pallas_kernels.recurrence.blocks import block, step
 from pallas_kernels.recurrence.specs import ShortSpec
 
 
+STATE_MOVES = 3
+
+
 def unsupported(spec: ShortSpec, platform: str) -> str | None:
     return None
 
@@ -18,11 +25,11 @@ def run_short(
     tokens: RecurrentTokens, state: jax.Array, lengths: jax.Array, is_new: jax.Array, *, writes: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     """See `ragged.RunShort`. Tokens beyond `lengths` are zeros."""
-    is_kept = (~is_new | (lengths == 0))[:, None, None, None]
-    before = jnp.where(is_kept, state, jnp.zeros((), state.dtype))
+    is_kept = ~is_new | (lengths == 0)
     if tokens.v.shape[1] > 1:
-        out, after = jax.vmap(block)(before, tokens)
+        out, after = jax.vmap(block)(state, tokens, is_kept)
     else:
+        before = jnp.where(is_kept[:, None, None, None], state, jnp.zeros((), state.dtype))
         out, after = step(before, jax.tree.map(partial(jnp.squeeze, axis=1), tokens))
         out = out[:, None]
     return out, after if writes else state

@@ -51,7 +51,8 @@ def period_of(name: str) -> ModelConfig:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("chip", "name"), quick(CASES, ("h100", "Granite 4 small")))
 def test_decode_moves_little_more_than_it_must(request, chip, name):
-    """At most 1.10 of the weights, pages and states; each state is written where it is read, and none is copied."""
+    """At most 1.10 of the weights, pages and states, on a GPU with one more read of the states; each state is written
+    where it is read, and none is copied."""
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
         pytest.skip(reason)
     if (chip, name) == ("h100", "Qwen3.6-35B-A3B"):
@@ -74,14 +75,14 @@ def test_decode_moves_little_more_than_it_must(request, chip, name):
     pages, moved = num_bytes(cache.layers), sum(move.num_bytes for move in program.moves())
     embedding = 0 if config.tie_word_embeddings else 2 * config.vocab_size * config.hidden_size
     needed = num_bytes(weights) - embedding + pages + 2 * num_bytes(states)
-    if chip == "h100":  # kernels are not counted there: each reads its pages, or its states, once
-        moved += pages + 2 * num_bytes(matrices)
+    if chip == "h100":  # XLA's form reads states once more (`pallas_kernels.recurrence.xla`)
+        needed += num_bytes(matrices)
     print(f"{chip}, {name}: {moved:,} bytes, {moved / needed:.3f} of {needed:,}")
     assert moved <= 1.10 * needed
 
     shape = "f32[{}]".format(",".join(map(str, matrices[0].shape)))
     kernels = [line for line in text.splitlines() if "custom-call(" in line and shape in line.split("custom-call(")[0]]
-    assert len(kernels) == len(matrices)
+    assert len(kernels) == (0 if chip == "h100" else len(matrices))
     assert all(re.search(r"output_to_operand_aliasing=\{.*\{1\}: \(", line) for line in kernels)
     one = num_bytes(matrices[0])
     large = made_in_hbm(program, at_least=one)
@@ -126,8 +127,6 @@ def test_verifying_reads_states_twice_and_writes_them_once(chip, name):
     pages, moved = num_bytes(cache.layers), sum(move.num_bytes for move in program.moves())
     tables = 2 * config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     needed = num_bytes(weights) - tables + pages + 3 * num_bytes(states)
-    if chip == "h100":
-        moved += pages + 3 * num_bytes(matrices)
     print(f"{chip}, {name}: {moved:,} bytes, {moved / needed:.3f} of {needed:,}; {compiled.temporary_bytes:,} beside")
     assert moved <= VERIFIED[chip, name] * needed
     assert compiled.aliased_bytes >= pages + num_bytes(states)

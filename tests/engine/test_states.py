@@ -130,7 +130,9 @@ def test_states_move_with_their_slots():
 def test_explain_counts_the_states(model):
     config, params = model
     with LLM((config, params), max_seqs=3, **OPTIONS) as llm:
-        cache = llm.explain().to_dict()["cache"]
+        explained = llm.explain().to_dict()
+    cache, recurrence = explained["cache"], explained["kernels"]["decode recurrence"]
+    assert recurrence == "xla, 1.5 of the bytes of states that are read and written once"
     assert cache["state bytes"] == 2 * 3 * state_bytes(config, jnp.float32)  # as many are saved
     assert (cache["saved states"], cache["prefix cache"]) == (3, "on")
     # Pages are of the one layer with attention: keys and values of 2 heads of 8.

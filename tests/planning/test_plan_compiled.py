@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import ModelDraft
 from pallas_kernels import ahead_of_time
+from pallas_kernels.ahead_of_time import Compilation
 from pallas_kernels.hbm_traffic import HloProgram
 from tests.planning.plan_models import GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, TINY
 
@@ -47,6 +49,40 @@ ENTRY %main (a: f32[8,16], b: bf16[2,4]) -> f32[2,16] {
     assert scattered == 4 * 2 * 16 * 3
 
 
+MB = 10**6
+# Two layers: a product by a weight of 40 MB, and attention by a kernel for short queries and one for long ones.
+TWO_LAYERS = """
+ENTRY %main (w: bf16[2000,10000], x: f32[250000]) -> f32[250000] {
+  %w = bf16[2000,10000]{1,0} parameter(0)
+  %x = f32[250000]{0} parameter(1)
+  %a = f32[250000]{0} custom-call(%w, %x), custom_call_target="__cublas$gemm"
+  %b = f32[250000]{0} SHORT0
+  %c = f32[250000]{0} LONG0
+  %d = f32[250000]{0} custom-call(%w, %c), custom_call_target="__cublas$gemm"
+  %e = f32[250000]{0} SHORT1
+  ROOT %f = f32[250000]{0} LONG1
+}
+"""
+
+
+def test_a_gpus_bytes_are_those_that_its_cache_leaves():
+    """Of each product 40 MB of weight and 2 MB of rows; of attention the mean of a layer's two kernels."""
+    text = TWO_LAYERS
+    for kind, size in (("SHORT", 30 * MB), ("LONG", 10 * MB)):
+        for layer, operand in enumerate("ad"):
+            call = f'custom-call(%{operand}), custom_call_target="mosaic_gpu_v2"'
+            scope = f'metadata={{op_name="layers.{layer}/attention/paged_attention/mpmd_map"}}'
+            attributes = f'frontend_attributes={{bytes_accessed="{size}"}}, {scope}'
+            text = text.replace(f"{kind}{layer}", f"{call}, {attributes}")
+    compilation = Compilation("h100", SimpleNamespace(as_text=lambda: text), 1.0, 0, 0, 0, 0, {})
+    figures = compiled.read_figures(compilation, 1, "gpu")
+    assert (figures.moved_bytes, figures.kernel_bytes) == (2 * 42 * MB, 2 * 20 * MB)
+    # A cache of 200 MB, of which half counts, holds the weight and what lies between; the first rows are read once.
+    cached = compiled.read_figures(compilation, 1, "gpu", 200 * MB)
+    assert (cached.moved_bytes, cached.kernel_bytes) == (42 * MB + 1 * MB, 2 * 20 * MB)
+    assert compiled.read_figures(compilation, 1, "cpu").moved_bytes is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_decoding_on_a_gpu(ask, num_layers):
@@ -57,12 +93,16 @@ def test_decoding_on_a_gpu(ask, num_layers):
     compiler = chip_compiler("h200", spec.mesh)
     whole = compile_programs(spec, compiler, whole=True, only="decode")["decode"]
     assert 0 <= whole.figures.argument_bytes - sum(spec.parts.values()) < 2**12  # and what a dispatch takes
+    assert whole.figures.moved_bytes is not None
+    assert whole.figures.moved_bytes >= count(spec, spec.config, spec.placed_params, spec.cache).read_weight_bytes(4)
     if num_layers == 6:
         few = compile_programs(spec, compiler, whole=False, only="decode")["decode"]
         print(f"{whole.figures} whole, {few.figures} from {few.num_layers} layers")
         assert few.num_layers == (2, 4)
         assert few.figures.argument_bytes == whole.figures.argument_bytes
         assert few.figures.total_bytes == pytest.approx(whole.figures.total_bytes, rel=BOUND)
+        assert few.figures.moved_bytes == pytest.approx(whole.figures.moved_bytes, rel=BOUND)
+        assert few.figures.kernel_bytes == pytest.approx(whole.figures.kernel_bytes, rel=BOUND)
 
 
 @pytest.mark.slow

@@ -7,15 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 from pallas_kernels.recurrence import (
     BLOCK_TOKENS,
     RaggedBatch,
     RecurrentTokens,
     commit_recurrence,
+    form,
     linear_recurrence,
-    pallas_gpu,
     recurrence_of_sequences,
 )
 from pallas_kernels.recurrence.blocks import invert_unit_lower
@@ -270,22 +269,12 @@ def test_operands_that_do_not_fit_are_refused(change, message):
 WIDE_SHAPES = {"shared keys": (8, 128, 16, 128), "one group": (1, 128, 6, 64), "long keys": (2, 256, 2, 128)}
 
 
-@pytest.fixture(params=["pallas_tpu", "pallas_gpu"])
-def kernel(request, monkeypatch) -> str:
-    """The name of a kernel, which runs in the interpreter."""
-    if request.param == "pallas_tpu":
-        request.getfixturevalue("tpu_interpreter")
-    else:
-        monkeypatch.setattr(pallas_gpu, "missing_platform", lambda needed, platform: None)
-        monkeypatch.setattr(pallas_gpu.pl, "pallas_call", partial(pl.pallas_call, interpret=True))
-    return request.param
-
-
-@pytest.mark.matrix("pallas_tpu-one group-3-gated_delta", "pallas_gpu-one group-3-gated_delta")
+@pytest.mark.usefixtures("tpu_interpreter")
+@pytest.mark.matrix("one group-3-gated_delta")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("short_tokens", quick([1, 3], 3))
 @pytest.mark.parametrize("shape", quick(WIDE_SHAPES, "one group"))
-def test_kernels_equal_xla(kernel, kind, short_tokens, shape):
+def test_the_tpu_kernel_equals_xla(kind, short_tokens, shape):
     """A new sequence whose slot holds garbage, one that goes on, an idle one, and one with fewer tokens."""
     num_key_heads, key_size, num_heads, value_size = WIDE_SHAPES[shape]
     rng, count = np.random.default_rng(0), 4 * short_tokens
@@ -303,14 +292,14 @@ def test_kernels_equal_xla(kernel, kind, short_tokens, shape):
     state = rng.normal(size=(4, num_key_heads, key_size, num_heads // num_key_heads * value_size))
     state = jnp.asarray(state, jnp.float32).at[0].set(jnp.nan)
     options = {"short_tokens": short_tokens, "max_query_length": short_tokens}
-    found, after = run(tokens, state, batch, implementation=kernel, **options)
+    found, after = run(tokens, state, batch, implementation="pallas_tpu", **options)
     expected, wanted = run(tokens, state, batch, implementation="xla", **options)
     rows = sum(lengths)
     np.testing.assert_allclose(found[:rows], expected[:rows], atol=1e-5)
     np.testing.assert_allclose(after, wanted, atol=1e-5)
     np.testing.assert_array_equal(after[2], state[2])
-    deferred, kept = run(tokens, state, batch, implementation=kernel, defers=True, **options)
+    deferred, kept = run(tokens, state, batch, implementation="pallas_tpu", defers=True, **options)
     np.testing.assert_array_equal(deferred, found)
     np.testing.assert_array_equal(kept, state)
-    all_rows = {"num_committed": batch.query_lengths, "short_tokens": short_tokens, "implementation": kernel}
+    all_rows = {"num_committed": batch.query_lengths, "short_tokens": short_tokens, "implementation": "pallas_tpu"}
     np.testing.assert_array_equal(commit_recurrence(state, tokens, batch, **all_rows), after)
