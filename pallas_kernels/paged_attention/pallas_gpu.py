@@ -5,10 +5,12 @@ queries into rows and rounds new tokens to the cache's dtype. If every sequence 
 appends the new tokens; otherwise XLA scatters them in place.
 """
 
+from itertools import accumulate
 from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu_compat as compat
@@ -90,9 +92,21 @@ def attention(
         # A token belongs to one program, which writes its row.
         written = None if out is None else jax.new_ref(out, memory_space=plgpu.GMEM)
         q_tiles, rows = _query_tiles(operands.q, plan, spec), _row_facts(operands, plan, spec, shape)
+        if new_tokens is not None and new_tokens.k.dtype == q_tiles.dtype:
+            q_tiles, k, v = _at_once(q_tiles, new_tokens.k, new_tokens.v)
+            new_tokens = new_tokens._replace(k=k, v=v)
         out = gpu_kernel.run(q_tiles, refs, new_tokens, operands.page_table, plan, rows, written, spec, shape)
     assert out is not None
     return out, SeparatePages(*(None if ref is None else ref[...] for ref in refs))
+
+
+def _at_once(*arrays: jax.Array) -> list[jax.Array]:
+    """The arrays [..., K] as parts of one, so that XLA rotates queries and keys in one launch: the kernel gets addresses
+    inside of it."""
+    rows = [array.reshape(-1, array.shape[-1]) for array in arrays]
+    joined = lax.optimization_barrier(jnp.concatenate(rows))  # or XLA takes the parts from where they came
+    parts = jnp.split(joined, [*accumulate(len(part) for part in rows[:-1])])
+    return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _appends_in_kernel(spec: PagedSpec) -> bool:
@@ -134,8 +148,8 @@ def _row_facts(operands: PagedOperands, plan: SplitPlan, spec: PagedSpec, shape:
     facts = {}
     if operands.ancestors is not None:
         bits = operands.ancestors[plan.row_token]
-        depth = jax.lax.population_count(bits).astype(jnp.int32) - 1
-        facts["aux"] = jnp.stack([jax.lax.bitcast_convert_type(bits, jnp.int32), depth], axis=1)
+        depth = lax.population_count(bits).astype(jnp.int32) - 1
+        facts["aux"] = jnp.stack([lax.bitcast_convert_type(bits, jnp.int32), depth], axis=1)
     if operands.sinks is not None:
         sinks = operands.sinks.reshape(spec.num_kv_heads, spec.num_groups) * LOG2_E
         facts["sinks"] = sinks[:, plan.row_group].swapaxes(0, 1)
