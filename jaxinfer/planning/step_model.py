@@ -21,7 +21,7 @@ from jaxinfer.quantization.tree import scheme_of, weights
 
 ISSUED = 0.6  # instructions of a scheduler in a cycle; one is the ceiling
 KEYS = 64  # of a block
-LAUNCHES_OF_LAYER, LAUNCHES_BESIDE = 9, 37  # on a GPU (tests/chip/test_decode_step.py)
+LAUNCHES_OF_LAYER, LAUNCHES_BESIDE = 9, 33  # on a GPU (tests/chip/test_decode_step.py)
 PRODUCTS_OF_LAYER = 4  # queries with keys and values, output, gate with up, down
 
 

@@ -209,18 +209,24 @@ def make_split_plan(spec: PagedSpec, shape: SplitPlanShape, query_starts, query_
     if spec.window is not None:
         begin = jnp.maximum(lowest + 1 - spec.window, 0)
 
-    borders = jnp.array([*shape.split_starts, spec.max_kv_length], jnp.int32)
-    key_begin = jnp.maximum(begin[:, None], borders[:-1])
-    key_end = jnp.minimum(end[:, None], borders[1:])
-    is_split = (tile < ends[-1])[:, None] & (key_begin < key_end)
-    (slot,) = jnp.nonzero(is_split.reshape(-1), size=is_split.size, fill_value=0)
-    slot = slot.astype(jnp.int32)
-    of_tile, key_begin, key_end = slot // shape.num_splits, key_begin.reshape(-1)[slot], key_end.reshape(-1)[slot]
+    starts = jnp.array(shape.split_starts, jnp.int32)
+    # Splits with keys of a tile are neighbours: those that start before its last key, from the one with its first on.
+    first_split, end_split = ((starts < key[:, None]).sum(axis=1, dtype=jnp.int32) for key in (begin + 1, end))
+    first_split -= 1
+    num_items = jnp.where((tile < ends[-1]) & (begin < end), end_split - first_split, 0)
+    # Items by tile; rows beyond them are arbitrary.
+    item, item_ends = jnp.arange(shape.num_tiles * shape.num_splits, dtype=jnp.int32), jnp.cumsum(num_items)
+    of_tile = jnp.searchsorted(item_ends, item, side="right", method="compare_all").astype(jnp.int32)
+    of_tile = jnp.minimum(of_tile, shape.num_tiles - 1)
+    split = first_split[of_tile] + item - (item_ends - num_items)[of_tile]
+    split = jnp.clip(split, 0, shape.num_splits - 1)
+    key_begin = jnp.maximum(begin[of_tile], starts[split])
+    key_end = jnp.minimum(end[of_tile], jnp.append(starts[1:], spec.max_kv_length)[split])
     columns = {
         "first_row": first_row[of_tile],
         "sequence": sequence[of_tile],
         "tile": of_tile,
-        "slot": slot,
+        "slot": of_tile * shape.num_splits + split,
         "block_begin": key_begin // BLOCK_KEYS,
         "block_end": -(-key_end // BLOCK_KEYS),
         "key_begin": key_begin,
@@ -228,15 +234,15 @@ def make_split_plan(spec: PagedSpec, shape: SplitPlanShape, query_starts, query_
         "first_new": first_new[of_tile],
         "num_new": query_lengths[sequence][of_tile],
         "query_start": query_starts[sequence][of_tile],
-        "first_slot": (of_tile * shape.num_splits + jnp.argmax(is_split, axis=1)[of_tile]),
-        "num_items": is_split.sum(axis=1)[of_tile],
+        "first_slot": of_tile * shape.num_splits + first_split[of_tile],
+        "num_items": num_items[of_tile],
     }
     work = jnp.stack([columns[name].astype(jnp.int32) for name in COLUMNS], axis=1)
     row = first_row[:, None] + jnp.arange(shape.out_rows, dtype=jnp.int32)
     row_token = query_starts[sequence][:, None] + row // groups
     return SplitPlan(
         work=work,
-        count=is_split.sum(dtype=jnp.int32)[None],
+        count=item_ends[-1:],
         row_token=jnp.clip(row_token, 0, spec.num_tokens - 1),
         row_group=row % groups,
         is_padding=_is_padding(spec, query_starts, query_lengths),

@@ -101,8 +101,8 @@ def attention(
 
 
 def _at_once(*arrays: jax.Array) -> list[jax.Array]:
-    """The arrays [..., K] as parts of one, so that XLA rotates queries and keys in one launch: the kernel gets addresses
-    inside of it."""
+    """The arrays [..., K] as parts of one, which the kernel gets addresses in: XLA rotates queries and keys in one
+    launch."""
     rows = [array.reshape(-1, array.shape[-1]) for array in arrays]
     joined = lax.optimization_barrier(jnp.concatenate(rows))  # or XLA takes the parts from where they came
     parts = jnp.split(joined, [*accumulate(len(part) for part in rows[:-1])])
