@@ -22,7 +22,7 @@ from jaxinfer.tables import make_table
 if TYPE_CHECKING:
     from jaxinfer.measure.profiling.phases import Workload
 
-STEPS_PER_DISPATCH, PREFILL_CHUNK = 8, 512  # the defaults of `LLM`
+STEPS_PER_DISPATCH = 8  # the default of `LLM`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +85,18 @@ def profile(options: ProfileOptions) -> None:
 
 def _max_model_len(options: ProfileOptions, workload: "Workload", arguments: dict[str, Any]) -> int:
     """The length that the phases need, up to the model's limit. Raises UsageError if the prompts leave no room."""
+    import jax
+
+    from jaxinfer.chips import chip_of_kind
+    from jaxinfer.engine.spec import default_chunk
     from jaxinfer.loading import load_shapes
 
     config, _ = load_shapes(options.model, dtype=options.dtype or "auto", revision=options.revision)
     count, tree = arguments.get("num_draft_tokens", "auto"), arguments.get("draft_tree")
     depth = 0 if options.draft is None else len(tree) if tree else 16 if count == "auto" else count
-    answer = workload.answer_tokens(
-        arguments.get("prefill_chunk", PREFILL_CHUNK), options.steps_per_dispatch, tokens_per_step=depth + 1
-    )
+    chip = chip_of_kind(jax.devices()[0].device_kind)
+    chunk = arguments.get("prefill_chunk", default_chunk(chip and chip.name))
+    answer = workload.answer_tokens(chunk, options.steps_per_dispatch, tokens_per_step=depth + 1)
     allowed = config.max_length
     if workload.prompt_tokens >= allowed:
         raise UsageError(

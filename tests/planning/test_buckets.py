@@ -99,6 +99,14 @@ def test_programs_are_bounded(draft):
         choose_buckets(spec, trace, least - 1)
 
 
+@pytest.mark.parametrize(("place", "chunk"), [("h100x1", 2048), ("l4x1", 512), ("v6e:1x1", 512)])
+def test_chunks_of_prompts_are_larger_on_hopper(ask, place, chunk):
+    spec = ask(TINY, place, max_model_len=4096, max_seqs=64, deterministic=False).spec()
+    assert (spec.prefill_chunk, spec.token_buckets[-1]) == (chunk, chunk + 64)
+    given = ask(TINY, place, max_model_len=4096, prefill_chunk=256, deterministic=False).spec()
+    assert given.prefill_chunk == 256
+
+
 def test_a_plan_prints_what_an_engine_takes(ask):
     request = replace(ask(BIG, "v5e:1x1"), trace=tuple(TraceRequest(40 * i + 9, 7) for i in range(1, 20)))
     plan = make_plan(request, compiles=False)
