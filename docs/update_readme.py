@@ -329,6 +329,7 @@ def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
 
 def main() -> None:
     """All blocks, or those named on the command line."""
+    from benchmarks import predicted_steps
     from benchmarks.quality import report as quality
 
     documents = {
@@ -352,6 +353,7 @@ def main() -> None:
             "quality_weights": quality.weights,
             "quality_kv_dtypes": quality.kv_dtypes,
         },
+        ROOT / "docs" / "planning.md": {"predicted_steps": predicted_steps.table},
         ROOT / "docs" / "kernels.md": {"kernels": kernels},
         ROOT / "docs" / "serving.md": {
             "serving_start": serving_start,

@@ -163,7 +163,7 @@ def draws(target, draft, width, *, is_given=False, draw=jitted):
     return jax.tree.map(np.asarray, draw(target, draft, SEEDS, positions, width, is_given))
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("almost_one-3")
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_tokens_are_distributed_as_the_targets(name, width):

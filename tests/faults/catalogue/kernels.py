@@ -487,9 +487,7 @@ FAULTS = (
         "pallas_kernels/hbm_traffic.py",
         "Access(maker, min(before + read, size), size)",
         "Access(maker, before + read, size)",
-        (
-            "tests/pallas_kernels/test_hbm_traffic.py::test_kernels_of_a_gpu_count_their_estimate_or_all_their_arrays",
-        ),
+        ("tests/pallas_kernels/test_hbm_traffic.py::test_kernels_of_a_gpu_count_their_estimate_or_all_their_arrays",),
         "plans count more bytes than a program moves",
     ),
     Fault(
