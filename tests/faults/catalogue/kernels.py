@@ -487,9 +487,7 @@ FAULTS = (
         "pallas_kernels/hbm_traffic.py",
         "Access(maker, min(before + read, size), size)",
         "Access(maker, before + read, size)",
-        (
-            "tests/pallas_kernels/test_hbm_traffic.py::test_kernels_of_a_gpu_count_their_estimate_or_all_their_arrays",
-        ),
+        ("tests/pallas_kernels/test_hbm_traffic.py::test_kernels_of_a_gpu_count_their_estimate_or_all_their_arrays",),
         "plans count more bytes than a program moves",
     ),
     Fault(
@@ -507,6 +505,30 @@ FAULTS = (
         "return len(kinds) or 1",
         ("tests/planning/test_plan_compiled.py::test_a_gpus_bytes_are_those_that_its_cache_leaves",),
         "a plan's bytes of attention are twice those that move",
+    ),
+    Fault(
+        "kernels/too-few-bytes-in-flight-on-a-gpu",
+        "pallas_kernels/quantized_matmul/gpu_blocks.py",
+        "MAX_STAGES, MIN_STAGES, MIN_STEPS = 8, 4, 4",
+        "MAX_STAGES, MIN_STAGES, MIN_STEPS = 4, 4, 4",
+        ("tests/pallas_kernels/quantized_matmul/test_gpu_blocks.py::test_one_row_keeps_the_whole_chip_busy",),
+        "int4 weights are read at half of the rate of an H100's memory",
+    ),
+    Fault(
+        "kernels/one-block-on-a-multiprocessor",
+        "pallas_kernels/quantized_matmul/gpu_blocks.py",
+        "ALONE if self.resident_blocks == 1 else 1.0",
+        "1.0",
+        ("tests/pallas_kernels/quantized_matmul/test_gpu_blocks.py::test_one_row_keeps_the_whole_chip_busy",),
+        "int8 products wait for their own instructions on an H100",
+    ),
+    Fault(
+        "kernels/an-array-updated-in-place-is-all-written",
+        "pallas_kernels/hbm_traffic.py",
+        "for index, access in enumerate(written) if index not in in_place]",
+        "for index, access in enumerate(written)]",
+        ("tests/pallas_kernels/test_hbm_traffic.py::test_kernels_of_a_gpu_count_their_estimate_or_all_their_arrays",),
+        "plans for GPUs count the whole cache for each layer's attention",
     ),
     Fault(
         "kernels/a-tied-head-on-a-tpu-has-no-kernel",
