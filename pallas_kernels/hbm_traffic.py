@@ -33,6 +33,7 @@ _GPU_ESTIMATE = re.compile(rf'frontend_attributes=\{{[^}}]*{ESTIMATE}="(\d+)"')
 # Kernels for GPUs: Pallas's, Triton's and those of NVIDIA's libraries, which have their workspace as last result.
 _GPU_CALL = re.compile(r'custom_call_target="(mosaic_gpu|triton|__gpu\$|__cu)')
 _LIBRARY_CALL = "__cu"
+_ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\)\s*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INDEX = re.compile(r"\bindex=(\d+)")
 CACHE_SHARE = 0.5
@@ -202,9 +203,19 @@ class HloProgram:
             elif opcode in _CALLS and instruction.called is not None:
                 yield from self._moves(instruction.called or "", options)
             else:
+                kernel = self._kernel_of(instruction)
+                if kernel is not None:  # with the slices that it takes or writes, which it moves itself
+                    instruction, computation = kernel, self.computations[instruction.called or ""]
                 reads, writes = self._accesses(instruction, computation)
                 if num_bytes := sum(access.num_bytes for access in (*reads, *writes)):
                     yield Move(instruction, num_bytes, reads, writes)
+
+    def _kernel_of(self, fusion: Instruction) -> Instruction | None:
+        """The GPU's kernel with an estimate that a fusion calls, or None."""
+        if fusion.opcode != "fusion":
+            return None
+        body = self.computations[fusion.called or ""].values()
+        return next((call for call in body if call.opcode == "custom-call" and _GPU_ESTIMATE.search(call.text)), None)
 
     def _branches(self, instruction: Instruction) -> list[str]:
         """Names of a conditional's computations, the false branch first."""
@@ -238,6 +249,8 @@ class HloProgram:
         elif opcode == "custom-call" and _GPU_CALL.search(instruction.text):
             written = written[:-1] if _has_workspace(instruction) else written
             if (match := _GPU_ESTIMATE.search(instruction.text)) is not None:
+                in_place = aliased_results(instruction)  # of which the estimate has what is written
+                written = [access for index, access in enumerate(written) if index not in in_place]
                 rest = max(int(match.group(1)) - sum(access.num_bytes for access in written), 0)
                 return (Access("", rest, rest),) * (rest > 0), tuple(written)
         elif opcode == "custom-call":
@@ -435,6 +448,12 @@ def _updated_parts(written: list[Access], sizes: list[int | None]) -> list[Acces
         access if size is None or not access.num_bytes else replace(access, num_bytes=min(size, access.num_bytes))
         for access, size in zip(written, sizes, strict=True)
     ]
+
+
+def aliased_results(instruction: Instruction) -> set[int]:
+    """Indices of the results of a custom call that are operands, updated in place."""
+    match = _ALIASING.search(instruction.text)
+    return {int(index or 0) for index in re.findall(r"\{(\d*)\}: \(", match.group(1))} if match else set()
 
 
 def _has_workspace(instruction: Instruction) -> bool:

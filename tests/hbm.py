@@ -1,8 +1,15 @@
 """Arrays that a compiled program makes in HBM, where `pallas_kernels.hbm_traffic` counts only bytes that move."""
 
-import re
-
-from pallas_kernels.hbm_traffic import _CALLS, _FREE, _LATER, _UPDATES, HloArray, HloProgram, Instruction
+from pallas_kernels.hbm_traffic import (
+    _CALLS,
+    _FREE,
+    _LATER,
+    _UPDATES,
+    HloArray,
+    HloProgram,
+    Instruction,
+    aliased_results,
+)
 
 
 def made_in_hbm(program: HloProgram, at_least: int) -> list[Instruction]:
@@ -24,9 +31,7 @@ def _made(program: HloProgram, instruction: Instruction, computation: dict[str, 
         return ()
     if instruction.opcode in ("copy-start", "slice-start"):
         return instruction.results[:1] if instruction.opcode == "copy-start" else instruction.results[1:2]
-    aliased = set()
-    if (found := re.search(r"output_to_operand_aliasing=\{(.*?\)\s*)\}", instruction.text)) is not None:
-        aliased = {int(index or 0) for index in re.findall(r"\{(\d*)\}: \(", found.group(1))}
+    aliased = aliased_results(instruction)
     is_update = instruction.opcode in _UPDATES
     if instruction.opcode == "fusion":
         is_update = any(program.updates(program.computations[instruction.called or ""]))

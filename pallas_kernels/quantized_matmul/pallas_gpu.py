@@ -4,7 +4,8 @@ wgmma takes its left operand from registers, so the product is computed transpos
 tile are outputs, and a batch of 8 needs no padding. A thread block of one warpgroup keeps several steps of weights and
 activations in flight by TMA. A step is one group of inputs: the weights' integers are converted to bfloat16 in
 registers, which is exact, and the product is scaled when it is added to the total. If there are too few output tiles to
-fill the chip, several blocks share the groups of a tile, and their totals are added afterwards.
+fill the chip, several blocks share the groups of a tile (`gpu_blocks`), and XLA adds their totals in the order of the
+groups, in the fusion that reads the result.
 
 The weights of an output must be contiguous, [N, K] in memory (`jaxinfer.quantization.on_device`); XLA copies weights of
 another layout on every call.
@@ -20,15 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.platform import missing_platform
+from pallas_kernels.quantized_matmul.gpu_blocks import TILE_OUTPUTS, plan, tile_rows
 from pallas_kernels.quantized_matmul.specs import GPU_KERNEL_BLOCKS, MatmulSpec, WeightReads
 
-TILE_OUTPUTS = 64
-MAX_TILE_ROWS = 128
-STAGES = 4
-# Thread blocks that fit on the chip: two for each of its 132 multiprocessors.
-ENOUGH_BLOCKS = 264
-# Steps that a thread block needs to overlap its copies with products.
-FEWEST_STEPS = 8
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
@@ -70,30 +65,10 @@ def weight_reads(spec: MatmulSpec, platform: str) -> WeightReads:
     return WeightReads(passes=pl.cdiv(spec.rows, tile_rows(spec.rows)))
 
 
-def tile_rows(rows: int) -> int:
-    """Rows of x in a tile."""
-    return next(size for size in (8, 16, 32, 64, MAX_TILE_ROWS) if size >= min(rows, MAX_TILE_ROWS))
-
-
-def num_splits(spec: MatmulSpec) -> int:
-    """Blocks that share the groups of a tile: a power of two. Their totals take at most half the weight's bytes."""
-    steps, splits = spec.inputs // spec.block[0], 1
-    blocks = spec.outputs // TILE_OUTPUTS * pl.cdiv(spec.rows, tile_rows(spec.rows))
-    most = spec.inputs * (4 if spec.values_dtype == "int4" else 8) // (64 * spec.rows)
-    # From more than half of the blocks that fit on, twice as many in two rounds leave as much of the chip idle.
-    while (
-        2 * blocks * splits <= ENOUGH_BLOCKS
-        and steps % (2 * splits) == 0
-        and steps // (2 * splits) >= FEWEST_STEPS
-        and 2 * splits <= most
-    ):
-        splits *= 2
-    return splits
-
-
 def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platform: str) -> jax.Array:
     """float32 [rows, N] of x [rows, K]."""
-    size, splits, group = tile_rows(spec.rows), num_splits(spec), spec.block[0]
+    made, group = plan(spec), spec.block[0]
+    size, splits = made.tile_rows, made.splits
     x = jnp.pad(x, ((0, -spec.rows % size), (0, 0)))
     inputs = [x, values.T, scales]
     if zeros is not None:
@@ -103,24 +78,23 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
     cost = pl.CostEstimate(
         flops=2 * len(x) * spec.inputs * spec.outputs,
         bytes_accessed=spec.inputs * spec.outputs * weight_bits // 8
-        + x.nbytes * spec.outputs // TILE_OUTPUTS
+        + sum(array.nbytes for array in (x, *inputs[2:]))
         + splits * len(x) * spec.outputs * 4,
         transcendentals=0,
     )
     partials = compat.kernel(
-        partial(_kernel, group=group, size=size, num_steps=spec.inputs // group // splits),
+        partial(_kernel, group=group, size=size, num_steps=made.steps, stages=made.stages),
         out_type=jax.ShapeDtypeStruct((splits, spec.outputs, len(x)), jnp.float32),
         grid=(spec.outputs // TILE_OUTPUTS, len(x) // size, splits),
         grid_names=("output", "row", "split"),
         cost_estimate=cost,
         name="quantized_matmul",
     )(*inputs)
-    return partials.sum(0).T[: spec.rows]
+    return partials[:, :, : spec.rows].sum(0).T  # of one row it is fused into what reads it
 
 
-def _kernel(x_ref, w_ref, scales_ref, *refs, group: int, size: int, num_steps: int):
+def _kernel(x_ref, w_ref, scales_ref, *refs, group: int, size: int, num_steps: int, stages: int):
     bits = jax.dtypes.itemsize_bits(w_ref.dtype)
-    stages = min(STAGES, num_steps)
     swizzle = min(group * bits // 8, 128)
     w_transforms = (plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle))
     x_transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

@@ -38,9 +38,7 @@ def lanes(tokens: RecurrentTokens) -> tuple[jax.Array, jax.Array, jax.Array | No
     return tokens.v.reshape(shape), spread(jnp.exp(tokens.g)), beta
 
 
-def block(
-    state: jax.Array, tokens: RecurrentTokens, is_kept: jax.Array | bool = True
-) -> tuple[jax.Array, jax.Array]:
+def block(state: jax.Array, tokens: RecurrentTokens, is_kept: jax.Array | bool = True) -> tuple[jax.Array, jax.Array]:
     """Outputs float32 [C, H, V] of C tokens of a sequence, and its state [Hk, K, E] after them, in matrix products.
 
     The delta rule within a block is a unit lower triangular system (Yang et al. 2024, section 3.2). Each decay is the

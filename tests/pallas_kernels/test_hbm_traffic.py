@@ -201,6 +201,9 @@ def test_kernels_of_a_gpu_count_their_estimate_or_all_their_arrays():
     plain = f"  ROOT %c = f32[1000]{{0}} custom-call(%x, %y, %x), {target % 'mosaic_gpu_v2'}"
     assert moved(hlo(plain)) == 3 * 4000
     assert moved(hlo(plain + ', frontend_attributes={bytes_accessed="5000"}')) == 5000
+    in_place = f"  ROOT %c = (f32[1000]{{0}}, f32[1000]{{0}}) custom-call(%x, %y), {target % 'mosaic_gpu_v2'}"
+    in_place += ", output_to_operand_aliasing={{1}: (1, {})}"
+    assert moved(hlo(in_place + ', frontend_attributes={bytes_accessed="4100"}')) == 4100
     library = f"  ROOT %c = (f32[1000]{{0}}, s8[9999]{{0}}) custom-call(%x, %y), {target % '__cublas$gemm'}"
     assert moved(hlo(library)) == 3 * 4000
     assert moved(hlo(f"  ROOT %c = f32[1000]{{0}} custom-call(%x), {target % 'Sharding'}")) == 0

@@ -16,6 +16,7 @@ from jaxinfer.quantization.on_device import OUTPUT_MAJOR, in_layouts
 from pallas_kernels import ahead_of_time
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.quantized_matmul import choose, make_spec, pallas_gpu, quantized_matmul
+from pallas_kernels.quantized_matmul.gpu_blocks import plan
 from tests.pallas_kernels.gpu_interpreter import interpreted_gpu
 from tests.pallas_kernels.quick import quick
 
@@ -42,7 +43,7 @@ def test_products(name, rows, inputs, outputs, splits):
     w = quantize(jax.random.normal(jax.random.key(1), (inputs, outputs)) * 0.02, name)
     x = jax.random.normal(jax.random.key(0), (rows, inputs)).astype(jnp.bfloat16)
     spec = make_spec(x, w.values, w.zeros, None, block=w.scheme.block, activations=None)
-    assert pallas_gpu.num_splits(spec) == splits
+    assert plan(spec).splits == splits
     with interpreted_gpu():
         found = pallas_gpu.matmul(x, w.values, w.scales, w.zeros, None, None, spec, "gpu")
     expected = np.asarray(x, np.float64) @ np.asarray(w.dequantize(), np.float64)
@@ -90,23 +91,16 @@ def test_compiled_for_hopper_no_weight_is_written(name, rows):
             w = replace(w, values=jax.ShapeDtypeStruct(w.shape, w.values.dtype, sharding=place))
         found = ahead_of_time.compile_for("h100", matmul, x, w)
         spec = make_spec(x, w.values, w.zeros, None, block=w.scheme.block, activations=None)
-        sums = 4 * pallas_gpu.num_splits(spec) * max(rows, 8) * outputs  # of tiles of at least 8 rows
+        sums = 4 * plan(spec).splits * max(rows, 8) * outputs  # of tiles of at least 8 rows
         print(
             f"{name} {inputs} x {outputs}, {rows} rows: {found.temporary_bytes:,} bytes of temporaries, "
-            f"{w.num_bytes:,} of weights, {pallas_gpu.num_splits(spec)} splits"
+            f"{w.num_bytes:,} of weights, {plan(spec).splits} splits"
         )
         assert "mosaic_gpu" in found.program.as_text()
         # Beside the kernel's sums: padded rows, and the sums of their groups; scales are converted in registers.
         assert found.temporary_bytes <= 2 * sums + 8 * 2 * inputs + 8 * rows * inputs // w.scheme.block[0] + 2**16
         if rows <= 64:
             assert found.temporary_bytes < w.values.size // 2
-
-
-def test_as_many_blocks_as_fit_on_the_chip():
-    """Of Llama-3-8B's matrices: 256 and 224 blocks of 264. Twice as many take two rounds, and twice the sums."""
-    for inputs, outputs, splits in ((14336, 4096, 4), (4096, 14336, 1)):
-        x, values = jnp.zeros((64, inputs), jnp.bfloat16), jax.ShapeDtypeStruct((inputs, outputs), jnp.int4)
-        assert pallas_gpu.num_splits(make_spec(x, values, None, None, block=(128, 1), activations=None)) == splits
 
 
 def test_values_are_laid_out_for_the_kernel():
