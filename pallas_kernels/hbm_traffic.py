@@ -203,10 +203,10 @@ class HloProgram:
             elif opcode in _CALLS and instruction.called is not None:
                 yield from self._moves(instruction.called or "", options)
             else:
-                kernel = self._kernel_of(instruction)
+                kernel, body = self._kernel_of(instruction), computation
                 if kernel is not None:  # with the slices that it takes or writes, which it moves itself
-                    instruction, computation = kernel, self.computations[instruction.called or ""]
-                reads, writes = self._accesses(instruction, computation)
+                    instruction, body = kernel, self.computations[instruction.called or ""]
+                reads, writes = self._accesses(instruction, body)
                 if num_bytes := sum(access.num_bytes for access in (*reads, *writes)):
                     yield Move(instruction, num_bytes, reads, writes)
 

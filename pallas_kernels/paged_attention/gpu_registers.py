@@ -173,7 +173,7 @@ class _Emitter:
             for number, result in enumerate(results):
                 words = [word for part in parts for word in part[number]]
                 result[index] = ops.join(words, dtype_to_ir_type(jnp.dtype(target)), VECTOR)
-        return [FragmentedArray(_registers=one, _layout=array.layout, _is_signed=None) for one in results]
+        return [FragmentedArray(_registers=values, _layout=array.layout, _is_signed=None) for values in results]
 
     @classmethod
     def mask_rows(cls, array: Any, mask: Any) -> Any:

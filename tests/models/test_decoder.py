@@ -325,8 +325,8 @@ def test_binding_leaves_params_and_other_bindings_alone():
 def test_layers_of_one_kind_are_traced_twice(monkeypatch):
     """The first in place, and one for all others: with the results of layers that are traced one by one."""
     traced = []
-    call = DecoderLayer.__call__
-    monkeypatch.setattr(DecoderLayer, "__call__", lambda self, *args: traced.append(self) or call(self, *args))
+    run_layer = DecoderLayer.run
+    monkeypatch.setattr(DecoderLayer, "run", lambda self, *args: traced.append(self) or run_layer(self, *args))
     config = replace(FULL, num_layers=6, sliding_windows=(3, None) * 3)
     assert config.kinds == (0, 1) * 3
 

@@ -65,7 +65,7 @@ def test_tracing_sees_the_chip(chip, platform):
 
 
 def test_an_unknown_chip_and_a_missing_compiler_are_named(monkeypatch):
-    with pytest.raises(ValueError, match="'v99' is not one of v5e"):
+    with pytest.raises(ValueError, match="'v99' is not one of v4, v5e"):
         ahead_of_time.missing_compiler("v99")
     monkeypatch.setattr(ahead_of_time.importlib.util, "find_spec", lambda name: None)
     assert ahead_of_time.missing_compiler("v6e") == "no compiler for v6e: libtpu is not installed"

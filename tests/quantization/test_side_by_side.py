@@ -98,7 +98,7 @@ def test_shards_hold_their_parts_of_every_weight(recipe):
 
 def test_shapes_of_a_mesh_say_how_many_shards():
     mesh = AbstractMesh((4,), (parallel.MODEL,))
-    config = replace(TINY, num_kv_heads=4)
+    config = replace(TINY, num_kv_heads=4, vocab_size=96)
     params = placed_params(config, abstract_params(config), mesh, "gpu")
     attended = params["layers"]["0"]["attention"]
     first = attended["q_proj"]["weight"]

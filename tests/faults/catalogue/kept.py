@@ -69,8 +69,8 @@ FAULTS = (
     Fault(
         "engine/kept-programs-copy-donated-arguments",
         "jaxinfer/engine/compiling.py",
-        "jax.jit(function, compiler_options=options, **arguments)",
-        "jax.jit(function, compiler_options=options, static_argnums=static)",
+        "jax.jit(self._function, compiler_options=options, **self._arguments)",
+        'jax.jit(self._function, compiler_options=options, static_argnums=self._arguments.get("static_argnums"))',
         (PROGRAM_TESTS + "test_donated_arguments_are_taken",),
         "the cache takes its memory twice",
     ),
