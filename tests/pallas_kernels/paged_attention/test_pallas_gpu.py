@@ -223,10 +223,10 @@ def test_splits_follow_from_shapes_alone():
 
 
 def partial_bytes(spec, program: gpu_schedule.SplitPlanShape) -> int:
-    """Bytes of the partial results of every slot: float32 rows, and a sum for each."""
+    """Bytes of the partial results of every slot: float32 rows, a maximum and a sum for each."""
     if program.num_splits == 1:
         return 0
-    return 4 * program.num_tiles * program.num_splits * spec.num_kv_heads * program.out_rows * (spec.head_dim + 1)
+    return 4 * program.num_tiles * program.num_splits * spec.num_kv_heads * program.rows * (spec.head_dim + 2)
 
 
 def served(batch, context, heads, queries, cache_dtype) -> PagedShape:
@@ -258,16 +258,16 @@ def test_few_partial_results_of_long_programs():
     spec = spec_of(served(8, 131072, (32, 8), 1, "bfloat16"))
     (program,) = gpu_schedule.split_plan_shapes(spec)
     assert (program.split_keys, program.num_splits) == (512, 65)
-    assert partial_bytes(spec, program) / 1e6 == pytest.approx(17.2, abs=0.1)
+    assert partial_bytes(spec, program) / 1e6 == pytest.approx(17.3, abs=0.1)
 
 
 def test_verification_with_one_key_head():
-    """6 x 16 rows of 16 sequences are 32 tiles of 48, and 4 splits are 128 blocks: 3.2 MB of partial results beside
-    17 MB of keys and values."""
+    """6 x 16 rows of 16 sequences are 32 tiles of 48, padded to 64, and 4 splits are 128 blocks: 4.3 MB of partial
+    results beside 17 MB of keys and values."""
     spec = spec_of(served(16, 4096, (16, 1), 6, "int8"))
     (program,) = gpu_schedule.split_plan_shapes(spec)
     assert (program.num_tiles, program.out_rows, program.num_splits) == (32, 48, 4)
-    assert partial_bytes(spec, program) / 1e6 == pytest.approx(3.2, abs=0.05)
+    assert partial_bytes(spec, program) / 1e6 == pytest.approx(4.26, abs=0.05)
 
 
 def test_empty_steps_have_no_items():
@@ -376,8 +376,8 @@ def test_compiled_in_place(name):
     [
         ((8, 1536, (32, 8), 1, "bfloat16"), 0.1),
         ((8, 4096, (32, 8), 6, "int8"), 0.1),
-        ((16, 4096, (16, 1), 6, "bfloat16"), 0.1),
-        ((16, 4096, (16, 1), 6, "int8"), 0.2),  # 0.09 with 64 blocks, on half of the multiprocessors
+        ((16, 4096, (16, 1), 6, "bfloat16"), 0.15),  # tiles of 48 rows are padded to 64
+        ((16, 4096, (16, 1), 6, "int8"), 0.3),  # 0.14 with 64 blocks, on half of the multiprocessors
     ],
     ids=str,
 )
