@@ -1,11 +1,11 @@
 """Registers, spills, shared memory, barriers and machine instructions of the decode kernel, compiled for an H100.
 
-    python -m benchmarks.gpu_resources [--dtype int8 ...] [--nvdisasm FILE] [--json FILE]
+    PYTHONPATH=.venv-chip/compilers python -m benchmarks.gpu_resources [--dtype int8 ...] [--json FILE]
 
 A multiprocessor issues four instructions a cycle, and where the kernel needs more cycles for a block of keys than its
 copy takes, decoding is bound by issue: this shows before a chip is at hand. Instructions are those of one warp in the
-loop over blocks of keys, with those that most blocks skip, by 64 keys. ptxas is in the wheel nvidia-cuda-nvcc, nvdisasm
-in the wheel of triton; both are looked for on the PATH, too.
+loop over blocks of keys, with those that most blocks or warps skip. The tools are in the wheels nvidia-cuda-nvcc and
+nvidia-cuda-nvdisasm, or on the PATH.
 """
 
 import argparse
@@ -53,13 +53,11 @@ class GpuResources:
 
 def find_tool(name: str) -> str | None:
     """The path of ptxas or nvdisasm, or None."""
-    wheels = {"nvidia": ("cu13/bin", "cuda_nvcc/bin"), "triton": ("backends/nvidia/bin",)}
-    for package, folders in wheels.items():
-        found = find_spec(package)
-        for place in (found.submodule_search_locations or ()) if found else ():
-            for folder in folders:
-                if (file := Path(place, folder, name)).exists():
-                    return str(file)
+    wheels = find_spec("nvidia")
+    for place in (wheels.submodule_search_locations or ()) if wheels else ():
+        for folder in ("cu13/bin", "cuda_nvcc/bin"):
+            if (file := Path(place, folder, name)).exists():
+                return str(file)
     return shutil.which(name)
 
 
@@ -71,7 +69,7 @@ def missing_tools() -> list[str]:
     return ahead_of_time.missing_compilers([CHIP]) + tools
 
 
-def measure(dtype: str, nvdisasm: str | None = None) -> GpuResources:
+def measure(dtype: str) -> GpuResources:
     """Compiles the kernel in a process of its own, whose compiler writes its files. Raises RuntimeError if it does not
     compile."""
     with tempfile.TemporaryDirectory() as folder:
@@ -81,15 +79,15 @@ def measure(dtype: str, nvdisasm: str | None = None) -> GpuResources:
         files = sorted(Path(folder).glob("paged_attention*.ptx"))
         if ended.returncode or len(files) != 1:
             raise RuntimeError(f"{dtype}: {len(files)} kernels; {ended.stderr[-600:]}")
-        return read_kernel(dtype, files[0], nvdisasm)
+        return read_kernel(dtype, files[0])
 
 
-def read_kernel(dtype: str, ptx: Path, nvdisasm: str | None = None) -> GpuResources:
+def read_kernel(dtype: str, ptx: Path) -> GpuResources:
     """Assembles a dumped kernel and reads its SASS; its .resources.txt lies beside it."""
     cubin = ptx.with_suffix(".cubin")
     assembler = [str(find_tool("ptxas")), f"-arch={ARCHITECTURE}", "-v", str(ptx), "-o", str(cubin)]
     told = subprocess.run(assembler, capture_output=True, text=True, check=True).stderr
-    disassembler = [nvdisasm or str(find_tool("nvdisasm")), "-c", str(cubin)]
+    disassembler = [str(find_tool("nvdisasm")), "-c", str(cubin)]
     sass = subprocess.run(disassembler, capture_output=True, text=True, check=True).stdout
     ptx.with_suffix(".sass").write_text(sass, encoding="utf-8")
     resources = ptx.with_suffix(".resources.txt").read_text(encoding="utf-8")
@@ -145,21 +143,19 @@ def _compile(dtype: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_resources", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="of the cache; default: all")
-    parser.add_argument("--nvdisasm", metavar="FILE", help="the disassembler")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.compile:
         _compile(options.compile)
         return 0
-    reasons = [reason for reason in missing_tools() if not (options.nvdisasm and "nvdisasm" in reason)]
-    if reasons:
+    if reasons := missing_tools():
         print(*reasons, install_hint("aot"), sep="\n", file=sys.stderr)
         return 2
     print(f"{'cache':15}{'registers':>10}{'spills':>8}{'shared':>9}{'instructions':>14}  barriers by arrivals; opcodes")
     found = []
     for dtype in options.dtype or DTYPES:
-        one = measure(dtype, options.nvdisasm)
+        one = measure(dtype)
         found.append(asdict(one) | {"instructions": one.instructions})
         barriers = " ".join(f"{arrivals}:{count}" for arrivals, count in one.barriers.items())
         opcodes = " ".join(f"{opcode} {count}" for opcode, count in list(one.opcodes.items())[:8])

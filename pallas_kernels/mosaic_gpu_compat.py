@@ -109,6 +109,17 @@ def _with_estimate(called: Callable, cost: pl.CostEstimate | None) -> Callable:
     return marked
 
 
+def one_warp(start: Callable[[], None]) -> None:
+    """Runs `start`, which starts copies to SMEM, in one warp of the warpgroup: the others have no instructions of it."""
+    if is_interpreted():
+        start()
+        return
+
+    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+    def _():
+        pl.when(lax.axis_index("warp") == 0)(start)
+
+
 def fence_copies() -> None:
     """Makes this warpgroup's completed writes to GMEM visible to its next copies from GMEM."""
     if is_interpreted():
@@ -219,8 +230,9 @@ def num_multiprocessors() -> int:
     device: Any = jax.sharding.get_abstract_mesh().abstract_device
     if device is None and jax.default_backend() == "gpu":
         return getattr(jax.devices()[0], "core_count", None) or 132
-    is_gpu = device is not None and device.platform == "gpu"
-    return (device.num_cores if is_gpu else None) or 132
+    if device is None or device.platform != "gpu":
+        return 132
+    return device.num_cores or 132
 
 
 def not_hopper() -> str | None:

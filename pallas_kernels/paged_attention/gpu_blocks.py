@@ -139,19 +139,23 @@ class Blocks:
         """Stores the weights to shared memory, transposed."""
         head_dim, dtype = self.spec.head_dim, self.size.dtype
         tiles, width = transforms(head_dim, dtype), swizzle(head_dim, dtype)
-        gpu_registers.store_transposed(self.refs["weights_smem"], weights, width, tiles)
+        gpu_registers.store_transposed(self.refs["weights_smem"], weights, BLOCK_KEYS, width, tiles)
 
     def value_product(self, slot, weights, weighted, decay):
         """The weighted values, times `decay`, with those of a block."""
         refs = self.refs
         values = refs["v_converted"] if self.size.is_converted else refs["v_smem"].at[slot]
         weighted = tuple(chunk * self.spread(decay, chunk.shape) for chunk in weighted)
-        if self.size.is_transposed:
-            (chunk,) = weighted
-            return (compat.wgmma(values, refs["weights_smem"], transpose_a=True, transpose_b=True, accumulator=chunk),)
-        width = weighted[0].shape[1]
-        columns = [values.at[:, pl.ds(i * width, width)] if len(weighted) > 1 else values for i in range(len(weighted))]
-        return tuple(chunk + compat.wgmma(weights, part) for chunk, part in zip(weighted, columns, strict=True))
+        added = []
+        for start, chunk in zip(self.size.chunk_starts, weighted, strict=True):
+            width = chunk.shape[0 if self.size.is_transposed else 1]
+            part = values if width == self.spec.head_dim else values.at[:, pl.ds(start, width)]
+            if self.size.is_transposed:
+                columns = refs["weights_smem"]
+                added.append(compat.wgmma(part, columns, transpose_a=True, transpose_b=True, accumulator=chunk))
+            else:
+                added.append(chunk + compat.wgmma(weights, part))
+        return tuple(added)
 
     def scales(self, name, slot, first_key):
         """Scales of a block's keys or values, float32 [keys]; 0 outside the item's keys."""
@@ -193,9 +197,12 @@ class Blocks:
         """Converts a block's keys or values to the dtype of the products."""
         stored_ref, target = self.refs[f"{name}_smem"], self.refs[f"{name}_converted"]
         width = stored_ref.shape[2]
-        stored = compat.load(stored_ref, (slot,), gpu_registers.vector_layout(width))
-        for part, numbers in enumerate(gpu_registers.convert(stored, self.spec.page.dtype, self.size.dtype)):
-            target[:, part * width : (part + 1) * width] = numbers
+        layout, height = gpu_registers.vector_layout(width), gpu_registers.rows_at_once(width)
+        for first in range(0, BLOCK_KEYS, height):
+            rows = pl.ds(first, height)
+            stored = compat.load(stored_ref, (slot, rows), layout)
+            for part, numbers in enumerate(gpu_registers.convert(stored, self.spec.page.dtype, self.size.dtype)):
+                target[rows, part * width : (part + 1) * width] = numbers
 
     def clean_values(self, slot, first_key):
         """Zeroes values outside the item's keys, which may be NaN: 0 * NaN is NaN. Integers are not NaN."""
@@ -231,9 +238,9 @@ class Blocks:
         """Stores the weighted values times `inverse`, a factor of each query, as rows of a tile."""
         chunks = [chunk * self.spread(inverse, chunk.shape) for chunk in weighted]
         chunks = [chunk.astype(out_smem.dtype) for chunk in chunks]
-        if self.size.is_transposed:
-            gpu_registers.store_transposed(out_smem, chunks[0], 0, ())
-            return
-        width = chunks[0].shape[1]
-        for part, chunk in enumerate(chunks):
-            out_smem[:, part * width : (part + 1) * width] = chunk
+        for start, chunk in zip(self.size.chunk_starts, chunks, strict=True):
+            if self.size.is_transposed:
+                columns = out_smem.at[:, pl.ds(start, chunk.shape[0])]
+                gpu_registers.store_transposed(columns, chunk, self.spec.head_dim, 0, ())
+            else:
+                out_smem[:, start : start + chunk.shape[1]] = chunk

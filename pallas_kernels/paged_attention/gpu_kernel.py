@@ -198,9 +198,8 @@ class _Kernel:
         """Shared memory of an item's blocks, by the names of `refs`; the result takes its place."""
         spec, size = self.spec, self.size
         stages, (width, stored) = size.stages, stored_row(spec)
-        ring = {"k_smem": plgpu.SMEM((stages, BLOCK_KEYS, width), stored, transforms=transforms(width, stored))}
-        raw_width = width if size.is_converted else size.value_width
-        ring["v_smem"] = plgpu.SMEM((stages, BLOCK_KEYS, raw_width), stored, transforms=transforms(width, stored))
+        block = plgpu.SMEM((stages, BLOCK_KEYS, width), stored, transforms=transforms(width, stored))
+        ring = {"k_smem": block, "v_smem": block}
         if spec.page.has_scales:
             scales = plgpu.SMEM((stages, BLOCK_KEYS), jnp.float32)
             ring |= {"k_scales_smem": scales, "v_scales_smem": scales}
@@ -209,8 +208,8 @@ class _Kernel:
                 ring["new_scales_smem"] = plgpu.SMEM((stages, 2, BLOCK_KEYS), jnp.float32)
         tiles = transforms(spec.head_dim, size.dtype)
         if size.is_converted:
-            ring["k_converted"] = plgpu.SMEM((BLOCK_KEYS, spec.head_dim), size.dtype, transforms=tiles)
-            ring["v_converted"] = plgpu.SMEM((BLOCK_KEYS, size.value_width), size.dtype, transforms=tiles)
+            converted = plgpu.SMEM((BLOCK_KEYS, spec.head_dim), size.dtype, transforms=tiles)
+            ring |= {"k_converted": converted, "v_converted": converted}
         if size.is_transposed:
             ring["weights_smem"] = plgpu.SMEM((size.rows, BLOCK_KEYS), size.dtype, transforms=tiles)
         return ring
@@ -255,12 +254,17 @@ class _Kernel:
 
     def load(self, index):
         """Starts the copies of the item's `index`-th block of keys and values."""
-        spec, size, refs, fields = self.spec, self.size, self.refs, self.fields
-        block, slot = fields.block_begin + index, lax.rem(index, size.stages)
+        fields = self.fields
+        block, slot = fields.block_begin + index, lax.rem(index, self.size.stages)
         if self.has_append:
             first_written = jnp.maximum(lax.div(fields.first_new, BLOCK_KEYS), fields.block_begin)
             has_new = fields.key_end > fields.first_new
             pl.when(jnp.logical_and(has_new, block == first_written))(self.write_new_tokens)
+        compat.one_warp(lambda: self.start_copies(block, slot))
+
+    def start_copies(self, block, slot):
+        """Starts the copies of a block of keys and values to a slot of shared memory."""
+        spec, refs, fields = self.spec, self.refs, self.fields
         # Beyond the keys in use the table may have any ids.
         lowest = lax.div(fields.key_begin, spec.page_size)
         highest = lax.div(fields.key_end - 1, spec.page_size)
@@ -268,16 +272,12 @@ class _Kernel:
         pages = [lax.div(first_key, spec.page_size) + i for i in range(_pages_of_block(spec))]
         pages = [refs["table"][fields.sequence, jnp.clip(page, lowest, highest)] for page in pages]
         inside = pl.ds(lax.rem(first_key, spec.page_size), width) if spec.page_size > BLOCK_KEYS else slice(None)
-        columns = pl.ds(0, stored_row(spec)[0])
         for name in ("k", "v"):
             barrier = refs[f"{name}_barrier"].at[slot]
             for i, page in enumerate(pages):
                 rows = pl.ds(i * width, width)
                 source = refs[name].at[page, inside, self.head]
-                target = refs[f"{name}_smem"].at[slot, rows]
-                if target.shape[1] > columns.size:
-                    target = refs[f"{name}_smem"].at[slot, rows, columns]
-                plgpu.copy_gmem_to_smem(source, target, barrier)
+                plgpu.copy_gmem_to_smem(source, refs[f"{name}_smem"].at[slot, rows], barrier)
                 if spec.page.has_scales:
                     source = refs[f"{name}_scales"].at[page, self.head, inside]
                     plgpu.copy_gmem_to_smem(source, refs[f"{name}_scales_smem"].at[slot, rows], barrier)
@@ -350,10 +350,9 @@ class _Kernel:
             def one(index, _):
                 row = fields.first_row + index
                 token, head = fields.query_start + lax.div(row, groups), self.head * groups + lax.rem(row, groups)
-                source = out_smem.at[index, pl.ds(0, spec.head_dim)]
-                plgpu.copy_smem_to_gmem(source, refs["out"].at[token, head])
+                plgpu.copy_smem_to_gmem(out_smem.at[index], refs["out"].at[token, head])
 
             lax.fori_loop(0, num_rows, one, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        pl.run_scoped(store, plgpu.SMEM((size.rows, size.value_width), jnp.dtype(spec.q_dtype)))
+        pl.run_scoped(store, plgpu.SMEM((size.rows, spec.head_dim), jnp.dtype(spec.q_dtype)))

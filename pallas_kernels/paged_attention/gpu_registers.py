@@ -24,15 +24,27 @@ _SIGNS = 0x80808080
 
 
 def vector_layout(width: int) -> Any:
-    """Layout of a matrix [64, width] in which each thread has `VECTOR` neighbours of a row."""
-    across = min(width // VECTOR & -(width // VECTOR), LANES)
-    rows = LANES // across
-    tiling = plgpu.Tiling(((WARPS * rows, across * VECTOR), (rows, across * VECTOR), (VECTOR,)))
+    """Layout of a matrix of rows of this width in which each thread has `VECTOR` neighbours of a row. The number of
+    rows is a multiple of `_rows_of_layout`."""
+    rows = _rows_of_layout(width)
+    columns = WARPS * LANES // rows * VECTOR
+    tiling = plgpu.Tiling(((rows, columns), (rows // WARPS, columns), (VECTOR,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
+def _rows_of_layout(width: int) -> int:
+    """Rows that the warpgroup has at once, at least two a warp: a power of two of its threads lie along a row."""
+    along = width // VECTOR & -(width // VECTOR)
+    return WARPS * LANES // min(along, LANES // 2)
+
+
+def rows_at_once(width: int) -> int:
+    """Rows of stored bytes that are converted at once: 32 bytes for each thread, so that registers suffice."""
+    return max(_rows_of_layout(width), min(64, WARPS * LANES * 32 // (width & -width)))
+
+
 def convert(stored: Any, dtype: str, target: str) -> list[Any]:
-    """Stored numbers [64, width] in `vector_layout` as float16 or bfloat16 (`target`), in the same layout.
+    """Stored numbers [rows, width] in `vector_layout` as float16 or bfloat16 (`target`), in the same layout.
 
     int4, two codes a byte, gives two results, the first half of each row and the second. They are levels in steps.
     """
@@ -99,7 +111,7 @@ def _level_bytes(target: str) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def keep_rows(stored: Any, is_kept: Any) -> Any:
-    """Stored numbers [64, width] in `vector_layout`, zero in the other rows. is_kept: bool [64]."""
+    """Stored numbers [rows, width] in `vector_layout`, zero in the other rows. is_kept: bool [rows]."""
     if compat.is_interpreted():
         return jnp.where(is_kept[:, None], stored, jnp.zeros_like(stored))
     layout = vector_layout(stored.shape[1])
@@ -112,10 +124,11 @@ def keep_rows(stored: Any, is_kept: Any) -> Any:
     return kept(stored, jnp.where(is_kept, jnp.int32(-1), jnp.int32(0)))  # pyright: ignore[reportCallIssue]
 
 
-def store_transposed(ref: Any, value: Any, swizzle: int, transforms: Sequence[Any]) -> None:
+def store_transposed(ref: Any, value: Any, pitch: int, swizzle: int, transforms: Sequence[Any]) -> None:
     """Stores a matrix [M, N] of 16-bit numbers, in the layout of matrix products, to `ref` [N, M] in shared memory.
 
-    `stmatrix` exchanges rows and columns of blocks of 8 x 8. swizzle: of the tiles of `ref`, 0 without tiles.
+    `stmatrix` exchanges rows and columns of blocks of 8 x 8. pitch: numbers from row to row of `ref`, which may be some
+    columns of a matrix without tiles. swizzle: of its tiles, 0 without them.
     """
     if compat.is_interpreted():
         ref[...] = value.T
@@ -123,7 +136,7 @@ def store_transposed(ref: Any, value: Any, swizzle: int, transforms: Sequence[An
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tuple(transforms)), _MATRIX))
     def store(_, memory, array):
-        _Emitter.store_blocks(memory, array, swizzle)
+        _Emitter.store_blocks(memory, array, pitch, swizzle)
 
     store(ref, value)  # pyright: ignore[reportCallIssue]
 
@@ -189,7 +202,7 @@ class _Emitter:
         return FragmentedArray(_registers=result, _layout=array.layout, _is_signed=array.is_signed)
 
     @classmethod
-    def store_blocks(cls, memory: Any, array: Any, swizzle: int) -> None:
+    def store_blocks(cls, memory: Any, array: Any, pitch: int, swizzle: int) -> None:
         """`store_transposed` of registers: [M / 64, N / 8, ..., 2 (halves of a warp's 16 rows), ...]."""
         from jax.experimental.mosaic.gpu.utils import memref_ptr, thread_idx
 
@@ -201,7 +214,7 @@ class _Emitter:
         for block in range(height // 64):
             for first in range(0, width // 8, 2):
                 at = ops.add_int(row, 8 * first)
-                address = ops.add_int(base, chunk_offset(at, ops.add_int(chunk, 8 * block), height, swizzle, ops))
+                address = ops.add_int(base, chunk_offset(at, ops.add_int(chunk, 8 * block), pitch, swizzle, ops))
                 pair = registers[block, first : first + 2].reshape(-1)
                 words = [word for register in pair for word in ops.words(register)]
                 places = ", ".join(f"${number + 1}" for number in range(len(words)))

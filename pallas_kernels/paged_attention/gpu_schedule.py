@@ -19,6 +19,8 @@ from pallas_kernels.tuning import tuned
 # Rows of a warpgroup's matrix product, and keys of a block.
 TILE_ROWS = 64
 BLOCK_KEYS = 64
+# Tiles of at most this many rows are columns of the products (`gpu_blocks`); with more, registers are spilled.
+MAX_COLUMNS = 32
 # Keys of a split if there is enough work, at least, and the largest size of partial results in bytes.
 LONGEST_SPLIT = 4096
 SHORTEST_SPLIT = 256
@@ -75,6 +77,11 @@ class SplitPlanShape:
     def num_splits(self) -> int:
         return len(self.split_starts)
 
+    @property
+    def rows(self) -> int:
+        """Rows of a tile with padding."""
+        return padded_rows(self.out_rows)
+
 
 class SplitPlan(NamedTuple):
     """Work items of one program.
@@ -104,6 +111,11 @@ def split_plan_shapes(spec: PagedSpec) -> tuple[SplitPlanShape, ...]:
     if spec.has_long:
         shapes.append(_split_plan_shape(spec, SHORT_QUERIES + 1, spec.max_query_length))
     return tuple(shapes)
+
+
+def padded_rows(out_rows: int) -> int:
+    """Rows of a tile that the kernel computes: a multiple of 8 as columns of its products, or 64."""
+    return out_rows if out_rows <= MAX_COLUMNS else TILE_ROWS
 
 
 def num_resident() -> int:
@@ -143,7 +155,7 @@ def _split_plan_shape(spec: PagedSpec, min_queries: int, max_queries: int) -> Sp
         split = _worthwhile_split(spec, num_sequences, num_tiles, out_rows, split)
     size = tuned(SplitSizes(split, MAX_STAGES), SHORT_NAME if min_queries == 1 else LONG_NAME, spec.facts)
     split = -(-size.split_keys // BLOCK_KEYS) * BLOCK_KEYS
-    slot_bytes = 4 * num_tiles * spec.num_kv_heads * out_rows * spec.head_dim
+    slot_bytes = 4 * num_tiles * spec.num_kv_heads * padded_rows(out_rows) * spec.head_dim
     while split < spec.max_kv_length and len(_split_starts(spec, split)) * slot_bytes > MAX_PARTIAL_BYTES:
         split *= 2
     starts = _split_starts(spec, split)
@@ -174,7 +186,8 @@ def _worthwhile_split(spec: PagedSpec, num_sequences: int, num_tiles: int, out_r
 
     def partial_bytes(split: int) -> int:
         num_splits = -(-length // split)
-        return 4 * num_tiles * spec.num_kv_heads * num_splits * out_rows * (spec.head_dim + 1) if num_splits > 1 else 0
+        row_bytes = 4 * (spec.head_dim + 2)
+        return num_tiles * spec.num_kv_heads * num_splits * padded_rows(out_rows) * row_bytes if num_splits > 1 else 0
 
     def time(split: int) -> float:
         num_items = num_tiles * spec.num_kv_heads * -(-length // split)

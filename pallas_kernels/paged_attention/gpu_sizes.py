@@ -6,14 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, TILE_ROWS, SplitPlanShape
+from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, MAX_COLUMNS, TILE_ROWS, SplitPlanShape
 from pallas_kernels.paged_attention.specs import PagedSpec
 
 # Shared memory of a thread block; with the smaller figure two share a multiprocessor.
 MAX_SHARED_BYTES = 227 * 1024
 PAIR_SHARED_BYTES = 113 * 1024
-# Tiles of at most this many rows are columns of the products.
-MAX_COLUMNS = 32
 # Columns of the values in one product if a row does not fit in registers.
 MAX_ROW, CHUNK = 128, 64
 # Every thread of the warpgroup signals a copy's barrier for an equal number of bytes.
@@ -25,15 +23,16 @@ class KernelSizes:
     """Static sizes of the kernel.
 
     is_transposed: queries are the columns of the products (`gpu_blocks`). rows: queries of a tile, with padding.
-    dtype: of the products. value_width: columns of a block of values, with padding. weighted_shape: of a tile's
-    weighted values, (chunks, M, N). shared_bytes: at least its shared memory; `stages` is 0 if that does not fit.
+    dtype: of the products. chunk_starts: first columns of the parts of a value that are products of their own; of 80
+    and 96 columns, which are no multiple of 64, two parts overlap. weighted_shape: of their weighted values, (parts, M,
+    N). shared_bytes: at least its shared memory; `stages` is 0 if that does not fit.
     """
 
     is_transposed: bool
     is_converted: bool
     rows: int
     dtype: str
-    value_width: int
+    chunk_starts: tuple[int, ...]
     weighted_shape: tuple[int, int, int]
     stages: int
     new_tokens: int
@@ -80,20 +79,24 @@ def transforms(head_dim: int, dtype) -> tuple:
 def kernel_sizes(spec: PagedSpec, shape: SplitPlanShape, has_append: bool) -> KernelSizes:
     """The sizes of one program."""
     is_transposed = shape.out_rows <= MAX_COLUMNS
-    rows = shape.out_rows if is_transposed else TILE_ROWS
-    value_width = -(-spec.head_dim // 64) * 64 if is_transposed else spec.head_dim
-    chunk = spec.head_dim if spec.head_dim <= MAX_ROW else CHUNK
-    weighted = (1, value_width, rows) if is_transposed else (spec.head_dim // chunk, TILE_ROWS, chunk)
+    rows = shape.rows
+    head_dim = spec.head_dim
+    if is_transposed:
+        starts = (0,) if head_dim % 64 == 0 else (0, head_dim - 64)
+        weighted = (len(starts), head_dim if len(starts) == 1 else 64, rows)
+    else:
+        chunk = head_dim if head_dim <= MAX_ROW else CHUNK
+        starts = tuple(range(0, head_dim, chunk))
+        weighted = (len(starts), TILE_ROWS, chunk)
     is_converted = spec.page.dtype != compute_dtype(spec)
     new_tokens = padded_new_tokens(spec) if has_append else 0
 
     row, compute = row_bytes(spec), jnp.dtype(spec.q_dtype).itemsize
-    raw_width = value_width if is_transposed and not is_converted else spec.head_dim
-    stage = BLOCK_KEYS * (row + row * raw_width // spec.head_dim) + (16 * BLOCK_KEYS if spec.page.has_scales else 0)
-    fixed = rows * spec.head_dim * compute + 2 * new_tokens * row + 6144 + 2 * rows * 4
-    converted = BLOCK_KEYS * (spec.head_dim + value_width) * compute if is_converted else 0
+    stage = 2 * BLOCK_KEYS * row + (16 * BLOCK_KEYS if spec.page.has_scales else 0)
+    fixed = rows * head_dim * compute + 2 * new_tokens * row + 6144 + 2 * rows * 4
+    converted = 2 * BLOCK_KEYS * head_dim * compute if is_converted else 0
     converted += BLOCK_KEYS * rows * compute if is_transposed else 0
-    result = rows * value_width * compute
+    result = rows * head_dim * compute
 
     def total(stages: int) -> int:
         return fixed + max(stages * stage + converted, result)
@@ -106,7 +109,7 @@ def kernel_sizes(spec: PagedSpec, shape: SplitPlanShape, has_append: bool) -> Ke
         is_converted=is_converted,
         rows=rows,
         dtype=compute_dtype(spec),
-        value_width=value_width,
+        chunk_starts=starts,
         weighted_shape=weighted,
         stages=stages,
         new_tokens=new_tokens,

@@ -6,6 +6,8 @@ TPU_SUITE = "tests/pallas_kernels/paged_attention/test_pallas_tpu.py::test_suite
 ROTATION = "tests/pallas_kernels/paged_attention/test_rotation.py::"
 CPU_TESTS = "tests/pallas_kernels/paged_attention/test_numba_cpu.py::"
 PACKED_TESTS = "tests/pallas_kernels/packed_matmul/test_numba_cpu.py::"
+GPU_TESTS = "tests/pallas_kernels/paged_attention/test_pallas_gpu.py::"
+GPU_REGISTERS = "tests/pallas_kernels/paged_attention/test_gpu_registers.py::"
 FLASH = "tests/pallas_kernels/flash_attention/test_flash_attention.py::test_equals_dense_attention"
 
 FAULTS = (
@@ -68,9 +70,9 @@ FAULTS = (
     Fault(
         "kernels/gpu-int4-halves-are-swapped",
         "pallas_kernels/paged_attention",
-        "jnp.full_like(codes, 4 * part)",
-        "jnp.full_like(codes, 4 * (1 - part))",
-        ("tests/pallas_kernels/paged_attention/test_pallas_gpu.py::test_suite_of_four_bits[decode_int4_page_64]",),
+        "for pick in (0x6240, 0x7351)]",
+        "for pick in (0x7351, 0x6240)]",
+        (GPU_REGISTERS + "test_every_stored_byte_is_converted",),
         "on a GPU an int4 cache gives keys with their halves exchanged",
     ),
     Fault(
@@ -164,10 +166,50 @@ FAULTS = (
     Fault(
         "kernels/gpu-splits-are-combined-without-their-sums",
         "pallas_kernels/paged_attention",
-        "weights = jnp.exp2(lse - best[:, None])",
-        "weights = jnp.where(lse == MASKED, 0.0, 1.0) + 0 * best[:, None]",
-        ("tests/pallas_kernels/paged_attention/test_pallas_gpu.py::test_many_splits_and_tiles",),
+        "return largest, one[1] * first + other[1] * second, weighted",
+        "return largest, one[1] + other[1], weighted",
+        (GPU_TESTS + "test_many_splits_and_tiles",),
         "on a GPU long contexts attend evenly to all their parts",
+    ),
+    Fault(
+        "kernels/gpu-combination-drops-the-last-split",
+        "pallas_kernels/paged_attention",
+        "carry = blocks.merge(carry, part, slot <= last)",
+        "carry = blocks.merge(carry, part, slot < last)",
+        (GPU_TESTS + "test_many_splits_and_tiles",),
+        "on a GPU long contexts lose their newest part",
+    ),
+    Fault(
+        "kernels/gpu-decode-is-blind-to-its-newest-key",
+        "pallas_kernels/paged_attention",
+        "position = self.spread(token + fields.first_new, self.scores_shape)",
+        "position = self.spread(token + fields.first_new - 1, self.scores_shape)",
+        (GPU_TESTS + "test_relative_error[bfloat16]",),
+        "on a GPU a token does not attend to itself",
+    ),
+    Fault(
+        "kernels/gpu-newest-key-has-its-neighbours-scale",
+        "pallas_kernels/paged_attention",
+        "scales = jnp.where(key >= fields.first_new, new, scales)",
+        "scales = jnp.where(key > fields.first_new, new, scales)",
+        (GPU_TESTS + "test_suite[decode_int8_page_64]",),
+        "on a GPU an int8 cache reads its newest key with a stale scale",
+    ),
+    Fault(
+        "kernels/gpu-transposed-weights-are-not-swizzled",
+        "pallas_kernels/paged_attention",
+        "return ops.xor(offset, ops.and_(ops.shift_right(offset, 3), swizzle - 16))",
+        "return offset",
+        (GPU_REGISTERS + "test_transposed_store",),
+        "on a GPU decode weighs each value with another key's weight, and only a chip shows it",
+    ),
+    Fault(
+        "kernels/gpu-negative-int8-lose-their-sign",
+        "pallas_kernels/paged_attention",
+        "ops.permute(sign, 0xC3C3C3C3, pick), target)",
+        "ops.permute(low, 0xC3C3C3C3, pick), target)",
+        (GPU_REGISTERS + "test_every_stored_byte_is_converted",),
+        "on a GPU an int8 cache has wrong numbers, and only a chip shows it",
     ),
     Fault(
         "kernels/gpu-partial-results-of-any-size",
@@ -183,8 +225,8 @@ FAULTS = (
     Fault(
         "kernels/gpu-tiles-of-a-sequence-overlap",
         "pallas_kernels/paged_attention",
-        "place = first_tile[sequence][:, None] * shape.out_rows + row",
-        "place = first_tile[sequence][:, None] * shape.out_rows + row % shape.out_rows",
+        "first_row = (tile - first_tile[sequence]) * shape.out_rows",
+        "first_row = (tile - first_tile[sequence]) * 0",
         ("tests/pallas_kernels/paged_attention/test_pallas_gpu.py::test_items_cover_every_visible_key_once",),
         "on a GPU, rows of a long verification are those of its first tile",
     ),

@@ -93,6 +93,23 @@ def test_many_splits_and_tiles(heads, check, gpu_interpreter):
     check(PagedShape(lengths, 16, heads, 64, "bfloat16", "bfloat16", 16, sinks=True), "pallas_gpu", "separate")
 
 
+@pytest.mark.parametrize("dtype", quick(CACHE_DTYPES, "bfloat16", "int4"))
+def test_relative_error(dtype, run, gpu_interpreter):
+    """At most 1 % of the result's norm, of which the newest of 65 keys, left out, is 12 %: three splits, some with few
+    keys, and a token of no sequence."""
+    shape = PagedShape(((1, 150), (1, 65)), 32, (4, 1), 128, "bfloat16", dtype, 1, num_padding=1)
+    arguments = shape.arguments("separate")
+    found, expected = (
+        np.asarray(run(shape, arguments, implementation)[0], np.float32)
+        for implementation in ("pallas_gpu", "reference")
+    )
+    assert not found[2:].any()
+    for row in range(2):
+        error = np.linalg.norm(found[row] - expected[row]) / np.linalg.norm(expected[row])
+        print(f"{dtype}: relative error {error:.4f}")
+        assert error <= 1e-2
+
+
 def test_the_suite_finds_what_is_left_out(check, gpu_interpreter, monkeypatch):
     """Inverse: tokens that the kernel does not append, and stale values that it does not clean, are noticed."""
     shape = for_gpu(SMALL["decode_one_sequence"])
@@ -223,10 +240,10 @@ def test_splits_follow_from_shapes_alone():
 
 
 def partial_bytes(spec, program: gpu_schedule.SplitPlanShape) -> int:
-    """Bytes of the partial results of every slot: float32 rows, and a sum for each."""
+    """Bytes of the partial results of every slot: float32 rows, a maximum and a sum for each."""
     if program.num_splits == 1:
         return 0
-    return 4 * program.num_tiles * program.num_splits * spec.num_kv_heads * program.out_rows * (spec.head_dim + 1)
+    return 4 * program.num_tiles * program.num_splits * spec.num_kv_heads * program.rows * (spec.head_dim + 2)
 
 
 def served(batch, context, heads, queries, cache_dtype) -> PagedShape:
@@ -258,16 +275,16 @@ def test_few_partial_results_of_long_programs():
     spec = spec_of(served(8, 131072, (32, 8), 1, "bfloat16"))
     (program,) = gpu_schedule.split_plan_shapes(spec)
     assert (program.split_keys, program.num_splits) == (512, 65)
-    assert partial_bytes(spec, program) / 1e6 == pytest.approx(17.2, abs=0.1)
+    assert partial_bytes(spec, program) / 1e6 == pytest.approx(17.3, abs=0.1)
 
 
 def test_verification_with_one_key_head():
-    """6 x 16 rows of 16 sequences are 32 tiles of 48, and 4 splits are 128 blocks: 3.2 MB of partial results beside
-    17 MB of keys and values."""
+    """6 x 16 rows of 16 sequences are 32 tiles of 48, padded to 64, and 4 splits are 128 blocks: 4.3 MB of partial
+    results beside 17 MB of keys and values."""
     spec = spec_of(served(16, 4096, (16, 1), 6, "int8"))
     (program,) = gpu_schedule.split_plan_shapes(spec)
     assert (program.num_tiles, program.out_rows, program.num_splits) == (32, 48, 4)
-    assert partial_bytes(spec, program) / 1e6 == pytest.approx(3.2, abs=0.05)
+    assert partial_bytes(spec, program) / 1e6 == pytest.approx(4.26, abs=0.05)
 
 
 def test_empty_steps_have_no_items():
@@ -376,8 +393,8 @@ def test_compiled_in_place(name):
     [
         ((8, 1536, (32, 8), 1, "bfloat16"), 0.1),
         ((8, 4096, (32, 8), 6, "int8"), 0.1),
-        ((16, 4096, (16, 1), 6, "bfloat16"), 0.1),
-        ((16, 4096, (16, 1), 6, "int8"), 0.2),  # 0.09 with 64 blocks, on half of the multiprocessors
+        ((16, 4096, (16, 1), 6, "bfloat16"), 0.15),  # tiles of 48 rows are padded to 64
+        ((16, 4096, (16, 1), 6, "int8"), 0.3),  # 0.14 with 64 blocks, on half of the multiprocessors
     ],
     ids=str,
 )
