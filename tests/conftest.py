@@ -19,6 +19,7 @@ os.environ.setdefault(
     + (" --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else ""),
 )
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # programs need not say where their operations come from
+os.environ.setdefault("JAXINFER_TPU_CHECKS", "1")  # copies of TPU kernels are checked, where there is a TPU
 os.environ.setdefault("JAXINFER_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"jaxinfer-tests-{os.getuid()}"))
 
 import pytest

@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.flash_attention.masking import MASKED, scaled_scores, visible_blocks, visible_keys
 from pallas_kernels.flash_attention.specs import AttentionSpec, FlashOperands
 from pallas_kernels.platform import missing_platform
+from pallas_kernels.tpu_parameters import compiler_params
 from pallas_kernels.tuning import tuned
 
 LANES = 128
@@ -151,7 +152,7 @@ def attention(operands: FlashOperands, spec: AttentionSpec) -> tuple[jax.Array, 
                 pltpu.VMEM((sizes.heads, rows, spec.head_dim), jnp.float32),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(
+        compiler_params=compiler_params(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=2 * VMEM_BYTES,
         ),

@@ -6,6 +6,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.platform import is_tpu_interpreted, missing_platform
+from pallas_kernels.tpu_parameters import compiler_params
 
 
 def unsupported(_spec: None, platform: str) -> str | None:
@@ -29,6 +30,7 @@ def copy(pages, source: jax.Array, destination: jax.Array, is_real: jax.Array):
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
         input_output_aliases={3 + index: index for index in range(len(leaves))},
+        compiler_params=compiler_params(),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * num_bytes),
         name="copy_pages",
     )(source[order], destination[order], count, *leaves)

@@ -11,6 +11,7 @@ from pallas_kernels.paged_attention.specs import DIVIDED_PAGES, PagedOperands, P
 from pallas_kernels.paged_attention.tpu_program import KernelProgram, Refs
 from pallas_kernels.paged_attention.tpu_schedule import ScaleBlocks, TpuSchedule, WorkItems
 from pallas_kernels.platform import is_tpu_interpreted, missing_platform
+from pallas_kernels.tpu_parameters import compiler_params
 
 LAYOUT = "interleaved"
 # For the tuner.
@@ -104,10 +105,12 @@ def _call(program: KernelProgram, items: WorkItems, scalars: dict, arrays: dict)
 
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     shapes: list = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in updated]
-    if "cache" in updated and not is_tpu_interpreted():
-        # XLA else moves the pages of a small pool to vector memory and back for each kernel, twice the pool in a step.
-        index = updated.index("cache")
-        shapes[index] = pltpu.HBM(shapes[index].shape, shapes[index].dtype)
+    if not is_tpu_interpreted():
+        # XLA else moves the pages of a small pool, and the scales of any, to vector memory and back for each kernel.
+        shapes = [
+            shape if name == "rows" else pltpu.HBM(shape.shape, shape.dtype)
+            for name, shape in zip(updated, shapes, strict=True)
+        ]
     results = pl.pallas_call(
         kernel,
         out_shape=shapes,
@@ -119,7 +122,7 @@ def _call(program: KernelProgram, items: WorkItems, scalars: dict, arrays: dict)
         ),
         input_output_aliases={len(scalars) + list(arrays).index(name): index for index, name in enumerate(updated)},
         cost_estimate=_cost(program),
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=tpu_schedule.VMEM_BYTES),
+        compiler_params=compiler_params(vmem_limit_bytes=tpu_schedule.VMEM_BYTES),
         name=f"paged_attention_{program.sizes.num_queries}_queries",
     )(*scalars.values(), *arrays.values())
     return dict(zip(updated, results, strict=True))

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.platform import is_tpu_interpreted, missing_platform
 from pallas_kernels.quantized_matmul.dequantize import code_zero
 from pallas_kernels.quantized_matmul.specs import MatmulSpec, WeightReads
+from pallas_kernels.tpu_parameters import compiler_params
 
 LANES, SUBLANES = 128, 8
 MAX_TILE_ROWS = 128
@@ -105,7 +106,7 @@ def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platfor
         grid=(num_blocks, len(x) // size),
         in_specs=in_specs,
         out_specs=pl.BlockSpec((size, columns), lambda output, row: (row, output)),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        compiler_params=compiler_params(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * spec.inputs * spec.outputs * max(LANES // spec.block[0], 1),
             bytes_accessed=values.size * weight_bits // 8
@@ -193,7 +194,7 @@ def take_rows(array: jax.Array, indices: jax.Array) -> jax.Array:
             in_specs=[block(part) for part in range(SUBLANES)],
             out_specs=pl.BlockSpec((num_groups, len(padded)), lambda step, taken: (0, 0)),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=compiler_params(dimension_semantics=("arbitrary",)),
         cost_estimate=pl.CostEstimate(
             flops=0,
             bytes_accessed=len(padded) * num_groups * (LANES * array.dtype.itemsize + 4),

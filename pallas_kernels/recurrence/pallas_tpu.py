@@ -17,6 +17,7 @@ from pallas_kernels.platform import is_tpu_interpreted, missing_platform
 from pallas_kernels.recurrence.batch import RecurrentTokens
 from pallas_kernels.recurrence.blocks import lanes
 from pallas_kernels.recurrence.specs import ShortSpec
+from pallas_kernels.tpu_parameters import compiler_params
 
 LANES = 128
 SUBLANES = 8
@@ -65,7 +66,7 @@ def run_short(
             transcendentals=0,
             bytes_accessed=(1 + writes) * state.nbytes + 4 * (2 * tokens.k.size + (1 + len(wide)) * values.size),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel")),
+        compiler_params=compiler_params(dimension_semantics=("parallel", "parallel", "parallel")),
         name="linear_recurrence",
     )(lengths, is_new.astype(jnp.int32), tokens.q, tokens.k, *wide, state)
     return results[0].reshape(tokens.v.shape), results[1] if writes else state
