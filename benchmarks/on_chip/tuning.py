@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.on_chip.kernels import own_kernel
-from benchmarks.on_chip.results import Results, Row
+from benchmarks.on_chip.parity import own_kernel
+from benchmarks.on_chip.results import CardResults, Row
 from benchmarks.on_chip.sizes import Sizes
 from pallas_kernels import tune, tuning
 from pallas_kernels.paged_attention.shapes import decode_shape
@@ -16,12 +16,12 @@ def calls(sizes: Sizes) -> list[tune.TuningCall]:
     """What is tuned: the calls of `pallas_kernels.tune`, or one small one without a chip."""
     if (kernel := own_kernel()) is not None:
         return list(tune.calls(kernel, current_platform(), list(sizes.shapes), is_quick=False))
-    options = {"dtype": sizes.q_dtype, "cache_dtype": sizes.cache_dtypes[0], "page_size": sizes.page_size}
+    options = {"dtype": sizes.q_dtype, "cache_dtype": sizes.cache_dtypes[0], "page_size": sizes.page_sizes[0]}
     shape = decode_shape(sizes.shapes[0], sizes.batches[-1], sizes.contexts[0], **options)
     return [tune.paged_call("xla decode", shape, "xla", sizes.layers)]
 
 
-def tune_call(call: tune.TuningCall, folder: Path, sizes: Sizes, results: Results) -> Iterator[Row]:
+def tune_call(call: tune.TuningCall, folder: Path, sizes: Sizes, results: CardResults) -> Iterator[Row]:
     """The block sizes of one call, and what they gain."""
     if (reason := call.module.unsupported(call.spec, current_platform())) is not None:
         yield Row(call.name, note=f"not run: {reason}")
