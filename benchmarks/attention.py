@@ -65,7 +65,7 @@ def matrix_rate(platform_name: str, size: int | None = None) -> float:
     """FLOP per second of a large matrix product, or one of `size` rows, in bfloat16 (float32 on a CPU)."""
     n, dtype = (1024, jnp.float32) if platform_name == "cpu" else (8192, jnp.bfloat16)
     n = size or n
-    # Zeros and ones are multiplied up to 13 % faster. Random rows times an orthogonal matrix, the DCT-IV, stay as large.
+    # Zeros and ones are multiplied up to 13 % faster. An orthogonal matrix, the DCT-IV, keeps the size of random rows.
     y = jax.random.normal(jax.random.key(0), (n, n)).astype(dtype)
     half = jnp.arange(n) + 0.5
     x = (jnp.cos(jnp.pi / n * jnp.outer(half, half)) * (2 / n) ** 0.5).astype(dtype)

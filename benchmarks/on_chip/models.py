@@ -103,6 +103,7 @@ def start(name: str, sizes: Sizes, results: CardResults) -> Iterator[Row]:
     """Everything compiled at the start, and nothing afterwards."""
     length = sizes.prompt_tokens + sizes.answer_tokens
     arguments = {"max_seqs": sizes.model_batches[-1], "max_model_len": length, "prefill_chunk": min(512, length)}
+    arguments |= {"decode_slots": sizes.model_batches} if sizes.is_tiny else {}
     with tempfile.TemporaryDirectory() as folder:
         path = model_folder(sizes, name, folder)
         with opened(path, arguments, random_weights=True, sizes=sizes.rate_sizes) as bench:

@@ -27,7 +27,6 @@ from pallas_kernels.recurrence import RaggedBatch, RecurrentTokens, linear_recur
 # decode of 1,000 keys that does not see its newest one by 3e-2.
 MAX_ERROR = 1e-2
 PAGE_SIZES = (16, 32, 64)
-PROGRAMS = ("decode", "verify", "prefill", "mixed")
 
 
 def own_kernel() -> str | None:
@@ -51,7 +50,7 @@ def paged(model: str, dtype: str, sizes: Sizes, results: CardResults) -> Iterato
     """Paged attention over a cache of one dtype: all programs at the engine's page size, decode at the others."""
     own_size = default_page_size(current_platform(), dtype)
     shapes = paged_shapes(model, dtype, own_size, sizes)
-    for program in PROGRAMS:
+    for program in sizes.parity_programs:
         yield from _paged_rows(f"{program} page {own_size}", shapes[program]())
     for page_size in sizes.page_sizes:
         if page_size != own_size:

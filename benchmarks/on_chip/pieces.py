@@ -19,6 +19,7 @@ ONE_GRAPH = {
     "--xla_enable_command_buffers_during_profiling=true"
 }
 NO_GRAPHS = {"XLA_FLAGS": _GRAPHS}
+TINY_ENVIRONMENT = {"ON_CHIP_PROCESS": "another"}  # in place of flags, which a CPU ignores and would compile again for
 TINY_LIMIT = 120.0  # seconds
 
 
@@ -71,38 +72,47 @@ def _pieces(sizes: Sizes, out: Path) -> list[Piece]:
         title = f"{name} b{batch} {what}".strip()
         trace = out / "traces" / f"{title.replace(' ', '-')}.xplane.pb" if is_traced else None
         run = partial(models.decode, name, batch, options, trace)
-        return Piece(title, run, 100, 420.0, what if environment else "", environment or {})
+        environment = TINY_ENVIRONMENT if environment and sizes.is_tiny else environment or {}
+        return Piece(title, run, 100, 420.0, what if environment else "", environment)
 
     first_batches = sizes.model_batches[:2]
-    return [
+    # Processes of other programs have the memory that this one leaves.
+    others_process = {} if sizes.is_tiny else {"process": "peers", "environment": peers.ENVIRONMENT}
+    every = [
         Piece("sanitizer", peers.sanitizer, 100, process=f"parity {sizes.cache_dtypes[0]}"),
         *compared(model),
         Piece("rates", speed.rates, 10),
         *attended(batch, context),
         *(decoded("8b", batch, is_traced=True) for batch in first_batches),
         *(decoded("8b", batch, "one graph", is_traced=True, environment=ONE_GRAPH) for batch in first_batches),
+        Piece("torch", peers.torch, 60, **others_process),
+        Piece("vllm", peers.vllm, 200, **others_process),
         *(decoded("8b", batch, "deterministic", is_traced=True, deterministic=True) for batch in first_batches),
-        Piece("torch", peers.torch, 60, process="peers", environment=peers.ENVIRONMENT),
-        Piece("vllm", peers.vllm, 200, process="peers", environment=peers.ENVIRONMENT),
         *(decoded("8b", batch, "not deterministic", deterministic=False) for batch in first_batches),
-        *(decoded("8b", batch, "no graphs", is_traced=True, environment=NO_GRAPHS) for batch in first_batches),
         Piece("parity products", parity.products, 20),
         Piece("parity flash", parity.flash, 20),
         *(decoded("8b", batch) for batch in sizes.model_batches[2:]),
         Piece("8b prompt", partial(models.prompt, "8b", {}), 60),
-        *(decoded("8b", batch, recipe, quantize=recipe) for recipe in sizes.quantized for batch in sizes.model_batches),
+        *(decoded("8b", batch, recipe, quantize=recipe) for recipe in sizes.quantized for batch in first_batches),
         *(decoded("8b", first_batches[-1], f"cache {kind}", kv_dtype=kind) for kind in sizes.kv_dtypes),
         *(piece for b, c in sizes_of_attention for piece in attended(b, c)),
         *(piece for num in sizes.new_tokens if num > 1 for piece in attended(batch, context, num)),
         Piece("speculation", models.speculation, 90, 420.0),
         Piece("start", partial(models.start, "1b"), 60),
-        *(decoded("mixture", batch) for batch in sizes.model_batches),
+        *(decoded("mixture", batch) for batch in first_batches),
         *(Piece(f"products {recipe}", partial(speed.products, recipe), 40) for recipe in sizes.quantized),
         *(Piece(f"prompt attention {num}", partial(speed.prompts, num), 30) for num in sizes.prompts_of_kernels),
         Piece("parity states and copies", parity.states, 20),
         *(Piece(name, run, 60) for name, run in tuning.runs(sizes, out).items()),
+    ]
+    if sizes.is_tiny:  # the others run nothing else
+        return every
+    return [
+        *every,
+        *(decoded("8b", batch, "no graphs", is_traced=True, environment=NO_GRAPHS) for batch in first_batches),
         *(piece for model in others for piece in compared(model)),
         *(decoded("1b", batch) for batch in sizes.model_batches),
+        *(decoded("8b", sizes.model_batches[-1], recipe, quantize=recipe) for recipe in sizes.quantized),
         *(
             Piece(f"8b prompt {recipe}", partial(models.prompt, "8b", {"quantize": recipe}), 60)
             for recipe in sizes.quantized

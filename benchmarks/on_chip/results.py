@@ -2,6 +2,7 @@
 
 import json
 import platform
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,24 +55,26 @@ class CardResults:
     Attributes:
       machine: the card and the versions. pieces: by name: `status`, `seconds`, `rows`, and `error` and `clocks` where
         there are any. A piece that was cut off runs again, from its start.
-      running: the piece that was begun last and has not ended; limit: its seconds; found: its rows so far.
+      running: the piece that was begun last and has not ended. begun: when, in seconds of `time.time()`. limit: its
+        seconds. found: its rows so far.
     """
 
     machine: dict[str, Any]
     pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
     running: str | None = None
+    begun: float = 0.0
     limit: float = 0.0
     found: list[dict[str, Any]] = field(default_factory=list)
 
     def begin(self, name: str, limit: float) -> None:
         """Notes that a piece runs."""
-        self.running, self.limit, self.found = name, limit, []
+        self.running, self.begun, self.limit, self.found = name, time.time(), limit, []
 
-    def end(self, status: str, seconds: float, error: str = "", clocks: str = "") -> None:
+    def end(self, status: str, error: str = "", clocks: str = "") -> None:
         """Notes that the running piece has ended, with the rows that it gave. Raises RuntimeError if none runs."""
         if self.running is None:
             raise RuntimeError("no piece runs")
-        piece: dict[str, Any] = {"status": status, "seconds": round(seconds, 1), "rows": self.found}
+        piece: dict[str, Any] = {"status": status, "seconds": round(time.time() - self.begun, 1), "rows": self.found}
         piece |= {name: text for name, text in (("error", error), ("clocks", clocks)) if text}
         before = self.pieces.get(self.running, {"rows": []})
         if status != CUT_OFF or len(self.found) >= len(before["rows"]):  # a later try may be cut off earlier
@@ -136,10 +139,10 @@ class Results:
         """The results of the card that a piece runs on."""
         return next((card for card in self.cards.values() if card.running is not None), None)
 
-    def cut_off(self, seconds: float = 0.0) -> None:
+    def cut_off(self) -> None:
         """Ends what was running when its process was killed; its rows are kept."""
         while (card := self.running) is not None:
-            card.end(CUT_OFF, seconds, "runs again next time")
+            card.end(CUT_OFF, "runs again next time")
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """All rows with their pieces' names."""

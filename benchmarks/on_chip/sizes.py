@@ -74,7 +74,7 @@ class Sizes:
       repeats: measured batches of each size. has_goals: whether shares have a least value.
       rate_sizes: of the arrays by which rates are measured, as in `jaxinfer.measure.bench.rates`; {}: large ones.
       layers: whose caches a measured kernel reads in turn; None: as many as exceed the chip's cache.
-      trace_steps: decode steps whose kernels are listed.
+      parity_programs: names of `parity.paged_shapes`. trace_steps: decode steps whose kernels are listed.
     """
 
     configs: dict[str, dict[str, Any]]
@@ -102,6 +102,7 @@ class Sizes:
     rate_sizes: dict[str, int] = field(default_factory=dict)
     layers: int | None = None
     trace_steps: int = 16
+    parity_programs: tuple[str, ...] = ("decode", "verify", "prefill", "mixed")
     is_tiny: bool = False
 
 
@@ -122,6 +123,7 @@ def sizes_for(platform: str, *, is_tiny: bool) -> Sizes:
             batches=(2,),
             model_batches=(2,),
             trace_steps=2,
+            parity_programs=("decode", "mixed"),
             prompt_tokens=24,
             answer_tokens=12,
             prefill_tokens=48,
@@ -136,7 +138,7 @@ def sizes_for(platform: str, *, is_tiny: bool) -> Sizes:
             allowed_ids=(1,),
             is_tiny=True,
             rate_sizes={"num_bytes": 2**20, "size": 128},
-            layers=2,
+            layers=1,
         )
     if platform == "cpu":
         raise ValueError("no chip found: this machine has only a CPU; give --tiny to run the same pieces on tiny sizes")

@@ -16,7 +16,10 @@ from benchmarks.on_chip.settings import ALL_DONE, ANOTHER_PROCESS, NO_TIME, REFU
 LOG, TABLE = "on_chip.log", "table.txt"
 STARTS = 5  # processes in a row without the end of a piece, after which the run ends
 # Tiny sizes are compiled without optimizations, which take most of such a run.
-TINY_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+TINY_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
 
 
 def supervise(settings: Settings, seconds: float) -> int:
@@ -37,7 +40,7 @@ def _supervise(settings: Settings, until: float) -> int:
     num_at_start = num_ended = _num_ended(file)
     num_idle, environment = 0, {}
     while time.time() < until and num_idle < STARTS:
-        begin, num_logged = time.time(), log.stat().st_size if log.exists() else 0
+        num_logged = log.stat().st_size if log.exists() else 0
         status = _run_worker(settings, until, environment)
         said = log.read_bytes()[num_logged:].decode(errors="replace").strip()
         if status == REFUSED:
@@ -45,13 +48,12 @@ def _supervise(settings: Settings, until: float) -> int:
             return status
         results = Results.read(file)
         if (card := results.running) is not None:
-            spent = time.time() - begin
             if status is not None:
-                card.end(CRASHED, spent, f"ended with {status}: {said[-300:]}")
+                card.end(CRASHED, f"ended with {status}: {said[-300:]}")
             elif time.time() >= until and num_ended > num_at_start:
-                results.cut_off(spent)
+                results.cut_off()
             else:  # hung, or longer than a whole run
-                card.end(TIMED_OUT, spent, "took too long")
+                card.end(TIMED_OUT, "took too long")
             results.save(file)
         if status in (ALL_DONE, NO_TIME):
             return 0
@@ -96,18 +98,18 @@ def variables(settings: Settings, environment: dict[str, str]) -> dict[str, str]
 
 def _watch(process: subprocess.Popen, settings: Settings, until: float) -> int | None:
     """Waits for a worker, prints what runs, and writes the table after each piece."""
-    said, since = None, time.time()
+    said = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(timeout=0.2)
         card = Results.read(settings.file).running
         running = None if card is None else card.running
         if running != said:
-            said, since = running, time.time()
+            said = running
             write_table(settings)
             if running is not None:
-                print(f"{max(until - since, 0):5.0f} s left: {running}", flush=True)
-        if time.time() >= until or (card is not None and time.time() - since > card.limit):
+                print(f"{max(until - time.time(), 0):5.0f} s left: {running}", flush=True)
+        if time.time() >= until or (card is not None and time.time() - card.begun > card.limit):
             return None
 
 
