@@ -52,18 +52,18 @@ def open_bench(name: str, num_tokens: int, options: dict[str, Any], sizes: Sizes
 
 
 def decode(
-    name: str, batch: int, options: dict[str, Any], trace: Path | None, sizes: Sizes, results: CardResults
+    name: str, batch: int, options: dict[str, Any], traces: tuple[Path, str] | None, sizes: Sizes, results: CardResults
 ) -> Iterator[Row]:
     """Decoding `batch` sequences, their first tokens, and the host's gaps.
 
-    trace: a file for a trace of some steps, whose kernels are listed; None traces nothing.
+    traces: an archive and a name in it for a trace of some steps, whose kernels are listed; None traces nothing.
     """
     traced = Workload(batch, sizes.prompt_tokens, sizes.trace_steps).answer_tokens(LEAST_CHUNK, MOST_STEPS, 1)
     num_tokens = sizes.prompt_tokens + max(sizes.answer_tokens, traced)
     with open_bench(name, num_tokens, {"max_seqs": batch, **options}, sizes) as bench:
         yield from _decode_rows(bench, name, options, batch, sizes)
-        if trace is not None:
-            yield from steps.kernels(bench, batch, sizes.prompt_tokens, sizes.trace_steps, trace)
+        if traces is not None:
+            yield from steps.kernels(bench, batch, sizes.prompt_tokens, sizes.trace_steps, *traces)
 
 
 def _decode_rows(bench: Bench, name: str, options: dict[str, Any], batch: int, sizes: Sizes) -> Iterator[Row]:

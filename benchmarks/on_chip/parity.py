@@ -185,7 +185,7 @@ def random_product(recipe: str, rows: int, shape: tuple[int, int], dtype: str) -
 def multiply(x: jax.Array, weight: QuantizedArray) -> jax.Array:
     """The product in float32."""
     scheme = weight.scheme
-    operands = (weight.values, weight.scales, weight.zeros, weight.codebook)
+    operands: Any = (weight.values, weight.scales, weight.zeros, weight.codebook)
     options: Any = {"block": scheme.block, "activations": scheme.activations, "out_dtype": jnp.float32}
     return quantized_matmul(x, *operands, **options)
 
@@ -206,7 +206,8 @@ def states(sizes: Sizes, results: CardResults) -> Iterator[Row]:
         k /= np.linalg.norm(k, axis=-1, keepdims=True)
         v, g = rng.standard_normal((slots, heads, width), np.float32), -rng.exponential(0.3, (slots, heads))
         beta = rng.uniform(size=(slots, heads)) if kind == "gated_delta" else None
-        tokens = RecurrentTokens(*(None if x is None else jnp.asarray(x, jnp.float32) for x in (q, k, v, g, beta)))
+        arrays: Any = (None if x is None else jnp.asarray(x, jnp.float32) for x in (q, k, v, g, beta))
+        tokens = RecurrentTokens(*arrays)
         state = jnp.asarray(rng.standard_normal((slots, heads, width, width), np.float32))
         starts = jnp.arange(slots, dtype=jnp.int32)
         batch = RaggedBatch(starts, jnp.ones_like(starts), jnp.full_like(starts, 5))

@@ -70,8 +70,8 @@ def _pieces(sizes: Sizes, out: Path) -> list[Piece]:
 
     def decoded(name: str, batch: int, what: str = "", *, is_traced: bool = False, environment=None, **options: Any):
         title = f"{name} b{batch} {what}".strip()
-        trace = out / "traces" / f"{title.replace(' ', '-')}.xplane.pb" if is_traced else None
-        run = partial(models.decode, name, batch, options, trace)
+        traces = (out / "traces.zip", title.replace(" ", "-")) if is_traced else None
+        run = partial(models.decode, name, batch, options, traces)
         environment = TINY_ENVIRONMENT if environment and sizes.is_tiny else environment or {}
         return Piece(title, run, 100, 420.0, what if environment else "", environment)
 

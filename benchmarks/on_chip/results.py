@@ -5,6 +5,7 @@ import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,6 @@ def key_of(machine: dict[str, Any], *, is_tiny: bool) -> str:
 def this_machine() -> dict[str, Any]:
     """The chip and the versions, without a name or a path of this machine."""
     import jax
-    import jaxlib
 
     device = jax.devices()[0]
     return {
@@ -169,6 +169,6 @@ def this_machine() -> dict[str, Any]:
         "num_devices": jax.device_count(),
         "driver": getattr(device.client, "platform_version", "").partition("\n")[0],
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": metadata.version("jaxlib"),
         "python": platform.python_version(),
     }

@@ -2,9 +2,9 @@
 
 import contextlib
 import re
-import shutil
 import statistics
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,11 +39,12 @@ class KernelRun:
         return self.end - self.start
 
 
-def kernels(bench: Bench, batch: int, prompt_tokens: int, num_steps: int, file: Path) -> Iterator[Row]:
-    """Rows of a step: its kernels by name, launches, and the gaps between kernels. The trace is kept as `file`."""
+def kernels(bench: Bench, batch: int, prompt_tokens: int, num_steps: int, file: Path, name: str) -> Iterator[Row]:
+    """Rows of a step: its kernels by name, launches, and the gaps between kernels. The archive `file` gets the trace,
+    as `name`."""
     with tempfile.TemporaryDirectory() as folder:
         phase = run_phase(bench, DECODE, Workload(batch, prompt_tokens, num_steps), Path(folder), lambda said: None)
-        keep(Path(folder), file)
+        keep(Path(folder), file, name + trace.SUFFIX)
     runs = kernel_runs(phase.data)
     num_steps = sum(dispatch.num_steps for dispatch in phase.traced.dispatches)
     yield from rows(runs, num_steps, bytes_by_operation({run.operation for run in runs}))
@@ -139,8 +140,15 @@ def bytes_by_operation(operations: set[Operation]) -> dict[Operation, float]:
     return found
 
 
-def keep(folder: Path, file: Path) -> None:
-    """Keeps the trace in a folder as a file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    for path in folder.rglob(f"*{trace.SUFFIX}"):
-        shutil.copyfile(path, file)
+def keep(folder: Path, file: Path, name: str) -> None:
+    """Adds the trace in a folder to the archive of all traces, which is written whole or not at all."""
+    partial = file.with_suffix(".partial")
+    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+        if file.exists():
+            with zipfile.ZipFile(file) as before:
+                for other in before.namelist():
+                    if other != name:
+                        archive.writestr(other, before.read(other))
+        for path in sorted(folder.rglob(f"*{trace.SUFFIX}"))[-1:]:
+            archive.write(path, name)
+    partial.replace(file)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -209,11 +210,12 @@ def test_a_child_ends_when_its_time_is_over_or_its_parent_ends():
     ended = child.run(command, 4.0, {"PYTHONPATH": str(ROOT)})
     assert (ended.status, time.time() - begin < 30) == (None, True)
     assert child.run([sys.executable, "-c", "raise SystemExit('no GPU')"], 60).reason == "no GPU"
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment())
-    assert process.stdout.readline() == b"on\n"
-    process.stdin.close()
-    assert process.wait(10) == 4
-    process.stdout.close()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"on\n"
+        process.stdin.close()
+        assert process.wait(10) == 4
 
 
 # Results.
@@ -336,6 +338,14 @@ def test_the_table_of_kernels():
     assert steps._short("loop_add_fusion_12") == "loop_add_fusion"
 
 
+def test_traces_are_kept_in_one_archive(tmp_path):
+    for name, content in (("8b-b1", b"one"), ("8b-b64", b"two"), ("8b-b1", b"again")):
+        (tmp_path / "trace.xplane.pb").write_bytes(content)
+        steps.keep(tmp_path, tmp_path / "traces.zip", name)
+    with zipfile.ZipFile(tmp_path / "traces.zip") as archive:
+        assert {name: archive.read(name) for name in archive.namelist()} == {"8b-b64": b"two", "8b-b1": b"again"}
+
+
 # Pieces.
 
 
@@ -413,6 +423,8 @@ def test_errors_are_relative_to_each_row():
 def test_a_decode_blind_to_its_newest_key_is_refused_at_1000_keys():
     shape = decode_shape("qwen3-0.6b", 2, 1000, dtype="bfloat16", cache_dtype="bfloat16", page_size=16)
     honest, blind = parity._paged_rows("decode", shape)
+    assert honest.value is not None
+    assert blind.value is not None
     assert honest.is_right
     assert honest.value < parity.MAX_ERROR / 2
     assert (blind.is_right, blind.note) == (True, "blind to the newest key: refused")
