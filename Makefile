@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/cpu_kernels tests/pallas_kernels/test_cpu_calls.py tests/pallas_kernels/packed_matmul \
     tests/pallas_kernels/quantized_matmul/test_numba_cpu.py tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-chip test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-real on-chip on-chip-packages docs notebooks readme clean
+.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-chip test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-real on-chip on-chip-packages on-chip-archive on-chip-check docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -190,13 +190,27 @@ bench-stored: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## A mixture of experts a
 on-chip: $(VENV)/stamp-base  ## Measure the chip of this machine in pieces, 9 minutes a run; the next run goes on
 	$(BIN)/python -m benchmarks.on_chip
 
-# What travels with the tree to a machine with a chip and without a network: wheels for its Python.
+# What a machine with a chip lacks beside JAX: wheels for its Python, of all packages that are needed, or in the archive
+# of those alone that are rare. `make on-chip-packages` before `on-chip-archive` puts all of them in.
 ON_CHIP_PYTHON ?= 3.12
+ON_CHIP_PACKAGES := benchmarks/on_chip/packages
+ON_CHIP_INSTALL := -m pip install --quiet --no-deps --only-binary :all: --python-version $(ON_CHIP_PYTHON) --target $(ON_CHIP_PACKAGES)
+ON_CHIP_RARE ?= msgspec
 on-chip-packages: $(BIN)/python
-	rm -rf benchmarks/on_chip/packages
-	$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: --python-version $(ON_CHIP_PYTHON) \
-	    --target benchmarks/on_chip/packages --requirement benchmarks/on_chip/requirements.txt
+	rm -rf $(ON_CHIP_PACKAGES)
+	$(BIN)/python $(ON_CHIP_INSTALL) --requirement benchmarks/on_chip/requirements.txt
 	$(BIN)/python -m benchmarks.on_chip --packages
+
+$(ON_CHIP_PACKAGES):
+	$(BIN)/python $(ON_CHIP_INSTALL) $(ON_CHIP_RARE)
+
+on-chip-archive: $(BIN)/python $(ON_CHIP_PACKAGES)  ## All that a machine with a chip needs beside JAX, in one file
+	$(BIN)/python -m benchmarks.on_chip.archive build/on_chip.tar.gz
+
+# With planted failures and ten interruptions, by the Python of such a machine.
+ON_CHIP_CHECK_PYTHON ?= $(BIN)/python
+on-chip-check: $(VENV)/stamp-base  ## Run the archive in an empty environment, on tiny sizes
+	$(BIN)/python -m benchmarks.on_chip.check --python $(ON_CHIP_CHECK_PYTHON)
 
 docs: $(VENV)/stamp-docs  ## Build the documentation site into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -11,11 +11,15 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.paged_attention import empty_pages, make_schedule, make_spec, paged_attention
+from pallas_kernels.paged_attention import make_schedule, make_spec, paged_attention
+from pallas_kernels.paged_attention.layout import Pages, PageShape
 from pallas_kernels.paged_attention.shapes import PagedShape
+from pallas_kernels.platform import current_platform
 
 # Bytes of KV cache of one case: several times the last-level cache of any chip.
 MIN_CACHE_BYTES = {"cpu": 2**28, "gpu": 2**29, "tpu": 2**29}
+# Calls in a pass of a loop whose length is not static: a GPU waits for the host before each pass.
+CALLS_PER_PASS = 8
 
 
 def seconds_per_step(loop: Callable[[Any, int], jax.Array], arguments: Any, steps: int, *, repeats: int = 5) -> float:
@@ -100,11 +104,32 @@ def paged_loop(shape: PagedShape, implementation: str, layers: int) -> tuple[Cal
 
         return lax.fori_loop(0, n, step, (new["q"], caches))[0][:1, :1]
 
-    return loop, (new, vectors, [empty_pages(page, page_layout) for _ in range(layers)])
+    return loop, (new, vectors, [random_pages(page, page_layout, seed) for seed in range(layers)])
+
+
+def random_pages(page: PageShape, page_layout: str, seed: int) -> Pages:
+    """Pages of random numbers, which a chip may read more slowly than zeros."""
+
+    def fill(key: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if page.has_scales and like.dtype == jnp.float32:
+            return jax.random.uniform(key, like.shape, minval=0.01, maxval=0.02)
+        if jnp.issubdtype(like.dtype, jnp.integer):
+            return jax.random.bits(key, like.shape, jnp.uint8).astype(like.dtype)
+        return jax.random.normal(key, like.shape, jnp.bfloat16).astype(like.dtype)
+
+    leaves, structure = jax.tree.flatten(page.abstract(page_layout))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return jax.tree.unflatten(structure, [fill(key, leaf) for key, leaf in zip(keys, leaves, strict=True)])
+
+
+def flash_calls(platform: str) -> int:
+    """Calls in a pass of `flash_loop`."""
+    return 1 if platform == "cpu" else CALLS_PER_PASS
 
 
 def flash_loop(length: int, heads: tuple[int, int, int], dtype: str, implementation: str) -> tuple[Callable, Any]:
-    """A function (arguments, n) that attends n times to a prompt of `length` tokens; heads are (Hq, Hkv, K)."""
+    """A function (arguments, n) that attends n times `flash_calls` times to a prompt of `length` tokens; heads are
+    (Hq, Hkv, K)."""
     num_q, num_kv, head_dim = heads
     q = jax.random.normal(jax.random.key(0), (1, length, num_q, head_dim), dtype)
     k, v = jax.random.normal(jax.random.key(1), (2, 1, length, num_kv, head_dim), dtype)
@@ -114,7 +139,9 @@ def flash_loop(length: int, heads: tuple[int, int, int], dtype: str, implementat
         q, k, v = operands
 
         def step(_, carry):
-            return q + flash_attention(carry, k, v, implementation=implementation) * jnp.asarray(1e-3, q.dtype)
+            for _ in range(flash_calls(current_platform())):
+                carry = q + flash_attention(carry, k, v, implementation=implementation) * jnp.asarray(1e-3, q.dtype)
+            return carry
 
         return lax.fori_loop(0, n, step, q)[:1, :1]
 

@@ -110,7 +110,7 @@ def _with_estimate(called: Callable, cost: pl.CostEstimate | None) -> Callable:
 
 
 def one_warp(start: Callable[[], None]) -> None:
-    """Runs `start`, which starts copies to SMEM, in one warp of the warpgroup: the others have no instructions of it."""
+    """Runs `start`, which starts copies to SMEM, in one warp of a warpgroup: the others have no instructions of it."""
     if is_interpreted():
         start()
         return

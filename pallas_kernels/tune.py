@@ -80,7 +80,11 @@ def _flash_call(name: str, implementation: str, heads: tuple[int, int, int], len
     operands: Any = (q, kv, kv, None, None, None, None, None)
     spec = flash_specs.make_spec(flash_specs.FlashOperands(*operands))
     return TuningCall(
-        name, _FLASH[implementation], spec, lambda: measure.flash_loop(length, heads, dtype, implementation)
+        name,
+        _FLASH[implementation],
+        spec,
+        lambda: measure.flash_loop(length, heads, dtype, implementation),
+        measure.flash_calls(current_platform()),
     )
 
 

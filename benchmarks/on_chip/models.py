@@ -1,5 +1,6 @@
 """Pieces about whole models with random weights, served by the engine as users' are."""
 
+import contextlib
 import json
 import statistics
 import tempfile
@@ -8,19 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from benchmarks.on_chip.results import Results, Row
+from benchmarks.on_chip import steps
+from benchmarks.on_chip.results import CardResults, Row
 from benchmarks.on_chip.sizes import Sizes
 from jaxinfer import LLM, SamplingParams, compilation_cache
 from jaxinfer.loading import LiveModel
 from jaxinfer.measure.bench.model import Bench, opened, random_model
 from jaxinfer.measure.bench.runs import RunOptions, latency
 from jaxinfer.measure.bench.workload import BenchWorkload, Lengths
+from jaxinfer.measure.profiling.phases import Workload
 
 # Least shares of the roofline, by recipe of the weights (None: bfloat16) and number of sequences.
 GOALS = {(None, 1): 0.85, ("int8", 1): 0.80, ("int4-g128", 1): 0.75, (None, 64): 0.80}
 DRAFT_TOKENS = 4
+LEAST_CHUNK, MOST_STEPS = 256, 16  # of prompts and of a dispatch, for the length of traced answers
 
 
 def model_folder(sizes: Sizes, name: str, folder: str) -> str:
@@ -37,62 +39,71 @@ def live_model(sizes: Sizes, name: str) -> LiveModel:
         return random_model(model_folder(sizes, name, folder))
 
 
-def whole(name: str, options: dict[str, Any], sizes: Sizes, results: Results) -> Iterator[Row]:
-    """Decoding by number of sequences, the first token, a long prompt, and the host's gaps."""
-    arguments = {
-        "max_seqs": sizes.batches[-1],
-        "max_model_len": sizes.configs[name]["max_position_embeddings"],
-        "prefix_cache": False,
-        **options,
-    }
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        opened(
-            model_folder(sizes, name, folder),
-            arguments,
-            random_weights=True,
-            warms_up=False,  # only what is measured is compiled: in the first batch, which does not count
-            sizes=sizes.rate_sizes,
-        ) as bench,
-    ):
-        for batch in sizes.batches:
-            yield from _decode_rows(bench, name, options, batch, sizes)
-        yield _prompt_row(bench, min(sizes.prefill_tokens, bench.llm.max_model_len - 2))
+@contextlib.contextmanager
+def open_bench(name: str, num_tokens: int, options: dict[str, Any], sizes: Sizes) -> Iterator[Bench]:
+    """A model with random weights, for requests of `num_tokens`; only what is measured is compiled, in the first batch,
+    which does not count."""
+    length = min(num_tokens, sizes.configs[name]["max_position_embeddings"])
+    arguments = {"max_model_len": length, "prefix_cache": False, **options}
+    with tempfile.TemporaryDirectory() as folder:
+        path = model_folder(sizes, name, folder)
+        with opened(path, arguments, random_weights=True, warms_up=False, sizes=sizes.rate_sizes) as bench:
+            yield bench
+
+
+def decode(
+    name: str, batch: int, options: dict[str, Any], traces: tuple[Path, str] | None, sizes: Sizes, results: CardResults
+) -> Iterator[Row]:
+    """Decoding `batch` sequences, their first tokens, and the host's gaps.
+
+    traces: an archive and a name in it for a trace of some steps, whose kernels are listed; None traces nothing.
+    """
+    traced = Workload(batch, sizes.prompt_tokens, sizes.trace_steps).answer_tokens(LEAST_CHUNK, MOST_STEPS, 1)
+    num_tokens = sizes.prompt_tokens + max(sizes.answer_tokens, traced)
+    with open_bench(name, num_tokens, {"max_seqs": batch, **options}, sizes) as bench:
+        yield from _decode_rows(bench, name, options, batch, sizes)
+        if traces is not None:
+            yield from steps.kernels(bench, batch, sizes.prompt_tokens, sizes.trace_steps, *traces)
 
 
 def _decode_rows(bench: Bench, name: str, options: dict[str, Any], batch: int, sizes: Sizes) -> Iterator[Row]:
     workload = _workload(sizes.prompt_tokens, sizes.answer_tokens)
     batches = [workload.requests(batch, bench.vocab_size, part) for part in range(1 + sizes.repeats)]
     run = latency(bench, batches, RunOptions())
-    decode, gap = run["decode"], run["host_gap"]
+    decoded, gap = run["decode"], run["host_gap"]
     has_goal = name == "8b" and sizes.has_goals and "kv_dtype" not in options
     goal = GOALS.get((options.get("quantize"), batch)) if has_goal else None
-    rate = batch / decode["step_seconds"]
-    note = f"{decode['step_seconds'] * 1e3:.2f} ms a step, bound by {decode['bound']}"
-    share = decode["percent"] / 100
-    yield Row(f"decode b{batch} at {sizes.prompt_tokens}", rate, "tokens/s", share, "roofline", goal, note=note)
+    rate, share = batch / decoded["step_seconds"], decoded["percent"] / 100
+    note = f"bound by {decoded['bound']}, deterministic {bench.llm.engine.engines[0].spec.is_deterministic}"
+    yield Row(f"decode at {sizes.prompt_tokens}", rate, "tokens/s", share, "roofline", goal, note=note)
+    least = decoded["roofline_seconds"] * 1e3
+    yield Row("decode step", decoded["step_seconds"] * 1e3, "ms", predicted=least, note="roofline at measured rates")
     prefill = run["prefill"]
     note = f"{batch} prompts of {sizes.prompt_tokens}"
-    yield Row(f"prompts b{batch}", prefill["seconds"], "s", prefill["percent"] / 100, "roofline", note=note)
+    yield Row("prompts", prefill["seconds"], "s", prefill["percent"] / 100, "roofline", note=note)
     if gap is not None:
         note = f"p99 {gap['per_dispatch_p99'] * 1e6:.0f} us, {gap['dispatches']} dispatches, {gap['steps']} steps"
-        yield Row(f"host gap b{batch}", gap["per_dispatch_mean"] * 1e6, "us/dispatch", note=note)
+        yield Row("host gap", gap["per_dispatch_mean"] * 1e6, "us/dispatch", note=note)
     compiled = run["compiled_after_warm_up"]
-    yield Row(f"compiled while measured b{batch}", compiled, "programs", is_right=compiled == 0)
+    yield Row("compiled while measured", compiled, "programs", is_right=compiled == 0)
 
 
-def _prompt_row(bench: Bench, num_tokens: int) -> Row:
-    workload = _workload(num_tokens, 1)
-    run = latency(bench, [workload.requests(1, bench.vocab_size, 90 + part) for part in range(3)], RunOptions())
+def prompt(name: str, options: dict[str, Any], sizes: Sizes, results: CardResults) -> Iterator[Row]:
+    """One long prompt."""
+    num_tokens = sizes.prefill_tokens
+    with open_bench(name, num_tokens + 2, {"max_seqs": 1, **options}, sizes) as bench:
+        workload = _workload(num_tokens, 1)
+        run = latency(bench, [workload.requests(1, bench.vocab_size, 90 + part) for part in range(3)], RunOptions())
     prefill = run["prefill"]
     rate = num_tokens / prefill["seconds"]
-    return Row(f"prompt of {num_tokens}", rate, "tokens/s", prefill["percent"] / 100, "roofline")
+    yield Row(f"prompt of {num_tokens}", rate, "tokens/s", prefill["percent"] / 100, "roofline")
 
 
-def start(name: str, sizes: Sizes, results: Results) -> Iterator[Row]:
+def start(name: str, sizes: Sizes, results: CardResults) -> Iterator[Row]:
     """Everything compiled at the start, and nothing afterwards."""
     length = sizes.prompt_tokens + sizes.answer_tokens
-    arguments = {"max_seqs": sizes.batches[1], "max_model_len": length, "prefill_chunk": min(512, length)}
+    arguments = {"max_seqs": sizes.model_batches[-1], "max_model_len": length, "prefill_chunk": min(512, length)}
+    arguments |= {"decode_slots": sizes.model_batches} if sizes.is_tiny else {}
     with tempfile.TemporaryDirectory() as folder:
         path = model_folder(sizes, name, folder)
         with opened(path, arguments, random_weights=True, sizes=sizes.rate_sizes) as bench:
@@ -107,7 +118,7 @@ def start(name: str, sizes: Sizes, results: Results) -> Iterator[Row]:
             yield Row("compiled after warm-up", compiled, "programs", is_right=compiled == 0, note="24 mixed requests")
 
 
-def speculation(sizes: Sizes, results: Results) -> Iterator[Row]:
+def speculation(sizes: Sizes, results: CardResults) -> Iterator[Row]:
     """Speculation at several rates of acceptance, next to plain decoding.
 
     Both models have random weights. Requests allow few token ids, so that the draft's choice is the target's about
@@ -154,11 +165,3 @@ def _timed(llm: LLM, prompts: list[Any], num_allowed: int, sizes: Sizes) -> tupl
 def _workload(num_prompt: int, num_answer: int) -> BenchWorkload:
     """Random prompts and answers of these lengths."""
     return BenchWorkload(Lengths("fixed", num_prompt, num_prompt), Lengths("fixed", num_answer, num_answer))
-
-
-def free() -> None:
-    """Frees what a piece left on the device."""
-    import gc
-
-    gc.collect()
-    jax.clear_caches()

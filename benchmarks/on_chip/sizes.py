@@ -65,30 +65,34 @@ class Sizes:
 
     Attributes:
       configs: config.json of each model. shapes: names in `paged_attention.shapes.MODELS` for kernels.
-      q_dtype, cache_dtypes: of kernels. page_size: in tokens.
-      parity_context, contexts, batches: tokens and sequences of kernels. batches of whole models are the same.
+      q_dtype, cache_dtypes: of kernels. page_sizes: in tokens, of comparisons.
+      parity_context, parity_batch: tokens and sequences of comparisons. contexts, batches: of measured kernels.
+      model_batches: sequences of whole models, in the order of their worth.
       new_tokens: of a sequence in a call of a kernel.
       prompt_tokens, answer_tokens: of whole models. prefill_tokens: of one long prompt.
       quantized: recipes of weights. kv_dtypes: of caches. products: rows of quantized products.
       repeats: measured batches of each size. has_goals: whether shares have a least value.
       rate_sizes: of the arrays by which rates are measured, as in `jaxinfer.measure.bench.rates`; {}: large ones.
       layers: whose caches a measured kernel reads in turn; None: as many as exceed the chip's cache.
+      parity_programs: names of `parity.paged_shapes`. trace_steps: decode steps whose kernels are listed.
     """
 
     configs: dict[str, dict[str, Any]]
     shapes: tuple[str, ...]
     q_dtype: str
     cache_dtypes: tuple[str, ...]
-    page_size: int
+    page_sizes: tuple[int, ...]
+    parity_batch: int
     parity_context: int
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
+    model_batches: tuple[int, ...]
     prompt_tokens: int
     answer_tokens: int
     prefill_tokens: int
     new_tokens: tuple[int, ...] = (1, 8)
     quantized: tuple[str, ...] = ("int8", "int4-g128", "fp8")
-    kv_dtypes: tuple[str, ...] = ("int8", "fp8", "int4")
+    kv_dtypes: tuple[str, ...] = ("int8", "fp8_e4m3", "int4")
     product_rows: tuple[int, ...] = (1, 8, 64)
     product_shapes: tuple[tuple[int, int], ...] = ((4096, 4096), (4096, 14336), (14336, 4096))
     prompts_of_kernels: tuple[int, ...] = (2048, 8192)
@@ -97,6 +101,9 @@ class Sizes:
     allowed_ids: tuple[int, ...] = (1, 2, 4)
     rate_sizes: dict[str, int] = field(default_factory=dict)
     layers: int | None = None
+    trace_steps: int = 16
+    parity_programs: tuple[str, ...] = ("decode", "verify", "prefill", "mixed")
+    is_tiny: bool = False
 
 
 def sizes_for(platform: str, *, is_tiny: bool) -> Sizes:
@@ -109,10 +116,14 @@ def sizes_for(platform: str, *, is_tiny: bool) -> Sizes:
             shapes=("qwen3-0.6b",),
             q_dtype="float32",
             cache_dtypes=("float32", "int8"),
-            page_size=16,
+            page_sizes=(16, 32),
+            parity_batch=2,
             parity_context=48,
             contexts=(64,),
-            batches=(1, 2),
+            batches=(2,),
+            model_batches=(2,),
+            trace_steps=2,
+            parity_programs=("decode", "mixed"),
             prompt_tokens=24,
             answer_tokens=12,
             prefill_tokens=48,
@@ -125,8 +136,9 @@ def sizes_for(platform: str, *, is_tiny: bool) -> Sizes:
             repeats=1,
             has_goals=False,
             allowed_ids=(1,),
+            is_tiny=True,
             rate_sizes={"num_bytes": 2**20, "size": 128},
-            layers=2,
+            layers=1,
         )
     if platform == "cpu":
         raise ValueError("no chip found: this machine has only a CPU; give --tiny to run the same pieces on tiny sizes")
@@ -135,10 +147,12 @@ def sizes_for(platform: str, *, is_tiny: bool) -> Sizes:
         shapes=("llama-3-8b", "qwen3-0.6b", "qwen3-32b"),
         q_dtype="bfloat16",
         cache_dtypes=("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4"),
-        page_size=64,
+        page_sizes=(16, 32, 64),
+        parity_batch=16,
         parity_context=1000,
         contexts=(1536, 8192),
-        batches=(1, 8, 64),
+        batches=(64, 1),
+        model_batches=(1, 64, 8),
         prompt_tokens=1500,
         answer_tokens=64,
         prefill_tokens=7000,

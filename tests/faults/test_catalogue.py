@@ -12,7 +12,7 @@ from tests.faults.runner import BROKEN, MISSED, NOTICED, Run, environments, is_p
 
 AREAS = {
     *("batch", "cache", "calibration", "checkpoints", "cli", "determinism", "doors", "engine"),
-    *("grammar", "histories", "kernels", "measure"),
+    *("grammar", "histories", "kernels", "measure", "on_chip"),
     *("models", "parallel", "planning", "policies", "quantization", "sampling", "schemas", "server", "speculative"),
     *("store", "text", "tool-calls", "training"),
 }
@@ -39,7 +39,7 @@ def test_there_are_many_faults_in_every_area():
 
 def test_names_are_unique_and_faults_are_of_the_product():
     assert [name for name, count in Counter(fault.name for fault in FAULTS).items() if count > 1] == []
-    packages = ("jaxinfer", "pallas_kernels", "cpu_kernels", "checkpoints_convert")
+    packages = ("jaxinfer", "pallas_kernels", "cpu_kernels", "checkpoints_convert", "benchmarks")
     for fault in FAULTS:
         assert fault.file.split("/")[0] in packages, fault.name
         assert fault.tests, fault.name

@@ -68,12 +68,12 @@ def measure_rates(
     size = size or (CPU_MATMUL if is_cpu else DEVICE_MATMUL)
     dtype = jnp.dtype(dtype)
     width = 1024
-    array = jnp.ones((max(num_bytes // dtype.itemsize // width, 1), width), dtype)
+    array = _random((max(num_bytes // dtype.itemsize // width, 1), width), dtype)
     bandwidths = {
         "read": array.nbytes / _seconds(jax.jit(lambda x: jnp.sum(x, axis=0, dtype=jnp.float32)), array),
     }
     if is_cpu:
-        vector = jnp.ones((width, 1), dtype)
+        vector = _random((width, 1), dtype)
         bandwidths["matvec"] = array.nbytes / _seconds(jax.jit(jnp.dot), array, vector)
     bandwidths["copy"] = 2 * array.nbytes / _copy_seconds(array)
     flops = {"bf16": _matmul(dtype, size)}
@@ -81,6 +81,15 @@ def measure_rates(
         if kind not in flops:
             flops[kind] = _matmul_of(kind, size) or flops["bf16"]
     return MeasuredRates(dtype.name, bandwidths, flops)
+
+
+def _random(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Random numbers: a GPU multiplies ones and zeros up to 13 % faster."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(jax.random.key(0), shape, -127, 128, dtype)
+    dtype = jnp.dtype(dtype)
+    drawn = jax.random.normal(jax.random.key(0), shape, dtype if dtype.itemsize > 1 else jnp.bfloat16)
+    return drawn.astype(dtype)
 
 
 def _matmul_of(kind: str, size: int) -> float | None:
@@ -93,7 +102,7 @@ def _matmul_of(kind: str, size: int) -> float | None:
 
 
 def _matmul(dtype: Any, size: int, result: Any = None) -> float:
-    array = jnp.ones((size, size), dtype)
+    array = _random((size, size), dtype)
     product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=result))
     return 2 * size**3 / _seconds(product, array, array)
 

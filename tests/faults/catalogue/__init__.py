@@ -12,6 +12,7 @@ from tests.faults.catalogue import (
     kept,
     kernels,
     languages,
+    on_chip,
     policies,
     python_api,
     schemas,
@@ -41,4 +42,5 @@ FAULTS: tuple[Fault, ...] = (
     *heavy_hitters.FAULTS,
     *histories.FAULTS,
     *kept.FAULTS,
+    *on_chip.FAULTS,
 )
