@@ -62,7 +62,7 @@ CHIP_RELEASES := 0.11.2 0.12.0.1
 	sed '/^jax/d; /^libtpu/d' constraints.txt > .venv-chip-$*/constraints.txt
 	.venv-chip-$*/bin/python -m pip install --quiet --constraint .venv-chip-$*/constraints.txt --editable '.[test]' jax==$* jaxlib==$*
 	.venv-chip-$*/bin/python -m pip install --quiet --upgrade --no-deps --target .venv-chip-$*/compilers \
-	    jax-cuda13-plugin==$* jax-cuda13-pjrt==$* nvidia-cuda-nvcc triton==3.6.0
+	    jax-cuda13-plugin==$* jax-cuda13-pjrt==$* nvidia-cuda-nvcc nvidia-cuda-nvdisasm
 	@touch $@
 
 # llama.cpp is compiled for this CPU. Virtual machines may announce AMX and trap on it: it is left out there, and a wheel

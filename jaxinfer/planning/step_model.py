@@ -60,8 +60,8 @@ class StepCosts:
         return rate if count is None else min(rate, ISSUED * self.slots / (4 * count) * block_bytes)
 
 
-# Of decode attention with heads of 128 (pallas_kernels.paged_attention, sm_90a).
-_HOPPER = {"bfloat16": 560, "float8_e4m3fn": 977, "float8_e5m2": 977, "int8": 1631, "int4": 2898}
+# Of decode attention with heads of 128, compiled for sm_90a (python -m benchmarks.gpu_resources).
+_HOPPER = {"bfloat16": 460, "float8_e4m3fn": 569, "float8_e5m2": 569, "int8": 784, "int4": 760}
 _HOPPER_SLOTS = 132 * 4 * 1.755e9
 COSTS = {
     "h100": StepCosts(
