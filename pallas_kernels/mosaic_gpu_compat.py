@@ -115,9 +115,14 @@ def one_warp(start: Callable[[], None]) -> None:
         start()
         return
 
-    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-    def _():
+    def first():
         pl.when(lax.axis_index("warp") == 0)(start)
+
+    mesh = plgpu.WarpMesh(axis_name="warp")
+    if jax.__version_info__ >= (0, 11):
+        pl.kernel(first, out_type=(), mesh=mesh)()
+    else:
+        pl.core_map(mesh)(first)
 
 
 def fence_copies() -> None:
