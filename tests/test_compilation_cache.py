@@ -2,9 +2,11 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from jax._src import compiler
 
 from cpu_kernels import kernels
 from jaxinfer import compilation_cache
@@ -189,3 +191,10 @@ def test_no_second_process_is_started(no_kernels, monkeypatch, why):
         monkeypatch.setattr(sys, "frozen", True, raising=False)
     compilation_cache.compile_attention_beside()
     assert no_kernels == []
+
+
+def test_a_gpu_s_autotuning_is_kept_in_the_folder():
+    """XLA:GPU measures which tiles multiply a shape fastest; another choice after a start would change bits."""
+    options = compiler.get_compile_options(1, 1).executable_build_options.debug_options
+    assert Path(options.xla_gpu_per_fusion_autotune_cache_dir).parent == Path(str(compilation_cache.folder()))
+    assert "UPDATE" in str(options.xla_gpu_experimental_autotune_cache_mode)
