@@ -195,6 +195,8 @@ def test_no_second_process_is_started(no_kernels, monkeypatch, why):
 
 def test_a_gpu_s_autotuning_is_kept_in_the_folder():
     """XLA:GPU measures which tiles multiply a shape fastest; another choice after a start would change bits."""
-    options = compiler.get_compile_options(1, 1).executable_build_options.debug_options
-    assert Path(options.xla_gpu_per_fusion_autotune_cache_dir).parent == Path(str(compilation_cache.folder()))
-    assert "UPDATE" in str(options.xla_gpu_experimental_autotune_cache_mode)
+    options = compiler.get_compile_options(1, 1)  # its parts do not live longer
+    flags = options.executable_build_options.debug_options
+    assert Path(flags.xla_gpu_per_fusion_autotune_cache_dir).parent == Path(str(compilation_cache.folder()))
+    assert "UPDATE" in str(flags.xla_gpu_experimental_autotune_cache_mode)
+    del options
