@@ -1,5 +1,7 @@
 """A decode step of Llama-3-8B on an H100, as CUDA 13's compiler plans it: launches, graphs, waits of the host."""
 
+import re
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -25,14 +27,14 @@ MOST_IN_STEP = 340
 
 @cache
 def decode(
-    num_layers: int, batch: int = 1, recipe: str | None = None, kv_dtype: str = "auto"
+    num_layers: int, batch: int = 1, recipe: str | None = None, kv_dtype: str = "auto", num_devices: int = 1
 ) -> tuple[Compilation, LaunchPlan]:
     config = replace(LLAMA_3_8B, num_layers=num_layers)
     params = abstract_params(config, jnp.bfloat16)
     if recipe is not None:
         params = jax.eval_shape(lambda params: quantize_params(params, recipe), params)
     options = EngineOptions(max_model_len=8192, max_seqs=batch, kv_dtype=kv_dtype)
-    spec = PlanRequest("llama", config, params, parse_place("h100x1"), options).spec(compiles=True)
+    spec = PlanRequest("llama", config, params, parse_place(f"h100x{num_devices}"), options).spec(compiles=True)
     program = planned_programs(spec)["decode"]
     return compile_with_plan("h100", program.function, *program.arguments, chip_mesh=spec.mesh)
 
@@ -83,3 +85,12 @@ def test_bytes_that_a_step_moves():
     needed = num_bytes(params) - num_bytes(params["embed"])  # of which a row is read
     print(f"8B bf16 b1: {moved / 1e9:.3f} GB without attention, {moved / needed:.4f} of the weights")
     assert moved <= 1.03 * needed
+
+
+def test_weights_side_by_side_are_cut_where_their_devices_are():
+    """Each device has its heads of queries, keys and values: only the two sums of a layer go between devices."""
+    per_layer = [
+        Counter(re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", program.as_text()))
+        for program in (decode(layers, batch=8, num_devices=2)[0].program for layers in (2, 3))
+    ]
+    assert per_layer[1] - per_layer[0] == Counter({"all-reduce": 2})
