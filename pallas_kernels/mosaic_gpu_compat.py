@@ -96,7 +96,7 @@ def kernel_in_place(
 
 
 def one_warp(start: Callable[[], None]) -> None:
-    """Runs `start`, which starts copies to SMEM, in one warp of the warpgroup: the others have no instructions of it."""
+    """Runs `start`, which starts copies to SMEM, in one warp of the warpgroup: the others skip its instructions."""
     if is_interpreted():
         start()
         return
@@ -209,6 +209,12 @@ def count_arrival(counter: Any, flag: Any, num_arrivals: Any) -> jax.Array:
 
     # `inc` sets a counter at the limit back to 0.
     return count(counter, flag, num_arrivals - 1) == num_arrivals - 1  # pyright: ignore[reportCallIssue]
+
+
+def has_ordered_blocks() -> bool:
+    """True if `count_arrival` orders thread blocks: not in the interpreter of JAX 0.11, where each has its own clock
+    and no operation synchronises them. That of JAX 0.10 runs them one after another, as one thread."""
+    return not is_interpreted() or jax.__version_info__ < (0, 11)
 
 
 def num_multiprocessors() -> int:

@@ -99,6 +99,8 @@ def run(
 
 def num_blocks(spec: PagedSpec, shape: SplitPlanShape) -> int:
     """Thread blocks of a program: no more than are resident."""
+    if shape.num_splits > 1 and not compat.has_ordered_blocks():
+        return 1
     return min(shape.num_tiles * shape.num_splits * spec.num_kv_heads, num_resident())
 
 
