@@ -309,6 +309,7 @@ class _Kernel:
     def write_part(self, highest, total, weighted):
         """Writes a partial result; the last item of a tile combines them all."""
         refs, fields = self.refs, self.fields
+        plgpu.commit_smem()  # the next item's copies overwrite what this one's products read
         for part, chunk in enumerate(weighted):
             refs["parts"][fields.slot, self.head, part] = chunk
         for part, fact in enumerate((highest, total)):
