@@ -96,14 +96,19 @@ def kernel_in_place(
 
 
 def one_warp(start: Callable[[], None]) -> None:
-    """Runs `start`, which starts copies to SMEM, in one warp of the warpgroup: the others skip its instructions."""
+    """Runs `start`, which starts copies to SMEM, in one warp of a warpgroup: the others have no instructions of it."""
     if is_interpreted():
         start()
         return
 
-    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-    def _():
+    def first():
         pl.when(lax.axis_index("warp") == 0)(start)
+
+    mesh = plgpu.WarpMesh(axis_name="warp")
+    if jax.__version_info__ >= (0, 11):
+        pl.kernel(first, out_type=(), mesh=mesh)()
+    else:
+        pl.core_map(mesh)(first)
 
 
 def fence_copies() -> None:
