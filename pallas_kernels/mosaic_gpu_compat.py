@@ -230,6 +230,12 @@ def count_arrival(counter: Any, flag: Any, num_arrivals: Any) -> jax.Array:
     return count(counter, flag, num_arrivals - 1) == num_arrivals - 1  # pyright: ignore[reportCallIssue]
 
 
+def has_ordered_blocks() -> bool:
+    """True if `count_arrival` orders thread blocks: not in the interpreter of JAX 0.11, where each has its own clock
+    and no operation synchronises them. That of JAX 0.10 runs them one after another, as one thread."""
+    return not is_interpreted() or jax.__version_info__ < (0, 11)
+
+
 def num_multiprocessors() -> int:
     """Multiprocessors of the GPU that is traced for; those of an H100 SXM if there is none."""
     device: Any = jax.sharding.get_abstract_mesh().abstract_device

@@ -99,6 +99,8 @@ def run(
 
 def num_blocks(spec: PagedSpec, shape: SplitPlanShape) -> int:
     """Thread blocks of a program: no more than are resident."""
+    if shape.num_splits > 1 and not compat.has_ordered_blocks():
+        return 1
     return min(shape.num_tiles * shape.num_splits * spec.num_kv_heads, num_resident())
 
 
@@ -307,6 +309,7 @@ class _Kernel:
     def write_part(self, highest, total, weighted):
         """Writes a partial result; the last item of a tile combines them all."""
         refs, fields = self.refs, self.fields
+        plgpu.commit_smem()  # the next item's copies overwrite what this one's products read
         for part, chunk in enumerate(weighted):
             refs["parts"][fields.slot, self.head, part] = chunk
         for part, fact in enumerate((highest, total)):

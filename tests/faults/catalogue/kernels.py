@@ -188,12 +188,12 @@ FAULTS = (
         "on a GPU a token does not attend to itself",
     ),
     Fault(
-        "kernels/gpu-newest-key-has-its-neighbours-scale",
+        "kernels/gpu-pages-have-the-first-one-s-scales",
         "pallas_kernels/paged_attention",
-        "scales = jnp.where(key >= fields.first_new, new, scales)",
-        "scales = jnp.where(key > fields.first_new, new, scales)",
-        (GPU_TESTS + "test_suite[decode_int8_page_64]",),
-        "on a GPU an int8 cache reads its newest key with a stale scale",
+        'source = refs[f"{name}_scales"].at[page, self.head, inside]',
+        'source = refs[f"{name}_scales"].at[pages[0], self.head, inside]',
+        (GPU_TESTS + "test_relative_error[int4]",),
+        "on a GPU caches of 8 and 4 bits are read with the scales of other keys",
     ),
     Fault(
         "kernels/gpu-transposed-weights-are-not-swizzled",
