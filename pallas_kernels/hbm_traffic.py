@@ -140,7 +140,7 @@ class HloProgram:
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
-        self._needs: dict[str, dict[str, int]] = {}
+        self._needs: dict[tuple[str, int], dict[str, int]] = {}
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
             if (header := _COMPUTATION.match(line)) is not None:
@@ -277,7 +277,7 @@ class HloProgram:
         """Bytes that a fusion reads of an operand."""
         if not any(array.in_hbm for array in arrays):
             return 0
-        needed = self._needed_of_operand(fusion, index)
+        needed = self._needed_of_operand(fusion, index, fusion.num_elements)
         size, count = sum(array.num_bytes for array in arrays), sum(array.num_elements for array in arrays)
         return size if needed >= count else -(-size * needed // count)
 
@@ -303,23 +303,23 @@ class HloProgram:
         made = _seen_through(body, body[source])
         return (made.name, size) if made.opcode == "parameter" else None
 
-    def _needed_of_operand(self, fusion: Instruction, index: int) -> int:
-        """Elements that a fusion needs of an operand."""
+    def _needed_of_operand(self, fusion: Instruction, index: int, of_result: int) -> int:
+        """Elements that a fusion needs of an operand for so many of its results."""
         name = fusion.called or ""
         parameter = next(i.name for i in self.computations[name].values() if _is_parameter(i, index))
-        return self._needed(name)[parameter]
+        return self._needed(name, of_result)[parameter]
 
-    def _needed(self, name: str) -> dict[str, int]:
-        """Elements of each instruction of a fused computation that its results need; none of an array for the sake of
-        its update in place."""
-        if (known := self._needs.get(name)) is not None:
+    def _needed(self, name: str, of_result: int) -> dict[str, int]:
+        """Elements of each instruction of a fused computation that are needed for so many of its results; none of an
+        array for the sake of its update in place."""
+        if (known := self._needs.get((name, of_result))) is not None:
             return known
         body = self.computations[name]
         in_place = {update[0] for update in self.updates(body) if update is not None}
         needed = dict.fromkeys(body, 0)
         for user in reversed(body.values()):  # users come after what they use
             if user.is_root:
-                needed[user.name] = user.num_elements
+                needed[user.name] = of_result
             if user.opcode in ("parameter", "constant"):
                 continue
             for index, operand in enumerate(user.operands):
@@ -328,7 +328,7 @@ class HloProgram:
                     continue
                 count = body[operand].num_elements
                 needed[operand] = min(needed[operand] + self._needed_by(user, index, count, needed[user.name]), count)
-        self._needs[name] = needed
+        self._needs[name, of_result] = needed
         return needed
 
     def _needed_by(self, user: Instruction, index: int, count: int, needed: int) -> int:
@@ -336,7 +336,7 @@ class HloProgram:
         if user.opcode in (*_SLICES, *_UPDATES):
             return needed if index == 0 else count
         if user.opcode == "fusion":
-            return self._needed_of_operand(user, index)
+            return self._needed_of_operand(user, index, needed)
         is_alike = user.opcode in _JOINING or (user.num_elements == count and user.opcode not in _MIXING)
         return needed if is_alike else count
 

@@ -1,14 +1,16 @@
 """Mixture of experts: the router, and feed-forward layers of many experts, each applied to the tokens routed to it.
 
-Tokens are sorted by expert, and matrix products run over the rows of one expert at a time, in one of four forms:
+Tokens are sorted by expert, and matrix products run over the rows of one expert at a time, in one of five forms:
 
 - "ragged": `jax.lax.ragged_dot`, which XLA:TPU compiles to a kernel that reads each expert once, without extra FLOPs.
   XLA:GPU and XLA:CPU multiply every row by every expert instead: 128 times the FLOPs for Qwen3-30B-A3B and, for 8,192
   rows on a GPU, 4 GiB of temporaries.
 - "tiles": a loop over blocks of rows of one expert; 12 to 80 times as fast as "ragged" on a CPU (32 experts of
-  512 x 1024, 4 to 512 rows). Used for quantized experts on all platforms.
+  512 x 1024, 4 to 512 rows). Used for quantized experts.
 - "dense": all experts over all tokens, with weight zero where a token was not routed. For GPUs that decode many
   sequences: every expert is read anyway, and the products take less time than the reads.
+- "gathered": one fusion for each product, over blocks of up to 8 rows and the experts that these chose. For GPUs that
+  decode with quantized experts: a loop has some ten launches for each block, and writes each expert before it is read.
 - "packed": one call of a kernel for the products of all rows, with experts that are packed for a CPU.
 
 A row's result does not depend on the other rows, bit for bit: the block size is a function of the number of tokens.
@@ -27,18 +29,22 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.models.config import MoEConfig
-from jaxinfer.quantization.matmul import Weight, matmul, matmul_experts
+from jaxinfer.quantization.matmul import Weight, matmul, matmul_experts, matmul_gathered
 from jaxinfer.quantization.packed import PackedArray
 from jaxinfer.quantization.tree import is_weight
 from pallas_kernels.platform import current_platform
+from pallas_kernels.quantized_matmul import GATHERED_ROWS, take_expert
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-FORMS = ("ragged", "tiles", "dense", "packed")
+FORMS = ("ragged", "tiles", "dense", "gathered", "packed")
 MIN_TILE, MAX_TILE = 8, 128
 # Up to about this many rows per expert, a GPU is bound by memory bandwidth.
 _DENSE_TOKENS = 256
+# Rows of all experts, and of one, up to which blocks of `GATHERED_ROWS` multiply by gathered experts. These products do
+# not use the tensor cores of a GPU.
+_MOST_GATHERED, _MOST_OF_EXPERT = 512, 16
 
 Activation = Callable[[Any, jax.Array], jax.Array]
 
@@ -94,10 +100,11 @@ def run_experts(
     is_quantized = any(map(is_weight, stacks))
     is_packed = all(isinstance(stack, PackedArray) for stack in stacks)
     form = form or ("packed" if is_packed else None)
-    form = form or choose_form(current_platform(), x.shape[0], chosen.shape[1], experts.up.shape[0], is_quantized)
+    sizes = (*chosen.shape, experts.up.shape[0])
+    form = form or choose_form(current_platform(), *sizes, is_quantized, is_float32=x.dtype == jnp.float32)
     if form not in FORMS:
         raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}")
-    if is_quantized and form not in ("tiles", "packed"):
+    if is_quantized and form not in ("tiles", "gathered", "packed"):
         raise NotImplementedError(f"form={form!r} does not read quantized experts; 'tiles' does")
     if form == "packed" and not is_packed:
         raise NotImplementedError("form='packed' reads packed experts, which these are not all")
@@ -124,14 +131,20 @@ def run_experts(
     return run_sharded(x, chosen, weights, experts).astype(x.dtype)
 
 
-def choose_form(platform: str, num_tokens: int, num_choices: int, num_experts: int, is_quantized: bool) -> str:
-    """The fastest form, see the module's docstring."""
+def choose_form(
+    platform: str, num_tokens: int, num_choices: int, num_experts: int, is_quantized: bool, *, is_float32: bool = False
+) -> str:
+    """The fastest form, see the module's docstring. In float32 a row's bits must not depend on the number of rows."""
+    num_rows = num_tokens * num_choices
+    is_few = num_rows <= min(_MOST_GATHERED, _MOST_OF_EXPERT * num_experts)
+    if is_quantized and platform == "gpu" and is_few and not is_float32:
+        return "gathered"
     if is_quantized or platform == "cpu":
         return "tiles"
     if platform == "tpu":
         return "ragged"
     # With fewer rows than experts, most experts need not be read.
-    return "dense" if num_tokens <= _DENSE_TOKENS and num_tokens * num_choices >= num_experts else "tiles"
+    return "dense" if num_tokens <= _DENSE_TOKENS and num_rows >= num_experts else "tiles"
 
 
 def tile_rows(num_rows: int, num_experts: int) -> int:
@@ -237,10 +250,48 @@ def _tiles(activation: Activation, x, chosen, weights, experts: Experts) -> jax.
     return _combine(lax.fori_loop(0, ends[-1], run_block, out), order, weights)
 
 
+def _gathered(activation: Activation, x, chosen, weights, experts: Experts) -> jax.Array:
+    num_experts, num_rows = experts.up.shape[0], chosen.size
+    order = _sort(chosen, num_experts)
+    size = gathered_rows(len(x))
+    blocks = -(-order.counts // size)
+    ends = jnp.cumsum(blocks)
+    # Blocks beyond the last one are it again: its expert is in the cache.
+    index = jnp.minimum(jnp.arange(most_blocks(num_rows, num_experts, size)), ends[-1] - 1)
+    expert = jnp.minimum(jnp.searchsorted(ends, index, side="right"), num_experts - 1).astype(jnp.int32)
+    first = order.starts[expert] + (index - ends[expert] + blocks[expert]) * size
+    tokens = order.token.at[first[:, None] + jnp.arange(size)].get(mode="clip")
+
+    def product(rows, stack):
+        return matmul_gathered(rows, stack, expert)
+
+    def bias(rows, biases):
+        return rows if biases is None else rows + biases[expert][:, None].astype(rows.dtype)
+
+    out = _feed_forward(activation, x[tokens], experts, product, bias)
+    own = jnp.minimum(jnp.sort(chosen.reshape(-1)), num_experts - 1)
+    place = (ends - blocks)[own] * size + jnp.arange(num_rows) - order.starts[own]
+    out = out.reshape(-1, out.shape[-1]).at[place].get(mode="clip")
+    return _combine(out, order, weights)
+
+
+def gathered_rows(num_tokens: int) -> int:
+    """Rows of a block: a power of two. An expert has at most one row of each token."""
+    return min(1 << (num_tokens - 1).bit_length(), GATHERED_ROWS)
+
+
+def most_blocks(num_rows: int, num_experts: int, size: int) -> int:
+    """Blocks of `size` rows, however rows are distributed over experts."""
+    return min(num_rows, (num_rows + min(num_experts, num_rows) * (size - 1)) // size)
+
+
 def _of_expert(stack: Any, expert: jax.Array) -> Any:
     """One expert's weights of a stack."""
+    lies_by_output = current_platform() == "gpu" and is_weight(stack)
 
     def take(path: Any, leaf: Any) -> Any:
+        if lies_by_output and getattr(path[-1], "name", None) in ("values", "scales", "zeros", "minima"):
+            return take_expert(leaf, expert)
         return leaf if is_shared(path, leaf) else lax.dynamic_index_in_dim(leaf, expert, keepdims=False)
 
     return jax.tree_util.tree_map_with_path(take, stack)
@@ -268,7 +319,7 @@ def _dense(activation: Activation, x, chosen, weights, experts: Experts) -> jax.
     return out
 
 
-_RUN = {"ragged": _ragged, "tiles": _tiles, "dense": _dense, "packed": _packed}
+_RUN = {"ragged": _ragged, "tiles": _tiles, "dense": _dense, "gathered": _gathered, "packed": _packed}
 
 
 def route(

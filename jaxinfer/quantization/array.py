@@ -72,11 +72,13 @@ class NestedScales:
     def shape(self) -> tuple[int, ...]:
         return self.codes.shape
 
-    def dequantize(self) -> jax.Array:
-        """float32 [..., K blocks, N blocks]."""
+    def dequantize(self, *, by_output: bool = False) -> jax.Array:
+        """float32 [..., K blocks, N blocks], or [..., N blocks, K blocks]."""
         rows, columns = self.codes.shape[-2:]
-        index = (jnp.arange(columns) * rows + jnp.arange(rows)[:, None]) // self.inner
-        products = self.table[self.codes] * self.outer[..., index]
+        index, codes = (jnp.arange(columns) * rows + jnp.arange(rows)[:, None]) // self.inner, self.codes
+        if by_output:
+            index, codes = index.T, jnp.swapaxes(codes, -1, -2)
+        products = self.table[codes] * self.outer[..., index]
         # Compilers contract product and sum to one operation, which rounds once instead of twice. A maximum without
         # effect keeps them apart (XLA:CPU 0.10 looks through optimization_barrier and reduce_precision).
         products = jnp.maximum(products, jnp.finfo(products.dtype).min)

@@ -11,7 +11,7 @@ from jaxinfer.quantization.array import NestedScales, QuantizedArray
 from jaxinfer.quantization.packed import PackedArray
 from pallas_kernels.dense_matmul import dense_matmul
 from pallas_kernels.packed_matmul import packed_matmul
-from pallas_kernels.quantized_matmul import quantized_matmul, take_rows
+from pallas_kernels.quantized_matmul import gathered_matmul, quantized_matmul, take_experts, take_rows
 
 Weight = Any  # an array, or a leaf of a type in KINDS
 
@@ -82,6 +82,33 @@ def matmul_experts(
         x = x[:, order] if order.ndim == 1 else jnp.take_along_axis(x, order, axis=-1)
     products = packed_matmul(x, [stack.operands for stack in stacks], counts)
     return [product.astype(x.dtype) for product in products]
+
+
+def matmul_gathered(x: jax.Array, stack: Weight, expert: jax.Array) -> jax.Array:
+    """Products of blocks of rows x [B, R, K] with the weights of their experts int32 [B], of a stack [E, K, N] that is
+    plain or quantized: [B, R, N] in x's dtype."""
+    if not isinstance(stack, QuantizedArray):
+        return gathered_matmul(x, expert, stack, block=stack.shape[1:]).astype(x.dtype)
+    scales = stack.scales
+    if isinstance(scales, NestedScales):
+        own = {name: getattr(scales, name)[expert] for name in ("codes", "outer", "offset")}
+        scales = replace(scales, **own).dequantize(by_output=True)
+    else:
+        scales = take_experts(scales, expert)
+    if (order := stack.permutation) is not None:
+        x = x[..., order] if order.ndim == 1 else jnp.take_along_axis(x, order[expert][:, None], axis=-1)
+    product = gathered_matmul(
+        x,
+        expert,
+        stack.values,
+        scales,
+        stack.zeros,
+        stack.codebook,
+        stack.minima,
+        block=stack.scheme.block,
+        activations=stack.scheme.activations,
+    )
+    return product.astype(x.dtype)
 
 
 def is_joinable(weight: Weight) -> bool:

@@ -200,6 +200,7 @@ def _dequantize(array: QuantizedArray) -> jax.Array:
 # [K, N] with inputs as the minor dimension: the transposed array is row-major.
 OUTPUT_MAJOR = Layout(major_to_minor=(1, 0))
 ROW_MAJOR = Layout(major_to_minor=(0, 1))
+BY_OUTPUT = Layout(major_to_minor=(0, 2, 1))  # of a stack [E, K, N]
 _TILE_ROWS = 8  # of a TPU's tile, in words of 32 bits
 Place = Callable[[Any, Layout], Any]
 
@@ -229,6 +230,9 @@ def laid_out(leaf: Any, platform: str, place: Place) -> Any:
 
 def layouts(leaf: QuantizedArray, platform: str) -> dict[str, Layout]:
     """By name, the layouts of a weight's arrays that are not the platform's default."""
+    if leaf.ndim == 3 and platform == "gpu":  # a stack of experts, of which products gather the chosen ones
+        numbers = ("zeros", "minima") if isinstance(leaf.scales, NestedScales) else ("scales", "zeros", "minima")
+        return {name: BY_OUTPUT for name in ("values", *numbers) if getattr(leaf, name) is not None}
     if leaf.ndim != 2:
         return {}
     if platform == "tpu":

@@ -74,8 +74,9 @@ def product_use(
     reads = weight_reads(spec, platform, named)
     scales = 4 * math.prod(weight.scales.shape) if isinstance(weight.scales, NestedScales) else 0
     copy = reads.copy
-    if is_stack and platform == "gpu" and spec.is_grouped:
-        copy = "float32"  # a slice of a stack has no layout of its own, and the sums of rows are not fused
+    if is_stack and platform == "gpu" and x.dtype != jnp.float32:  # `models.experts`, "gathered"
+        text = "xla, chosen experts to float32 in registers, products of each row summed"
+        return WeightUse(text, stored, stored + scales)
     read = reads.passes * stored + scales + _copy_bytes(copy, weight.size)
     text = form(spec, platform, named)
     return WeightUse(f"{text}, expert by expert" if is_stack else text, stored, read, copy)

@@ -11,6 +11,8 @@ from jaxinfer.quantization import quantize
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import HloProgram
 from tests.hbm import made_in_hbm
+from tests.models.decoded_experts import check_decoding
+from tests.pallas_kernels.quick import quick
 
 E, D, F, C = 128, 2048, 768, 8
 EXPERT = D * F  # values of one projection of one expert
@@ -60,6 +62,29 @@ def test_a_tpu_computes_what_was_routed_and_writes_no_weight(chip):
 )
 def test_a_tpu_reads_quantized_experts_as_they_are_stored(chip, recipe):
     assert made(compiled(chip, 64, recipe), EXPERT // 2) == []
+
+
+FORMS = ("int8", "int4", "int4-g128", "int4-g128-asym", "int8-g128", "int4-g32", "nf4", "nf4-dq", "mxfp4", "fp8")
+FORMS += ("fp8-block", "w8a8", "w8a8-fp8", "w8a8-fp8-block")
+DECODED = [
+    (chip, recipe, *sizes)
+    for chip in ("h100", "v6e")
+    for recipe in FORMS
+    for sizes in ((1, 32, 4), (8, 32, 4), (1, 8, 2), (64, 64, 8))
+    if chip == "h100" or sizes[0] == 8
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("chip", "recipe", "num_tokens", "num_experts", "num_choices"),
+    quick(DECODED, ("h100", "int4-g128", 8, 32, 4), ("h100", "nf4-dq", 1, 8, 2), ("v6e", "int4-g128", 8, 32, 4)),
+)
+def test_decoding_reads_the_integers_of_the_chosen_experts(chip, recipe, num_tokens, num_experts, num_choices):
+    if (reason := ahead_of_time.missing_compiler(chip)) is not None:
+        pytest.skip(reason)
+    check_decoding(chip, recipe, num_tokens, num_experts, num_choices)
 
 
 def test_a_gpu_that_decodes_holds_less_than_a_stack():

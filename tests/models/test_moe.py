@@ -1,5 +1,6 @@
 """Routers and products over experts, against the formulas of the papers in NumPy."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -7,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxinfer.models import MoEConfig
 from jaxinfer.models.experts import (
     FORMS,
     Experts,
     choose_form,
+    gathered_rows,
+    most_blocks,
     route,
     run_experts,
     tile_rows,
@@ -223,7 +228,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_route(form):
 
 
 # Of "ragged" only on a TPU: XLA:CPU multiplies every row by every expert, and 0 * NaN is NaN.
-@pytest.mark.parametrize("form", ["tiles", "dense", "packed"])
+@pytest.mark.parametrize("form", ["tiles", "dense", "gathered", "packed"])
 def test_what_is_not_finite_stays_with_its_token(form):
     """A NaN in one token, an infinity in the result of an expert that another token does not use."""
     experts = stacks()
@@ -246,10 +251,43 @@ def test_quantized_experts_are_their_dequantized_selves(recipe):
     assert all(isinstance(leaf, QuantizedArray) for leaf in stack[:3])
     chosen, weights = route(PLAIN, jnp.asarray(random(T, E)))
     dequantized = Experts(*(leaf.dequantize() for leaf in stack[:3]))
-    found = run(x, chosen, weights, stack, activation=swiglu)
     expected = expected_output(x, np.asarray(chosen), np.asarray(weights), dequantized, silu_gate)
-    np.testing.assert_allclose(found, expected, atol=3e-6)
+    for form in ("tiles", "gathered"):
+        found = run(x, chosen, weights, stack, activation=swiglu, form=form)
+        np.testing.assert_allclose(found, expected, atol=3e-6)
     assert np.abs(expected - expected_output(x, np.asarray(chosen), np.asarray(weights), plain, silu_gate)).max() > 1e-4
+
+
+@pytest.mark.matrix("w8a8-True", "nf4-dq-False")
+@pytest.mark.parametrize("is_permuted", [False, True])
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a8-fp8-block", "nf4-dq", "int4-g32-asym", "fp8"])
+def test_gathered_experts_equal_those_of_a_loop(recipe, is_permuted):
+    """Rounded activations, scales of scales and permuted inputs among them; one token has no expert here, as on a device
+    that has other experts, and no block has rows if none has one."""
+    stack = Experts(*(quantize(weight, recipe) for weight in stacks()[:3]))
+    if is_permuted:
+        orders = jnp.stack([jax.random.permutation(jax.random.key(e), D) for e in range(E)])
+        stack = stack._replace(up=replace(stack.up, permutation=orders))
+    x, (chosen, weights) = jnp.asarray(random(T, D)), route(PLAIN, jnp.asarray(random(T, E)))
+    chosen, weights = chosen.at[2].set(E), weights.at[2].set(0)
+    found, expected = (
+        run_experts(x, chosen, weights, stack, swiglu, form=form) for form in ("gathered", "tiles")
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert not np.asarray(found[2]).any()
+    none = run_experts(x, jnp.full_like(chosen, E), jnp.zeros_like(weights), stack, swiglu, form="gathered")
+    assert not np.asarray(none).any()
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 4), st.integers(0, 10**6))
+def test_blocks_of_experts_are_never_more_than_planned(num_tokens, num_experts, num_choices, seed):
+    num_choices, size = min(num_choices, num_experts), gathered_rows(num_tokens)
+    rng = np.random.default_rng(seed)
+    chosen = np.argsort(rng.random((num_tokens, num_experts)) ** rng.integers(1, 9), axis=1)[:, :num_choices]
+    counts = np.bincount(chosen.reshape(-1), minlength=num_experts)
+    assert size <= 8
+    assert np.ceil(counts / size).sum() <= most_blocks(chosen.size, num_experts, size)
+    assert most_blocks(num_choices, num_experts, gathered_rows(1)) == num_choices  # one token: its experts, no more
 
 
 def test_quantized_experts_have_one_form():
@@ -266,6 +304,8 @@ def test_forms_by_platform_and_number_of_tokens():
     assert choose_form("tpu", 1, 8, 128, True) == "tiles"
     assert choose_form("gpu", 64, 8, 128, False) == "dense"
     assert choose_form("gpu", 4096, 8, 128, False) == "tiles"
+    assert choose_form("gpu", 1, 8, 128, True) == choose_form("gpu", 64, 8, 128, True) == "gathered"
+    assert choose_form("gpu", 1, 8, 128, True, is_float32=True) == choose_form("gpu", 512, 8, 128, True) == "tiles"
     assert [tile_rows(rows, 128) for rows in (1, 2048, 4096, 10**6)] == [8, 16, 32, 128]
 
 

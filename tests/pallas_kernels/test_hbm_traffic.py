@@ -196,6 +196,27 @@ def test_a_fusion_that_updates_several_arrays_writes_the_updates():
     assert {access.array: access.num_bytes for access in move.reads} == {"x": 80, "s": 4}
 
 
+RELAID = """
+%relaid (a: f32[1000]) -> f32[1000] {
+  %a = f32[1000]{0} parameter(0)
+  ROOT %copy = f32[1000]{0} copy(%a)
+}
+
+%fused (a: f32[1000], d: s32[]) -> f32[10] {
+  %a = f32[1000]{0} parameter(0)
+  %d = s32[] parameter(1)
+  %all = f32[1000]{0} fusion(%a), kind=kLoop, calls=%relaid
+  ROOT %part = f32[10]{0} dynamic-slice(%all, %d), dynamic_slice_sizes={10}
+}
+"""
+
+
+def test_a_slice_of_what_an_inner_fusion_makes_reads_the_slice():
+    """An expert of a stack in other tiles, as XLA:TPU writes it."""
+    (move,) = hlo("  ROOT %f = f32[10]{0} fusion(%x, %s), kind=kLoop, calls=%fused", fused=RELAID).moves()
+    assert {access.array: access.num_bytes for access in move.reads} == {"x": 40, "s": 4}
+
+
 def test_kernels_of_a_gpu_count_their_estimate_or_all_their_arrays():
     target = 'custom_call_target="%s"'
     plain = f"  ROOT %c = f32[1000]{{0}} custom-call(%x, %y, %x), {target % 'mosaic_gpu_v2'}"

@@ -19,12 +19,8 @@ from tests.pallas_kernels.quick import quick
 
 TABLE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "update_implementations.py"))
 FORMS, PLACES = TABLE["FORMS"], TABLE["PLACES"]
-GROUPED = [name for name in FORMS if "groups" in name or "blocks" in name]
 # Cells that read a copy of the weight at decode shapes. A cell that becomes fast is taken out here.
-KNOWN_SLOW = {
-    # Stacks of experts have no kernel on a GPU.
-    *(("stack of experts", name, "gpu") for name in GROUPED),
-}
+KNOWN_SLOW: set[tuple[str, str, str]] = set()
 
 
 @pytest.fixture(scope="module")
