@@ -49,18 +49,39 @@ class BlockCost:
         return self.compute_us / self.copy_us
 
 
+@dataclass(frozen=True)
+class ListingLine:
+    """A bundle of a listing: its mark before a branch target or "", the loops around it, and its instructions."""
+
+    mark: str
+    depth: int
+    text: str
+
+    @property
+    def is_empty(self) -> bool:
+        """True for a bundle without instructions."""
+        return self.text.lstrip().startswith("{}")
+
+    def begins_loop(self, depth: int) -> bool:
+        """True for the first bundle of a loop inside of `depth` - 1 others."""
+        return self.mark == "LB" and self.depth == depth
+
+
+def listing_lines(listing: str) -> Iterator[ListingLine]:
+    """The bundles of a listing."""
+    for line in listing.splitlines():
+        if (found := _LINE.match(line)) is not None:
+            yield ListingLine(found[1] or "", found[2].count(">"), line[found.end() :])
+
+
 def straight_runs(listing: str) -> Iterator[int]:
     """Lengths, in bundles, of the parts of a listing without a branch target between them."""
     count, before = 0, None
-    for line in listing.splitlines():
-        found = _LINE.match(line)
-        if found is None:
-            continue
-        depth = found[2].count(">")
-        if found[1] or depth != before:
+    for line in listing_lines(listing):
+        if line.mark or line.depth != before:
             yield count
             count = 0
-        count, before = count + 1, depth
+        count, before = count + 1, line.depth
     yield count
 
 

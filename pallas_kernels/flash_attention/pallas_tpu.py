@@ -25,15 +25,15 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.flash_attention.masking import MASKED, scaled_scores, visible_blocks, visible_keys
 from pallas_kernels.flash_attention.specs import AttentionSpec, FlashOperands
 from pallas_kernels.platform import missing_platform
-from pallas_kernels.tpu_parameters import compiler_params
+from pallas_kernels.tpu_parameters import compiler_params, vmem_bytes
 from pallas_kernels.tuning import tuned
 
 LANES = 128
 # Rows (queries times groups) and keys of one score matrix, 1 MiB in float32.
 BLOCK_ROWS = 512
 BLOCK_KEYS = 512
-# VMEM for the blocks of one step. The smallest VMEM of the supported chips is 64 MiB (TPU7x).
-VMEM_BYTES = 24 * 2**20
+# VMEM for the blocks of one step, of 64 MiB at least; on a v4, of its 16 MiB, blocks of fewer rows.
+VMEM_BYTES, SMALL_VMEM_BYTES, SMALL_BLOCK_ROWS = 24 * 2**20, 10 * 2**20, 128
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
@@ -44,11 +44,11 @@ def unsupported(spec: AttentionSpec, platform: str) -> str | None:
         return f"the TPU kernel takes float32 and bfloat16, not {spec.dtype}"
     if spec.head_dim not in HEAD_DIMS:
         return f"the TPU kernel takes a head_dim of {', '.join(map(str, HEAD_DIMS))}, not {spec.head_dim}"
-    size = block_sizes(spec).vmem_bytes
-    if size > VMEM_BYTES * 5 // 4:
+    size, limit = block_sizes(spec).vmem_bytes, _block_bytes() * 5 // 4
+    if size > limit:
         return (
             f"the smallest blocks of {spec.num_heads} query heads on {spec.num_kv_heads} key heads "
-            f"take {size} bytes of VMEM, more than {VMEM_BYTES * 5 // 4}"
+            f"take {size} bytes of VMEM, more than {limit}"
         )
     return None
 
@@ -66,7 +66,8 @@ class TpuTunedSizes:
 
 def tunable(spec: AttentionSpec) -> dict[str, TpuTunedSizes]:
     """The sizes of the forward pass, by its name in tables."""
-    return {NAME: tuned(TpuTunedSizes(BLOCK_ROWS, BLOCK_KEYS), NAME, spec.facts)}
+    rows = BLOCK_ROWS if _block_bytes() == VMEM_BYTES else SMALL_BLOCK_ROWS
+    return {NAME: tuned(TpuTunedSizes(rows, BLOCK_KEYS), NAME, spec.facts)}
 
 
 def candidates(spec: AttentionSpec) -> dict[str, list[TpuTunedSizes]]:
@@ -87,8 +88,8 @@ class TpuBlockSizes:
 
 
 def block_sizes(spec: AttentionSpec) -> TpuBlockSizes:
-    """The largest blocks whose buffers fit VMEM_BYTES."""
-    groups, wanted = spec.num_groups, tunable(spec)[NAME]
+    """The largest blocks whose buffers fit in the VMEM for them."""
+    groups, wanted, most_bytes = spec.num_groups, tunable(spec)[NAME], _block_bytes()
     # A row of the log-sum-exp is a lane: blocks are whole vectors of lanes, unless one block holds all rows.
     step = LANES // math.gcd(LANES, groups)
     tokens = min(max(wanted.rows // groups // step, 1) * step, spec.num_queries)
@@ -98,14 +99,19 @@ def block_sizes(spec: AttentionSpec) -> TpuBlockSizes:
                                    if n % 8 == 0 and spec.num_kv_heads % n == 0]  # fmt: skip
     for num_heads in heads:
         size = _vmem_bytes(spec, tokens * groups, keys, num_heads)
-        if size <= VMEM_BYTES:
+        if size <= most_bytes:
             break
     else:
         num_heads = heads[-1]
-        while size > VMEM_BYTES and keys > LANES:
+        while size > most_bytes and keys > LANES:
             keys = max(keys // 2 // LANES, 1) * LANES
             size = _vmem_bytes(spec, tokens * groups, keys, num_heads)
     return TpuBlockSizes(tokens, keys, num_heads, pl.cdiv(spec.num_queries, tokens), pl.cdiv(spec.num_keys, keys), size)
+
+
+def _block_bytes() -> int:
+    """VMEM for the blocks of one step, on the chip that the kernel is traced for."""
+    return VMEM_BYTES if vmem_bytes() >= 2 * VMEM_BYTES else SMALL_VMEM_BYTES
 
 
 def _vmem_bytes(spec: AttentionSpec, rows: int, keys: int, heads: int) -> int:
@@ -154,7 +160,7 @@ def attention(operands: FlashOperands, spec: AttentionSpec) -> tuple[jax.Array, 
         ),
         compiler_params=compiler_params(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=2 * VMEM_BYTES,
+            vmem_limit_bytes=min(2 * VMEM_BYTES, vmem_bytes() - 2**20),
         ),
         cost_estimate=pl.CostEstimate(**spec.cost),
         name="flash_attention",

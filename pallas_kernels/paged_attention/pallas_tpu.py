@@ -11,7 +11,7 @@ from pallas_kernels.paged_attention.specs import DIVIDED_PAGES, PagedOperands, P
 from pallas_kernels.paged_attention.tpu_program import KernelProgram, Refs
 from pallas_kernels.paged_attention.tpu_schedule import ScaleBlocks, TpuSchedule, WorkItems
 from pallas_kernels.platform import is_tpu_interpreted, missing_platform
-from pallas_kernels.tpu_parameters import compiler_params
+from pallas_kernels.tpu_parameters import compiler_params, num_cores
 
 LAYOUT = "interleaved"
 # For the tuner.
@@ -35,17 +35,17 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
         return f"the TPU kernel takes queries of {' or '.join(_Q_DTYPES)}, not {spec.q_dtype}"
     if spec.page.dtype not in _CACHE_DTYPES:
         return f"the TPU kernel reads caches of {', '.join(_CACHE_DTYPES)}, not {spec.page.dtype}"
-    available = tpu_schedule.SMEM_BYTES - tpu_schedule.SMEM_RESERVED_BYTES
-    if (needed := tpu_schedule.smem_bytes(spec)) > available:
+    if not tpu_schedule.groups(spec):
+        available = tpu_schedule.SMEM_BYTES - tpu_schedule.SMEM_RESERVED_BYTES
+        needed = tpu_schedule.smem_bytes(spec, 1)
         return (
             f"page ids and work items take {needed:,} of {available:,} bytes of scalar memory "
-            f"({spec.num_sequences} sequences of {spec.pages_per_sequence} pages): "
-            f"use larger pages than {spec.page_size} or fewer sequences"
+            f"(one sequence of {spec.pages_per_sequence} pages): use larger pages than {spec.page_size}"
         )
     for program in _programs(spec):
-        if (needed := program.vmem_bytes()) > tpu_schedule.VMEM_BYTES:
+        if (needed := program.vmem_bytes()) > (limit := tpu_schedule.vmem_limit()):
             return (
-                f"{program.sizes} needs {needed:,} of {tpu_schedule.VMEM_BYTES:,} bytes of vector memory "
+                f"{program.sizes} needs {needed:,} of {limit:,} bytes of vector memory "
                 f"for {spec.num_q_heads} query and {spec.num_kv_heads} key heads of {spec.head_dim}"
             )
     return None
@@ -68,7 +68,7 @@ def attention(operands: PagedOperands, spec: PagedSpec, schedule: TpuSchedule) -
         "rows": _pack_queries(operands.q, spec),
         "cache": operands.pages.kv,
     }
-    scalars = {"page_ids": schedule.page_ids}
+    scalars = {}
     if schedule.scale_blocks is not None:
         scalars["scale_pages"] = schedule.scale_blocks.pages
         arrays["cache_scales"] = operands.pages.scales
@@ -76,17 +76,19 @@ def attention(operands: PagedOperands, spec: PagedSpec, schedule: TpuSchedule) -
     if spec.has_ancestors:
         scalars["ancestors"] = operands.ancestors.astype(jnp.int32)
         scalars["depths"] = jax.lax.population_count(operands.ancestors).astype(jnp.int32) - 1
-    for program, items in zip(_programs(spec), schedule.items, strict=True):
+    for program, calls in zip(_programs(spec), schedule.items, strict=True):
         if spec.has_sinks:
             arrays["sinks"] = _pack_sinks(operands.sinks, program)
-        arrays |= _call(program, items, scalars, arrays)
+        for page_ids, items in zip(schedule.page_ids, calls, strict=True):
+            arrays |= _call(program, items, scalars | {"page_ids": page_ids}, arrays)
     pages = InterleavedPages(arrays["cache"], arrays.get("cache_scales"))
     return _unpack_output(arrays["rows"], spec), pages
 
 
 def _programs(spec: PagedSpec) -> list[KernelProgram]:
     """The programs of a call: for few new tokens and, if a sequence may have more, for many."""
-    return [KernelProgram(spec, tpu_schedule.program_sizes(spec, is_long)) for is_long in tpu_schedule.kinds(spec)]
+    sizes = [tpu_schedule.program_sizes(spec, is_long) for is_long in tpu_schedule.kinds(spec)]
+    return [KernelProgram(spec, one, num_cores()) for one in sizes]
 
 
 def _call(program: KernelProgram, items: WorkItems, scalars: dict, arrays: dict) -> dict:
@@ -95,13 +97,15 @@ def _call(program: KernelProgram, items: WorkItems, scalars: dict, arrays: dict)
     scalars = {name: scalars[name] for name in _SCALARS if name in scalars}
     updated = [name for name in ("rows", "cache", "cache_scales") if name in arrays]
     scratch = program.scratch()
+    # The cores of a chip take its steps in parallel.
+    grid = (program.num_cores,) if program.num_cores > 1 else ()
     names = [*scalars, *arrays, *(f"{name} out" for name in updated), *scratch]
 
     def kernel(*refs):
         refs = dict(zip(names, refs, strict=True))
         # Updated arrays are both an input and an output, in the same memory.
         refs |= {name: refs.pop(f"{name} out") for name in updated}
-        tpu_kernel.run(program, Refs(**{name: refs.get(name) for name in Refs._fields}))
+        tpu_kernel.run(program, Refs(**refs, core=pl.program_id(0) if grid else 0, num_cores=program.num_cores))
 
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     shapes: list = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in updated]
@@ -116,13 +120,16 @@ def _call(program: KernelProgram, items: WorkItems, scalars: dict, arrays: dict)
         out_shape=shapes,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
+            grid=grid,
             in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM) if name == "sinks" else in_hbm for name in arrays],
             out_specs=[in_hbm] * len(updated),
             scratch_shapes=list(scratch.values()),
         ),
         input_output_aliases={len(scalars) + list(arrays).index(name): index for index, name in enumerate(updated)},
         cost_estimate=_cost(program),
-        compiler_params=compiler_params(vmem_limit_bytes=tpu_schedule.VMEM_BYTES),
+        compiler_params=compiler_params(
+            vmem_limit_bytes=tpu_schedule.vmem_limit(), dimension_semantics=("parallel",) * len(grid)
+        ),
         name=f"paged_attention_{program.sizes.num_queries}_queries",
     )(*scalars.values(), *arrays.values())
     return dict(zip(updated, results, strict=True))

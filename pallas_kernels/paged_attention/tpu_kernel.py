@@ -34,8 +34,11 @@ from pallas_kernels.platform import is_tpu_interpreted
 
 
 def run(program: KernelProgram, refs: Refs) -> None:
-    """Processes all work items."""
-    count, ring, num_keys = refs.count[0], program.sizes.num_buffers, program.sizes.num_keys
+    """Processes all work items of this core."""
+    ring, num_keys = program.sizes.num_buffers, program.sizes.num_keys
+    count = refs.count[0]
+    if program.num_cores > 1:
+        count = (count - refs.core + program.num_cores - 1) // program.num_cores
 
     def fetch_and_advance(cursor, slot):
         """Starts the copies of the block at `cursor`, (item, block or -1 for its first); returns the next cursor."""

@@ -126,10 +126,11 @@ class WordRows:
 
 @dataclass(frozen=True)
 class KernelProgram:
-    """Static facts of one Pallas call."""
+    """Static facts of one Pallas call, whose items `num_cores` cores share."""
 
     spec: PagedSpec
     sizes: TpuProgramSizes
+    num_cores: int = 1
 
     @cached_property
     def rows(self) -> WordRows:
@@ -208,20 +209,15 @@ class Refs(NamedTuple):
 
     rows: queries, replaced by the output [T, Hkv, G, lanes]. new_tokens: stored, [T, words, pack, lanes].
     new_scales: scales of pages that receive tokens, those of the new tokens merged [blocks, 2 Hkv, lanes] (int8).
+    core: the number of the core that runs.
     """
 
     items: Any
     count: Any
     page_ids: Any
-    scale_pages: Any
-    ancestors: Any
-    depths: Any
     new_tokens: Any
-    new_scales: Any
-    sinks: Any
     rows: Any
     cache: Any
-    cache_scales: Any
     q_buffers: Any
     out_buffer: Any
     kv_buffers: Any
@@ -233,15 +229,23 @@ class Refs(NamedTuple):
     out_written: Any
     kv_arrived: Any
     appended: Any
+    scale_pages: Any = None
+    ancestors: Any = None
+    depths: Any = None
+    new_scales: Any = None
+    sinks: Any = None
+    cache_scales: Any = None
     scale_buffers: Any = None
     scales: Any = None
     scales_arrived: Any = None
     scales_appended: Any = None
     ancestor_rows: Any = None
+    core: Any = 0
+    num_cores: int = 1
 
 
 class WorkItem(NamedTuple):
-    """One work item: `count` queries of a sequence, in rows `row` onward.
+    """One work item, number `index` of its core: `count` queries of a sequence, in rows `row` onward.
 
     `position` is the key position of its first query, `first_new` that of the sequence's first new token. The item sees
     keys `first_key` to `end_key` - 1. Page p of the sequence has the id `page_ids[table + p]` and, if it receives
@@ -261,9 +265,11 @@ class WorkItem(NamedTuple):
 
 
 def load_item(refs: Refs, index, *names: str) -> WorkItem:
-    """Loads item `index`: the fields `names`, or all."""
-    # The ring also loads the item after the last, and does not use it.
-    start = jnp.minimum(index, refs.items.shape[0] // ITEM_FIELDS - 1) * ITEM_FIELDS
+    """Loads item `index` of this core: the fields `names`, or all."""
+    # Cores take the items in turn: later parts of a prompt see more keys. The ring also loads the item after the last,
+    # and does not use it.
+    place = index * refs.num_cores + refs.core
+    start = jnp.minimum(place, refs.items.shape[0] // ITEM_FIELDS - 1) * ITEM_FIELDS
     fields = enumerate(WorkItem._fields[1:])
     return WorkItem(index, *(refs.items[start + at] if not names or name in names else None for at, name in fields))
 

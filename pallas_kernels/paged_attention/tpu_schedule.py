@@ -3,6 +3,9 @@
 A step runs one or two programs. Sequences with at most `SHORT_QUERIES` new tokens (decode, verify) are one item each of
 the first; others (prefill) are cut into items of `TpuProgramSizes.num_queries` tokens of the second. Empty slots have
 no item and cost nothing.
+
+Page ids and items of a call lie in scalar memory. Where those of all sequences do not fit, a program has several calls,
+each of as many sequences as fit.
 """
 
 from dataclasses import dataclass, replace
@@ -11,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tpu_parameters
 from pallas_kernels.paged_attention.layout import LANES, SUBLANES
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, SHORT_QUERIES, PagedSpec
 from pallas_kernels.tuning import tuned
@@ -28,8 +32,10 @@ SHORT_BLOCK_BYTES = 2 << 20
 # Scalar memory is 1 MiB on every generation; the compiler reserves some of it.
 SMEM_BYTES = 1 << 20
 SMEM_RESERVED_BYTES = 1 << 16
-# VMEM of the kernel, of 128 MiB (v5e, v6e) or 64 MiB (tpu7x).
-VMEM_BYTES = 48 << 20
+# VMEM of the kernel, of 128 MiB (v5e, v6e) or 64 MiB (v5p, tpu7x); all but 1 MiB where there is less.
+VMEM_BYTES, VMEM_RESERVED_BYTES = 48 << 20, 1 << 20
+# Where there is less, items have this share of the rows and keys.
+SMALL_VMEM_SHARE = 2
 
 # Fields of an item in scalar memory, in the order of `tpu_program.WorkItem`.
 ITEM_FIELDS = 9
@@ -66,10 +72,11 @@ class ScaleBlocks(NamedTuple):
 
 
 class TpuSchedule(NamedTuple):
-    """Page ids [S * P], the items of each program (few queries first), and scale_blocks for int8 and int4."""
+    """Page ids of each call's sequences, flattened; the items of each program (few queries first) and call; and
+    scale_blocks for int8 and int4."""
 
-    page_ids: jax.Array
-    items: tuple[WorkItems, ...]
+    page_ids: tuple[jax.Array, ...]
+    items: tuple[tuple[WorkItems, ...], ...]
     scale_blocks: ScaleBlocks | None
 
 
@@ -125,12 +132,18 @@ def _name(spec: PagedSpec, is_long: bool) -> str:
 
 
 def _default_sizes(spec: PagedSpec, is_long: bool) -> TpuProgramSizes:
-    num_queries = max(SUBLANES, LONG_ROWS // rows_of_group(spec))
+    share = 1 if vmem_limit() == VMEM_BYTES else SMALL_VMEM_SHARE
+    num_queries, most_keys = max(SUBLANES, LONG_ROWS // share // rows_of_group(spec)), 512 // share
     if is_long and not is_in_parts(spec):
-        return TpuProgramSizes(num_queries, 512, 2, 1)
+        return TpuProgramSizes(num_queries, most_keys, 2, 1)
     token_bytes = spec.page.num_rows * spec.page.num_lanes * jnp.dtype(spec.page.element_dtype).itemsize
-    num_keys = 1 << (max(SHORT_BLOCK_BYTES // token_bytes, 1).bit_length() - 1)
-    return TpuProgramSizes(num_queries if is_long else SHORT_QUERIES, min(max(num_keys, LANES), 512), 3, 8)
+    num_keys = 1 << (max(SHORT_BLOCK_BYTES // share // token_bytes, 1).bit_length() - 1)
+    return TpuProgramSizes(num_queries if is_long else SHORT_QUERIES, min(max(num_keys, LANES), most_keys), 3, 8)
+
+
+def vmem_limit() -> int:
+    """VMEM of the kernel in bytes, on the chip that it is traced for."""
+    return min(VMEM_BYTES, tpu_parameters.vmem_bytes() - VMEM_RESERVED_BYTES)
 
 
 def kinds(spec: PagedSpec) -> tuple[bool, ...]:
@@ -145,13 +158,22 @@ def num_scale_blocks(spec: PagedSpec) -> int:
     return max(1, min(spec.num_tokens, per_sequence * spec.num_sequences, in_all))
 
 
-def smem_bytes(spec: PagedSpec) -> int:
-    """Bytes of scalar memory for page ids, work items and ancestors."""
-    words = spec.num_sequences * spec.pages_per_sequence
-    words += ITEM_FIELDS * max(_capacity(spec, is_long) for is_long in kinds(spec))
+def smem_bytes(spec: PagedSpec, num_sequences: int) -> int:
+    """Bytes of scalar memory for page ids and work items of some sequences, and for scales and ancestors of all."""
+    words = num_sequences * spec.pages_per_sequence
+    words += ITEM_FIELDS * max(_capacity(spec, is_long, num_sequences) for is_long in kinds(spec))
     words += num_scale_blocks(spec) if spec.page.has_scales else 0
     words += 2 * spec.num_tokens if spec.has_ancestors else 0
     return 4 * words
+
+
+def groups(spec: PagedSpec) -> tuple[range, ...]:
+    """The sequences of each call: all in one if they fit in scalar memory, else groups of one size. Empty if not even
+    one sequence fits."""
+    available, total = SMEM_BYTES - SMEM_RESERVED_BYTES, spec.num_sequences
+    sizes = (-(-total // num_calls) for num_calls in range(1, total + 1))
+    size = next((size for size in sizes if smem_bytes(spec, size) <= available), None)
+    return () if size is None else tuple(range(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> TpuSchedule:
@@ -164,30 +186,37 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
     lengths = (query_starts, query_lengths, kv_lengths, block_starts - first_new // spec.page_size)
     is_short = (query_lengths <= SHORT_QUERIES) & spec.has_short
     owned = {False: is_short & (query_lengths > 0), True: ~is_short}
-    items = [_items(spec, is_long, owned[is_long], *lengths) for is_long in kinds(spec)]
+    calls = groups(spec)
+    items = tuple(
+        tuple(_items(spec, is_long, own, owned[is_long], *lengths) for own in calls) for is_long in kinds(spec)
+    )
     scale_blocks = None
     if spec.page.has_scales:
         scale_blocks = _scale_blocks(
             spec, page_table, query_starts, first_new, kv_lengths, block_starts, blocks_of_sequence
         )
-    return TpuSchedule(page_table.reshape(-1), tuple(items), scale_blocks)
+    return TpuSchedule(tuple(page_table[own.start : own.stop].reshape(-1) for own in calls), items, scale_blocks)
 
 
-def _capacity(spec: PagedSpec, is_long: bool) -> int:
+def _capacity(spec: PagedSpec, is_long: bool, num_sequences: int) -> int:
     if not is_long:
-        return spec.num_sequences
+        return num_sequences
     num_queries = program_sizes(spec, True).num_queries
     per_sequence = -(-spec.max_query_length // num_queries)
-    return min(spec.num_tokens // num_queries + spec.num_sequences, per_sequence * spec.num_sequences)
+    return min(spec.num_tokens // num_queries + num_sequences, per_sequence * num_sequences)
 
 
 def _items(
-    spec: PagedSpec, is_long: bool, is_owned, query_starts, query_lengths, kv_lengths, scale_starts
+    spec: PagedSpec, is_long: bool, own: range, is_owned, query_starts, query_lengths, kv_lengths, scale_starts
 ) -> WorkItems:
+    """The items of those sequences `own` that are `is_owned`."""
     num_queries = program_sizes(spec, is_long).num_queries
+    if len(own) < spec.num_sequences:
+        index = jnp.arange(spec.num_sequences)
+        is_owned &= (index >= own.start) & (index < own.stop)
     count_of_sequence = jnp.where(is_owned, -(-query_lengths // num_queries), 0)
     ends = jnp.cumsum(count_of_sequence)
-    item = jnp.arange(_capacity(spec, is_long), dtype=jnp.int32)
+    item = jnp.arange(_capacity(spec, is_long, len(own)), dtype=jnp.int32)
     # The first sequence whose items end after this one; on a TPU comparing with all is cheaper than a search.
     sequence = jnp.minimum(jnp.sum(ends <= item[:, None], axis=1), spec.num_sequences - 1)
     offset = (item - (ends - count_of_sequence)[sequence]) * num_queries
@@ -205,7 +234,7 @@ def _items(
         if spec.window is not None:
             first_key = jnp.where(is_tree, jnp.maximum(first_new + 1 - spec.window, 0), first_key)
     fields = [
-        sequence * spec.pages_per_sequence,
+        (sequence - own.start) * spec.pages_per_sequence,
         query_starts[sequence] + offset,
         count,
         position,

@@ -20,7 +20,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import ahead_of_time, tuning
-from pallas_kernels.paged_attention import layout, make_schedule, paged_attention, pallas_tpu, rotation, tpu_program
+from pallas_kernels.paged_attention import (
+    layout,
+    make_schedule,
+    paged_attention,
+    pallas_tpu,
+    rotation,
+    tpu_program,
+    tpu_schedule,
+)
 from pallas_kernels.paged_attention.shapes import decode_shape
 from pallas_kernels.paged_attention.specs import make_spec
 from pallas_kernels.paged_attention.tpu_schedule import NAMES, TpuProgramSizes
@@ -92,6 +100,36 @@ def test_suite_with_the_blocks_of_a_chip(check, tpu_interpreter):
 def test_suite_with_other_blocks(check, tpu_interpreter):
     with use_blocks(TpuProgramSizes(16, 16, 2, 2), TpuProgramSizes(8, 48, 4, 2)):
         check(SMALL["prefill_window"], "pallas_tpu", "interleaved")
+
+
+@pytest.mark.matrix("decode_int8")
+@pytest.mark.parametrize("name", quick(["decode_int8", "mixed_tree", "prefill_window"], "decode_int8"))
+def test_suite_with_page_tables_beyond_scalar_memory(name, check, monkeypatch, tpu_interpreter, small_blocks):
+    """A call for each sequence."""
+    spec = spec_of(SMALL[name])
+    most = tpu_schedule.smem_bytes(spec, 1) + tpu_schedule.SMEM_RESERVED_BYTES
+    monkeypatch.setattr(tpu_schedule, "SMEM_BYTES", most)
+    calls = tpu_schedule.groups(spec)
+    assert len(calls) == spec.num_sequences > 1
+    assert [sequence for own in calls for sequence in own] == list(range(spec.num_sequences))
+    check(SMALL[name], "pallas_tpu", "interleaved")
+
+
+@pytest.mark.matrix("decode_int8")
+@pytest.mark.parametrize("name", quick(["decode_int8", "mixed", "prefill_int8"], "decode_int8"))
+def test_suite_on_two_cores(name, check, monkeypatch, small_blocks):
+    """v4 and v5p: the cores share the items and race for nothing."""
+    monkeypatch.setattr(pallas_tpu, "num_cores", lambda: 2)
+    parameters = pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan", num_cores_or_threads=2
+    )
+    pltpu.reset_tpu_interpret_mode_state()
+    try:
+        with pltpu.force_tpu_interpret_mode(parameters):
+            check(SMALL[name], "pallas_tpu", "interleaved")
+            assert not interpreter.races.races_found
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
 
 
 @pytest.fixture
@@ -310,7 +348,12 @@ def spec_of(shape: PagedShape, page_layout: str = "interleaved"):
         ({"dtype": "float16"}, "interleaved", "tpu", "float16"),
         ({"cache_dtype": "float16"}, "interleaved", "tpu", "float16"),
         ({"cache_dtype": "int8_int4"}, "separate", "tpu", "interleaved layout"),
-        ({"pages_per_sequence": 300_000}, "interleaved", "tpu", "of 983,040 bytes of scalar memory.*larger pages"),
+        (
+            {"pages_per_sequence": 300_000},
+            "interleaved",
+            "tpu",
+            "of 983,040 bytes of scalar memory .one seq.*larger pages",
+        ),
         ({"heads": (512, 512), "head_dim": 256}, "interleaved", "tpu", "bytes of vector memory"),
     ],
 )
