@@ -7,6 +7,7 @@ runs in a fresh one.
 import importlib.util
 import shutil
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ KEEPING_NEEDS = ("llvmlite", "flatbuffers")  # packages that the engine needs to
 def main(settings: Settings, until: float, environment: dict[str, str]) -> int:
     """Runs pieces that have no result yet; `until` is in seconds of `time.time()`. Returns an exit status."""
     child.end_with_parent()
+    if settings.is_tiny:  # kernels for CPUs are not what is tried, and take longest to compile
+        sys.modules |= dict.fromkeys(("numba", "llvmlite"))
     from jaxinfer import compilation_cache
     from jaxinfer.engine import kept_programs
     from jaxinfer.measure.bench import rates as bench_rates

@@ -325,12 +325,13 @@ def test_the_table_of_kernels():
         for name, start, end, operation in [
             ("gemm", step, step + 10, ("m", "dot.1")),
             ("reduce", step + 12, step + 14, ("m", "dot.1")),
-            ("add", step + 13, step + 20, None),
+            ("add", step + 20, step + 40, None),
+            ("copy", step + 21, step + 25, None),
         ]
     ]
     found = {row.case.strip(): row for row in steps.rows(runs, 2, {("m", "dot.1"): 20e6})}
-    assert found["kernels"].value == 3
-    assert found["gaps between kernels"].value == pytest.approx((2 + 80 + 2) / 2)
+    assert found["kernels"].value == 4
+    assert found["gaps between kernels"].value == pytest.approx((2 + 6 + 60 + 2 + 6) / 2)
     assert found["gemm"].value == pytest.approx(10)
     assert found["gemm"].note == "1.0 a step of 10.0 us, 20 MB a step, 2000 GB/s"
     assert found["reduce"].note == "1.0 a step of 2.0 us"
