@@ -20,6 +20,7 @@ from benchmarks.on_chip.results import DONE, FAILED, CardResults, Results, this_
 from benchmarks.on_chip.settings import ALL_DONE, ANOTHER_PROCESS, NO_TIME, Settings
 from benchmarks.on_chip.sizes import Sizes, sizes_for
 
+START_SECONDS = 180.0  # after which a process that has not begun its piece counts as hung
 KEEPING_NEEDS = ("llvmlite", "flatbuffers")  # packages that the engine needs to keep traced programs
 
 
@@ -77,6 +78,7 @@ class Worker:
                 continue
             if not is_usable or piece.environment != self.environment or process not in (None, piece.process):
                 self.results.environment = dict(piece.environment)
+                self.card.begin(piece.name, START_SECONDS)  # whose fault it is if the other process does not start
                 self.results.save(self.file)
                 return ANOTHER_PROCESS
             process = piece.process
