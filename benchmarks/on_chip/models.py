@@ -44,7 +44,7 @@ def open_bench(name: str, num_tokens: int, options: dict[str, Any], sizes: Sizes
     """A model with random weights, for requests of `num_tokens`; only what is measured is compiled, in the first batch,
     which does not count."""
     length = min(num_tokens, sizes.configs[name]["max_position_embeddings"])
-    arguments = {"max_model_len": length, "prefix_cache": False, **options}
+    arguments = {"max_model_len": length, "prefix_cache": False, **options, **sizes.engine}
     with tempfile.TemporaryDirectory() as folder:
         path = model_folder(sizes, name, folder)
         with opened(path, arguments, random_weights=True, warms_up=False, sizes=sizes.rate_sizes) as bench:
@@ -103,7 +103,7 @@ def start(name: str, sizes: Sizes, results: CardResults) -> Iterator[Row]:
     """Everything compiled at the start, and nothing afterwards."""
     length = sizes.prompt_tokens + sizes.answer_tokens
     arguments = {"max_seqs": sizes.model_batches[-1], "max_model_len": length, "prefill_chunk": min(512, length)}
-    arguments |= {"decode_slots": sizes.model_batches} if sizes.is_tiny else {}
+    arguments |= sizes.engine
     with tempfile.TemporaryDirectory() as folder:
         path = model_folder(sizes, name, folder)
         with opened(path, arguments, random_weights=True, sizes=sizes.rate_sizes) as bench:
@@ -129,6 +129,7 @@ def speculation(sizes: Sizes, results: CardResults) -> Iterator[Row]:
         "max_seqs": 1,
         "max_model_len": sizes.prompt_tokens + sizes.answer_tokens + DRAFT_TOKENS + 1,
         "prefix_cache": False,
+        **sizes.engine,
     }
     workload = _workload(sizes.prompt_tokens // 2, sizes.answer_tokens)
     prompts = [one.prompt for one in workload.requests(1 + sizes.repeats, sizes.configs["8b"]["vocab_size"])]

@@ -88,7 +88,11 @@ def _pieces(sizes: Sizes, out: Path) -> list[Piece]:
         Piece("torch", peers.torch, 60, **others_process),
         Piece("vllm", peers.vllm, 200, **others_process),
         *(decoded("8b", batch, "deterministic", is_traced=True, deterministic=True) for batch in first_batches),
-        *(decoded("8b", batch, "not deterministic", deterministic=False) for batch in first_batches),
+        *(
+            []
+            if sizes.is_tiny
+            else [decoded("8b", batch, "not deterministic", deterministic=False) for batch in first_batches]
+        ),
         Piece("parity products", parity.products, 20),
         Piece("parity flash", parity.flash, 20),
         *(decoded("8b", batch) for batch in sizes.model_batches[2:]),

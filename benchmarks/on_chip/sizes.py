@@ -74,6 +74,7 @@ class Sizes:
       repeats: measured batches of each size. has_goals: whether shares have a least value.
       rate_sizes: of the arrays by which rates are measured, as in `jaxinfer.measure.bench.rates`; {}: large ones.
       layers: whose caches a measured kernel reads in turn; None: as many as exceed the chip's cache.
+      engine: options of every engine, which replace a piece's.
       parity_programs: names of `parity.paged_shapes`. trace_steps: decode steps whose kernels are listed.
     """
 
@@ -103,6 +104,7 @@ class Sizes:
     layers: int | None = None
     trace_steps: int = 16
     parity_programs: tuple[str, ...] = ("decode", "verify", "prefill", "mixed")
+    engine: dict[str, Any] = field(default_factory=dict)
     is_tiny: bool = False
 
 
@@ -116,7 +118,7 @@ def sizes_for(platform: str, *, is_tiny: bool) -> Sizes:
             shapes=("qwen3-0.6b",),
             q_dtype="float32",
             cache_dtypes=("float32", "int8"),
-            page_sizes=(16, 32),
+            page_sizes=(16,),
             parity_batch=2,
             parity_context=48,
             contexts=(64,),
@@ -136,6 +138,7 @@ def sizes_for(platform: str, *, is_tiny: bool) -> Sizes:
             repeats=1,
             has_goals=False,
             allowed_ids=(1,),
+            engine={"max_seqs": 2, "max_model_len": 256, "prefill_chunk": 30},  # programs of one are those of all
             is_tiny=True,
             rate_sizes={"num_bytes": 2**20, "size": 128},
             layers=1,

@@ -47,7 +47,7 @@ def _supervise(settings: Settings, until: float) -> int:
             print(said.rpartition("\n")[2] or f"on_chip: the process refused to run; see {log}", file=sys.stderr)
             return status
         results = Results.read(file)
-        if (card := results.running) is not None:
+        if status != ANOTHER_PROCESS and (card := results.running) is not None:
             if status is not None:
                 card.end(CRASHED, f"ended with {status}: {said[-300:]}")
             elif time.time() >= until and num_ended > num_at_start:

@@ -7,6 +7,7 @@ runs in a fresh one.
 import importlib.util
 import shutil
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -19,12 +20,15 @@ from benchmarks.on_chip.results import DONE, FAILED, CardResults, Results, this_
 from benchmarks.on_chip.settings import ALL_DONE, ANOTHER_PROCESS, NO_TIME, Settings
 from benchmarks.on_chip.sizes import Sizes, sizes_for
 
+START_SECONDS = 180.0  # after which a process that has not begun its piece counts as hung
 KEEPING_NEEDS = ("llvmlite", "flatbuffers")  # packages that the engine needs to keep traced programs
 
 
 def main(settings: Settings, until: float, environment: dict[str, str]) -> int:
     """Runs pieces that have no result yet; `until` is in seconds of `time.time()`. Returns an exit status."""
     child.end_with_parent()
+    if settings.is_tiny:  # kernels for CPUs are not what is tried, and take longest to compile
+        sys.modules |= dict.fromkeys(("numba", "llvmlite"))
     from jaxinfer import compilation_cache
     from jaxinfer.engine import kept_programs
     from jaxinfer.measure.bench import rates as bench_rates
@@ -74,6 +78,7 @@ class Worker:
                 continue
             if not is_usable or piece.environment != self.environment or process not in (None, piece.process):
                 self.results.environment = dict(piece.environment)
+                self.card.begin(piece.name, START_SECONDS)  # whose fault it is if the other process does not start
                 self.results.save(self.file)
                 return ANOTHER_PROCESS
             process = piece.process

@@ -95,6 +95,7 @@ def test_pieces_of_another_process_or_environment_are_left_to_it(worker):
     assert worker.run(chosen) == ANOTHER_PROCESS
     assert statuses(worker.card) == {"parity": DONE, "more": DONE}
     assert Results.read(worker.file).environment == ONE_GRAPH
+    assert worker.card.running == "graph"
     assert worker.run(chosen) == ANOTHER_PROCESS  # not in this environment
     assert replace(worker, environment=dict(ONE_GRAPH)).run(chosen) == ALL_DONE
 
@@ -201,6 +202,25 @@ def test_a_piece_beyond_its_limit_has_hung(tmp_path, monkeypatch, stand_in):
     assert supervisor.supervise(Settings(tmp_path), 20.0) in (0, 1)  # workers find nothing left to do
     assert statuses(only_card(tmp_path)) == {"first": DONE, "second": DONE, "third": TIMED_OUT}
     assert time.time() - begin < 18
+
+
+def test_a_process_that_does_not_start_is_the_fault_of_the_piece_that_it_is_for(tmp_path, monkeypatch):
+    """As with a flag that the compiler does not know: without the record, each next process would end like that."""
+    results = Results()
+    card = results.of(MACHINE, is_tiny=True)
+    ends = iter((ANOTHER_PROCESS, -6, ALL_DONE))
+
+    def start(*_):
+        status = next(ends)
+        if status == ANOTHER_PROCESS:
+            card.begin("one graph", 60.0)
+            results.save(tmp_path / FILE)
+        return status
+
+    monkeypatch.setattr(supervisor, "_run_worker", start)
+    (tmp_path / "on_chip.log").touch()
+    assert supervisor.supervise(Settings(tmp_path), 60.0) == 0
+    assert statuses(only_card(tmp_path)) == {"one graph": CRASHED}
 
 
 def test_a_child_ends_when_its_time_is_over_or_its_parent_ends():
@@ -325,12 +345,13 @@ def test_the_table_of_kernels():
         for name, start, end, operation in [
             ("gemm", step, step + 10, ("m", "dot.1")),
             ("reduce", step + 12, step + 14, ("m", "dot.1")),
-            ("add", step + 13, step + 20, None),
+            ("add", step + 20, step + 40, None),
+            ("copy", step + 21, step + 25, None),
         ]
     ]
     found = {row.case.strip(): row for row in steps.rows(runs, 2, {("m", "dot.1"): 20e6})}
-    assert found["kernels"].value == 3
-    assert found["gaps between kernels"].value == pytest.approx((2 + 80 + 2) / 2)
+    assert found["kernels"].value == 4
+    assert found["gaps between kernels"].value == pytest.approx((2 + 6 + 60 + 2 + 6) / 2)
     assert found["gemm"].value == pytest.approx(10)
     assert found["gemm"].note == "1.0 a step of 10.0 us, 20 MB a step, 2000 GB/s"
     assert found["reduce"].note == "1.0 a step of 2.0 us"
