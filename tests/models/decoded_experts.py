@@ -50,13 +50,17 @@ def check_decoding(chip: str, recipe: str, num_tokens: int, num_experts: int, nu
     blocks = min(num_rows, num_chosen + num_rows // 8) * min(num_tokens, 8)
     rows = 2 * 4 * blocks * (2 * WIDTH + 2 * INNER)
     share, temporaries = moved / (num_chosen * expert), found.temporary_bytes / expert
-    print(f"{chip} {recipe} {num_tokens} tokens, {num_choices} of {num_experts}: {share:.3f}, {temporaries:.2f} experts")
+    print(
+        f"{chip} {recipe} {num_tokens} tokens, {num_choices} of {num_experts}: {share:.3f}, {temporaries:.2f} experts"
+    )
     assert moved <= MOST_READ * num_chosen * expert + (rows if num_tokens > 1 else rows // 2)
     floats = [
         one.name
         for one in program.instructions
         if one.opcode == "fusion"
         for array in one.results
-        if array.in_hbm and array.dtype in ("f32", "bf16", "f16") and array.shape[-2:] in ((WIDTH, INNER), (INNER, WIDTH))
+        if array.in_hbm
+        and array.dtype in ("f32", "bf16", "f16")
+        and array.shape[-2:] in ((WIDTH, INNER), (INNER, WIDTH))
     ]
     assert floats == []

@@ -270,9 +270,7 @@ def test_gathered_experts_equal_those_of_a_loop(recipe, is_permuted):
         stack = stack._replace(up=replace(stack.up, permutation=orders))
     x, (chosen, weights) = jnp.asarray(random(T, D)), route(PLAIN, jnp.asarray(random(T, E)))
     chosen, weights = chosen.at[2].set(E), weights.at[2].set(0)
-    found, expected = (
-        run_experts(x, chosen, weights, stack, swiglu, form=form) for form in ("gathered", "tiles")
-    )
+    found, expected = (run_experts(x, chosen, weights, stack, swiglu, form=form) for form in ("gathered", "tiles"))
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert not np.asarray(found[2]).any()
     none = run_experts(x, jnp.full_like(chosen, E), jnp.zeros_like(weights), stack, swiglu, form="gathered")
