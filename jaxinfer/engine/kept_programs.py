@@ -8,6 +8,7 @@ the arguments' shapes and structures, static arguments, sources, packages, setti
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -203,7 +204,9 @@ def _surroundings() -> tuple[str, ...]:
     )
     device = jax.devices()[0]
     facts = (device.device_kind, device.client.platform_version, platform.machine(), sys.version)
-    return sources_key(*folders), *kernels.machine(), *packages, *environment, *map(str, facts)
+    # Without the compiler of CPU kernels, which an installation for another device may lack, no program has one.
+    processor = kernels.machine() if importlib.util.find_spec("llvmlite") else ()
+    return sources_key(*folders), *processor, *packages, *environment, *map(str, facts)
 
 
 def _version(package: str) -> str:

@@ -1,6 +1,7 @@
 """Programs that are kept: traced once, and never taken where anything that they depend on is another."""
 
 import logging
+import sys
 from dataclasses import dataclass
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cpu_kernels import kernels
 from jaxinfer.engine import compiling, kept_programs
 from jaxinfer.kept_files import KeptFiles
 
@@ -222,6 +224,16 @@ def test_another_program_s_content_is_not_run(monkeypatch, caplog):
     files.write(keys[0], files.read(keys[1]))
     assert run(size=4)
     assert "its arguments are others" in caplog.text
+
+
+def test_programs_are_kept_without_the_compiler_of_cpu_kernels(monkeypatch, tmp_path):
+    """As in an installation for a GPU, which has neither Numba nor llvmlite."""
+    for package in ("numba", "llvmlite", "llvmlite.binding"):
+        monkeypatch.setitem(sys.modules, package, None)
+    kernels.machine.cache_clear()
+    assert run()
+    assert not run()
+    assert len(entries(tmp_path)) == 1
 
 
 def test_what_another_process_cannot_name_is_not_kept(tmp_path):
