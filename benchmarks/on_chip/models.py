@@ -76,8 +76,11 @@ def _decode_rows(bench: Bench, name: str, options: dict[str, Any], batch: int, s
     rate, share = batch / decoded["step_seconds"], decoded["percent"] / 100
     note = f"bound by {decoded['bound']}, deterministic {bench.llm.engine.engines[0].spec.is_deterministic}"
     yield Row(f"decode at {sizes.prompt_tokens}", rate, "tokens/s", share, "roofline", goal, note=note)
-    least = decoded["roofline_seconds"] * 1e3
-    yield Row("decode step", decoded["step_seconds"] * 1e3, "ms", predicted=least, note="roofline at measured rates")
+    least = f"roofline at measured rates {decoded['roofline_seconds'] * 1e3:.3g} ms"
+    spec = bench.llm.engine.engines[0].spec
+    step = steps.predicted_step(spec, batch, sizes.prompt_tokens + sizes.answer_tokens // 2)
+    predicted = None if step is None else step.seconds * 1e3
+    yield Row("decode step", decoded["step_seconds"] * 1e3, "ms", predicted=predicted, note=least)
     prefill = run["prefill"]
     note = f"{batch} prompts of {sizes.prompt_tokens}"
     yield Row("prompts", prefill["seconds"], "s", prefill["percent"] / 100, "roofline", note=note)

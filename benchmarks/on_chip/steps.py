@@ -13,16 +13,19 @@ from typing import Any
 import jax
 
 from benchmarks.on_chip.results import Row
+from jaxinfer.chips import chip_of_kind
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.measure.bench.model import Bench
 from jaxinfer.measure.profiling import trace
 from jaxinfer.measure.profiling.ops import CONTROL
 from jaxinfer.measure.profiling.phases import DECODE, Workload, run_phase
+from jaxinfer.planning.counted import count
+from jaxinfer.planning.step_model import StepPrediction, predict
 from pallas_kernels.hbm_traffic import HloProgram
 
 Operation = tuple[str, str] | None  # names of a program and of an instruction in it
 MAX_ROWS = 24  # of kernels, the longest first; the trace has all
 MIN_GAP = 0.1e-6  # seconds: less is the clock's resolution
-GPU_KERNELS = "mosaic_gpu.*quantized_matmul|__cublas"  # custom calls that read each operand once
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,27 @@ def kernels(bench: Bench, batch: int, prompt_tokens: int, num_steps: int, file: 
         keep(Path(folder), file, name + trace.SUFFIX)
     runs = kernel_runs(phase.data)
     num_steps = sum(dispatch.num_steps for dispatch in phase.traced.dispatches)
-    yield from rows(runs, num_steps, bytes_by_operation({run.operation for run in runs}))
+    step = predicted_step(bench.llm.engine.engines[0].spec, batch, prompt_tokens)
+    launches = step.launches if step is not None else None
+    yield from rows(runs, num_steps, bytes_by_operation({run.operation for run in runs}), launches)
 
 
-def rows(runs: list[KernelRun], num_steps: int, num_bytes: dict[Operation, float]) -> Iterator[Row]:
-    """The table of `num_steps` steps on one device; num_bytes: of one execution of each operation."""
+def predicted_step(spec: EngineSpec, batch: int, context: int) -> StepPrediction | None:
+    """A step as `jaxinfer.planning.step_model` predicts it; None where it has no model of this device."""
+    if (chip := chip_of_kind(jax.devices()[0].device_kind)) is None:
+        return None
+    return predict(chip, spec, count(spec, spec.config, spec.placed_params, spec.cache), batch, context)
+
+
+def rows(
+    runs: list[KernelRun], num_steps: int, num_bytes: dict[Operation, float], launches: int | None = None
+) -> Iterator[Row]:
+    """The table of `num_steps` steps on one device; num_bytes: of one execution of each operation. launches: of a step,
+    as predicted."""
     gaps = list(_gaps(runs))
     busy = sum(run.seconds for run in runs)
-    yield Row("kernels", len(runs) / num_steps, "launches/step", note=f"{busy / num_steps * 1e6:.0f} us a step")
+    note = f"{busy / num_steps * 1e6:.0f} us a step"
+    yield Row("kernels", len(runs) / num_steps, "launches/step", predicted=launches or None, note=note)
     middle = f", median {statistics.median(gaps) * 1e6:.1f} us, longest {max(gaps) * 1e6:.0f} us" if gaps else ""
     note = f"{len(gaps) / num_steps:.1f} a step{middle}"
     yield Row("gaps between kernels", sum(gaps) / num_steps * 1e6, "us/step", note=note)
@@ -135,7 +151,7 @@ def bytes_by_operation(operations: set[Operation]) -> dict[Operation, float]:
         common = [len(names[module].intersection(one.name for one in program.instructions)) for program in candidates]
         program = candidates[common.index(max(common))]  # programs for other numbers of slots have the same name
         with contextlib.suppress(ValueError):  # a call without a cost estimate
-            moves = program.moves(gpu_kernels=GPU_KERNELS)
+            moves = program.moves()
             found |= {(module, move.instruction.name): move.num_bytes / max(move.times, 1) for move in moves}
     return found
 

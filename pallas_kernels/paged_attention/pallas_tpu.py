@@ -88,7 +88,7 @@ def attention(operands: PagedOperands, spec: PagedSpec, schedule: TpuSchedule) -
 def _programs(spec: PagedSpec) -> list[KernelProgram]:
     """The programs of a call: for few new tokens and, if a sequence may have more, for many."""
     sizes = [tpu_schedule.program_sizes(spec, is_long) for is_long in tpu_schedule.kinds(spec)]
-    return [KernelProgram(spec, one, num_cores()) for one in sizes]
+    return [KernelProgram(spec, size, num_cores()) for size in sizes]
 
 
 def _call(program: KernelProgram, items: WorkItems, scalars: dict, arrays: dict) -> dict:
