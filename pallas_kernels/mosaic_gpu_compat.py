@@ -224,7 +224,7 @@ def count_arrival(counter: Any, flag: Any, num_arrivals: Any) -> jax.Array:
         utils.warpgroup_barrier()
         before = llvm.inline_asm(i32, [addresses[1]], "ld.shared.u32 $0, [$1];", "=r,r", has_side_effects=True)
         fence()
-        return FragmentedArray.splat(before, (), splat.to_mgpu(), is_signed=True)
+        return FragmentedArray.splat(before, (), splat.to_mgpu(), is_signed=True)  # pyright: ignore[reportArgumentType]
 
     # `inc` sets a counter at the limit back to 0.
     return count(counter, flag, num_arrivals - 1) == num_arrivals - 1  # pyright: ignore[reportCallIssue]

@@ -392,7 +392,7 @@ def test_compiled_in_place(name):
     ("case", "share"),
     [
         ((8, 1536, (32, 8), 1, "bfloat16"), 0.1),
-        ((8, 4096, (32, 8), 6, "int8"), 0.1),
+        ((8, 4096, (32, 8), 6, "int8"), 0.105),  # with queries in tiles
         ((16, 4096, (16, 1), 6, "bfloat16"), 0.15),  # tiles of 48 rows are padded to 64
         ((16, 4096, (16, 1), 6, "int8"), 0.3),  # 0.14 with 64 blocks, on half of the multiprocessors
     ],
