@@ -20,7 +20,7 @@ from pallas_kernels.quantized_matmul.dequantize import dequantize, look_up, spre
 from pallas_kernels.quantized_matmul.xla import quantize_tokens
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32, Int8, Num
+    from jaxtyping import Array, Float, Float32, Int8, Int32, Num
 
 GATHERED_ROWS = 8  # of a block: XLA:GPU fuses as many sums, beyond which it reads the weights again
 _ROW_MAJOR = Layout(major_to_minor=(0, 1, 2))

@@ -106,7 +106,8 @@ VERIFIED = {
 @pytest.mark.parametrize(("chip", "name"), VERIFIED)
 def test_verifying_reads_states_twice_and_writes_them_once(chip, name):
     """The target's pass over 5 tokens of each of 32 sequences, without logits: states are read by the pass, and read
-    and written for the accepted tokens (read once more on a GPU), so that rejected ones leave nothing to undo. None is copied."""
+    and written for the accepted tokens (read once more on a GPU), so that rejected ones leave nothing to undo. None is
+    copied."""
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
         pytest.skip(reason)
     config = period_of(name)

@@ -262,17 +262,15 @@ def test_quantized_experts_are_their_dequantized_selves(recipe):
 @pytest.mark.parametrize("is_permuted", [False, True])
 @pytest.mark.parametrize("recipe", ["w8a8", "w8a8-fp8-block", "nf4-dq", "int4-g32-asym", "fp8"])
 def test_gathered_experts_equal_those_of_a_loop(recipe, is_permuted):
-    """Rounded activations, scales of scales and permuted inputs among them; one token has no expert here, as on a device
-    that has other experts, and no block has rows if none has one."""
+    """Rounded activations, scales of scales and permuted inputs among them. A token without experts, as on a device
+    that has others, gets zeros, and so do all."""
     stack = Experts(*(quantize(weight, recipe) for weight in stacks()[:3]))
     if is_permuted:
         orders = jnp.stack([jax.random.permutation(jax.random.key(e), D) for e in range(E)])
         stack = stack._replace(up=replace(stack.up, permutation=orders))
     x, (chosen, weights) = jnp.asarray(random(T, D)), route(PLAIN, jnp.asarray(random(T, E)))
     chosen, weights = chosen.at[2].set(E), weights.at[2].set(0)
-    found, expected = (
-        run_experts(x, chosen, weights, stack, swiglu, form=form) for form in ("gathered", "tiles")
-    )
+    found, expected = (run_experts(x, chosen, weights, stack, swiglu, form=form) for form in ("gathered", "tiles"))
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert not np.asarray(found[2]).any()
     none = run_experts(x, jnp.full_like(chosen, E), jnp.zeros_like(weights), stack, swiglu, form="gathered")

@@ -1,4 +1,4 @@
-"""A pass over the states of all slots as a GPU's compiler makes it: 64 sequences with states of Qwen3-Next, or Mamba 2."""
+"""A pass over the states of all slots as a GPU's compiler makes it: 64 sequences of Qwen3-Next, or of Mamba 2."""
 
 from functools import partial
 

@@ -13,7 +13,6 @@ from pallas_kernels.recurrence import (
     RaggedBatch,
     RecurrentTokens,
     commit_recurrence,
-    form,
     linear_recurrence,
     recurrence_of_sequences,
 )
