@@ -100,8 +100,10 @@ def run_experts(
     is_quantized = any(map(is_weight, stacks))
     is_packed = all(isinstance(stack, PackedArray) for stack in stacks)
     form = form or ("packed" if is_packed else None)
-    sizes = (*chosen.shape, experts.up.shape[0])
-    form = form or choose_form(current_platform(), *sizes, is_quantized, is_float32=x.dtype == jnp.float32)
+    if form is None:
+        num_tokens, num_choices = chosen.shape
+        sizes = num_tokens, num_choices, experts.up.shape[0]
+        form = choose_form(current_platform(), *sizes, is_quantized, is_float32=x.dtype == jnp.float32)
     if form not in FORMS:
         raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}")
     if is_quantized and form not in ("tiles", "gathered", "packed"):
