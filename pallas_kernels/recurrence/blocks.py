@@ -7,11 +7,7 @@ from jax import lax
 from pallas_kernels.platform import current_platform
 from pallas_kernels.recurrence.batch import RecurrentTokens
 
-<<<<<<< HEAD
-# Tokens of a block whose sum of outer products is no product of matrices on a GPU: XLA writes it before it is added.
-=======
 # Tokens of a block whose sum of outer products is no product of matrices on a GPU: XLA would write it before the sum.
->>>>>>> fewbits
 MAX_SUMMED_TOKENS = 16
 
 

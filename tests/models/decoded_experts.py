@@ -52,25 +52,8 @@ def check_decoding(chip: str, recipe: str, num_tokens: int, num_experts: int, nu
     blocks = min(num_rows, num_chosen + num_rows // 8) * min(num_tokens, 8)
     rows = 2 * 4 * blocks * (2 * WIDTH + 2 * INNER)
     share, temporaries = moved / (num_chosen * expert), found.temporary_bytes / expert
-<<<<<<< HEAD
-    print(
-        f"{chip} {recipe} {num_tokens} tokens, {num_choices} of {num_experts}: {share:.3f}, {temporaries:.2f} experts"
-    )
-    assert moved <= MOST_READ * num_chosen * expert + (rows if num_tokens > 1 else rows // 2)
-    floats = [
-        one.name
-        for one in program.instructions
-        if one.opcode == "fusion"
-        for array in one.results
-        if array.in_hbm
-        and array.dtype in ("f32", "bf16", "f16")
-        and array.shape[-2:] in ((WIDTH, INNER), (INNER, WIDTH))
-    ]
-    assert floats == []
-=======
     print(f"{chip} {recipe} {num_tokens} tokens, {num_choices} of {num_experts}: {share:.3f}, {temporaries:.2f} held")
     assert moved <= MOST_READ * num_chosen * expert + (rows if num_tokens > 8 else 0)
     matrices = (WIDTH, INNER), (INNER, WIDTH)
     made = made_in_hbm(program, at_least=WIDTH * INNER // 4)
     assert [one.name for one in made for array in one.results if array.shape[-2:] in matrices] == []
->>>>>>> fewbits

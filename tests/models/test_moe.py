@@ -262,13 +262,8 @@ def test_quantized_experts_are_their_dequantized_selves(recipe):
 @pytest.mark.parametrize("is_permuted", [False, True])
 @pytest.mark.parametrize("recipe", ["w8a8", "w8a8-fp8-block", "nf4-dq", "int4-g32-asym", "fp8"])
 def test_gathered_experts_equal_those_of_a_loop(recipe, is_permuted):
-<<<<<<< HEAD
-    """Rounded activations, scales of scales and permuted inputs among them; one token has no expert here, as on a
-    device that has other experts, and no block has rows if none has one."""
-=======
     """Rounded activations, scales of scales and permuted inputs among them. A token without experts, as on a device
     that has others, gets zeros, and so do all."""
->>>>>>> fewbits
     stack = Experts(*(quantize(weight, recipe) for weight in stacks()[:3]))
     if is_permuted:
         orders = jnp.stack([jax.random.permutation(jax.random.key(e), D) for e in range(E)])

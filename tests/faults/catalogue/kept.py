@@ -13,8 +13,8 @@ FAULTS = (
     Fault(
         "engine/kept-programs-of-other-sources",
         PROGRAMS,
-        "return sources_key(*folders), *kernels",
-        "return *kernels",
+        "return sources_key(*folders), *processor",
+        "return *processor",
         (PROGRAM_TESTS + "test_an_old_program_never_runs",),
         "after an update the old version's programs run",
     ),
@@ -29,8 +29,8 @@ FAULTS = (
     Fault(
         "engine/kept-programs-of-another-processor",
         PROGRAMS,
-        "*kernels.machine(), *packages",
-        "*kernels.machine()[:-3], *packages",
+        "*processor, *packages",
+        "*processor[:-3], *packages",
         (PROGRAM_TESTS + "test_an_old_program_never_runs",),
         "a home folder shared by machines has programs with the kernels and sizes of another one",
     ),

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""A pass over the states of all slots as a GPU's compiler makes it: 64 sequences, states of Qwen3-Next or Mamba 2."""
-=======
 """A pass over the states of all slots as a GPU's compiler makes it: 64 sequences of Qwen3-Next, or of Mamba 2."""
->>>>>>> fewbits
 
 from functools import partial
 
