@@ -5,10 +5,10 @@
 
 The model has the shape of Llama 3 8B, on one device, and an engine 64 slots of 1,536 tokens. Programs of 2 and of 4
 layers are compiled; bytes of 32 follow. Time of a step: for each layer the products (bytes of weights at the memory's
-bandwidth or FLOPs at the chip's rate, whichever takes longer), then all other bytes that the program moves, then the
-pages of the sequences; and the same of the output layer and the sampler. A deterministic engine decodes 1, 8 or 64
-sequences with one program, of all slots; without, each number has a program. Prefill is a step full of tokens of one
-prompt. A GPU's bytes are those beside what its cache serves (`pallas_kernels.hbm_traffic.through_cache`); the last
+bandwidth, or FLOPs at the chip's rate, on a TPU at the share of it that bundles reach, whichever takes longer), then
+all other bytes that the program moves, then the pages of the sequences; and the same of the output layer and the
+sampler. A deterministic engine decodes 1, 8 or 64 sequences with one program, of all slots; without, each number has a
+program. Prefill is a step full of tokens of one prompt. A GPU's bytes are those beside what its cache serves (`pallas_kernels.hbm_traffic.through_cache`); the last
 column is the ratio if it served nothing. Queries and results of attention's kernel are not counted on a GPU.
 """
 
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from benchmarks.compiled_roofline import FEW, LLAMA_3_8B, MIN_POOL_BYTES, MORE
 from jaxinfer.chips import Rates
+from jaxinfer.engine.determinism import share_of_flops, stored_bits
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weight_work import weight_work
@@ -112,7 +113,8 @@ def seconds(spec: EngineSpec, figures: Figures, page_bytes: float, attention_flo
     flops = {name: total * figures.num_rows for name, total in work.token_flops.items()}
     flops[kind] -= head_flops * figures.num_rows
     weights = work.dense_bytes - head_bytes
-    products = max(weights / rates.hbm, rates.compute_seconds(flops))
+    share = share_of_flops(spec.chip, spec.platform, stored_bits(work), figures.num_rows)
+    products = max(weights / rates.hbm, rates.compute_seconds(flops) / share)
     beside = max(layers * figures.layer_bytes - weights, 0.0) / rates.hbm
     attention = max(page_bytes / rates.hbm, attention_flops / rates.flops["bf16"])
     head = max(head_bytes / rates.hbm, rates.compute_seconds({kind: head_flops * figures.num_head_rows}))

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxinfer.extras import install_hint
+from pallas_kernels.tpu_parameters import CHECKS_VARIABLE
 
 CHIPS = ("v5e", "v6e", "tpu7x")
 DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
@@ -26,7 +27,7 @@ PROGRAMS = {"decode": (64, 1), "verify": (64, 8), "uniform": (64, 1)}  # sequenc
 CONTEXT, PAGE_SIZE, MODEL = 8192, 64, "llama-3-8b"
 GOAL = 1.2
 # Cycles a second: the public bf16 rate over the operations of the matrix units in a cycle.
-CLOCKS = {"v5e": 1.5e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
+CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
 _LINE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:\s((?:> ?)*)")
 
 
@@ -90,7 +91,7 @@ def measure(chip: str, program: str, dtype: str) -> BlockCost:
     not compile."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu"}
+        environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu", CHECKS_VARIABLE: "0"}
         command = [sys.executable, "-m", "benchmarks.tpu_bundles", "--compile", chip, program, dtype]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True)
         files = sorted(Path(folder).glob("*paged_attention*final_bundles.txt"))
@@ -109,7 +110,7 @@ def measure(chip: str, program: str, dtype: str) -> BlockCost:
         bundles,
         sum(runs),
         facts["num_bytes"],
-        1e6 * bundles / CLOCKS[chip],
+        1e6 * bundles / CLOCKS[chip] / facts["num_cores"],
         1e6 * facts["num_bytes"] / facts["bandwidth"],
     )
 
@@ -120,6 +121,7 @@ def _compile(chip: str, program: str, dtype: str) -> None:
     from pallas_kernels.paged_attention import paged_attention
     from pallas_kernels.paged_attention.shapes import decode_shape
     from pallas_kernels.paged_attention.tpu_schedule import program_sizes
+    from pallas_kernels.tpu_parameters import num_cores
 
     batch, num_new = PROGRAMS[program]
     shape = decode_shape(MODEL, batch, CONTEXT, cache_dtype=dtype, page_size=PAGE_SIZE, num_new=num_new)
@@ -130,7 +132,7 @@ def _compile(chip: str, program: str, dtype: str) -> None:
         options |= {"is_uniform": True, "max_query_length": None}
         spec = replace(spec, is_uniform=True, max_query_length=batch)
     with ahead_of_time.as_if_on(chip):
-        sizes = program_sizes(spec, is_long=spec.has_long)
+        sizes, cores = program_sizes(spec, is_long=spec.has_long), num_cores()
     pages = arguments.pop("pages")
 
     def step(pages, arrays):
@@ -140,12 +142,13 @@ def _compile(chip: str, program: str, dtype: str) -> None:
     token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in (pages.kv,)) // (4096 * PAGE_SIZE)
     device = parse_place(chip).chip
     bandwidth = device.hbm_bandwidth / device.devices_per_chip
-    print(json.dumps({"keys": sizes.num_keys, "num_bytes": sizes.num_keys * token_bytes, "bandwidth": bandwidth}))
+    facts = {"keys": sizes.num_keys, "num_bytes": sizes.num_keys * token_bytes, "bandwidth": bandwidth}
+    print(json.dumps(facts | {"num_cores": cores}))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.tpu_bundles", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--chip", action="append", choices=CHIPS, help=f"default: {', '.join(CHIPS)}")
+    parser.add_argument("--chip", action="append", choices=CLOCKS, help=f"default: {', '.join(CHIPS)}")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="of the cache; default: all")
     parser.add_argument("--program", action="append", choices=PROGRAMS, help="default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")

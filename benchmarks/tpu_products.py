@@ -6,7 +6,8 @@
 A pass reads all weights whatever its rows are. XLA multiplies a block of the weight while the next one is copied: rows
 are free as long as the bundles of all blocks take no longer than the copy of the weight. The products are the largest
 of Llama 3 8B. Every bundle of the compiler's final listing counts as often as its loops run; there are no waits in a
-listing. `jaxinfer.engine.determinism` takes from the figures what share of the chip's FLOP/s the products reach.
+listing, so a product takes at least its FLOPs at the chip's rate too. `jaxinfer.engine.determinism` takes the shares of
+FLOP/s from `benchmarks/results/tpu_products.json`.
 """
 
 import argparse
@@ -47,11 +48,11 @@ class ProductCost:
 
     @property
     def ratio(self) -> float:
-        return self.compute_us / self.copy_us
+        return max(self.compute_us, self.flops_us) / self.copy_us
 
     @property
     def share_of_flops(self) -> float:
-        """What the products reach of the chip's public rate."""
+        """What the bundles would reach of the chip's public rate; above 1 the matrix units are waited for."""
         return self.flops_us / self.compute_us
 
 

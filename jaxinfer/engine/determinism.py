@@ -1,10 +1,12 @@
 """Decides whether an engine is deterministic, and the rows of the one shape that all of its passes then have.
 
-A pass reads all weights whatever its rows are, so up to the chip's ridge (FLOP/s over bytes/s) more rows take no more
-time, and one shape for a token alone and for a chunk of a prompt costs nothing. Neither depends on the load.
+A pass reads all weights whatever its rows are, so more rows take no more time as long as the chip multiplies them while
+the weights arrive, and one shape for a token alone and for a chunk of a prompt costs nothing. Neither depends on the
+load. On a TPU the multiplication takes what its bundles of instructions take, more than FLOPs at the public rate.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from jaxinfer.chips import Rates, chips
@@ -20,11 +22,23 @@ MAX_ROWS = 1024
 # Prompt tokens beside all slots, at least.
 MIN_CHUNK = 64
 # deterministic="auto" accepts so much more time of a decode step.
-MAX_COST = 1.05
+MAX_COST = 1.02
 # Bytes between memory and chip for each row of a layer beside its weights and pages, in numbers of the model's type for
 # each of 4 hidden_size + 3 intermediate_size: of compiled programs (benchmarks/deterministic_cost.py). Two TPUs keep
 # all in vector memory. Of a GPU beside what its cache serves; an H100 has 2.9 in bfloat16, and more in int8.
 MOVED_PER_ROW = {"v6e": 0.0, "tpu7x": 0.0, "tpu": 1.3, "gpu": 2.9}
+# Shares of a TPU's FLOP/s that XLA's products reach, by bits of a stored weight and rows, from the bundles of compiled
+# programs: `python -m benchmarks.tpu_products --json benchmarks/results/tpu_products.json`. Rows between are
+# interpolated; of fewer or more rows, and of other chips, the nearest and the last are taken.
+SHARES_OF_FLOPS: dict[str, dict[int, dict[int, float]]] = {
+    "v5e": {16: {192: 1.0, 224: 1.0}, 8: {96: 1.0, 128: 1.0}},
+    "v6e": {16: {480: 0.916, 512: 0.918, 544: 0.92}, 8: {224: 0.926, 256: 0.933}},
+    "tpu7x": {16: {256: 1.0, 288: 1.0}, 8: {128: 0.757, 160: 1.0}},
+}
+OTHER_SHARES = {"tpu": 0.9, "gpu": 1.0}
+# Bundles of the largest product take at most this share of the time in which its weight arrives: a listing has no
+# waits, and Llama 3 8B's down projection takes 2 % more bundles than its gate.
+BUNDLES_MARGIN = 0.95
 
 
 @dataclass(frozen=True)
@@ -97,10 +111,37 @@ def _num_rows(spec: Any, rates: Rates | None, work: WeightWork) -> int:
     least = max(chunk + spec.max_seqs, spec.max_seqs * nodes)
     if rates is None:
         return -(-least // DEFAULT_ROWS) * DEFAULT_ROWS
-    seconds = rates.compute_seconds(_layer_flops(work))
-    ridge = (work.dense_bytes + work.expert_bytes - work.head[2]) / rates.hbm / seconds if seconds else 0.0
     step = ROWS_STEP.get(spec.platform, DEFAULT_ROWS)
-    return max(min(int(ridge), MAX_ROWS) // step, -(-least // step)) * step
+    reading = (work.dense_bytes + work.expert_bytes - work.head[2]) / rates.hbm
+    most = reading * (BUNDLES_MARGIN if spec.platform == "tpu" else 1.0)
+    fitting = (rows for rows in range(MAX_ROWS, 0, -step) if _computing(spec, rates, work, rows) <= most)
+    return max(next(fitting, 0), -(-least // step) * step)
+
+
+def _computing(spec: Any, rates: Rates, work: WeightWork, num_rows: int) -> float:
+    """Seconds in which a chip multiplies rows by the weights of the layers."""
+    flops = {kind: count * num_rows for kind, count in _layer_flops(work).items()}
+    return rates.compute_seconds(flops) / share_of_flops(spec.chip, spec.platform, stored_bits(work), num_rows)
+
+
+def stored_bits(work: WeightWork) -> int:
+    """Bits of a weight of the layers, without its scales: 16, 8 or 4, whichever most of them have."""
+    num_weights = sum(_layer_flops(work).values()) / 2
+    num_bytes = work.dense_bytes - work.head[2]
+    if work.expert_bytes or not num_weights:  # a token multiplies by some experts
+        return 16
+    return next(bits for bits in (16, 8, 4, 0) if 8 * num_bytes >= 0.75 * bits * num_weights) or 4
+
+
+def share_of_flops(chip: str | None, platform: str, bits: int, num_rows: int) -> float:
+    """The share of a chip's FLOP/s that products of some rows reach, see `SHARES_OF_FLOPS`."""
+    known = sorted(SHARES_OF_FLOPS.get(chip or "", {}).get(bits, {}).items())
+    if not known:
+        return OTHER_SHARES.get(platform, 1.0)
+    for (low, before), (high, after) in pairwise(known):
+        if low <= num_rows <= high:
+            return before + (after - before) * (num_rows - low) / (high - low)
+    return known[0][1] if num_rows < known[0][0] else known[-1][1]
 
 
 def _layer_flops(work: WeightWork) -> dict[str, float]:
@@ -124,8 +165,7 @@ def _cost(spec: Any, rates: Rates, work: WeightWork, num_rows: int) -> float:
             missed = (1 - moe.num_experts_per_token / moe.num_experts) ** num_read
         kind, head_flops, head_bytes = work.head
         reading = work.dense_bytes - head_bytes + (1 - missed) * work.expert_bytes
-        computing = {dtype: count * num_layer_rows for dtype, count in _layer_flops(work).items()}
-        layers = max(reading / rates.hbm, rates.compute_seconds(computing))
+        layers = max(reading / rates.hbm, _computing(spec, rates, work, num_layer_rows))
         layers += config.num_layers * num_layer_rows * row_bytes / rates.hbm
         head = max(head_bytes / rates.hbm, rates.compute_seconds({kind: head_flops * num_head_rows}))
         count = spec.num_devices

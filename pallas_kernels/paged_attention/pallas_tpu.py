@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import tuning
 from pallas_kernels.paged_attention import layout, tpu_kernel, tpu_schedule
 from pallas_kernels.paged_attention.layout import InterleavedPages
 from pallas_kernels.paged_attention.specs import DIVIDED_PAGES, PagedOperands, PagedSpec
@@ -18,6 +19,7 @@ LAYOUT = "interleaved"
 tunable, candidates = tpu_schedule.tunable, tpu_schedule.candidates
 _Q_DTYPES = ("float32", "bfloat16")
 _CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
+_CACHES_OF_8_BIT_FLOATS = ("float8_e4m3fn", "float8_e5m2", "int4")
 _SCALARS = ("items", "count", "page_ids", "scale_pages", "ancestors", "depths")
 
 
@@ -35,6 +37,8 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
         return f"the TPU kernel takes queries of {' or '.join(_Q_DTYPES)}, not {spec.q_dtype}"
     if spec.page.dtype not in _CACHE_DTYPES:
         return f"the TPU kernel reads caches of {', '.join(_CACHE_DTYPES)}, not {spec.page.dtype}"
+    if tuning.chip() == "tpu_v4" and spec.page.dtype in _CACHES_OF_8_BIT_FLOATS:
+        return f"a v4 multiplies no 8-bit floats, which the kernel makes of a cache of {spec.page.dtype}"
     if not tpu_schedule.groups(spec):
         available = tpu_schedule.SMEM_BYTES - tpu_schedule.SMEM_RESERVED_BYTES
         needed = tpu_schedule.smem_bytes(spec, 1)

@@ -33,20 +33,21 @@ def spec_of(
 
 
 # FLOP/s over bytes/s of the chip is the rows at which products take as long as reading weights of two bytes: 240, 560,
-# 313 and 295; half of that for one byte. Below, in steps of 32 on a TPU and of 64 on a GPU; 128 is what 64 slots and a
-# chunk of a prompt need.
+# 313 and 295; half of that for one byte. Below, in steps of 32 on a TPU and of 64 on a GPU, and on a TPU where the
+# bundles take at most 0.95 of the time: 92 % of the FLOP/s are reached on a v6e. 128 is what 64 slots and a chunk of a
+# prompt need.
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("chip", "weights", "num_rows", "is_on"),
     [
         ("v5e", "bfloat16", 224, False),
-        ("v6e", "bfloat16", 544, True),
+        ("v6e", "bfloat16", 480, True),
         ("tpu7x", "bfloat16", 288, True),
         ("h100", "bfloat16", 256, False),
-        ("v6e", "int8", 256, True),
+        ("v6e", "int8", 224, True),
         ("h100", "int8", 128, False),
         ("v5e", "int8", 128, False),
-        ("tpu7x", "int8", 128, True),
+        ("tpu7x", "int8", 128, False),
         ("h100", "int4-g128", 128, False),
     ],
 )
@@ -57,7 +58,7 @@ def test_the_rows_are_those_at_the_ridge(chip, weights, num_rows, is_on):
     found = replace(spec, determinism=None, options=replace(spec.options, deterministic="auto")).determinism
     assert (found.is_on, found.num_rows) == (is_on, num_rows)
     assert found.cost is not None
-    assert (found.cost <= 1.05) == is_on
+    assert (found.cost <= 1.02) == is_on
     assert f"{found.cost:.3f} of the time" in str(found)
 
 

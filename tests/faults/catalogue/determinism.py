@@ -4,6 +4,14 @@ from tests.faults.fault import Fault
 
 FAULTS = (
     Fault(
+        "determinism/rows-are-multiplied-at-the-public-rate",
+        "jaxinfer/engine/determinism.py",
+        "rates.compute_seconds(flops) / share_of_flops(",
+        "rates.compute_seconds(flops) / (lambda *_: 1.0)(",
+        ("tests/engine/test_determinism.py",),
+        "a deterministic engine on a v6e takes 5 % longer for a token than the weights",
+    ),
+    Fault(
         "determinism/decoding-has-as-many-rows-as-slots",
         "jaxinfer/engine/determinism.py",
         "return (self.num_rows,) if self.is_on else ()",

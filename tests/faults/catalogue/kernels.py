@@ -12,6 +12,38 @@ FLASH = "tests/pallas_kernels/flash_attention/test_flash_attention.py::test_equa
 
 FAULTS = (
     Fault(
+        "kernels/tpu-copies-are-checked-in-ordinary-use",
+        "pallas_kernels/tpu_parameters.py",
+        "is_off = not has_checks()",
+        "is_off = False",
+        ("tests/pallas_kernels/test_tpu_parameters.py",),
+        "on a TPU each copy of a page takes twice the instructions",
+    ),
+    Fault(
+        "kernels/tpu-later-calls-read-the-first-call-s-pages",
+        "pallas_kernels/paged_attention/tpu_schedule.py",
+        "(sequence - own.start) * spec.pages_per_sequence",
+        "sequence * spec.pages_per_sequence",
+        (TPU_SUITE + "_with_page_tables_beyond_scalar_memory[decode_int8]",),
+        "on a TPU with large page tables some sequences attend to others",
+    ),
+    Fault(
+        "kernels/tpu-cores-take-the-same-items",
+        "pallas_kernels/paged_attention/tpu_program.py",
+        "place = index * refs.num_cores + refs.core",
+        "place = index * refs.num_cores",
+        (TPU_SUITE + "_on_two_cores[decode_int8]",),
+        "on a v4 or v5p every second sequence gets its query as its output",
+    ),
+    Fault(
+        "kernels/tpu-scales-move-to-vector-memory",
+        "pallas_kernels/paged_attention/pallas_tpu.py",
+        'shape if name == "rows" else',
+        'shape if name in ("rows", "cache_scales") else',
+        ("tests/pallas_kernels/paged_attention/test_pallas_tpu.py::test_compiled[v6e-mixed-qwen3_small-int8]",),
+        "on a TPU an int8 cache's scales are copied to vector memory and back in each layer",
+    ),
+    Fault(
         "cache/padding-is-written-to-the-null-page",
         "pallas_kernels/paged_attention",
         "page_table[places.sequence, entry], spec.page.num_pages)",

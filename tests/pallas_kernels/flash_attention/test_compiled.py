@@ -11,7 +11,13 @@ from pallas_kernels.flash_attention import pallas_gpu, pallas_tpu
 from tests.pallas_kernels.flash_attention.shapes import MODELS, FlashShape
 from tests.pallas_kernels.quick import quick
 
-CHIPS = (("v5e", "pallas_tpu"), ("v6e", "pallas_tpu"), ("tpu7x", "pallas_tpu"), ("h100", "pallas_gpu"))
+CHIPS = (
+    ("v4", "pallas_tpu"),
+    ("v5e", "pallas_tpu"),
+    ("v6e", "pallas_tpu"),
+    ("tpu7x", "pallas_tpu"),
+    ("h100", "pallas_gpu"),
+)
 PROGRAMS = quick(
     [(chip, kernel, name) for chip, kernel in CHIPS for name in MODELS],
     ("v6e", "pallas_tpu", "llama_3_8b_chunk"),

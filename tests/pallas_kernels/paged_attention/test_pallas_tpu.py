@@ -5,6 +5,7 @@ one of more than 16 new tokens is several items.
 """
 
 import contextlib
+import functools
 import itertools
 import re
 from collections import Counter
@@ -17,9 +18,11 @@ import pytest
 from jax import lax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental import pallas as pl
+from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
 
-from pallas_kernels import ahead_of_time, tuning
+from pallas_kernels import ahead_of_time, tpu_parameters, tuning
 from pallas_kernels.paged_attention import (
     layout,
     make_schedule,
@@ -36,6 +39,8 @@ from tests.pallas_kernels.paged_attention.shapes import FOUR_BITS, SMALL, PagedS
 from tests.pallas_kernels.quick import quick
 
 CHIPS = ("v5e", "v6e", "tpu7x")
+# Two cores, and a quarter of the vector memory (v4).
+TWO_CORES = {"v4": ("float32", "bfloat16", "int8"), "v5p": ("bfloat16", "int4")}
 CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 # Heads (of queries, of keys) of Llama-3-8B and of the Qwen3 models; head_dim 128.
 HEADS = {"llama3": (32, 8), "qwen3_small": (16, 8), "qwen3_large": (64, 8)}
@@ -390,6 +395,16 @@ def chip_shape(kind: str, heads: str, dtype: str) -> PagedShape:
     return PagedShape(((1, 8192),) * 63 + ((449, 8192),), **options)
 
 
+@functools.cache
+def mesh_of(chip: str) -> Mesh:
+    """One device of a chip as programs see it: both cores of a v4, which the compiler else takes for two devices."""
+    if chip != "v4":
+        return ahead_of_time.mesh(chip)
+    ahead_of_time.mesh(chip)
+    megacore = topologies.get_topology_desc("v4:2x2x1", "tpu", chip_config_name="megacore")
+    return Mesh(np.array(megacore.devices[:1]), ("x",))
+
+
 def check_compiled(chip: str, shape: PagedShape) -> None:
     """Compiles; the cache is updated in place, nothing of its size is copied, and temporaries are as q and out."""
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
@@ -401,7 +416,7 @@ def check_compiled(chip: str, shape: PagedShape) -> None:
     def call(pages, arrays):
         return paged_attention(pages=pages, **arrays, **shape.options, implementation="pallas_tpu")
 
-    compiled = ahead_of_time.compile_for(chip, call, pages, arguments, donate_argnums=(0,))
+    compiled = ahead_of_time.compile_for(chip, call, pages, arguments, donate_argnums=(0,), chip_mesh=mesh_of(chip))
     print(f"{compiled.seconds:.2f} seconds, {compiled.temporary_bytes:,} bytes of temporaries")
     assert compiled.aliased_bytes >= num_bytes
     queries = arguments["q"].size * arguments["q"].dtype.itemsize
@@ -411,6 +426,8 @@ def check_compiled(chip: str, shape: PagedShape) -> None:
     dimensions = ",".join(map(str, pages.kv.shape))
     assert f"[{dimensions}]" in text
     assert not re.search(rf"= \S*\[{dimensions}\]\S* copy", text)
+    for leaf in jax.tree.leaves(pages):  # nor is it moved to vector memory and back, scales neither
+        assert not re.search(rf"\[{','.join(map(str, leaf.shape))}\]{{[^}}]*S\(1\)", text)
 
 
 PROGRAMS = itertools.product(CHIPS, ("decode", "verify", "prefill", "mixed"), HEADS, CACHE_DTYPES)
@@ -423,6 +440,37 @@ PROGRAMS = itertools.product(CHIPS, ("decode", "verify", "prefill", "mixed"), HE
 )
 def test_compiled(chip, kind, heads, dtype):
     check_compiled(chip, chip_shape(kind, heads, dtype))
+
+
+CORE_PROGRAMS = [
+    (chip, kind, dtype)
+    for chip, dtypes in TWO_CORES.items()
+    for kind in ("decode", "prefill", "mixed")
+    for dtype in dtypes
+]
+
+
+@pytest.mark.parametrize(("chip", "kind", "dtype"), quick(CORE_PROGRAMS, ("v4", "decode", "bfloat16")))
+def test_compiled_for_two_cores(chip, kind, dtype):
+    check_compiled(chip, chip_shape(kind, "llama3", dtype))
+
+
+def test_cores_of_chips():
+    if (reason := ahead_of_time.missing_compiler("v4")) is not None:
+        pytest.skip(reason)
+    found = {}
+    for chip in (*CHIPS, *TWO_CORES):
+        with ahead_of_time.as_if_on(chip, mesh_of(chip)):
+            found[chip] = (tpu_parameters.num_cores(), tpu_schedule.vmem_limit() >> 20)
+    assert found == {"v5e": (1, 48), "v6e": (1, 48), "tpu7x": (1, 48), "v4": (2, 15), "v5p": (2, 48)}
+
+
+def test_a_v4_reads_no_8_bit_floats():
+    if (reason := ahead_of_time.missing_compiler("v4")) is not None:
+        pytest.skip(reason)
+    with ahead_of_time.as_if_on("v4"):
+        for dtype in ("float8_e4m3fn", "float8_e5m2", "int4"):
+            assert "no 8-bit floats" in pallas_tpu.unsupported(spec_of(chip_shape("decode", "llama3", dtype)), "tpu")
 
 
 FEATURES = {
