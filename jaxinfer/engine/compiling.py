@@ -31,6 +31,7 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {"xla_cpu_parallel_codegen_split_count": 1},
     "gpu": {
         "xla_gpu_enable_command_buffer": _IN_GRAPHS,
+        "xla_gpu_graph_min_graph_size": 1,  # a loop counts as one operation
         "xla_gpu_experimental_force_split_k": 1,
         "xla_gpu_dot_merger_threshold_mb": 0,
     },

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from jaxinfer import compilation_cache
 from jaxinfer.engine import compiling
@@ -14,6 +15,7 @@ from jaxinfer.engine.compiling import LargeProgram, Program, compile_programs, d
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
 from pallas_kernels import ahead_of_time
+from pallas_kernels.gpu_launches import compile_with_plan
 from pallas_kernels.hbm_traffic import HloProgram
 from tests.engine.sequences import make_sequence
 from tests.tiny import OPTIONS
@@ -126,6 +128,17 @@ def test_a_gpu_sums_each_product_at_once():
     read_and_written = 2 * (256 * 4096 + 4096 * 1024 + 256 * 1024)
     assert moved(LargeProgram(lambda x, w: x @ w)) == read_and_written
     assert moved(jax.jit(lambda x, w: x @ w)) > 1.5 * read_and_written
+
+
+def test_a_loop_on_a_gpu_is_one_graph():
+    if (reason := ahead_of_time.missing_compiler("h100")) is not None:
+        pytest.skip(reason)
+
+    def steps(x):
+        return lax.while_loop(lambda x: x[0] < 9, lambda x: jnp.sin(x) + x.sum(), x)
+
+    _, plan = compile_with_plan("h100", LargeProgram(steps), jax.ShapeDtypeStruct((256,), jnp.float32))
+    assert (plan.num_graphs, plan.num_waits) == (1, 0)
 
 
 def test_options_that_a_compiler_does_not_know_are_left_out(monkeypatch):

@@ -416,3 +416,23 @@ def test_greedy_batches_never_compute_noise(monkeypatch):
         jax.block_until_ready(program(*arguments))
         jax.effects_barrier()
         assert len(calls) == expected
+
+
+def test_rows_that_are_not_used_choose_no_branch(monkeypatch):
+    """A finished row with a temperature leaves greedy ones in the branch that only looks for the largest logit."""
+    calls = []
+    right = sampler_module.transform
+
+    def counted(*arguments):
+        jax.debug.callback(lambda: calls.append(1))
+        return right(*arguments)
+
+    monkeypatch.setattr(sampler_module, "transform", counted)
+    program = jax.jit(lambda is_used, *arguments: sample(*arguments, is_used=is_used))
+    logits = np.float32([np.arange(10), np.arange(10)])
+    batch, state = make_batch([row(temperature=0, logprobs=2), row(temperature=0.7)], 10), make_state([[0], [0]], 10)
+    for used, expected in (([True, False], 0), ([True, True], 1)):
+        result = program(np.array(used), logits, np.zeros(2, np.int32), batch, state)
+        jax.effects_barrier()
+        assert len(calls) == expected
+        assert (result.tokens[0], result.top_ids[0, 0], result.rank[0]) == (9, 9, 1)

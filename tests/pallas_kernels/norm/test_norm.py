@@ -77,6 +77,13 @@ def test_rows_of_any_axes_and_no_weight(implementation):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "pallas_gpu"])
+def test_zeros_are_no_numbers_less(implementation):
+    x = jnp.zeros((1, 1024), jnp.bfloat16)
+    _, result = run(implementation, x, None, None, x, "rms")
+    np.testing.assert_array_equal(np.asarray(result, np.float32), 0)
+
+
 @pytest.mark.parametrize(
     ("width", "has_term", "axes", "reason"),
     [
