@@ -20,6 +20,7 @@ TIME_LIMIT = 900  # seconds for the tests of one fault; nearly all take less tha
 COMPILED_TESTS = (
     "tests/pallas_kernels",
     "tests/engine/test_compiled",
+    "tests/engine/test_compiling",
     "tests/planning/test_plan_compiled",
     "tests/quantization/test_implementations",
 )

@@ -52,7 +52,7 @@ def run(implementation, x, weight, bias, term, kind):
         return pallas_gpu.norm(x, weight, bias, term, spec)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("rms-bfloat16-640-True-False-xla", "rms-bfloat16-640-True-False-pallas_gpu")
 @pytest.mark.parametrize("implementation", ["xla", "pallas_gpu"])
 @pytest.mark.parametrize(
     ("kind", "dtype", "width", "has_term", "has_bias"),
