@@ -103,7 +103,7 @@ def run_experts(
     if form is None:
         num_tokens, num_choices = chosen.shape
         sizes = num_tokens, num_choices, experts.up.shape[0]
-        form = choose_form(current_platform(), *sizes, is_quantized, is_float32=x.dtype == jnp.float32)
+        form = choose_form(current_platform(), *sizes, is_quantized, can_gather=_can_gather(x))
     if form not in FORMS:
         raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}")
     if is_quantized and form not in ("tiles", "gathered", "packed"):
@@ -134,12 +134,12 @@ def run_experts(
 
 
 def choose_form(
-    platform: str, num_tokens: int, num_choices: int, num_experts: int, is_quantized: bool, *, is_float32: bool = False
+    platform: str, num_tokens: int, num_choices: int, num_experts: int, is_quantized: bool, *, can_gather: bool = True
 ) -> str:
-    """The fastest form, see the module's docstring. In float32 a row's bits must not depend on the number of rows."""
+    """The fastest form, see the module's docstring."""
     num_rows = num_tokens * num_choices
     is_few = num_rows <= min(_MOST_GATHERED, _MOST_OF_EXPERT * num_experts)
-    if is_quantized and platform == "gpu" and is_few and not is_float32:
+    if is_quantized and platform == "gpu" and is_few and can_gather:
         return "gathered"
     if is_quantized or platform == "cpu":
         return "tiles"
@@ -147,6 +147,12 @@ def choose_form(
         return "ragged"
     # With fewer rows than experts, most experts need not be read.
     return "dense" if num_tokens <= _DENSE_TOKENS and num_rows >= num_experts else "tiles"
+
+
+def _can_gather(x: jax.Array) -> bool:
+    """False in float32, where a row's bits must not depend on the number of rows, and for stacks that are sharded: only
+    on a GPU of its own a stack lies output by output (`quantization.on_device`), and another is copied first."""
+    return x.dtype != jnp.float32 and jax.sharding.get_abstract_mesh().size <= 1
 
 
 def tile_rows(num_rows: int, num_experts: int) -> int:
@@ -289,7 +295,7 @@ def most_blocks(num_rows: int, num_experts: int, size: int) -> int:
 
 def _of_expert(stack: Any, expert: jax.Array) -> Any:
     """One expert's weights of a stack."""
-    lies_by_output = current_platform() == "gpu" and is_weight(stack)
+    lies_by_output = current_platform() == "gpu" and is_weight(stack) and jax.sharding.get_abstract_mesh().size <= 1
 
     def take(path: Any, leaf: Any) -> Any:
         if lies_by_output and getattr(path[-1], "name", None) in ("values", "scales", "zeros", "minima"):

@@ -24,8 +24,7 @@ def swiglu(gate, up):
 
 def check_decoding(chip: str, recipe: str, num_tokens: int, num_experts: int, num_choices: int) -> None:
     """Asserts that a step moves at most 1.15 of the bytes of the experts that its tokens may choose, with many rows
-    beside these, and
-    that no projection of an expert is written in any form."""
+    beside these, and that no projection of an expert is written in any form."""
     shapes = [(num_experts, WIDTH, INNER)] * 2 + [(num_experts, INNER, WIDTH)]
     stacks = [jax.eval_shape(partial(quantize, how=recipe), jax.ShapeDtypeStruct(s, jnp.bfloat16)) for s in shapes]
     with ahead_of_time.as_if_on(chip) as whole:

@@ -303,7 +303,7 @@ def test_forms_by_platform_and_number_of_tokens():
     assert choose_form("gpu", 64, 8, 128, False) == "dense"
     assert choose_form("gpu", 4096, 8, 128, False) == "tiles"
     assert choose_form("gpu", 1, 8, 128, True) == choose_form("gpu", 64, 8, 128, True) == "gathered"
-    assert choose_form("gpu", 1, 8, 128, True, is_float32=True) == choose_form("gpu", 512, 8, 128, True) == "tiles"
+    assert choose_form("gpu", 1, 8, 128, True, can_gather=False) == choose_form("gpu", 512, 8, 128, True) == "tiles"
     assert [tile_rows(rows, 128) for rows in (1, 2048, 4096, 10**6)] == [8, 16, 32, 128]
 
 
