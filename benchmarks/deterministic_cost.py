@@ -8,8 +8,9 @@ layers are compiled; bytes of 32 follow. Time of a step: for each layer the prod
 bandwidth, or FLOPs at the chip's rate, on a TPU at the share of it that bundles reach, whichever takes longer), then
 all other bytes that the program moves, then the pages of the sequences; and the same of the output layer and the
 sampler. A deterministic engine decodes 1, 8 or 64 sequences with one program, of all slots; without, each number has a
-program. Prefill is a step full of tokens of one prompt. A GPU's bytes are those beside what its cache serves (`pallas_kernels.hbm_traffic.through_cache`); the last
-column is the ratio if it served nothing. Queries and results of attention's kernel are not counted on a GPU.
+program. Prefill is a step full of tokens of one prompt. A GPU's bytes are those beside what its cache serves
+(`pallas_kernels.hbm_traffic.through_cache`); the last column is the ratio if it served nothing. Queries and results of
+attention's kernel are not counted on a GPU.
 """
 
 import argparse
