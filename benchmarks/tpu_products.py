@@ -19,6 +19,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.tpu_bundles import CLOCKS, ListingLine, listing_lines
 from jaxinfer.extras import install_hint
@@ -133,8 +134,20 @@ def _compile(folder: str, chip: str, weights: str, product: str, *rows: str) -> 
         own = [file for name, file in files.items() if name not in seen and "schedule-analysis" not in name]
         seen |= set(files)
         texts = [file.read_text(encoding="utf-8") for file in own]
-        products = [text for text in texts if "vmatmul" in text or "vmatpush" in text]
+        # One row may be multiplied by the vector units.
+        products = [text for text in texts if "vmatmul" in text] or [max(texts, key=len)]
         print(json.dumps({"rows": num_rows, "bundles": sum(map(all_bundles, products)), "num_bytes": num_bytes}))
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """The ratios as docs/engine.md has them: rows and ratio of each number of rows."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        if line["product"] == "gate":
+            cells.setdefault((line["chip"], line["weights"]), []).append(f"{line['rows']}: {line['ratio']:.3f}")
+    head = ["| chip | bfloat16 | int8 | int4-g128 |", "| --- | --- | --- | --- |"]
+    rows = [[chip, *(", ".join(cells.get((chip, weights), [])) for weights in WEIGHTS)] for chip in CHIPS]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,10 +157,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--product", action="append", choices=PRODUCTS, help="default: gate")
     parser.add_argument("--rows", action="append", type=int, help="default: around the chip's ridge")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the figures to this file")
+    parser.add_argument("--table", action="store_true", help="print --json as docs/engine.md has it, compile nothing")
     parser.add_argument("--compile", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.compile:
         _compile(*options.compile)
+        return 0
+    if options.table:
+        print(table(json.loads(options.json.read_text(encoding="utf-8"))), end="")
         return 0
     from pallas_kernels import ahead_of_time  # imports JAX, which the processes that compile do anyway
 

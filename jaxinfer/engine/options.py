@@ -211,7 +211,7 @@ class EngineOptions(SpeculationOptions):
     deterministic: bool | Literal["auto"] = _engine(
         "auto",
         "Log-probabilities keep every bit whatever else runs and however prompts are cut: all passes over the model "
-        "have one shape. auto is on where decoding is predicted to take at most 5 % longer, never on a CPU, and "
+        "have one shape. auto is on where decoding is predicted to take at most 2 % longer, never on a CPU, and "
         "LLM.explain() says why.",
         "MODE",
         parse=parse_deterministic,

@@ -48,3 +48,8 @@ def test_the_engine_has_the_shares_of_the_file():
     for chip, by_bits in SHARES_OF_FLOPS.items():
         for bits, shares in by_bits.items():
             assert shares == {rows: found[chip][bits][rows] for rows in shares}
+
+
+def test_the_page_has_the_figures_of_the_file():
+    lines = json.loads((ROOT / "benchmarks/results/tpu_products.json").read_text(encoding="utf-8"))
+    assert tpu_products.table(lines) in (ROOT / "docs/engine.md").read_text(encoding="utf-8")

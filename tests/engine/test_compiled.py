@@ -139,6 +139,7 @@ def compiled(case: Case) -> Found:
 
 CASES = [
     Case("v6e", 1, "decode", num_layers=1, model=NARROW),
+    pytest.param(Case("v4", 1, "decode", num_layers=1, model=NARROW), marks=pytest.mark.slow),
     *(pytest.param(Case(*chips, "decode", num_layers=2), marks=pytest.mark.slow) for chips in (("v6e", 1), ("v5e", 4))),
     *(
         pytest.param(Case(chip, num_devices, program), marks=pytest.mark.slow)

@@ -36,7 +36,7 @@ def spec_of(
 # 313 and 295; half of that for one byte. Below, in steps of 32 on a TPU and of 64 on a GPU, and on a TPU where the
 # bundles take at most 0.95 of the time: 92 % of the FLOP/s are reached on a v6e. 128 is what 64 slots and a chunk of a
 # prompt need.
-@pytest.mark.matrix
+@pytest.mark.matrix("v6e-bfloat16-480-True", "v6e-int4-g128-128-False")
 @pytest.mark.parametrize(
     ("chip", "weights", "num_rows", "is_on"),
     [
@@ -45,6 +45,7 @@ def spec_of(
         ("tpu7x", "bfloat16", 288, True),
         ("h100", "bfloat16", 256, False),
         ("v6e", "int8", 224, True),
+        ("v6e", "int4-g128", 128, False),
         ("h100", "int8", 128, False),
         ("v5e", "int8", 128, False),
         ("tpu7x", "int8", 128, False),
