@@ -18,6 +18,7 @@ NO_TESTS = 5  # pytest's exit code where none was selected
 TIME_LIMIT = 900  # seconds for the tests of one fault; nearly all take less than 30
 # The tests that compile for TPUs and GPUs, and those of eight devices, run with what `make test` gives them.
 COMPILED_TESTS = (
+    "tests/models/test_compiled_experts.py",
     "tests/pallas_kernels",
     "tests/engine/test_compiled",
     "tests/engine/test_compiling",
