@@ -120,7 +120,7 @@ def one_warp(start: Callable[[], None]) -> None:
 
     mesh = plgpu.WarpMesh(axis_name="warp")
     if jax.__version_info__ >= (0, 11):
-        pl.kernel(first, out_type=(), mesh=mesh)()
+        pl.kernel(first, out_type=(), mesh=mesh)()  # pyright: ignore[reportCallIssue]
     else:
         pl.core_map(mesh)(first)
 

@@ -115,10 +115,11 @@ def join(params: Any, *, donate: bool = False) -> Any:
     joined = {name: join(child, donate=donate) for name, child in params.items()}
     for names in GROUPS:
         group = [joined[name].get("weight") for name in names if isinstance(joined.get(name), Mapping)]
-        if len(group) < len(names) or not _are_alike(group):
+        if len(group) < len(names) or any(weight is None for weight in group) or not _are_alike(group):
             continue
-        num_shards = _num_shards(group[0])
-        whole = jax.tree.map(lambda *arrays: _joined(arrays, num_shards), *group)  # noqa: B023 (called at once)
+        if (num_shards := _num_shards(group[0])) is None:
+            continue
+        whole = jax.tree.map(lambda *arrays: _joined(arrays, num_shards), *group)
         held = SideBySide(whole, tuple(weight.shape[1] for weight in group), num_shards)
         others = [InFirst(names[0], number, weight.shape, held.scheme) for number, weight in enumerate(group)]
         if donate:
@@ -161,7 +162,7 @@ def _are_alike(group: Sequence[Any]) -> bool:
         return False
     kinds = {(type(weight), weight.ndim, weight.shape[0], _num_shards(weight)) for weight in group}
     dtypes = {tuple(array.dtype for array in jax.tree.leaves(weight)) for weight in group}
-    if len(kinds) > 1 or len(dtypes) > 1 or first.ndim != 2 or _num_shards(first) is None:
+    if len(kinds) > 1 or len(dtypes) > 1 or first.ndim != 2:
         return False
     if not isinstance(first, QuantizedArray):
         return True
