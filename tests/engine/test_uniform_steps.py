@@ -13,6 +13,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache.kv_dtype import KV_DTYPES
+from jaxinfer.engine.programs import paged
 from jaxinfer.models import init_params
 from jaxinfer.quantization import quantize_params
 from tests.engine.mixed_requests import random_prompts
@@ -85,6 +86,17 @@ def alone(weights: str, kv_dtype: str) -> list:
 )
 def test_every_bit_is_that_of_one_step_alone(weights, kv_dtype, draft):
     assert together(weights, kv_dtype, **drafting(draft)) == alone(weights, kv_dtype)
+
+
+def test_every_pass_has_the_same_arithmetic(monkeypatch):
+    """Those of prompts, and those in the loop of a dispatch: on a CPU attention rounds alike in both, on a TPU not."""
+    passes = []
+    right = paged._one_pass
+    monkeypatch.setattr(paged, "_one_pass", lambda *given: passes.append(given[5]) or right(*given))
+    with LLM(model("float32"), **{**OPTIONS, "max_seqs": 3, "num_pages": 53}) as llm:  # no test before had these sizes
+        llm.generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+    assert len(passes) >= 2
+    assert all(passes)
 
 
 def test_a_draft_with_weights_of_its_own_keeps_every_bit():
