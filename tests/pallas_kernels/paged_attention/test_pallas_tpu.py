@@ -433,7 +433,7 @@ def check_compiled(chip: str, shape: PagedShape) -> None:
 PROGRAMS = itertools.product(CHIPS, ("decode", "verify", "prefill", "mixed"), HEADS, CACHE_DTYPES)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("v6e-mixed-qwen3_small-int8")
 @pytest.mark.parametrize(
     ("chip", "kind", "heads", "dtype"),
     quick(PROGRAMS, ("v6e", "mixed", "qwen3_small", "int8")),
