@@ -109,7 +109,7 @@ def measure(chip: str, weights: str, product: str, rows: tuple[int, ...]) -> lis
         facts = json.loads(line)
         copy = facts["num_bytes"] * device.devices_per_chip / device.hbm_bandwidth
         flops = 2 * facts["rows"] * inputs * outputs * device.devices_per_chip / (device.flops["bf16"] or 0.0)
-        times = [round(1e6 * seconds, 2) for seconds in (facts["bundles"] / CLOCKS[chip], copy, flops)]
+        times = [round(1e6 * seconds, 3) for seconds in (facts["bundles"] / CLOCKS[chip], copy, flops)]
         found.append(ProductCost(chip, weights, product, facts["rows"], facts["bundles"], facts["num_bytes"], *times))
     return found
 
@@ -137,6 +137,11 @@ def _compile(folder: str, chip: str, weights: str, product: str, *rows: str) -> 
         # One row may be multiplied by the vector units.
         products = [text for text in texts if "vmatmul" in text] or [max(texts, key=len)]
         print(json.dumps({"rows": num_rows, "bundles": sum(map(all_bundles, products)), "num_bytes": num_bytes}))
+
+
+def as_line(cost: ProductCost) -> dict[str, Any]:
+    """A line of the file."""
+    return asdict(cost) | {"ratio": round(cost.ratio, 3), "share_of_flops": float(f"{cost.share_of_flops:.3g}")}
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -192,11 +197,7 @@ def _add(file: Path, found: list[ProductCost]) -> None:
     """Writes figures in place of those of the same products."""
     lines = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     by_key = {(line["chip"], line["weights"], line["product"], line["rows"]): line for line in lines}
-    by_key |= {
-        (one.chip, one.weights, one.product, one.rows): asdict(one)
-        | {"ratio": round(one.ratio, 3), "share_of_flops": round(one.share_of_flops, 3)}
-        for one in found
-    }
+    by_key |= {(one.chip, one.weights, one.product, one.rows): as_line(one) for one in found}
     lines = [by_key[key] for key in sorted(by_key)]
     file.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
 

@@ -31,9 +31,13 @@ MOVED_PER_ROW = {"v6e": 0.0, "tpu7x": 0.0, "tpu": 1.3, "gpu": 2.9}
 # programs: `python -m benchmarks.tpu_products --json benchmarks/results/tpu_products.json`. Rows between are
 # interpolated; of fewer or more rows, and of other chips, the nearest and the last are taken.
 SHARES_OF_FLOPS: dict[str, dict[int, dict[int, float]]] = {
-    "v5e": {16: {192: 1.0, 224: 1.0}, 8: {96: 1.0, 128: 1.0}, 4: {8: 0.155, 128: 0.332}},
-    "v6e": {16: {480: 0.916, 512: 0.918, 544: 0.92}, 8: {224: 0.926, 256: 0.933}, 4: {8: 0.039, 64: 0.237, 128: 0.122}},
-    "tpu7x": {16: {256: 1.0, 288: 1.0}, 8: {128: 0.757, 160: 1.0}, 4: {8: 0.031, 128: 0.146}},
+    "v5e": {16: {192: 1.0, 224: 1.0}, 8: {96: 1.0, 128: 1.0}, 4: {1: 0.0195, 8: 0.155, 128: 0.332}},
+    "v6e": {
+        16: {480: 0.916, 512: 0.918, 544: 0.92},
+        8: {224: 0.926, 256: 0.933},
+        4: {1: 0.00492, 8: 0.0393, 64: 0.237, 128: 0.122, 512: 0.252},
+    },
+    "tpu7x": {16: {256: 1.0, 288: 1.0}, 8: {128: 0.757, 160: 1.0}, 4: {1: 0.00388, 8: 0.0315, 128: 0.146}},
 }
 OTHER_SHARES = {"tpu": 0.9, "gpu": 1.0}
 # Bundles of the largest product take at most this share of the time in which its weight arrives: a listing has no
