@@ -7,12 +7,15 @@ the PTX manual for addresses in shared memory. Nothing is compiled: lowering a k
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import jax
+
+from benchmarks.gpu_kernels import CHIP, KernelCall
+from pallas_kernels import ahead_of_time
 
 MOST_DIMENSIONS, LONGEST_SIDE = 5, 256
 ALIGNMENT = 16  # bytes, of addresses, strides and the rows of a window
@@ -81,22 +84,21 @@ def broken_rules(one: TmaDescriptor) -> list[str]:
     return broken
 
 
-def descriptors(function: Callable, *arguments: Any, chip: str = "h100", **options: Any) -> list[TmaDescriptor]:
-    """The descriptors of a function's kernels, lowered for `chip`; `options` are of `jax.jit`.
+def descriptors_of(call: KernelCall) -> list[TmaDescriptor]:
+    """The descriptors of a call's kernels, which are lowered for it.
 
     Raises ValueError if an address in shared memory cannot be followed, and what lowering raises.
     """
-    from pallas_kernels import ahead_of_time
-
-    with ahead_of_time.as_if_on(chip) as whole, _recorded() as made:
+    with ahead_of_time.as_if_on(CHIP) as whole, _recorded() as made:
 
         def abstract(leaf):
             place = getattr(leaf, "format", None)
             is_placed = getattr(place, "layout", None) is not None
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place if is_placed else whole)
 
-        jax.clear_caches()  # kernels that were lowered before would be taken as they are
-        jax.jit(function, **options).lower(*jax.tree.map(abstract, arguments))
+        # A function of its own: JAX keeps what it lowered of others.
+        again = jax.jit(lambda *arguments: call.function(*arguments), donate_argnums=call.donate_argnums)
+        again.lower(*jax.tree.map(abstract, call.arguments))
     return list(made.values())
 
 
