@@ -154,8 +154,13 @@ format: $(VENV)/stamp-lint  ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-report: $(VENV)/stamp-base $(VENV)/stamp-compilers  ## Compile every kernel for chips that are not here; a table
+# CUDA 13's assembler tells registers and spills of the GPU kernels, the TPU compiler's listing bundles.
+GPU_RELEASE := $(firstword $(CHIP_RELEASES))
+report: $(VENV)/stamp-base $(VENV)/stamp-compilers .venv-chip-$(GPU_RELEASE)/stamp  ## Compile every kernel for chips that are not here; tables
 	$(WITH_COMPILERS) $(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels_compiled.json
+	$(WITH_COMPILERS) $(BIN)/python -m benchmarks.tpu_bundles --json benchmarks/results/tpu_bundles.json
+	PYTHONPATH=.venv-chip-$(GPU_RELEASE)/compilers JAX_PLATFORMS=cpu .venv-chip-$(GPU_RELEASE)/bin/python \
+	    -m benchmarks.gpu_resources --json benchmarks/results/gpu_resources.json
 
 bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## jaxinfer next to Transformers and llama.cpp, in one run, random weights; the table of docs/speed.md
 	@$(MAKE) $(VENV)/stamp-peers || echo "llama.cpp is left out: it could not be built here"

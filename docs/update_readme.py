@@ -329,7 +329,7 @@ def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
 
 def main() -> None:
     """All blocks, or those named on the command line."""
-    from benchmarks import predicted_steps
+    from benchmarks import gpu_resources, predicted_steps
     from benchmarks.quality import report as quality
 
     documents = {
@@ -354,7 +354,7 @@ def main() -> None:
             "quality_kv_dtypes": quality.kv_dtypes,
         },
         ROOT / "docs" / "planning.md": {"predicted_steps": predicted_steps.table},
-        ROOT / "docs" / "kernels.md": {"kernels": kernels},
+        ROOT / "docs" / "kernels.md": {"kernels": kernels, "gpu_resources": gpu_resources.table},
         ROOT / "docs" / "serving.md": {
             "serving_start": serving_start,
             "several_models": several_models,

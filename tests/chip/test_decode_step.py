@@ -2,54 +2,28 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
-from functools import cache
 
-import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.decode_step import decode, launches
 from jaxinfer.chips import chips
-from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import abstract_params
-from jaxinfer.planning import PlanRequest, parse_place
-from jaxinfer.planning.compiled import planned_programs, read_figures
+from jaxinfer.planning.compiled import read_figures
 from jaxinfer.planning.step_model import LAUNCHES_BESIDE, LAUNCHES_OF_LAYER
-from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
-from pallas_kernels.ahead_of_time import Compilation
-from pallas_kernels.gpu_launches import LaunchPlan, compile_with_plan
 from pallas_kernels.hbm_traffic import HloProgram
 from tests.planning.plan_models import LLAMA_3_8B
 
 MOST_IN_STEP = 340
 
 
-@cache
-def decode(
-    num_layers: int, batch: int = 1, recipe: str | None = None, kv_dtype: str = "auto", num_devices: int = 1
-) -> tuple[Compilation, LaunchPlan]:
-    config = replace(LLAMA_3_8B, num_layers=num_layers)
-    params = abstract_params(config, jnp.bfloat16)
-    if recipe is not None:
-        params = jax.eval_shape(lambda params: quantize_params(params, recipe), params)
-    options = EngineOptions(max_model_len=8192, max_seqs=batch, kv_dtype=kv_dtype)
-    spec = PlanRequest("llama", config, params, parse_place(f"h100x{num_devices}"), options).spec(compiles=True)
-    program = planned_programs(spec)["decode"]
-    return compile_with_plan("h100", program.function, *program.arguments, chip_mesh=spec.mesh)
-
-
-def num_launches(num_layers: int, **options) -> int:
-    return len(decode(num_layers, **options)[1].loop)
-
-
 def test_launches_of_a_step():
-    of_layer = num_launches(3) - num_launches(2)
-    beside = num_launches(2) - 2 * of_layer
-    print(f"8B bf16 b1: {of_layer} launches a layer, {beside} beside: {32 * of_layer + beside} in a step")
-    assert of_layer == LAUNCHES_OF_LAYER <= 9
-    assert beside == LAUNCHES_BESIDE <= 40
-    assert 32 * of_layer + beside <= MOST_IN_STEP
+    one = launches(1)
+    print(f"8B bf16 b1: {one.of_layer} launches a layer, {one.beside} beside: {one.in_step} in a step")
+    assert one.of_layer == LAUNCHES_OF_LAYER <= 9
+    assert one.beside == LAUNCHES_BESIDE <= 40
+    assert one.in_step <= MOST_IN_STEP
 
 
 @pytest.mark.parametrize("batch", [1, 64])

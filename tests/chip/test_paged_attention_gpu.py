@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 
 from benchmarks import gpu_resources
+from benchmarks.gpu_kernels import CACHE_DTYPES
 from benchmarks.gpu_resources import GpuResources
 from pallas_kernels.paged_attention.gpu_sizes import PAIR_SHARED_BYTES
 
@@ -18,10 +19,10 @@ MOST_REGISTERS = 255
 def resources(dtype: str) -> GpuResources:
     if reasons := gpu_resources.missing_tools():
         pytest.skip("; ".join(reasons))
-    return gpu_resources.measure(dtype)
+    return gpu_resources.measure(f"decode {dtype}")
 
 
-@pytest.mark.parametrize("dtype", gpu_resources.DTYPES)
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
 def test_decode_has_few_instructions_and_no_spills(dtype):
     found = resources(dtype)
     print(f"{dtype}: {found.instructions} instructions, {found.registers} registers, {found.shared_bytes} bytes")
