@@ -13,15 +13,16 @@ from jax.experimental.layout import Format
 
 from pallas_kernels import ahead_of_time
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.flash_attention.pallas_gpu import HEAD_DIMS as FLASH_HEAD_DIMS
 from pallas_kernels.norm import norm
 from pallas_kernels.paged_attention import gpu_schedule, paged_attention
+from pallas_kernels.paged_attention.pallas_gpu import HEAD_DIMS
 from pallas_kernels.paged_attention.shapes import MODELS, PagedShape, decode_shape
 
 CHIP, MODEL = "h100", "llama-3-8b"
 CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 # Smallest pages of the engine: scales of fewer tokens are no copy.
 PAGE_SIZES = {"int8": 32, "int4": 32}
-HEAD_DIMS = (64, 80, 96, 128, 256)
 WIDTH = 4096
 
 
@@ -137,7 +138,7 @@ CHECKED: dict[str, Callable[[], KernelCall]] = {
         for program, windows in _WINDOWS.items()
         for head_dim, dtype, page in windows
     },
-    **{f"flash {head_dim}": partial(flash, 1024, head_dim) for head_dim in HEAD_DIMS},
+    **{f"flash {head_dim}": partial(flash, 1024, head_dim) for head_dim in FLASH_HEAD_DIMS},
     **{f"{how} {rows}": partial(quantized, how, rows) for how, rows in product(("int4-g128", "int8-g128"), (1, 64))},
     "int4-g64 512": partial(quantized, "int4-g64", 512),
     "int4-g128-asym 64": partial(quantized, "int4-g128-asym", 64),

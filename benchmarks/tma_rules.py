@@ -126,7 +126,9 @@ def _recorded() -> Iterator[dict[Any, TmaDescriptor]]:
             strides, offset = kind.get_strides_and_offset()
             bits = utils.bitwidth(kind.element_type)
             address = math.gcd(BASE_OF_BUFFERS, offset * bits // 8)
-            made[value] = TmaDescriptor(bits, tuple(kind.shape), tuple(strides), tuple(box), int(swizzle or 0), address)
+            shape, none = tuple(kind.shape), int(launch_context.mgpu_dialect.SwizzlingMode.kNoSwizzle)
+            swizzle = 0 if int(swizzle or none) == none else int(swizzle)
+            made[value] = TmaDescriptor(bits, shape, tuple(strides), tuple(box), swizzle, address)
         return value
 
     def recorded_load(shared, value, *rest, **options):
