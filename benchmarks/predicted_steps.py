@@ -39,8 +39,8 @@ def rows() -> Iterator[tuple[str, str, str, int, int, float, float, int]]:
             counted = count(spec, spec.config, spec.placed_params, spec.cache)
             for context in CONTEXTS:
                 step = predict(place.chip, spec, counted, batch, context)
-                if step is None:
-                    raise RuntimeError(f"no prediction for {chip}, which has costs")
+                if step is None:  # a chip of two devices
+                    continue
                 needed = counted.read_weight_bytes(batch) + batch * counted.read_cache_bytes(context)
                 share = needed * place.chip.devices_per_chip / place.chip.hbm_bandwidth / step.seconds
                 cache = "bfloat16" if kv_dtype == "auto" else kv_dtype

@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SOLID = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 _TPU_TOPOLOGIES = {"v4": _SOLID, "v5e": _FLAT, "v5p": _SOLID, "v6e": _FLAT, "tpu7x": _SOLID}
+_TPU_OPTIONS = {"v4": {"chip_config_name": "megacore"}}  # both cores of a chip as one device
 # The public figures of a chip, in the form of XLA's GpuTargetConfigProto (openxla/xla, target_config/specs).
 _GPU_TARGET = """
 gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -145,7 +146,7 @@ def _tpu_devices(chip: str, num_devices: int) -> list[Any]:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     devices: list[Any] = []
     for bounds in _TPU_TOPOLOGIES[chip]:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=f"{chip}:{bounds}").devices
+        devices = topologies.get_topology_desc(f"{chip}:{bounds}", "tpu", **_TPU_OPTIONS.get(chip, {})).devices
         if len(devices) >= num_devices:
             return devices
     raise ValueError(f"{num_devices} devices of {chip}: the largest slice compiled for has {len(devices)}")

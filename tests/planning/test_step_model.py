@@ -51,10 +51,17 @@ def test_shares_of_the_roofline_of_an_h100(ask, params, recipe, batch, share):
     assert least / found.seconds >= share
 
 
+def test_share_of_the_roofline_of_a_v6e_with_determinism(ask, params):
+    for deterministic in (True, False):
+        step, least = predicted(ask, params, "v6e:1x1", deterministic=deterministic)
+        assert least / step.seconds >= 0.84
+        assert step.launches == 0
+
+
 def test_issue_slots_bound_attention():
-    """4 warps of 1,000 instructions a block of 64 keys, 1e12 slots a second of which 0.6 are used."""
-    costs = StepCosts(3e12, 3e12, 3e12, 0, 0, 0, attention=0.9, slots=1e12, instructions={"int8": 1000, "bf16": 100})
-    assert costs.attention_rate("int8", 16_900) == pytest.approx(0.6e12 / 4000 * 16_900)
+    """7,000 slots for a block of 64 keys, of 1e12 in a second."""
+    costs = StepCosts(3e12, 3e12, 3e12, 0, 0, 0, attention=0.9, slots=1e12, block_slots={"int8": 7000, "bf16": 100})
+    assert costs.attention_rate("int8", 16_900) == pytest.approx(1e12 / 7000 * 16_900)
     assert costs.attention_rate("bf16", 32_768) == costs.attention_rate("unknown", 1) == 0.9 * 3e12
 
 

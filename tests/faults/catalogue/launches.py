@@ -90,8 +90,8 @@ FAULTS = (
     Fault(
         "planning/attention-is-never-bound-by-instructions",
         "jaxinfer/planning/step_model.py",
-        "return rate if count is None else min(rate,",
-        "return rate if count is not None else min(rate,",
+        "return rate if slots is None else min(rate,",
+        "return rate if slots is not None else max(rate,",
         (STEPS + "test_issue_slots_bound_attention",),
         "a cache of 4 bits is predicted to be read at a copy's rate",
     ),

@@ -5,7 +5,6 @@ one of more than 16 new tokens is several items.
 """
 
 import contextlib
-import functools
 import itertools
 import re
 from collections import Counter
@@ -18,9 +17,7 @@ import pytest
 from jax import lax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental import pallas as pl
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh
 
 from pallas_kernels import ahead_of_time, tpu_parameters, tuning
 from pallas_kernels.paged_attention import (
@@ -395,16 +392,6 @@ def chip_shape(kind: str, heads: str, dtype: str) -> PagedShape:
     return PagedShape(((1, 8192),) * 63 + ((449, 8192),), **options)
 
 
-@functools.cache
-def mesh_of(chip: str) -> Mesh:
-    """One device of a chip as programs see it: both cores of a v4, which the compiler else takes for two devices."""
-    if chip != "v4":
-        return ahead_of_time.mesh(chip)
-    ahead_of_time.mesh(chip)
-    megacore = topologies.get_topology_desc("v4:2x2x1", "tpu", chip_config_name="megacore")
-    return Mesh(np.array(megacore.devices[:1]), ("x",))
-
-
 def check_compiled(chip: str, shape: PagedShape) -> None:
     """Compiles; the cache is updated in place, nothing of its size is copied, and temporaries are as q and out."""
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
@@ -416,7 +403,7 @@ def check_compiled(chip: str, shape: PagedShape) -> None:
     def call(pages, arrays):
         return paged_attention(pages=pages, **arrays, **shape.options, implementation="pallas_tpu")
 
-    compiled = ahead_of_time.compile_for(chip, call, pages, arguments, donate_argnums=(0,), chip_mesh=mesh_of(chip))
+    compiled = ahead_of_time.compile_for(chip, call, pages, arguments, donate_argnums=(0,))
     print(f"{compiled.seconds:.2f} seconds, {compiled.temporary_bytes:,} bytes of temporaries")
     assert compiled.aliased_bytes >= num_bytes
     queries = arguments["q"].size * arguments["q"].dtype.itemsize
@@ -460,7 +447,7 @@ def test_cores_of_chips():
         pytest.skip(reason)
     found = {}
     for chip in (*CHIPS, *TWO_CORES):
-        with ahead_of_time.as_if_on(chip, mesh_of(chip)):
+        with ahead_of_time.as_if_on(chip):
             found[chip] = (tpu_parameters.num_cores(), tpu_schedule.vmem_limit() >> 20)
     assert found == {"v5e": (1, 48), "v6e": (1, 48), "tpu7x": (1, 48), "v4": (2, 15), "v5p": (2, 48)}
 
