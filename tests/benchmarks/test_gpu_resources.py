@@ -37,6 +37,16 @@ def test_all_instructions_of_a_kernel_without_products_are_counted():
     assert gpu_resources.loop_opcodes(listing).total() == 12
 
 
+def test_arrivals_of_barriers():
+    ptx = """
+        mov.b32 	%r5, 256;
+        @%p2 mbarrier.init.shared::cta.b64 [%r4], %r5;
+        @%p2 mbarrier.init.shared::cta.b64 [__dynamic_shmem__0+64], %r5;
+        mbarrier.init.shared.b64 [%r6], 128;
+    """
+    assert gpu_resources.barrier_arrivals(ptx) == {256: 2, 128: 1}
+
+
 def test_the_tables_hold_the_figures():
     report = json.loads(gpu_resources.RESULTS.read_text())
     text = gpu_resources.table()
