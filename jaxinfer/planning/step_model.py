@@ -69,7 +69,7 @@ def _hopper(copy: float, product: float, grouped: float) -> StepCosts:
 
 
 def _tpu(bandwidth: float, clock: float, bundles: tuple[int, ...]) -> StepCosts:
-    """Costs of a TPU's core, from bytes/s of its memory, cycles/s, and bundles of 64 keys of 8 heads (`tpu_bundles`)."""
+    """Costs of a core of a TPU, from bytes/s of its memory, cycles/s, and bundles of 64 keys of 8 heads."""
     dtypes = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
     product = 0.93 * bandwidth
     return StepCosts(
