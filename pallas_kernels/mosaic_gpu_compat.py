@@ -160,6 +160,14 @@ def load(ref: Any, index: tuple, layout: Any) -> jax.Array:
     return plgpu.load(ref, index, layout=layout, optimized=False)
 
 
+def store(ref: Any, index: tuple, value: jax.Array) -> None:
+    """`ref[index] = value` of registers of any layout, to GMEM."""
+    if is_interpreted() or not hasattr(plgpu, "store"):
+        ref[index] = value
+    else:  # JAX 0.12 refuses those that are not whole lines unless told otherwise
+        plgpu.store(ref.at[index], value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def transpose(ref: Any) -> Any:
     """The transposed view of a matrix in SMEM."""
     if jax.__version_info__ >= (0, 11):

@@ -119,7 +119,7 @@ def join(params: Any, *, donate: bool = False) -> Any:
             continue
         if (num_shards := _num_shards(group[0])) is None:
             continue
-        whole = jax.tree.map(lambda *arrays: _joined(arrays, num_shards), *group)
+        whole = jax.tree.map(lambda *arrays, num_shards=num_shards: _joined(arrays, num_shards), *group)
         held = SideBySide(whole, tuple(weight.shape[1] for weight in group), num_shards)
         others = [InFirst(names[0], number, weight.shape, held.scheme) for number, weight in enumerate(group)]
         if donate:

@@ -311,9 +311,9 @@ class _Kernel:
         refs, fields = self.refs, self.fields
         plgpu.commit_smem()  # the next item's copies overwrite what this one's products read
         for part, chunk in enumerate(weighted):
-            refs["parts"][fields.slot, self.head, part] = chunk
+            compat.store(refs["parts"], (fields.slot, self.head, part), chunk)
         for part, fact in enumerate((highest, total)):
-            refs["stats"][fields.slot, self.head, part] = fact
+            compat.store(refs["stats"], (fields.slot, self.head, part), fact)
         is_last = compat.count_arrival(
             refs["arrivals"].at[fields.tile, self.head], refs["arrival_smem"], fields.num_items
         )
