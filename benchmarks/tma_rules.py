@@ -107,7 +107,7 @@ def _recorded() -> Iterator[dict[Any, TmaDescriptor]]:
     """Descriptors by the value that the kernel has of them, of kernels that are lowered meanwhile."""
     from jax.experimental.mosaic.gpu import launch_context, utils
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import nvvm
+    from jaxlib.mlir.dialects import llvm, nvvm
 
     made: dict[Any, TmaDescriptor] = {}
     make, load, store = (
@@ -139,8 +139,16 @@ def _recorded() -> Iterator[dict[Any, TmaDescriptor]]:
         made[value].shared.append(_shared_alignment(shared))
         return store(value, shared, *rest, **options)
 
+    assemble = llvm.inline_asm
+
+    def recorded_assembly(result, operands, text, *rest, **options):
+        if "cp.async.bulk.tensor" in text and ".global.mbarrier" in text:  # loads, since JAX 0.12
+            made[operands[2]].shared.append(_shared_alignment(operands[1]))
+        return assemble(result, operands, text, *rest, **options)
+
     with (
         mock.patch.object(launch_context.LaunchContext, "_get_tma_desc", recorded_make),
+        mock.patch.object(llvm, assemble.__name__, recorded_assembly),
         mock.patch.object(nvvm, load.__name__, recorded_load),
         mock.patch.object(nvvm, store.__name__, recorded_store),
     ):

@@ -161,10 +161,10 @@ def load(ref: Any, index: tuple, layout: Any) -> jax.Array:
 
 
 def store(ref: Any, index: tuple, value: jax.Array) -> None:
-    """`ref[index] = value` of registers of any layout, to GMEM."""
+    """`ref[index] = value` of registers of any layout, to GMEM or SMEM."""
     if is_interpreted() or not hasattr(plgpu, "store"):
         ref[index] = value
-    else:  # JAX 0.12 refuses those that are not whole lines unless told otherwise
+    else:  # JAX 0.12 refuses what is not whole lines, or has bank conflicts, unless told otherwise
         plgpu.store(ref.at[index], value, optimized=False)  # pyright: ignore[reportAttributeAccessIssue]
 
 

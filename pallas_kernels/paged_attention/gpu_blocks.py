@@ -243,4 +243,4 @@ class Blocks:
                 columns = out_smem.at[:, pl.ds(start, chunk.shape[0])]
                 gpu_registers.store_transposed(columns, chunk, self.spec.head_dim, 0, ())
             else:
-                out_smem[:, start : start + chunk.shape[1]] = chunk
+                compat.store(out_smem, (slice(None), pl.ds(start, chunk.shape[1])), chunk)
