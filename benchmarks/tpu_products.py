@@ -53,7 +53,7 @@ class ProductCost:
 
     @property
     def share_of_flops(self) -> float:
-        """What the bundles would reach of the chip's public rate; above 1 the matrix units are waited for."""
+        """The share that the bundles would reach of the chip's public rate; above 1 the matrix units are waited for."""
         return self.flops_us / self.compute_us
 
 

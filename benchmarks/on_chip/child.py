@@ -22,7 +22,7 @@ def end_with_parent() -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a child printed, and its exit status, None if it took too long."""
+    """The output of a child, and its exit status, None if it took too long."""
 
     status: int | None
     output: str

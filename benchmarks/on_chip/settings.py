@@ -1,4 +1,4 @@
-"""What a run was asked for, and how its processes tell each other how they ended."""
+"""Settings of a run, and how its processes tell each other how they ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ ALL_DONE, REFUSED, NO_TIME, ANOTHER_PROCESS = 0, 2, 3, 6
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run was asked for.
+    """Settings of a run.
 
     Attributes:
       out: the folder of all that the run writes. only: texts, one of which is in the names of the pieces to run.

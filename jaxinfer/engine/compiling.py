@@ -17,7 +17,7 @@ Report = Callable[[str], None]
 MAX_JOBS = 8  # compilers of large models take gigabytes
 
 # Operations that XLA:GPU takes into a CUDA graph. With loop and conditionals inside a dispatch is one graph; otherwise
-# the host reads three predicates in each step.
+# the host reads predicates in each step.
 _IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 # Of the compilers, for large programs.
 # - XLA:CPU cuts a program into 32 LLVM modules, to compile them side by side; on two cores that takes a third longer

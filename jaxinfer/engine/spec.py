@@ -50,8 +50,8 @@ from pallas_kernels.recurrence import BLOCK_TOKENS
 DEFAULT_MAX_MODEL_LEN = 4096
 CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64  # on a CPU more answers at once would wait for its few cores
 MIN_STEP_TOKENS = 32
-# A chunk reads all weights and launches all kernels. On an H100 512 tokens take three times as long to compute as the
-# weights to read, but a prompt of 8,192 launches some 10,000 kernels in 16 chunks: a tenth of its time.
+# A chunk reads all weights and launches all kernels, however many tokens it has: on Hopper, whose kernels are short,
+# four times as many tokens share both.
 DEFAULT_CHUNK, CHUNKS_OF_CHIPS = 512, {"h100": 2048, "h200": 2048}
 
 

@@ -133,6 +133,8 @@ def join(params: Any, *, donate: bool = False) -> Any:
 
 def separate(params: Any) -> Any:
     """The parameters with each weight of a group on its own, cut out of the array of all; the others are shared."""
+    if not has_groups(params):
+        return params
     paths = jax.tree_util.tree_map_with_path
     return paths(lambda path, _: weight_at(params, [key.key for key in path]), params, is_leaf=_is_leaf)
 

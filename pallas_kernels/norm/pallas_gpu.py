@@ -1,7 +1,7 @@
 """Norms on Hopper (Pallas Mosaic GPU): the addition to the residual stream and the norm in one launch.
 
 A thread block of one warpgroup takes a row: it keeps the sum in registers between the two passes over it. XLA needs a
-launch for the statistics and one for the result, at one row 2 microseconds each.
+launch for the statistics and one for the result.
 """
 
 from functools import partial

@@ -52,7 +52,7 @@ def test_no_float32_partial_sums_at_64_rows():
 
 
 def test_bytes_that_a_step_moves():
-    """Of 32 layers, from those of 2 and 3: weights once, and attention as its kernels say."""
+    """Those of 32 layers, from 2 and 3 layers: weights once, and attention as its kernels say."""
     two, three = (read_figures(decode(layers)[0], 1, "gpu", chips()["h100"].l2_bytes or 0) for layers in (2, 3))
     moved = two.moved_bytes + 30 * (three.moved_bytes - two.moved_bytes)
     params = abstract_params(LLAMA_3_8B, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What a layer of quantized experts moves when it decodes, by a chip's compiler."""
+"""Bytes that a layer of quantized experts moves when it decodes, by a chip's compiler."""
 
 from functools import partial
 

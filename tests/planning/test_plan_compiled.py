@@ -66,7 +66,7 @@ ENTRY %main (w: bf16[2000,10000], x: f32[250000]) -> f32[250000] {
 
 
 def test_a_gpus_bytes_are_those_that_its_cache_leaves():
-    """Of each product 40 MB of weight and 2 MB of rows; of attention the mean of a layer's two kernels."""
+    """Each product moves 40 MB of weight and 2 MB of rows; of attention the mean of a layer's two kernels."""
     text = TWO_LAYERS
     for kind, size in (("SHORT", 30 * MB), ("LONG", 10 * MB)):
         for layer, operand in enumerate("ad"):

@@ -84,7 +84,7 @@ def measure_rates(
 
 
 def _random(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Random numbers: a GPU multiplies ones and zeros up to 13 % faster."""
+    """Random numbers, as weights are: a GPU may multiply constants faster, since they take less power."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jax.random.randint(jax.random.key(0), shape, -127, 128, dtype)
     dtype = jnp.dtype(dtype)

@@ -1,4 +1,4 @@
-"""What a pass over all states moves on a GPU, as `form` says."""
+"""Bytes that a pass over all states moves on a GPU, as `form` says."""
 
 import pytest
 
