@@ -874,7 +874,7 @@ SERVER = (
         "jaxinfer/server",
         "            stream.abort()\n",
         "            pass\n",
-        ("tests/server/test_openai_routes.py::test_a_client_that_leaves_frees_what_it_held",),
+        ("tests/server/test_leaving.py::test_a_client_of_several_answers_leaves",),
         "answers that nobody reads are computed to their end",
     ),
     Fault(
