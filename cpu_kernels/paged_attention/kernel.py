@@ -408,7 +408,7 @@ def _run_sequence(call, keys, values, scratch, sizes, table, start, length, kv_l
             first_new,
             tree,
             first_key,
-            position + count,
+            kv_length if is_tree else position + count,  # of a tree, any new token may be seen
         )
         _attend(call, item, keys, values, scratch)
         unit += num_kv_heads

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from jaxinfer.models.draft_head_config import DraftHeadConfig
 from jaxinfer.models.moe_config import MoEConfig
 from jaxinfer.models.recurrent_config import (
     ATTENTION_KINDS,
@@ -158,6 +159,7 @@ class ModelConfig:
         multiplied by its sigmoid (Qwen3-Next).
       attention_in_multiplier, attention_out_multiplier, mlp_multipliers: factors on the input and output of attention,
         and on gate and output of the MLP (Falcon-H1).
+      draft_head: what makes of the layers a trained head that drafts for a target; None for a model of its own.
       max_position_embeddings: longest sequence that the checkpoint declares, in tokens.
       dtype: dtype of the stored weights.
     """
@@ -223,6 +225,7 @@ class ModelConfig:
     layer_inputs: LayerInputConfig | None = None
     layer_input_slots: tuple[int, ...] = ()
     has_layer_scalar: bool = False
+    draft_head: DraftHeadConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
@@ -431,6 +434,7 @@ _NESTED = {
     "mamba": MambaConfig,
     "conv": ConvConfig,
     "layer_inputs": LayerInputConfig,
+    "draft_head": DraftHeadConfig,
 }
 
 

@@ -27,6 +27,7 @@ from jaxinfer.quantization.tree import for_rows
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
+    from jaxinfer.models.draft_head import DraftHead
     from jaxinfer.models.layers import DecoderLayer
 
 # Nested dict of arrays or `QuantizedArray`s, with the modules' names as keys; layers by their number as a string.
@@ -173,6 +174,14 @@ def bind(config: ModelConfig, params: Params, experts_over: ExpertsOver | None =
     if given != names:
         raise ValueError(_mismatch(config, names, given))
     return Decoder(config, params, experts_over)
+
+
+def bind_draft_head(config: ModelConfig, params: Params) -> DraftHead:
+    """A head that drafts, with `params`, as `bind`."""
+    names, given = _names(config), frozenset(_leaf_names(params))
+    if given != names:
+        raise ValueError(_mismatch(config, names, given))
+    return _modules().bound_draft_head(config, params)
 
 
 def bind_layer(

@@ -1,6 +1,6 @@
 """The layers of a decoder. Shapes use the legend of jaxinfer/README.md."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,17 +43,21 @@ def activate(kind: Activation, x: jax.Array) -> jax.Array:
 
 class Attention(nnx.Module):
     """Grouped-query attention. `attend` stores keys and values, and reads them; a layer that reads an earlier one's
-    has none to store, and calls it with None."""
+    has none to store, and calls it with None. `inputs` is the width of what is projected, config.hidden_size by
+    default."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
+    def __init__(
+        self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None, inputs: int | None = None
+    ):
         width, head_dim, num_kv_heads = config.hidden_size, config.head_dim_of(layer), config.num_kv_heads_of(layer)
         query_width, kv_width = config.num_heads * head_dim, num_kv_heads * head_dim
         kwargs = {"dtype": dtype, "rngs": rngs}
         gates = 2 if config.is_attention_gated else 1
-        self.q_proj = Linear(width, gates * query_width, ("hidden", "heads"), bias=config.qkv_bias, **kwargs)
+        inputs = inputs or width
+        self.q_proj = Linear(inputs, gates * query_width, ("hidden", "heads"), bias=config.qkv_bias, **kwargs)
         has_keys = config.kv_source(layer) == layer
         has_values = has_keys and not (config.global_values_are_keys and config.window(layer) is None)
-        keys = partial(Linear, width, kv_width, ("hidden", "kv_heads"), bias=config.qkv_bias, **kwargs)
+        keys = partial(Linear, inputs, kv_width, ("hidden", "kv_heads"), bias=config.qkv_bias, **kwargs)
         self.k_proj, self.v_proj = keys() if has_keys else None, keys() if has_values else None
         self.o_proj = Linear(query_width, width, ("heads", "hidden"), bias=config.output_bias, **kwargs)
         self.rope = config.rope_of(layer)
@@ -83,22 +87,28 @@ class Attention(nnx.Module):
         if self.is_gated:
             q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * self.head_dim), 2, axis=-1)
             q = q.reshape(*x.shape[:-1], -1)
-        q, k = self._prepared(q, self.q_norm, positions), None
+        q = self._prepared(q, self.q_norm, positions)
         if self.rope is not None:
             q = positions.scaled_queries(self.rope, q)
         if self.temperature is not None:
             q = positions.temperature_scaled(q, self.temperature, self.temperature_period)
-        v = None
-        if keys:
-            k = keys[0]
-            v = self._heads(self._clipped(keys[-1]))  # keys are the values too where the layer has no others
-            k, v = self._prepared(k, self.k_norm, positions), v if self.v_norm is None else self.v_norm(v)
+        k, v = self._stored(keys, positions) if keys else (None, None)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)}
         with jax.named_scope("attend"):
             out = attend(q, k, v, self.window, **self.options, **sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return _scaled(self.o_proj(out.reshape(*x.shape[:-1], -1)), self.multipliers[1])
+
+    def keys_and_values(self, x: jax.Array, positions: Positions) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [..., Hkv, K] of x [..., D], as `attend` stores them."""
+        parts = [projection for projection in (self.k_proj, self.v_proj) if projection is not None]
+        return self._stored(project(_scaled(x, self.multipliers[0]), parts), positions)
+
+    def _stored(self, keys: Sequence[jax.Array], positions: Positions) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of what the projections give; keys are the values too where a layer has no others."""
+        v = self._heads(self._clipped(keys[-1]))
+        return self._prepared(keys[0], self.k_norm, positions), v if self.v_norm is None else self.v_norm(v)
 
     def _prepared(self, y: jax.Array, norm: Norm | None, positions: Positions) -> jax.Array:
         """Queries or keys [..., H, K] of a projection's output [..., H * K]: normalized, clipped and rotated."""

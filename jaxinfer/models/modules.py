@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal, normed
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.draft_head import DraftHead, Ends, layer_kind
 from jaxinfer.models.hidden import Hidden
 from jaxinfer.models.layers import DecoderLayer
 from jaxinfer.models.moe import SparseMoE
@@ -112,17 +113,35 @@ def bound_layer(config: ModelConfig, number: int, params: Params, experts_over: 
     return layer
 
 
+def bound_draft_head(config: ModelConfig, params: Params) -> DraftHead:
+    """`decoder.bind_draft_head`."""
+    layers = [
+        _bound(layer_kind(config, number), config, params["layers"][str(number)], number)
+        for number in range(config.num_layers)
+    ]
+    return DraftHead(config, _bound(Ends, config, params), layers)
+
+
 def init_params(config: ModelConfig, key: jax.Array, dtype=None) -> Params:
     """`decoder.init_params`."""
 
     @jax.jit
     def make(key):
         options = {"dtype": jnp.dtype(dtype or config.dtype), "rngs": nnx.Rngs(params=key)}
-        embedding = _params(Embedding(config, **options))
-        layers = {str(i): _params(DecoderLayer(config, i, **options)) for i in range(config.num_layers)}
-        return {**embedding, "layers": layers, **_params(Head(config, **options))}
+        first, kinds, last = _parts(config)
+        made = [_params(part(config, **options)) for part in first]
+        layers = {str(i): _params(kind(config, i, **options)) for i, kind in enumerate(kinds)}
+        made += [{"layers": layers}, *(_params(part(config, **options)) for part in last)]
+        return {name: leaf for part in made for name, leaf in part.items()}
 
     return make(key)
+
+
+def _parts(config: ModelConfig) -> tuple[list[Any], list[Any], list[Any]]:
+    """The modules before the layers, of each layer, and after them."""
+    if config.draft_head is not None:
+        return [Ends], [layer_kind(config, number) for number in range(config.num_layers)], []
+    return [Embedding], [DecoderLayer] * config.num_layers, [Head]
 
 
 def shapes(config: ModelConfig) -> Params:
@@ -164,8 +183,11 @@ def _assembled(config: ModelConfig, read: Callable[[Any], Params]) -> Params:
     def part(kind: Callable[..., nnx.Module], *number: int) -> Params:
         return read(_definition(kind, config, *number)[1])
 
-    layers = {str(i): part(DecoderLayer, kind) for i, kind in enumerate(config.kinds)}
-    return {**part(Embedding), "layers": layers, **part(Head)}
+    first, kinds, last = _parts(config)
+    numbers = config.kinds if config.draft_head is None else range(config.num_layers)
+    layers = {str(i): part(kind, number) for i, (kind, number) in enumerate(zip(kinds, numbers, strict=True))}
+    made = [*map(part, first), {"layers": layers}, *map(part, last)]
+    return {name: leaf for tree in made for name, leaf in tree.items()}
 
 
 def _params(module: nnx.Module) -> Params:

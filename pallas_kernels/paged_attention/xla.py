@@ -20,7 +20,7 @@ from jax import lax
 from pallas_kernels.paged_attention import layout
 from pallas_kernels.paged_attention.parts import PagePart
 from pallas_kernels.paged_attention.reference import token_places, visible_keys, write_places
-from pallas_kernels.paged_attention.specs import MASKED, SHORT_QUERIES, PagedOperands, PagedSpec
+from pallas_kernels.paged_attention.specs import MASKED, MAX_TREE_TOKENS, SHORT_QUERIES, PagedOperands, PagedSpec
 from pallas_kernels.tuning import tuned
 
 LAYOUT = "separate"
@@ -206,6 +206,9 @@ def _items(
     tokens = jnp.minimum((query_starts[sequence] + offset)[:, None] + query, spec.num_tokens - 1)
     position = (kv_lengths - query_lengths)[sequence] + offset
     end_key = jnp.where(length > 0, position + jnp.minimum(length, num_queries), 0)
+    if spec.has_ancestors:  # a token may see any new one
+        is_tree = (length > 0) & (query_lengths[sequence] <= MAX_TREE_TOKENS)
+        end_key = jnp.where(is_tree, kv_lengths[sequence], end_key)
     first_key = jnp.zeros_like(end_key)
     if spec.window is not None:
         lowest = (kv_lengths - query_lengths)[sequence] if spec.has_ancestors else position

@@ -68,8 +68,12 @@ class PagedShape(shapes.PagedShape):
         return SeparatePages(*values)
 
     def _ancestors(self, rng, starts) -> np.ndarray:
+        """Bits of a tree in every other sequence, and of a block whose tokens all see each other in the rest."""
         bits = np.ones(self.num_tokens, np.uint32)
-        for start, (new, _) in zip(starts, self.lengths, strict=True):
+        for number, (start, (new, _)) in enumerate(zip(starts, self.lengths, strict=True)):
+            if number % 2:
+                bits[start : start + new] = 2 ** min(new, 32) - 1
+                continue
             for index in range(1, min(new, 32)):
                 parent = int(rng.integers(0, index))
                 bits[start + index] = bits[start + parent] | np.uint32(1 << index)

@@ -337,9 +337,7 @@ def test_every_pair_of_4_bit_codes():
 
 
 def spec_of(shape: PagedShape, page_layout: str = "interleaved"):
-    arguments = shape.abstract(page_layout)
-    names = ("q", "k_new", "v_new", "pages", "page_table")
-    return make_spec(*(arguments[name] for name in names), **shape.options)
+    return shape.spec(page_layout)
 
 
 @pytest.mark.parametrize(
