@@ -124,7 +124,7 @@ def test_rounded_keys_change_no_answer(model, kv_dtype):
 
 def test_grammars_change_nothing(model):
     compiler, found = make_compiler(), []
-    prompts, params = random_prompts(8, 60, seed=5), [random_params(number) for number in range(8)]
+    prompts, params = random_prompts(24, 60, seed=5), [random_params(number) for number in range(24)]
     for options in ({}, {"grammar_memory": 0}):
         engine = Engine(*model, EngineOptions(**{**OPTIONS, "max_seqs": 4, **options}))
         pairs = zip(prompts, params, strict=True)
