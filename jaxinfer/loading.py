@@ -42,7 +42,7 @@ from jaxinfer.quantization.on_device import (
 from jaxinfer.quantization.tree import is_quantized, is_weight
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, from_generation_config
 from jaxinfer.sampling.params import our_names
-from jaxinfer.speculative import Draft, ModelDraft, draft_by_name
+from jaxinfer.speculative import Draft, HeadDraft, ModelDraft, draft_by_name, head_for
 from jaxinfer.store import FoundModel, StoreError, find_model
 from jaxinfer.text import Tokenizer, check_same_tokens
 
@@ -383,11 +383,7 @@ def load_draft_shapes(
     if (named_draft := draft_by_name(draft, target, params)) is not None:
         return named_draft
     config, draft_params = load_shapes(draft, dtype=dtype, is_here=is_here)
-    try:
-        config, _ = for_length(config, max_model_len)
-    except ValueError as error:
-        raise ValueError(f"draft {str(draft)!r}: {error}") from None
-    return ModelDraft(str(draft), config, draft_params)
+    return _draft_of(str(draft), config, draft_params, target, max_model_len)
 
 
 def load_draft(
@@ -411,17 +407,35 @@ def load_draft(
     own, its = target.tokenizer, loaded.tokenizer
     if own is not None and its is not None:
         check_same_tokens(own, its, (f"model {target.name!r}", f"draft {loaded.name!r}"))
-    elif target.config.vocab_size != loaded.config.vocab_size:
+    elif target.config.vocab_size != loaded.config.vocab_size and loaded.config.draft_head is None:
         raise ValueError(
             f"the model has {target.config.vocab_size} tokens and the draft {loaded.config.vocab_size}; without a "
             f"tokenizer of both nothing says that they are the same"
         )
-    try:
-        loaded, _ = loaded.for_length(max_model_len)
-    except ValueError as error:
-        raise ValueError(f"draft {loaded.name!r}: {error}") from None
     params, copies = loaded.runnable().value
-    return ModelDraft(loaded.name, loaded.config, params, loaded.on_mesh(loaded.kv_scales), copies), loaded.weights
+    scales = loaded.on_mesh(loaded.kv_scales)
+    made = _draft_of(loaded.name, loaded.config, params, target.config, max_model_len, scales, copies)
+    return made, loaded.weights
+
+
+def _draft_of(
+    name: str,
+    config: ModelConfig,
+    params: Params,
+    target: ModelConfig,
+    max_model_len: int,
+    scales: KVScales | None = None,
+    copies: Copies | None = None,
+) -> Draft:
+    """A loaded model, or head, as the draft of a target. Raises ValueError, with its name, for one that does not fit."""
+    try:
+        if config.draft_head is not None:
+            own, taps = head_for(config.for_length(max_model_len), target)
+            return HeadDraft(name, own, params, taps, copies)
+        config, _ = for_length(config, max_model_len)
+    except ValueError as error:
+        raise ValueError(f"draft {name!r}: {error}") from None
+    return ModelDraft(name, config, params, scales, copies)
 
 
 def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenizer | None]:

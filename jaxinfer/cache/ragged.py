@@ -127,6 +127,12 @@ class PagedAttention(AttentionByLayer):
     def cache(self) -> PagedCache:
         return replace(self._before, layers=tuple(self._layers))
 
+    def store(self, layer: int, k: Float[Array, "T Hkv K"], v: Float[Array, "T Hkv W"]) -> None:
+        """Appends keys and values to a layer's pages, as a call does, and attends to nothing."""
+        attend = self.of_layer(layer)
+        attend.store(k, v)
+        self.update(layer, attend.state)
+
 
 def attend_ragged(
     cache: PagedCache,
@@ -233,6 +239,17 @@ class LayerAttention:
             )
         out, self.state = attend(*operands, self._inputs, schedule)
         return multiply_by_scales(self._scales, out)
+
+    def store(self, k: Float[Array, "T Hkv K"], v: Float[Array, "T Hkv W"]) -> None:
+        """Appends keys and values to the pages."""
+        _, k, v = divide_by_scales(self._scales, k, k, v)
+        store, operands = _stored, (k, v, self.state)
+        if self._mesh is not None:
+            _, keys, values, pages, _ = _specs(self._mesh, self.state, None)
+            store = partial(store, part=self._num_parts)
+            specs = (keys, values, pages, PartitionSpec())
+            store = jax.shard_map(store, mesh=self._mesh, in_specs=specs, out_specs=pages, check_vma=False)
+        self.state = store(*operands, self._inputs)
 
     def _attend_to_chosen(self, q: jax.Array, k: jax.Array, v: jax.Array, choice: Choice, scale: float | None):
         """Stores keys with their index keys [T, 1, K + Di], and attends to the chosen tokens."""
@@ -343,6 +360,14 @@ def _attend(
         schedule=schedule,
         **options,
     )
+
+
+def _stored(k: jax.Array, v: jax.Array, pages: Pages, inputs: _RaggedInputs, part: int = 1) -> Pages:
+    """The pages with new keys and values, of which devices divide the tokens into so many parts."""
+    spec = make_spec(k, k, v, pages, inputs.page_table, num_parts=part)
+    places = token_places(spec, inputs.query_starts, inputs.query_lengths, inputs.kv_lengths)
+    own = _part(part) if part > 1 else None
+    return append(pages, k, v, *write_places(spec, inputs.page_table, places, own), by_rows=True)
 
 
 def _appended(spec: PagedSpec, pages: Pages, k: jax.Array, v: jax.Array, inputs: _RaggedInputs) -> Pages:

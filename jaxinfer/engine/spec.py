@@ -446,8 +446,8 @@ class EngineSpec:
 
     @property
     def own_draft_params(self) -> Params:
-        """`placed_draft` of a draft with weights of its own."""
-        return self.placed_draft if self.draft.own else {}
+        """Placed parameters of a draft's own."""
+        return next((self._placed(*model) for model in self.draft.own), {})
 
     def _placed(self, config: ModelConfig, params: Params) -> Params:
         device = None if self.is_sharded else self.mesh

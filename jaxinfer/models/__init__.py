@@ -6,6 +6,7 @@ from jaxinfer.models.decoder import (
     Params,
     abstract_params,
     bind,
+    bind_draft_head,
     bind_layer,
     check_taps,
     collect,
@@ -15,12 +16,14 @@ from jaxinfer.models.decoder import (
     logical_axes,
     tap_names,
 )
+from jaxinfer.models.draft_head_config import DraftHeadConfig, tap_layers_of, tap_names_of
 from jaxinfer.models.recurrent_config import ConvConfig, DeltaConfig, MambaConfig
 from jaxinfer.models.sharding import MeshFit, check_divides, fit_to_mesh, leaf_shardings, parameter_shardings
 
 __all__ = [
     "ConvConfig",
     "Decoder",
+    "DraftHeadConfig",
     "DeltaConfig",
     "LayerInputConfig",
     "MLAConfig",
@@ -32,6 +35,7 @@ __all__ = [
     "RopeConfig",
     "abstract_params",
     "bind",
+    "bind_draft_head",
     "bind_layer",
     "check_divides",
     "check_taps",
@@ -43,5 +47,7 @@ __all__ = [
     "leaf_shardings",
     "logical_axes",
     "parameter_shardings",
+    "tap_layers_of",
     "tap_names",
+    "tap_names_of",
 ]

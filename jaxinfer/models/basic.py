@@ -143,6 +143,11 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
+def is_side_by_side(linear: Linear) -> bool:
+    """True for the first of several linear layers whose weights lie in one array."""
+    return isinstance(linear, Linear) and isinstance(linear.weight.get_value(), SideBySide)
+
+
 def project(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
     """The outputs of linear layers of the same x: in one call where all their weights are packed for a CPU, in one
     product where they lie side by side for a GPU."""

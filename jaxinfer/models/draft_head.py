@@ -50,12 +50,16 @@ class PairLayer(nnx.Module):
 
     def __call__(self, tokens: jax.Array, states: jax.Array, positions: Positions, attend: Attend) -> jax.Array:
         """Hidden states [..., D] of embeddings and states [..., D]."""
-        read = self.state_norm(states)
-        pairs = jnp.concatenate([self.token_norm(tokens), read], axis=-1)
+        pairs, read = self.joined(tokens, states)
         with jax.named_scope("attention"):
             x = (read if self.adds_normed else states) + self.attention(pairs, positions, attend)
         with jax.named_scope("mlp"):
             return x + self.mlp(self.mlp_norm(x))
+
+    def joined(self, tokens: jax.Array, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What attention reads [..., 2 D], and the normed states."""
+        read = self.state_norm(states)
+        return jnp.concatenate([self.token_norm(tokens), read], axis=-1), read
 
 
 class BlockConv(nnx.Module):
@@ -228,6 +232,7 @@ class DraftHead:
     def states(self, taps: Sequence[jax.Array]) -> jax.Array:
         """What it reads of the target: states [..., D] of tapped states [..., D'], in the order of `tap_layers`."""
         ends = self._ends
+        taps = [tap.astype(ends.final_norm.weight.get_value().dtype) for tap in taps]
         if ends.taps_proj is None:
             return taps[0]
         if ends.tap_norm is not None and self.head.tap_norms == "each":
@@ -243,22 +248,28 @@ class DraftHead:
     ) -> tuple[jax.Array, jax.Array]:
         """The hidden states [..., D] that logits are made of, and the next states [..., D], of int32 tokens [...], the
         states [..., D] before them, and int32 positions [...] of these."""
-        ends, at = self._ends, Positions(positions)
-        x = self._embedded(tokens)
-        if ends.pair_proj is not None and ends.token_norm is not None and ends.state_norm is not None:
-            x = ends.pair_proj(jnp.concatenate([ends.token_norm(x), ends.state_norm(states)], axis=-1))
+        at = Positions(positions)
+        x = self._paired(tokens, states)
         for number, layer in enumerate(self._layers):
-            with jax.named_scope(f"layers.{number}"):
-                own = partial(attend, number)
-                x = layer(x, states, at, own) if isinstance(layer, PairLayer) else summed(layer.run(x, at, own))
-        normed = ends.final_norm(x)
+            x = self._run(number, layer, x, states, at, attend)
+        normed = self._ends.final_norm(x)
         return normed, normed if self.head.returns_normed else x
 
-    def store(self, states: jax.Array, positions: jax.Array, store: Any) -> None:
-        """Calls store(layer, keys, values) for the states [..., D] of a context at int32 positions [...]."""
+    def store_pairs(self, tokens: jax.Array, states: jax.Array, positions: jax.Array, attend: Any) -> None:
+        """Stores what `pairs` does, by `attend` and its method `store`: of the last layer nothing else is computed."""
+        at = Positions(positions)
+        x = self._paired(tokens, states)
+        *layers, last = self._layers
+        for number, layer in enumerate(layers):
+            x = self._run(number, layer, x, states, at, attend)
+        read = last.joined(x, states)[0] if isinstance(last, PairLayer) else last.attention_norm(x)
+        attend.store(len(layers), *last.attention.keys_and_values(read, at))
+
+    def store_context(self, states: jax.Array, positions: jax.Array, attend: Any) -> None:
+        """Stores the states [..., D] of a context at int32 positions [...], by the method `store` of `attend`."""
         at = Positions(positions)
         for number, layer in enumerate(self._layers):
-            store(number, *layer.attention.keys_and_values(states, at))
+            attend.store(number, *layer.attention.keys_and_values(states, at))
 
     def block(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """Hidden states [S, B, D] of blocks of int32 tokens [S, B] at int32 positions [S, B]."""
@@ -305,6 +316,20 @@ class DraftHead:
             raise ValueError("the head has no confidence")
         read = hidden if not self.head.confidence_has_token else jnp.concatenate([hidden, before], axis=-1)
         return self._ends.confidence_proj(read)[..., 0].astype(jnp.float32)
+
+    def _paired(self, tokens: jax.Array, states: jax.Array) -> jax.Array:
+        """What the first layer reads beside the states: embeddings, or their projection with the states."""
+        ends, x = self._ends, self._embedded(tokens)
+        if ends.pair_proj is None or ends.token_norm is None or ends.state_norm is None:
+            return x
+        return ends.pair_proj(jnp.concatenate([ends.token_norm(x), ends.state_norm(states)], axis=-1))
+
+    def _run(
+        self, number: int, layer: Any, x: jax.Array, states: jax.Array, at: Positions, attend: Attend
+    ) -> jax.Array:
+        with jax.named_scope(f"layers.{number}"):
+            own = partial(attend, number)
+            return layer(x, states, at, own) if isinstance(layer, PairLayer) else summed(layer.run(x, at, own))
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         if self._ends.embed is None:

@@ -19,8 +19,8 @@ class DraftHeadConfig:
 
     Attributes:
       kind: see `HeadKind`.
-      tap_layers: the layers of the target whose outputs it reads, by number; () for the default of `tap_layers_of`.
-      tap_size: width of these states.
+      tap_layers: which states of the target it reads: those that enter the layer of that number, or leave the last one;
+        () for the default of `tap_layers_of`. num_taps: how many. tap_size: their width.
       vocab_size: tokens that it drafts, a part of the target's vocabulary; None for all.
       has_embedding, has_lm_head: whether they are among its parameters; otherwise the target's are used.
       has_draft_index: whether the places of the target's tokens in a smaller vocabulary are among them.
@@ -29,7 +29,7 @@ class DraftHeadConfig:
       adds_normed: the first layer adds to the normed state.
       block_size: tokens that a "dflash" head computes at once. mask_token: stands for those that are not known.
       drafts_at_root: the first token of a block predicts the next one already, so that a block drafts one more.
-      is_causal_in_windows: in layers with a window, tokens of a block do not see later ones.
+      causal_layers: the layers in which tokens of a block do not see later ones.
       conv_size, conv_group: taps of a convolution around attention and MLP, and channels that share its kernel; 0 for
         none.
       selector_rank, selector_top_k: of a selector that chooses among the best tokens by the token before; 0 for none.
@@ -51,7 +51,7 @@ class DraftHeadConfig:
     block_size: int = 0
     mask_token: int | None = None
     drafts_at_root: bool = False
-    is_causal_in_windows: bool = False
+    causal_layers: tuple[int, ...] = ()
     conv_size: int = 0
     conv_group: int = 0
     selector_rank: int = 0
@@ -92,13 +92,19 @@ class DraftHeadConfig:
 
 
 def tap_layers_of(head: DraftHeadConfig, num_layers: int) -> tuple[int, ...]:
-    """The layers that a head reads of a target with so many: those that it names, or by default one near the beginning,
-    one in the middle and one near the end (EAGLE-3's published code). Raises ValueError for a layer that the target does
-    not have, with both numbers."""
-    layers = head.tap_layers or (1, num_layers // 2 - 1, num_layers - 4)
-    if len(layers) != head.num_taps or not all(0 <= layer < num_layers for layer in layers):
+    """The `tap_layers` of a target with so many layers; by default near the beginning, in the middle and near the end
+    (EAGLE-3's published code). Raises ValueError for a layer that the target does not have, with both numbers."""
+    layers = head.tap_layers or (2, num_layers // 2, num_layers - 3)
+    if len(layers) != head.num_taps or not all(0 <= layer <= num_layers for layer in layers):
         raise ValueError(
-            f"the head reads the outputs of {head.num_taps} layers, {', '.join(map(str, layers))}, and the target has "
-            f"layers 0 to {num_layers - 1}"
+            f"the head reads the target before layers {', '.join(map(str, layers))} ({head.num_taps} states), and the "
+            f"target has layers 0 to {num_layers - 1}"
         )
     return layers
+
+
+def tap_names_of(head: DraftHeadConfig, num_layers: int) -> tuple[str, ...]:
+    """The names (`models.tap_names`) of the states that a head reads of a target with so many layers."""
+    if head.kind == "mtp":
+        return ("final_norm",)
+    return tuple("embed" if layer == 0 else f"layers.{layer - 1}.residual" for layer in tap_layers_of(head, num_layers))

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.models.attend import Attend, RecurrentStates, Tap, attention_options
-from jaxinfer.models.basic import XIELU, Linear, Norm, head_norm, hidden_norm, normal, normed, project
+from jaxinfer.models.basic import XIELU, Linear, Norm, head_norm, hidden_norm, is_side_by_side, normal, normed, project
 from jaxinfer.models.config import Activation, MLAConfig, ModelConfig, MoEConfig, NormKind
 from jaxinfer.models.hidden import Hidden, Pending, summed
 from jaxinfer.models.indexer import Choice
@@ -46,9 +46,7 @@ class Attention(nnx.Module):
     has none to store, and calls it with None. `inputs` is the width of what is projected, config.hidden_size by
     default."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None, inputs: int | None = None
-    ):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None, inputs: int | None = None):
         width, head_dim, num_kv_heads = config.hidden_size, config.head_dim_of(layer), config.num_kv_heads_of(layer)
         query_width, kv_width = config.num_heads * head_dim, num_kv_heads * head_dim
         kwargs = {"dtype": dtype, "rngs": rngs}
@@ -103,7 +101,10 @@ class Attention(nnx.Module):
     def keys_and_values(self, x: jax.Array, positions: Positions) -> tuple[jax.Array, jax.Array]:
         """Keys and values [..., Hkv, K] of x [..., D], as `attend` stores them."""
         parts = [projection for projection in (self.k_proj, self.v_proj) if projection is not None]
-        return self._stored(project(_scaled(x, self.multipliers[0]), parts), positions)
+        if is_side_by_side(self.q_proj):
+            parts = [self.q_proj, *parts]
+        projected = project(_scaled(x, self.multipliers[0]), parts)
+        return self._stored(projected[-2:] if self.v_proj is not None else projected[-1:], positions)
 
     def _stored(self, keys: Sequence[jax.Array], positions: Positions) -> tuple[jax.Array, jax.Array]:
         """Keys and values of what the projections give; keys are the values too where a layer has no others."""
@@ -350,11 +351,9 @@ class LatentAttention(nnx.Module):
         q, query_latent, kv = self._projected(x)
         q = q.reshape(*x.shape[:-1], self.num_heads, mla.query_size)
         q_nope, q_rope = jnp.split(q, [mla.nope_size], axis=-1)
-        latent, k_rope = jnp.split(kv, [mla.latent_size], axis=-1)
-        latent, k_rope = self.kv_a_norm(latent)[..., None, :], k_rope[..., None, :]
         q = jnp.concatenate([self.k_up.to_latent(q_nope), rotate(self._paired(q_rope), cos, sin)], axis=-1)
         q = positions.scaled_queries(self.rope, q)
-        k = jnp.concatenate([latent, rotate(self._paired(k_rope), cos, sin)], axis=-1)
+        k, latent = self._stored(kv, positions)
         options = {}
         if self.indexer is not None and query_latent is not None:
             options["choice"], index_key = self.indexer(x, query_latent, cos, sin)
@@ -363,6 +362,17 @@ class LatentAttention(nnx.Module):
         with jax.named_scope("attend"):
             out = attend(q, k, latent, self.window, scale=self.scale, **options)
         return self.o_proj(self.v_up.from_latent(out).reshape(*x.shape[:-1], -1))
+
+    def keys_and_values(self, x: jax.Array, positions: Positions) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [..., 1, K] of x [..., D], as `attend` stores them. An indexer's keys are not among them."""
+        return self._stored(self.kv_a_proj(x), positions)
+
+    def _stored(self, kv: jax.Array, positions: Positions) -> tuple[jax.Array, jax.Array]:
+        """Keys, and the latent vectors, of what the projection gives."""
+        latent, k_rope = jnp.split(kv, [self.mla.latent_size], axis=-1)
+        latent, k_rope = self.kv_a_norm(latent)[..., None, :], k_rope[..., None, :]
+        rotated = rotate(self._paired(k_rope), *positions.rotation(self.rope))
+        return jnp.concatenate([latent, rotated], axis=-1), latent
 
     def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """Queries, the latent vector that they are projected from, if they are, and what becomes keys and values."""

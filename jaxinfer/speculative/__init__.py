@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from jaxinfer.speculative.drafts import (
         NO_DRAFT,
         Draft,
+        HeadDraft,
         LayersDraft,
         ModelDraft,
         NgramDraft,
         draft_by_name,
+        head_for,
         names_kind,
         register_draft,
     )
@@ -54,6 +56,7 @@ __all__ = [
     "DraftRows",
     "DraftSlots",
     "DraftState",
+    "HeadDraft",
     "LayersDraft",
     "LayersProposer",
     "LengthController",
@@ -74,6 +77,7 @@ __all__ = [
     "draft_by_name",
     "draft_tokens_of",
     "expected_speedup",
+    "head_for",
     "init_draft_slots",
     "keep_path",
     "names_kind",

@@ -1,4 +1,5 @@
-"""The contract of a draft, and its kinds: a smaller model, n-grams of the sequence, or the target's first layers.
+"""The contract of a draft, and its kinds: a smaller model, a trained head, n-grams of the sequence, or the target's
+first layers.
 
 `Draft` itself drafts nothing. What proposes tokens inside the jitted round is a draft's `proposer`; here is no JAX.
 """
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from jaxinfer.cache import KVScales
-    from jaxinfer.models import ModelConfig, Params
+    from jaxinfer.models import DraftHeadConfig, ModelConfig, Params
     from jaxinfer.quantization.on_device import Copies
     from jaxinfer.speculative.proposers import Proposer
 
@@ -28,6 +29,7 @@ class Draft:
     in_cache: ClassVar[bool] = False  # it stores keys in the target's cache
     observes: ClassVar[bool] = False  # in every pass of the target, so that it is never behind
     num_ahead: ClassVar[int] = 0  # tokens after a page that what it stores of the page follows from
+    max_drafts: ClassVar[int | None] = None  # most tokens of a round that it can draft; None for any number
 
     @property
     def name(self) -> str:
@@ -189,6 +191,119 @@ class LayersDraft(Draft):
         from jaxinfer.speculative.proposers import LayersProposer
 
         return LayersProposer(*models)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadDraft(Draft):
+    """A head that was trained for the target (`models.DraftHeadConfig`). It observes hidden states of every pass, and has
+    its own cache, under the target's page table; embedding and vocabulary head may be the target's.
+
+    Attributes:
+      title: its name.
+      config, params: its own; the configuration is that of `head_for`.
+      taps: names of the states that it observes.
+      copies: as of `ModelDraft`.
+    """
+
+    title: str
+    config: ModelConfig
+    params: Params
+    taps: tuple[str, ...]
+    copies: Copies | None = None
+
+    has_branches: ClassVar[bool] = False
+    observes: ClassVar[bool] = True
+
+    @property
+    def head(self) -> DraftHeadConfig:
+        """What makes a head of the layers."""
+        if self.config.draft_head is None:
+            raise ValueError(f"{self.title} is no head that drafts")
+        return self.config.draft_head
+
+    @property
+    def name(self) -> str:
+        return self.title
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        most = self.head.max_drafts
+        return (2, 4, 8) if most is None else tuple(sorted({max(1, most // 2), most}))
+
+    @property
+    def max_drafts(self) -> int | None:
+        return self.head.max_drafts
+
+    @property
+    def num_ahead(self) -> int:
+        return 0 if self.head.is_block else 1  # the last pair of a page has the token after it
+
+    @property
+    def own(self) -> tuple[Model, ...]:
+        return ((self.config, self.params),)
+
+    def describe_own(self) -> dict[str, str]:
+        return {} if self.copies is None else {"float32 copies": str(self.copies)}
+
+    def carried(self, num_slots: int) -> Any:
+        if self.head.is_block:
+            return None
+        import jax
+
+        from jaxinfer.models import compute_dtype
+
+        state = jax.ShapeDtypeStruct((num_slots, self.config.hidden_size), compute_dtype(self.params))
+        return {"state": state, "end": jax.ShapeDtypeStruct((num_slots,), "int32")}
+
+    def models(self, config: ModelConfig, params: Params) -> tuple[Model, ...]:
+        head, is_tied = self.head, not self.head.has_lm_head and config.tie_word_embeddings
+        lacking = {"embed": not head.has_embedding, "lm_head": not (head.has_lm_head or is_tied)}
+        shared = {name: params[name] for name, is_lacking in lacking.items() if is_lacking}
+        whole = replace(head, has_embedding=True, has_lm_head=True)
+        return ((replace(self.config, draft_head=whole, tie_word_embeddings=is_tied), {**self.params, **shared}),)
+
+    def with_params(self, make: Callable[[ModelConfig, Params], Model]) -> Self:
+        config, params = make(self.config, self.params)
+        return replace(self, config=config, params=params)
+
+    def proposer(self, *models: Any) -> Proposer:
+        from jaxinfer.speculative.heads import HeadProposer
+
+        return HeadProposer(models[0], self.taps)
+
+
+def head_for(config: ModelConfig, target: ModelConfig) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The configuration of a head as a target has it draft, and the names of the states that it observes: logits are
+    scaled as the target's.
+
+    Raises ValueError, with both numbers, for a head of another target: of other widths, layers or tokens.
+    """
+    from jaxinfer.models import tap_names_of
+
+    head = config.draft_head
+    if head is None:
+        raise ValueError(f"{config.architecture} is no head that drafts")
+    if head.tap_size != target.hidden_size:
+        raise ValueError(
+            f"the head reads states of width {head.tap_size}, and the target's have {target.hidden_size}: it was made "
+            "for another model"
+        )
+    takes = [name for name, has in (("embedding", head.has_embedding), ("head", head.has_lm_head)) if not has]
+    if takes and config.hidden_size != target.hidden_size:
+        raise ValueError(
+            f"the head takes the target's {' and '.join(takes)}, of width {target.hidden_size}, and its own width is "
+            f"{config.hidden_size}"
+        )
+    if config.vocab_size != target.vocab_size:
+        raise ValueError(f"the head is for {config.vocab_size} tokens, and the target has {target.vocab_size}")
+    if head.has_embedding and not head.has_lm_head and target.tie_word_embeddings:
+        raise ValueError(
+            "the head has its own embedding and takes the target's head, which is the target's embedding: give it a head "
+            "of its own, or no embedding"
+        )
+    scale = target.logit_scale if config.logit_scale == 1.0 else config.logit_scale
+    softcap = target.logit_softcap if config.logit_softcap is None else config.logit_softcap
+    return replace(config, logit_scale=scale, logit_softcap=softcap), tap_names_of(head, target.num_layers)
 
 
 def _layers_draft(number: str, config: ModelConfig, params: Params) -> LayersDraft:

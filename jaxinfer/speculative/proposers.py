@@ -7,7 +7,7 @@ same logits: with the same transforms, penalties and noise.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ from jaxinfer.sampling import (
 )
 from jaxinfer.speculative.maximal import DRAFT_STREAM
 from jaxinfer.speculative.tree import TokenTree
+
+if TYPE_CHECKING:
+    from jaxinfer.models.draft_head import DraftHead
 
 
 @jax.tree_util.register_dataclass
@@ -187,6 +190,7 @@ class ProposingModel(Protocol):
     @property
     def mesh(self) -> Mesh | None: ...
     def bind(self, weights: Any) -> Decoder: ...
+    def bind_head(self, weights: Any) -> "DraftHead": ...
 
 
 @dataclass(frozen=True)

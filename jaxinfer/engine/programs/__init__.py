@@ -6,7 +6,7 @@ Shapes use the legend of jaxinfer/README.md.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxinfer import parallel
 from jaxinfer.cache import KVScales, attend_as_stored
 from jaxinfer.cache.policy.contract import CachePolicy
 from jaxinfer.cache.policy.kinds import KEEPS_ALL
-from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
+from jaxinfer.models import Decoder, ModelConfig, Params, bind, bind_draft_head, collect
 from jaxinfer.sampling import (
     SamplingBatch,
     SamplingState,
@@ -27,6 +27,9 @@ from jaxinfer.sampling import (
     processed_logprobs,
     token_logprobs,
 )
+
+if TYPE_CHECKING:
+    from jaxinfer.models.draft_head import DraftHead
 
 SCORE_ELEMENTS = 2**24  # logits held at once while scoring: 64 MiB of float32
 
@@ -54,6 +57,10 @@ class ProgramModel:
         axis = None if self.mesh is None else parallel.axis_of(self.mesh, "expert")
         over = None if self.mesh is None or axis is None else (self.mesh, axis)
         return bind(self.config, jax.tree.unflatten(self.structure, weights), over)
+
+    def bind_head(self, weights: Weights) -> "DraftHead":
+        """As `bind`, of a head that drafts."""
+        return bind_draft_head(self.config, jax.tree.unflatten(self.structure, weights))
 
 
 @lru_cache(maxsize=64)
