@@ -23,7 +23,8 @@ dflash, dflash2, dspark
   positions p to p + B - 1, and sees the taps of positions < p. Slot j predicts token p + j, slot 0 nothing; with
   `sample_from_anchor` slot j predicts token p + j + 1. With a window W, slots of sliding layers see positions
   >= p - W in the library: the window is counted from the anchor. `{seed}.position_logits` count it from the slot, as
-  z-lab's code and engines do: slot j sees positions > p + j - W, and, if it is not causal, < p + j + W.
+  z-lab's code and engines do: slot j sees positions > p + j - W, and, if it is not causal, < p + j + W. What follows
+  is of `logits`.
 dflash2, beside these
   `logits` are unary. `{seed}.candidates` and `{seed}.scores` [A, B, K]: the selector's, best unary first, given the
   true token before each slot's own (the anchor for slots 0 and 1, or tokens p + j with `sample_from_anchor`).
@@ -199,7 +200,9 @@ def _values(name: str, shape: tuple[int, ...], seed: int, case: HeadCase) -> np.
     if len(shape) == 1:
         is_zero_centred = case.kind == "mtp" and _model_type(case).startswith("qwen3_") and "linear_attn" not in name
         centre = 1 if "norm" in name and not is_zero_centred else 0
-        return np.float32(centre) + np.float32(0.1 if "norm" in name else 0.3) * noise
+        # A router's correction is small: implementations differ where a corrected score is negative.
+        is_small = "norm" in name or name.endswith("e_score_correction_bias")
+        return np.float32(centre) + np.float32(0.1 if is_small else 0.3) * noise
     if name.endswith(("embed_tokens.weight", "codebook", "markov_w1.weight")):
         return np.float32(0.7) * noise
     return np.float32((3.0 if name.endswith("lm_head.weight") else 1.2) * shape[-1] ** -0.5) * noise
