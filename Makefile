@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/cpu_kernels tests/pallas_kernels/test_cpu_calls.py tests/pallas_kernels/packed_matmul \
     tests/pallas_kernels/quantized_matmul/test_numba_cpu.py tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-chip test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-real on-chip on-chip-packages on-chip-archive on-chip-check docs notebooks readme clean
+.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-chip test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-heads golden-real on-chip on-chip-packages on-chip-archive on-chip-check docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -141,6 +141,18 @@ golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again
 # In Transformers' environment, as `make golden`.
 golden-tokenizers: $(VENV)/stamp-oracle tokenizers  ## Write the golden results of published tokenizers again, with Transformers
 	$(BIN)/python -m tests.oracle.make_tokenizer_golden
+
+# An environment of its own, as the speculators library holds torch and Transformers back. What it needs to train, torchvision
+# and torchaudio among it, is left out.
+.venv-heads/stamp:
+	$(PYTHON) -m venv .venv-heads
+	.venv-heads/bin/python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu \
+	    torch==2.13.0 transformers==5.19.0 datasets openai loguru pydantic-settings
+	.venv-heads/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@
+
+golden-heads: .venv-heads/stamp  ## Write the golden files of draft heads again, with speculators and Transformers (in .venv-heads)
+	.venv-heads/bin/python -m tests.oracle.make_head_golden
 
 golden-real: $(VENV)/stamp-base $(VENV)/stamp-peers models  ## Write the golden token ids of real models again, with llama.cpp
 	$(BIN)/python -m tests.oracle.make_real_golden
