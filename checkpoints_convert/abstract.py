@@ -33,7 +33,7 @@ from checkpoints_convert.huggingface.families import family_of, is_wrapper
 from checkpoints_convert.huggingface.family import Family, embedding_name, head_names, renaming
 from checkpoints_convert.huggingface.quantized import abstract_quantized
 from checkpoints_convert.huggingface.rules import TensorGroup
-from checkpoints_convert.plan import TensorPlan, plan, stored_dtype
+from checkpoints_convert.plan import TensorPlan, VocabularyPlan, plan, stored_dtype
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, SafetensorsIndex, TensorHeader, weight_files
 from checkpoints_convert.store import parts_of, read_native_config, rebuild
 from jaxinfer.models import ModelConfig, Params
@@ -100,6 +100,8 @@ def abstract_of(
     leaves: dict[ParamPath, Any] = {}
     known: dict[Any, Any] = {}  # layers are alike
     for param in plans:
+        if isinstance(param, VocabularyPlan):
+            continue
         if isinstance(param, TensorPlan):
             stored = stored_dtype(param, headers) if keeps_16_bits is not None and keeps_16_bits(param.target) else None
             kept = stored if stored in ("bfloat16", "float16") else param.dtype

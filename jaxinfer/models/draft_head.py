@@ -198,8 +198,9 @@ class Ends(nnx.Module):
         taps = head.num_taps * head.tap_size
         project = partial(Linear, bias=False, **kwargs)
         self.taps_proj = project(taps, width, (None, "hidden")) if reads_taps else None
-        shape = {"none": None, "each": (head.num_taps, head.tap_size), "all": (taps,)}[head.tap_norms]
-        self.tap_norm = None if shape is None else _norm(config, shape, dtype)
+        is_each, is_all = head.tap_norms == "each", head.tap_norms == "all"
+        self.tap_norms = _norm(config, (head.num_taps, head.tap_size), dtype) if is_each else None
+        self.joined_tap_norm = _norm(config, (taps,), dtype) if is_all else None
         self.context_norm = hidden_norm(config, dtype) if head.is_block else None
         self.token_norm = hidden_norm(config, dtype) if is_mtp else None
         self.state_norm = hidden_norm(config, dtype) if is_mtp else None
@@ -235,11 +236,12 @@ class DraftHead:
         taps = [tap.astype(ends.final_norm.weight.get_value().dtype) for tap in taps]
         if ends.taps_proj is None:
             return taps[0]
-        if ends.tap_norm is not None and self.head.tap_norms == "each":
-            joined = ends.tap_norm(jnp.stack(taps, axis=-2)).reshape(*taps[0].shape[:-1], -1)
-        else:
-            joined = jnp.concatenate(taps, axis=-1)
-            joined = joined if ends.tap_norm is None else ends.tap_norm(joined)
+        stacked = jnp.stack(taps, axis=-2)
+        if ends.tap_norms is not None:
+            stacked = ends.tap_norms(stacked)
+        joined = stacked.reshape(*taps[0].shape[:-1], -1)
+        if ends.joined_tap_norm is not None:
+            joined = ends.joined_tap_norm(joined)
         states = ends.taps_proj(joined)
         return states if ends.context_norm is None else ends.context_norm(states)
 
@@ -334,4 +336,6 @@ class DraftHead:
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         if self._ends.embed is None:
             raise ValueError("the head has no embedding: the target's was not given")
-        return rows(self._ends.embed.get_value(), tokens, self._ends.final_norm.weight.get_value().dtype)
+        x = rows(self._ends.embed.get_value(), tokens, self._ends.final_norm.weight.get_value().dtype)
+        scale = self.config.embedding_multiplier
+        return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)

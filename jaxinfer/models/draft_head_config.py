@@ -34,6 +34,7 @@ class DraftHeadConfig:
         none.
       selector_rank, selector_top_k: of a selector that chooses among the best tokens by the token before; 0 for none.
       markov_rank, markov_kind: of a bias by the token before; 0 for none.
+      first_layer: number of its first layer in its files, which may be the target's.
       has_confidence: predicts whether a token will be accepted. confidence_has_token: from the token before, too.
     """
 
@@ -58,6 +59,7 @@ class DraftHeadConfig:
     selector_top_k: int = 0
     markov_rank: int = 0
     markov_kind: MarkovKind = "vanilla"
+    first_layer: int = 0
     has_confidence: bool = False
     confidence_has_token: bool = False
 
