@@ -29,7 +29,7 @@ from checkpoints_convert.checkpoint import (
     part_of,
     size_of,
 )
-from checkpoints_convert.errors import CheckpointNotFoundError
+from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG
 from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.gguf import tokenizer as gguf_tokenizer

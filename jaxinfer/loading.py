@@ -427,7 +427,7 @@ def _draft_of(
     scales: KVScales | None = None,
     copies: Copies | None = None,
 ) -> Draft:
-    """A loaded model, or head, as the draft of a target. Raises ValueError, with its name, for one that does not fit."""
+    """A loaded model or head as the draft of a target. Raises ValueError, with its name, for one that does not fit."""
     try:
         if config.draft_head is not None:
             own, taps = head_for(config.for_length(max_model_len), target)

@@ -132,13 +132,12 @@ def family_for(data: Mapping[str, Any], where: str | Path = CONFIG) -> tuple[Fam
 
 
 def mtp_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> dict[str, Any]:
-    """The config.json of the head for multi-token prediction in a model's files. Raises CheckpointError for a model that
-    has none that is read."""
+    """The config.json of the head for multi-token prediction in a model's files. Raises CheckpointError for a model
+    that has none that is read."""
     text = text_part(whole_numbers(data))
     if (head := mtp_part(text)) is None:
-        raise CheckpointError(
-            where, f"{first_architecture(text)} has no layers for multi-token prediction that are read"
-        )
+        name = first_architecture(text)
+        raise CheckpointError(where, f"no layers for multi-token prediction of {name} are read, or its files have none")
     return head
 
 

@@ -2,9 +2,9 @@
 
 A head reads hidden states of the target. Heads of kinds "eagle3" (Li et al. 2025, EAGLE-3, section 3) and "mtp"
 (DeepSeek-V3, section 2.2) pair a state with the token after it, and what comes out predicts the next token and is the
-next state. Those of kind "dflash" (arXiv 2602.06036) compute a block: the newest token and masks, which attend to keys of
-the target's states and to each other. DFlash 2 adds convolutions along the block and a selector among the best tokens,
-DSpark (arXiv 2607.05147) a Markov head and a confidence. Shapes use the legend of jaxinfer/README.md.
+next state. Those of kind "dflash" (arXiv 2602.06036) compute a block: the newest token and masks, which attend to keys
+of the target's states and to each other. DFlash 2 adds convolutions along the block and a selector among the best
+tokens, DSpark (arXiv 2607.05147) a Markov head and a confidence. Shapes use the legend of jaxinfer/README.md.
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ class LayersDraft(Draft):
 
 @dataclass(frozen=True, eq=False)
 class HeadDraft(Draft):
-    """A head that was trained for the target (`models.DraftHeadConfig`). It observes hidden states of every pass, and has
-    its own cache, under the target's page table; embedding and vocabulary head may be the target's.
+    """A head that was trained for the target (`models.DraftHeadConfig`). It observes hidden states of every pass, and
+    has its own cache, under the target's page table; embedding and vocabulary head may be the target's.
 
     Attributes:
       title: its name.
@@ -298,8 +298,8 @@ def head_for(config: ModelConfig, target: ModelConfig) -> tuple[ModelConfig, tup
         raise ValueError(f"the head is for {config.vocab_size} tokens, and the target has {target.vocab_size}")
     if head.has_embedding and not head.has_lm_head and target.tie_word_embeddings:
         raise ValueError(
-            "the head has its own embedding and takes the target's head, which is the target's embedding: give it a head "
-            "of its own, or no embedding"
+            "the head has its own embedding and takes the target's head, which is the target's embedding: give it a "
+            "head of its own, or no embedding"
         )
     scale = target.logit_scale if config.logit_scale == 1.0 else config.logit_scale
     softcap = target.logit_softcap if config.logit_softcap is None else config.logit_softcap

@@ -9,6 +9,7 @@ import pytest
 
 import checkpoints_convert
 from jaxinfer.models import bind_draft_head
+from jaxinfer.models.draft_head import DraftHead
 from jaxinfer.speculative.drafts import HeadDraft, head_for
 from tests.oracle.head_cases import (
     HEAD_CASES,
@@ -58,8 +59,8 @@ class Chains:
         return dense(np.concatenate(masks, axis=1), q, k, v, **options)
 
 
-def opened(case: HeadCase, seed: int, folder) -> tuple[Any, Any]:
-    """The head with what it takes of its target, as programs have it, and its configuration."""
+def opened(case: HeadCase, seed: int, folder) -> DraftHead:
+    """The head with what it takes of its target, as programs have it."""
     write_checkpoint(folder / "head", case, seed)
     if case.kind == "mtp" and case.form != "speculators":
         with checkpoints_convert.open_checkpoint(folder / "head", dtype="float32", is_mtp=True) as checkpoint:
@@ -73,7 +74,7 @@ def opened(case: HeadCase, seed: int, folder) -> tuple[Any, Any]:
         wanted = tuple("embed" if tap == 0 else f"layers.{tap - 1}.residual" for tap in case.taps)
         assert taps == wanted
     ((config, params),) = HeadDraft(case.name, config, params, taps).models(*target)
-    return bind_draft_head(config, params), config
+    return bind_draft_head(config, params)
 
 
 def drafted(head, tokens, states) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +102,7 @@ BLOCKS = [name for name, case in CASES.items() if case.kind in ("dflash", "dflas
 @pytest.mark.parametrize("name", PAIRS)
 def test_chains_of_pairs(tmp_path, name, seed):
     case = CASES[name]
-    head, _ = opened(case, seed, tmp_path)
+    head = opened(case, seed, tmp_path)
     given, (_, wanted) = inputs(case, seed), golden(case)
     if case.kind == "mtp":
         states = head.states([jnp.asarray(given["states"])])
@@ -144,7 +145,7 @@ class Stored:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks(tmp_path, name, seed):
     case = CASES[name]
-    head, config = opened(case, seed, tmp_path)
+    head = opened(case, seed, tmp_path)
     given, (_, wanted) = inputs(case, seed), golden(case)
     states, size = head.states(jnp.split(jnp.asarray(given["taps"]), len(case.taps), axis=1)), head.head.block_size
     stored = Stored()
