@@ -162,7 +162,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._warning_lock = threading.Lock()
         if later := later_layer_tensors(family_of(self.config), self.config, self._index.headers):
             _LOG.warning(
-                "%s: %d tensors of layers beyond the %d of the model, for multi-token prediction, are not used",
+                "%s: %d tensors of layers beyond the %d of the model, for multi-token prediction, are not used without "
+                "a draft",
                 self._index.where,
                 len(later),
                 self.config.num_layers,
@@ -225,8 +226,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._index.close()
 
     def _draft_index(self, tensor: VocabularyPlan) -> np.ndarray:
-        """int32 [V], the place of each of the target's tokens in the head's vocabulary; for those that it does not have,
-        that vocabulary's size."""
+        """int32 [V], the place of each of the target's tokens in the head's vocabulary; for those that it does not
+        have, that vocabulary's size."""
         offsets = read_whole(self._index, tensor.source).astype(np.int64)
         count, (size,) = len(offsets), tensor.shape
         tokens = np.arange(count) + offsets

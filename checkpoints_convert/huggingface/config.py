@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import CONFIG
+from checkpoints_convert.files import CONFIG, read_json
 from checkpoints_convert.formats import quantization_method
 from checkpoints_convert.formats.module import FormatError
 from checkpoints_convert.huggingface.families import (
@@ -18,7 +18,7 @@ from checkpoints_convert.huggingface.families import (
     first_architecture,
     text_part,
 )
-from checkpoints_convert.huggingface.families_heads import HEADS, head_part, mtp_part
+from checkpoints_convert.huggingface.families_heads import HEADS, head_part, is_head, mtp_part
 from checkpoints_convert.huggingface.family import Family, Fields, read_settings, write_settings
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.checks import did_you_mean, whole_numbers
@@ -129,6 +129,11 @@ def family_for(data: Mapping[str, Any], where: str | Path = CONFIG) -> tuple[Fam
     family = _family(data, where)
     data = {**family.defaults, **data, **({"tie_word_embeddings": True} if is_headless(data) else {})}
     return family, data if family.normalize is None else family.normalize(data)
+
+
+def is_head_folder(folder: Path) -> bool:
+    """True if the files of a folder are those of a trained head that drafts for another model."""
+    return (folder / CONFIG).is_file() and is_head(read_json(folder / CONFIG))
 
 
 def mtp_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> dict[str, Any]:

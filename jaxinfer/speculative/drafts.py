@@ -315,6 +315,8 @@ def _layers_draft(number: str, config: ModelConfig, params: Params) -> LayersDra
     return LayersDraft(int(number))
 
 
+OWN_HEAD = "mtp"  # what `draft` names the head in the target's own files by
+
 # By its name, with a colon if a text comes after it, what makes a draft of the text for a target.
 _KINDS: dict[str, Maker] = {"layers:": _layers_draft, "ngram": lambda *_: NgramDraft()}
 
@@ -328,17 +330,19 @@ def register_draft(name: str, make: Maker) -> None:
 
 
 def names_kind(draft: object) -> bool:
-    """Tells whether a text names a kind of draft, such as "ngram" or "layers:4", and not a model that drafts."""
+    """Tells whether a text names a kind of draft, such as "ngram", "layers:4" or "mtp", and not a model that drafts."""
+    if draft == OWN_HEAD:
+        return True
     name, colon, _ = draft.partition(":") if isinstance(draft, str) else ("", "", "")
     return name + colon in _KINDS
 
 
 def draft_by_name(draft: Any, config: ModelConfig, params: Params) -> Draft | None:
-    """The draft that None, "ngram", "layers:N" or a registered name gives for a target; None for a model's. Raises
-    ValueError for what the kind cannot be made of."""
+    """The draft that None, "ngram", "layers:N" or a registered name gives for a target; None for one that is read from
+    files. Raises ValueError for what the kind cannot be made of."""
     if draft is None:
         return NO_DRAFT
-    if not names_kind(draft):
+    if not names_kind(draft) or draft == OWN_HEAD:
         return None
     name, colon, text = draft.partition(":")
     return _KINDS[name + colon](text, config, params)
