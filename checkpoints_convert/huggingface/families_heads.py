@@ -263,7 +263,7 @@ def _layers(data: Data) -> dict[str, Any]:
 
 def _outputs(ids: Any) -> Any:
     """Numbers of states, of numbers of the layers whose outputs they are, -1 for the embedding."""
-    return [one + 1 if type(one) is int else one for one in ids] if isinstance(ids, list) else ids
+    return [layer + 1 if type(layer) is int else layer for layer in ids] if isinstance(ids, list) else ids
 
 
 def _taken(data: Data, *names: str) -> dict[str, Any]:

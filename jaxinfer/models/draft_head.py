@@ -57,7 +57,7 @@ class PairLayer(nnx.Module):
             return x + self.mlp(self.mlp_norm(x))
 
     def joined(self, tokens: jax.Array, states: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What attention reads [..., 2 D], and the normed states."""
+        """The input of attention [..., 2 D], and the normed states."""
         read = self.state_norm(states)
         return jnp.concatenate([self.token_norm(tokens), read], axis=-1), read
 
@@ -78,7 +78,7 @@ class BlockConv(nnx.Module):
         self.kernel_proj = Linear(width, outputs, ("hidden", None), bias=False, dtype=dtype, rngs=rngs)
 
     def before(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What attention or the MLP reads of x [S, B, D], and the kernels [S, B, size, groups] of `after`."""
+        """The input [S, B, D] of attention or the MLP, of x [S, B, D], and the kernels [S, B, size, groups] of `after`."""
         kernels = self.kernel_proj(x).reshape(*x.shape[:-1], 2, self.size, -1)
         return self._convolved(x, 0, kernels[..., 0, :, :]), kernels[..., 1, :, :]
 
@@ -184,7 +184,7 @@ class Markov(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """What a head has beside its layers, and what it takes from its target.
+    """The parameters of a head beside its layers, with those that it takes from its target.
 
     `draft_index` has for each token of the target its place in a smaller vocabulary, or that vocabulary's size.
     """
@@ -231,7 +231,7 @@ class DraftHead:
         self.config, self.head, self._ends, self._layers = config, of(config), ends, layers
 
     def states(self, taps: Sequence[jax.Array]) -> jax.Array:
-        """What it reads of the target: states [..., D] of tapped states [..., D'], in the order of `tap_layers`."""
+        """States [..., D] of the target's tapped ones [..., D'], in the order of `tap_layers`."""
         ends = self._ends
         taps = [tap.astype(ends.final_norm.weight.get_value().dtype) for tap in taps]
         if ends.taps_proj is None:
@@ -320,7 +320,7 @@ class DraftHead:
         return self._ends.confidence_proj(read)[..., 0].astype(jnp.float32)
 
     def _paired(self, tokens: jax.Array, states: jax.Array) -> jax.Array:
-        """What the first layer reads beside the states: embeddings, or their projection with the states."""
+        """The first layer's input beside the states: embeddings, or their projection with the states."""
         ends, x = self._ends, self._embedded(tokens)
         if ends.pair_proj is None or ends.token_norm is None or ends.state_norm is None:
             return x

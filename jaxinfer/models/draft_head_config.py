@@ -15,7 +15,7 @@ MAX_BLOCK = 32  # tokens, as in `pallas_kernels.paged_attention`: a block is see
 
 @dataclass(frozen=True)
 class DraftHeadConfig:
-    """What a head has beside its layers.
+    """Settings of a head beside its layers.
 
     Attributes:
       kind: see `HeadKind`.

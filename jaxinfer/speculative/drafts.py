@@ -216,7 +216,7 @@ class HeadDraft(Draft):
 
     @property
     def head(self) -> DraftHeadConfig:
-        """What makes a head of the layers."""
+        """Settings of the head."""
         if self.config.draft_head is None:
             raise ValueError(f"{self.title} is no head that drafts")
         return self.config.draft_head

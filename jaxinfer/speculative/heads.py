@@ -59,7 +59,7 @@ class _BoundHead(BoundProposer):
     mesh: Mesh | None
 
     def states_of(self, rows: ObservedRows) -> jax.Array:
-        """What the head reads of the taps [T, D]."""
+        """The head's states [T, D] of what it observed."""
         return self.head.states([rows.taps[name] for name in self.taps])
 
 
