@@ -425,7 +425,8 @@ def load_draft(
     # A head computes in the dtype of the states that it reads.
     dtype = compute_dtype(target.params).name if dtype == "auto" and (is_mtp or _is_head(draft)) else dtype
     opening: dict[str, Any] = {"verify": verify, "mesh": target.mesh, "is_draft": True, "is_mtp": is_mtp}
-    loaded = load_model(target.source if is_mtp else draft, dtype=dtype, **opening)
+    source: Any = target.source if is_mtp else draft
+    loaded = load_model(source, dtype=dtype, **opening)
     own, its = target.tokenizer, loaded.tokenizer
     if own is not None and its is not None:
         check_same_tokens(own, its, (f"model {target.name!r}", f"draft {loaded.name!r}"))

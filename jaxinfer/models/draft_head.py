@@ -78,7 +78,8 @@ class BlockConv(nnx.Module):
         self.kernel_proj = Linear(width, outputs, ("hidden", None), bias=False, dtype=dtype, rngs=rngs)
 
     def before(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The input [S, B, D] of attention or the MLP, of x [S, B, D], and the kernels [S, B, size, groups] of `after`."""
+        """The input [S, B, D] of attention or the MLP, of x [S, B, D], and the kernels of `after`, [S, B, size,
+        groups]."""
         kernels = self.kernel_proj(x).reshape(*x.shape[:-1], 2, self.size, -1)
         return self._convolved(x, 0, kernels[..., 0, :, :]), kernels[..., 1, :, :]
 
@@ -216,7 +217,7 @@ class Ends(nnx.Module):
         inputs = width + head.markov_rank * head.confidence_has_token
         confidence = partial(Linear, inputs, 1, ("hidden", None), bias=True, **kwargs)
         self.confidence_proj = confidence() if head.has_confidence else None
-        self.config = config
+        self.config, self.dtype = config, jnp.dtype(dtype)
 
 
 def _norm(config: ModelConfig, shape: tuple[int, ...], dtype) -> Norm:
@@ -233,7 +234,7 @@ class DraftHead:
     def states(self, taps: Sequence[jax.Array]) -> jax.Array:
         """States [..., D] of the target's tapped ones [..., D'], in the order of `tap_layers`."""
         ends = self._ends
-        taps = [tap.astype(ends.final_norm.weight.get_value().dtype) for tap in taps]
+        taps = [tap.astype(ends.dtype) for tap in taps]
         if ends.taps_proj is None:
             return taps[0]
         stacked = jnp.stack(taps, axis=-2)
@@ -316,7 +317,9 @@ class DraftHead:
         tokens before (`Markov`)."""
         if self._ends.confidence_proj is None:
             raise ValueError("the head has no confidence")
-        read = hidden if not self.head.confidence_has_token else jnp.concatenate([hidden, before], axis=-1)
+        read = hidden
+        if before is not None and self.head.confidence_has_token:
+            read = jnp.concatenate([hidden, before], axis=-1)
         return self._ends.confidence_proj(read)[..., 0].astype(jnp.float32)
 
     def _paired(self, tokens: jax.Array, states: jax.Array) -> jax.Array:
@@ -336,6 +339,6 @@ class DraftHead:
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         if self._ends.embed is None:
             raise ValueError("the head has no embedding: the target's was not given")
-        x = rows(self._ends.embed.get_value(), tokens, self._ends.final_norm.weight.get_value().dtype)
+        x = rows(self._ends.embed.get_value(), tokens, self._ends.dtype)
         scale = self.config.embedding_multiplier
         return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)

@@ -50,7 +50,7 @@ class DraftHeadConfig:
     returns_normed: bool = False
     adds_normed: bool = False
     block_size: int = 0
-    mask_token: int | None = None
+    mask_token: int = -1
     drafts_at_root: bool = False
     causal_layers: tuple[int, ...] = ()
     conv_size: int = 0
@@ -75,7 +75,7 @@ class DraftHeadConfig:
             return
         if not 2 <= self.block_size <= MAX_BLOCK:
             raise ValueError(f"block_size={self.block_size} must be 2 to {MAX_BLOCK}")
-        if self.mask_token is None:
+        if self.mask_token < 0:
             raise ValueError("a head that drafts blocks needs a mask_token")
         if self.conv_size > self.block_size:
             raise ValueError(f"conv_size={self.conv_size} is more than block_size={self.block_size}")

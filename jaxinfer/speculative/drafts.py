@@ -30,6 +30,7 @@ class Draft:
     observes: ClassVar[bool] = False  # in every pass of the target, so that it is never behind
     num_ahead: ClassVar[int] = 0  # tokens after a page that what it stores of the page follows from
     max_drafts: ClassVar[int | None] = None  # most tokens of a round that it can draft; None for any number
+    is_trained_for_target: ClassVar[bool] = False  # so that it may be worthless for another revision of it
 
     @property
     def name(self) -> str:
@@ -213,6 +214,7 @@ class HeadDraft(Draft):
 
     has_branches: ClassVar[bool] = False
     observes: ClassVar[bool] = True
+    is_trained_for_target: ClassVar[bool] = True
 
     @property
     def head(self) -> DraftHeadConfig:

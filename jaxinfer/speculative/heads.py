@@ -176,7 +176,7 @@ class _BoundBlocks(_BoundHead):
         own, hidden = self._block(own, root, rows, tree)
         drafted = hidden if head.head.drafts_at_root else hidden[:, 1:]
         logits, markov, dtype = head.logits(drafted), head.markov, drafted.dtype
-        memory = None if markov is None else markov.start(drafted[:, 0])
+        memory: Any = None if markov is None else markov.start(drafted[:, 0])
         if markov is not None and not head.head.drafts_at_root:  # what a recurrent head keeps begins with the root
             memory, _ = markov(memory, markov.embedding(root, dtype), hidden[:, 0])
 
