@@ -179,8 +179,9 @@ class Blocks:
             visible &= key > position - spec.window
         if not spec.has_ancestors:
             return visible
+        rows = self.size.rows
         bits, depth = (
-            self.spread(compat.load(self.refs["aux_smem"], (fact,), self.of_query), self.scores_shape)
+            self.spread(compat.load(self.refs["aux_smem"], (fact, pl.ds(0, rows)), self.of_query), self.scores_shape)
             for fact in range(2)
         )
         place = key - fields.first_new

@@ -114,7 +114,7 @@ def _scratch(dtype, spec: PagedSpec, size: KernelSizes, inputs: dict) -> dict:
         appended = plgpu.SMEM((size.new_tokens, width), stored)
         scratch |= {"new_k_smem": appended, "new_v_smem": appended, "new_barrier": plgpu.Barrier(num_arrivals=2)}
     if has_aux:
-        scratch["aux_smem"] = plgpu.SMEM((2, size.rows), jnp.int32)
+        scratch["aux_smem"] = plgpu.SMEM((2, size.aux_rows), jnp.int32)
     if "arrivals" in inputs:
         scratch["arrival_smem"] = plgpu.SMEM((1,), jnp.int32)
     copies = _pages_of_block(spec)

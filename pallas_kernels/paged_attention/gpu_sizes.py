@@ -38,6 +38,11 @@ class KernelSizes:
     new_tokens: int
     shared_bytes: int
 
+    @property
+    def aux_rows(self) -> int:
+        """Columns of the facts of ancestors, so that both rows of them are whole copies."""
+        return -(-self.rows * 8 // COPY_BYTES) * COPY_BYTES // 8
+
 
 def compute_dtype(spec: PagedSpec) -> str:
     """Dtype of the products. fp8 is converted to float16, which is exact and takes one instruction."""

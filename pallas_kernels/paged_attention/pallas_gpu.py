@@ -144,8 +144,8 @@ def _stored_tokens(operands: PagedOperands, spec: PagedSpec) -> SeparatePages:
 
 def _row_facts(operands: PagedOperands, plan: SplitPlan, spec: PagedSpec, shape: SplitPlanShape) -> dict:
     """The `rows` of `gpu_kernel.run`."""
-    missing = gpu_sizes.kernel_sizes(spec, shape, _appends_in_kernel(spec)).rows - shape.out_rows
-    facts = {}
+    size = gpu_sizes.kernel_sizes(spec, shape, _appends_in_kernel(spec))
+    facts, widths = {}, {"aux": size.aux_rows, "sinks": size.rows}
     if operands.ancestors is not None:
         bits = operands.ancestors[plan.row_token]
         depth = lax.population_count(bits).astype(jnp.int32) - 1
@@ -153,4 +153,4 @@ def _row_facts(operands: PagedOperands, plan: SplitPlan, spec: PagedSpec, shape:
     if operands.sinks is not None:
         sinks = operands.sinks.reshape(spec.num_kv_heads, spec.num_groups) * LOG2_E
         facts["sinks"] = sinks[:, plan.row_group].swapaxes(0, 1)
-    return {name: jnp.pad(fact, ((0, 0), (0, 0), (0, missing))) for name, fact in facts.items()}
+    return {name: jnp.pad(fact, ((0, 0), (0, 0), (0, widths[name] - shape.out_rows))) for name, fact in facts.items()}
