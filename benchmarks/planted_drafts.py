@@ -1,0 +1,174 @@
+"""The cost of drafting with a trained head beside what it gains, at each rate of acceptance: SmolLM2, random weights.
+
+A head of real size with random weights computes all that a trained one does; what it drafted is then replaced by what
+the model will say, or by something else, so that a planted share of drafts is accepted. Greedy answers of one prompt,
+checked to be those of plain decoding; plain and speculative engines take turns in one process.
+
+    python -m benchmarks.planted_drafts [--quantized] [--json FILE]
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.real.models import fetched_path
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.loading import load_model
+from jaxinfer.measure.bench.model import machine
+from jaxinfer.models import DraftHeadConfig, init_params
+from jaxinfer.speculative import BoundProposer, DraftState, HeadDraft, Proposer, head_for, register_draft
+from jaxinfer.speculative.heads import HeadProposer
+
+LENGTH, ANSWER, PROMPT, VOCABULARY = 4, 128, 64, 8192
+RATES = (0.0, 0.25, 0.5, 0.75, 1.0)
+BLOCK = "dflash"
+
+
+@dataclass(frozen=True, eq=False)
+class PlantedDraft(HeadDraft):
+    """A head whose drafts become those of `truth` int32 [L], the prompt and its greedy answer, where `is_right`."""
+
+    truth: Any = None
+    is_right: Any = None
+
+    def proposer(self, *models: Any) -> Proposer:
+        return PlantedProposer(models[0], self.taps, tuple(self.truth.tolist()), tuple(self.is_right.tolist()))
+
+
+@dataclass(frozen=True)
+class PlantedProposer(HeadProposer):
+    truth: tuple[int, ...] = ()  # compared, as programs are compiled for them
+    is_right: tuple[bool, ...] = ()
+
+    def bind(self, weights: Any, vocab_size: int, is_maximal: bool) -> BoundProposer:
+        return _Planted(
+            super().bind(weights, vocab_size, is_maximal), jnp.asarray(self.truth), jnp.asarray(self.is_right)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Planted(BoundProposer):
+    head: BoundProposer
+    truth: jax.Array
+    is_right: jax.Array
+
+    def observe(self, own: Any, rows: Any) -> Any:
+        return self.head.observe(own, rows)
+
+    def propose(self, state: DraftState, rows: Any, tree: Any) -> Any:
+        state, proposal = self.head.propose(state, rows, tree)
+        at = jnp.minimum(rows.positions[:, None] + jnp.arange(tree.num_nodes), self.truth.shape[0] - 1)
+        # The head's own drafts are used, if for nothing: otherwise the compiler would leave them out.
+        unlikely = jnp.where(proposal.tokens < 0, 1, 0)
+        tokens = jnp.where(self.is_right[at], self.truth[at], self.truth[at] + 1) + unlikely
+        tokens = tokens.at[:, 0].set(proposal.tokens[:, 0])
+        return state, proposal._replace(tokens=tokens)
+
+
+def head_of(target: Any, kind: str) -> tuple[Any, Any]:
+    """Configuration and random parameters of a head for a target."""
+    head = DraftHeadConfig("eagle3", tap_size=target.hidden_size, vocab_size=VOCABULARY, has_lm_head=True)
+    layers = 1
+    if kind == BLOCK:
+        layers, settings = 5, {"block_size": LENGTH + 1, "mask_token": 0}
+        head = DraftHeadConfig(BLOCK, tap_size=target.hidden_size, **settings)
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "rope",
+        "vocab_size",
+        "norm_eps",
+    )
+    plain = {name: getattr(target, name) for name in names}
+    config = replace(target, **plain, num_layers=layers, tie_word_embeddings=False, draft_head=head, dtype="float32")
+    params = init_params(config, jax.random.key(0))
+    if kind != BLOCK:
+        index = np.full(target.vocab_size, VOCABULARY, np.int32)
+        index[:VOCABULARY] = np.arange(VOCABULARY)
+        config = replace(config, draft_head=replace(head, has_draft_index=True))
+        params = {**params, "draft_index": jnp.asarray(index)}
+    return config, params
+
+
+def seconds(llm: LLM, prompt: list[int], count: int = 1) -> tuple[float, list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = llm.generate([prompt] * count, params)
+    return time.perf_counter() - start, outputs[0].outputs[0].token_ids
+
+
+def measure(kind: str, rounds: int, *, quantized: bool) -> list[dict[str, Any]]:
+    """A row for each planted rate."""
+    model = load_model(str(fetched_path("smollm2")), requantize=None if quantized else "dense")
+    live = model.config, model.params, model.tokenizer
+    prompt = [int(token) for token in np.random.default_rng(0).integers(100, 40_000, PROMPT)]
+    options: dict[str, Any] = {"max_seqs": 1, "max_model_len": 512, "prefix_cache": False}
+    rows = []
+    with LLM(live, **options) as plain:
+        _, answer = seconds(plain, prompt)
+        truth = np.array([*prompt, *answer, *[0] * LENGTH], np.int32)
+        config, taps = head_for(head_of(model.config, kind)[0], model.config)
+        params = head_of(model.config, kind)[1]
+        for rate in RATES:
+            is_right = np.random.default_rng(1).random(len(truth)) < rate
+            name = f"planted{kind}{int(100 * rate)}{quantized}:"
+            register_draft(
+                name,
+                lambda *_, right=is_right: PlantedDraft("planted", config, params, taps, truth=truth, is_right=right),
+            )
+            with LLM(live, draft=name, num_draft_tokens=LENGTH, **options) as drafted:
+                assert seconds(drafted, prompt)[1] == answer
+                times = [(seconds(plain, prompt)[0], seconds(drafted, prompt)[0]) for _ in range(rounds)]
+                stats = drafted.speculation_stats()
+            of_plain, of_draft = (statistics.median(side) for side in zip(*times, strict=True))
+            per_round = stats.mean_accepted_length
+            rows.append(
+                {
+                    "head": kind,
+                    "rate": rate,
+                    "speedup": of_plain / of_draft,
+                    "tokens_per_round": per_round,
+                    "round_over_step": of_draft / of_plain * per_round,
+                    "plain_ms_per_token": 1e3 * of_plain / ANSWER,
+                }
+            )
+            print(
+                ", ".join(
+                    f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in rows[-1].items()
+                ),
+                flush=True,
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quantized", action="store_true", help="the model's own 4-bit blocks, not float32")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each engine; default: %(default)s")
+    parser.add_argument("--heads", default=f"eagle3,{BLOCK}", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    rows = [
+        row
+        for kind in arguments.heads.split(",")
+        for row in measure(kind, arguments.rounds, quantized=arguments.quantized)
+    ]
+    if arguments.json is not None:
+        figures = {"machine": machine(), "quantized": arguments.quantized, "rows": rows}
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
