@@ -6,7 +6,7 @@ stand for, so a method whose grid is that of the file would have an unfair advan
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from jaxinfer.data import embedded_path
 from jaxinfer.loaded_tokenizers import tokenizer_of
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.quantization import RECIPES, QuantizedArray, quantize_params
+from jaxinfer.quantization.tree import num_parameters
 from jaxinfer.text import Tokenizer
 from jaxinfer.training.objectives import sequence_logits
 
@@ -39,25 +40,37 @@ CALIBRATED = {
 AUTO = {"auto KL 0.005": 0.005}
 
 
-def measure_weights(path: str, calibration: Sequence[str], measured: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows of float32 and of each method, as they are measured; a method that the shapes refuse has a reason."""
+def measure_weights(
+    path: str, calibration: Sequence[str], measured: Sequence[str], done: Container[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Rows of float32 and of each method that is not `done`, as they are measured; a method that the shapes refuse has
+    a reason."""
     folder = embedded_path(path) or Path(path)
     config, params = checkpoints_convert.load(folder, dtype="float32", requantize=None if folder.is_dir() else "dense")
     if (tokenizer := tokenizer_of(folder)) is None:
         raise ValueError(f"{path} has no tokenizer")
     tokens, held_out = (
         token_rows(tokenizer, texts, count)
-        for texts, count in ((calibration, NUM_CALIBRATION), (measured, num_held_out(config)))
+        for texts, count in ((calibration, num_calibration(params)), (measured, num_held_out(config)))
     )
     measure = Measure(config, params, held_out)
-    yield {"method": "float32", "num_tokens": held_out.size, "num_calibration_tokens": tokens.size, **measure(params)}
+    if "float32" not in done:
+        sizes = {"num_tokens": held_out.size, "num_calibration_tokens": tokens.size}
+        yield {"method": "float32", **sizes, **measure(params)}
     for name in (*RECIPE_NAMES, *CALIBRATED, *AUTO):
+        if name in done:
+            continue
         start = time.monotonic()
         try:
             row = {"method": name, **measure(quantized(config, params, name, tokens, held_out))}
         except ValueError as error:
             row = {"method": name, "reason": str(error)}
         yield {**row, "seconds": round(time.monotonic() - start, 1)}
+
+
+def num_calibration(params: Params) -> int:
+    """Rows to calibrate on: fewer for a larger model, of which each method passes over them several times."""
+    return max(BATCH, min(NUM_CALIBRATION, 2**31 // num_parameters(params)) // BATCH * BATCH)
 
 
 def num_held_out(config: ModelConfig) -> int:

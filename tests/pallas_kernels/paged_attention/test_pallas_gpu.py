@@ -354,8 +354,7 @@ def compiled_shape(name: str) -> PagedShape:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", quick(COMPILED, "prefill_int8"))
+@pytest.mark.parametrize("name", quick(COMPILED, "verify_int4"))
 def test_compiled_in_place(name):
     """The cache is updated in place and never copied; temporaries do not grow with it.
 
