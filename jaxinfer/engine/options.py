@@ -362,9 +362,9 @@ class EngineOptions(SpeculationOptions):
         self.check_needs_draft(bool(draft.name))
         if self.draft_kv_dtype is not None and not draft.own:
             raise ValueError(f"draft_kv_dtype={self.draft_kv_dtype!r}: draft={draft.name!r} has no cache of its own")
-        lengths = self.draft_lengths or () if self.is_adaptive else (self.num_draft_tokens,)
+        lengths = self.draft_lengths or () if self.num_draft_tokens == "auto" else (self.num_draft_tokens,)
         if draft.max_drafts is not None and (longer := [one for one in lengths if one > draft.max_drafts]):
-            name = "draft_lengths" if self.is_adaptive else "num_draft_tokens"
+            name = "draft_lengths" if self.num_draft_tokens == "auto" else "num_draft_tokens"
             raise ValueError(f"{name}={longer[0]}: draft={draft.name!r} drafts at most {draft.max_drafts} tokens")
         if self.draft_tree is not None and not draft.has_branches:
             raise ValueError(f"draft={draft.name!r} drafts a chain, it cannot fill draft_tree={self.draft_tree}")
