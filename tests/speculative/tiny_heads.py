@@ -194,24 +194,32 @@ def _drafts_of_pairs(head, tokens, states, root, num_nodes, choose, carry):
     return found, carry
 
 
+def block_mask(
+    head: DraftHeadConfig, layer: int, root: jax.Array, places: jax.Array, length: Any, window: int | None
+) -> jax.Array:
+    """bool[..., B, L + B]: which of a context's places int32[L], and which tokens of the block, those of a block see
+    that begins at `root`, int32 [] or [..., 1, 1], and has `length` tokens."""
+    slots, is_causal = jnp.arange(head.block_size), layer in head.causal_layers
+    is_before = (places < root) & (slots[:, None] >= 0)
+    is_within = jnp.broadcast_to(slots < length, (len(slots), len(slots)))
+    if is_causal:
+        is_within &= slots <= slots[:, None]
+    if window is not None:  # in layers in which tokens see later ones it counts from the root
+        is_before &= places > root + (slots[:, None] if is_causal else -1) - window
+        is_within &= (slots > slots[:, None] - window) | (not is_causal)
+    return jnp.concatenate([is_before, jnp.broadcast_to(is_within, (*is_before.shape[:-1], len(slots)))], axis=-1)
+
+
 def _drafts_of_block(head, tokens, states, root, num_nodes, choose, carry):
     at_root = head.head.drafts_at_root
     size = head.head.block_size
     count = size - 1 + at_root
     context = stored(head, tokens, states)
-    places, slots = jnp.arange(states.shape[0]), jnp.arange(size)
-    at = root + slots
+    at = root + jnp.arange(size)
 
     def attend(layer, q, k, v, window, **options):
-        is_causal = layer in head.head.causal_layers
-        is_before = jnp.broadcast_to(places < root, (size, len(places)))
-        is_within = slots < num_nodes - at_root
-        is_within = is_within & (slots <= slots[:, None]) if is_causal else jnp.broadcast_to(is_within, (size, size))
-        if window is not None:  # of layers in which tokens see later ones it counts from the root
-            is_before &= places > (at[:, None] if is_causal else root - 1) - window
-            is_within &= slots > slots[:, None] - window if is_causal else True
-        (k, v), mask = (k[0], v[0]), jnp.concatenate([is_before, is_within], axis=1)
-        k, v = (jnp.concatenate([old, new]) for old, new in zip(context[layer], (k, v), strict=True))
+        mask = block_mask(head.head, layer, root, jnp.arange(len(states)), num_nodes - at_root, window)
+        k, v = (jnp.concatenate([old, new[0]]) for old, new in zip(context[layer], (k, v), strict=True))
         return dense(mask, q[0], k, v, **options)[None]
 
     block = jnp.full((1, size), head.head.mask_token, jnp.int32).at[0, 0].set(tokens[root])
