@@ -10,7 +10,7 @@ from checkpoints_convert.convert import ConvertReport, convert
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.hub import resolve
-from checkpoints_convert.huggingface.config import huggingface_config, model_config
+from checkpoints_convert.huggingface.config import huggingface_config, is_head_folder, model_config
 from checkpoints_convert.huggingface.save import save_huggingface
 from checkpoints_convert.known_hashes import FilesReport, verify_files
 from checkpoints_convert.load import (
@@ -45,6 +45,7 @@ __all__ = [
     "compare_tensors",
     "convert",
     "huggingface_config",
+    "is_head_folder",
     "kv_scales",
     "load",
     "load_params",

@@ -28,12 +28,12 @@ from checkpoints_convert.formats.module import DenseModule, FormatError, Method
 from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint, check_requantize
 from checkpoints_convert.gguf.index import find_gguf
 from checkpoints_convert.hub import describe, is_local, resolve
-from checkpoints_convert.huggingface.config import declared_dtype, model_config
+from checkpoints_convert.huggingface.config import declared_dtype, model_config, mtp_config
 from checkpoints_convert.huggingface.families import family_of, is_wrapper
 from checkpoints_convert.huggingface.family import Family, embedding_name, head_names, renaming
 from checkpoints_convert.huggingface.quantized import abstract_quantized
 from checkpoints_convert.huggingface.rules import TensorGroup
-from checkpoints_convert.plan import TensorPlan, plan, stored_dtype
+from checkpoints_convert.plan import TensorPlan, VocabularyPlan, plan, stored_dtype
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, SafetensorsIndex, TensorHeader, weight_files
 from checkpoints_convert.store import parts_of, read_native_config, rebuild
 from jaxinfer.models import ModelConfig, Params
@@ -48,12 +48,13 @@ def abstract(
     revision: str | None = None,
     requantize: str | None = None,
     keeps_16_bits: Keeps16Bits | None = None,
+    is_mtp: bool = False,
 ) -> tuple[ModelConfig, Params]:
     """The result of `load` as `jax.ShapeDtypeStruct`s. No weights are read.
 
     A directory may have a config.json alone: which weights its quantization_config quantizes is then a rule of the
     format (`Method.stored`). Of a hub id only configuration files and the headers of safetensors are downloaded.
-    Arguments and errors as of `load`, and `keeps_16_bits` as of a `Checkpoint`.
+    Arguments and errors as of `load`, `keeps_16_bits` as of a `Checkpoint`, `is_mtp` as of `open_checkpoint`.
     """
     check_dtype(dtype)
     check_requantize(requantize)
@@ -70,6 +71,7 @@ def abstract(
     if not (path / CONFIG).exists():
         raise CheckpointNotFoundError(path, f"holds neither {CONFIG} nor {NATIVE_CONFIG}: not a checkpoint")
     hf_config = with_side_file(path, read_json(path / CONFIG))
+    hf_config = mtp_config(hf_config, path / CONFIG) if is_mtp else hf_config
     if headers is None and (weight_files(path) or any(path.glob("*.safetensors"))):
         with SafetensorsIndex(path) as index:
             headers = index.headers
@@ -100,6 +102,8 @@ def abstract_of(
     leaves: dict[ParamPath, Any] = {}
     known: dict[Any, Any] = {}  # layers are alike
     for param in plans:
+        if isinstance(param, VocabularyPlan):
+            continue
         if isinstance(param, TensorPlan):
             stored = stored_dtype(param, headers) if keeps_16_bits is not None and keeps_16_bits(param.target) else None
             kept = stored if stored in ("bfloat16", "float16") else param.dtype

@@ -87,6 +87,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # More than the cores, since some wait for the disk or the object store while others transpose.
 NUM_THREADS = 8
 ParamPath = tuple[str, ...]  # the keys that lead to a parameter, such as ("layers", "0", "mlp_norm", "weight")
+DRAFT_INDEX: ParamPath = ("draft_index",)  # of a head that drafts
 HostParam = list[np.ndarray] | QuantizedArray  # parts of a dense parameter, or a quantized one
 # True for a dense parameter that keeps the 16-bit dtype in which it is stored, whatever the configuration's dtype is.
 Keeps16Bits = Callable[[ParamPath], bool]
@@ -281,12 +282,16 @@ def cut_parts(array: np.ndarray, parts: Sequence[Bounds]) -> list[np.ndarray]:
 
 
 def param_dtype(config: ModelConfig, path: ParamPath) -> str:
-    """The dtype of a dense parameter: the configuration's, except for the few that are always float32."""
+    """The dtype of a dense parameter: the configuration's, except for the few that are always float32, and numbers of
+    tokens."""
+    if path == DRAFT_INDEX:
+        return "int32"
     return "float32" if keeps_float32(path) else config.dtype
 
 
 def param_shapes(config: ModelConfig) -> dict[ParamPath, tuple[int, ...]]:
-    """Shape of every parameter of a model, in the order of computation: embedding, layers, final norm, head."""
+    """Shape of every parameter of a model, in the order of computation: embedding, layers, final norm, head. What only
+    heads that draft have comes last."""
     return _param_shapes(replace(config, dtype="float32"))
 
 
@@ -298,7 +303,8 @@ def _param_shapes(config: ModelConfig) -> dict[ParamPath, tuple[int, ...]]:
     order = ("embed", "position_embed", *of_layers, "layers", "final_norm", "lm_head", "lm_head_bias")
 
     def position(path: ParamPath) -> tuple[int, int]:
-        return order.index(path[0]), int(path[1]) if path[0] == "layers" else 0
+        place = order.index(path[0]) if path[0] in order else len(order)
+        return place, int(path[1]) if path[0] == "layers" else 0
 
     return {path: shapes[path] for path in sorted(shapes, key=position)}
 

@@ -29,7 +29,7 @@ from checkpoints_convert.checkpoint import (
     part_of,
     size_of,
 )
-from checkpoints_convert.errors import CheckpointNotFoundError
+from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG
 from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.gguf import tokenizer as gguf_tokenizer
@@ -171,14 +171,17 @@ def open_checkpoint(
     verify: bool | None = None,
     measure_casts: bool = False,
     requantize: str | None = None,
+    is_mtp: bool = False,
 ) -> Checkpoint:
     """Opens a checkpoint of any form and plans its parameters; no weights are read. To be closed, or used in `with`.
 
     Arguments and errors as of `load`. With `measure_casts`, reading measures the relative errors of casts
-    (`Checkpoint.cast_errors`).
+    (`Checkpoint.cast_errors`). `is_mtp`: the head for multi-token prediction in a model's files, which drafts for it.
     """
     check_requantize(requantize)
     directory = resolve(path_or_hub_id, revision=revision)
+    if is_mtp and not (directory / CONFIG).exists():
+        raise CheckpointError(directory, "only Hugging Face files have layers for multi-token prediction that are read")
     if (file := find_gguf(directory)) is not None:
         if verify:
             check_known(file)
@@ -191,7 +194,7 @@ def open_checkpoint(
         raise CheckpointNotFoundError(directory, f"holds neither {CONFIG} nor {NATIVE_CONFIG}: not a checkpoint")
     if verify:
         check_known(directory)
-    return HuggingFaceCheckpoint(directory, dtype=dtype, measure_casts=measure_casts)
+    return HuggingFaceCheckpoint(directory, dtype=dtype, measure_casts=measure_casts, is_mtp=is_mtp)
 
 
 # Bytes of host buffers that are being read or transferred to a device; a parameter that needs more is read alone.

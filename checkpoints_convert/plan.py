@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.checkpoint import DTYPES, ParamPath, check_dtype, param_dtype, param_shapes
+from checkpoints_convert.checkpoint import DRAFT_INDEX, DTYPES, ParamPath, check_dtype, param_dtype, param_shapes
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG
 from checkpoints_convert.formats import quantization_method
@@ -16,6 +16,7 @@ from checkpoints_convert.formats.kv_scales import check_kv_scale, kv_scale_names
 from checkpoints_convert.formats.module import FormatError, Method, ModuleReader
 from checkpoints_convert.huggingface.config import declared_dtype, family_for, model_config
 from checkpoints_convert.huggingface.families import WRAPPER_SKIPPED, family_of, is_wrapper
+from checkpoints_convert.huggingface.families_heads import VOCABULARY
 from checkpoints_convert.huggingface.family import Family, head_names, renaming
 from checkpoints_convert.huggingface.rules import LAYER, ParameterPlan, TensorGroup, TensorPlacement
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, TensorHeader
@@ -67,6 +68,14 @@ class QuantizedPlan(ParameterPlan):
         return [name for module in self.experts or (self,) for name in module.sources.values()]
 
 
+@dataclass(frozen=True)
+class VocabularyPlan(ParameterPlan):
+    """The places of the target's tokens in a head's smaller vocabulary, read from `source`: by how much the number of
+    each of its tokens is larger in the target's."""
+
+    source: str
+
+
 def plan(
     hf_config: Mapping[str, Any],
     headers: Mapping[str, TensorHeader],
@@ -74,7 +83,7 @@ def plan(
     dtype: str = "auto",
     where: str | Path = "checkpoint",
     file_of: Callable[[str], str] | None = None,
-) -> tuple[ModelConfig, list[TensorPlan | QuantizedPlan]]:
+) -> tuple[ModelConfig, list[TensorPlan | QuantizedPlan | VocabularyPlan]]:
     """Matches a config.json with the headers {name: (dtype, shape)} of its tensors. A pure function.
 
     Every parameter must have its tensors, and every tensor must be used or be a known buffer. `lm_head.weight` beside
@@ -93,6 +102,7 @@ def plan(
     _check_num_layers(hf_config, headers, where_config)
     config = model_config(hf_config, where_config)
     family = family_of(config)
+    config = _with_own_ends(config, family, headers)
     _check_num_tensors(config, family, headers, where)
     skipped = WRAPPER_SKIPPED if is_wrapper(hf_config) else ()
     work = _Matching(config, family, headers, quantization_method(hf_config), file_of, skipped)
@@ -108,6 +118,19 @@ def plan(
         replace(tensor, dtype=param_dtype(config, tensor.target)) if isinstance(tensor, TensorPlan) else tensor
         for tensor in work.plans
     ]
+
+
+def _with_own_ends(config: ModelConfig, family: Family, headers: Mapping[str, TensorHeader]) -> ModelConfig:
+    """A head that drafts with the embedding and the vocabulary head that its files have; others are the target's."""
+    if config.draft_head is None:
+        return config
+    rename, names = renaming(family, headers), {"has_embedding": "embed", "has_lm_head": "lm_head"}
+    own = {
+        field: any(rename(rule.source) in headers for rule in family.tensors if rule.targets == (target,))
+        for field, target in names.items()
+    }
+    has_index = config.draft_head.vocab_size is not None
+    return replace(config, draft_head=replace(config.draft_head, **own, has_draft_index=has_index))
 
 
 def _check_num_layers(hf_config: Mapping[str, Any], headers: Mapping[str, TensorHeader], where: str | Path) -> None:
@@ -154,7 +177,7 @@ class _Matching:
         self.bare = {name for name in names if not name.endswith((".weight", ".bias"))}
         biases = [group for group in self.layout.tensor_groups if group.sources[0].endswith(".bias")]
         self.known_biases = {self.rename(name) for group in biases for name in group.sources}
-        self.plans: list[TensorPlan | QuantizedPlan] = []
+        self.plans: list[TensorPlan | QuantizedPlan | VocabularyPlan] = []
         self.problems = _kv_scale_problems(config, headers)
         self.expected: dict[str, str] = {}  # shapes by name
         self.used: set[str] = set()  # by quantized modules
@@ -162,6 +185,8 @@ class _Matching:
 
     def match(self, target: ParamPath, shape: tuple[int, ...]) -> None:
         """Finds the tensors of a parameter."""
+        if target == DRAFT_INDEX:
+            return self._match_vocabulary(shape)
         group, placement = self._placed(target)
         names = tuple(map(self.rename, group.sources))
         module = names[0].removesuffix(".weight")
@@ -187,6 +212,18 @@ class _Matching:
                 self.problems.append(f"tensor {name!r} has shape {_described(stored)}, config.json makes it {wanted}")
         dtype = self.headers[names[0]][0]
         self.plans.append(TensorPlan(placement, shape, names, group.is_stacked, dtype, self.config.dtype))
+
+    def _match_vocabulary(self, shape: tuple[int, ...]) -> None:
+        head = self.config.draft_head
+        wanted = (head.vocab_size if head is not None and head.vocab_size is not None else 0,)
+        name = self.rename(VOCABULARY)
+        self.expected[name] = _described(wanted)
+        if name not in self.headers:
+            return
+        dtype, stored = self.headers[name]
+        if stored != wanted or dtype not in ("I64", "I32"):
+            self.problems.append(f"tensor {name!r} is {dtype} {_described(stored)}, not integers {_described(wanted)}")
+        self.plans.append(VocabularyPlan(TensorPlacement(DRAFT_INDEX, wanted, transpose=False), shape, name))
 
     def _begins(self, group: TensorGroup) -> bool:
         """True if the first tensor of a stack exists, in some form; otherwise the names of the others are not made."""

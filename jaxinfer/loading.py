@@ -24,7 +24,7 @@ from jaxinfer.loaded_weights import (
     selection,
     tell_what_is_slower,
 )
-from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_to_mesh, keeps_float32
+from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, compute_dtype, fit_to_mesh, keeps_float32
 from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
 from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, moved_layers
 from jaxinfer.option_names import check_format
@@ -42,7 +42,7 @@ from jaxinfer.quantization.on_device import (
 from jaxinfer.quantization.tree import is_quantized, is_weight
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, from_generation_config
 from jaxinfer.sampling.params import our_names
-from jaxinfer.speculative import Draft, HeadDraft, ModelDraft, draft_by_name, head_for
+from jaxinfer.speculative import OWN_HEAD, Draft, HeadDraft, ModelDraft, draft_by_name, head_for
 from jaxinfer.store import FoundModel, StoreError, find_model
 from jaxinfer.text import Tokenizer, check_same_tokens
 
@@ -148,6 +148,8 @@ def load_model(
     offload: ChooseLayers | None = None,
     from_disk: bool = False,
     activations: str = "float32",
+    is_draft: bool = False,
+    is_mtp: bool = False,
 ) -> LoadedModel:
     """Loads what `find_model` finds, as its alias says, or checks live `(ModelConfig, params[, tokenizer])`.
     With a mesh the parameters lie there, and the configuration is as `fit_to_mesh` makes it.
@@ -158,6 +160,8 @@ def load_model(
     `offload` chooses the layers for the host's memory (`engine.offload`), from the shapes of all; `from_disk`: all of
     them stay in the files (`models.disk_layers`).
     On a CPU weights are packed as they are read, with `activations="int8"` for products that round activations.
+    A head that drafts is taken where `is_draft`. `is_mtp`: the head for multi-token prediction in the files, instead of
+    the model.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
@@ -174,9 +178,13 @@ def load_model(
     else:
         named = find_model(model, revision)
         chosen = selection(quantize, {} if requantize else named.options)
-        opening = {"requantize": requantize, "verify": verify}
+        opening = {"requantize": requantize, "verify": verify, "is_mtp": is_mtp}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization, "activations": activations}
         loaded = _read(named, dtype, chosen, mesh, offload, opening=opening, from_disk=from_disk, **needed)
+    if loaded.config.draft_head is not None and not (is_draft or is_mtp):
+        raise ValueError(
+            f"{loaded.name} is a head that drafts for another model: give that model, and this one as its draft"
+        )
     chosen_tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
     if isinstance(chosen_tokenizer, (str, Path)):
         chosen_tokenizer = Tokenizer.from_dir(chosen_tokenizer)
@@ -338,6 +346,7 @@ def load_shapes(
     requantize: str | None = None,
     is_here: bool = False,
     activations: str = "float32",
+    is_mtp: bool = False,
 ) -> tuple[ModelConfig, Params]:
     """The model that `load_model` would load for a TPU or GPU, as `jax.ShapeDtypeStruct`s: from configuration and
     headers alone. `is_here`: for the default device of this process, on a CPU with packed weights, which take at most
@@ -348,7 +357,7 @@ def load_shapes(
     named = find_model(model, revision, fetch=False)
     source, revision = named.source
     chosen = selection(quantize, {} if requantize else named.options)
-    reading: dict[str, Any] = {"revision": revision, "requantize": requantize}
+    reading: dict[str, Any] = {"revision": revision, "requantize": requantize, "is_mtp": is_mtp}
     if not is_here or jax.default_backend() != "cpu":
         return _shapes(source, chosen, dtype=dtype, **reading)
     is_packed = why_not_packing(resolved_dtype(dtype)) is None
@@ -373,17 +382,25 @@ def _shapes(source: Any, chosen: Selection | None, **reading: Any) -> tuple[Mode
 
 
 def load_draft_shapes(
-    draft: Any, target: ModelConfig, params: Params, max_model_len: int, dtype: str, *, is_here: bool = False
+    draft: Any,
+    model: str | Path,
+    target: ModelConfig,
+    params: Params,
+    max_model_len: int,
+    dtype: str,
+    *,
+    is_here: bool = False,
 ) -> Draft:
-    """As `load_draft`, of shapes. Without tokenizers, vocabularies of different sizes are let pass: whether the tokens
-    are the same only the tokenizers' files can tell.
+    """As `load_draft`, of shapes, for the target that `model` names. Without tokenizers, vocabularies of different
+    sizes are let pass: whether the tokens are the same only the tokenizers' files can tell.
 
     Raises ValueError for layers:N of a model without as many, and as `load_shapes`.
     """
     if (named_draft := draft_by_name(draft, target, params)) is not None:
         return named_draft
-    config, draft_params = load_shapes(draft, dtype=dtype, is_here=is_here)
-    return _draft_of(str(draft), config, draft_params, target, max_model_len)
+    is_mtp = draft == OWN_HEAD
+    config, draft_params = load_shapes(model if is_mtp else draft, dtype=dtype, is_here=is_here, is_mtp=is_mtp)
+    return draft_of(str(draft), config, draft_params, target, max_model_len)
 
 
 def load_draft(
@@ -394,16 +411,22 @@ def load_draft(
     dtype: str = "auto",
     verify: bool | None = None,
 ) -> tuple[Draft, ModelWeights | None]:
-    """Loads the draft of `target`: None for nothing, "ngram", "layers:N", or a model as `load_model` takes it; and the
-    weights of the latter.
+    """Loads the draft of `target`: None for nothing, "ngram", "layers:N", "mtp" for the head in its own files, or a
+    model or head as `load_model` takes it; and the weights of the latter two.
 
     Raises ValueError where the draft's tokens are not the target's, with the first id that differs, and as
     `load_model`.
     """
     if (named_draft := draft_by_name(draft, target.config, target.params)) is not None:
         return named_draft, None
-    verify = None if isinstance(draft, tuple) else verify
-    loaded = load_model(draft, dtype=dtype, verify=verify, mesh=target.mesh)
+    verify, is_mtp = None if isinstance(draft, tuple) else verify, draft == OWN_HEAD
+    if is_mtp and target.source is None:
+        raise ValueError(f"draft={draft!r} is in the model's own files, and {target.name} was not read from files")
+    # A head computes in the dtype of the states that it reads.
+    dtype = compute_dtype(target.params).name if dtype == "auto" and (is_mtp or _is_head(draft)) else dtype
+    opening: dict[str, Any] = {"verify": verify, "mesh": target.mesh, "is_draft": True, "is_mtp": is_mtp}
+    source: Any = target.source if is_mtp else draft
+    loaded = load_model(source, dtype=dtype, **opening)
     own, its = target.tokenizer, loaded.tokenizer
     if own is not None and its is not None:
         check_same_tokens(own, its, (f"model {target.name!r}", f"draft {loaded.name!r}"))
@@ -414,11 +437,23 @@ def load_draft(
         )
     params, copies = loaded.runnable().value
     scales = loaded.on_mesh(loaded.kv_scales)
-    made = _draft_of(loaded.name, loaded.config, params, target.config, max_model_len, scales, copies)
+    made = draft_of(
+        OWN_HEAD if is_mtp else loaded.name, loaded.config, params, target.config, max_model_len, scales, copies
+    )
     return made, loaded.weights
 
 
-def _draft_of(
+def _is_head(draft: Any) -> bool:
+    """True if a draft is a trained head, live or in files."""
+    if isinstance(draft, tuple):
+        return isinstance(draft[0], ModelConfig) and draft[0].draft_head is not None
+    import checkpoints_convert
+
+    path = find_model(draft, None).path
+    return path is not None and checkpoints_convert.is_head_folder(path)
+
+
+def draft_of(
     name: str,
     config: ModelConfig,
     params: Params,
@@ -427,7 +462,7 @@ def _draft_of(
     scales: KVScales | None = None,
     copies: Copies | None = None,
 ) -> Draft:
-    """A loaded model, or head, as the draft of a target. Raises ValueError, with its name, for one that does not fit."""
+    """A loaded model or head as the draft of a target. Raises ValueError, with its name, for one that does not fit."""
     try:
         if config.draft_head is not None:
             own, taps = head_for(config.for_length(max_model_len), target)

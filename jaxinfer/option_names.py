@@ -112,7 +112,7 @@ def _speculative_config(value: Any) -> Values:
             raise ValueError(f"{key!r} has no counterpart; ours are draft=, num_draft_tokens= and draft_tree=")
     method = value.get("method")
     if method not in (None, "ngram", "draft_model"):
-        raise ValueError(f"method {method!r} is not supported; draft= takes a model, ngram or layers:N")
+        raise ValueError(f"method {method!r} is not supported; draft= takes a model or head, ngram, layers:N or mtp")
     ours = {"draft": "ngram" if method == "ngram" else value.get("model")}
     if value.get("num_speculative_tokens") is not None:
         ours["num_draft_tokens"] = value["num_speculative_tokens"]

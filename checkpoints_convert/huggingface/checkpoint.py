@@ -27,12 +27,12 @@ from checkpoints_convert.files import CONFIG, read_json
 from checkpoints_convert.formats import quantization_name, with_side_file
 from checkpoints_convert.formats.kv_scales import LayerKVScales, read_kv_scales
 from checkpoints_convert.host_arrays import Region, empty_aligned, read_regions
-from checkpoints_convert.huggingface.config import family_for, is_headless
+from checkpoints_convert.huggingface.config import family_for, is_headless, mtp_config
 from checkpoints_convert.huggingface.families import family_of, is_wrapper
 from checkpoints_convert.huggingface.family import embedding_name, head_names, renaming
 from checkpoints_convert.huggingface.quantized import read_quantized, read_whole
 from checkpoints_convert.huggingface.rules import TensorPlacement
-from checkpoints_convert.plan import QuantizedPlan, TensorPlan, later_layer_tensors, plan, stored_dtype
+from checkpoints_convert.plan import QuantizedPlan, TensorPlan, VocabularyPlan, later_layer_tensors, plan, stored_dtype
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, SafetensorsIndex
 
 _LOG = logging.getLogger(__name__)
@@ -131,14 +131,16 @@ def split_parts(tensor: TensorPlan, parts: Sequence[Bounds], itemsize: int, limi
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """config.json with safetensors files. `plans` has the source tensors of every parameter.
+    """config.json with safetensors files. `plans` has the source tensors of every parameter. `is_mtp`: the head for
+    multi-token prediction in them, instead of the model.
 
     Raises CheckpointError for files that are malformed or do not fit the configuration, before weights are read.
     """
 
-    def __init__(self, directory: Path, *, dtype: str = "auto", measure_casts: bool = False):
+    def __init__(self, directory: Path, *, dtype: str = "auto", measure_casts: bool = False, is_mtp: bool = False):
         super().__init__(directory, measure_casts=measure_casts)
         hf_config = with_side_file(directory, read_json(directory / CONFIG))
+        hf_config = mtp_config(hf_config, directory / CONFIG) if is_mtp else hf_config
         self._index = SafetensorsIndex(directory)
         try:
             hf_config = _untied_if_heads_differ(hf_config, self._index)
@@ -160,7 +162,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._warning_lock = threading.Lock()
         if later := later_layer_tensors(family_of(self.config), self.config, self._index.headers):
             _LOG.warning(
-                "%s: %d tensors of layers beyond the %d of the model, for multi-token prediction, are not used",
+                "%s: %d tensors of layers beyond the %d of the model, for multi-token prediction, are not used without "
+                "a draft",
                 self._index.where,
                 len(later),
                 self.config.num_layers,
@@ -188,6 +191,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         """Reads only the bytes of the parts of dense parameters, and whole rows where their pieces would be too small.
         Tensors of quantized parameters are read whole, since their layouts pack values across parts."""
         tensor = self._plan_of[path]
+        if isinstance(tensor, VocabularyPlan):
+            return cut_parts(self._draft_index(tensor), parts)
         if isinstance(tensor, TensorPlan):
             return self._read(tensor, parts or [full_bounds(tensor.shape)])
         self._warn_once(tensor.reader.notes)
@@ -219,6 +224,22 @@ class HuggingFaceCheckpoint(Checkpoint):
     def close(self) -> None:
         super().close()
         self._index.close()
+
+    def _draft_index(self, tensor: VocabularyPlan) -> np.ndarray:
+        """int32 [V], the place of each of the target's tokens in the head's vocabulary; for those that it does not
+        have, that vocabulary's size."""
+        offsets = read_whole(self._index, tensor.source).astype(np.int64)
+        count, (size,) = len(offsets), tensor.shape
+        tokens = np.arange(count) + offsets
+        if count and (tokens.min() < 0 or tokens.max() >= size or len(np.unique(tokens)) < count):
+            raise CheckpointError(
+                self._index.path_of(tensor.source),
+                f"tensor {tensor.source!r} gives tokens {tokens.min()} to {tokens.max()}, {len(np.unique(tokens))} of "
+                f"them, and the target has {size}: {count} different ones of these are needed",
+            )
+        index = np.full(size, count, np.int32)
+        index[tokens] = np.arange(count, dtype=np.int32)
+        return index
 
     def _warn_once(self, notes: tuple[str, ...]) -> None:
         """Logs what is not read as declared, once for each kind."""

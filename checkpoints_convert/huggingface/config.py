@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import CONFIG
+from checkpoints_convert.files import CONFIG, read_json
 from checkpoints_convert.formats import quantization_method
 from checkpoints_convert.formats.module import FormatError
 from checkpoints_convert.huggingface.families import (
@@ -18,6 +18,7 @@ from checkpoints_convert.huggingface.families import (
     first_architecture,
     text_part,
 )
+from checkpoints_convert.huggingface.families_heads import HEADS, head_part, is_head, mtp_part
 from checkpoints_convert.huggingface.family import Family, Fields, read_settings, write_settings
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.checks import did_you_mean, whole_numbers
@@ -124,10 +125,25 @@ def family_for(data: Mapping[str, Any], where: str | Path = CONFIG) -> tuple[Fam
 
     Raises CheckpointError for an unsupported architecture, with the nearest name.
     """
-    data = text_part(whole_numbers(data))
+    data = text_part(head_part(whole_numbers(data)))
     family = _family(data, where)
     data = {**family.defaults, **data, **({"tie_word_embeddings": True} if is_headless(data) else {})}
     return family, data if family.normalize is None else family.normalize(data)
+
+
+def is_head_folder(folder: Path) -> bool:
+    """True if the files of a folder are those of a trained head that drafts for another model."""
+    return (folder / CONFIG).is_file() and is_head(read_json(folder / CONFIG))
+
+
+def mtp_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> dict[str, Any]:
+    """The config.json of the head for multi-token prediction in a model's files. Raises CheckpointError for a model
+    that has none that is read."""
+    text = text_part(whole_numbers(data))
+    if (head := mtp_part(text)) is None:
+        name = first_architecture(text)
+        raise CheckpointError(where, f"no layers for multi-token prediction of {name} are read, or its files have none")
+    return head
 
 
 def is_headless(data: Mapping[str, Any]) -> bool:
@@ -245,6 +261,8 @@ def _family(data: Mapping[str, Any], where: str | Path) -> Family:
     if (declared := first_architecture(data)) is None:
         raise CheckpointError(where, f"architectures must be a list of names, got {names!r}")
     name = ARCHITECTURE_ALIASES.get(declared, declared)
+    if "draft_head" in data and name in HEADS:
+        return HEADS[name]
     if name in FAMILIES or is_headless(data):
         return FAMILIES[name if name in FAMILIES else _with_head(name)]
     # A misspelt ending, not another model's name.

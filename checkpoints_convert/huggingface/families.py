@@ -9,6 +9,7 @@ from typing import Any
 
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
 from checkpoints_convert.huggingface.families_gemma4 import GEMMA4
+from checkpoints_convert.huggingface.families_heads import HEADS
 from checkpoints_convert.huggingface.families_layernorm import EARLY, PARALLEL
 from checkpoints_convert.huggingface.families_llama import GEMMA, LLAMA_LIKE
 from checkpoints_convert.huggingface.families_mixtures import MIXTURES
@@ -51,8 +52,8 @@ _INHERITED = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_confi
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family of a configuration. Raises KeyError if there is none."""
-    return FAMILIES[config.architecture]
+    """The family of a configuration, of a model or a head that drafts. Raises KeyError if there is none."""
+    return (HEADS if config.draft_head is not None else FAMILIES)[config.architecture]
 
 
 def first_architecture(data: Mapping[str, Any]) -> str | None:

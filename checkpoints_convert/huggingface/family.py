@@ -372,6 +372,8 @@ def renaming(family: Family, names: Iterable[str]) -> Callable[[str], str]:
     model of text and images, before Transformers 5 ("language_model.model.") and since ("model.language_model.").
     """
     names = set(names)
+    if not _source(family, "embed"):  # a head in its target's files, whose names are given in full
+        return lambda name: name
     embedding, prefix = embedding_name(family), family.prefix
     bare = embedding.removeprefix(prefix)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.checkpoint import ParamPath, param_shapes
+from checkpoints_convert.checkpoint import DRAFT_INDEX, ParamPath, param_shapes
 from checkpoints_convert.outputs import Outputs
 from jaxinfer.models import ModelConfig
 
@@ -153,6 +153,7 @@ def layout(rules: tuple[TensorRule, ...], config: ModelConfig, pairs_neighbours:
         for group in _tensor_groups(rule, config, shapes, pairs_neighbours):
             for placement in group.placements:
                 of_target[placement.target] += (group,)
+    of_target.pop(DRAFT_INDEX, None)  # it is computed
     lost = [".".join(path) for path, tensor_groups in of_target.items() if not tensor_groups]
     if lost:
         raise ValueError(f"{config.architecture}: no rule has the parameter {lost[0]!r}")
@@ -169,7 +170,8 @@ def _tensor_groups(
         paths = [tuple(target.replace(LAYER, str(layer)).split(".")) for target in rule.targets]
         if not all(path in shapes for path in paths):
             continue
-        source = rule.source.replace(LAYER, str(layer))
+        first = 0 if config.draft_head is None else config.draft_head.first_layer
+        source = rule.source.replace(LAYER, str(first + layer))
         is_stacked = INDEX in source
         count = shapes[paths[0]][0]
         names = Stacked(source, count) if is_stacked else (source,)

@@ -55,7 +55,16 @@ from jaxinfer.engine.results import VectorJob, score_of
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weights import WeightsView, as_weights
 from jaxinfer.files import Closable
-from jaxinfer.loading import ChooseLayers, LiveModel, LoadedModel, for_length, load_draft, load_draft_shapes, load_model
+from jaxinfer.loading import (
+    ChooseLayers,
+    LiveModel,
+    LoadedModel,
+    draft_of,
+    for_length,
+    load_draft,
+    load_draft_shapes,
+    load_model,
+)
 from jaxinfer.models import ModelConfig, Params, check_taps
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.openai.fields import check_message_names
@@ -65,7 +74,7 @@ from jaxinfer.param_dict import ParamDict, refuse
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
-from jaxinfer.speculative import ModelDraft, SpeculationStats
+from jaxinfer.speculative import SpeculationStats
 from jaxinfer.text import Tokenizer
 from jaxinfer.tool_calls import AnswerFormat, as_tools
 
@@ -131,7 +140,7 @@ class LLM(Closable):
             model,
             **{name: getattr(chosen, name) for name in ON_LOADING},
             mesh=self.mesh,
-            offload=_layers_chooser(chosen),
+            offload=_layers_chooser(chosen, model),
             from_disk=_is_from_disk(chosen, is_live=isinstance(model, tuple)),
         )
         self._loaded = loaded
@@ -663,7 +672,7 @@ class LLM(Closable):
 LLM.__doc__ = documented(LLM.__doc__)
 
 
-def _layers_chooser(options: LLMOptions) -> ChooseLayers | None:
+def _layers_chooser(options: LLMOptions, model: Any) -> ChooseLayers | None:
     """The function that names the layers which `options.offload` moves to the host, for `load_model`; None for none."""
     if not options.offload or options.offload == DISK:
         return None
@@ -675,9 +684,9 @@ def _layers_chooser(options: LLMOptions) -> ChooseLayers | None:
         given: Any = options.draft
         if is_live:
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given[1])
-            draft = ModelDraft("live parameters", given[0], shapes)
+            draft = draft_of("live parameters", given[0], shapes, config, length)
         else:
-            draft = load_draft_shapes(given, config, params, length, options.dtype)
+            draft = load_draft_shapes(given, model, config, params, length, options.dtype)
         platform = jax.default_backend()
         spec = EngineSpec(config, params, EngineOptions(**{**own, "max_model_len": length}), platform, None, draft)
         total = available_bytes(jax.devices()[0]) if options.offload == "auto" else None

@@ -130,7 +130,8 @@ class LLMOptions(EngineOptions):
     draft: "str | Path | LiveModel | None" = option(
         None,
         "What drafts tokens that the model then checks several at a time: a model of the same tokens, ngram (finds "
-        "them in the prompt and the answer) or layers:4 (the model's own first 4 layers).",
+        "them in the prompt and the answer), layers:4 (the model's own first 4 layers), a head that was trained for "
+        "the model (EAGLE-3, DFlash, DSpark), or mtp (the head in the model's own files).",
         "MODEL",
         group=SPECULATION,
     )
@@ -176,7 +177,7 @@ class LLMOptions(EngineOptions):
             raise TypeError(f"tokenizer must be a folder or a jaxinfer.Tokenizer, got {shown}")
         if not (isinstance(self.draft, (str, Path, tuple)) or self.draft is None):
             shown = f"{type(self.draft).__name__} {self.draft!r:.60}"
-            raise TypeError(f"draft must be a model, ngram or layers:N, got {shown}")
+            raise TypeError(f"draft must be a model or head, ngram, layers:N or mtp, got {shown}")
 
 
 def documented(docstring: str | None) -> str:

@@ -151,7 +151,7 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
         max_seqs=options.max_seqs,
         **{name: values[name] for name in names if name in values},
     )
-    draft = load_draft_shapes(drafting, config, params, length, dtype)
+    draft = load_draft_shapes(drafting, options.model, config, params, length, dtype)
     return PlanRequest(
         *(options.model, config, params, place, engine_options, options.mesh, draft),
         batches=() if options.batch is None else tuple(read_integers(options.batch, "--batch")),

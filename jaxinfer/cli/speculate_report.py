@@ -187,15 +187,18 @@ class _Bench:
 
     def __init__(self, options: ServingOptions, draft: str, acceptance: str, lines: list[PromptLine], repeats: int):
         from jaxinfer.loading import load_model
-        from jaxinfer.speculative import names_kind
+        from jaxinfer.speculative import OWN_HEAD, names_kind
 
         values = llm_arguments(options)
         loading = {name: values.pop(name) for name in ON_LOADING if name in values}
         self.model = load_model(options.model, **loading)
         self.draft_name, self.acceptance, self.lines, self.repeats = draft, acceptance, lines, repeats
         self.draft_model: LoadedModel | None = None
-        if not names_kind(draft):
-            self.draft_model = load_model(draft, dtype=loading.get("dtype", "auto"), verify=loading.get("verify"))
+        if draft == OWN_HEAD and self.model.source is not None:
+            self.draft_model = load_model(self.model.source, dtype=loading.get("dtype", "auto"), is_mtp=True)
+        elif not names_kind(draft):
+            opening = {"dtype": loading.get("dtype", "auto"), "verify": loading.get("verify"), "is_draft": True}
+            self.draft_model = load_model(draft, **opening)
         self.engine: dict[str, Any] = {"max_seqs": 1, **values}
 
     def params(self, values: dict[str, Any]) -> "list[SamplingParams]":
@@ -218,9 +221,14 @@ class _Bench:
         return self.draft_name if self.draft_model is None else live(self.draft_model)
 
     def _draft_seconds(self, params: "list[SamplingParams]") -> float:
-        """Seconds per token of the draft alone; 0 for n-grams."""
+        """Seconds per token of the draft alone; 0 for n-grams. Of a head, which cannot run alone, the share of the
+        model's that it has in its bytes."""
+        from jaxinfer.quantization.tree import num_bytes
         from jaxinfer.speculative import draft_by_name
 
+        if self.draft_model is not None and self.draft_model.config.draft_head is not None:
+            of_model = self._run(params, 0).seconds_per_token
+            return of_model * num_bytes(self.draft_model.params) / num_bytes(self.model.params)
         if self.draft_model is not None:
             return self._run(params, 0, model=live(self.draft_model)).seconds_per_token
         target = self.model.config, self.model.params

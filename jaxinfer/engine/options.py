@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxinfer.cache.policy.contract import CachePolicy
 from jaxinfer.cache.policy.kinds import KEEPS_ALL, parse_policy
@@ -362,10 +362,11 @@ class EngineOptions(SpeculationOptions):
         self.check_needs_draft(bool(draft.name))
         if self.draft_kv_dtype is not None and not draft.own:
             raise ValueError(f"draft_kv_dtype={self.draft_kv_dtype!r}: draft={draft.name!r} has no cache of its own")
-        lengths = self.draft_lengths or () if self.num_draft_tokens == "auto" else (self.num_draft_tokens,)
-        if draft.max_drafts is not None and (longer := [one for one in lengths if one > draft.max_drafts]):
-            name = "draft_lengths" if self.num_draft_tokens == "auto" else "num_draft_tokens"
-            raise ValueError(f"{name}={longer[0]}: draft={draft.name!r} drafts at most {draft.max_drafts} tokens")
+        lengths: Sequence[Any] = self.draft_lengths or () if self.is_adaptive else (self.num_draft_tokens,)
+        most = draft.max_drafts
+        if most is not None and self.draft_tree is None and (longest := max(lengths, default=0)) > most:
+            name = "draft_lengths" if self.is_adaptive else "num_draft_tokens"
+            raise ValueError(f"{name}={longest}: draft={draft.name!r} drafts at most {most} tokens")
         if self.draft_tree is not None and not draft.has_branches:
             raise ValueError(f"draft={draft.name!r} drafts a chain, it cannot fill draft_tree={self.draft_tree}")
 

@@ -1,6 +1,7 @@
 """Plans what a dispatch drafts, and counts which pages the draft has stored and what was accepted: the host's side of
 speculation."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,10 @@ class DraftPlan:
 
 
 NOTHING = DraftPlan(chain(0), {}, 2**30)
+# After so many drafted tokens it is told how many were accepted, and warned where fewer of the first ones of each round
+# than this share were: published heads have over half.
+TOLD_AFTER, LOW_SHARE = 1_000, 0.2
+_LOG = logging.getLogger(__name__)
 
 
 class Speculation:
@@ -54,6 +59,7 @@ class Speculation:
         self._has_keys = bytearray(spec.num_pages)  # of each page: whether the draft has stored all of it
         self._host_has_keys: dict[int, int] = {}  # the same of host pages
         self._controller = None
+        self._num_until_told = TOLD_AFTER if self.draft.is_trained_for_target else None
         if spec.options.is_adaptive:
             drafting = sum(num_bytes(all_layers(params)) for _, params in spec.draft_models)
             cost_ratio = drafting / num_bytes(all_layers(spec.params))
@@ -172,6 +178,23 @@ class Speculation:
             self.rounds[pair] += 1
             if estimate is not None:
                 estimate.observe(self.draft.num_tried(pair[0], tree.depth), accepted)
+            if self._num_until_told is not None:
+                self._count(pair[0])
+
+    def _count(self, num_drafted: int) -> None:
+        """Tells once how many drafts of a trained head were accepted."""
+        self._num_until_told = (self._num_until_told or 0) - num_drafted
+        if self._num_until_told > 0:
+            return
+        self._num_until_told, stats = None, self.stats
+        share = stats.acceptance_by_position[0]
+        told = (
+            f"draft {self.draft.name}: {stats.mean_accepted_length:.2f} tokens a round, of the first drafts {share:.0%}"
+        )
+        if share < LOW_SHARE:
+            _LOG.warning("%s were accepted: it may have been trained for another revision of the model", told)
+        else:
+            _LOG.info("%s were accepted", told)
 
     def record_time(
         self, num_slots: int, draft: DraftPlan, seconds: float, num_rounds: int, tokens_per_round: float

@@ -23,8 +23,8 @@ from jaxinfer.models.sharding import MeshFit, check_divides, fit_to_mesh, leaf_s
 __all__ = [
     "ConvConfig",
     "Decoder",
-    "DraftHeadConfig",
     "DeltaConfig",
+    "DraftHeadConfig",
     "LayerInputConfig",
     "MLAConfig",
     "MambaConfig",

@@ -2,9 +2,9 @@
 
 A head reads hidden states of the target. Heads of kinds "eagle3" (Li et al. 2025, EAGLE-3, section 3) and "mtp"
 (DeepSeek-V3, section 2.2) pair a state with the token after it, and what comes out predicts the next token and is the
-next state. Those of kind "dflash" (arXiv 2602.06036) compute a block: the newest token and masks, which attend to keys of
-the target's states and to each other. DFlash 2 adds convolutions along the block and a selector among the best tokens,
-DSpark (arXiv 2607.05147) a Markov head and a confidence. Shapes use the legend of jaxinfer/README.md.
+next state. Those of kind "dflash" (arXiv 2602.06036) compute a block: the newest token and masks, which attend to keys
+of the target's states and to each other. DFlash 2 adds convolutions along the block and a selector among the best
+tokens, DSpark (arXiv 2607.05147) a Markov head and a confidence. Shapes use the legend of jaxinfer/README.md.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PairLayer(nnx.Module):
             return x + self.mlp(self.mlp_norm(x))
 
     def joined(self, tokens: jax.Array, states: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What attention reads [..., 2 D], and the normed states."""
+        """The input of attention [..., 2 D], and the normed states."""
         read = self.state_norm(states)
         return jnp.concatenate([self.token_norm(tokens), read], axis=-1), read
 
@@ -78,7 +78,8 @@ class BlockConv(nnx.Module):
         self.kernel_proj = Linear(width, outputs, ("hidden", None), bias=False, dtype=dtype, rngs=rngs)
 
     def before(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What attention or the MLP reads of x [S, B, D], and the kernels [S, B, size, groups] of `after`."""
+        """The input [S, B, D] of attention or the MLP, of x [S, B, D], and the kernels of `after`, [S, B, size,
+        groups]."""
         kernels = self.kernel_proj(x).reshape(*x.shape[:-1], 2, self.size, -1)
         return self._convolved(x, 0, kernels[..., 0, :, :]), kernels[..., 1, :, :]
 
@@ -184,7 +185,7 @@ class Markov(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """What a head has beside its layers, and what it takes from its target.
+    """The parameters of a head beside its layers, with those that it takes from its target.
 
     `draft_index` has for each token of the target its place in a smaller vocabulary, or that vocabulary's size.
     """
@@ -198,8 +199,9 @@ class Ends(nnx.Module):
         taps = head.num_taps * head.tap_size
         project = partial(Linear, bias=False, **kwargs)
         self.taps_proj = project(taps, width, (None, "hidden")) if reads_taps else None
-        shape = {"none": None, "each": (head.num_taps, head.tap_size), "all": (taps,)}[head.tap_norms]
-        self.tap_norm = None if shape is None else _norm(config, shape, dtype)
+        is_each, is_all = head.tap_norms == "each", head.tap_norms == "all"
+        self.tap_norms = _norm(config, (head.num_taps, head.tap_size), dtype) if is_each else None
+        self.joined_tap_norm = _norm(config, (taps,), dtype) if is_all else None
         self.context_norm = hidden_norm(config, dtype) if head.is_block else None
         self.token_norm = hidden_norm(config, dtype) if is_mtp else None
         self.state_norm = hidden_norm(config, dtype) if is_mtp else None
@@ -215,7 +217,7 @@ class Ends(nnx.Module):
         inputs = width + head.markov_rank * head.confidence_has_token
         confidence = partial(Linear, inputs, 1, ("hidden", None), bias=True, **kwargs)
         self.confidence_proj = confidence() if head.has_confidence else None
-        self.config = config
+        self.config, self.dtype = config, jnp.dtype(dtype)
 
 
 def _norm(config: ModelConfig, shape: tuple[int, ...], dtype) -> Norm:
@@ -230,16 +232,17 @@ class DraftHead:
         self.config, self.head, self._ends, self._layers = config, of(config), ends, layers
 
     def states(self, taps: Sequence[jax.Array]) -> jax.Array:
-        """What it reads of the target: states [..., D] of tapped states [..., D'], in the order of `tap_layers`."""
+        """States [..., D] of the target's tapped ones [..., D'], in the order of `tap_layers`."""
         ends = self._ends
-        taps = [tap.astype(ends.final_norm.weight.get_value().dtype) for tap in taps]
+        taps = [tap.astype(ends.dtype) for tap in taps]
         if ends.taps_proj is None:
             return taps[0]
-        if ends.tap_norm is not None and self.head.tap_norms == "each":
-            joined = ends.tap_norm(jnp.stack(taps, axis=-2)).reshape(*taps[0].shape[:-1], -1)
-        else:
-            joined = jnp.concatenate(taps, axis=-1)
-            joined = joined if ends.tap_norm is None else ends.tap_norm(joined)
+        stacked = jnp.stack(taps, axis=-2)
+        if ends.tap_norms is not None:
+            stacked = ends.tap_norms(stacked)
+        joined = stacked.reshape(*taps[0].shape[:-1], -1)
+        if ends.joined_tap_norm is not None:
+            joined = ends.joined_tap_norm(joined)
         states = ends.taps_proj(joined)
         return states if ends.context_norm is None else ends.context_norm(states)
 
@@ -314,11 +317,13 @@ class DraftHead:
         tokens before (`Markov`)."""
         if self._ends.confidence_proj is None:
             raise ValueError("the head has no confidence")
-        read = hidden if not self.head.confidence_has_token else jnp.concatenate([hidden, before], axis=-1)
+        read = hidden
+        if before is not None and self.head.confidence_has_token:
+            read = jnp.concatenate([hidden, before], axis=-1)
         return self._ends.confidence_proj(read)[..., 0].astype(jnp.float32)
 
     def _paired(self, tokens: jax.Array, states: jax.Array) -> jax.Array:
-        """What the first layer reads beside the states: embeddings, or their projection with the states."""
+        """The first layer's input beside the states: embeddings, or their projection with the states."""
         ends, x = self._ends, self._embedded(tokens)
         if ends.pair_proj is None or ends.token_norm is None or ends.state_norm is None:
             return x
@@ -334,4 +339,6 @@ class DraftHead:
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         if self._ends.embed is None:
             raise ValueError("the head has no embedding: the target's was not given")
-        return rows(self._ends.embed.get_value(), tokens, self._ends.final_norm.weight.get_value().dtype)
+        x = rows(self._ends.embed.get_value(), tokens, self._ends.dtype)
+        scale = self.config.embedding_multiplier
+        return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)

@@ -15,7 +15,7 @@ MAX_BLOCK = 32  # tokens, as in `pallas_kernels.paged_attention`: a block is see
 
 @dataclass(frozen=True)
 class DraftHeadConfig:
-    """What a head has beside its layers.
+    """Settings of a head beside its layers.
 
     Attributes:
       kind: see `HeadKind`.
@@ -34,6 +34,7 @@ class DraftHeadConfig:
         none.
       selector_rank, selector_top_k: of a selector that chooses among the best tokens by the token before; 0 for none.
       markov_rank, markov_kind: of a bias by the token before; 0 for none.
+      first_layer: number of its first layer in its files, which may be the target's.
       has_confidence: predicts whether a token will be accepted. confidence_has_token: from the token before, too.
     """
 
@@ -49,7 +50,7 @@ class DraftHeadConfig:
     returns_normed: bool = False
     adds_normed: bool = False
     block_size: int = 0
-    mask_token: int | None = None
+    mask_token: int = -1
     drafts_at_root: bool = False
     causal_layers: tuple[int, ...] = ()
     conv_size: int = 0
@@ -58,6 +59,7 @@ class DraftHeadConfig:
     selector_top_k: int = 0
     markov_rank: int = 0
     markov_kind: MarkovKind = "vanilla"
+    first_layer: int = 0
     has_confidence: bool = False
     confidence_has_token: bool = False
 
@@ -73,7 +75,7 @@ class DraftHeadConfig:
             return
         if not 2 <= self.block_size <= MAX_BLOCK:
             raise ValueError(f"block_size={self.block_size} must be 2 to {MAX_BLOCK}")
-        if self.mask_token is None:
+        if self.mask_token < 0:
             raise ValueError("a head that drafts blocks needs a mask_token")
         if self.conv_size > self.block_size:
             raise ValueError(f"conv_size={self.conv_size} is more than block_size={self.block_size}")

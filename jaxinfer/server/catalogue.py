@@ -176,7 +176,7 @@ def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int, dic
     config, length = for_length(config, options.max_model_len, has_policy=extends_length(options.kv_policy))
     if isinstance(options.draft, tuple):
         raise ValueError("a draft of live parameters cannot be counted")
-    draft = load_draft_shapes(options.draft, config, params, length, dtype, is_here=not has_mesh)
+    draft = load_draft_shapes(options.draft, name, config, params, length, dtype, is_here=not has_mesh)
     whole = None if options.mesh is None else parallel.make_mesh(options.mesh)
     mesh = None if whole is None else parallel.replicas(whole)[0]
     copied = draft_copied = 0

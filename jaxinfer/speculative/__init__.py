@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxinfer.speculative.adaptive import AcceptanceEstimate, LengthController
     from jaxinfer.speculative.drafts import (
         NO_DRAFT,
+        OWN_HEAD,
         Draft,
         HeadDraft,
         LayersDraft,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_DRAFT",
+    "OWN_HEAD",
     "AcceptanceEstimate",
     "BoundProposer",
     "Draft",

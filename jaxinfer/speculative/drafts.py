@@ -30,6 +30,7 @@ class Draft:
     observes: ClassVar[bool] = False  # in every pass of the target, so that it is never behind
     num_ahead: ClassVar[int] = 0  # tokens after a page that what it stores of the page follows from
     max_drafts: ClassVar[int | None] = None  # most tokens of a round that it can draft; None for any number
+    is_trained_for_target: ClassVar[bool] = False  # so that it may be worthless for another revision of it
 
     @property
     def name(self) -> str:
@@ -195,8 +196,8 @@ class LayersDraft(Draft):
 
 @dataclass(frozen=True, eq=False)
 class HeadDraft(Draft):
-    """A head that was trained for the target (`models.DraftHeadConfig`). It observes hidden states of every pass, and has
-    its own cache, under the target's page table; embedding and vocabulary head may be the target's.
+    """A head that was trained for the target (`models.DraftHeadConfig`). It observes hidden states of every pass, and
+    has its own cache, under the target's page table; embedding and vocabulary head may be the target's.
 
     Attributes:
       title: its name.
@@ -213,10 +214,11 @@ class HeadDraft(Draft):
 
     has_branches: ClassVar[bool] = False
     observes: ClassVar[bool] = True
+    is_trained_for_target: ClassVar[bool] = True
 
     @property
     def head(self) -> DraftHeadConfig:
-        """What makes a head of the layers."""
+        """Settings of the head."""
         if self.config.draft_head is None:
             raise ValueError(f"{self.title} is no head that drafts")
         return self.config.draft_head
@@ -298,8 +300,8 @@ def head_for(config: ModelConfig, target: ModelConfig) -> tuple[ModelConfig, tup
         raise ValueError(f"the head is for {config.vocab_size} tokens, and the target has {target.vocab_size}")
     if head.has_embedding and not head.has_lm_head and target.tie_word_embeddings:
         raise ValueError(
-            "the head has its own embedding and takes the target's head, which is the target's embedding: give it a head "
-            "of its own, or no embedding"
+            "the head has its own embedding and takes the target's head, which is the target's embedding: give it a "
+            "head of its own, or no embedding"
         )
     scale = target.logit_scale if config.logit_scale == 1.0 else config.logit_scale
     softcap = target.logit_softcap if config.logit_softcap is None else config.logit_softcap
@@ -315,6 +317,8 @@ def _layers_draft(number: str, config: ModelConfig, params: Params) -> LayersDra
     return LayersDraft(int(number))
 
 
+OWN_HEAD = "mtp"  # what `draft` names the head in the target's own files by
+
 # By its name, with a colon if a text comes after it, what makes a draft of the text for a target.
 _KINDS: dict[str, Maker] = {"layers:": _layers_draft, "ngram": lambda *_: NgramDraft()}
 
@@ -328,17 +332,19 @@ def register_draft(name: str, make: Maker) -> None:
 
 
 def names_kind(draft: object) -> bool:
-    """Tells whether a text names a kind of draft, such as "ngram" or "layers:4", and not a model that drafts."""
+    """Tells whether a text names a kind of draft, such as "ngram", "layers:4" or "mtp", and not a model that drafts."""
+    if draft == OWN_HEAD:
+        return True
     name, colon, _ = draft.partition(":") if isinstance(draft, str) else ("", "", "")
     return name + colon in _KINDS
 
 
 def draft_by_name(draft: Any, config: ModelConfig, params: Params) -> Draft | None:
-    """The draft that None, "ngram", "layers:N" or a registered name gives for a target; None for a model's. Raises
-    ValueError for what the kind cannot be made of."""
+    """The draft that None, "ngram", "layers:N" or a registered name gives for a target; None for one that is read from
+    files. Raises ValueError for what the kind cannot be made of."""
     if draft is None:
         return NO_DRAFT
-    if not names_kind(draft):
+    if not names_kind(draft) or draft == OWN_HEAD:
         return None
     name, colon, text = draft.partition(":")
     return _KINDS[name + colon](text, config, params)

@@ -1,10 +1,10 @@
 """Drafting with trained heads, inside the jitted round (`models.draft_head`). Shapes use the legend of
 jaxinfer/README.md.
 
-A head observes hidden states of every pass of the target. One that pairs states with tokens stores pair i, of state i and
-token i + 1, at position i of its pages, and carries the newest state of each slot; its drafts are stored as if they were
-true, and what is accepted is stored again with the target's states. One that drafts blocks stores the states alone; the
-block's own keys come after them, where the next states will be.
+A head observes hidden states of every pass of the target. One that pairs states with tokens stores pair i, of state i
+and token i + 1, at position i of its pages, and carries the newest state of each slot; its drafts are stored as if they
+were true, and what is accepted is stored again with the target's states. One that drafts blocks stores the states
+alone; the block's own keys come after them, where the next states will be.
 """
 
 from dataclasses import dataclass, replace
@@ -59,7 +59,7 @@ class _BoundHead(BoundProposer):
     mesh: Mesh | None
 
     def states_of(self, rows: ObservedRows) -> jax.Array:
-        """What the head reads of the taps [T, D]."""
+        """The head's states [T, D] of what it observed."""
         return self.head.states([rows.taps[name] for name in self.taps])
 
 
@@ -176,7 +176,7 @@ class _BoundBlocks(_BoundHead):
         own, hidden = self._block(own, root, rows, tree)
         drafted = hidden if head.head.drafts_at_root else hidden[:, 1:]
         logits, markov, dtype = head.logits(drafted), head.markov, drafted.dtype
-        memory = None if markov is None else markov.start(drafted[:, 0])
+        memory: Any = None if markov is None else markov.start(drafted[:, 0])
         if markov is not None and not head.head.drafts_at_root:  # what a recurrent head keeps begins with the root
             memory, _ = markov(memory, markov.embedding(root, dtype), hidden[:, 0])
 
@@ -199,8 +199,8 @@ class _BoundBlocks(_BoundHead):
     def _block(
         self, own: PagedCache, root: jax.Array, rows: DraftRows, tree: TokenTree
     ) -> tuple[PagedCache, jax.Array]:
-        """The cache with the blocks' keys after the context's, and hidden states [S, B, D] of blocks that begin with the
-        roots. A row with fewer drafts has a shorter block: what its pages have room for."""
+        """The cache with the blocks' keys after the context's, and hidden states [S, B, D] of blocks that begin with
+        the roots. A row with fewer drafts has a shorter block: what its pages have room for."""
         config, head = self.head.config, self.head.head
         size, count = tree.num_nodes - head.drafts_at_root, root.shape[0]
         tokens = jnp.full((count, size), head.mask_token, jnp.int32).at[:, 0].set(root)

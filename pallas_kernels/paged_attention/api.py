@@ -138,8 +138,8 @@ def paged_attention(
       max_query_length: static bound of query_lengths, T when None; up to 16 selects the programs for decode and verify.
       window: this, soft_cap, scale and sinks are as in `flash_attention`; scale may include an fp8 cache's key scale.
       ancestors: of trees, or of blocks whose tokens see each other. Bit j: the token sees the j-th new token of its
-        sequence. Its own bit is set, and its depth in a window is its number of bits less 1. More than 32 new tokens are
-        causal.
+        sequence. Its own bit is set, and its depth in a window is its number of bits less 1. More than 32 new tokens
+        are causal.
       is_uniform: static; results do not depend, to the bit, on how a prompt was cut into steps. Decode is slower.
       part: of the device, where devices divide the tokens of each page and `pages` has this one's. The output is then
         that of its keys, float32, with its log-sum-exp float32 [T, Hq] (-inf: no key is seen), for `merge_parts`.

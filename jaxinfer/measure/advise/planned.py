@@ -109,7 +109,7 @@ class Planner:
         draft = None
         if num_draft_tokens is not None:
             dtype = self.arguments.get("dtype", "auto")
-            draft = load_draft_shapes(arguments["draft"], self.config, self.params, length, dtype)
+            draft = load_draft_shapes(arguments["draft"], self.model, self.config, self.params, length, dtype)
         batches = tuple(dict.fromkeys((1, max_seqs)))
         return PlanRequest(
             *(self.model, self.config, params, self.place, options, values.get("mesh"), draft, batches),
