@@ -492,14 +492,18 @@ def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenize
     for path, leaf in leaves:
         if is_quantized(leaf):
             check(leaf, ".".join(path))
-    dtypes = {leaf.dtype for path, leaf in leaves if not is_weight(leaf) and not keeps_float32(path)}
+    dtypes = {leaf.dtype for path, leaf in leaves if not _keeps_dtype(path, leaf)}
     if len(dtypes) != 1:
         raise ValueError(f"params mix dtypes {', '.join(sorted(str(dtype) for dtype in dtypes))}: cast them to one")
     if dtype not in ("auto", str(next(iter(dtypes)))):
 
         def cast(path: Any, leaf: Any) -> Any:
-            is_kept = is_weight(leaf) or keeps_float32([key.key for key in path])
-            return leaf if is_kept else leaf.astype(dtype)
+            return leaf if _keeps_dtype([key.key for key in path], leaf) else leaf.astype(dtype)
 
         params = jax.tree_util.tree_map_with_path(cast, params, is_leaf=is_weight)
     return config, params, model[2] if len(model) == 3 else None
+
+
+def _keeps_dtype(path: Sequence[str], leaf: Any) -> bool:
+    """True for a parameter that is not cast: a quantized weight, one that is always float32, or places of tokens."""
+    return is_weight(leaf) or keeps_float32(path) or jnp.issubdtype(leaf.dtype, jnp.integer)

@@ -273,8 +273,9 @@ def _weigh(call, item, base, first_vec, end_vec, first_row, values, scratch):
         high, bits, newest = position + 1, np.int64(0), position
         if item.tree != 0:
             token = item.token + query
-            bits = np.int64(integers(call.ancestors, token + 1)[token]) & item.tree
-            high, newest = item.first_new, item.first_new + _count_bits(bits) - 1
+            bits = np.int64(integers(call.ancestors, token + 1)[token]) & 0xFFFFFFFF
+            high, newest = item.first_new, item.first_new + _count_bits(bits) - 1  # of a block that is cut, all bits
+            bits &= item.tree
         low = newest + 1 - call.window if call.window > 0 else 0
         for group in range(item.groups):
             row = first_row + query * item.groups + group

@@ -68,11 +68,12 @@ class PagedShape(shapes.PagedShape):
         return SeparatePages(*values)
 
     def _ancestors(self, rng, starts) -> np.ndarray:
-        """Bits of a tree in every other sequence, and of a block whose tokens all see each other in the rest."""
+        """Bits of a tree in every other sequence, and in the rest of a block whose tokens all see each other, which has
+        two more tokens than the sequence."""
         bits = np.ones(self.num_tokens, np.uint32)
         for number, (start, (new, _)) in enumerate(zip(starts, self.lengths, strict=True)):
             if number % 2:
-                bits[start : start + new] = 2 ** min(new, 32) - 1
+                bits[start : start + new] = 2 ** min(new + 2, 32) - 1
                 continue
             for index in range(1, min(new, 32)):
                 parent = int(rng.integers(0, index))
@@ -121,7 +122,7 @@ SMALL = {
         ((4, 40), (3, 9)), max_query_length=4, window=6, soft_cap=5.0, sinks=True
     ),
     "verify_tree": PagedShape(((8, 40), (6, 6), (1, 17), (12, 30)), max_query_length=16, tree=True),
-    "verify_tree_window": PagedShape(((8, 40), (6, 6), (12, 50)), max_query_length=16, tree=True, window=7),
+    "verify_tree_window": PagedShape(((8, 40), (6, 21), (12, 50)), max_query_length=16, tree=True, window=7),
     "prefill_from_nothing": PagedShape(((17, 17), (40, 40))),
     "prefill_chunk": PagedShape(((20, 45), (33, 60))),
     "prefill_window": PagedShape(((20, 45), (50, 60)), window=9),

@@ -1,0 +1,143 @@
+"""Heads whose last layer is fitted to what a target continued with: they are right often, and wrong often."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.models import ModelConfig, bind_draft_head
+from jaxinfer.models.draft_head import DraftHead
+from jaxinfer.speculative import HeadDraft, head_for
+from tests.speculative import tiny_heads
+from tests.speculative.tiny_heads import TOKENS, config_of, random_params
+
+Model = tuple[ModelConfig, Any]
+LENGTH = 128  # tokens of the longest sequence
+
+
+def states_of(llm, tokens: Sequence[int], taps: Sequence[str]) -> dict[str, np.ndarray]:
+    """Hidden states [T, D] of a sequence, by name."""
+    return llm.engine.runner.hidden_states(list(tokens), tuple(taps))
+
+
+def fitted(llm, target: Model, name: str, sequences: Sequence[tuple[list[int], list[int]]], **more: Any) -> Model:
+    """A head for a target: the last matrix of its last layer has what comes nearest to the hidden states that the
+    target had in answers, given as (prompt, answer); its other weights are random. `llm` runs the target."""
+    config, taps = head_for(config_of(name, target[0], **more), target[0])
+    params = _with_targets_head(config, random_params(config), target)
+    last = f"layers.{target[0].num_layers - 1}.residual"
+    tokens = np.zeros((len(sequences), LENGTH), np.int32)
+    is_fitted = np.zeros((len(sequences), LENGTH), bool)
+    tapped = {name: np.zeros((len(sequences), LENGTH, target[0].hidden_size), np.float32) for name in (*taps, last)}
+    for row, (prompt, answer) in enumerate(sequences):
+        whole = [*prompt, *answer]
+        tokens[row, : len(whole)] = whole
+        is_fitted[row, len(prompt) : len(whole)] = True
+        for name, states in states_of(llm, whole, tapped).items():
+            tapped[name][row, : len(whole)] = states
+    wanted = jnp.asarray(tapped[last])
+    if (missing := config.hidden_size - wanted.shape[-1]) > 0:
+        wanted = jnp.pad(wanted, ((0, 0), (0, 0), (0, missing)))
+    return config, _solved(config, params, target, tokens, [tapped[name] for name in taps], wanted, is_fitted)
+
+
+def _with_targets_head(config: ModelConfig, params: Any, target: Model) -> Any:
+    """States of the head are to be those of the target: its last norm and, of a head with logits of its own, these are
+    the target's, and the projection of tapped states gives the last one, nearly."""
+    width, own = target[0].hidden_size, config.hidden_size
+    norm = jnp.asarray(target[1]["final_norm"]["weight"])
+    params = {**params, "final_norm": {"weight": jnp.pad(norm, (0, own - width), constant_values=1)}}
+    if "taps_proj" in params:
+        weight = 0.05 * params["taps_proj"]["weight"]
+        params["taps_proj"] = {"weight": weight.at[-width:, :width].add(jnp.eye(width))}
+    if "lm_head" in params:
+        head = target[1].get("lm_head")
+        head = target[1]["embed"].T if head is None else head
+        head = jnp.pad(head, ((0, own - width), (0, 0))) * (own / width) ** -0.5
+        params["lm_head"] = head if config.draft_head.vocab_size is None else head[:, np.array(TOKENS)]
+    for name, size in (("selector", 0.1), ("markov", 0.1)):  # enough to change some drafts
+        if name in params:
+            params[name] = jax.tree.map(lambda leaf, size=size: leaf * size**0.5, params[name])
+    return params
+
+
+class _NoNorm:
+    """In place of the last norm, so that what comes out is linear in the last matrix."""
+
+    def __init__(self, norm: Any):
+        self.weight = norm.weight
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+def _solved(config, params, target, tokens, taps, wanted, is_fitted) -> Any:
+    """The parameters with the last matrix that has the smallest relative errors, by conjugate gradients."""
+    ((whole_config, whole),) = HeadDraft("head", config, params, ()).models(*target)
+    path = ("layers", str(config.num_layers - 1), "mlp", *(("shared",) if config.moe else ()), "down_proj", "weight")
+    # Each token of the answers is a root, or the last of a prompt.
+    rows, places = np.nonzero(is_fitted)
+    roots = np.stack([rows, places - 1], axis=1).astype(np.int32)
+    weight = _solve(whole_config, path, whole, tokens, taps, wanted, is_fitted, roots)
+    return _with_leaf(params, path, weight)
+
+
+def _with_leaf(tree: Any, path: tuple[str, ...], leaf: Any) -> Any:
+    return {**tree, path[0]: _with_leaf(tree[path[0]], path[1:], leaf)} if path else leaf
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _solve(config, path, params, tokens, taps, wanted, is_fitted, roots):
+    head = bind_draft_head(config, params)
+    if head.head.is_block:  # slot j of a block predicts the token j places after the root, or one more
+        after = jnp.arange(head.head.block_size) + head.head.drafts_at_root
+        rows, places = jnp.broadcast_arrays(roots[:, :1], roots[:, 1:] + after)
+        places = jnp.where(after > 0, places, 0)
+    else:
+        rows, places = jnp.indices((len(tokens), LENGTH - 1)) + jnp.array([0, 2])[:, None, None]
+    is_used = is_fitted.at[rows, places].get(mode="fill", fill_value=False)
+    wanted = wanted.at[rows, places - 1].get(mode="clip")
+    sizes = is_used[..., None] / jnp.mean(wanted**2, axis=-1, keepdims=True)
+
+    def outputs(weight):
+        head = bind_draft_head(config, _with_leaf(params, path, weight))
+        object.__setattr__(head._ends, "final_norm", _NoNorm(head._ends.final_norm))
+        states = head.states(taps)
+        if head.head.is_block:
+            return _block_outputs(head, tokens, states, roots)
+        positions = jnp.broadcast_to(jnp.arange(LENGTH - 1), rows.shape)
+        return head.pairs(tokens[:, 1:], states[:, :-1], positions, tiny_heads.Causal())[0]
+
+    nothing = jnp.zeros_like(_leaf(params, path))
+    base, apply = jax.linearize(outputs, nothing)
+    transpose = jax.linear_transpose(apply, nothing)
+
+    def normal(weight):
+        return transpose(sizes * apply(weight))[0] + 0.01 * weight
+
+    return jax.scipy.sparse.linalg.cg(normal, transpose(sizes * (wanted - base))[0], maxiter=60)[0]
+
+
+def _leaf(tree: Any, path: tuple[str, ...]) -> Any:
+    return _leaf(tree[path[0]], path[1:]) if path else tree
+
+
+def _block_outputs(head: DraftHead, tokens: jax.Array, states: jax.Array, roots: jax.Array) -> jax.Array:
+    """Outputs [A, B, D] of blocks at roots [A, 2]: a row and a place of the tokens [N, L]."""
+    row, root = roots.T
+    context = tiny_heads.Causal()
+    head.store_context(states, jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape), context)
+    slots = jnp.arange(head.head.block_size)
+    block = jnp.full((len(roots), len(slots)), head.head.mask_token).at[:, 0].set(tokens[row, root])
+
+    def attend(layer, q, k, v, window, **options):
+        mask = tiny_heads.block_mask(head.head, layer, root[:, None, None], jnp.arange(LENGTH), len(slots), window)
+        k, v = (
+            jnp.concatenate([old[row], new], axis=1) for old, new in zip(context.stored[layer], (k, v), strict=True)
+        )
+        return tiny_heads.dense(mask, q, k, v, **options)
+
+    return head.block(block, root[:, None] + slots, attend)
