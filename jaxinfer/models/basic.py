@@ -73,6 +73,15 @@ def normed(norm: Norm, x: Hidden) -> tuple[jax.Array, jax.Array]:
     return norm.after(*x) if isinstance(x, Pending) else (x, norm(x))
 
 
+def scaled_logits(config: ModelConfig, logits: jax.Array) -> jax.Array:
+    """Logits with the factor and the soft cap of a model."""
+    if config.logit_scale != 1.0:
+        logits = logits * config.logit_scale
+    if config.logit_softcap is not None:
+        logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+    return logits
+
+
 def hidden_norm(config: ModelConfig, dtype) -> Norm:
     """A norm of hidden states."""
     return Norm(

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.models.attend import Attend
-from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal
+from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal, scaled_logits
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.draft_head_config import DraftHeadConfig
 from jaxinfer.models.hidden import summed
@@ -294,11 +294,7 @@ class DraftHead:
 
     def of_target(self, logits: jax.Array) -> jax.Array:
         """Logits [..., V] of the target's tokens, scaled as it scales its own, of those of the head's vocabulary."""
-        config, index = self.config, self._ends.draft_index
-        if config.logit_scale != 1.0:
-            logits = logits * config.logit_scale
-        if config.logit_softcap is not None:
-            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+        logits, index = scaled_logits(self.config, logits), self._ends.draft_index
         if index is None:
             return logits
         padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, 1)], constant_values=NOT_DRAFTED)

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal, normed
+from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal, normed, scaled_logits
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.draft_head import DraftHead, Ends, layer_kind
 from jaxinfer.models.hidden import Hidden
@@ -85,11 +85,7 @@ class Head(nnx.Module):
         if self.lm_head_bias is not None:
             logits = logits + self.lm_head_bias[...].astype(jnp.float32)
         logits = logits[..., : config.vocab_size]  # on a mesh the vocabulary may be padded
-        if config.logit_scale != 1.0:
-            logits = logits * config.logit_scale
-        if config.logit_softcap is not None:
-            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
-        return logits
+        return scaled_logits(config, logits)
 
 
 def scale_embedding(config: ModelConfig, x: jax.Array, position_rows: jax.Array | None) -> jax.Array:
