@@ -116,7 +116,7 @@ class CreateOptions:
     )
     system: str | None = option(None, "System prompt, for conversations that have none.", "TEXT")
     quantize: str | None = option(None, "Quantize the weights as they are loaded, such as int8.", "FORMAT")
-    draft: str | None = option(None, "What drafts: a model, ngram or layers:N.", "MODEL")
+    draft: str | None = option(None, "What drafts: a model or head, ngram, mtp or layers:N.", "MODEL")
     overwrite: bool = overwrite("Replace an alias of that name.")
     as_json: bool = as_json("One JSON object.")
 
