@@ -102,8 +102,8 @@ class ReportOptions:
     file: Path = argument(MISSING, 'Prompts, one per line; in .jsonl, {"prompt": "...", ...}.', "PROMPTS")
     draft: str = option(
         MISSING,
-        "A checkpoint's folder or a hub id, of a model or a trained head; demo-draft, ngram, mtp (the head in the model's "
-        "own files), or layers:N (its first N layers).",
+        "A checkpoint's folder or a hub id, of a model or a trained head; demo-draft, ngram, mtp (the head in the "
+        "model's own files), or layers:N (its first N layers).",
         "DRAFT",
         "--draft -d",
     )

@@ -101,8 +101,8 @@ def test_a_round_reads_the_head_once_for_each_token_or_block(chip, head, size):
     taps = {name: shape((rows, target.hidden_size), jnp.bfloat16) for name in drafter.proposer.taps}
     tables = shape((SLOTS, spec.pages_per_sequence), jnp.int32)
     stored = moved(chip, observing, drafter, config.vocab_size, weights, own, *numbers, tables, taps, trips=1)
-    # The projection of the taps, keys and values, on a GPU queries which lie beside them, and rows: nothing of the cache
-    # is copied.
+    # The projection of the taps, keys and values, on a GPU queries which lie beside them, and rows: nothing of the
+    # cache is copied.
     names = ("k_proj", "v_proj", *(("q_proj",) if chip == "h100" else ()))
     layers = [layer["attention"] for layer in params["layers"].values()]
     projected = num_bytes((params["taps_proj"], [layer[name] for layer in layers for name in names]))
