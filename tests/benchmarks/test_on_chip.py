@@ -471,6 +471,6 @@ def test_all_pieces(tmp_path):
     figures = [row for name in card.pieces for row in card.rows(name)]
     assert {row.of for row in figures} >= {"copy", "matrix product", "roofline"}
     assert sum(row.is_right is True for row in figures) >= 15
-    assert any(row.difference is not None for row in figures)
+    assert all(row.predicted is None for row in figures)  # there are constants of chips only
     assert any(row.case == "kernels" for row in figures)
     assert "0 WRONG" in ended.stdout
