@@ -25,6 +25,7 @@ from benchmarks.on_chip import archive
 from benchmarks.on_chip.results import CRASHED, DONE, FAILED, FILE, TIMED_OUT, Results
 
 PLANTED = {"planted exception": FAILED, "planted abort": CRASHED, "planted hang": TIMED_OUT}
+LOG = "on_chip.log"  # what processes print, in the folder of the results
 MAX_SECONDS = 240.0
 NUM_KILLS = 10
 
@@ -53,6 +54,9 @@ def check(folder: Path, python: Path, num_kills: int, seed: int) -> int:
     seconds, used = time.time() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
     print(ended.stdout + ended.stderr, end="")
     expected, found = outcome(root / "once"), statuses(root / "once")
+    if not found:  # the folder will be gone
+        print((root / "once" / LOG).read_text(encoding="utf-8")[-4_000:])
+        return 1
     bad = {name: status for name, status in found.items() if status != DONE}
     is_well = bad == PLANTED and seconds <= MAX_SECONDS
     cpu = used.ru_utime + used.ru_stime
