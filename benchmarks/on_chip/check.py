@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks.on_chip import archive
 from benchmarks.on_chip.results import CRASHED, DONE, FAILED, FILE, TIMED_OUT, Results
+from benchmarks.on_chip.supervisor import LOG
 
 PLANTED = {"planted exception": FAILED, "planted abort": CRASHED, "planted hang": TIMED_OUT}
-LOG = "on_chip.log"  # what processes print, in the folder of the results
 MAX_SECONDS = 240.0
 NUM_KILLS = 10
 
