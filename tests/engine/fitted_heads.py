@@ -58,10 +58,18 @@ def _with_targets_head(config: ModelConfig, params: Any, target: Model) -> Any:
         head = target[1]["embed"].T if head is None else head
         head = jnp.pad(head, ((0, own - width), (0, 0))) * (own / width) ** -0.5
         params["lm_head"] = head if config.draft_head.vocab_size is None else head[:, np.array(TOKENS)]
-    for name, size in (("selector", 0.1), ("markov", 0.1)):  # enough to change some drafts
+    for name in ("selector", "markov"):  # enough to change some drafts
         if name in params:
-            params[name] = jax.tree.map(lambda leaf, size=size: leaf * size**0.5, params[name])
-    return params
+            params[name] = jax.tree.map(lambda leaf: 0.3 * leaf, params[name])
+    return {**params, "layers": jax.tree_util.tree_map_with_path(_of_layers, params["layers"])}
+
+
+def _of_layers(path: Any, leaf: jax.Array) -> jax.Array:
+    """What is added to the states is small, and what the last matrix reads is far from linear."""
+    names = [key.key for key in path]
+    if leaf.ndim < 2 or names[-2] in ("q_proj", "k_proj", "gate_proj", "up_proj"):
+        return leaf
+    return 0.2 * leaf if "base" not in names else (0.2 * leaf).at[:, 0].add(0.8)
 
 
 class _NoNorm:
@@ -100,7 +108,7 @@ def _solve(config, path, params, tokens, taps, wanted, is_fitted, roots):
         rows, places = jnp.indices((len(tokens), LENGTH - 1)) + jnp.array([0, 2])[:, None, None]
     is_used = is_fitted.at[rows, places].get(mode="fill", fill_value=False)
     wanted = wanted.at[rows, places - 1].get(mode="clip")
-    sizes = is_used[..., None] / jnp.mean(wanted**2, axis=-1, keepdims=True)
+    sizes = is_used[..., None] / jnp.maximum(jnp.mean(wanted**2, axis=-1, keepdims=True), 1e-6)
 
     def outputs(weight):
         head = bind_draft_head(config, _with_leaf(params, path, weight))
