@@ -12,10 +12,24 @@ from jaxinfer.models import ModelConfig, bind_draft_head
 from jaxinfer.models.draft_head import DraftHead
 from jaxinfer.speculative import HeadDraft, head_for
 from tests.speculative import tiny_heads
-from tests.speculative.tiny_heads import TOKENS, config_of, random_params
+from tests.speculative.tiny_heads import KINDS, TOKENS, config_of, random_params
 
 Model = tuple[ModelConfig, Any]
 LENGTH = 128  # tokens of the longest sequence
+
+
+class Heads(dict):
+    """Heads for a target by name, fitted when first used to what it continued prompts with. `llm` runs it now."""
+
+    def __init__(self, llm, target: Model, texts: Sequence[tuple[list[int], list[int]]]):
+        self.target, self._texts = target, texts
+        last = f"layers.{target[0].num_layers - 1}.residual"
+        names = {name for kind in KINDS for name in (*head_for(config_of(kind, target[0]), target[0])[1], last)}
+        self._states = [states_of(llm, [*prompt, *answer], sorted(names)) for prompt, answer in texts]
+
+    def __missing__(self, name: str) -> Model:
+        self[name] = fitted(self.target, name, self._texts, self._states)
+        return self[name]
 
 
 def states_of(llm, tokens: Sequence[int], taps: Sequence[str]) -> dict[str, np.ndarray]:
@@ -23,21 +37,21 @@ def states_of(llm, tokens: Sequence[int], taps: Sequence[str]) -> dict[str, np.n
     return llm.engine.runner.hidden_states(list(tokens), tuple(taps))
 
 
-def fitted(llm, target: Model, name: str, sequences: Sequence[tuple[list[int], list[int]]], **more: Any) -> Model:
+def fitted(target: Model, name: str, texts: Sequence[tuple[list[int], list[int]]], states: Sequence[Any]) -> Model:
     """A head for a target: the last matrix of its last layer has what comes nearest to the hidden states that the
-    target had in answers, given as (prompt, answer); its other weights are random. `llm` runs the target."""
-    config, taps = head_for(config_of(name, target[0], **more), target[0])
+    target had in the answers of texts, given as (prompt, answer); its other weights are random."""
+    config, taps = head_for(config_of(name, target[0]), target[0])
     params = _with_targets_head(config, random_params(config), target)
     last = f"layers.{target[0].num_layers - 1}.residual"
-    tokens = np.zeros((len(sequences), LENGTH), np.int32)
-    is_fitted = np.zeros((len(sequences), LENGTH), bool)
-    tapped = {name: np.zeros((len(sequences), LENGTH, target[0].hidden_size), np.float32) for name in (*taps, last)}
-    for row, (prompt, answer) in enumerate(sequences):
+    tokens = np.zeros((len(texts), LENGTH), np.int32)
+    is_fitted = np.zeros((len(texts), LENGTH), bool)
+    tapped = {name: np.zeros((len(texts), LENGTH, target[0].hidden_size), np.float32) for name in (*taps, last)}
+    for row, ((prompt, answer), states_of_text) in enumerate(zip(texts, states, strict=True)):
         whole = [*prompt, *answer]
         tokens[row, : len(whole)] = whole
         is_fitted[row, len(prompt) : len(whole)] = True
-        for name, states in states_of(llm, whole, tapped).items():
-            tapped[name][row, : len(whole)] = states
+        for name, array in tapped.items():
+            array[row, : len(whole)] = states_of_text[name]
     wanted = jnp.asarray(tapped[last])
     if (missing := config.hidden_size - wanted.shape[-1]) > 0:
         wanted = jnp.pad(wanted, ((0, 0), (0, 0), (0, missing)))
@@ -58,10 +72,18 @@ def _with_targets_head(config: ModelConfig, params: Any, target: Model) -> Any:
         head = target[1]["embed"].T if head is None else head
         head = jnp.pad(head, ((0, own - width), (0, 0))) * (own / width) ** -0.5
         params["lm_head"] = head if config.draft_head.vocab_size is None else head[:, np.array(TOKENS)]
-    for name, size in (("selector", 0.1), ("markov", 0.1)):  # enough to change some drafts
+    for name in ("selector", "markov"):  # enough to change some drafts
         if name in params:
-            params[name] = jax.tree.map(lambda leaf, size=size: leaf * size**0.5, params[name])
-    return params
+            params[name] = jax.tree.map(lambda leaf: 0.3 * leaf, params[name])
+    return {**params, "layers": jax.tree_util.tree_map_with_path(_of_layers, params["layers"])}
+
+
+def _of_layers(path: Any, leaf: jax.Array) -> jax.Array:
+    """What is added to the states is small, and what the last matrix reads is far from linear."""
+    names = [key.key for key in path]
+    if leaf.ndim < 2 or names[-2] in ("q_proj", "k_proj", "gate_proj", "up_proj"):
+        return leaf
+    return 0.2 * leaf if "base" not in names else (0.2 * leaf).at[:, 0].add(0.8)
 
 
 class _NoNorm:
@@ -100,7 +122,7 @@ def _solve(config, path, params, tokens, taps, wanted, is_fitted, roots):
         rows, places = jnp.indices((len(tokens), LENGTH - 1)) + jnp.array([0, 2])[:, None, None]
     is_used = is_fitted.at[rows, places].get(mode="fill", fill_value=False)
     wanted = wanted.at[rows, places - 1].get(mode="clip")
-    sizes = is_used[..., None] / jnp.mean(wanted**2, axis=-1, keepdims=True)
+    sizes = is_used[..., None] / jnp.maximum(jnp.mean(wanted**2, axis=-1, keepdims=True), 1e-6)
 
     def outputs(weight):
         head = bind_draft_head(config, _with_leaf(params, path, weight))

@@ -16,7 +16,7 @@ TAPS = (0, 2, 3)  # of a target with three layers: what enters the first and the
 TOKENS = [token for token in range(TINY.vocab_size) if token % 7 not in (1, 4)]  # of a smaller vocabulary
 MASK = TINY.vocab_size - 1
 BLOCK = {"block_size": 5, "mask_token": MASK}
-SELECTING = {"conv_size": 2, "conv_group": 4, "selector_rank": 6, "selector_top_k": 5}
+SELECTING = {"conv_size": 2, "conv_group": 4, "selector_rank": 6, "selector_top_k": 30}
 OWN_HEAD = {"has_lm_head": True, "has_draft_index": True, "vocab_size": len(TOKENS)}
 LATENT = MLAConfig(latent_size=16, rope_size=8, nope_size=12, value_size=10)
 
