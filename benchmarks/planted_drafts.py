@@ -108,8 +108,8 @@ def seconds(llm: LLM, prompt: list[int], count: int = 1) -> tuple[float, list[in
     return time.perf_counter() - start, outputs[0].outputs[0].token_ids
 
 
-def measure(kind: str, rounds: int, *, quantized: bool) -> list[dict[str, Any]]:
-    """A row for each planted rate."""
+def measure(kind: str, rounds: int, length: int | str, *, quantized: bool) -> list[dict[str, Any]]:
+    """A row for each planted rate; `length` is `num_draft_tokens`."""
     model = load_model(str(fetched_path("smollm2")), requantize=None if quantized else "dense")
     live = model.config, model.params, model.tokenizer
     prompt = [int(token) for token in np.random.default_rng(0).integers(100, 40_000, PROMPT)]
@@ -122,12 +122,12 @@ def measure(kind: str, rounds: int, *, quantized: bool) -> list[dict[str, Any]]:
         params = head_of(model.config, kind)[1]
         for rate in RATES:
             is_right = np.random.default_rng(1).random(len(truth)) < rate
-            name = f"planted{kind}{int(100 * rate)}{quantized}:"
+            name = f"planted{kind}{length}{int(100 * rate)}:"
             register_draft(
                 name,
                 lambda *_, right=is_right: PlantedDraft("planted", config, params, taps, truth=truth, is_right=right),
             )
-            with LLM(live, draft=name, num_draft_tokens=LENGTH, **options) as drafted:
+            with LLM(live, draft=name, num_draft_tokens=length, **options) as drafted:
                 assert seconds(drafted, prompt)[1] == answer
                 times = [(seconds(plain, prompt)[0], seconds(drafted, prompt)[0]) for _ in range(rounds)]
                 stats = drafted.speculation_stats()
@@ -136,6 +136,7 @@ def measure(kind: str, rounds: int, *, quantized: bool) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "head": kind,
+                    "num_draft_tokens": length,
                     "rate": rate,
                     "speedup": of_plain / of_draft,
                     "tokens_per_round": per_round,
@@ -163,7 +164,8 @@ def main() -> None:
     rows = [
         row
         for kind in arguments.heads.split(",")
-        for row in measure(kind, arguments.rounds, quantized=arguments.quantized)
+        for length in (LENGTH, "auto")
+        for row in measure(kind, arguments.rounds, length, quantized=arguments.quantized)
     ]
     if arguments.json is not None:
         figures = {"machine": machine(), "quantized": arguments.quantized, "rows": rows}
