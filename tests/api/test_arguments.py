@@ -95,7 +95,7 @@ def test_what_is_no_prompt(given, message):
         (lambda: checked_options(5, {}), TypeError, "model must be a folder, .* got int 5"),
         (lambda: checked_options("m", {"seed": "a"}), TypeError, "seed must be an integer, got str 'a'"),
         (lambda: checked_options("m", {"tokenizer": 5}), TypeError, "tokenizer must be a folder or .* got int 5"),
-        (lambda: checked_options("m", {"draft": 5}), TypeError, "draft must be a model, ngram or layers:N, got int 5"),
+        (lambda: checked_options("m", {"draft": 5}), TypeError, "draft must be a model or head, .* got int 5"),
         (lambda: checked_options("m", {"quantize": 8}), TypeError, "quantize must be a text, got int 8"),
         (lambda: checked_options("m", {"temperature": 1}), TypeError, "it belongs to SamplingParams"),
     ],
