@@ -219,9 +219,7 @@ CASES = {
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name", quick(CASES, "windows and int8 pages", "quantized", "recurrent", "bfloat16, deterministic", "snapkv")
-)
+@pytest.mark.parametrize("name", quick(CASES, "recurrent", "quantized"))
 def test_one_answer_over_other_targets(expected, name, monkeypatch):
     if name.startswith("quantized"):  # the quantized products themselves are to verify
         monkeypatch.setattr("jaxinfer.quantization.on_device.float32_copies.__defaults__", (0,))
@@ -349,28 +347,6 @@ def test_one_answer_under_grammars(expected, by_grammar, name, masks):
 # Other rules of acceptance, and other weights.
 
 
-@pytest.mark.parametrize("name", quick(["eagle3 wide", "dflash2", "mtp", "dspark rnn at root"], "dspark rnn at root"))
-def test_maximal_acceptance_keeps_greedy_answers_and_accepts_more(expected, name):
-    """Also where no token that may be drafted is allowed (`PARAMS[6]`)."""
-    rates = []
-    for acceptance in ("exact", "maximal"):
-        head = expected.head(replace(FULL, head=name))
-        with open_llm(full(), draft=head, num_draft_tokens=4, acceptance=acceptance) as llm:
-            found = answers(llm)
-            check_accepted(llm)
-            rates.append(llm.speculation_stats().acceptance_rate)
-            check_idle(llm)
-        for number, one in enumerate(found):
-            if PARAMS[number].is_greedy:
-                assert one == expected[FULL][number]
-            for (tokens, reason, _), (others, other_reason, _) in zip(one, expected[FULL][number], strict=True):
-                is_whole = len(tokens) == PARAMS[number].max_tokens
-                assert reason == ("length" if is_whole and reason != "stop" else "stop")
-                assert set(tokens) <= set(PARAMS[number].allowed_token_ids or tokens)
-                assert (len(tokens) >= PARAMS[number].min_tokens) or (others, other_reason) == ([], "stop")
-    assert rates[1] > rates[0]
-
-
 def test_a_head_goes_on_with_the_targets_new_weights(expected):
     """Its embedding and head are the target's: an engine at rest accepts what one does that was made with them."""
     config, params = full()
@@ -413,22 +389,3 @@ def test_nothing_compiles_after_warm_up(expected, name):
             assert answers(llm) == found
         assert llm.engine.scheduler.counters.num_preemptions > 0
         assert found == expected[FULL]
-
-
-def test_a_dispatch_is_read_once(expected, monkeypatch):
-    """The host waits for tokens, and after rounds for how many were drafted and accepted, as with every draft."""
-    head = expected.head(replace(FULL, head="dflash"))
-    prompts, params = PROMPTS[:4], SamplingParams(max_tokens=20, temperature=1.0, seed=1)
-    with open_llm(full(), draft=head, num_draft_tokens=4) as llm:
-        num_read, get, kinds = 0, jax.device_get, []
-
-        def counting(values):
-            nonlocal num_read
-            num_read += 1
-            return get(values)
-
-        monkeypatch.setattr(jax, "device_get", counting)
-        with llm.engine.observe(lambda dispatch: kinds.append(dispatch.kind)):
-            llm.generate(prompts, params, use_tqdm=False)
-        assert kinds.count("speculate") > 2
-        assert num_read == len(kinds) + kinds.count("speculate")

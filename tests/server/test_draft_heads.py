@@ -55,7 +55,8 @@ def test_answers_are_those_of_plain_decoding(engine, drafting):
         assert [(one["text"], one["token_ids"], one["finish_reason"]) for one in choices] == wanted
         assert [texts(events, False)[index] for index in range(len(wanted))] == wanted
         if output.outputs[0].logprobs is not None:
-            logprobs = [entry.logprob for entry in output.outputs[0].logprobs]
+            pairs = zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
+            logprobs = [entry[token].logprob for entry, token in pairs]
             assert choices[0]["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-3)
     stats = drafting.llm.speculation_stats()
     assert 50 < stats.accepted < stats.proposed - 50
