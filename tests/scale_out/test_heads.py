@@ -28,14 +28,21 @@ def plain(name: str):
 
 
 def drafted(name: str, head, **options):
-    """The answers with a head, and how many tokens it drafted and had right."""
+    """The answers with a head, and how many tokens it drafted and had right for prompts that came one after another:
+    which rounds draft in a batch depends on who else is there."""
     target = TARGETS[name], params_of(name)
     with LLM(target, draft=head, num_draft_tokens=4, **{**OPTIONS, **options}) as llm:
-        for _ in range(2):  # the second time with cached prefixes
-            found = [one.outputs[0] for one in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
-            assert all(one.error is None for one in found)
-        stats = llm.speculation_stats()
-        return [one.token_ids for one in found], (stats.proposed, stats.accepted)
+        together = [one.outputs[0] for one in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+        before = llm.speculation_stats()
+        alone = [  # with cached prefixes
+            llm.generate([prompt], [params], use_tqdm=False)[0].outputs[0]
+            for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+        ]
+        after = llm.speculation_stats()
+        assert [one.token_ids for one in alone] == [one.token_ids for one in together]
+        assert all(one.error is None for one in alone)
+        counts = after.proposed - before.proposed, after.accepted - before.accepted
+        return [one.token_ids for one in alone], counts
 
 
 CASES = [
