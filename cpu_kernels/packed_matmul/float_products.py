@@ -2,9 +2,9 @@
 
 The sums of an output are always taken in one order: its products of a segment in one chain of multiply-adds, then the
 segment's sum times the scale, then the sum of the segment's inputs times the offset; with weights that are scaled first
-(CHAINED_KERNELS) one chain over all inputs. So a row has the same bits whether it is computed alone, with the weight
-converted in registers (`multiplier`), or with others, with the weight's codes written as float32 to the first cache
-(`converter` and `tiler`).
+(CHAINED_KERNELS) one chain over all inputs. So a row has the same bits whether it is computed with few others or alone,
+with the weight converted in registers (`multiplier`), or with many, with the weight's codes written as float32 to the
+first cache (`converter` and `tiler`).
 
 Nibble j of a part of a word is taken by one AND and without a shift, as nibble * 16^j, and multiplied by an input that
 was scaled by 16^-j beforehand (`preparer`): both are exact.
@@ -20,7 +20,6 @@ from cpu_kernels import vectors as vec
 from cpu_kernels.memory import intrinsic
 from cpu_kernels.packed_matmul.forms import CHAINED_KERNELS, STEP
 from cpu_kernels.packed_matmul.loads import (
-    AT_ONCE,
     HAS_AVX512,
     NIBBLES_IN_PLACE,
     PANEL_BYTES,
@@ -39,40 +38,44 @@ from cpu_kernels.packed_matmul.loads import (
     panel_totals,
     prefetch_step,
     store_totals,
+    vectors_at_once,
 )
 
-SCALED_KERNELS = CHAINED_KERNELS[:3]  # that have scales
+SCALED_KERNELS, UNSCALED = CHAINED_KERNELS[:3], CHAINED_KERNELS[3:]  # that have scales, or none
 
 
-def multiplier(kind: str) -> Any:
-    """An intrinsic that multiplies one row by a panel, converted in registers."""
+def multiplier(kind: str, rows: int) -> Any:
+    """An intrinsic that multiplies `rows` rows, few or one, by a panel, converted in registers."""
 
     @intrinsic
     def multiply(context, totals, codes, scales, offsets, x, sums, segments, steps, left, table):
-        """totals[n] += the products of segments of inputs with a panel. All are int64.
+        """totals[r, n] += the products of segments of inputs with a panel. All are int64.
 
-        totals: address of float32 [64]. codes: address of the panel's codes. scales, offsets: addresses of float32
-        [segments, 64]; offsets may be 0. x: address of float32 inputs, as `prepare` leaves them. sums: address of
-        float32 [segments], their sums. segments: of `steps` times 8 inputs, `left` times 8 in all. table: address of a
-        codebook.
+        totals: address of float32 [rows, 64]. codes: address of the panel's codes. scales, offsets: addresses of
+        float32 [segments, 64]; offsets may be 0. x: address of float32 [8 * left, rows], as `prepare` leaves them.
+        sums: address of float32 [segments, rows], their sums. segments: of `steps` times 8 inputs, `left` times 8 in
+        all. table: address of a codebook.
         """
 
         def generate(context, builder, signature, arguments):
             totals, codes, scales, offsets, x, sums, segments, steps, left, table = arguments
             entries = vec.load(builder, table) if kind == "codebook" else None
-            own = panel_totals(builder, totals)
+            own = panel_totals(builder, totals, rows)
+            if kind in UNSCALED and rows > 1 and not HAS_AVX512:
+                # Each vector's lines are read apart: these come from the first cache where segments are short, which
+                # changes no sum of weights without scales and offsets.
+                segments, steps = left, vec.constant(1)
             with each_segment(builder, segments, steps, left) as (segment, first, count):
-                numbers = builder.add(x, builder.mul(first, vec.constant(4 * STEP)))
+                numbers = builder.add(x, builder.mul(first, vec.constant(4 * STEP * rows)))
                 start = builder.add(codes, builder.mul(first, vec.constant(bytes_of_step(kind))))
                 at = builder.add(scales, builder.mul(segment, vec.constant(PANEL_BYTES)))
-                chains = _chains(builder, kind, start, numbers, count, at, own, entries)
-                for v in range(VECTORS):
-                    total = builder.load(chains[v])
-                    if kind not in CHAINED_KERNELS:
-                        scale = vec.load(builder, offset(builder, at, VECTOR_BYTES * v))
-                        total = vec.multiply_add(builder, total, scale, builder.load(own[v], align=4))
-                    builder.store(total, own[v], align=4)
-                total = builder.add(sums, builder.mul(segment, vec.constant(4)))
+                # AVX2: one row's lines are read in their order where no scales take registers, too.
+                is_halved = not HAS_AVX512 and kind not in UNSCALED
+                at_once = vectors_at_once(rows, VECTORS // 2 if is_halved else VECTORS)
+                for v in range(0, VECTORS, at_once):
+                    of = range(v, v + at_once)
+                    _add_to_totals(builder, kind, rows, of, start, numbers, count, at, own, entries)
+                total = builder.add(sums, builder.mul(segment, vec.constant(4 * rows)))
                 add_offsets(builder, own, offsets, segment, total)
             store_totals(builder, totals, own)
             return context.get_dummy_value()
@@ -82,33 +85,40 @@ def multiplier(kind: str) -> Any:
     return multiply
 
 
-def _chains(builder, kind: str, codes, x, count, scales, totals, table) -> list[Any]:
-    """The places of the sums of the products of `count` times 8 inputs, for each of a panel's vectors."""
-    is_scaled = kind in SCALED_KERNELS
-    at_once, unroll = AT_ONCE, STEP
-    if not HAS_AVX512 and kind in CHAINED_KERNELS:
+def _add_to_totals(builder, kind: str, rows: int, of: range, codes, x, count, scales, totals, table) -> None:
+    """Adds the products of `count` times 8 inputs with vectors `of` a panel to their totals."""
+    is_chained, is_scaled = kind in CHAINED_KERNELS, kind in SCALED_KERNELS
+    unroll = STEP
+    if is_chained and rows > 1:
+        unroll = 1
+    elif is_chained and not HAS_AVX512:
         # Lines in their order, as memory is read fastest, and half of them where scales take registers, too. LLVM loads
         # the inputs of a step first: 8 would leave too few, and beside scales more than one.
-        at_once, unroll = (VECTORS // 2, 1) if is_scaled else (VECTORS, STEP // 2)
-    chains = [cgutils.alloca_once(builder, vec.FLOATS) for _ in range(VECTORS)]
-    for v, chain in enumerate(chains):
-        is_chained = kind in CHAINED_KERNELS
-        builder.store(builder.load(totals[v], align=4) if is_chained else vec.splat(vec.FLOATS, 0.0), chain)
-    for start in range(0, VECTORS, at_once):
-        of = range(start, start + at_once)
-        factors = {v: vec.load(builder, offset(builder, scales, VECTOR_BYTES * v)) for v in of if is_scaled}
-        with cgutils.for_range(builder, builder.mul(count, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
-            numbers = builder.add(x, builder.mul(step.index, vec.constant(4 * unroll)))
-            address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind) * unroll // STEP)))
-            code = {v: load_codes(builder, kind, address, v, table) for v in of}
-            if start == 0:
-                prefetch_step(builder, kind, address, unroll)
+        unroll = 1 if is_scaled else STEP // 2
+    chains = {(r, v): cgutils.alloca_once(builder, vec.FLOATS) for r in range(rows) for v in of}
+    for key, chain in chains.items():
+        builder.store(builder.load(totals[key], align=4) if is_chained else vec.splat(vec.FLOATS, 0.0), chain)
+    own_scales = {v: vec.load(builder, offset(builder, scales, VECTOR_BYTES * v)) for v in of if kind not in UNSCALED}
+    with cgutils.for_range(builder, builder.mul(count, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
+        numbers = builder.add(x, builder.mul(step.index, vec.constant(4 * unroll * rows)))
+        address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind) * unroll // STEP)))
+        if of[0] == 0:
+            prefetch_step(builder, kind, address, unroll, is_all=rows > 1 and not HAS_AVX512)
+        code = {v: load_codes(builder, kind, address, v, table) for v in of}
+        # One row: an input is loaded once for all vectors; else a weight is converted once for all rows.
+        for group in [of] if rows == 1 else [[v] for v in of]:
             for j in range(unroll):
-                number = load_number(builder, offset(builder, numbers, 4 * j))
-                for v in of:
-                    weight = builder.fmul(code[v](j), factors[v]) if is_scaled else code[v](j)
-                    builder.store(vec.multiply_add(builder, number, weight, builder.load(chains[v])), chains[v])
-    return chains
+                weights = {v: builder.fmul(code[v](j), own_scales[v]) if is_scaled else code[v](j) for v in group}
+                for r in range(rows):
+                    number = load_number(builder, offset(builder, numbers, 4 * (rows * j + r)))
+                    for v in group:
+                        total = vec.multiply_add(builder, number, weights[v], builder.load(chains[r, v]))
+                        builder.store(total, chains[r, v])
+    for (r, v), chain in chains.items():
+        total = builder.load(chain)
+        if not is_chained:
+            total = vec.multiply_add(builder, total, own_scales[v], builder.load(totals[r, v], align=4))
+        builder.store(total, totals[r, v], align=4)
 
 
 def converter(kind: str) -> Any:

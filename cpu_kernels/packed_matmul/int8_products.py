@@ -31,6 +31,7 @@ from cpu_kernels.packed_matmul.loads import (
     panel_totals,
     prefetch_step,
     store_totals,
+    vectors_at_once,
 )
 
 ROUNDED = 32  # inputs of a row that are rounded together
@@ -96,8 +97,8 @@ def _scaled(builder: Any, total: Any, sums: Any, factor: Any, scale: Any) -> Any
     return vec.multiply_add(builder, builder.fmul(builder.sitofp(sums, vec.FLOATS), factor), scale, total)
 
 
-def multiplier(kind: str) -> Any:
-    """An intrinsic that multiplies one row by a panel."""
+def multiplier(kind: str, rows: int) -> Any:
+    """An intrinsic that multiplies `rows` rows, few or one, by a panel, whose codes are taken apart in registers."""
 
     @intrinsic
     def multiply(context, totals, codes, scales, offsets, x, sums, segments, steps, left, table):
@@ -105,36 +106,46 @@ def multiplier(kind: str) -> Any:
 
         def generate(context, builder, signature, arguments):
             totals, codes, scales, offsets, x, sums, segments, steps, left, _ = arguments
-            own = panel_totals(builder, totals)
+            own = panel_totals(builder, totals, rows)
             with each_segment(builder, segments, steps, left) as (segment, first, count):
-                planes = builder.add(sums, builder.mul(segment, vec.constant(4 * PLANES)))
-                chains = [cgutils.alloca_once(builder, WORDS) for _ in range(VECTORS)]
-                for chain in chains:
-                    builder.store(_load_word(builder, offset(builder, planes, 8)), chain)
-                with cgutils.for_range(builder, count, intp=vec.LONG) as step:
-                    index = builder.add(first, step.index)
-                    numbers = builder.add(x, builder.mul(index, vec.constant(STEP)))
-                    address = builder.add(codes, builder.mul(index, vec.constant(bytes_of_step(kind))))
-                    prefetch_step(builder, kind, address)
-                    halves = [_load_word(builder, offset(builder, numbers, 4 * half)) for half in range(HALF_WORDS)]
-                    for v in range(VECTORS):
-                        for words, half in zip(_load_words(builder, kind, address, v), halves, strict=True):
-                            total = builder.load(chains[v])
-                            total = _add_dots(builder, total, words, half, is_signed=kind == "quads")
-                            builder.store(total, chains[v])
+                planes = builder.add(sums, builder.mul(segment, vec.constant(4 * PLANES * rows)))
+                start = builder.add(codes, builder.mul(first, vec.constant(bytes_of_step(kind))))
+                numbers = builder.add(x, builder.mul(first, vec.constant(STEP * rows)))
                 at = builder.add(scales, builder.mul(segment, vec.constant(PANEL_BYTES)))
-                factor = load_number(builder, planes)
-                for v in range(VECTORS):
-                    scale = vec.load(builder, offset(builder, at, VECTOR_BYTES * v))
-                    total = builder.load(own[v], align=4)
-                    builder.store(_scaled(builder, total, builder.load(chains[v]), factor, scale), own[v], align=4)
-                add_offsets(builder, own, offsets, segment, offset(builder, planes, 4))
+                at_once = VECTORS if rows == 1 else vectors_at_once(rows)
+                for v in range(0, VECTORS, at_once):
+                    of = range(v, v + at_once)
+                    _add_to_totals(builder, kind, rows, of, start, numbers, count, at, planes, own)
+                add_offsets(builder, own, offsets, segment, offset(builder, planes, 4 * rows))
             store_totals(builder, totals, own)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10), generate
 
     return multiply
+
+
+def _add_to_totals(builder, kind: str, rows: int, of: range, codes, x, count, scales, planes, totals) -> None:
+    """Adds the products of `count` times 8 inputs with vectors `of` a panel to their totals."""
+    chains = {(r, v): cgutils.alloca_once(builder, WORDS) for r in range(rows) for v in of}
+    for (r, _), chain in chains.items():
+        builder.store(_load_word(builder, offset(builder, planes, 4 * (2 * rows + r))), chain)
+    with cgutils.for_range(builder, count, intp=vec.LONG) as step:
+        numbers = builder.add(x, builder.mul(step.index, vec.constant(STEP * rows)))
+        address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind))))
+        if of[0] == 0:
+            prefetch_step(builder, kind, address)
+        for v in of:
+            for half, words in enumerate(_load_words(builder, kind, address, v)):
+                for r in range(rows):
+                    number = _load_word(builder, offset(builder, numbers, 4 * (rows * half + r)))
+                    total = _add_dots(builder, builder.load(chains[r, v]), words, number, is_signed=kind == "quads")
+                    builder.store(total, chains[r, v])
+    for (r, v), chain in chains.items():
+        scale, factor = vec.load(builder, offset(builder, scales, VECTOR_BYTES * v)), offset(builder, planes, 4 * r)
+        total = builder.load(totals[r, v], align=4)
+        total = _scaled(builder, total, builder.load(chain), load_number(builder, factor), scale)
+        builder.store(total, totals[r, v], align=4)
 
 
 def converter(kind: str) -> Any:

@@ -1,7 +1,8 @@
 """Products of rows with several packed weights in one call.
 
-A weight may be a stack of experts; then the rows are sorted by expert. Few rows and experts: threads share panels, and
-the rows are prepared once for all. Many rows: each part takes some of them, and all panels. That changes no sum.
+A weight may be a stack of experts; then the rows are sorted by expert. Experts, and rows that are not many: threads
+share panels, and the rows are prepared once for all; few rows are multiplied while a panel is read, others by tiles of
+what was converted before. Many rows: each part takes some of them, and all panels. That changes no sum.
 """
 
 from cpu_kernels.frames import (
@@ -18,6 +19,7 @@ from cpu_kernels.memory import allocate, free, store_word
 from cpu_kernels.packed_matmul.forms import KERNELS, LANES, NUMBERS, OUTER, STEP
 from cpu_kernels.packed_matmul.loads import (
     AHEAD_BYTES,
+    FEW_ROWS,
     INT8_TILE_ROWS,
     PANEL_BYTES,
     TILE_AHEAD_BYTES,
@@ -55,7 +57,7 @@ NONE, FLOAT32, FLOAT16, BFLOAT16, UNIT_KIND = map(NUMBERS.index, ("none", "float
 LAST_WORDS, LAST_BYTES, LAST_SHORTS = (KERNELS.index(name) for name in ("nibbles_int8", "float8_e5m2", "float16"))
 NIBBLES, NIBBLES_INT8, INT8, QUADS = map(KERNELS.index, ("nibbles", "nibbles_int8", "int8", "quads"))
 # Places of the first loops of their sorts.
-MULTIPLY, CONVERT, FILL = (PLACES[name] for name in ("multiply_nibbles", "convert_nibbles", f"fill_{NUMBERS[0]}"))
+MULTIPLY, CONVERT, FILL = (PLACES[name] for name in ("multiply_nibbles_1", "convert_nibbles", f"fill_{NUMBERS[0]}"))
 TILE_FLOAT, TILE_CHAINED = (PLACES[f"tile_{name}_{TILE_ROWS[0]}"] for name in ("float", "chained"))
 TILE_INT8 = PLACES[f"tile_int8_{INT8_TILE_ROWS[0]}"]
 PREPARE_FLOAT, PREPARE_SCALED, PREPARE_INT8, PREPARE_NIBBLES_INT8 = (
@@ -190,19 +192,23 @@ def _place_of_prepare(kind):
 
 
 @internal("void(int64, int64, int64, int64, int64, int64)")
-def _prepare(frame, weight, first, rows, target, sums):
-    """Copies rows as the loops read them: tiles of [inputs, rows of the tile], and their sums [segments, rows of the
-    tile]."""
+def _prepare_tile(frame, weight, first, size, target, sums):
+    """Copies rows as the loops read them, [inputs, rows], and their sums [segments, rows]."""
     steps, inputs, kind = _field(frame, weight, STEPS), _field(frame, weight, INPUTS), _field(frame, weight, KIND)
-    segments, of_segment = _num_segments(frame, weight), _field(frame, weight, SEGMENT) // STEP
+    of_segment = _field(frame, weight, SEGMENT) // STEP
+    for r in range(size):
+        source, to, own = operand(frame, 0) + 4 * (first + r) * inputs, target + 4 * r, sums + 4 * r
+        call_prepare(_place_of_prepare(kind), to, size, source, steps, inputs, of_segment, own)
+
+
+@internal("void(int64, int64, int64, int64, int64, int64)")
+def _prepare_tiles(frame, weight, first, rows, target, sums):
+    steps, segments, kind = _field(frame, weight, STEPS), _num_segments(frame, weight), _field(frame, weight, KIND)
     row = 0
     while row < rows:
         size = _rows_of_tile(kind, _tile(kind, rows - row))
-        for r in range(size):
-            source = operand(frame, 0) + 4 * (first + row + r) * inputs
-            to = target + row * steps * _step_bytes(kind) + 4 * r
-            own = sums + row * segments * _sum_bytes(kind) + 4 * r
-            call_prepare(_place_of_prepare(kind), to, size, source, steps, inputs, of_segment, own)
+        to, own = target + row * steps * _step_bytes(kind), sums + row * segments * _sum_bytes(kind)
+        _prepare_tile(frame, weight, first + row, size, to, own)
         row += size
 
 
@@ -242,37 +248,40 @@ def _prefetch_start(frame, weight, panel):
             _prefetch(_array(frame, weight, operand_index) + panel * size, min(size, AHEAD_BYTES))
 
 
-@internal("void(int64, int64, int64, int64, int64, int64, int64, int64)")
-def _run_row(frame, weight, stack, first, last, x, sums, out):
-    """The outputs of one row of the panels from the first to the last; `stack` is the expert's first one in a stack."""
+@internal("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def _run_few_rows(frame, weight, stack, first, last, rows, x, sums, out):
+    """The outputs of few rows of the panels from the first to the last; `stack`: the expert's first one in a stack."""
     steps, segment = _field(frame, weight, STEPS), _field(frame, weight, SEGMENT)
     kind = _field(frame, weight, KIND)
     bytes_of_step = _bytes_of_step(kind)
     segments, outputs = _num_segments(frame, weight), _field(frame, weight, OUTPUTS)
     table, of_segment = _array(frame, weight, TABLE_OPERAND), segment // STEP
     block = max(BLOCK_INPUTS // segment, 1)
-    totals = allocate((1 + 2 * block) * PANEL_BYTES)
-    scales = totals + PANEL_BYTES
+    totals = allocate((rows + 2 * block) * PANEL_BYTES)
+    scales = totals + rows * PANEL_BYTES
     offsets = scales + block * PANEL_BYTES if _field(frame, weight, OFFSETS) != NONE else 0
+    place = MULTIPLY + (rows - 1) * len(KERNELS) + kind
     _prefetch_start(frame, weight, stack + first)
     for panel in range(first, last):
-        clear(totals, VECTORS)
+        clear(totals, rows * VECTORS)
         for start in range(0, segments, block):
             count = min(block, segments - start)
             _fill_panel(frame, weight, stack + panel, start, count, scales, offsets)
             step = start * of_segment
             codes = _array(frame, weight, CODES_OPERAND) + ((stack + panel) * steps + step) * bytes_of_step
-            numbers, own, left = x + _step_bytes(kind) * step, sums + _sum_bytes(kind) * start, steps - step
-            call_multiply(MULTIPLY + kind, totals, codes, scales, offsets, numbers, own, count, of_segment, left, table)
-        for v in range(VECTORS):
-            output = panel * LANES + v * WIDTH
-            copy_lanes(out + 4 * output, totals + v * VECTOR_BYTES, outputs - output)
+            numbers, own = x + _step_bytes(kind) * rows * step, sums + _sum_bytes(kind) * rows * start
+            call_multiply(place, totals, codes, scales, offsets, numbers, own, count, of_segment, steps - step, table)
+        for row in range(rows):
+            for v in range(VECTORS):
+                output = panel * LANES + v * WIDTH
+                own = totals + row * PANEL_BYTES + v * VECTOR_BYTES
+                copy_lanes(out + 4 * (row * outputs + output), own, outputs - output)
     free(totals)
 
 
 @internal("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def _run_rows(frame, weight, stack, first, last, rows, x, sums, out):
-    """The outputs of several rows of the panels from the first to the last; `stack` is as in `_run_row`."""
+    """The outputs of rows in tiles of the panels from the first to the last; `stack` is as in `_run_few_rows`."""
     steps, segment = _field(frame, weight, STEPS), _field(frame, weight, SEGMENT)
     kind = _field(frame, weight, KIND)
     bytes_of_step = _bytes_of_step(kind)
@@ -325,14 +334,6 @@ def _run_rows(frame, weight, stack, first, last, rows, x, sums, out):
     free(totals)
 
 
-@internal("void(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
-def _run_panels(frame, weight, stack, first, last, rows, x, sums, out):
-    if rows == 1:
-        _run_row(frame, weight, stack, first, last, x, sums, out)
-    else:
-        _run_rows(frame, weight, stack, first, last, rows, x, sums, out)
-
-
 @internal("void(int64, int64)")
 def _run_some_panels(job, part):
     """A part of the panels of all weights, of the experts that have rows."""
@@ -353,7 +354,10 @@ def _run_some_panels(job, part):
                 sums += row * _num_segments(frame, weight) * _sum_bytes(kind)
                 out = result(frame, weight) + 4 * row * _field(frame, weight, OUTPUTS)
                 start, end = max(first, 0), min(last, panels)
-                _run_panels(frame, weight, expert * panels, start, end, rows, x, sums, out)
+                if rows <= FEW_ROWS:
+                    _run_few_rows(frame, weight, expert * panels, start, end, rows, x, sums, out)
+                else:
+                    _run_rows(frame, weight, expert * panels, start, end, rows, x, sums, out)
             first, last = first - panels, last - panels
         row += rows
 
@@ -372,9 +376,9 @@ def _run_some_rows(job, part):
                 free(sums)
             x = _allocate_rows(frame, weight, rows)
             sums = _allocate_sums(frame, weight, rows)
-            _prepare(frame, weight, first, rows, x, sums)
+            _prepare_tiles(frame, weight, first, rows, x, sums)
         out = result(frame, weight) + 4 * first * _field(frame, weight, OUTPUTS)
-        _run_panels(frame, weight, 0, 0, _num_panels(frame, weight), rows, x, sums, out)
+        _run_rows(frame, weight, 0, 0, _num_panels(frame, weight), rows, x, sums, out)
     free(x)
     free(sums)
 
@@ -396,8 +400,11 @@ def _prepare_experts(frame, weight, x, sums):
     row = 0
     for expert in range(operand_size(frame, 2, 0)):
         rows = _rows_of_expert(frame, expert)
-        own = sums + row * segments * _sum_bytes(kind)
-        _prepare(frame, weight, row, rows, x + row * steps * _step_bytes(kind), own)
+        to, own = x + row * steps * _step_bytes(kind), sums + row * segments * _sum_bytes(kind)
+        if rows <= FEW_ROWS:
+            _prepare_tile(frame, weight, row, rows, to, own)
+        else:
+            _prepare_tiles(frame, weight, row, rows, to, own)
         row += rows
 
 

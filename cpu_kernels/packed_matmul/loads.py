@@ -18,8 +18,8 @@ HAS_AVX512 = "+avx512f" in _FEATURES
 HAS_VNNI = "+avx512vnni" in _FEATURES
 WIDTH = vec.LANES  # outputs of a vector
 VECTORS = LANES // WIDTH  # of a panel
-# Vectors of a panel whose sums are in registers at once where there is one row: as many as registers hold.
-AT_ONCE = VECTORS if HAS_AVX512 else VECTORS // 2
+# Rows that are multiplied while codes are converted in registers: as many as have sums of a vector there.
+FEW_ROWS = 8 if HAS_AVX512 else 5
 # Rows of tiles, whose sums stay in registers: the first, and those for what is left; and vectors of a tile.
 TILE_ROWS, TILE_VECTORS = ((8, 4, 2, 1), 2) if HAS_AVX512 else ((6, 4, 2, 1), 1)
 INT8_TILE_ROWS = TILE_ROWS if HAS_AVX512 else (4, 3, 2, 1)  # AVX2 takes more registers for a product
@@ -132,13 +132,13 @@ def load_step(builder: Any, source: Any, first: Any, inputs: Any) -> Any:
     return builder.load(loaded)
 
 
-def prefetch_step(builder: Any, kind: str, address: Any, inputs: int = STEP) -> None:
+def prefetch_step(builder: Any, kind: str, address: Any, inputs: int = STEP, *, is_all: bool = False) -> None:
     """Prefetches codes that are read AHEAD_BYTES later. Of codes of 16 bits and more a line of each KiB: the processor
     follows these by itself, and prefetches of all lines, which wait in the first cache's few miss buffers, hold it up:
     on one core of a Zen 4, 576 x 49,152 float16 weights took 3.3 ms instead of 2.1; int8 ones need every line (1.5 ms
-    instead of 1.9)."""
+    instead of 1.9), and so do weights that are not read in order (is_all)."""
     size, to = bytes_of_step(kind), offset(builder, address, AHEAD_BYTES)
-    for line in range(0, size * inputs // STEP, 64 if size < 2**10 else 2**10):
+    for line in range(0, size * inputs // STEP, 64 if is_all or size < 2**10 else 2**10):
         vec.prefetch(builder, offset(builder, to, line))
 
 
@@ -155,30 +155,37 @@ def load_number(builder: Any, address: Any) -> Any:
     return vec.broadcast(builder, builder.load(vec.at(builder, address, vec.FLOAT), align=4))
 
 
-def panel_totals(builder: Any, totals: Any) -> list[Any]:
-    """The place of a panel's totals while a loop runs: in registers, or in memory where there are 16, so that no chain
-    of sums has to be there."""
-    places = [offset(builder, totals, VECTOR_BYTES * v) for v in range(VECTORS)]
-    if not HAS_AVX512:
-        return [vec.at(builder, place, vec.FLOATS) for place in places]
-    return [cgutils.alloca_once_value(builder, vec.load(builder, place)) for place in places]
+def vectors_at_once(rows: int, most: int = VECTORS) -> int:
+    """Vectors of a panel whose sums are in registers at once: as many as there is room for beside codes, and `most`."""
+    num_sums = 20 if HAS_AVX512 else 4
+    return next(count for count in (VECTORS, 2, 1) if count == 1 or count <= min(num_sums // rows, most))
 
 
-def store_totals(builder: Any, totals: Any, own: list[Any]) -> None:
+def panel_totals(builder: Any, totals: Any, rows: int) -> dict[tuple[int, int], Any]:
+    """The place of a panel's totals [rows, 64] by row and vector while a loop runs: one row's in registers, or in
+    memory where there are 16, so that no chain of sums has to be there."""
+    keys = [(r, v) for r in range(rows) for v in range(VECTORS)]
+    places = {(r, v): offset(builder, totals, PANEL_BYTES * r + VECTOR_BYTES * v) for r, v in keys}
+    if not HAS_AVX512 or rows > 1:
+        return {key: vec.at(builder, place, vec.FLOATS) for key, place in places.items()}
+    return {key: cgutils.alloca_once_value(builder, vec.load(builder, place)) for key, place in places.items()}
+
+
+def store_totals(builder: Any, totals: Any, own: dict[tuple[int, int], Any]) -> None:
     """Stores what `panel_totals` loaded."""
-    if HAS_AVX512:
-        for v, place in enumerate(own):
+    if HAS_AVX512 and len(own) == VECTORS:
+        for (_, v), place in own.items():
             vec.store(builder, builder.load(place), offset(builder, totals, VECTOR_BYTES * v))
 
 
-def add_offsets(builder: Any, totals: list[Any], offsets: Any, segment: Any, total: Any) -> None:
-    """Adds a segment's offsets [64], unless the address of all is 0, times the sum of its inputs at `total`."""
+def add_offsets(builder: Any, totals: dict[tuple[int, int], Any], offsets: Any, segment: Any, sums: Any) -> None:
+    """Adds a segment's offsets [64], unless the address of all is 0, times the sums of its inputs [rows] at `sums`."""
     with builder.if_then(builder.icmp_signed("!=", offsets, vec.constant(0))):
         at = builder.add(offsets, builder.mul(segment, vec.constant(PANEL_BYTES)))
-        number = load_number(builder, total)
-        for v, place in enumerate(totals):
-            factor = vec.load(builder, offset(builder, at, VECTOR_BYTES * v))
-            builder.store(vec.multiply_add(builder, number, factor, builder.load(place, align=4)), place, align=4)
+        factors = [vec.load(builder, offset(builder, at, VECTOR_BYTES * v)) for v in range(VECTORS)]
+        for (r, v), place in totals.items():
+            number = load_number(builder, offset(builder, sums, 4 * r))
+            builder.store(vec.multiply_add(builder, number, factors[v], builder.load(place, align=4)), place, align=4)
 
 
 def number_vector(builder: Any, kind: str, source: Any, other: Any, first: int) -> Any:

@@ -3,7 +3,7 @@
 Each is compiled when a weight first needs it: together they would take ten seconds, and few are needed by one model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -19,6 +19,7 @@ from cpu_kernels.memory import intrinsic
 from cpu_kernels.packed_matmul import float_products, int8_products
 from cpu_kernels.packed_matmul.forms import CHAINED_KERNELS, INT8_KERNELS, KERNELS, LANES, NUMBERS, OUTER
 from cpu_kernels.packed_matmul.loads import (
+    FEW_ROWS,
     INT8_TILE_ROWS,
     PANEL_BYTES,
     TILE_ROWS,
@@ -94,7 +95,11 @@ def _module(kernel: str) -> Any:
 
 # What makes each loop, by name, and the number of its arguments.
 _LOOPS: dict[str, tuple[int, Callable[[], Any]]] = {
-    **{f"multiply_{name}": (10, lambda name=name: _module(name).multiplier(name)) for name in KERNELS},
+    **{
+        f"multiply_{name}_{rows}": (10, lambda name=name, rows=rows: _module(name).multiplier(name, rows))
+        for rows in range(1, FEW_ROWS + 1)
+        for name in KERNELS
+    },
     **{f"convert_{name}": (8, lambda name=name: _module(name).converter(name)) for name in KERNELS},
     **{
         f"tile_{name}_{rows}": (10, lambda module=module, rows=rows: module.tiler(rows, TILE_VECTORS))
@@ -115,13 +120,16 @@ PLACES = {name: index for index, name in enumerate(_LOOPS)}
 kernels.address_of_shared(kernels.PACKED_LOOPS)
 
 
-def register(kernel: str, numbers: tuple[str, str]) -> None:
-    """Makes the loops of a kernel ready, and those of the kinds of its scales and offsets."""
+def register(kernel: str, numbers: tuple[str, str], row_counts: Collection[int]) -> None:
+    """Makes the loops of a kernel ready, and those of the kinds of its scales and offsets, for numbers of rows."""
     prepare = {"nibbles": "scaled", "nibbles_int8": "nibbles_int8", "quads": "int8"}.get(kernel, "float")
-    names = [f"multiply_{kernel}", f"convert_{kernel}", f"prepare_{prepare}"]
-    tile = "chained" if kernel in CHAINED_KERNELS else "int8" if kernel in INT8_KERNELS else "float"
-    names += [f"tile_{tile}_{rows}" for rows in (INT8_TILE_ROWS if tile == "int8" else TILE_ROWS)]
-    for name in [*names, *(f"fill_{kind}" for kind in numbers)]:
+    names = [f"prepare_{prepare}", *(f"fill_{kind}" for kind in numbers)]
+    names += [f"multiply_{kernel}_{rows}" for rows in row_counts if rows <= FEW_ROWS]
+    if max(row_counts) > FEW_ROWS:
+        tile = "chained" if kernel in CHAINED_KERNELS else "int8" if kernel in INT8_KERNELS else "float"
+        tile_rows = INT8_TILE_ROWS if tile == "int8" else TILE_ROWS
+        names += [f"convert_{kernel}", *(f"tile_{tile}_{rows}" for rows in tile_rows)]
+    for name in names:
         kernels.place(name, PLACES[name], partial(compile_loop, name))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -48,15 +48,17 @@ def multiply(
         np.int32,
     )
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], form.outputs), jnp.float32) for form in forms)
+    # Of experts each may have any number of rows.
+    row_counts = range(1, x.shape[0] + 1) if counts is not None else (x.shape[0],)
     counts = jnp.full(1, x.shape[0], jnp.int32) if counts is None else counts
     operands = [x.astype(jnp.float32), jnp.asarray(plan), counts, *(array for _, arrays in weights for array in arrays)]
-    return list(cpu_calls.call(register(forms), shapes, operands))
+    return list(cpu_calls.call(register(forms, row_counts), shapes, operands))
 
 
-def register(forms: Sequence[PackedForm]) -> str:
-    """The registered name of the kernel, which can then multiply weights of these forms."""
+def register(forms: Sequence[PackedForm], row_counts: Collection[int]) -> str:
+    """The registered name of the kernel, which can then multiply these numbers of rows by weights of these forms."""
     from cpu_kernels.packed_matmul import kernel, table
 
     for form in forms:
-        table.register(form.kernel, (form.scales, form.offsets))
+        table.register(form.kernel, (form.scales, form.offsets), row_counts)
     return kernels.register("jaxinfer_packed_matmul", kernel.packed_matmul)

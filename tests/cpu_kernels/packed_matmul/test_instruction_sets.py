@@ -25,7 +25,8 @@ for name in sys.argv[1:]:
     print(f"loop {name}")
     print(table.compile_loop(name)._library.get_asm_str())
 """
-LOOPS = ("multiply_nibbles", "multiply_int8", "multiply_bfloat16", "multiply_quads", "tile_float", "tile_int8")
+KINDS = ("nibbles", "int8", "bfloat16", "quads")
+LOOPS = (*(f"multiply_{kind}_1" for kind in KINDS), "multiply_bfloat16_5", "multiply_int8_5", "tile_float", "tile_int8")
 
 
 def environment(cpu: str, folder: str) -> dict[str, str]:

@@ -59,13 +59,13 @@ QUICK_BITS = (("q4_1", None), ("q4_1", "int8"), ("int8-g32", None), ("int8-g32",
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "activations"), quick(BITS, *QUICK_BITS))
 def test_a_row_has_the_same_bits_from_1_to_2048_rows(name, activations):
-    """Alone it is computed in registers, with others in tiles of all sizes, and with many in parts of rows."""
+    """With few or alone it is multiplied while codes are read, with more in tiles, and with many in parts of rows."""
     form, arrays, _ = make(name, activations=activations)
     x = rows_of(2048)
     together = np.asarray(product(form, arrays, x))
     for row in (0, 1, 95, 96, 1030, 2047):
         np.testing.assert_array_equal(product(form, arrays, x[row : row + 1])[0], together[row])
-    for count in (2, 3, 5, 15, 47, 48, 200):
+    for count in (2, 3, 5, 8, 15, 47, 48, 200):
         np.testing.assert_array_equal(product(form, arrays, x[:count]), together[:count])
 
 
