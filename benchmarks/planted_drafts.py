@@ -101,11 +101,29 @@ def head_of(target: Any, kind: str) -> tuple[Any, Any]:
     return config, params
 
 
-def seconds(llm: LLM, prompt: list[int], count: int = 1) -> tuple[float, list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+@dataclass(frozen=True)
+class Times:
+    """Seconds of an answer, the median of several, and of one that ends with its first token."""
+
+    whole: float
+    first: float
+
+    @property
+    def rest(self) -> float:
+        return self.whole - self.first
+
+
+def seconds(llm: LLM, prompt: list[int], length: int = ANSWER) -> tuple[float, list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     start = time.perf_counter()
-    outputs = llm.generate([prompt] * count, params)
+    outputs = llm.generate([prompt], params, use_tqdm=False)
     return time.perf_counter() - start, outputs[0].outputs[0].token_ids
+
+
+def take_turns(engines: list[LLM], prompt: list[int], rounds: int) -> list[Times]:
+    """Times of each engine."""
+    of = [[(seconds(llm, prompt)[0], seconds(llm, prompt, 1)[0]) for llm in engines] for _ in range(rounds)]
+    return [Times(*map(statistics.median, zip(*own, strict=True))) for own in zip(*of, strict=True)]
 
 
 def measure(kind: str, rounds: int, length: int | str, *, quantized: bool) -> list[dict[str, Any]]:
@@ -128,29 +146,28 @@ def measure(kind: str, rounds: int, length: int | str, *, quantized: bool) -> li
                 lambda *_, right=is_right: PlantedDraft("planted", config, params, taps, truth=truth, is_right=right),
             )
             with LLM(live, draft=name, num_draft_tokens=length, **options) as drafted:
-                assert seconds(drafted, prompt)[1] == answer
-                times = [(seconds(plain, prompt)[0], seconds(drafted, prompt)[0]) for _ in range(rounds)]
+                for _ in range(3):  # what is adapted has been measured then
+                    assert seconds(drafted, prompt)[1] == answer
+                of_plain, of_draft = take_turns([plain, drafted], prompt, rounds)
                 stats = drafted.speculation_stats()
-            of_plain, of_draft = (statistics.median(side) for side in zip(*times, strict=True))
-            per_round = stats.mean_accepted_length
-            rows.append(
-                {
-                    "head": kind,
-                    "num_draft_tokens": length,
-                    "rate": rate,
-                    "speedup": of_plain / of_draft,
-                    "tokens_per_round": per_round,
-                    "round_over_step": of_draft / of_plain * per_round,
-                    "plain_ms_per_token": 1e3 * of_plain / ANSWER,
-                }
-            )
-            print(
-                ", ".join(
-                    f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
-                    for key, value in rows[-1].items()
-                ),
-                flush=True,
-            )
+            row = {
+                "head": kind,
+                "num_draft_tokens": length,
+                "rate": rate,
+                "speedup": of_plain.whole / of_draft.whole,
+                "after_first_token": of_plain.rest / of_draft.rest,
+                "tokens_per_round": stats.mean_accepted_length,
+                "round_over_step": of_draft.rest / of_plain.rest * stats.mean_accepted_length,
+                "plain_ms_per_token": 1e3 * of_plain.rest / (ANSWER - 1),
+            }
+            rows.append(row)
+            print(*(f"{k} {v:.3g}," if isinstance(v, float) else f"{k} {v}," for k, v in row.items()), flush=True)
+    if length != "auto":
+        cost = statistics.median(row["round_over_step"] for row in rows)
+        for row in rows:
+            row["of_expected"] = row["after_first_token"] / (row["tokens_per_round"] / cost)
+        shares = ", ".join(f"{row['of_expected']:.2f}" for row in rows)
+        print(f"a round takes {cost:.2f} steps; speed over tokens a round / this: {shares}", flush=True)
     return rows
 
 

@@ -1,10 +1,12 @@
 """What structured output costs: answers under tables and under masks from the host against free ones, in turn.
 
-    python -m benchmarks.structured [--rounds 5] [--large] [--json FILE]
+    python -m benchmarks.structured [--rounds 5] [--large | --model smollm2] [--against-host] [--json FILE]
 
 Prints tokens per second of 16 answers, free and constrained, greedy and sampled; of compact objects whose forced text
 is drafted, against one step at a time; and of a free answer beside constrained ones. Tokens of all ways are compared.
-`--large` takes a random model of 131,072 tokens in place of the embedded one. Exits with 1 if a bound does not hold.
+`--large` takes a random model of 131,072 tokens in place of the embedded one. `--against-host` compares tables with
+masks from the host alone: at 1 and 16 rows, without drafts and with n-grams, a regular expression and a schema, and
+how long each grammar takes before its first token. Exits with 1 if a bound does not hold.
 """
 
 import argparse
@@ -146,6 +148,30 @@ def measure(open_llm: Callable[..., LLM], rounds: int) -> list[tuple[str, dict, 
     return lines
 
 
+def compare_with_host(open_llm: Callable[..., LLM], rounds: int) -> list[tuple[str, dict, float | None]]:
+    """Lines as of `measure`."""
+    lines: list[tuple[str, dict, float | None]] = []
+    for draft in (None, "ngram"):
+        options = {"max_seqs": NUM_ROWS, "draft": draft}
+        tables, host = open_llm(**options), open_llm(**options, grammar_memory=0)
+        with tables, host:
+            engines = {"tables": tables, "masks from the host": host}
+            for llm in engines.values():
+                llm.warm_up()
+            for kind, structured in (("words", WORDS), ("an object", {"json": OBJECT})):
+                params = requests(structured, max_tokens=NUM_TOKENS, temperature=0.8)
+                first = {key: generate(llm, params[:1])[1] for key, llm in engines.items()}
+                name = f"{kind}, {draft or 'no'} draft"
+                lines.append((f"{name}, first answer", first, None))
+                wait_for_tables(tables, params)
+                for rows in (1, NUM_ROWS):
+                    ways = {
+                        key: lambda llm=llm, rows=rows: generate(llm, params[:rows]) for key, llm in engines.items()
+                    }
+                    lines.append((f"{name}, {rows} rows", compare(ways, rounds, list(ways)), None))
+    return lines
+
+
 def wait_for_tables(llm: LLM, params: list[SamplingParams]) -> None:
     for one in params[:1]:
         grammar = llm.client.prepare("x", one).grammar
@@ -156,15 +182,19 @@ def wait_for_tables(llm: LLM, params: list[SamplingParams]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--large", action="store_true", help="a random model of 131,072 tokens")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--large", action="store_true", help="a random model of 131,072 tokens")
+    which.add_argument("--model", default="demo", help="default: %(default)s")
+    parser.add_argument("--against-host", action="store_true", help="tables and masks from the host alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model, more = "demo", {}
+        model, more = options.model, {"max_model_len": 512}
         if options.large:
             model = LARGE, init_params(LARGE, jax.random.key(0))
-            more = {"tokenizer": large_tokenizer(Path(folder)), "max_model_len": 512}
-        lines = measure(lambda **own: LLM(model, **{**more, **own}), options.rounds)
+            more["tokenizer"] = large_tokenizer(Path(folder))
+        ways = compare_with_host if options.against_host else measure
+        lines = ways(lambda **own: LLM(model, **{**more, **own}), options.rounds)
     failed = 0
     for name, figures, bound in lines:
         first, second = figures.values()
