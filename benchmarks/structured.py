@@ -165,9 +165,8 @@ def compare_with_host(open_llm: Callable[..., LLM], rounds: int) -> list[tuple[s
                 lines.append((f"{name}, first answer", first, None))
                 wait_for_tables(tables, params)
                 for rows in (1, NUM_ROWS):
-                    ways = {
-                        key: lambda llm=llm, rows=rows: generate(llm, params[:rows]) for key, llm in engines.items()
-                    }
+                    some = params[:rows]
+                    ways = {key: lambda llm=llm, some=some: generate(llm, some) for key, llm in engines.items()}
                     lines.append((f"{name}, {rows} rows", compare(ways, rounds, list(ways)), None))
     return lines
 
