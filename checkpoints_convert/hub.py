@@ -27,11 +27,24 @@ _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.\-]*:/[^/]")
 DESCRIBING = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX, NATIVE_CONFIG, MANIFEST)
 _NO_CONNECTION = re.compile(r"\b(ConnectError|ConnectTimeout|ReadTimeout|ConnectionError|gaierror|ProxyError)\b")
 _NO_NETWORK = "no network: it is not in the local cache, and the hub cannot be reached; give a folder, or demo"
-NO_SAFETENSORS = (
-    "the repository has no safetensors of a whole model; pickled weights (.bin, .pt) are never opened. Convert them to "
-    "safetensors with the library that wrote them"
-)
+_NO_SAFETENSORS = "the repository has no safetensors of a whole model; pickled weights (.bin, .pt) are never opened. "
+# Draft heads that are published as pickles, and heads of the same model as safetensors.
+_OTHER_HEADS = {
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+    "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
+    "Tengyunw/qwen3_8b_eagle3": "RedHatAI/Qwen3-8B-speculator.eagle3",
+    "AngelSlim/Qwen3-8B_eagle3": "RedHatAI/Qwen3-8B-speculator.eagle3",
+}
 WEIGHTS = ("model.safetensors", "model-*.safetensors")
+
+
+def no_safetensors(repo_id: str) -> CheckpointError:
+    """The error of a repository that has weights in another form alone, with what can be opened instead."""
+    other = _OTHER_HEADS.get(repo_id)
+    advice = (
+        f"{other} is a head as safetensors" if other else "Convert them to safetensors with the library that wrote them"
+    )
+    return CheckpointError(repo_id, _NO_SAFETENSORS + advice)
 
 
 def resolve(path_or_hub_id: str | Path, *, revision: str | None = None) -> Path:
@@ -162,7 +175,7 @@ def _download(repo_id: str, revision: str | None) -> Path:
         snapshot = Path(snapshot_download(repo_id, revision=snapshot.name, allow_patterns=weights))
     present = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*")]
     if not any(re.fullmatch(translate(pattern), name) for pattern in weights for name in present):
-        raise CheckpointError(repo_id, NO_SAFETENSORS)
+        raise no_safetensors(repo_id)
     return snapshot
 
 

@@ -164,7 +164,7 @@ def _checkpoint_files(name: HubName, commit: str, every: Sequence[PulledFile]) -
     """The files of a checkpoint of safetensors, or of one that `jaxinfer convert` wrote."""
     from checkpoints_convert import CheckpointError
     from checkpoints_convert.files import NATIVE_CONFIG, PARAMS
-    from checkpoints_convert.hub import DESCRIBING, NO_SAFETENSORS, WEIGHTS, check_description, explained
+    from checkpoints_convert.hub import DESCRIBING, WEIGHTS, check_description, explained, no_safetensors
 
     names = {file.name for file in every}
     is_native = NATIVE_CONFIG in names
@@ -181,7 +181,7 @@ def _checkpoint_files(name: HubName, commit: str, every: Sequence[PulledFile]) -
             raise CheckpointError(name.repository, f"the index names {absent[0]!r}, which the repository does not have")
         weights = [file for file in every if _is_any(file.name, WEIGHTS if wanted is None else wanted)]
     if not weights:
-        raise CheckpointError(name.repository, NO_SAFETENSORS)
+        raise no_safetensors(name.repository)
     return (*describing, *(file for file in weights if file not in describing))
 
 
@@ -194,7 +194,7 @@ def _check_kind(name: HubName, every: Sequence[PulledFile]) -> None:
     """Raises CheckpointError for a repository without config.json or safetensors, with what it has."""
     from checkpoints_convert import CheckpointError, CheckpointNotFoundError
     from checkpoints_convert.files import CONFIG
-    from checkpoints_convert.hub import NO_SAFETENSORS
+    from checkpoints_convert.hub import no_safetensors
 
     if any(file.name.endswith(".safetensors") and "/" not in file.name for file in every):
         if not any(file.name == CONFIG for file in every):
@@ -204,7 +204,7 @@ def _check_kind(name: HubName, every: Sequence[PulledFile]) -> None:
         shown = ", ".join(f"{name.repository}:{variant}" for variant in list(variants)[:_NUM_SHOWN])
         raise CheckpointError(name.repository, f"the repository has GGUF files: name one of them, {shown}")
     if any(file.name.endswith(_PICKLED) for file in every):
-        raise CheckpointError(name.repository, NO_SAFETENSORS)
+        raise no_safetensors(name.repository)
     if any(file.name.endswith(".py") for file in every):
         raise CheckpointError(name.repository, "the repository has code but no weights, and its code is never run")
     raise CheckpointError(name.repository, "the repository has no safetensors: it is no model that can be loaded")

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlparse
 import pytest
 
 from checkpoints_convert import CheckpointNotFoundError, convert, resolve
+from checkpoints_convert.hub import no_safetensors
 
 REPO, TOKEN, COMMIT = "someone/tiny", "hf_secret", "a" * 40
 ROOT = Path(__file__).parents[2]
@@ -196,6 +197,7 @@ def test_pickled_weights_are_never_fetched(hub, run):
     (found,) = run()
     assert "no safetensors of a whole model; pickled weights" in found["text"]
     assert not [path for path in hub.requested if path.endswith((".bin", ".py"))]
+    assert "RedHatAI/Qwen3-8B-speculator.eagle3 is a head" in str(no_safetensors("AngelSlim/Qwen3-8B_eagle3"))
 
 
 def test_converted_checkpoint_on_the_hub(hub, run, checkpoint, tmp_path):
