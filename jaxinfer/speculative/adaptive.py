@@ -23,6 +23,7 @@ MIN_CATCH_UP_TOKENS = 32  # tokens missing in the draft's cache that take notice
 MAX_SKIPPED = 4  # consecutive measurements skipped because the draft caught up; then they count
 IN_FLIGHT = 2  # dispatches until the result of one is reported
 FIRST_INTERVAL, LAST_INTERVAL = 32, 512  # dispatches between trials of other lengths
+LAST_NEW_INTERVAL = 4  # new sequences of which one is tried where those before gained nothing
 CLOSE_INTERVAL = 8  # dispatches between trials of plain decoding while it is nearly as fast or has few samples
 MANY_SAMPLES = 9
 TOLERANCE = 0.8  # an older measurement may be too long by this factor
@@ -50,6 +51,7 @@ class AcceptanceEstimate:
         self._first = self._later = (0.0, 0.0)  # decayed counts: accepted, total
         self.num_rounds = 0
         self.num_behind = 0  # tokens that the draft model has not stored
+        self.is_passed_over = False  # while new sequences gain nothing, most are not tried
 
     def observe(self, num_requested: int, num_accepted: int) -> None:
         """Records a round of `num_requested` draft tokens. A draft that proposed fewer counts as rejected from there
@@ -165,7 +167,7 @@ class LengthController:
         if tokens[best] <= (1 + MARGIN) * ratios[best]:
             best = 0
         if best != bucket.best:
-            bucket.best, bucket.interval = best, FIRST_INTERVAL
+            bucket.best, bucket.interval, bucket.new_interval = best, FIRST_INTERVAL, 1
         choice, bucket.pending_trial = bucket.pending_trial, None
         is_continued = choice is not None
         if choice is None:
@@ -290,6 +292,15 @@ class LengthController:
         rounds, plain = (self._bucket(num_slots).times(k).samples for k in (num_draft_tokens, 0))
         return median_low(rounds) / median_low(plain) if rounds and plain else 0.0
 
+    def _is_next_new(self, bucket: "_Bucket", untried: Sequence[AcceptanceEstimate]) -> bool:
+        """Tells whether sequences without a round are tried; passes them over if not."""
+        bucket.num_passed_over += 1
+        if bucket.num_passed_over >= bucket.new_interval:
+            return True
+        for estimate in untried:
+            estimate.is_passed_over = True
+        return False
+
     def _trial(
         self,
         bucket: "_Bucket",
@@ -299,7 +310,8 @@ class LengthController:
     ) -> int | None:
         """A length other than the best to measure in this dispatch, or None."""
         best = bucket.best
-        is_new = best == 0 and 2 * sum(estimate.num_rounds == 0 for estimate in estimates) >= len(estimates)
+        untried = [one for one in estimates if one.num_rounds == 0 and not one.is_passed_over]
+        is_new = best == 0 and 2 * len(untried) >= len(estimates) and self._is_next_new(bucket, untried)
         is_due = bucket.num_dispatches - bucket.tried_at >= bucket.interval
         plain = bucket.times(0)
         is_close = best > 0 and (tokens[best] * TOLERANCE < ratios[best] or len(plain.samples) < MANY_SAMPLES)
@@ -321,6 +333,7 @@ class LengthController:
             if best == 0:  # otherwise trials of nearly equal lengths cost next to nothing, and the interval stays
                 bucket.interval = min(2 * bucket.interval, LAST_INTERVAL)
             return min(candidates, key=lambda k: bucket.times(k).used_at, default=None)
+        bucket.num_passed_over, bucket.new_interval = 0, min(2 * bucket.new_interval, LAST_NEW_INTERVAL)
         return min(candidates, key=lambda k: ratios[k], default=None)
 
 
@@ -343,6 +356,8 @@ class _Bucket:
     num_dispatches: int = 0
     tried_at: int = 0
     interval: int = FIRST_INTERVAL
+    new_interval: int = 1
+    num_passed_over: int = 0
     best: int = 0
     pending_trial: int | None = None  # a length to measure once the draft has caught up
     budget: float = ALLOWANCE  # plain steps

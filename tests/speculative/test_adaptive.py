@@ -169,6 +169,32 @@ def test_when_off_it_looks_again_ever_more_rarely():
     assert gaps[-1] == 512
 
 
+def serve(controller: LengthController, accepted: int, num_dispatches: int = 6) -> tuple[int, int]:
+    """A sequence of which so many drafts of each round are accepted: its dispatches that drafted, and its last
+    length."""
+    estimate, num_drafted, choice = controller.new_estimate(), 0, None
+    for _ in range(num_dispatches):
+        choice = controller.choose(1, [estimate])
+        k, num_rounds = choice.num_draft_tokens, min(choice.max_rounds or 8, 8)
+        num_drafted += k > 0
+        for _ in range(num_rounds * (k > 0)):
+            estimate.observe(k, min(accepted, k))
+        tokens = 1 + min(accepted, k)
+        controller.observe_time(1, k, (1 + 0.1 * k) * num_rounds, num_rounds, tokens_per_round=tokens)
+    assert choice is not None
+    return num_drafted, choice.num_draft_tokens
+
+
+def test_of_new_sequences_that_gain_nothing_one_in_four_is_tried():
+    controller = known({0: 1.0, 1: 1.1, 2: 1.2, 4: 1.4, 8: 1.8})
+    for _ in range(8):
+        serve(controller, 0)
+    drafted = [serve(controller, 0)[0] for _ in range(40)]
+    assert 8 <= sum(number > 0 for number in drafted) <= 14  # some are tried because it is time
+    lengths = [serve(controller, 8)[1] for _ in range(6)]
+    assert all(length == 8 for length in lengths[4:]), lengths
+
+
 def test_a_measurement_far_off_must_be_seen_twice():
     controller = known({0: 1.0, 4: 1.5})
     controller.observe_time(1, 4, 100.0)
