@@ -1,13 +1,16 @@
-"""Bytes of a round of trained heads for Llama-3-8B, as the chips' compilers make it."""
+"""Bytes of a round of trained heads for Llama-3-8B, as the chips' compilers make it; and what is kept of taps."""
 
+import re
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer import LLM
 from jaxinfer.engine.abstract_work import abstract_rounds
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.options import EngineOptions
@@ -18,7 +21,9 @@ from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import DraftRows, DraftState, HeadDraft, ObservedRows, head_for
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import HloProgram
+from tests.engine.test_policies import model_of
 from tests.planning.plan_models import LLAMA_3_8B
+from tests.speculative.tiny_heads import config_of, random_params
 
 SLOTS, CONTEXT, LENGTH, WIDE_ARRAYS = 4, 1024, 4, 16
 _BASE = replace(LLAMA_3_8B, num_layers=1, tie_word_embeddings=False)
@@ -114,3 +119,21 @@ def test_a_round_reads_the_head_once_for_each_token_or_block(chip, head, size):
     )
     assert total <= 1.05 * needed + count * pages + wide
     assert stored <= 1.05 * projected + 2 * rows * (8 * len(taps) + 4 * config.num_layers) * target.hidden_size
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_no_copy_of_taps_is_larger_than_a_round(kind):
+    """Hidden states and their concatenation have a row for each token of a round, [slots, drafts + 1, states * D]."""
+    target, num_slots = model_of((None, None, None)), 8
+    width, config = target[0].hidden_size, config_of(kind, target[0])
+    options = {"max_seqs": num_slots, "num_draft_tokens": LENGTH, "max_model_len": 128, "page_size": 8}
+    with LLM(target, draft=(config, random_params(config)), **options) as llm:
+        name = f"speculation of {LENGTH + 1} tokens, {num_slots} slots"
+        (program,) = [one for one in llm.engine.runner.all_programs if one.name == name]
+        text = program.lower().as_text()
+    shapes = {tuple(map(int, shape.split("x")[:-1])) for shape in re.findall(r"tensor<((?:\d+x)+)f32>", text)}
+    # An embedding has as many rows as there are tokens.
+    sizes = {shape: prod(shape) for shape in shapes if shape[-1] in (width, 3 * width)}
+    sizes = {shape: size for shape, size in sizes.items() if shape[0] != target[0].vocab_size}
+    assert max(sizes.values()) == num_slots * (LENGTH + 1) * 3 * width, sizes
+    assert max(size for shape, size in sizes.items() if len(shape) == 2 and shape[-1] == width) < max(sizes.values())
