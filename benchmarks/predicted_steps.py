@@ -41,10 +41,17 @@ def rows() -> Iterator[tuple[str, str, str, int, int, float, float, int]]:
                 step = predict(place.chip, spec, counted, batch, context)
                 if step is None:  # a chip of two devices
                     continue
-                needed = counted.read_weight_bytes(batch) + batch * counted.read_cache_bytes(context)
-                share = needed * place.chip.devices_per_chip / place.chip.hbm_bandwidth / step.seconds
                 cache = "bfloat16" if kv_dtype == "auto" else kv_dtype
-                yield chip, recipe or "bfloat16", cache, batch, context, 1000 * step.seconds, share, step.launches
+                yield (
+                    chip,
+                    recipe or "bfloat16",
+                    cache,
+                    batch,
+                    context,
+                    1000 * step.seconds,
+                    step.memory_share,
+                    step.launches,
+                )
 
 
 def table() -> str:

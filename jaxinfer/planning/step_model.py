@@ -99,16 +99,23 @@ COSTS = {
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Seconds of a step, by part, and launches (0 where a chip runs a program as a whole)."""
+    """Seconds of a step, by part, launches (0 where a chip runs a program as a whole), and `least_seconds`, which reading
+    the weights and the cache would take at the rate of the memory."""
 
     weights: float
     attention: float
     small: float
     launches: int
+    least_seconds: float
 
     @property
     def seconds(self) -> float:
         return self.weights + self.attention + self.small
+
+    @property
+    def memory_share(self) -> float:
+        """Of the rate of the memory, as a whole."""
+        return self.least_seconds / self.seconds
 
 
 def predict(chip: Chip, spec: EngineSpec, counted: Counted, batch: int, context: int) -> StepPrediction | None:
@@ -122,14 +129,16 @@ def predict(chip: Chip, spec: EngineSpec, counted: Counted, batch: int, context:
     compute = Rates.of(chip).compute_seconds(flops) / costs.product_share
     product = costs.grouped if _is_grouped(spec.params) else costs.product
     deterministic = max(spec.determinism.cost or 1.0, 1.0) if spec.is_deterministic else 1.0
-    reading = counted.read_weight_bytes(batch) / product
+    weight_bytes, cache_bytes = counted.read_weight_bytes(batch), batch * counted.read_cache_bytes(context)
+    reading = weight_bytes / product
     block = KEYS * counted.token_cache_bytes / (attention_layers * config.num_kv_heads)
-    cache = batch * counted.read_cache_bytes(context) / costs.attention_rate(spec.kv_dtype, block)
+    cache = cache_bytes / costs.attention_rate(spec.kv_dtype, block)
     return StepPrediction(
         weights=max(reading, compute) * deterministic + (PRODUCTS_OF_LAYER * layers + 1) * costs.product_start,
         attention=cache + attention_layers * costs.attention_start,
         small=(costs.small_of_layer * layers + costs.small_beside) * costs.small,
         launches=LAUNCHES_OF_LAYER * layers + LAUNCHES_BESIDE if chip.platform == "gpu" else 0,
+        least_seconds=(weight_bytes + cache_bytes) * chip.devices_per_chip / chip.hbm_bandwidth,
     )
 
 
@@ -139,11 +148,9 @@ def predicted_steps(chip: Chip, spec: EngineSpec) -> dict[str, str]:
     steps = {}
     for batch in dict.fromkeys((1, spec.max_seqs)):
         if (step := predict(chip, spec, counted, batch, spec.max_model_len)) is not None:
-            bytes_read = counted.read_weight_bytes(batch) + batch * counted.read_cache_bytes(spec.max_model_len)
-            share = bytes_read * chip.devices_per_chip / chip.hbm_bandwidth / step.seconds
             launches = f", {step.launches} launches" if step.launches else ""
             steps[f"{batch} of {spec.max_model_len} tokens"] = (
-                f"{1000 * step.seconds:.2f} ms, {share:.0%} of the rate of the memory{launches}"
+                f"{1000 * step.seconds:.2f} ms, {step.memory_share:.0%} of the rate of the memory{launches}"
             )
     return steps
 
