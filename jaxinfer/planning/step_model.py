@@ -99,8 +99,8 @@ COSTS = {
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Seconds of a step, by part, launches (0 where a chip runs a program as a whole), and `least_seconds`, which reading
-    the weights and the cache would take at the rate of the memory."""
+    """Seconds of a step, by part, launches (0 where a chip runs a program as a whole), and `least_seconds`, which
+    reading the weights and the cache would take at the rate of the memory."""
 
     weights: float
     attention: float
