@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,8 @@ import jax
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.models import ModelConfig, RopeConfig, init_params
+
+Line = tuple[str, dict[str, float], float | None]
 
 MIN_TABLES, MIN_HOST, MIN_FORCED = 0.95, 0.6, 1.5
 NUM_ROWS, NUM_TOKENS = 16, 128
@@ -113,9 +115,8 @@ def time_per_token(llm: LLM, others) -> tuple[list[list[int]], float]:
     return [first.outputs[0].token_ids], 1 / first.timings.time_per_output_token
 
 
-def measure(open_llm: Callable[..., LLM], rounds: int) -> list[tuple[str, dict, float | None]]:
-    """Lines: a name, figures, and the bound of the second to the first."""
-    lines: list[tuple[str, dict, float | None]] = []
+def measure(open_llm: Callable[..., LLM], rounds: int) -> Iterator[Line]:
+    """A name, figures, and the bound of the second to the first."""
     tables, host = open_llm(max_seqs=NUM_ROWS), open_llm(max_seqs=NUM_ROWS, grammar_memory=0)
     with tables, host:
         for llm in (tables, host):
@@ -131,11 +132,11 @@ def measure(open_llm: Callable[..., LLM], rounds: int) -> list[tuple[str, dict, 
             }
             found = compare(ways, rounds, ["tables", "masks from the host"])
             name = "greedy" if temperature == 0 else f"temperature {temperature}"
-            lines.append((f"{name}: tables", {key: found[key] for key in ("free", "tables")}, MIN_TABLES))
-            lines.append((f"{name}: host", {key: found[key] for key in ("free", "masks from the host")}, MIN_HOST))
+            yield f"{name}: tables", {key: found[key] for key in ("free", "tables")}, MIN_TABLES
+            yield f"{name}: host", {key: found[key] for key in ("free", "masks from the host")}, MIN_HOST
         beside = {"beside free": lambda: time_per_token(tables, None)}
         beside["beside constrained"] = lambda: time_per_token(tables, WORDS)
-        lines.append(("a free answer", compare(beside, rounds, list(beside)), None))
+        yield "a free answer", compare(beside, rounds, list(beside)), None
     stepwise = open_llm(max_seqs=1, steps_per_dispatch=1)
     forced = open_llm(max_seqs=1, draft="ngram", num_draft_tokens=7)
     with stepwise, forced:
@@ -144,13 +145,11 @@ def measure(open_llm: Callable[..., LLM], rounds: int) -> list[tuple[str, dict, 
             llm.warm_up()
             wait_for_tables(llm, params)
         ways = {"one step at a time": lambda: generate(stepwise, params), "drafted": lambda: generate(forced, params)}
-        lines.append(("forced text", compare(ways, rounds, list(ways)), MIN_FORCED))
-    return lines
+        yield "forced text", compare(ways, rounds, list(ways)), MIN_FORCED
 
 
-def compare_with_host(open_llm: Callable[..., LLM], rounds: int) -> list[tuple[str, dict, float | None]]:
-    """Lines as of `measure`."""
-    lines: list[tuple[str, dict, float | None]] = []
+def compare_with_host(open_llm: Callable[..., LLM], rounds: int) -> Iterator[Line]:
+    """As `measure`."""
     for draft in (None, "ngram"):
         options = {"max_seqs": NUM_ROWS, "draft": draft}
         tables, host = open_llm(**options), open_llm(**options, grammar_memory=0)
@@ -162,13 +161,12 @@ def compare_with_host(open_llm: Callable[..., LLM], rounds: int) -> list[tuple[s
                 params = requests(structured, max_tokens=NUM_TOKENS, temperature=0.8)
                 first = {key: generate(llm, params[:1])[1] for key, llm in engines.items()}
                 name = f"{kind}, {draft or 'no'} draft"
-                lines.append((f"{name}, first answer", first, None))
+                yield f"{name}, first answer", first, None
                 wait_for_tables(tables, params)
                 for rows in (1, NUM_ROWS):
                     some = params[:rows]
                     ways = {key: lambda llm=llm, some=some: generate(llm, some) for key, llm in engines.items()}
-                    lines.append((f"{name}, {rows} rows", compare(ways, rounds, list(ways)), None))
-    return lines
+                    yield f"{name}, {rows} rows", compare(ways, rounds, list(ways)), None
 
 
 def wait_for_tables(llm: LLM, params: list[SamplingParams]) -> None:
@@ -192,20 +190,17 @@ def main() -> int:
         if options.large:
             model = LARGE, init_params(LARGE, jax.random.key(0))
             more["tokenizer"] = large_tokenizer(Path(folder))
-        ways = compare_with_host if options.against_host else measure
-        lines = ways(lambda **own: LLM(model, **{**more, **own}), options.rounds)
-    failed = 0
-    for name, figures, bound in lines:
-        first, second = figures.values()
-        is_kept = bound is None or second / first >= bound
-        failed += not is_kept
-        shown = ", ".join(f"{key} {figure:,.0f}" for key, figure in figures.items())
-        wanted = "" if bound is None else f" (bound {bound}{'' if is_kept else ': FAILED'})"
-        print(f"{name}: {shown} tokens/s: {second / first:.3f}{wanted}")
+        ways, failed, lines = compare_with_host if options.against_host else measure, 0, []
+        for name, figures, bound in ways(lambda **own: LLM(model, **{**more, **own}), options.rounds):
+            first, second = figures.values()
+            is_kept = bound is None or second / first >= bound
+            failed += not is_kept
+            shown = ", ".join(f"{key} {figure:,.0f}" for key, figure in figures.items())
+            wanted = "" if bound is None else f" (bound {bound}{'' if is_kept else ': FAILED'})"
+            print(f"{name}: {shown} tokens/s: {second / first:.3f}{wanted}", flush=True)
+            lines.append({"name": name, "figures": figures, "bound": bound})
     if options.json is not None:
-        options.json.write_text(
-            json.dumps([{"name": one, "figures": two, "bound": three} for one, two, three in lines])
-        )
+        options.json.write_text(json.dumps(lines))
     return 1 if failed else 0
 
 
