@@ -203,7 +203,7 @@ def num_wrong(pages: Pages) -> int:
     return wrong
 
 
-@pytest.mark.matrix("eagle3 wide", "mtp", "dflash", "dflash2", "dspark rnn")
+@pytest.mark.matrix("eagle3 wide", "mtp", "dflash", "dflash mutual window", "dflash2", "dspark rnn")
 @pytest.mark.parametrize("name", KINDS)
 def test_drafts_scores_and_pages_follow_from_tokens_and_states(name):
     pages = Pages(draft_of(name), is_maximal=True)
@@ -321,6 +321,15 @@ def test_what_a_head_lacks_is_the_targets(is_tied):
     hidden, _ = head.pairs(tokens[1:], states, jnp.arange(4), tiny_heads.Causal())
     wanted = hidden @ (params["embed"].T if is_tied else params["lm_head"])
     np.testing.assert_allclose(head.of_target(head.logits(hidden)), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_only_tokens_of_its_vocabulary_are_drafted():
+    """Logits of the others are -inf, and each of its own is at the token that it is of."""
+    ((config, params),) = draft_of("dflash at root").models(TARGET, target_params())
+    logits = jnp.arange(1.0, len(TOKENS) + 1)[None]
+    wanted = np.full((1, TARGET.vocab_size), -np.inf)
+    wanted[0, TOKENS] = logits[0]
+    np.testing.assert_array_equal(bind_draft_head(config, params).of_target(logits), wanted)
 
 
 def test_logits_are_scaled_as_the_targets():
