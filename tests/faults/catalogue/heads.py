@@ -304,6 +304,14 @@ VOCABULARIES = (
         "requests with a temperature reject next to all drafts",
     ),
     Fault(
+        "heads/noise-of-its-own",
+        ROUNDS,
+        "logits, drafting, 1, self.is_maximal)",
+        "logits, drafting, 1, True)",
+        ("tests/speculative/test_heads.py::test_drafts_have_the_noise_of_the_targets_tokens",),
+        "requests with a temperature accept fewer drafts than the head has right",
+    ),
+    Fault(
         "heads/logits-are-not-scaled",
         "jaxinfer/speculative/drafts.py",
         "scale = target.logit_scale if config.logit_scale == 1.0 else config.logit_scale",
