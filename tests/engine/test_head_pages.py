@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -130,3 +131,43 @@ def test_a_page_is_found_where_the_token_after_it_is_the_same(heads, monkeypatch
         error = run_together(llm, [second])
         assert llm.engine.scheduler.counters.reused_tokens == (16 if num_ahead is None else 24)
     assert (error < 1e-3) == (num_ahead is None)
+
+
+# What is accepted.
+
+
+@partial(jax.jit, static_argnums=0)
+def greedy_drafts(config, params, tokens, taps, root, num_nodes):
+    head = bind_draft_head(config, params)
+
+    def choose(number, logits, carry):
+        return jnp.argmax(logits).astype(jnp.int32), carry
+
+    return tiny_heads.drafts(head, tokens, head.states(taps), root, num_nodes, choose, ())[0]
+
+
+def counted(llm: LLM, head, prompt: list[int], answer: list[int]) -> tuple[int, int]:
+    """Drafted and accepted tokens of an answer, by what the head drafts without a cache from the weights given."""
+    ((config, params),) = HeadDraft("head", *head, ()).models(*full())
+    whole = [*prompt, *answer]
+    tokens, taps = padded(llm, whole)
+    root, proposed, accepted = len(prompt), 0, 0
+    while root < len(whole) - 1:
+        num_nodes = min(5, len(whole) - 1 - root)
+        drafts = greedy_drafts(config, params, tokens, taps, np.int32(root), np.int32(num_nodes))[: num_nodes - 1]
+        right = [draft == token for draft, token in zip(drafts.tolist(), whole[root + 1 :], strict=False)]
+        num_right = [*right, False].index(False)
+        proposed, accepted, root = proposed + num_nodes - 1, accepted + num_right, root + num_right + 1
+    return proposed, accepted
+
+
+@pytest.mark.parametrize("name", quick(tiny_heads.KINDS, "mtp", "dspark rnn at root"))
+def test_as_many_drafts_are_accepted_as_the_head_has_right(heads, name):
+    with open_llm(heads[name]) as llm:
+        total = np.zeros(2, int)
+        for prompt in PROMPTS[:4]:
+            (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+            total += counted(llm, heads[name], prompt, output.outputs[0].token_ids)
+            stats = llm.speculation_stats()
+            assert (stats.proposed, stats.accepted) == tuple(total)
+        assert 0 < total[1] < total[0]

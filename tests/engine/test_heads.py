@@ -15,10 +15,12 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.request import Request, SequenceState
+from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.quantization import quantize_params
 from jaxinfer.speculative import NO_DRAFT, HeadDraft, head_for
 from tests.engine.fitted_heads import Heads
-from tests.engine.grammars import make_compiler, make_sequence, random_params, run
+from tests.engine.grammars import FORMS, make_compiler, make_sequence, random_params, run
 from tests.engine.mixed_requests import random_prompts
 from tests.engine.test_policies import NUM_PROMPTS, PROMPTS, check_everything, model_of
 from tests.engine.test_policies import PARAMS as MIXED
@@ -344,7 +346,151 @@ def test_one_answer_under_grammars(expected, by_grammar, name, masks):
     assert 0 < stats.accepted < stats.proposed
 
 
+# Requests that were drawn.
+
+
+def drawn_params(numbers: random.Random, number: int) -> SamplingParams:
+    """Any of the sampling parameters together, a grammar, or several answers."""
+    most = numbers.randint(2, 32)
+    fields: dict[str, Any] = {
+        "top_k": numbers.choice((1, 5, 40)),
+        "top_p": numbers.uniform(0.5, 1),
+        "min_p": numbers.uniform(0, 0.1),
+        "presence_penalty": numbers.uniform(-1, 1),
+        "frequency_penalty": numbers.uniform(-1, 1),
+        "repetition_penalty": numbers.uniform(0.8, 1.5),
+        "logit_bias": {numbers.randrange(97): numbers.uniform(-5, 5) for _ in range(4)},
+        "stop_token_ids": numbers.sample(range(1, 97), 12),
+        "min_tokens": numbers.randint(1, most),
+        "logprobs": numbers.randint(0, 5),
+        "prompt_logprobs": numbers.randint(0, 2),
+        "ignore_eos": True,
+        "allowed_token_ids": numbers.sample(range(97), 30),
+    }
+    fields = {name: value for name, value in fields.items() if numbers.random() < 0.25}
+    temperature, form, count = numbers.choice((0, 0, 0.3, 0.7, 1.0, 1.6)), numbers.choice(FORMS), numbers.randint(2, 3)
+    if numbers.random() < 0.25:
+        excluding = ("ignore_eos", "allowed_token_ids", "min_tokens", "logit_bias")
+        fields = {"structured": form, **{name: fields[name] for name in fields if name not in excluding}}
+    elif temperature > 0 and numbers.random() < 0.25:
+        fields["n"] = count
+    return SamplingParams(max_tokens=most, temperature=temperature, seed=number, **fields)
+
+
+def drawn_requests(count: int, compiler) -> list[Request]:
+    """Requests whose prompts often begin alike, some with pairs of tokens that are excluded."""
+    numbers, requests = random.Random(17), []
+    beginnings = [prompt * (70 // len(prompt)) for prompt in random_prompts(6, 70, seed=18)]
+    for number in range(count):
+        beginning = numbers.choice(beginnings)
+        prompt = beginning[: numbers.randint(0, len(beginning))]
+        prompt = [*prompt, *(numbers.randrange(97) for _ in range(numbers.randint(1, 12)))]
+        params, grammar = drawn_params(numbers, number), None
+        if params.structured is not None:
+            grammar = compiler.compile(StructuredOutputs.of(params.structured))
+            grammar.wait()
+        pairs = tuple((numbers.randrange(97), numbers.randrange(1, 97)) for _ in range(60))
+        bad_words = pairs if numbers.random() < 0.1 else ()
+        more = {"eos_token_ids": (0,), "bad_words": () if grammar else bad_words, "grammar": grammar}
+        requests.append(Request(prompt, params, params.max_tokens or 16, number, **more))
+    return requests
+
+
+def answers_to(requests: Sequence[Request], target, draft, **options: Any) -> tuple[list[tuple], Any, Any]:
+    """Tokens, finish reasons and log-probabilities of answer and prompt, of all answers to requests that come at once;
+    counts of speculation and of the scheduler."""
+    engine = Engine(*target, EngineOptions(**{**OPTIONS, **options}), draft=draft)
+    if "num_pages" in options:
+        engine.scheduler._num_spare = lambda: [0]  # admits too many
+    sequences: list[SequenceState] = []
+    for request in requests:
+        first = SequenceState(request)
+        sequences += [first, *(SequenceState(request, index, leader=first) for index in range(1, request.params.n))]
+    run(engine, sequences)
+    stats, counters = engine.speculation_stats, engine.scheduler.counters
+    engine.close()
+    found = [
+        (one.output, one.finish_reason, *map(entries_of, (one.logprobs, one.prompt_logprobs))) for one in sequences
+    ]
+    return found, stats, counters
+
+
+def entries_of(logprobs) -> list[dict[int, float]]:
+    return [{token: entry.logprob for token, entry in (one or {}).items()} for one in logprobs]
+
+
+DTYPES = {
+    "float32": Case(full, is_fitted=True),
+    "bfloat16, deterministic": Case(in_bfloat16, {"deterministic": True}, tolerance=0),
+}
+NUM_DRAWN = 200
+
+
+@pytest.fixture(scope="module")
+def plainly():
+    """By case, the requests that were drawn and what plain decoding answers to them, when it is first needed."""
+
+    class Plainly(dict):
+        def __missing__(self, case):
+            requests = drawn_requests(NUM_DRAWN, make_compiler())
+            found, *_ = answers_to(requests, case.model(), NO_DRAFT, **case.options)
+            self[case] = requests, found
+            return self[case]
+
+    return Plainly()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "dtype"), quick([(name, dtype) for name in KINDS for dtype in DTYPES], ("mtp", "float32"))
+)
+def test_200_mixed_requests_with_a_head_have_the_answers_of_plain_decoding(expected, plainly, name, dtype):
+    """Tokens, log-probabilities and finish reasons of requests with any parameters together, among preemption and
+    prefix hits."""
+    case = DTYPES[dtype]
+    requests, wanted = plainly[case]
+    config, params = expected.head(replace(case, head=name))
+    config, taps = head_for(config, case.model()[0])
+    draft = HeadDraft(name, config, params, taps)
+    options = {"num_draft_tokens": 4, "num_pages": 28, **case.options}
+    found, stats, counters = answers_to(requests, case.model(), draft, **options)
+    for one, other in zip(found, wanted, strict=True):
+        assert one[:2] == other[:2]
+        for entries, others in zip(one[2:], other[2:], strict=True):
+            close = [{token: pytest.approx(x, abs=case.tolerance) for token, x in each.items()} for each in others]
+            assert entries == close
+    assert {reason for _, reason, *_ in found} == {"stop", "length"}
+    assert counters.num_preemptions > 10
+    assert counters.reused_tokens > 1000
+    assert stats.accepted > 100
+    assert stats.proposed > stats.accepted + 100
+
+
 # Other rules of acceptance, and other weights.
+
+
+@pytest.mark.parametrize("name", quick(["eagle3 wide", "dflash2", "mtp", "dspark rnn at root"], "dspark rnn at root"))
+def test_maximal_acceptance_keeps_greedy_answers_and_accepts_more(expected, name):
+    """Also where no token that may be drafted is allowed (`PARAMS[6]`). How often it accepts is compared for answers to
+    which the head was not fitted: of those, exact acceptance would draw the very ones that the head has right."""
+    head, rates = expected.head(replace(FULL, head=name)), []
+    params = [SamplingParams(max_tokens=40, seed=1000 + number, n=8, ignore_eos=True) for number in range(NUM_PROMPTS)]
+    for acceptance in ("maximal", "exact"):
+        with open_llm(full(), draft=head, num_draft_tokens=4, acceptance=acceptance) as llm:
+            llm.generate(PROMPTS, params, use_tqdm=False)
+            check_accepted(llm)
+            rates.append(llm.speculation_stats().acceptance_rate)
+            if acceptance == "maximal":
+                found = answers(llm)
+            check_idle(llm)
+    assert rates[0] > 1.1 * rates[1]
+    for number, one in enumerate(found):
+        if PARAMS[number].is_greedy:
+            assert one == expected[FULL][number]
+        for tokens, reason, _ in one:
+            assert reason == ("length" if len(tokens) == PARAMS[number].max_tokens else "stop")
+            assert set(tokens) <= set(PARAMS[number].allowed_token_ids or tokens)
+            assert len(tokens) >= PARAMS[number].min_tokens
 
 
 def test_a_head_goes_on_with_the_targets_new_weights(expected):
@@ -389,3 +535,22 @@ def test_nothing_compiles_after_warm_up(expected, name):
             assert answers(llm) == found
         assert llm.engine.scheduler.counters.num_preemptions > 0
         assert found == expected[FULL]
+
+
+def test_a_dispatch_is_read_once(expected, monkeypatch):
+    """The host waits for tokens, and after rounds for how many were drafted and accepted, as with every draft."""
+    head = expected.head(replace(FULL, head="dflash"))
+    prompts, params = PROMPTS[:4], SamplingParams(max_tokens=20, temperature=1.0, seed=1)
+    with open_llm(full(), draft=head, num_draft_tokens=4) as llm:
+        num_read, get, kinds = 0, jax.device_get, []
+
+        def counting(values):
+            nonlocal num_read
+            num_read += 1
+            return get(values)
+
+        monkeypatch.setattr(jax, "device_get", counting)
+        with llm.engine.observe(lambda dispatch: kinds.append(dispatch.kind)):
+            llm.generate(prompts, params, use_tqdm=False)
+        assert kinds.count("rounds") > 2
+        assert num_read == len(kinds) + kinds.count("rounds")

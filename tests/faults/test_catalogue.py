@@ -12,7 +12,7 @@ from tests.faults.runner import BROKEN, MISSED, NOTICED, Run, environments, is_p
 
 AREAS = {
     *("batch", "cache", "calibration", "checkpoints", "cli", "determinism", "doors", "engine"),
-    *("grammar", "histories", "kernels", "measure", "on_chip"),
+    *("grammar", "heads", "histories", "kernels", "measure", "on_chip"),
     *("models", "parallel", "planning", "policies", "quantization", "sampling", "schemas", "server", "speculative"),
     *("store", "text", "tool-calls", "training"),
 }

@@ -97,7 +97,7 @@ PAIRS = [name for name, case in CASES.items() if case.kind in ("eagle3", "mtp")]
 BLOCKS = [name for name, case in CASES.items() if case.kind in ("dflash", "dflash2", "dspark")]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("eagle3_llama-0", "eagle3_norms-0", "eagle3_norm_before_residual-0", "mtp_qwen3_5_speculators-0")
 @pytest.mark.parametrize("seed", quick(SEEDS, 0))
 @pytest.mark.parametrize("name", PAIRS)
 def test_chains_of_pairs(tmp_path, name, seed):
@@ -140,7 +140,7 @@ class Stored:
         self.keys[layer] = k, v
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("dflash-0", "dflash2-0", "dspark_gated-0", "dspark_rnn-0")
 @pytest.mark.parametrize("seed", quick(SEEDS, 0))
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks(tmp_path, name, seed):

@@ -29,6 +29,7 @@ from jaxinfer.sampling import (
 from jaxinfer.speculative import DraftRows, DraftSlots, DraftState, HeadDraft, ObservedRows, chain, head_for, heads
 from jaxinfer.speculative.maximal import DRAFT_STREAM
 from pallas_kernels.paged_attention.layout import gather, page_shape
+from tests.pallas_kernels.quick import quick
 from tests.speculative import tiny_heads
 from tests.speculative.tiny_heads import KINDS, MASK, TOKENS, config_of, random_params
 from tests.tiny import TINY
@@ -76,7 +77,8 @@ class Pages:
         self.table = numbers.permutation(3 * per_sequence).astype(np.int32).reshape(3, per_sequence) + 1
         self.table[2, : self.num_shared // PAGE] = self.table[0, : self.num_shared // PAGE]
         carried = draft.carried(5)  # more slots than run
-        states: Any = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), carried)
+        # As an earlier sequence left them that ended where the third one begins.
+        states: Any = jax.tree.map(lambda leaf: jnp.full(leaf.shape, self.num_shared - 1, leaf.dtype), carried)
         self.own = replace(init_paged_cache(self.config, 3 * per_sequence + 1, PAGE, "float32"), states=states)
         self.lengths, self.found = np.array([0, 0, self.num_shared - 1], np.int32), (0, 0, self.num_shared - 1)
         model, self.weights = program_model(self.config, self.params)
@@ -203,7 +205,7 @@ def num_wrong(pages: Pages) -> int:
     return wrong
 
 
-@pytest.mark.matrix("eagle3 wide", "mtp", "dflash", "dflash2", "dspark rnn")
+@pytest.mark.matrix("eagle3 wide", "mtp", "dflash", "dflash mutual window", "dflash2", "dspark rnn")
 @pytest.mark.parametrize("name", KINDS)
 def test_drafts_scores_and_pages_follow_from_tokens_and_states(name):
     pages = Pages(draft_of(name), is_maximal=True)
@@ -211,8 +213,7 @@ def test_drafts_scores_and_pages_follow_from_tokens_and_states(name):
     assert pages.stored_errors() < 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", quick(KINDS, "eagle3 wide"))
 def test_drafts_have_the_noise_of_the_targets_tokens(name):
     assert num_wrong(Pages(draft_of(name))) == 0
 
@@ -321,6 +322,15 @@ def test_what_a_head_lacks_is_the_targets(is_tied):
     hidden, _ = head.pairs(tokens[1:], states, jnp.arange(4), tiny_heads.Causal())
     wanted = hidden @ (params["embed"].T if is_tied else params["lm_head"])
     np.testing.assert_allclose(head.of_target(head.logits(hidden)), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_only_tokens_of_its_vocabulary_are_drafted():
+    """Logits of the others are -inf, and each of its own is at the token that it is of."""
+    ((config, params),) = draft_of("dflash at root").models(TARGET, target_params())
+    logits = jnp.arange(1.0, len(TOKENS) + 1)[None]
+    wanted = np.full((1, TARGET.vocab_size), -np.inf)
+    wanted[0, TOKENS] = logits[0]
+    np.testing.assert_array_equal(bind_draft_head(config, params).of_target(logits), wanted)
 
 
 def test_logits_are_scaled_as_the_targets():

@@ -44,6 +44,18 @@ def test_heads_are_told_by_their_files(tmp_path, name):
     assert not checkpoints_convert.is_head_folder(target)
 
 
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("dflash", ()), ("dflash_window", (0,)), ("dflash_window_both_ways", ()), ("dflash_zlab_window", (0,))],
+)
+def test_layers_in_which_blocks_are_causal(tmp_path, name, layers):
+    """Those with a window, unless the files say otherwise."""
+    write_checkpoint(tmp_path, CASES[name], 0)
+    config, _ = checkpoints_convert.abstract(tmp_path)
+    assert config.draft_head is not None
+    assert config.draft_head.causal_layers == layers
+
+
 def test_a_smaller_vocabulary_is_read_from_differences(tmp_path):
     write_checkpoint(tmp_path, REDUCED, 0)
     _, params = checkpoints_convert.load(tmp_path)

@@ -7,6 +7,7 @@ from tests.faults.catalogue import (
     embedding,
     families,
     files,
+    heads,
     heavy_hitters,
     histories,
     kept,
@@ -43,6 +44,7 @@ FAULTS: tuple[Fault, ...] = (
     *python_api.FAULTS,
     *heavy_hitters.FAULTS,
     *histories.FAULTS,
+    *heads.FAULTS,
     *kept.FAULTS,
     *on_chip.FAULTS,
 )

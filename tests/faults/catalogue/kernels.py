@@ -369,10 +369,18 @@ FAULTS = (
     Fault(
         "kernels/cpu-all-rows-are-the-first-expert's",
         "cpu_kernels/packed_matmul/kernel.py",
-        "_run_panels(frame, weight, expert * panels, start, end, rows, x, sums, out)",
-        "_run_panels(frame, weight, 0, start, end, rows, x, sums, out)",
+        "_run_few_rows(frame, weight, expert * panels, start, end, rows, x, sums, out)",
+        "_run_few_rows(frame, weight, 0, start, end, rows, x, sums, out)",
         (PACKED_TESTS + "test_rows_sorted_by_expert",),
         "a mixture of experts answers nonsense on a CPU",
+    ),
+    Fault(
+        "kernels/cpu-few-rows-share-inputs",
+        "cpu_kernels/packed_matmul/float_products.py",
+        "4 * (rows * j + r)",
+        "4 * (rows * j)",
+        (PACKED_TESTS + "test_products_equal_float64",),
+        "requests that run together on a CPU get the answer of one of them",
     ),
     Fault(
         "kernels/cpu-packed-offsets-are-left-out-of-many-rows",
