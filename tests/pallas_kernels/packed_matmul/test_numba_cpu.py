@@ -36,7 +36,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", NAMES)
 def test_products_equal_float64(name):
     form, arrays, weight = make(name)
-    for count in (1, 7, 75):
+    for count in (1, 3, 7, 75):
         x = rows_of(count)
         expected = np.asarray(x, np.float64) @ weight
         np.testing.assert_allclose(product(form, arrays, x), expected, atol=2e-6 * np.abs(expected).max())
