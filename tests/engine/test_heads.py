@@ -469,7 +469,8 @@ def test_200_mixed_requests_with_a_head_have_the_answers_of_plain_decoding(expec
 # Other rules of acceptance, and other weights.
 
 
-@pytest.mark.parametrize("name", quick(["eagle3 wide", "dflash2", "mtp", "dspark rnn at root"], "dspark rnn at root"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3 wide", "dflash2", "mtp", "dspark rnn at root"])
 def test_maximal_acceptance_keeps_greedy_answers_and_accepts_more(expected, name):
     """Also where no token that may be drafted is allowed (`PARAMS[6]`). How often it accepts is compared for answers to
     which the head was not fitted: of those, exact acceptance would draw the very ones that the head has right."""
