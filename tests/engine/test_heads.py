@@ -420,7 +420,7 @@ def entries_of(logprobs) -> list[dict[int, float]]:
 
 
 DTYPES = {
-    "float32": Case(full, is_fitted=True),
+    "float32": FULL,
     "bfloat16, deterministic": Case(in_bfloat16, {"deterministic": True}, tolerance=0),
 }
 NUM_DRAWN = 200
@@ -469,12 +469,13 @@ def test_200_mixed_requests_with_a_head_have_the_answers_of_plain_decoding(expec
 # Other rules of acceptance, and other weights.
 
 
-@pytest.mark.parametrize("name", quick(["eagle3 wide", "dflash2", "mtp", "dspark rnn at root"], "dspark rnn at root"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3 wide", "dflash2", "mtp", "dspark rnn at root"])
 def test_maximal_acceptance_keeps_greedy_answers_and_accepts_more(expected, name):
     """Also where no token that may be drafted is allowed (`PARAMS[6]`). How often it accepts is compared for answers to
     which the head was not fitted: of those, exact acceptance would draw the very ones that the head has right."""
     head, rates = expected.head(replace(FULL, head=name)), []
-    params = [SamplingParams(max_tokens=40, seed=1000 + number, n=8, ignore_eos=True) for number in range(NUM_PROMPTS)]
+    params = [SamplingParams(max_tokens=40, seed=1000 + number, n=4, ignore_eos=True) for number in range(NUM_PROMPTS)]
     for acceptance in ("maximal", "exact"):
         with open_llm(full(), draft=head, num_draft_tokens=4, acceptance=acceptance) as llm:
             llm.generate(PROMPTS, params, use_tqdm=False)
