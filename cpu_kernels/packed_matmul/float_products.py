@@ -105,15 +105,13 @@ def _add_to_totals(builder, kind: str, rows: int, of: range, codes, x, count, sc
         if of[0] == 0:
             prefetch_step(builder, kind, address, unroll, is_all=rows > 1 and not HAS_AVX512)
         code = {v: load_codes(builder, kind, address, v, table) for v in of}
-        # One row: an input is loaded once for all vectors; else a weight is converted once for all rows.
-        for group in [of] if rows == 1 else [[v] for v in of]:
-            for j in range(unroll):
-                weights = {v: builder.fmul(code[v](j), own_scales[v]) if is_scaled else code[v](j) for v in group}
-                for r in range(rows):
-                    number = load_number(builder, offset(builder, numbers, 4 * (rows * j + r)))
-                    for v in group:
-                        total = vec.multiply_add(builder, number, weights[v], builder.load(chains[r, v]))
-                        builder.store(total, chains[r, v])
+        for j in range(unroll):
+            weights = {v: builder.fmul(code[v](j), own_scales[v]) if is_scaled else code[v](j) for v in of}
+            for r in range(rows):
+                number = load_number(builder, offset(builder, numbers, 4 * (rows * j + r)))
+                for v in of:
+                    total = vec.multiply_add(builder, number, weights[v], builder.load(chains[r, v]))
+                    builder.store(total, chains[r, v])
     for (r, v), chain in chains.items():
         total = builder.load(chain)
         if not is_chained:
