@@ -98,7 +98,11 @@ def _add_to_totals(builder, kind: str, rows: int, of: range, codes, x, count, sc
     chains = {(r, v): cgutils.alloca_once(builder, vec.FLOATS) for r in range(rows) for v in of}
     for key, chain in chains.items():
         builder.store(builder.load(totals[key], align=4) if is_chained else vec.splat(vec.FLOATS, 0.0), chain)
-    own_scales = {v: vec.load(builder, offset(builder, scales, VECTOR_BYTES * v)) for v in of if kind not in UNSCALED}
+
+    def load_scales() -> dict[int, Any]:
+        return {v: vec.load(builder, offset(builder, scales, VECTOR_BYTES * v)) for v in of}
+
+    factors = load_scales() if is_scaled else {}
     with cgutils.for_range(builder, builder.mul(count, vec.constant(STEP // unroll)), intp=vec.LONG) as step:
         numbers = builder.add(x, builder.mul(step.index, vec.constant(4 * unroll * rows)))
         address = builder.add(codes, builder.mul(step.index, vec.constant(bytes_of_step(kind) * unroll // STEP)))
@@ -106,16 +110,17 @@ def _add_to_totals(builder, kind: str, rows: int, of: range, codes, x, count, sc
             prefetch_step(builder, kind, address, unroll, is_all=rows > 1 and not HAS_AVX512)
         code = {v: load_codes(builder, kind, address, v, table) for v in of}
         for j in range(unroll):
-            weights = {v: builder.fmul(code[v](j), own_scales[v]) if is_scaled else code[v](j) for v in of}
+            weights = {v: builder.fmul(code[v](j), factors[v]) if is_scaled else code[v](j) for v in of}
             for r in range(rows):
                 number = load_number(builder, offset(builder, numbers, 4 * (rows * j + r)))
                 for v in of:
                     total = vec.multiply_add(builder, number, weights[v], builder.load(chains[r, v]))
                     builder.store(total, chains[r, v])
+    factors = {} if is_chained else load_scales()
     for (r, v), chain in chains.items():
         total = builder.load(chain)
         if not is_chained:
-            total = vec.multiply_add(builder, total, own_scales[v], builder.load(totals[r, v], align=4))
+            total = vec.multiply_add(builder, total, factors[v], builder.load(totals[r, v], align=4))
         builder.store(total, totals[r, v], align=4)
 
 

@@ -114,7 +114,7 @@ class StepPrediction:
 
     @property
     def memory_share(self) -> float:
-        """Of the rate of the memory, as a whole."""
+        """The share of the rate of the memory that the step has, as a whole."""
         return self.least_seconds / self.seconds
 
 

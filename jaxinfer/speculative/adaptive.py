@@ -217,6 +217,8 @@ class LengthController:
             raise ValueError(f"{num_rounds} rounds in {seconds!r} s are not a measurement")
         bucket = self._bucket(num_slots)
         times, per_round = bucket.times(num_draft_tokens), seconds / num_rounds
+        if num_draft_tokens > 0 and bucket.best == 0:  # a trial; some that were chosen are not made, beside prompts
+            bucket.num_passed_over, bucket.new_interval = 0, min(2 * bucket.new_interval, LAST_NEW_INTERVAL)
         if not bucket.times(0).samples:
             if num_draft_tokens == 0:
                 times.samples.append(per_round)
@@ -294,9 +296,9 @@ class LengthController:
 
     def _is_next_new(self, bucket: "_Bucket", untried: Sequence[AcceptanceEstimate]) -> bool:
         """Tells whether sequences without a round are tried; passes them over if not."""
-        bucket.num_passed_over += 1
-        if bucket.num_passed_over >= bucket.new_interval:
+        if bucket.num_passed_over + 1 >= bucket.new_interval:
             return True
+        bucket.num_passed_over += 1
         for estimate in untried:
             estimate.is_passed_over = True
         return False
@@ -310,7 +312,7 @@ class LengthController:
     ) -> int | None:
         """A length other than the best to measure in this dispatch, or None."""
         best = bucket.best
-        untried = [one for one in estimates if one.num_rounds == 0 and not one.is_passed_over]
+        untried = [estimate for estimate in estimates if estimate.num_rounds == 0 and not estimate.is_passed_over]
         is_new = best == 0 and 2 * len(untried) >= len(estimates) and self._is_next_new(bucket, untried)
         is_due = bucket.num_dispatches - bucket.tried_at >= bucket.interval
         plain = bucket.times(0)
@@ -333,7 +335,6 @@ class LengthController:
             if best == 0:  # otherwise trials of nearly equal lengths cost next to nothing, and the interval stays
                 bucket.interval = min(2 * bucket.interval, LAST_INTERVAL)
             return min(candidates, key=lambda k: bucket.times(k).used_at, default=None)
-        bucket.num_passed_over, bucket.new_interval = 0, min(2 * bucket.new_interval, LAST_NEW_INTERVAL)
         return min(candidates, key=lambda k: ratios[k], default=None)
 
 
