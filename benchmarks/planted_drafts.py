@@ -126,6 +126,20 @@ def take_turns(engines: list[LLM], prompt: list[int], rounds: int) -> list[Times
     return [Times(*map(statistics.median, zip(*own, strict=True))) for own in zip(*of, strict=True)]
 
 
+def measure_verifying(rounds: int, *, quantized: bool) -> dict[str, Any]:
+    """The cost of a round of n-grams, whose drafts cost nothing: a pass over LENGTH + 1 rows beside one over one."""
+    model = load_model(str(fetched_path("smollm2")), requantize=None if quantized else "dense")
+    live = model.config, model.params, model.tokenizer
+    prompt = [int(token) for token in np.random.default_rng(0).integers(100, 40_000, PROMPT)]
+    options: dict[str, Any] = {"max_seqs": 1, "max_model_len": 512, "prefix_cache": False}
+    with LLM(live, **options) as plain, LLM(live, draft="ngram", num_draft_tokens=LENGTH, **options) as drafted:
+        for _ in range(2):
+            assert seconds(plain, prompt)[1] == seconds(drafted, prompt)[1]
+        of_plain, of_draft = take_turns([plain, drafted], prompt, rounds)
+        tokens = drafted.speculation_stats().mean_accepted_length
+    return {"rows": LENGTH + 1, "round_over_step": of_draft.rest / of_plain.rest * tokens}
+
+
 def measure(kind: str, rounds: int, length: int | str, *, quantized: bool) -> list[dict[str, Any]]:
     """A row for each planted rate; `length` is `num_draft_tokens`."""
     model = load_model(str(fetched_path("smollm2")), requantize=None if quantized else "dense")
@@ -175,17 +189,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quantized", action="store_true", help="the model's own 4-bit blocks, not float32")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each engine; default: %(default)s")
-    parser.add_argument("--heads", default=f"eagle3,{BLOCK}", help="default: %(default)s")
+    parser.add_argument("--heads", default=f"eagle3,{BLOCK}", help="none with an empty text; default: %(default)s")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
+    verifying = measure_verifying(arguments.rounds, quantized=arguments.quantized)
+    print(f"verifying {verifying['rows']} rows takes {verifying['round_over_step']:.2f} steps", flush=True)
     rows = [
         row
-        for kind in arguments.heads.split(",")
+        for kind in filter(None, arguments.heads.split(","))
         for length in (LENGTH, "auto")
         for row in measure(kind, arguments.rounds, length, quantized=arguments.quantized)
     ]
     if arguments.json is not None:
-        figures = {"machine": machine(), "quantized": arguments.quantized, "rows": rows}
+        figures = {"machine": machine(), "quantized": arguments.quantized, "verifying": verifying, "rows": rows}
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 

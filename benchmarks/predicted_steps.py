@@ -42,16 +42,8 @@ def rows() -> Iterator[tuple[str, str, str, int, int, float, float, int]]:
                 if step is None:  # a chip of two devices
                     continue
                 cache = "bfloat16" if kv_dtype == "auto" else kv_dtype
-                yield (
-                    chip,
-                    recipe or "bfloat16",
-                    cache,
-                    batch,
-                    context,
-                    1000 * step.seconds,
-                    step.memory_share,
-                    step.launches,
-                )
+                predicted = 1000 * step.seconds, step.memory_share, step.launches
+                yield chip, recipe or "bfloat16", cache, batch, context, *predicted
 
 
 def table() -> str:

@@ -186,10 +186,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model, more = options.model, {"max_model_len": 512}
+        model, more = options.model, {}
         if options.large:
             model = LARGE, init_params(LARGE, jax.random.key(0))
-            more["tokenizer"] = large_tokenizer(Path(folder))
+            more = {"tokenizer": large_tokenizer(Path(folder)), "max_model_len": 512}
         ways, failed, lines = compare_with_host if options.against_host else measure, 0, []
         for name, figures, bound in ways(lambda **own: LLM(model, **{**more, **own}), options.rounds):
             first, second = figures.values()

@@ -112,7 +112,7 @@ def multiplier(kind: str, rows: int) -> Any:
                 start = builder.add(codes, builder.mul(first, vec.constant(bytes_of_step(kind))))
                 numbers = builder.add(x, builder.mul(first, vec.constant(STEP * rows)))
                 at = builder.add(scales, builder.mul(segment, vec.constant(PANEL_BYTES)))
-                at_once = VECTORS if rows == 1 else vectors_at_once(rows)
+                at_once = vectors_at_once(rows)
                 for v in range(0, VECTORS, at_once):
                     of = range(v, v + at_once)
                     _add_to_totals(builder, kind, rows, of, start, numbers, count, at, planes, own)
