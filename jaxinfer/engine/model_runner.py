@@ -202,11 +202,13 @@ class ModelRunner:
         is_scheduled[slots] = True
         if plan.draft is None:
             return sent(output=self._run_decode(is_scheduled, plan.num_steps), num_rows=num_slots)
-        tree, num_drafts = plan.draft.tree, np.zeros(num_slots, np.int32)
+        form = self.spec.form_of(plan.draft.tree, plan.draft.shares_rows, num_slots)
+        num_drafts = np.zeros(num_slots, np.int32)
         num_drafts[slots] = [plan.draft.length_of(sequence) for _, sequence in decodes]
         work = {"is_scheduled": is_scheduled, "num_rounds": np.int32(plan.num_steps), "num_drafts": num_drafts}
-        output, counts = self._run_rounds(work, list(self.drafters).index(tree))
-        num_rows = max(num_slots * tree.num_nodes, self.drafters[tree].min_rows)
+        output, counts = self._run_rounds(work, form)
+        drafter = self.drafters[form]
+        num_rows = max(num_slots * (drafter.rows_per_slot or drafter.tree.num_nodes), drafter.min_rows)
         return sent(output=output, num_rows=num_rows, counts=counts)
 
     def read(self, flight: Flight, *, with_samples: bool) -> FlightResults:
@@ -404,16 +406,16 @@ class ModelRunner:
         self._observed(own)
         return output
 
-    def _rounds_arguments(self, work: dict[str, Any], tree: int, page_tables: PageTables) -> tuple[Any, ...]:
+    def _rounds_arguments(self, work: dict[str, Any], form: int, page_tables: PageTables) -> tuple[Any, ...]:
         device_work = SpeculativeWork(**self.placement.put(work), page_tables=page_tables)
-        models = (self.model, self.weights.value, list(self.drafters.values())[tree], self.draft_weights.value)
+        models = (self.model, self.weights.value, self.drafters[form], self.draft_weights.value)
         rows = (self._cache, self._draft_cache, self._slots, self._batch)
         return *models, *rows, device_work, self.spec.max_rounds, self._tables
 
     @operation
-    def _run_rounds(self, work: dict[str, Any], tree: int) -> tuple[StepOutput, RoundCounts]:
-        """Speculative rounds with the tree of this number."""
-        arguments = self._rounds_arguments(work, tree, self._page_tables)
+    def _run_rounds(self, work: dict[str, Any], form: int) -> tuple[StepOutput, RoundCounts]:
+        """Speculative rounds of the form of this number."""
+        arguments = self._rounds_arguments(work, form, self._page_tables)
         self._cache, self._draft_cache, self._slots, output, counts = speculate(*arguments)
         return output, counts
 
@@ -550,10 +552,12 @@ class ModelRunner:
         for num_slots in spec.decode_slots:
             calls = partial(self._lower_decode, num_slots), partial(self._warm_up_decode, num_slots)
             program_list.append(Program(f"decode of {num_slots} slots", *calls))
-        for number, tree in enumerate(self.drafters):
-            for num_slots in spec.decode_slots:
-                name = f"speculation of {tree.num_nodes} tokens, {num_slots} slots"
-                calls = partial(self._lower_rounds, num_slots, number), partial(self._warm_up_rounds, num_slots, number)
+        for num_slots in spec.decode_slots:
+            for form in spec.forms_of(num_slots):
+                drafter = self.drafters[form]
+                shared = f" in {drafter.rows_per_slot * num_slots} rows" if drafter.rows_per_slot else ""
+                name = f"speculation of {drafter.tree.num_nodes} tokens, {num_slots} slots{shared}"
+                calls = partial(self._lower_rounds, num_slots, form), partial(self._warm_up_rounds, num_slots, form)
                 program_list.append(Program(name, *calls))
         program_list += self._compaction_programs
         raw, processed = self._scores.lower(spec.token_buckets[-1], spec.dtype, spec.has_adapters)
@@ -606,8 +610,8 @@ class ModelRunner:
         idle = np.zeros(num_slots, np.bool_)
         return programs.decode.lower(*self._decode_arguments(idle, 0, self._empty_tables(num_slots)))
 
-    def _lower_rounds(self, num_slots: int, tree: int) -> Lowered:
-        return speculate.lower(*self._rounds_arguments(empty_rounds(num_slots), tree, self._empty_tables(num_slots)))
+    def _lower_rounds(self, num_slots: int, form: int) -> Lowered:
+        return speculate.lower(*self._rounds_arguments(empty_rounds(num_slots), form, self._empty_tables(num_slots)))
 
     def _empty_work(self, num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
         return programs.empty_work(num_tokens, num_slots, self.spec.policy.needs_prompt_lengths)
@@ -623,9 +627,9 @@ class ModelRunner:
         self._update_tables(None, num_slots)
         self._run_decode(np.zeros(num_slots, np.bool_), 0)
 
-    def _warm_up_rounds(self, num_slots: int, tree: int) -> None:
+    def _warm_up_rounds(self, num_slots: int, form: int) -> None:
         self._update_tables(None, num_slots)
-        self._run_rounds(empty_rounds(num_slots), tree)
+        self._run_rounds(empty_rounds(num_slots), form)
 
     def _warm_up_small(self) -> None:
         """Compiles what writes and moves slots, copies pages, and writes grammars."""

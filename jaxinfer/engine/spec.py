@@ -375,6 +375,35 @@ class EngineSpec:
         """Trees that rounds are compiled for, the smallest first."""
         return self.options.trees(self.draft.lengths)
 
+    @cached_property
+    def round_forms(self) -> tuple[tuple[TokenTree, int], ...]:
+        """The rounds that programs are compiled for: a tree, and rows of a pass for each slot on average (`Drafter.rows_per_slot`).
+        An adaptive length also drafts its longest chains in the rows of the second longest, which they share."""
+        forms = tuple((tree, 0) for tree in self.trees)
+        if not self.packs_rounds:
+            return forms
+        return *forms, (self.trees[-1], self.trees[-2].num_nodes)
+
+    @property
+    def packs_rounds(self) -> bool:
+        """True if there are rounds in which slots share rows: not with one shape of all passes, nor under a policy of
+        the cache that needs as many rows of each slot. The fewest slots have none."""
+        several = self.options.is_adaptive and len(self.trees) > 1 and len(self.decode_slots) > 1
+        return several and not self.is_deterministic and self.policy.packs_slots
+
+    def shares_rows(self, num_slots: int) -> bool:
+        """True if there are rounds of so many slots that share rows."""
+        return self.packs_rounds and num_slots > self.decode_slots[0]
+
+    def forms_of(self, num_slots: int) -> list[int]:
+        """The numbers of the `round_forms` that are compiled for so many slots."""
+        return [number for number, (_, rows) in enumerate(self.round_forms) if not rows or self.shares_rows(num_slots)]
+
+    def form_of(self, tree: TokenTree, shares_rows: bool, num_slots: int) -> int:
+        """The number of a round's form: with shared rows, if so many slots have such rounds."""
+        is_shared = shares_rows and self.shares_rows(num_slots)
+        return len(self.trees) if is_shared else self.trees.index(tree)
+
     @property
     def most_nodes(self) -> int:
         """Nodes of the largest tree; 0 without a draft."""
@@ -400,18 +429,20 @@ class EngineSpec:
         """Configuration and parameters of a draft that is a model, or the target's own first layers."""
         return self.draft.models(self.config, self.params)
 
-    def drafters(self, *models: ProgramModel) -> dict[TokenTree, Drafter]:
-        """The static argument of each tree's program; `models` are those of the draft as programs take them."""
-        return {
-            tree: Drafter(
+    def drafters(self, *models: ProgramModel) -> tuple[Drafter, ...]:
+        """The static argument of each round's program, in the order of `round_forms`; `models` are those of the draft
+        as programs take them."""
+        return tuple(
+            Drafter(
                 self.draft.proposer(*models),
                 tree,
                 is_maximal=self.options.acceptance == "maximal",
                 min_rows=self.token_buckets[-1] if self.is_deterministic else 0,
                 is_uniform=self.is_deterministic,
+                rows_per_slot=rows,
             )
-            for tree in self.trees
-        }
+            for tree, rows in self.round_forms
+        )
 
     def observer(self, models: Sequence[ProgramModel], weights: Weights) -> ObservingDraft | None:
         """A draft that observes every pass of the target, with the models and weights that `speculate` takes; None for

@@ -16,6 +16,7 @@ from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import (
     AcceptanceEstimate,
     LengthController,
+    SharedRows,
     SpeculationStats,
     TokenTree,
     chain,
@@ -29,12 +30,14 @@ class DraftPlan:
     Attributes:
       tree: drafted in each round, of which a sequence takes its first nodes (`lengths`, the root not counted).
       max_rounds: rounds at most. num_behind: tokens made without the draft that it has to catch up with.
+      shares_rows: whether slots share rows of the pass, if so many slots have such rounds (`EngineSpec.form_of`).
     """
 
     tree: TokenTree
     lengths: dict[SequenceState, int]
     max_rounds: int
     num_behind: int = 0
+    shares_rows: bool = False
 
     def length_of(self, sequence: SequenceState) -> int:
         return self.lengths.get(sequence, 0)
@@ -63,7 +66,11 @@ class Speculation:
         if spec.options.is_adaptive:
             drafting = sum(num_bytes(all_layers(params)) for _, params in spec.draft_models)
             cost_ratio = drafting / num_bytes(all_layers(spec.params))
-            self._controller = LengthController([tree.depth for tree in spec.trees], cost_ratio)
+            lengths, shared = [tree.depth for tree in spec.trees], None
+            if spec.packs_rounds:
+                predicts = self.draft.predicts_acceptance
+                shared = SharedRows(lengths[-1], lengths[-2], spec.decode_slots[0], predicts)
+            self._controller = LengthController(lengths, cost_ratio, shared=shared)
         self._estimates: dict[SequenceState, AcceptanceEstimate] = {}
 
     def add(self, sequence: SequenceState) -> None:
@@ -85,7 +92,7 @@ class Speculation:
             return NOTHING
         lengths = dict(zip(sequences, choice.lengths, strict=True))
         rounds = min(choice.max_rounds or NOTHING.max_rounds, self.spec.max_rounds)
-        return DraftPlan(chain(choice.num_draft_tokens), lengths, rounds)
+        return DraftPlan(chain(choice.num_draft_tokens), lengths, rounds, shares_rows=choice.shares_rows)
 
     def schedule(self, max_steps: int | None, *, can_preempt: bool) -> DispatchPlan | None:
         """As `Scheduler.schedule`, with what the dispatch drafts."""
@@ -156,7 +163,7 @@ class Speculation:
         for (slot, sequence), count in zip(flight.decodes, num_made, strict=True):
             pairs = [pair for pair in zip(proposed[slot], accepted[slot], strict=True) if pair[0] >= 0]
             num_rounds += len(pairs)
-            self.record_rounds(sequence, pairs, draft.tree)
+            self.record_rounds(sequence, pairs, draft.tree, draft.length_of(sequence) if draft.shares_rows else None)
             self._scheduler.reconcile(sequence, flight.plan.num_steps, draft.tree.depth + 1, count)
         longest = int((results.proposed >= 0).any(axis=1).sum())
         self.record_time(flight.num_slots, draft, results.seconds, longest, sum(num_made) / max(num_rounds, 1))
@@ -166,9 +173,15 @@ class Speculation:
         sequence.num_plain += num_made
         self.num_plain += num_made
 
-    def record_rounds(self, sequence: SequenceState, rounds: Iterable[tuple[int, int]], tree: TokenTree) -> None:
+    def record_rounds(
+        self,
+        sequence: SequenceState,
+        rounds: Iterable[tuple[int, int]],
+        tree: TokenTree,
+        num_asked: int | None = None,
+    ) -> None:
         """A sequence's rounds of a dispatch: how many tokens each drafted and accepted. Of a tree, as many drafts count
-        as can be accepted."""
+        as can be accepted. `num_asked` is its share of rows; None for all that the tree has."""
         if sequence.rounds is None:
             raise RuntimeError("rounds of a sequence that was not added to an engine with a draft")
         estimate = self._estimates.get(sequence)
@@ -177,7 +190,8 @@ class Speculation:
             sequence.rounds[pair] += 1
             self.rounds[pair] += 1
             if estimate is not None:
-                estimate.observe(self.draft.num_tried(pair[0], tree.depth), accepted)
+                asked = tree.depth if num_asked is None else num_asked
+                estimate.observe(max(self.draft.num_tried(pair[0], asked), accepted), accepted)
             if self._num_until_told is not None:
                 self._count(pair[0])
 
@@ -202,7 +216,8 @@ class Speculation:
         """A dispatch of rounds, or of plain steps (`NOTHING`), and the tokens of a row's round on average."""
         if self._controller is not None and num_rounds > 0 and seconds > 0:
             rounds = num_slots, draft.tree.depth, seconds, num_rounds, tokens_per_round
-            self._controller.observe_time(*rounds, num_behind=draft.num_behind)
+            shares_rows = draft.shares_rows and self.spec.shares_rows(num_slots)
+            self._controller.observe_time(*rounds, num_behind=draft.num_behind, shares_rows=shares_rows)
 
     def end(self, sequence: SequenceState) -> None:
         """Drops what is kept of a sequence that has ended."""

@@ -133,8 +133,8 @@ def choose_buckets(spec: EngineSpec, trace: Sequence[TraceRequest], max_programs
 def num_programs(spec: EngineSpec, num_tokens: int, num_slots: int) -> int:
     """Programs of steps, of decoding and of speculative rounds of so many sizes. Steps of the fewest tokens have one
     for each number of slots (`EngineSpec.step_slots_of`)."""
-    rounds = len(spec.trees)
-    return num_tokens + len(spec.step_slots) - 1 + num_slots * (1 + rounds)
+    rounds = num_slots * len(spec.trees) + (num_slots - 1) * spec.packs_rounds
+    return num_tokens + len(spec.step_slots) - 1 + num_slots + rounds
 
 
 def padding(sizes: Sequence[int], counts: Mapping[int, int]) -> float:

@@ -383,7 +383,7 @@ def _drafting(spec: EngineSpec) -> tuple[list[Any], tuple[Any, ...]]:
 
 def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:
     models, draft_weights = _drafting(spec)
-    drafter = spec.drafters(*models)[spec.trees[-1]]
+    drafter = spec.drafters(*models)[len(spec.trees) - 1]
     tables = spec.pages_per_sequence, len(spec.windows), spec.ends_prompts
     work = abstract_rounds(spec.decode_slots[-1], *tables)
     arrays = spec.cache, spec.draft_cache, *spec.slots

@@ -9,7 +9,7 @@ from jaxinfer.lazy_names import first_with
 
 if TYPE_CHECKING:
     from jaxinfer.speculative.acceptance import Walk, walk
-    from jaxinfer.speculative.adaptive import AcceptanceEstimate, LengthController
+    from jaxinfer.speculative.adaptive import AcceptanceEstimate, LengthController, SharedRows
     from jaxinfer.speculative.drafts import (
         NO_DRAFT,
         OWN_HEAD,
@@ -70,6 +70,7 @@ __all__ = [
     "ObservingDraft",
     "Proposal",
     "Proposer",
+    "SharedRows",
     "SpeculationStats",
     "TokenTree",
     "Walk",

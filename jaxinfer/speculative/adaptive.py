@@ -10,6 +10,7 @@ decoding is plain. The total loss is therefore about SHARE of the time plus ALLO
 Wu et al. 2016, Conservative Bandits).
 """
 
+import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,27 @@ def expected_tokens(first_rate: float, later_rate: float, num_draft_tokens: int)
     return 1 + first_rate * (1 - later_rate**num_draft_tokens) / (1 - later_rate)
 
 
+def shared_lengths(
+    rates: Sequence[tuple[float, float]], limits: Sequence[int], longest: int, num_drafts: int
+) -> list[int]:
+    """How many of `num_drafts` draft tokens each row gets, at most `longest` and its limit: those that are most likely
+    to be accepted, by the rates (first, later) of each row. As far as they go, each row gets one, so that its rates
+    stay up to date.
+    """
+    lengths = [0] * len(rates)
+    # (-chance, row); no row has a second token before each has its first.
+    waiting = [(-2.0, row) for row in range(len(rates)) if min(limits[row], longest) > 0]
+    for _ in range(num_drafts):
+        if not waiting:
+            break
+        chance, row = heapq.heappop(waiting)
+        lengths[row] += 1
+        first, later = rates[row]
+        if lengths[row] < min(limits[row], longest):
+            heapq.heappush(waiting, (-first * later if lengths[row] == 1 else chance * later, row))
+    return lengths
+
+
 @dataclass(frozen=True)
 class LengthChoice:
     """The draft length of a dispatch.
@@ -107,11 +129,28 @@ class LengthChoice:
     Attributes:
       num_draft_tokens: draft tokens per round, K; 0 for plain decoding. lengths: draft tokens of each row, at most K.
       max_rounds: largest number of rounds, or plain steps, in the dispatch; None for no limit.
+      shares_rows: the rows of the bucket share a smaller number of draft tokens (`SharedRows`).
     """
 
     num_draft_tokens: int
     lengths: tuple[int, ...]
     max_rounds: int | None = None
+    shares_rows: bool = False
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Rounds of `num_draft_tokens` in programs with as many rows as rounds of `mean` for each slot, one of the other
+    choices. Slot buckets of more than `above` slots have them. A draft that `predicts` its acceptance shares the rows
+    itself; otherwise the rates of the rows do."""
+
+    num_draft_tokens: int
+    mean: int
+    above: int
+    predicts: bool = False
+
+
+_SHARED = -1  # stands for rounds with shared rows among the numbers of draft tokens
 
 
 class LengthController:
@@ -122,19 +161,29 @@ class LengthController:
       cost_ratio: estimated time to draft a token, relative to a plain step. Times not measured yet are estimated from
         it as if verification were free, so that every promising length is tried.
       prior_rate: initial acceptance rate.
+      shared: rounds in which the slots share rows; None for none.
 
     Every row drafts all K tokens, or as many as it may still need: a program computes all its rows anyway, so a shorter
-    draft saves no time, and rounds of rows with low acceptance keep their estimates up to date.
+    draft saves no time, and rounds of rows with low acceptance keep their estimates up to date. Where rows are shared,
+    each drafts as many as are likely to be accepted.
     """
 
-    def __init__(self, choices: Sequence[int], cost_ratio: float = 0.1, prior_rate: float = PRIOR_RATE):
+    def __init__(
+        self,
+        choices: Sequence[int],
+        cost_ratio: float = 0.1,
+        prior_rate: float = PRIOR_RATE,
+        shared: SharedRows | None = None,
+    ):
         if not choices or any(not isinstance(k, int) or isinstance(k, bool) or k < 1 for k in choices):
             raise ValueError(f"choices must be positive numbers of draft tokens, got {choices!r}")
         if not cost_ratio >= 0:
             raise ValueError(f"cost_ratio must be at least 0, got {cost_ratio!r}")
         if not 0 <= prior_rate <= 1:
             raise ValueError(f"prior_rate must be in [0, 1], got {prior_rate!r}")
-        self.choices = tuple(sorted(set(choices)))
+        self.choices, self._shared = tuple(sorted(set(choices))), shared
+        if shared is not None and not {shared.num_draft_tokens, shared.mean} <= set(choices):
+            raise ValueError(f"{shared} is not made of two of {self.choices}")
         self.cost_ratio = cost_ratio
         self.overall = AcceptanceEstimate(prior_rate=prior_rate)
         self._buckets: dict[int, _Bucket] = {}
@@ -161,9 +210,11 @@ class LengthController:
             return LengthChoice(0, (0,) * len(estimates))
         plain = self.seconds(num_slots, 0)
         # A round does more than a plain step: a shorter time is a measurement error.
-        ratios = {k: max(self.seconds(num_slots, k) / plain, 1.0) for k in self.choices}
-        tokens = _mean_tokens(estimates, limits, self.choices)
-        best = max(self.choices, key=lambda k: tokens[k] / ratios[k])
+        choices = self._choices_of(num_slots)
+        ratios = {k: max(self.seconds(num_slots, k) / plain, 1.0) for k in choices}
+        lengths: dict[int, Sequence[int]] = {k: self._lengths(k, num_slots, estimates, limits) for k in choices}
+        tokens = {k: _mean_tokens(estimates, lengths[k]) for k in choices}
+        best = max(choices, key=lambda k: tokens[k] / ratios[k])
         if tokens[best] <= (1 + MARGIN) * ratios[best]:
             best = 0
         if best != bucket.best:
@@ -173,19 +224,39 @@ class LengthController:
         if choice is None:
             choice = self._trial(bucket, estimates, ratios, tokens)
         choice = best if choice is None else choice
-        is_trial = choice != best or (choice > 0 and len(bucket.times(choice).samples) < MIN_SAMPLES)
+        is_trial = choice != best or (choice != 0 and len(bucket.times(choice).samples) < MIN_SAMPLES)
         is_pending = is_trial and 0 <= bucket.num_dispatches - bucket.times(choice).used_at <= IN_FLIGHT
         num_behind = sum(estimate.num_behind for estimate in estimates)
         reserve = RESERVE + num_behind * self._catch_up_seconds(plain) / plain if is_trial and not is_continued else 0.0
         is_over_budget = bucket.budget <= reserve
-        if choice > 0 and (is_over_budget or (is_pending and not is_continued)):
+        if choice != 0 and (is_over_budget or (is_pending and not is_continued)):
             choice, is_trial = 0, False
         max_rounds = TRIAL_ROUNDS if is_trial else None
-        if is_trial and choice > 0 and not is_continued and num_behind >= MIN_CATCH_UP_TOKENS:
+        if is_trial and choice != 0 and not is_continued and num_behind >= MIN_CATCH_UP_TOKENS:
             max_rounds, bucket.pending_trial = 1, choice  # the draft catches up first, then the trial is measured
         bucket.times(choice).used_at = bucket.num_dispatches
-        lengths = [choice] * len(estimates) if limits is None else [max(min(choice, limit), 0) for limit in limits]
-        return LengthChoice(choice, tuple(lengths), max_rounds)
+        shared = self._shared if choice == _SHARED else None
+        if shared is None:
+            return LengthChoice(choice, tuple(lengths.get(choice, (0,) * len(estimates))), max_rounds)
+        # A draft that predicts its acceptance drafts all, and the program takes the best of them.
+        own = lengths[shared.num_draft_tokens if shared.predicts else choice]
+        return LengthChoice(shared.num_draft_tokens, tuple(own), max_rounds, shares_rows=True)
+
+    def _choices_of(self, num_slots: int) -> tuple[int, ...]:
+        has_shared = self._shared is not None and num_slots > self._shared.above
+        return (*self.choices, _SHARED) if has_shared else self.choices
+
+    def _lengths(
+        self, choice: int, num_slots: int, estimates: Sequence[AcceptanceEstimate], limits: Sequence[int] | None
+    ) -> list[int]:
+        """Draft tokens of each row with a choice."""
+        shared = self._shared
+        if choice == _SHARED and shared is not None:
+            most = [max(limit, 0) for limit in limits] if limits is not None else [2**30] * len(estimates)
+            rates = [(estimate.first_rate, estimate.later_rate) for estimate in estimates]
+            room = num_slots * (1 + shared.mean) - len(estimates)
+            return shared_lengths(rates, most, shared.num_draft_tokens, room)
+        return [choice] * len(estimates) if limits is None else [max(min(choice, limit), 0) for limit in limits]
 
     def start(self, estimates: Sequence[AcceptanceEstimate], num_draft_tokens: int, num_rounds: int) -> int:
         """Records that a dispatch in which these sequences decode is launched. Returns the number of tokens that the
@@ -208,6 +279,7 @@ class LengthController:
         tokens_per_round: float = 1.0,
         *,
         num_behind: int = 0,
+        shares_rows: bool = False,
     ) -> None:
         """Records that a dispatch took `seconds` for `num_rounds` rounds, or plain steps, in each of which an active
         row generated `tokens_per_round` tokens on average. `num_behind` is the result of `start`."""
@@ -215,9 +287,10 @@ class LengthController:
             raise ValueError(f"{num_draft_tokens} draft tokens are not among {self.choices}")
         if not seconds > 0 or num_rounds < 1:
             raise ValueError(f"{num_rounds} rounds in {seconds!r} s are not a measurement")
+        num_draft_tokens = _SHARED if shares_rows else num_draft_tokens
         bucket = self._bucket(num_slots)
         times, per_round = bucket.times(num_draft_tokens), seconds / num_rounds
-        if num_draft_tokens > 0 and bucket.best == 0:  # a trial; some that were chosen are not made, beside prompts
+        if num_draft_tokens != 0 and bucket.best == 0:  # a trial; some that were chosen are not made, beside prompts
             bucket.num_passed_over, bucket.new_interval = 0, min(2 * bucket.new_interval, LAST_NEW_INTERVAL)
         if not bucket.times(0).samples:
             if num_draft_tokens == 0:
@@ -225,7 +298,7 @@ class LengthController:
             return
         usual = self.seconds(num_slots, num_draft_tokens)
         is_first, times.has_measurement = not times.has_measurement, True
-        is_catching_up = num_draft_tokens > 0 and num_behind >= MIN_CATCH_UP_TOKENS
+        is_catching_up = num_draft_tokens != 0 and num_behind >= MIN_CATCH_UP_TOKENS
         times.was_outlier = (
             per_round > OUTLIER_FACTOR * usual and not times.was_outlier and (is_first or not is_catching_up)
         )
@@ -274,9 +347,14 @@ class LengthController:
         Its ratio to a plain step is at least that of a smaller bucket, since verification costs more on a busier chip.
         """
         known = {
-            k: median_low(times.samples) for k, times in self._bucket(num_slots).by_length.items() if times.samples
+            k: median_low(times.samples)
+            for k, times in self._bucket(num_slots).by_length.items()
+            if times.samples and k != _SHARED
         }
-        plain = known[0]
+        plain, shared = known[0], self._shared
+        if num_draft_tokens == _SHARED and shared is not None:
+            drafting = (shared.num_draft_tokens - shared.mean) * self.cost_ratio * plain
+            return self.seconds(num_slots, shared.mean) + drafting
         below = max(k for k in known if k < num_draft_tokens)
         above = min((k for k in known if k > num_draft_tokens), default=None)
         if above is not None:
@@ -285,6 +363,9 @@ class LengthController:
         estimate = known[below] + (num_draft_tokens - below) * self.cost_ratio * plain
         lower = (self._measured_ratio(size, num_draft_tokens) for size in self._buckets if size < num_slots)
         return max(estimate, plain * max(lower, default=0.0))
+
+    def _mean_length(self, choice: int) -> int:
+        return self._shared.mean if choice == _SHARED and self._shared is not None else choice
 
     def _catch_up_seconds(self, plain: float) -> float:
         """Seconds to store a token that the draft model lacks."""
@@ -311,24 +392,24 @@ class LengthController:
         tokens: dict[int, float],
     ) -> int | None:
         """A length other than the best to measure in this dispatch, or None."""
-        best = bucket.best
+        best, choices = bucket.best, tuple(ratios)
         untried = [estimate for estimate in estimates if estimate.num_rounds == 0 and not estimate.is_passed_over]
         is_new = best == 0 and 2 * len(untried) >= len(estimates) and self._is_next_new(bucket, untried)
         is_due = bucket.num_dispatches - bucket.tried_at >= bucket.interval
         plain = bucket.times(0)
-        is_close = best > 0 and (tokens[best] * TOLERANCE < ratios[best] or len(plain.samples) < MANY_SAMPLES)
+        is_close = best != 0 and (tokens[best] * TOLERANCE < ratios[best] or len(plain.samples) < MANY_SAMPLES)
         if is_close and bucket.num_dispatches - plain.used_at >= CLOSE_INTERVAL:
             return 0
         if not (is_new or is_due):
             return None
         if best == 0:  # acceptance was not measured for a while: assume it rose half the way to 1
             rate = (1 + self.overall.rate) / 2
-            tokens = {k: max(tokens[k], expected_tokens(rate, rate, k)) for k in self.choices}
+            tokens = {k: max(tokens[k], expected_tokens(rate, rate, self._mean_length(k))) for k in choices}
             needed = 1 + MARGIN if is_new and not is_due else (1 + MARGIN) * TOLERANCE
-            candidates = [k for k in self.choices if tokens[k] > needed * ratios[k]]
+            candidates = [k for k in choices if tokens[k] > needed * ratios[k]]
         else:
             value = tokens[best] / ratios[best]
-            candidates = [k for k in self.choices if tokens[k] > value * TOLERANCE * ratios[k]]
+            candidates = [k for k in choices if tokens[k] > value * TOLERANCE * ratios[k]]
         candidates = [k for k in candidates if k != best]
         if is_due:
             bucket.tried_at = bucket.num_dispatches
@@ -367,15 +448,7 @@ class _Bucket:
         return self.by_length.setdefault(num_draft_tokens, _Times())
 
 
-def _mean_tokens(
-    estimates: Sequence[AcceptanceEstimate], limits: Sequence[int] | None, choices: Sequence[int]
-) -> dict[int, float]:
-    """Expected tokens of a round, averaged over the rows, for each choice."""
-    rates = [(estimate.first_rate, estimate.later_rate) for estimate in estimates]
-    if limits is None:
-        return {k: sum(expected_tokens(*pair, k) for pair in rates) / len(rates) for k in choices}
-    lengths = [max(limit, 0) for limit in limits]
-    return {
-        k: sum(expected_tokens(*pair, min(k, limit)) for pair, limit in zip(rates, lengths, strict=True)) / len(rates)
-        for k in choices
-    }
+def _mean_tokens(estimates: Sequence[AcceptanceEstimate], lengths: Sequence[int]) -> float:
+    """Expected tokens of a round with these draft tokens of each row, averaged over the rows."""
+    rows = zip(estimates, lengths, strict=True)
+    return sum(expected_tokens(row.first_rate, row.later_rate, length) for row, length in rows) / len(lengths)

@@ -71,9 +71,14 @@ class Draft:
         del layers
         return self
 
-    def num_tried(self, num_proposed: int, depth: int) -> int:
-        """Tokens of a round that count as drafted for its estimate of acceptance."""
-        del depth
+    @property
+    def predicts_acceptance(self) -> bool:
+        """True if it says of each token how likely it is to be accepted (`Proposal.chances`)."""
+        return False
+
+    def num_tried(self, num_proposed: int, num_asked: int) -> int:
+        """Tokens of a round that count as drafted for its estimate of acceptance, where it might draft `num_asked`."""
+        del num_asked
         return num_proposed
 
     def proposer(self, *models: Any) -> Proposer:
@@ -154,8 +159,8 @@ class NgramDraft(Draft):
     def name(self) -> str:
         return "ngram"
 
-    def num_tried(self, num_proposed: int, depth: int) -> int:
-        return depth  # where no n-gram was found, nothing was gained
+    def num_tried(self, num_proposed: int, num_asked: int) -> int:
+        return num_asked  # where no n-gram was found, nothing was gained
 
     def proposer(self, *models: Any) -> Proposer:
         from jaxinfer.speculative.proposers import NgramProposer
@@ -226,6 +231,10 @@ class HeadDraft(Draft):
     @property
     def name(self) -> str:
         return self.title
+
+    @property
+    def predicts_acceptance(self) -> bool:
+        return self.head.has_confidence
 
     @property
     def lengths(self) -> tuple[int, ...]:

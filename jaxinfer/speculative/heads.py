@@ -177,24 +177,29 @@ class _BoundBlocks(_BoundHead):
         drafted = hidden if head.head.drafts_at_root else hidden[:, 1:]
         logits, markov, dtype = head.logits(drafted), head.markov, drafted.dtype
         memory: Any = None if markov is None else markov.start(drafted[:, 0])
+        chances = jnp.zeros((root.shape[0], tree.num_nodes - 1), jnp.float32) if head.head.has_confidence else None
         if markov is not None and not head.head.drafts_at_root:  # what a recurrent head keeps begins with the root
             memory, _ = markov(memory, markov.embedding(root, dtype), hidden[:, 0])
 
         def draft(number, carry):
-            token, memory, chosen = carry
+            token, memory, chosen, chances = carry
             own_hidden = lax.dynamic_index_in_dim(drafted, number, 1, keepdims=False)
             own_logits = lax.dynamic_index_in_dim(logits, number, 1, keepdims=False)
-            if markov is not None:
-                memory, bias = markov(memory, markov.embedding(token, dtype), own_hidden)
+            before = None if markov is None else markov.embedding(token, dtype)
+            if chances is not None:
+                chance = jax.nn.sigmoid(head.confidence(own_hidden, before))
+                chances = lax.dynamic_update_index_in_dim(chances, chance, number, 1)
+            if markov is not None and before is not None:
+                memory, bias = markov(memory, before, own_hidden)
                 own_logits = own_logits + bias.astype(jnp.float32)
             if head.selector is not None:
                 own_logits = head.selector(own_logits, own_hidden, token)
             token, chosen = drafting.choose(number, head.of_target(own_logits), chosen)
-            return token, memory, chosen
+            return token, memory, chosen, chances
 
-        carry = root, memory, drafting.start(root)
-        *_, (tokens, _, scores) = lax.fori_loop(0, tree.num_nodes - 1, draft, carry)
-        return DraftState(state.cache, own, state.slots), Proposal(tokens, rows.num_nodes, scores)
+        carry = root, memory, drafting.start(root), chances
+        *_, (tokens, _, scores), chances = lax.fori_loop(0, tree.num_nodes - 1, draft, carry)
+        return DraftState(state.cache, own, state.slots), Proposal(tokens, rows.num_nodes, scores, chances)
 
     def _block(
         self, own: PagedCache, root: jax.Array, rows: DraftRows, tree: TokenTree

@@ -94,11 +94,14 @@ class Proposal(NamedTuple):
       tokens: int32[S, N], starting with the root. num_nodes: int32[S], valid nodes, 1 for the root alone.
       scores: float32[S, I, V], in maximal mode the draft's transformed logits at the I nodes that have children; None
         in exact mode, and for deterministic drafts.
+      chances: float32[S, N - 1], that each token of a chain is accepted if those before it are, by a draft that
+        predicts it; None by others.
     """
 
     tokens: jax.Array
     num_nodes: jax.Array
     scores: jax.Array | None = None
+    chances: jax.Array | None = None
 
 
 class DraftState(NamedTuple):

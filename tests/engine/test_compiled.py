@@ -30,6 +30,7 @@ from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization.tree import num_bytes as _num_bytes
 from jaxinfer.sampling import sample
 from jaxinfer.speculative import DraftRows, ModelProposer, Proposal, TokenTree, chain
+from jaxinfer.speculative.packing import all_rows
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import HloProgram, Instruction
 from tests.hbm import made_in_hbm
@@ -300,8 +301,9 @@ def verify_and_choose(model: ProgramModel, weights, drafter, cache, slots, batch
     """The target's part of a round: all nodes in one pass, then at each the logits and the sampler."""
     target = model.bind(weights)
     rows = DraftRows(positions, num_nodes > 0, num_nodes, tables, batch, slots.history)
-    attend, hidden = verify(target, model, cache, Proposal(tokens, num_nodes), rows, drafter)
-    logits = target.logits(hidden)
+    nodes = all_rows(num_nodes, tokens.shape[1])
+    attend, hidden, _ = verify(target, model, cache, Proposal(tokens, num_nodes), rows, nodes, drafter)
+    logits = target.logits(hidden).reshape(*tokens.shape, -1)
 
     def choose(node, chosen):
         samples = sample(logits[:, node], positions + node + 1, batch, slots.history)

@@ -91,7 +91,7 @@ def test_a_round_reads_the_head_once_for_each_token_or_block(chip, head, size):
     spec = spec_of(head, target, chip)
     ((config, params),) = spec.draft_models
     model, weights = program_model(config, spec.placed_draft)
-    drafter, own = spec.drafters(model)[spec.trees[-1]], spec.draft_cache
+    drafter, own = spec.drafters(model)[len(spec.trees) - 1], spec.draft_cache
     slots, batch = spec.slots
     work = abstract_rounds(SLOTS, spec.pages_per_sequence, 1, False)
     is_block = head.draft_head.is_block

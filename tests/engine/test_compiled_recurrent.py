@@ -22,6 +22,7 @@ from jaxinfer.engine.spec import placed_params
 from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import DraftRows, ModelProposer, Proposal, chain
+from jaxinfer.speculative.packing import all_rows
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import HloProgram
 from pallas_kernels.paged_attention import platform_layout
@@ -138,7 +139,8 @@ def test_verifying_reads_states_twice_and_writes_them_once(chip, name):
 @partial(LargeProgram, static_argnums=(0, 2), donate_argnums=3)
 def verify_and_commit(model, weights, drafter, cache, slots, batch, tokens, num_nodes, positions, tables, num_accepted):
     rows = DraftRows(positions, num_nodes > 0, num_nodes, tables, batch, slots.history)
-    attend, hidden, _ = verify(model.bind(weights), model, cache, Proposal(tokens, num_nodes), rows, drafter)
+    nodes = all_rows(num_nodes, tokens.shape[1])
+    attend, hidden, _ = verify(model.bind(weights), model, cache, Proposal(tokens, num_nodes), rows, nodes, drafter)
     return attend.commit(num_accepted), hidden
 
 

@@ -22,6 +22,7 @@ from jaxinfer.speculative import NO_DRAFT, HeadDraft, head_for
 from tests.engine.fitted_heads import Heads
 from tests.engine.grammars import FORMS, make_compiler, make_sequence, random_params, run
 from tests.engine.mixed_requests import random_prompts
+from tests.engine.shared_rows import always_share_rows
 from tests.engine.test_policies import NUM_PROMPTS, PROMPTS, check_everything, model_of
 from tests.engine.test_policies import PARAMS as MIXED
 from tests.engine.test_state_drafts import model_of as states_model_of
@@ -232,6 +233,30 @@ def test_one_answer_over_other_targets(expected, name, monkeypatch):
     ) as llm:
         check_crowded(llm, wanted, can_be_short=not case.is_cut)
         check_accepted(llm)
+
+
+SHARED = {
+    "dspark": replace(FULL, head="dspark"),
+    "eagle3 wide": replace(FULL, head="eagle3 wide"),
+    **{name: CASES[name] for name in ("recurrent, by blocks", "recurrent", "windows", "quantized, by blocks")},
+    "snapkv": CASES["snapkv"],
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", quick(SHARED, "dspark"))
+def test_shared_rows_change_no_answer(expected, name, monkeypatch):
+    """Rounds in which slots share rows: by a head's own confidence, and by what was accepted before."""
+    case, used = SHARED[name], always_share_rows(monkeypatch)
+    options = {"draft_lengths": (2, 4), "decode_slots": (1, 8), **case.options, **case.own}
+    with open_llm(case.model(), draft=expected.head(case), **options) as llm:
+        check_crowded(llm, expected[case], can_be_short=not case.is_cut)
+        stats = llm.speculation_stats()
+        assert stats.proposed > stats.accepted > 20
+        if llm.engine.spec.draft.predicts_acceptance:
+            assert len({drafted for drafted, _ in llm.engine.speculation.rounds}) > 2, "the program cuts drafts"
+        else:
+            assert sum(len(set(lengths)) > 1 for lengths in used) > 5
 
 
 def check_crowded(llm: LLM, wanted, *, can_be_short: bool = True) -> None:

@@ -13,6 +13,7 @@ from jaxinfer.engine.programs import speculative as speculative_programs
 from jaxinfer.models import init_params
 from jaxinfer.speculative import acceptance
 from tests.engine.mixed_requests import mixed_params, random_prompts
+from tests.engine.shared_rows import always_share_rows
 from tests.pallas_kernels.quick import quick
 
 NUM_PROMPTS = 30
@@ -104,6 +105,14 @@ def test_trees_change_no_answer(tiny, drafts, expected, name, widths):
 @pytest.mark.slow
 def test_adaptive_lengths_change_no_answer(tiny, drafts, expected):
     check_everything(tiny, drafts["near"], expected)
+
+
+@pytest.mark.parametrize("name", quick(DRAFTS, "near"))
+def test_shared_rows_change_no_answer(tiny, drafts, expected, name, monkeypatch):
+    """Rounds in which slots with many accepted drafts have more rows than others."""
+    used = always_share_rows(monkeypatch)
+    check_everything(tiny, drafts[name], expected, draft_lengths=(2, 5), decode_slots=(1, 16))
+    assert sum(len(set(lengths)) > 1 for lengths in used) > 10
 
 
 def rate(llm: LLM) -> float:

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from jaxinfer.speculative.adaptive import (
     ALLOWANCE,
+    MANY_SAMPLES,
     SHARE,
     TRIAL_ROUNDS,
     AcceptanceEstimate,
     LengthController,
+    SharedRows,
     expected_tokens,
+    shared_lengths,
 )
 from jaxinfer.speculative.statistics import mean_tokens
 
@@ -329,3 +332,47 @@ def test_a_choice_for_64_rows_costs_little():
         seconds.append(time.perf_counter() - start)
     print(f"a choice for 64 rows and a round of results: {statistics.median(seconds) * 1e6:.0f} us")
     assert statistics.median(seconds) < 0.002
+
+
+def test_rows_are_shared_by_what_is_likely_to_be_accepted():
+    no_limit = [100, 100, 100]
+    assert shared_lengths([(0.9, 0.9), (0.1, 0.1), (0.5, 0.5)], no_limit, 8, 9) == [7, 1, 1]
+    assert shared_lengths([(0.9, 0.9)] * 3, no_limit, 8, 9) == [3, 3, 3]
+    assert shared_lengths([(0.9, 0.9)] * 3, [1, 100, 0], 8, 9) == [1, 8, 0]
+    assert shared_lengths([(0.9, 0.9), (0.1, 0.1)], no_limit[:2], 8, 1) == [1, 0]
+    assert shared_lengths([(0.0, 0.0)] * 2, no_limit[:2], 2, 9) == [2, 2]
+
+
+def shared_controller(seconds: dict[int, float], num_slots: int = 4) -> LengthController:
+    controller = LengthController((2, 4, 8), shared=SharedRows(8, 4, above=1))
+    for k, spent in seconds.items():
+        for _ in range(MANY_SAMPLES):
+            controller.observe_time(num_slots, k, spent, tokens_per_round=100)
+    return controller
+
+
+def test_rows_are_shared_where_sequences_differ():
+    """Rows cost time: eight drafts of the sequences that accept them, and few of the others, are best."""
+    controller = shared_controller({0: 1.0, 2: 1.6, 4: 2.2, 8: 4.0})
+    for _ in range(MANY_SAMPLES):
+        controller.observe_time(4, 8, 2.3, tokens_per_round=100, shares_rows=True)
+    good, poor = estimate_of(controller, 0.95), estimate_of(controller, 0.1)
+    choice = controller.choose(4, [good, poor, poor, good])
+    assert (choice.num_draft_tokens, choice.shares_rows) == (8, True)
+    assert sum(choice.lengths) == 16
+    assert choice.lengths[0] == choice.lengths[3] == 7
+    assert choice.lengths[1] == choice.lengths[2] == 1
+    alone = controller.choose(1, [good])
+    assert not alone.shares_rows, "the fewest slots have no such rounds"
+
+
+def test_rows_are_not_shared_where_they_are_free():
+    controller = shared_controller({0: 1.0, 2: 1.1, 4: 1.2, 8: 1.3})
+    good = estimate_of(controller, 0.95)
+    choice = controller.choose(4, [good] * 4)
+    assert (choice.num_draft_tokens, choice.shares_rows, choice.lengths) == (8, False, (8,) * 4)
+
+
+def test_shared_rows_are_of_two_choices():
+    with pytest.raises(ValueError, match="is not made of two of"):
+        LengthController((2, 4), shared=SharedRows(8, 4, above=1))

@@ -123,6 +123,7 @@ class Pages:
         (_, self.own, _), proposal = self._propose(self.weights, state, rows)
         assert np.array_equal(proposal.num_nodes, num_nodes)
         assert np.array_equal(proposal.tokens[:, 0], self.tokens[np.arange(3), self.lengths])
+        self.chances = proposal.chances
         return np.asarray(proposal.tokens)[:, 1:], proposal.scores
 
     @property
@@ -216,6 +217,27 @@ def test_drafts_scores_and_pages_follow_from_tokens_and_states(name):
 @pytest.mark.parametrize("name", quick(KINDS, "eagle3 wide"))
 def test_drafts_have_the_noise_of_the_targets_tokens(name):
     assert num_wrong(Pages(draft_of(name))) == 0
+
+
+def test_a_head_tells_how_likely_each_draft_is_accepted():
+    """By its state and the token before: with weights for that alone, the chances follow from the tokens."""
+    draft = draft_of("dspark rnn")
+    own = dict(draft.params)
+    width, weight = draft.config.hidden_size, own["confidence_proj"]["weight"]
+    own["confidence_proj"] = {"weight": weight.at[:width].set(0) * 40, "bias": jnp.full((1,), 0.5)}
+    pages = Pages(replace(draft, params=own))
+    pages.observe(13, 9, 12)
+    drafted, _ = pages.propose(5, 5, 5)
+    before = np.concatenate([pages.tokens[np.arange(3), pages.lengths][:, None], drafted[:, :-1]], axis=1)
+    embeddings = np.asarray(pages.params["markov"]["embed"])[before]
+    logits = embeddings @ np.asarray(own["confidence_proj"]["weight"])[width:, 0] + 0.5
+    wanted = 1 / (1 + np.exp(-logits))
+    assert np.std(wanted) > 0.05
+    np.testing.assert_allclose(pages.chances, wanted, atol=1e-5)
+    other = Pages(draft_of("dflash2"))
+    other.observe(13, 9, 12)
+    other.propose(5, 5, 5)
+    assert other.chances is None
 
 
 # Inverse tests: what would be wrong.

@@ -290,6 +290,8 @@ class CachePolicy:
 
     leaves_name: ClassVar[str] = "leaves"  # what people read of `page_leaves`
 
+    packs_slots: ClassVar[bool] = True  # whether `attend_slots` takes slots with different numbers of rows side by side
+
     def limit_rows(self, positions: jax.Array, counts: jax.Array) -> jax.Array:
         """int32 [S]: of `counts` int32 [S] rows from `positions` int32 [S] on, those that one pass may have."""
         del positions

@@ -44,6 +44,7 @@ class Quest(CachePolicy):
     needs_prompt_lengths: ClassVar[bool] = True
     num_replayed: ClassVar[int] = 32  # each has a choice of its own
     leaves_name: ClassVar[str] = "bounds"
+    packs_slots: ClassVar[bool] = False  # parts of a pass are rows of slots that all have as many
 
     def __post_init__(self) -> None:
         check_tokens(self.budget, f"quest({self.budget})")

@@ -39,6 +39,7 @@ from jaxinfer.speculative import (
     keep_path,
     walk,
 )
+from jaxinfer.speculative.packing import NodeRows, all_rows, packed_rows, within_budget
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Drafter:
       proposer: what proposes. tree: what is drafted in a round. is_maximal: how drafts are accepted.
       min_rows: rows of the target's pass, filled up with padding, so that every pass has the same shape; 0 for no more
         than there are. is_uniform as in `paged_attention`.
+      rows_per_slot: rows of the target's pass for each slot on average, which the slots share; 0 for all nodes of all.
     """
 
     proposer: Proposer
@@ -56,6 +58,7 @@ class Drafter:
     is_maximal: bool = False
     min_rows: int = 0
     is_uniform: bool = False
+    rows_per_slot: int = 0
 
 
 @jax.tree_util.register_dataclass
@@ -158,10 +161,10 @@ class _Round:
         with jax.named_scope("draft"):
             state, proposal = self.proposer.propose(DraftState(cache, draft_cache, slots.draft), rows, tree)
         cache, draft_cache, draft_slots = state
-        proposal = proposal._replace(num_nodes=jnp.where(is_active, proposal.num_nodes, 0))
-        attend, hidden, taps = verify(self.target, self.model, cache, proposal, rows, self.drafter)
+        proposal, nodes = _laid_out(proposal, rows, self.drafter)
+        attend, hidden, taps = verify(self.target, self.model, cache, proposal, rows, nodes, self.drafter)
         state, outputs = walk(
-            _logits_at(self.target, hidden, rows, self.drafter.is_uniform),
+            _logits_at(self.target, hidden, rows, nodes, self.drafter.is_uniform),
             proposal,
             rows,
             tree,
@@ -178,7 +181,7 @@ class _Round:
         positions = rows.positions + state.num_tokens
         path = jnp.take_along_axis(proposal.tokens, state.path, axis=1)
         if taps:
-            seen = _accepted(rows, path, state.path, state.num_tokens, slots.draft, taps)
+            seen = _accepted(rows, path, nodes.at(state.path), state.num_tokens, slots.draft, taps)
             draft_cache = self.proposer.observe(draft_cache, seen)
         new_slots = Slots(
             tokens=jnp.where(is_active, state.newest, slots.tokens),
@@ -199,31 +202,43 @@ class _Round:
         return count + 1, (cache, draft_cache), new_slots, outputs, num_tokens + state.num_tokens, counts
 
 
+def _laid_out(proposal: Proposal, rows: DraftRows, drafter: Drafter) -> tuple[Proposal, NodeRows]:
+    """The drafts that are verified, and their rows in the target's pass."""
+    num_slots, count = proposal.tokens.shape
+    num_nodes = jnp.where(rows.is_active, proposal.num_nodes, 0)
+    if not drafter.rows_per_slot:
+        return proposal._replace(num_nodes=num_nodes), all_rows(num_nodes, count)
+    num_rows = drafter.rows_per_slot * num_slots
+    # The host divides rows among the slots that it plans for; those of a dispatch may be fewer, and have fewer rows.
+    chances = jnp.ones((num_slots, count - 1), jnp.float32) if proposal.chances is None else proposal.chances
+    num_nodes = within_budget(num_nodes, chances, num_rows)
+    return proposal._replace(num_nodes=num_nodes), packed_rows(num_nodes, num_rows)
+
+
 def verify(
-    target: Decoder, model: ProgramModel, cache: PagedCache, proposal: Proposal, rows: DraftRows, drafter: Drafter
+    target: Decoder,
+    model: ProgramModel,
+    cache: PagedCache,
+    proposal: Proposal,
+    rows: DraftRows,
+    nodes: NodeRows,
+    drafter: Drafter,
 ) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
-    """The target's pass over all nodes of all rows. Returns what stored them (`attend_ragged`), whose `commit` makes
-    the cache, the final hidden states [S, N, D], and those that the draft observes, by name."""
-    num_slots, num_nodes = proposal.tokens.shape
-    tree, count = drafter.tree, num_slots * num_nodes
-    padding = max(drafter.min_rows - count, 0)
-    positions = (rows.positions[:, None] + tree.depths).reshape(-1)
-    ancestors = None
+    """The target's pass over nodes [T] of all slots. Returns what stored them (`attend_ragged`), whose `commit` makes
+    the cache, the final hidden states [T, D], and those that the draft observes, by name."""
+    count, num_nodes = nodes.num_rows, proposal.tokens.shape[1]
+    tree, padding = drafter.tree, max(drafter.min_rows - count, 0)
+    depths, ancestors = jnp.asarray(tree.depths), None
     if tree.max_width > 1:
-        ancestors = jnp.pad(jnp.tile(jnp.asarray(tree.ancestors), num_slots), (0, padding))
-    starts = num_nodes * jnp.arange(num_slots, dtype=jnp.int32)
+        ancestors = jnp.pad(jnp.asarray(tree.ancestors)[nodes.nodes], (0, padding))
     options: Any = {"ancestors": ancestors, "max_deferred": num_nodes, "is_uniform": drafter.is_uniform}
-    nodes = SlotRows(starts, rows.positions, proposal.num_nodes, num_nodes, **options, mesh=model.mesh)
-    attend = model.policy.attend_slots(model.config, cache, rows.page_tables, nodes)
-    tokens, positions = (jnp.pad(x, (0, padding)) for x in (proposal.tokens.reshape(-1), positions))
-    slot = np.pad(np.repeat(np.arange(num_slots), num_nodes), (0, padding))
+    slots = SlotRows(nodes.starts, rows.positions, nodes.num_nodes, num_nodes, **options, mesh=model.mesh)
+    attend = model.policy.attend_slots(model.config, cache, rows.page_tables, slots)
+    tokens, positions = proposal.tokens[nodes.slots, nodes.nodes], rows.positions[nodes.slots] + depths[nodes.nodes]
+    tokens, positions, slot = (jnp.pad(x, (0, padding)) for x in (tokens, positions, nodes.slots))
     taps, tap = collect(drafter.proposer.taps)
     hidden = target.for_rows(rows.adapters, slot)(tokens, positions, attend, tap)
-
-    def of_nodes(states: jax.Array) -> jax.Array:
-        return states[:count].reshape(num_slots, num_nodes, -1)
-
-    return attend, of_nodes(hidden), {name: of_nodes(states) for name, states in taps.items()}
+    return attend, hidden[:count], {name: states[:count] for name, states in taps.items()}
 
 
 def _accepted(
@@ -234,27 +249,26 @@ def _accepted(
     slots: DraftSlots,
     taps: dict[str, jax.Array],
 ) -> ObservedRows:
-    """The first `num_kept` int32[S] tokens of the accepted path int32[S, D + 1], with their nodes' taps [S, N, D]."""
+    """The first `num_kept` int32[S] tokens [S, D + 1] of the accepted path, in rows int32[S, D + 1] of the pass, of
+    whose taps [T, D] they have theirs."""
     num_slots, length = path.shape
     slot = jnp.arange(num_slots)
     positions = rows.positions[:, None] + jnp.arange(length)
-    accepted_taps = {name: states[slot[:, None], path].reshape(num_slots * length, -1) for name, states in taps.items()}
+    accepted_taps = {name: states[path.reshape(-1)] for name, states in taps.items()}
     flat = tokens.reshape(-1), positions.reshape(-1), slot * length, jnp.where(rows.is_active, num_kept, 0)
     return ObservedRows(*flat, slot, slots.num_drafted, rows.page_tables[0], accepted_taps)
 
 
 def _logits_at(
-    target: Decoder, hidden: jax.Array, rows: DraftRows, is_uniform: bool
+    target: Decoder, hidden: jax.Array, rows: DraftRows, nodes: NodeRows, is_uniform: bool
 ) -> Callable[[jax.Array], jax.Array]:
-    """The logits float32[S, V] at a node int32[S] of each row. All nodes' are computed in one pass over the head,
-    unless every bit has to be that of plain decoding, whose product has S rows."""
-    row = jnp.arange(hidden.shape[0])
+    """The logits float32[S, V] at a node int32[S] of each slot. Those of all rows are computed in one pass over the
+    head, unless every bit has to be that of plain decoding, whose product has S rows."""
     if is_uniform:
         own = target.for_rows(rows.adapters)
-        return lambda node: own.logits(hidden[row, node])
-    slot = np.repeat(np.arange(hidden.shape[0]), hidden.shape[1])
-    logits = target.for_rows(rows.adapters, slot).logits(hidden)
-    return lambda node: logits[row, node]
+        return lambda node: own.logits(hidden[nodes.at(node)])
+    logits = target.for_rows(rows.adapters, nodes.slots).logits(hidden)
+    return lambda node: logits[nodes.at(node)]
 
 
 def _extend_sequences(

@@ -243,6 +243,14 @@ IN_BLOCKS = (
         "the bias of DSpark follows from the token before the last",
     ),
     Fault(
+        "heads/a-chance-is-that-of-the-draft-before",
+        ROUNDS,
+        "dynamic_update_index_in_dim(chances, chance, number, 1)",
+        "dynamic_update_index_in_dim(chances, chance, number + 1, 1)",
+        ("tests/speculative/test_heads.py::test_a_head_tells_how_likely_each_draft_is_accepted",),
+        "rows of a round go to drafts that the head does not expect to be accepted",
+    ),
+    Fault(
         "heads/a-gate-is-always-open",
         HEAD,
         "self.out_proj(gate * before)",

@@ -513,8 +513,8 @@ PLANNING = (
     Fault(
         "planning/rounds-of-a-draft-are-no-programs",
         "jaxinfer/planning/buckets.py",
-        "num_slots * (1 + rounds)",
-        "num_slots",
+        "+ num_slots + rounds",
+        "+ num_slots",
         ("tests/planning/test_buckets.py::test_programs_are_bounded",),
         "a draft's engine compiles several times the programs that were allowed",
     ),

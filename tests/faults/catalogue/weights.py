@@ -464,8 +464,8 @@ ADAPTERS = (
     Fault(
         "engine/nodes-of-a-round-have-the-adapters-of-slots",
         "jaxinfer/engine/programs",
-        "np.pad(np.repeat(np.arange(num_slots), num_nodes), (0, padding))",
-        "np.pad(np.tile(np.arange(num_slots), num_nodes), (0, padding))",
+        "hidden = target.for_rows(rows.adapters, slot)(tokens",
+        "hidden = target.for_rows(rows.adapters, jnp.sort(slot)[::-1])(tokens",
         (f"{_ROWS}::test_mixed_rows_are_each_with_merged_weights[layers]",),
         "drafts are verified with the adapters of other requests",
     ),
