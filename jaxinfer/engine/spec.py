@@ -377,8 +377,9 @@ class EngineSpec:
 
     @cached_property
     def round_forms(self) -> tuple[tuple[TokenTree, int], ...]:
-        """The rounds that programs are compiled for: a tree, and rows of a pass for each slot on average (`Drafter.rows_per_slot`).
-        An adaptive length also drafts its longest chains in the rows of the second longest, which they share."""
+        """The rounds that programs are compiled for: a tree, and rows of a pass for each slot on average, of
+        `Drafter.rows_per_slot`. An adaptive length also drafts its longest chains in the rows of the second longest,
+        which they share."""
         forms = tuple((tree, 0) for tree in self.trees)
         if not self.packs_rounds:
             return forms
