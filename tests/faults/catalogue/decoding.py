@@ -239,8 +239,8 @@ SPECULATIVE = (
     Fault(
         "speculative/each-sequence-has-as-many-shared-rows",
         "jaxinfer/speculative/adaptive.py",
-        "chance, row = heapq.heappop(waiting)",
-        "chance, row = waiting.pop(0)",
+        "-first * later if lengths[row] == 1 else chance * later",
+        "float(lengths[row])",
         ("tests/speculative/test_adaptive.py::test_rows_are_shared_by_what_is_likely_to_be_accepted",),
         "sequences that accept nothing draft as much as those that accept everything",
     ),
