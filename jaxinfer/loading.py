@@ -422,8 +422,8 @@ def load_draft_shapes(
 def _shares_tokens(model: str | Path, draft: str | Path) -> bool:
     """True if the tokenizers of two models have the same tokens, and where one of them is not at hand."""
     paths = [find_model(name, fetch=False).path for name in (model, draft)]
-    tokenizers = [None if path is None else tokenizer_of(path) for path in paths]
-    return None in tokenizers or has_same_tokens(*(one for one in tokenizers if one is not None))
+    theirs, ours = (None if path is None else tokenizer_of(path) for path in paths)
+    return theirs is None or ours is None or has_same_tokens(theirs, ours)
 
 
 def load_draft(

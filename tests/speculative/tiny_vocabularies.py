@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models import ModelConfig, Params, init_params
-from jaxinfer.speculative.vocabularies import ModelTokens, token_tables
+from jaxinfer.speculative.vocabularies import ModelTokens, TokenTables
 from jaxinfer.text import Tokenizer
 from tests.text.conftest import add_markers, byte_level, gemma, wrap
 from tests.tiny import TINY
@@ -39,16 +39,14 @@ def tiny_model(tokens: ModelTokens, seed: int = 5) -> tuple[ModelConfig, Params,
     return config, params, tokens.tokenizer
 
 
-def renumbered(model: tuple[ModelConfig, Params, Tokenizer], target: ModelTokens, draft: ModelTokens):
-    """The model of a target with the tokens of a draft: equal ones have the same embedding and the same logits, those
-    of the draft alone have random ones that are small."""
+def renumbered(model: tuple[ModelConfig, Params, Tokenizer], tables: TokenTables, tokenizer: Tokenizer):
+    """A model with the tokens of a draft: those that `tables` say are a target token have its embedding and logits, the
+    others random ones."""
     config, params, _ = model
-    tables = token_tables(target, draft)
-    noise = init_params(replace(config, vocab_size=draft.size), jax.random.key(11))
-    embed, head = np.asarray(noise["embed"]).copy(), np.asarray(noise["lm_head"]).copy()
-    for token, its in enumerate(tables.index.tolist()):
-        if its < draft.size:
-            embed[its] = np.asarray(params["embed"])[token]
-            head[:, its] = np.asarray(params["lm_head"])[:, token]
-    own = {**params, "embed": jnp.asarray(embed), "lm_head": jnp.asarray(head)}
-    return replace(config, vocab_size=draft.size), own, draft.tokenizer
+    config = replace(config, vocab_size=tables.size)
+    noise = init_params(config, jax.random.key(11))
+    embed, head = np.array(noise["embed"]), np.array(noise["lm_head"])
+    tokens = np.flatnonzero(tables.index < tables.size)
+    embed[tables.index[tokens]] = np.asarray(params["embed"])[tokens]
+    head[:, tables.index[tokens]] = np.asarray(params["lm_head"])[:, tokens]
+    return config, {**params, "embed": jnp.asarray(embed), "lm_head": jnp.asarray(head)}, tokenizer

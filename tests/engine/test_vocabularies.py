@@ -1,0 +1,119 @@
+"""A draft model with another tokenizer changes no answer, and what it has right is accepted."""
+
+import numpy as np
+import pytest
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.speculative.vocabularies import make_tables
+from tests.engine.test_windows import check_idle
+from tests.pallas_kernels.quick import quick
+from tests.speculative.tiny_vocabularies import (
+    byte_fallback_tokenizer,
+    byte_level_tokenizer,
+    renumbered,
+    tiny_model,
+    tokens_of,
+)
+
+OPTIONS = {"max_seqs": 6, "max_model_len": 128, "page_size": 8, "prefill_chunk": 32, "steps_per_dispatch": 4}
+NUM_DRAFTED = 3
+PROMPTS = ["hello world, the quick", "user <think> 你好 fox", "the lazy dog\n\n over 12", "it's café: naïve 🎉 o'clock"]
+KINDS = (
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5, "n": 2},
+    {"temperature": 1.3, "top_p": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "structured": {"regex": "[a-f]{2,5}( [0-9]{2}){1,6}"}},
+    {"temperature": 0.8, "structured": {"choice": ["hello world", "the lazy dog", "o'clock"]}},
+    {"temperature": 1.0, "stop": ["e", "the"], "min_tokens": 2},
+)
+PARAMS = [SamplingParams(max_tokens=6 + number, seed=number, **KINDS[number % len(KINDS)]) for number in range(16)]
+PAIRS = {"byte level": "byte fallback", "byte fallback": "byte level"}
+TOKENIZERS = {"byte level": byte_level_tokenizer, "byte fallback": byte_fallback_tokenizer}
+
+
+def answers(llm: LLM) -> list[list[tuple]]:
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(PARAMS))]
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    return [[(one.token_ids, one.finish_reason) for one in output.outputs] for output in outputs]
+
+
+class Case:
+    """A target, and a draft that has the target's weights under the tokens of another tokenizer."""
+
+    def __init__(self, name: str):
+        self.target, self.draft = (tokens_of(one, TOKENIZERS[one]()) for one in (name, PAIRS[name]))
+        self.tables = make_tables(self.target, self.draft)
+        self.model = tiny_model(self.target)
+        self.drafting = {
+            "draft": renumbered(self.model, self.tables, self.draft.tokenizer),
+            "num_draft_tokens": NUM_DRAFTED,
+        }
+
+    def opened(self, **options) -> LLM:
+        return LLM(self.model, **{**OPTIONS, **options})
+
+
+@pytest.fixture(scope="module", params=quick(PAIRS, "byte level"))
+def case(request) -> Case:
+    return Case(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(case):
+    with case.opened() as llm:
+        return answers(llm)
+
+
+def test_answers_are_those_of_plain_decoding(case, expected):
+    """And with tokens that both have, of which the draft knows as much as the target, all drafts are accepted."""
+    with case.opened(**case.drafting) as llm:
+        assert answers(llm) == expected
+        before = llm.speculation_stats()
+        assert before.proposed > before.accepted > 30
+        check_idle(llm)
+        described = f"drafts {case.tables.num_predicted} of {case.target.size} tokens of the model, through tables"
+        assert described in str(llm.explain())
+        drafted = np.flatnonzero(case.tables.index < case.draft.size).tolist()
+        common = [token for token in drafted if token not in case.target.tokenizer.special_ids]
+        prompts = [common[number :: 7 + number][:20] for number in range(4)]
+        params = [
+            SamplingParams(
+                temperature=number / 2, seed=number, max_tokens=17, allowed_token_ids=common, ignore_eos=True
+            )
+            for number in range(4)
+        ]
+        llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.speculation_stats()
+        assert stats.accepted - before.accepted == stats.proposed - before.proposed > 0
+
+
+VARIANTS = {
+    "adaptive": {"num_draft_tokens": "auto"},
+    "a tree": {"num_draft_tokens": "auto", "draft_tree": (2, 2)},
+    "int8 pages": {"draft_kv_dtype": "int8", "prefill_chunk": 5},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(case, expected, variant):
+    with case.opened(**{**case.drafting, **VARIANTS[variant]}) as llm:
+        assert answers(llm) == expected
+        assert llm.speculation_stats().proposed > 0
+        check_idle(llm)
+
+
+@pytest.mark.slow
+def test_maximal(case, expected):
+    """Greedy answers are those of plain decoding, the others differ."""
+    with case.opened(**case.drafting, acceptance="maximal") as llm:
+        found = answers(llm)
+        assert llm.speculation_stats().accepted > 0
+    is_greedy = [params.temperature == 0 for params in PARAMS]
+    assert [one for one, greedy in zip(found, is_greedy, strict=True) if greedy] == [
+        one for one, greedy in zip(expected, is_greedy, strict=True) if greedy
+    ]
+    assert found != expected
