@@ -1,10 +1,15 @@
 """A draft model with another tokenizer changes no answer, and what it has right is accepted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+import checkpoints_convert
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.speculative.vocabularies import make_tables
+from jaxinfer.loading import load_draft_shapes, load_shapes
+from jaxinfer.models import TokenMapConfig
+from jaxinfer.speculative.vocabularies import MAX_PIECES, make_tables
 from tests.engine.test_windows import check_idle
 from tests.pallas_kernels.quick import quick
 from tests.speculative.tiny_vocabularies import (
@@ -89,11 +94,39 @@ def test_answers_are_those_of_plain_decoding(case, expected):
         assert stats.accepted - before.accepted == stats.proposed - before.proposed > 0
 
 
+@pytest.fixture
+def folders(case, tmp_path) -> list[str]:
+    """The target and the draft in files."""
+    paths = []
+    for name, model in {"target": case.model, "draft": case.drafting["draft"]}.items():
+        config, params, tokenizer = model
+        files = {"tokenizer.json": tokenizer._files.tokenizer_json, "tokenizer_config.json": "{}"}
+        checkpoints_convert.save_huggingface(config, params, tmp_path / name, "float32", extra_files=files)
+        paths.append(str(tmp_path / name))
+    return paths
+
+
+def test_shapes_of_a_draft_in_files(case, folders):
+    """A plan counts the tables; not where the tokens are the same, though one model has more rows."""
+    target, draft = folders
+    config, params = load_shapes(target)
+    found = load_draft_shapes(draft, target, config, params, 128, "float32")
+    ((own, shapes),) = found.own
+    assert own.token_map == TokenMapConfig(case.target.size, MAX_PIECES)
+    assert {name: shapes[name].shape for name in case.tables.arrays} == {
+        name: table.shape for name, table in case.tables.arrays.items()
+    }
+    longer = replace(config, vocab_size=config.vocab_size + 1)
+    ((own, _),) = load_draft_shapes(target, target, longer, params, 128, "float32").own
+    assert own.token_map is None
+
+
 VARIANTS = {
     "adaptive": {"num_draft_tokens": "auto"},
     "a tree": {"num_draft_tokens": "auto", "draft_tree": (2, 2)},
     "int8 pages": {"draft_kv_dtype": "int8", "prefill_chunk": 5},
     "deterministic": {"deterministic": True},
+    "two devices": {"mesh": "model=2"},
 }
 
 
