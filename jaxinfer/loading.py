@@ -25,16 +25,7 @@ from jaxinfer.loaded_weights import (
     selection,
     tell_what_is_slower,
 )
-from jaxinfer.models import (
-    MeshFit,
-    ModelConfig,
-    Params,
-    TokenMapConfig,
-    abstract_params,
-    compute_dtype,
-    fit_to_mesh,
-    keeps_float32,
-)
+from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, compute_dtype, fit_to_mesh, keeps_float32
 from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
 from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, moved_layers
 from jaxinfer.option_names import check_format
@@ -53,7 +44,7 @@ from jaxinfer.quantization.tree import is_quantized, is_weight
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, from_generation_config
 from jaxinfer.sampling.params import our_names
 from jaxinfer.speculative import OWN_HEAD, Draft, HeadDraft, ModelDraft, draft_by_name, head_for
-from jaxinfer.speculative.vocabularies import MAX_PIECES, TABLES, ModelTokens, token_tables
+from jaxinfer.speculative.vocabularies import ModelTokens, TokenTables, token_tables
 from jaxinfer.store import FoundModel, StoreError, find_model
 from jaxinfer.text import Tokenizer, check_same_tokens, has_same_tokens
 
@@ -412,18 +403,25 @@ def load_draft_shapes(
     is_mtp = draft == OWN_HEAD
     config, draft_params = load_shapes(model if is_mtp else draft, dtype=dtype, is_here=is_here, is_mtp=is_mtp)
     made = draft_of(str(draft), config, draft_params, target, max_model_len)
-    if not isinstance(made, ModelDraft) or config.vocab_size == target.vocab_size or _shares_tokens(model, draft):
+    if not isinstance(made, ModelDraft) or config.vocab_size == target.vocab_size:
         return made
-    token_map = token_map_of(target)
-    shapes = abstract_params(replace(config, token_map=token_map))
-    return made.for_tokens(token_map, {name: shapes[name] for name in TABLES}, None)
+    theirs, ours = (_tokens_here(name, size) for name, size in ((model, target.vocab_size), (draft, config.vocab_size)))
+    if theirs is None or ours is None or (tables := _tables_of(theirs, ours)) is None:
+        return made
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tables.arrays.items()}
+    return made.for_tokens(tables, shapes)
 
 
-def _shares_tokens(model: str | Path, draft: str | Path) -> bool:
-    """True if the tokenizers of two models have the same tokens, and where one of them is not at hand."""
-    paths = [find_model(name, fetch=False).path for name in (model, draft)]
-    theirs, ours = (None if path is None else tokenizer_of(path) for path in paths)
-    return theirs is None or ours is None or has_same_tokens(theirs, ours)
+def _tokens_here(model: Any, size: int) -> ModelTokens | None:
+    """The tokens of a model with so many ids; None where its tokenizer is not on this machine."""
+    path = find_model(model, fetch=False).path
+    tokenizer = None if path is None else tokenizer_of(path)
+    return None if tokenizer is None else ModelTokens(repr(str(model)), tokenizer, size)
+
+
+def _tables_of(target: ModelTokens, draft: ModelTokens) -> TokenTables | None:
+    """Tables of a draft for a target; None where the tokens are the same. Raises as `token_tables`."""
+    return None if has_same_tokens(target.tokenizer, draft.tokenizer) else token_tables(target, draft)
 
 
 def load_draft(
@@ -456,8 +454,8 @@ def load_draft(
     if own is not None and its is not None:
         if loaded.config.draft_head is not None:
             check_same_tokens(own.tokenizer, its.tokenizer, (own.name, its.name))
-        elif not has_same_tokens(own.tokenizer, its.tokenizer):
-            tables = token_tables(own, its)
+        else:
+            tables = _tables_of(own, its)
     elif target.config.vocab_size != loaded.config.vocab_size and loaded.config.draft_head is None:
         raise ValueError(
             f"the model has {target.config.vocab_size} tokens and the draft {loaded.config.vocab_size}; without a "
@@ -469,8 +467,7 @@ def load_draft(
         OWN_HEAD if is_mtp else loaded.name, loaded.config, params, target.config, max_model_len, scales, copies
     )
     if tables is not None and isinstance(made, ModelDraft):
-        arrays = DevicePlacement(target.mesh).put(tables.arrays)
-        made = made.for_tokens(token_map_of(target.config, tables.first_token), arrays, tables.num_predicted)
+        made = made.for_tokens(tables, DevicePlacement(target.mesh).put(tables.arrays))
     return made, loaded.weights
 
 
@@ -479,11 +476,6 @@ def _tokens_of(model: LoadedModel) -> ModelTokens | None:
     if model.tokenizer is None:
         return None
     return ModelTokens(repr(model.name), model.tokenizer, model.config.vocab_size, model.eos_token_ids)
-
-
-def token_map_of(target: ModelConfig, first_token: int | None = None) -> TokenMapConfig:
-    """How a draft with tables reads the tokens of a target."""
-    return TokenMapConfig(target.vocab_size, MAX_PIECES, first_token)
 
 
 def _is_head(draft: Any) -> bool:

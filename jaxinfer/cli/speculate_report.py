@@ -33,7 +33,7 @@ class Run:
     Attributes:
       seconds_per_token: of one answer, without its first token. host_share: share of the time in which the host's
         thread worked. answers: token ids. num_tokens: tokens after the first ones, of all repeats. stats: of all
-        repeats; None for plain decoding.
+        repeats; None for plain decoding. tokens: what the draft drafts of the model's tokens, where it has others.
     """
 
     num_draft_tokens: int
@@ -42,6 +42,7 @@ class Run:
     answers: list[list[int]]
     num_tokens: int
     stats: "SpeculationStats | None" = None
+    tokens: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class LengthReport:
     Attributes:
       cost_ratio: time of drafting one token, in plain decode steps. verify_ratio: likewise, of the rest of a round.
       expected: speedup by Leviathan et al. (2023, theorem 3.8). measured: the measured speedup.
+      tokens: as of `Run`.
     """
 
     num_draft_tokens: int
@@ -61,6 +63,7 @@ class LengthReport:
     measured: float
     host_share: float
     num_different: int
+    tokens: str | None = None
 
     @property
     def if_perfect(self) -> dict[str, float]:
@@ -151,10 +154,13 @@ def speculate_report(model_options: ServingOptions, options: ReportOptions) -> N
             "lengths": [row.data() for row in rows],
             "best_num_draft_tokens": best.num_draft_tokens if best.measured > 1 else 0,
             "conclusion": conclusion(rows),
+            **({} if (tokens := rows[0].tokens) is None else {"tokens": tokens}),
         }
         write_json(report)
         return
     print_rows(rows)
+    if rows[0].tokens is not None:
+        write_text(f"The draft has another tokenizer: it {rows[0].tokens}.\n")
     if options.acceptance == "exact" and options.temperature == 0:
         num_different = sum(row.num_different for row in rows)
         write_text(f"Answers that differ from plain decoding: {num_different} of {len(lines) * len(rows)}.\n")
@@ -290,6 +296,7 @@ def _measured(
         [output.outputs[0].token_ids for output in outputs],
         total,
         None if after is None or before is None else after - before,
+        llm.engine.spec.draft.describe_own().get("tokens"),
     )
 
 
@@ -314,6 +321,7 @@ def compare(run: Run, plain: Run, cost_ratio: float) -> LengthReport:
         num_different=sum(
             answer != plain_answer for answer, plain_answer in zip(run.answers, plain.answers, strict=True)
         ),
+        tokens=run.tokens,
     )
 
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from jaxinfer.cache import KVScales
-    from jaxinfer.models import DraftHeadConfig, ModelConfig, Params, TokenMapConfig
+    from jaxinfer.models import DraftHeadConfig, ModelConfig, Params
     from jaxinfer.quantization.on_device import Copies
     from jaxinfer.speculative.proposers import Proposer
+    from jaxinfer.speculative.vocabularies import TokenTables
 
     Model = tuple[ModelConfig, Params]
     Maker = Callable[[str, ModelConfig, Params], "Draft"]
@@ -124,10 +125,14 @@ class ModelDraft(Draft):
         of = f"{self.num_predicted:,} of {self.config.token_map.num_tokens:,} tokens of the model"
         return {**facts, "tokens": f"drafts {of}, through tables"}
 
-    def for_tokens(self, token_map: TokenMapConfig, tables: Params, num_predicted: int | None) -> Self:
-        """The draft for a target with another tokenizer, by tables as `models.modules` names them."""
+    def for_tokens(self, tables: TokenTables, arrays: Params) -> Self:
+        """The draft for a target with another tokenizer; `arrays` are those of the tables, placed, or their shapes."""
+        from jaxinfer.models import TokenMapConfig
+
+        num_tokens, num_pieces = tables.pieces.shape
+        token_map = TokenMapConfig(num_tokens, num_pieces, tables.first_token)
         config = replace(self.config, token_map=token_map)
-        return replace(self, config=config, params={**self.params, **tables}, num_predicted=num_predicted)
+        return replace(self, config=config, params={**self.params, **arrays}, num_predicted=tables.num_predicted)
 
     def with_params(self, make: Callable[[ModelConfig, Params], Model]) -> Self:
         config, params = make(self.config, self.params)

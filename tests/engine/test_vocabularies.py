@@ -1,5 +1,6 @@
 """A draft model with another tokenizer changes no answer, and what it has right is accepted."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -56,6 +57,8 @@ class Case:
             "num_draft_tokens": NUM_DRAFTED,
         }
 
+        self.described = f"drafts {self.tables.num_predicted} of {self.target.size} tokens of the model, through tables"
+
     def opened(self, **options) -> LLM:
         return LLM(self.model, **{**OPTIONS, **options})
 
@@ -78,8 +81,7 @@ def test_answers_are_those_of_plain_decoding(case, expected):
         before = llm.speculation_stats()
         assert before.proposed > before.accepted > 30
         check_idle(llm)
-        described = f"drafts {case.tables.num_predicted} of {case.target.size} tokens of the model, through tables"
-        assert described in str(llm.explain())
+        assert case.described in str(llm.explain())
         drafted = np.flatnonzero(case.tables.index < case.draft.size).tolist()
         common = [token for token in drafted if token not in case.target.tokenizer.special_ids]
         prompts = [common[number :: 7 + number][:20] for number in range(4)]
@@ -100,7 +102,8 @@ def folders(case, tmp_path) -> list[str]:
     paths = []
     for name, model in {"target": case.model, "draft": case.drafting["draft"]}.items():
         config, params, tokenizer = model
-        files = {"tokenizer.json": tokenizer._files.tokenizer_json, "tokenizer_config.json": "{}"}
+        special = json.dumps(tokenizer._files.special_tokens)
+        files = {"tokenizer.json": tokenizer._files.tokenizer_json, "tokenizer_config.json": special}
         checkpoints_convert.save_huggingface(config, params, tmp_path / name, "float32", extra_files=files)
         paths.append(str(tmp_path / name))
     return paths
@@ -112,7 +115,8 @@ def test_shapes_of_a_draft_in_files(case, folders):
     config, params = load_shapes(target)
     found = load_draft_shapes(draft, target, config, params, 128, "float32")
     ((own, shapes),) = found.own
-    assert own.token_map == TokenMapConfig(case.target.size, MAX_PIECES)
+    assert own.token_map == TokenMapConfig(case.target.size, MAX_PIECES, case.tables.first_token)
+    assert found.describe_own()["tokens"] == case.described
     assert {name: shapes[name].shape for name in case.tables.arrays} == {
         name: table.shape for name, table in case.tables.arrays.items()
     }
