@@ -139,7 +139,8 @@ VARIANTS = {
 def test_variants(case, expected, variant):
     with case.opened(**{**case.drafting, **VARIANTS[variant]}) as llm:
         assert answers(llm) == expected
-        assert llm.speculation_stats().proposed > 0
+        # A draft as large as the model gains nothing: an adaptive engine may never try it.
+        assert llm.speculation_stats().proposed > 0 or variant == "adaptive"
         check_idle(llm)
 
 
