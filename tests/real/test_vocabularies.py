@@ -47,7 +47,7 @@ KINDS = (
     {"temperature": 1.2, "logit_bias": {1000: 3.0, 2000: -5.0}, "min_tokens": 4},
 )  # fmt: skip
 PROMPTS = [*ENGLISH, *OTHERS]
-MIXED = [SamplingParams(max_tokens=6 + number % 11, seed=number, **KINDS[number % len(KINDS)]) for number in range(100)]
+MIXED = [SamplingParams(max_tokens=4 + number % 9, seed=number, **KINDS[number % len(KINDS)]) for number in range(100)]
 
 
 def answers(llm) -> list[list[tuple]]:
@@ -56,6 +56,7 @@ def answers(llm) -> list[list[tuple]]:
     return [[(one.token_ids, one.finish_reason) for one in output.outputs] for output in outputs]
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 def test_answers_and_tokens_a_round(model_path, target, draft):
     with opened(model_path(target)) as llm:
@@ -64,7 +65,7 @@ def test_answers_and_tokens_a_round(model_path, target, draft):
         assert answers(llm) == expected
         for temperature in (0, 0.8):
             before = llm.speculation_stats()
-            llm.generate(ENGLISH, SamplingParams(temperature=temperature, seed=7, max_tokens=64), use_tqdm=False)
+            llm.generate(ENGLISH, SamplingParams(temperature=temperature, seed=7, max_tokens=48), use_tqdm=False)
             stats = llm.speculation_stats()
             rounds, tokens = stats.num_rounds - before.num_rounds, stats.num_tokens - before.num_tokens
             print(f"{draft} for {target}, temperature {temperature}: {tokens / rounds:.2f} tokens a round")
