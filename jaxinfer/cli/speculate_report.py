@@ -1,9 +1,8 @@
-"""`jaxinfer speculate-report`: the speedup of a draft on given prompts, the best draft length, and what limits it."""
+"""`jaxinfer speculate-report`: compares drafts of a model on real text, and says which to use at which load."""
 
 import contextlib
-import statistics
-import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,105 +11,41 @@ from jaxinfer.cli.bench import check_picture, read_integers
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import ServingOptions, as_json, llm_arguments
 from jaxinfer.cli.output import console, note, write_json, write_text
-from jaxinfer.cli.prompts import PromptLine, read_prompts
+from jaxinfer.cli.prompts import read_prompts
 from jaxinfer.options import MISSING, argument, option
 from jaxinfer.progress import Stage
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
-    from jaxinfer.api.llm import LLM
-    from jaxinfer.loading import LoadedModel
-    from jaxinfer.sampling import SamplingParams
-    from jaxinfer.speculative import SpeculationStats
+    from jaxinfer.measure.speculation.measure import DraftReporter, KindPrompt
+    from jaxinfer.measure.speculation.report import DraftReport, LengthReport
 
-LENGTHS = "1,2,4,8"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run of the prompts with one draft length, 0 for plain decoding.
-
-    Attributes:
-      seconds_per_token: of one answer, without its first token. host_share: share of the time in which the host's
-        thread worked. answers: token ids. num_tokens: tokens after the first ones, of all repeats. stats: of all
-        repeats; None for plain decoding. tokens: what the draft drafts of the model's tokens, where it has others.
-    """
-
-    num_draft_tokens: int
-    seconds_per_token: float
-    host_share: float
-    answers: list[list[int]]
-    num_tokens: int
-    stats: "SpeculationStats | None" = None
-    tokens: str | None = None
-
-
-@dataclass(frozen=True)
-class LengthReport:
-    """One draft length compared with plain decoding.
-
-    Attributes:
-      cost_ratio: time of drafting one token, in plain decode steps. verify_ratio: likewise, of the rest of a round.
-      expected: speedup by Leviathan et al. (2023, theorem 3.8). measured: the measured speedup.
-      tokens: as of `Run`.
-    """
-
-    num_draft_tokens: int
-    stats: "SpeculationStats"
-    cost_ratio: float
-    verify_ratio: float
-    expected: float
-    measured: float
-    host_share: float
-    num_different: int
-    tokens: str | None = None
-
-    @property
-    def if_perfect(self) -> dict[str, float]:
-        """The speedup if one of the costs were zero, or if every draft token were accepted."""
-        per_round, k = self.verify_ratio + self.num_draft_tokens * self.cost_ratio, self.num_draft_tokens
-        length = self.measured * per_round  # tokens per round
-        return {
-            "acceptance": (k + 1) / per_round,
-            "draft cost": length / self.verify_ratio,
-            "verify cost": length / (1 + k * self.cost_ratio),
-            "host": self.measured / (1 - self.host_share),
-        }
-
-    @property
-    def limit(self) -> str:
-        """The cost whose absence would gain most."""
-        return max(self.if_perfect, key=lambda name: self.if_perfect[name])
-
-    def data(self) -> dict[str, Any]:
-        return {
-            "num_draft_tokens": self.num_draft_tokens,
-            "acceptance_rate": self.stats.acceptance_rate,
-            "conditional_rate": self.stats.conditional_rate,
-            "acceptance_by_position": self.stats.acceptance_by_position,
-            "mean_accepted_length": self.stats.mean_accepted_length,
-            "cost_ratio": self.cost_ratio,
-            "verify_ratio": self.verify_ratio,
-            "expected_speedup": self.expected,
-            "measured_speedup": self.measured,
-            "host_share": self.host_share,
-            "num_different_answers": self.num_different,
-            "speedup_if_perfect": self.if_perfect,
-            "limited_by": self.limit,
-        }
+LENGTHS, LOADS = "1,2,4,8", "1,4,16,64"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    file: Path = argument(MISSING, 'Prompts, one per line; in .jsonl, {"prompt": "...", ...}.', "PROMPTS")
-    draft: str = option(
+    file: Path | None = argument(
+        None,
+        'Prompts, one per line; in .jsonl, {"prompt": "...", "kind": "code", ...}. Default: 64 questions and tasks in '
+        "English, of the kinds chat, code, list and summary.",
+        "PROMPTS",
+    )
+    draft: list[str] = option(
         MISSING,
         "A checkpoint's folder or a hub id, of a model or a trained head; demo-draft, ngram, mtp (the head in the "
-        "model's own files), or layers:N (its first N layers).",
+        "model's own files), or layers:N (its first N layers). May be repeated, to compare drafts.",
         "DRAFT",
         "--draft -d",
     )
     num_draft_tokens: str = option(LENGTHS, "Draft lengths: tokens drafted per round.", "K,K")
+    concurrency: str = option(
+        LOADS,
+        "Numbers of answers at a time, for speeds with adaptive lengths; those above the number of prompts are left "
+        "out.",
+        "N,N",
+    )
+    num_prompts: int | None = option(None, "Use the first N prompts only.", "N", min=1)
     max_tokens: int = option(128, "Maximum number of tokens of each answer.", "N", min=2)
     temperature: float = option(0.0, "0 takes the most probable token.", "X")
     seed: int = option(0, "Seed of all answers, if the temperature is not 0.", "N")
@@ -121,211 +56,114 @@ class ReportOptions:
 
 
 def speculate_report(model_options: ServingOptions, options: ReportOptions) -> None:
-    """Measure speculative decoding.
+    """Compare drafts for speculative decoding.
 
-    Runs the prompts with plain decoding and with each draft length, one answer at a time unless --max-seqs is given,
-    after warming up. Shows the acceptance rate, the speedup that Leviathan et al. predict from it, the measured
-    speedup, what limits it, and the best draft length.
+    Runs the prompts with plain decoding and with each draft and draft length, one answer at a time, after warming up;
+    then with each number of answers at a time. Shows the acceptance rate, the tokens per round by kind of text, the
+    speedup that Leviathan et al. predict from it, the measured speedup, what limits it, and which draft to use when.
+    Prompts whose plain answer repeats a run of 16 tokens are left out: loops flatter any draft.
     """
     lengths = read_integers(options.num_draft_tokens, "--num-draft-tokens")
+    loads = read_integers(options.concurrency, "--concurrency")
     if options.acceptance not in ("exact", "maximal"):
         raise UsageError(f"--acceptance is exact or maximal, got {options.acceptance!r}")
     check_picture(options.plot, "--plot")
-    lines = read_prompts((), options.file)
+    prompts = None if options.file is None else _prompts(options.file)
     with Stage(f"loading {model_options.model}"):
-        bench = _Bench(model_options, options.draft, options.acceptance, lines, options.repeats)
-        params = bench.params({name: getattr(options, name) for name in ("temperature", "seed", "max_tokens")})
-    with contextlib.closing(bench):
-        rows, plain = bench.measure(lengths, params)
-    if options.plot is not None:
-        draw(options.plot, rows, f"{model_options.model}, drafted by {options.draft}")
-    plain_rate = 1 / plain.seconds_per_token
-    if options.as_json:
-        from jaxinfer.measure.bench.model import machine
+        from jaxinfer.measure.speculation.measure import DraftReporter, DraftSettings, embedded_prompts
 
-        here, best = machine(), max(rows, key=lambda row: row.measured)
-        report = {
-            "model": model_options.model,
-            "draft": options.draft,
-            "acceptance": options.acceptance,
-            "num_prompts": len(lines),
-            "plain_tokens_per_second": plain_rate,
-            **{name: here[name] for name in ("platform", "device", "jax")},
-            "lengths": [row.data() for row in rows],
-            "best_num_draft_tokens": best.num_draft_tokens if best.measured > 1 else 0,
-            "conclusion": conclusion(rows),
-            **({} if (tokens := rows[0].tokens) is None else {"tokens": tokens}),
-        }
-        write_json(report)
-        return
-    print_rows(rows)
-    if rows[0].tokens is not None:
-        write_text(f"The draft has another tokenizer: it {rows[0].tokens}.\n")
-    if options.acceptance == "exact" and options.temperature == 0:
-        num_different = sum(row.num_different for row in rows)
-        write_text(f"Answers that differ from plain decoding: {num_different} of {len(lines) * len(rows)}.\n")
-    write_text(f"Plain decoding: {plain_rate:.0f} tokens/s for each answer.\n{conclusion(rows)}\n")
+        values = llm_arguments(model_options)
+        if "max_seqs" in values:
+            raise UsageError("--max-seqs: give --concurrency, the numbers of answers at a time")
+        settings = DraftSettings(
+            lengths,
+            loads,
+            {name: getattr(options, name) for name in ("temperature", "seed", "max_tokens")},
+            options.acceptance,
+            options.repeats,
+            {name: value for name, value in values.items() if name not in ON_LOADING},
+            {name: values[name] for name in ON_LOADING if name in values},
+        )
+        prompts = embedded_prompts() if prompts is None else prompts
+        reporter = DraftReporter(model_options.model, prompts[: options.num_prompts], settings)
+    with contextlib.closing(reporter), Stage("measuring", len(options.draft), "draft") as stage:
+        reports = []
+        for report in reporter.reports(options.draft, stage.describe):
+            reports.append(report)
+            stage.update()
+    if options.plot is not None:
+        from jaxinfer.measure.speculation.picture import draw
+
+        draw(options.plot, reports, f"{model_options.model}, drafted by {', '.join(options.draft)}")
+    if options.as_json:
+        write_json(_data(model_options.model, options, reporter, reports))
+    else:
+        _print(options, reporter, reports)
     if options.plot is not None:
         note(f"wrote {options.plot}")
 
 
-def conclusion(rows: list[LengthReport]) -> str:
-    """Advice on the draft, and what limits the speedup."""
-    best = max(rows, key=lambda row: row.measured)
-    k, limit = best.num_draft_tokens, best.limit
-    cause = {
-        "acceptance": f"acceptance: {best.stats.conditional_rate:.0%} of the draft tokens are accepted if those before "
-        f"them were; with all accepted, the speedup would be",
-        "draft cost": f"the draft: one of its tokens takes {best.cost_ratio:.2f} of a plain step; if it were free, the "
-        f"speedup would be",
-        "verify cost": f"verifying: a round without its draft takes {best.verify_ratio:.2f} plain steps; with 1, the "
-        f"speedup would be",
-        "host": f"the host, which works for {best.host_share:.0%} of the time; without it, the speedup would be",
-    }[limit]
-    if best.measured > 1:
-        start = f"Use num_draft_tokens={k}: {best.measured:.2f}x plain decoding."
-    else:
-        start = f"Decode without this draft: {k} draft tokens are best, with {best.measured:.2f}x plain decoding."
-    return f"{start} It is limited mostly by {cause} {best.if_perfect[limit]:.2f}x."
+def _prompts(file: Path) -> "list[KindPrompt]":
+    lines = read_prompts((), file)
+    from jaxinfer.measure.speculation.measure import OTHER, KindPrompt
+
+    prompts = []
+    for line in lines:
+        sampling = dict(line.sampling)
+        kind = sampling.pop("kind", OTHER)
+        if not isinstance(kind, str) or not kind:
+            raise UsageError(f"{line.where}: kind must be a word such as code, got {kind!r:.60}")
+        prompts.append(KindPrompt(line.prompt, kind, sampling))
+    return prompts
 
 
-class _Bench:
-    """Runs engines one after another over a model that is loaded once. Plain decoding is measured first and last."""
+def _data(
+    model: str, options: ReportOptions, reporter: "DraftReporter", reports: "Sequence[DraftReport]"
+) -> dict[str, Any]:
+    from jaxinfer.measure.bench.model import machine
+    from jaxinfer.measure.speculation.report import recommendation
 
-    def __init__(self, options: ServingOptions, draft: str, acceptance: str, lines: list[PromptLine], repeats: int):
-        from jaxinfer.loading import load_model
-        from jaxinfer.speculative import OWN_HEAD, names_kind
-
-        values = llm_arguments(options)
-        loading = {name: values.pop(name) for name in ON_LOADING if name in values}
-        self.model = load_model(options.model, **loading)
-        self.draft_name, self.acceptance, self.lines, self.repeats = draft, acceptance, lines, repeats
-        self.draft_model: LoadedModel | None = None
-        if draft == OWN_HEAD and self.model.source is not None:
-            self.draft_model = load_model(self.model.source, dtype=loading.get("dtype", "auto"), is_mtp=True)
-        elif not names_kind(draft):
-            opening = {"dtype": loading.get("dtype", "auto"), "verify": loading.get("verify"), "is_draft": True}
-            self.draft_model = load_model(draft, **opening)
-        self.engine: dict[str, Any] = {"max_seqs": 1, **values}
-
-    def params(self, values: dict[str, Any]) -> "list[SamplingParams]":
-        """Sampling parameters of each prompt, with the end-of-sequence ids, which live parameters do not have."""
-        from jaxinfer.sampling import SamplingParams
-
-        values = {**values, "stop_token_ids": list(self.model.eos_token_ids)}
-        return [SamplingParams.from_dict({**values, **line.sampling}) for line in self.lines]
-
-    def measure(self, lengths: list[int], params: "list[SamplingParams]") -> tuple[list[LengthReport], Run]:
-        first = self._run(params, 0)
-        drafting = self._draft_seconds(params)
-        runs = [self._run(params, k, draft=self._draft(), acceptance=self.acceptance) for k in lengths]
-        last = self._run(params, 0)
-        seconds = statistics.mean((first.seconds_per_token, last.seconds_per_token))
-        plain = replace(first, seconds_per_token=seconds)
-        return [compare(run, plain, drafting / seconds) for run in runs], plain
-
-    def _draft(self) -> Any:
-        return self.draft_name if self.draft_model is None else live(self.draft_model)
-
-    def _draft_seconds(self, params: "list[SamplingParams]") -> float:
-        """Seconds per token of the draft alone; 0 for n-grams. Of a head, which cannot run alone, the share of the
-        model's that it has in its bytes."""
-        from jaxinfer.quantization.tree import num_bytes
-        from jaxinfer.speculative import draft_by_name
-
-        if self.draft_model is not None and self.draft_model.config.draft_head is not None:
-            of_model = self._run(params, 0).seconds_per_token
-            return of_model * num_bytes(self.draft_model.params) / num_bytes(self.model.params)
-        if self.draft_model is not None:
-            return self._run(params, 0, model=live(self.draft_model)).seconds_per_token
-        target = self.model.config, self.model.params
-        draft = draft_by_name(self.draft_name, *target)
-        models = [] if draft is None else [(*own, self.model.tokenizer) for own in draft.models(*target)]
-        return sum(self._run(params, 0, model=model).seconds_per_token for model in models)
-
-    def _run(self, params: "list[SamplingParams]", num_draft_tokens: int, model: Any = None, **drafting: Any) -> Run:
-        from jaxinfer.api.llm import LLM
-
-        if num_draft_tokens:
-            drafting["num_draft_tokens"] = num_draft_tokens
-        if model is None and str(self.engine.get("kv_dtype")).startswith("fp8"):  # live parameters have no scales
-            drafting["kv_scales"] = self.model.kv_scales
-        what = f"{num_draft_tokens} drafted tokens" if num_draft_tokens else "plain decoding"
-        with (
-            Stage(f"measuring {what}"),
-            LLM(model or live(self.model), **self.engine, **drafting) as llm,
-        ):
-            return _measured(llm, [line.prompt for line in self.lines], params, num_draft_tokens, self.repeats)
-
-    def close(self) -> None:
-        import jax
-
-        for model in (self.model, self.draft_model):
-            if model is not None:
-                for leaf in jax.tree.leaves(model.params):
-                    leaf.delete()
+    here = machine()
+    return {
+        "model": model,
+        "acceptance": options.acceptance,
+        "num_prompts": len(reporter.prompts),
+        "num_repetitive_prompts": reporter.num_repetitive,
+        "plain_tokens_per_second": 1 / reporter.plain.seconds_per_token,
+        "plain_tokens_per_second_by_load": {str(load): rate for load, rate in reporter.plain_rates.items()},
+        **{name: here[name] for name in ("platform", "device", "jax")},
+        "drafts": [report.data() for report in reports],
+        "recommendation": recommendation(reports),
+    }
 
 
-def live(model: "LoadedModel") -> Any:
-    """The model for `LLM`, which does not free live parameters."""
-    return model.config, model.params, model.tokenizer
+def _print(options: ReportOptions, reporter: "DraftReporter", reports: "Sequence[DraftReport]") -> None:
+    from jaxinfer.measure.speculation.report import conclusion, recommendation, warnings
+
+    num_prompts = len(reporter.prompts)
+    if reporter.num_repetitive:
+        total = num_prompts + reporter.num_repetitive
+        write_text(f"{reporter.num_repetitive} of {total} prompts are left out: their answers repeat 16 tokens.\n")
+    write_text(f"Plain decoding: {1 / reporter.plain.seconds_per_token:.0f} tokens/s for each answer.\n")
+    for report in reports:
+        write_text(f"\n{report.draft}, one answer at a time\n")
+        _print_lengths(report.lengths)
+        if report.tokens is not None:
+            write_text(f"It has another tokenizer: it {report.tokens}.\n")
+        if options.acceptance == "exact" and options.temperature == 0:
+            num_different = sum(row.num_different for row in report.lengths)
+            number = num_prompts * len(report.lengths)
+            write_text(f"Answers that differ from plain decoding: {num_different} of {number}.\n")
+        write_text(conclusion(report.lengths) + "\n")
+        for warning in warnings(report):
+            write_text(warning + "\n")
+    _print_kinds(reports)
+    _print_loads(reporter, reports)
+    for sentence in recommendation(reports):
+        write_text(sentence + "\n")
 
 
-def _measured(
-    llm: "LLM", prompts: list[Any], params: "list[SamplingParams]", num_draft_tokens: int, repeats: int
-) -> Run:
-    llm.generate(prompts, params, use_tqdm=False)  # compiles
-    before = llm.speculation_stats()
-    seconds, shares, outputs, total = [], [], [], 0
-    for _ in range(repeats):
-        wall, worked = time.perf_counter(), time.thread_time()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        shares.append((time.thread_time() - worked) / (time.perf_counter() - wall))
-        timings = [output.timings for output in outputs if output.timings is not None]
-        spent = sum(timing.total_time - timing.time_to_first_token for timing in timings)
-        num_tokens = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
-        if num_tokens < 1:
-            raise UsageError("every answer ends with its first token: try other prompts, there is nothing to measure")
-        seconds.append(spent / num_tokens)
-        total += num_tokens
-    after = llm.speculation_stats()
-    return Run(
-        num_draft_tokens,
-        statistics.median(seconds),
-        statistics.median(shares),
-        [output.outputs[0].token_ids for output in outputs],
-        total,
-        None if after is None or before is None else after - before,
-        llm.engine.spec.draft.describe_own().get("tokens"),
-    )
-
-
-def compare(run: Run, plain: Run, cost_ratio: float) -> LengthReport:
-    """Compares a run with plain decoding. The time of a round follows from the tokens per round; all of it that is not
-    drafting counts as verifying."""
-    from jaxinfer.speculative import SpeculationStats, expected_speedup
-
-    stats, k = run.stats or SpeculationStats(), run.num_draft_tokens
-    measured = plain.seconds_per_token / run.seconds_per_token
-    # Tokens that were generated without a draft took one plain step each.
-    steps = run.num_tokens / measured - max(run.num_tokens - stats.num_tokens, 0)
-    per_round = steps / stats.num_rounds if stats.num_rounds else 1.0
-    return LengthReport(
-        num_draft_tokens=k,
-        stats=stats,
-        cost_ratio=cost_ratio,
-        verify_ratio=max(per_round - k * cost_ratio, 0.01),
-        expected=expected_speedup(stats.conditional_rate, k, cost_ratio),
-        measured=measured,
-        host_share=min(run.host_share, 0.99),
-        num_different=sum(
-            answer != plain_answer for answer, plain_answer in zip(run.answers, plain.answers, strict=True)
-        ),
-        tokens=run.tokens,
-    )
-
-
-def print_rows(rows: list[LengthReport]) -> None:
+def _print_lengths(rows: "Sequence[LengthReport]") -> None:
     titles = ("limited by", "k", "accepted", "if previous were", "by position", "tokens per round", "draft token")
     cells = [
         (
@@ -345,26 +183,27 @@ def print_rows(rows: list[LengthReport]) -> None:
     console().print(make_table((*titles, "verifying", "expected", "measured"), cells))
 
 
-def draw(path: Path, rows: list[LengthReport], title: str) -> None:
-    """Draws acceptance by position, and the expected and the measured speedup by draft length."""
-    from matplotlib.figure import Figure
+def _print_kinds(reports: "Sequence[DraftReport]") -> None:
+    kinds = list(reports[0].best.by_kind)
+    if not kinds:
+        return
+    write_text("\nTokens per round by kind of text, with the best length\n")
+    cells = [
+        (
+            report.draft,
+            report.best.num_draft_tokens,
+            *(f"{report.best.by_kind[kind].mean_accepted_length:.2f}" for kind in kinds),
+        )
+        for report in reports
+    ]
+    console().print(make_table(("draft", "k", *kinds), cells))
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for row in rows:
-        rates = row.stats.acceptance_by_position
-        left.plot(range(1, len(rates) + 1), rates, marker="o", label=f"k = {row.num_draft_tokens}")
-    left.set(xlabel="position in the round", ylabel="acceptance rate", ylim=(0, 1.02))
-    left.xaxis.get_major_locator().set_params(integer=True)
-    left.legend(frameon=False)
-    lengths = [row.num_draft_tokens for row in rows]
-    right.plot(lengths, [row.expected for row in rows], marker="o", linestyle="--", color="0.6", label="expected")
-    right.plot(lengths, [row.measured for row in rows], marker="o", color="C0", label="measured")
-    right.axhline(1, color="C3", linewidth=1, label="plain decoding")
-    right.set(xlabel="draft tokens (k)", ylabel="speedup over plain decoding", xticks=lengths)
-    right.set_ylim(bottom=0)
-    right.legend(frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+
+def _print_loads(reporter: "DraftReporter", reports: "Sequence[DraftReport]") -> None:
+    loads = list(reporter.plain_rates)
+    if not loads:
+        return
+    write_text("\nTokens/s of all answers and speedup with adaptive lengths, by answers at a time\n")
+    cells = [("plain decoding, tokens/s", *(f"{rate:.0f}" for rate in reporter.plain_rates.values()))]
+    cells += [(report.draft, *(f"{report.loads[load]:.2f}x" for load in loads)) for report in reports]
+    console().print(make_table(("", *map(str, loads)), cells))

@@ -318,9 +318,16 @@ def catch_up(
 
 
 def propose_chain(
-    model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: DraftRows, tree: TokenTree
+    model: DraftDecoder,
+    cache: PagedCache,
+    draft: DraftSlots,
+    rows: DraftRows,
+    tree: TokenTree,
+    *,
+    may_lack_one: bool,
 ) -> tuple[PagedCache, DraftSlots, Proposal]:
-    """Drafts a chain, one token at a time. A row whose draft cache lacks one token stores that first, in the same loop.
+    """Drafts a chain, one token at a time. A row whose draft cache lacks the token before the root, which
+    `may_lack_one` tells, stores both in the first pass.
 
     Afterwards the draft's cache holds the root and all draft tokens but the last.
     """
@@ -333,37 +340,42 @@ def propose_chain(
     def is_feeding(draft: DraftSlots) -> jax.Array:
         return rows.is_active & (draft.num_drafted < ends)
 
-    def feed(carry):
+    def feed(width: int, carry):
+        """Stores the next token of each row, or in a pass of two those up to the root, and drafts one."""
         cache, draft, history, scores = carry
-        is_running, position = is_feeding(draft), draft.num_drafted
-        lengths = is_running.astype(jnp.int32)
+        is_running, starts = is_feeding(draft), width * row
+        lengths = jnp.clip(rows.positions - draft.num_drafted + 1, 1, width) * is_running
+        stored = draft.num_drafted + lengths
         attend = attend_ragged(
-            cache, rows.page_tables, row, lengths, position + lengths, max_query_length=1, mesh=model.mesh
+            cache, rows.page_tables, starts, lengths, stored, max_query_length=width, mesh=model.mesh
         )
-        place = jnp.where(is_running, position, 0)
-        hidden = model.decoder(draft.sequence[row, place], place, attend)
-        is_drafting = is_running & (position >= rows.positions) & (rows.num_nodes > 1)
+        numbers = jnp.arange(width)
+        places = jnp.where(numbers < lengths[:, None], draft.num_drafted[:, None] + numbers, 0)
+        hidden = model.decoder(draft.sequence[row[:, None], places].reshape(-1), places.reshape(-1), attend)
+        newest = hidden[starts + jnp.maximum(lengths - 1, 0)]
+        is_drafting = is_running & (stored > rows.positions) & (rows.num_nodes > 1)
 
         def choose(scores):
             drafting = rows._replace(batch=mask_inactive_rows(rows.batch, is_drafting), history=history)
-            tokens, token_scores = draft_tokens_of(position + 1, model.logits(hidden), drafting, 1, model.is_maximal)
+            tokens, token_scores = draft_tokens_of(stored, model.logits(newest), drafting, 1, model.is_maximal)
             if scores is not None:
-                node = jnp.where(is_drafting, position - rows.positions, tree.num_nodes)
+                node = jnp.where(is_drafting, stored - 1 - rows.positions, tree.num_nodes)
                 scores = scores.at[row, node].set(token_scores, mode="drop")
             return tokens[:, 0], scores
 
-        # Nothing is sampled while all rows catch up.
+        # Nothing is sampled where no row drafts.
         tokens, scores = lax.cond(
             jnp.any(is_drafting), choose, lambda scores: (jnp.zeros((num_slots,), jnp.int32), scores), scores
         )
-        column = jnp.where(is_drafting, position + 1, length)
+        column = jnp.where(is_drafting, stored, length)
         sequence = draft.sequence.at[row, column].set(tokens, mode="drop")
-        draft = DraftSlots(sequence, position + lengths)
-        return attend.cache, draft, advance(history, tokens, is_drafting, rows.tables), scores
+        return attend.cache, DraftSlots(sequence, stored), advance(history, tokens, is_drafting, rows.tables), scores
 
-    cache, draft, _, scores = lax.while_loop(
-        lambda carry: jnp.any(is_feeding(carry[1])), feed, (cache, draft, rows.history, scores)
-    )
+    carry = cache, draft, rows.history, scores
+    if may_lack_one:
+        carry = feed(2, carry)
+    carry = lax.while_loop(lambda carry: jnp.any(is_feeding(carry[1])), partial(feed, 1), carry)
+    cache, draft, _, scores = carry
     nodes = jnp.arange(tree.num_nodes)
     tokens = draft.sequence[row[:, None], jnp.minimum(rows.positions[:, None] + nodes, length - 1)]
     return cache, draft, Proposal(tokens, rows.num_nodes, scores)
@@ -430,7 +442,7 @@ class _BoundModel(BoundProposer):
             raise ValueError("a draft model needs a cache of its own")
         own, slots = catch_up(self.decoder, state.own, state.slots, rows)
         states, num_drafted = own.states, slots.num_drafted
-        own, slots, proposal = _propose(self.decoder, own, slots, rows, tree)
+        own, slots, proposal = _propose(self.decoder, own, slots, rows, tree, may_lack_one=True)
         if states is not None:  # drafting has read tokens into a copy that may be rejected
             own, slots = replace(own, states=states), replace(slots, num_drafted=num_drafted)
         return DraftState(state.cache, own, slots), proposal
@@ -447,13 +459,18 @@ class _BoundLayers(BoundProposer):
     def propose(self, state: DraftState, rows: DraftRows, tree: TokenTree) -> tuple[DraftState, Proposal]:
         slots = replace(state.slots, num_drafted=rows.positions)
         decoder = replace(self.decoder, decoder=self.decoder.decoder.for_rows(rows.adapters))
-        first, slots, proposal = _propose(decoder, state.cache.first(self.num_layers), slots, rows, tree)
+        first, slots, proposal = _propose(
+            decoder, state.cache.first(self.num_layers), slots, rows, tree, may_lack_one=False
+        )
         return DraftState(state.cache.with_first(first), state.own, slots), proposal
 
 
-def _propose(model: DraftDecoder, cache: PagedCache, slots: DraftSlots, rows: DraftRows, tree: TokenTree):
-    form = propose_chain if tree.max_width <= 1 else propose_tree
-    return form(model, cache, slots, rows, tree)
+def _propose(
+    model: DraftDecoder, cache: PagedCache, slots: DraftSlots, rows: DraftRows, tree: TokenTree, *, may_lack_one: bool
+):
+    if tree.max_width > 1:
+        return propose_tree(model, cache, slots, rows, tree)
+    return propose_chain(model, cache, slots, rows, tree, may_lack_one=may_lack_one)
 
 
 def keep_path(

@@ -204,10 +204,26 @@ SPECULATIVE = (
     Fault(
         "speculative/the-draft-draws-the-noise-of-the-token-before",
         "jaxinfer/speculative",
-        "draft_tokens_of(position + 1, model",
-        "draft_tokens_of(position, model",
+        "draft_tokens_of(stored, model",
+        "draft_tokens_of(stored - 1, model",
         ("tests/engine/test_speculation.py::test_the_target_accepts_all_that_it_drafts_itself",),
         "sampled rows accept next to no drafts",
+    ),
+    Fault(
+        "speculative/a-pass-of-two-drafts-from-the-first",
+        "jaxinfer/speculative",
+        "newest = hidden[starts + jnp.maximum(lengths - 1, 0)]",
+        "newest = hidden[starts]",
+        ("tests/speculative/test_chain.py",),
+        "after a round in which all was accepted, the draft repeats the last token",
+    ),
+    Fault(
+        "speculative/the-token-before-the-root-takes-a-pass",
+        "jaxinfer/speculative",
+        "lengths = jnp.clip(rows.positions - draft.num_drafted + 1, 1, width) * is_running",
+        "lengths = is_running.astype(jnp.int32)",
+        ("tests/speculative/test_chain.py",),
+        "a round costs a pass of the draft more wherever the one before accepted everything",
     ),
     Fault(
         "speculative/ngram-proposes-the-match-itself",
