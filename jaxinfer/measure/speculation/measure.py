@@ -157,13 +157,11 @@ class DraftReporter:
         return LLM(model or live(self.model), **engine, **drafting)
 
     def _outputs(self, llm: LLM, count: int | None = None) -> list[Any]:
-        """Those of the first `count` prompts; None for all. A draft with another tokenizer, of which alone only the time
-        is measured, gets other tokens for those that it lacks."""
-        size = llm.config.vocab_size
-        prompts: list[Any] = [
-            prompt.prompt if isinstance(prompt.prompt, str) else [token % size for token in prompt.prompt]
-            for prompt in self.prompts
-        ]
+        """Those of the first `count` prompts; None for all. A draft with fewer tokens, of which alone only the time is
+        measured, gets others for those that it lacks."""
+        prompts: list[Any] = [prompt.prompt for prompt in self.prompts]
+        if (size := llm.config.vocab_size) < self.model.config.vocab_size:
+            prompts = [prompt if isinstance(prompt, str) else [token % size for token in prompt] for prompt in prompts]
         return llm.generate(prompts[:count], self._params(size)[:count], use_tqdm=False)
 
     def _draft_seconds(self, name: str, draft: LoadedModel | None) -> float:
