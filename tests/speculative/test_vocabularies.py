@@ -154,16 +154,16 @@ def test_tables_of_large_vocabularies_are_kept(models_by_name, monkeypatch, tmp_
     monkeypatch.setattr(vocabularies, "LEAST_KEPT", 10)
     level, fallback = models_by_name["byte level"], models_by_name["byte fallback"]
     made = token_tables(level, fallback)
-    other = make_tables(fallback, level)
     calls: list[None] = []
-    monkeypatch.setattr(vocabularies, "make_tables", lambda *_: calls.append(None) or other)
+    monkeypatch.setattr(vocabularies, "make_tables", lambda *models: calls.append(None) or make_tables(*models))
     kept = token_tables(level, fallback)
     assert not calls
     for name, table in {**made.arrays, "counts": made.counts}.items():
         np.testing.assert_array_equal({**kept.arrays, "counts": kept.counts}[name], table)
     assert (kept.size, kept.first_token) == (made.size, made.first_token)
-    token_tables(fallback, level)
-    assert calls  # of another pair
+    for number, other_draft in enumerate(("llama 2", "unigram"), start=1):
+        token_tables(level, models_by_name[other_draft])
+        assert len(calls) == number
 
 
 def test_a_configuration_keeps_its_map():
