@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
 from jaxinfer.embedding_files import EmbeddingConfig, read_embedding_config
+from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.weights import ModelWeights, WeightsView, packing_of
-from jaxinfer.loaded_tokenizers import begin_tokenizer
+from jaxinfer.loaded_tokenizers import begin_tokenizer, tokenizer_of
 from jaxinfer.loaded_weights import (
     OF_ALIAS,
     check_activations,
@@ -43,8 +44,9 @@ from jaxinfer.quantization.tree import is_quantized, is_weight
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, from_generation_config
 from jaxinfer.sampling.params import our_names
 from jaxinfer.speculative import OWN_HEAD, Draft, HeadDraft, ModelDraft, draft_by_name, head_for
+from jaxinfer.speculative.vocabularies import ModelTokens, TokenTables, token_tables
 from jaxinfer.store import FoundModel, StoreError, find_model
-from jaxinfer.text import Tokenizer, check_same_tokens
+from jaxinfer.text import Tokenizer, check_same_tokens, has_same_tokens
 
 DEFAULT_MAX_MODEL_LEN = 4096
 # The numbers of the layers whose weights go to the host's memory, of a configuration and abstract parameters.
@@ -391,8 +393,8 @@ def load_draft_shapes(
     *,
     is_here: bool = False,
 ) -> Draft:
-    """As `load_draft`, of shapes, for the target that `model` names. Without tokenizers, vocabularies of different
-    sizes are let pass: whether the tokens are the same only the tokenizers' files can tell.
+    """As `load_draft`, of shapes, for the target that `model` names. Tokenizers are compared where the sizes of the
+    vocabularies differ and both are at hand; otherwise the draft is taken to have the target's tokens.
 
     Raises ValueError for layers:N of a model without as many, and as `load_shapes`.
     """
@@ -400,7 +402,26 @@ def load_draft_shapes(
         return named_draft
     is_mtp = draft == OWN_HEAD
     config, draft_params = load_shapes(model if is_mtp else draft, dtype=dtype, is_here=is_here, is_mtp=is_mtp)
-    return draft_of(str(draft), config, draft_params, target, max_model_len)
+    made = draft_of(str(draft), config, draft_params, target, max_model_len)
+    if not isinstance(made, ModelDraft) or config.vocab_size == target.vocab_size:
+        return made
+    theirs, ours = (_tokens_here(name, size) for name, size in ((model, target.vocab_size), (draft, config.vocab_size)))
+    if theirs is None or ours is None or (tables := _tables_of(theirs, ours)) is None:
+        return made
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tables.arrays.items()}
+    return made.for_tokens(tables, shapes)
+
+
+def _tokens_here(model: Any, size: int) -> ModelTokens | None:
+    """The tokens of a model with so many ids; None where its tokenizer is not on this machine."""
+    path = find_model(model, fetch=False).path
+    tokenizer = None if path is None else tokenizer_of(path)
+    return None if tokenizer is None else ModelTokens(repr(str(model)), tokenizer, size)
+
+
+def _tables_of(target: ModelTokens, draft: ModelTokens) -> TokenTables | None:
+    """Tables of a draft for a target; None where the tokens are the same. Raises as `token_tables`."""
+    return None if has_same_tokens(target.tokenizer, draft.tokenizer) else token_tables(target, draft)
 
 
 def load_draft(
@@ -414,8 +435,9 @@ def load_draft(
     """Loads the draft of `target`: None for nothing, "ngram", "layers:N", "mtp" for the head in its own files, or a
     model or head as `load_model` takes it; and the weights of the latter two.
 
-    Raises ValueError where the draft's tokens are not the target's, with the first id that differs, and as
-    `load_model`.
+    A draft model with another tokenizer reads and drafts the target's tokens by tables (`speculative.vocabularies`).
+    Raises ValueError where these have too little in common, or a head's tokens are not the target's, with the first id
+    that differs, and as `load_model`.
     """
     if (named_draft := draft_by_name(draft, target.config, target.params)) is not None:
         return named_draft, None
@@ -427,20 +449,33 @@ def load_draft(
     opening: dict[str, Any] = {"verify": verify, "mesh": target.mesh, "is_draft": True, "is_mtp": is_mtp}
     source: Any = target.source if is_mtp else draft
     loaded = load_model(source, dtype=dtype, **opening)
-    own, its = target.tokenizer, loaded.tokenizer
+    own, its = _tokens_of(target), _tokens_of(loaded)
+    tables = None
     if own is not None and its is not None:
-        check_same_tokens(own, its, (f"model {target.name!r}", f"draft {loaded.name!r}"))
+        if loaded.config.draft_head is not None:
+            check_same_tokens(own.tokenizer, its.tokenizer, (own.name, its.name))
+        else:
+            tables = _tables_of(own, its)
     elif target.config.vocab_size != loaded.config.vocab_size and loaded.config.draft_head is None:
         raise ValueError(
             f"the model has {target.config.vocab_size} tokens and the draft {loaded.config.vocab_size}; without a "
-            f"tokenizer of both nothing says that they are the same"
+            f"tokenizer of both nothing says which of them are the same"
         )
     params, copies = loaded.runnable().value
     scales = loaded.on_mesh(loaded.kv_scales)
     made = draft_of(
         OWN_HEAD if is_mtp else loaded.name, loaded.config, params, target.config, max_model_len, scales, copies
     )
+    if tables is not None and isinstance(made, ModelDraft):
+        made = made.for_tokens(tables, DevicePlacement(target.mesh).put(tables.arrays))
     return made, loaded.weights
+
+
+def _tokens_of(model: LoadedModel) -> ModelTokens | None:
+    """The tokens of a model; None without a tokenizer."""
+    if model.tokenizer is None:
+        return None
+    return ModelTokens(repr(model.name), model.tokenizer, model.config.vocab_size, model.eos_token_ids)
 
 
 def _is_head(draft: Any) -> bool:

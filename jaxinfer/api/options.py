@@ -129,9 +129,9 @@ class LLMOptions(EngineOptions):
     )
     draft: "str | Path | LiveModel | None" = option(
         None,
-        "What drafts tokens that the model then checks several at a time: a model of the same tokens, ngram (finds "
-        "them in the prompt and the answer), layers:4 (the model's own first 4 layers), a head that was trained for "
-        "the model (EAGLE-3, DFlash, DSpark), or mtp (the head in the model's own files).",
+        "What drafts tokens that the model then checks several at a time: a smaller model, of any tokenizer, ngram "
+        "(finds them in the prompt and the answer), layers:4 (the model's own first 4 layers), a head that was trained "
+        "for the model (EAGLE-3, DFlash, DSpark), or mtp (the head in the model's own files).",
         "MODEL",
         group=SPECULATION,
     )

@@ -148,6 +148,8 @@ def _print(options: ReportOptions, reporter: "DraftReporter", reports: "Sequence
     for report in reports:
         write_text(f"\n{report.draft}, one answer at a time\n")
         _print_lengths(report.lengths)
+        if report.tokens is not None:
+            write_text(f"It has another tokenizer: it {report.tokens}.\n")
         if options.acceptance == "exact" and options.temperature == 0:
             num_different = sum(row.num_different for row in report.lengths)
             number = num_prompts * len(report.lengths)

@@ -35,7 +35,7 @@ def weight_work(config: ModelConfig, params: Params) -> WeightWork:
         names = [getattr(key, "key", None) for key in path]
         is_head = names == ["embed"] and config.tie_word_embeddings
         size = num_bytes(leaf)
-        if names[0] in ("embed", "position_embed", "layer_embed") and not is_head:
+        if names[0] in ("embed", "position_embed", "layer_embed", "token_pieces") and not is_head:
             continue  # only single rows are read
         is_stack = leaf.ndim > 2 and "experts" in names
         experts, dense = (experts + size, dense) if is_stack else (experts, dense + size)

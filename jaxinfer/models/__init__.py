@@ -1,6 +1,6 @@
 """Models: a frozen configuration, one decoder, its layers, and their shardings on a mesh."""
 
-from jaxinfer.models.config import LayerInputConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from jaxinfer.models.config import LayerInputConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig, TokenMapConfig
 from jaxinfer.models.decoder import (
     Decoder,
     Params,
@@ -33,6 +33,7 @@ __all__ = [
     "ModelConfig",
     "Params",
     "RopeConfig",
+    "TokenMapConfig",
     "abstract_params",
     "bind",
     "bind_draft_head",

@@ -82,6 +82,13 @@ def scaled_logits(config: ModelConfig, logits: jax.Array) -> jax.Array:
     return logits
 
 
+def logits_at(logits: jax.Array, index: jax.Array) -> jax.Array:
+    """Logits [..., V'] of another vocabulary, by the place int32[V'] of each of its tokens in logits [..., V]; -inf for
+    those at V, which have none."""
+    padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, 1)], constant_values=-jnp.inf)
+    return jnp.take(padded, index, axis=-1)
+
+
 def hidden_norm(config: ModelConfig, dtype) -> Norm:
     """A norm of hidden states."""
     return Norm(

@@ -111,6 +111,26 @@ class LayerInputConfig:
 
 
 @dataclass(frozen=True)
+class TokenMapConfig:
+    """Tokens of another tokenizer, which a model reads and predicts through tables: its ids are theirs.
+
+    Attributes:
+      num_tokens: ids of the other tokenizer's model. num_pieces: most own tokens that one of them is read as.
+      first_token: own token that the first position of a sequence is read as; None for the one that is there.
+    """
+
+    num_tokens: int
+    num_pieces: int
+    first_token: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_pieces"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer.
 
@@ -159,6 +179,7 @@ class ModelConfig:
         multiplied by its sigmoid (Qwen3-Next).
       attention_in_multiplier, attention_out_multiplier, mlp_multipliers: factors on the input and output of attention,
         and on gate and output of the MLP (Falcon-H1).
+      token_map: tokens of another tokenizer that the model reads and predicts, as a draft; None for its own.
       draft_head: what makes of the layers a trained head that drafts for a target; None for a model of its own.
       max_position_embeddings: longest sequence that the checkpoint declares, in tokens.
       dtype: dtype of the stored weights.
@@ -226,6 +247,7 @@ class ModelConfig:
     layer_input_slots: tuple[int, ...] = ()
     has_layer_scalar: bool = False
     draft_head: DraftHeadConfig | None = None
+    token_map: TokenMapConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
@@ -435,6 +457,7 @@ _NESTED = {
     "conv": ConvConfig,
     "layer_inputs": LayerInputConfig,
     "draft_head": DraftHeadConfig,
+    "token_map": TokenMapConfig,
 }
 
 

@@ -68,7 +68,7 @@ class Decoder:
         those that it names."""
         with jax.named_scope("embed"):
             x = self._embedding(tokens, positions, self.final_norm.weight.get_value().dtype)
-            layer_inputs = self._embedding.layer_inputs(tokens, x)
+            layer_inputs = self._embedding.layer_inputs(tokens, positions, x)
         if tap is not None:
             tap("embed", x)
         shared, layers = _Pass(Positions(positions), layer_inputs), HostLayers(self._params)

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal, normed, scaled_logits
+from jaxinfer.models.basic import Linear, Norm, hidden_norm, logits_at, normal, normed, scaled_logits
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.draft_head import DraftHead, Ends, layer_kind
 from jaxinfer.models.hidden import Hidden
@@ -41,24 +41,41 @@ class Embedding(nnx.Module):
             self.layer_embed = nnx.Param(normal(rngs, (inputs.vocab_size, width), dtype), axes=("vocab", None))
             self.layer_embed_proj = Linear(config.hidden_size, width, ("hidden", None), rngs=rngs, **kwargs)
             self.layer_embed_norm = Norm((inputs.size,), (None,), config.norm, eps=config.norm_eps, **kwargs)
+        if (tokens := config.token_map) is not None:
+            self.token_pieces = nnx.Param(np.zeros((tokens.num_tokens, tokens.num_pieces), np.int32), axes=(None, None))
         self.config = config
 
-    def layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
-        """Inputs [..., L, P] of layers (`LayerInputConfig`), of the embedding x [..., D] of tokens [...]; None for a
-        model without them. Scales are rounded as in Transformers' `Gemma4TextModel`."""
+    def layer_inputs(self, tokens: jax.Array, positions: jax.Array, x: jax.Array) -> jax.Array | None:
+        """Inputs [..., L, P] of layers (`LayerInputConfig`), of the embedding x [..., D] of tokens [...] at positions
+        [...]; None for a model without them. Scales are rounded as in Transformers' `Gemma4TextModel`."""
         if (inputs := self.config.layer_inputs) is None:
             return None
         project, norm = self.layer_embed_proj, self.layer_embed_norm
         shape = (*tokens.shape, inputs.count, inputs.size)
-        own = rows(self.layer_embed.get_value(), tokens, x.dtype) * jnp.asarray(inputs.size**0.5, x.dtype)
+        own = self._rows(self.layer_embed.get_value(), tokens, positions, x.dtype)
+        own = own * jnp.asarray(inputs.size**0.5, x.dtype)
         projected = (project(x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)).reshape(shape)
         return (norm(projected) + own.reshape(shape)) * jnp.asarray(2**-0.5, x.dtype)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, dtype) -> jax.Array:
-        x = rows(self.embed.get_value(), tokens, dtype)
+        x = self._rows(self.embed.get_value(), tokens, positions, dtype)
         return scale_embedding(
             self.config, x, None if self.position_embed is None else self.position_embed[...][positions]
         )
+
+    def _rows(self, table: Any, tokens: jax.Array, positions: jax.Array, dtype) -> jax.Array:
+        """Rows [..., D] of a table [V, D] for tokens [...]: of those of another tokenizer the mean of their pieces'."""
+        if (token_map := self.config.token_map) is None:
+            return rows(table, tokens, dtype)
+        pieces = self.token_pieces[...][tokens]
+        if token_map.first_token is not None:
+            first = np.full(token_map.num_pieces, self.config.vocab_size, np.int32)
+            first[0] = token_map.first_token
+            pieces = jnp.where((positions == 0)[..., None], first, pieces)
+        is_piece = pieces < self.config.vocab_size
+        taken = rows(table, jnp.where(is_piece, pieces, 0), dtype)
+        count = jnp.maximum(jnp.sum(is_piece, axis=-1, keepdims=True), 1).astype(dtype)
+        return jnp.sum(taken * is_piece[..., None].astype(dtype), axis=-2) / count
 
 
 class Head(nnx.Module):
@@ -71,6 +88,8 @@ class Head(nnx.Module):
             self.lm_head = nnx.Param(normal(rngs, shape, dtype), axes=("hidden", "vocab"))
         has_bias = config.lm_head_bias
         self.lm_head_bias = nnx.Param(np.zeros((config.vocab_size,), dtype), axes=("vocab",)) if has_bias else None
+        if (tokens := config.token_map) is not None:
+            self.token_index = nnx.Param(np.zeros((tokens.num_tokens,), np.int32), axes=(None,))
         self.config = config
 
     def normed(self, x: Hidden) -> jax.Array:
@@ -78,14 +97,15 @@ class Head(nnx.Module):
         return normed(self.final_norm, x)[1]
 
     def __call__(self, hidden: jax.Array, embed: Any) -> jax.Array:
-        """float32 logits [..., V] of hidden states [..., D]; `embed` [V, D] is used if the embeddings are tied."""
+        """float32 logits [..., V] of hidden states [..., D]; `embed` [V, D] is used if the embeddings are tied. With a
+        `token_map` those of the other tokenizer's tokens, -inf for one that is no own token."""
         config = self.config
         is_tied = config.tie_word_embeddings
         logits = matmul(hidden, embed if is_tied else self.lm_head.get_value(), jnp.float32, is_transposed=is_tied)
         if self.lm_head_bias is not None:
             logits = logits + self.lm_head_bias[...].astype(jnp.float32)
-        logits = logits[..., : config.vocab_size]  # on a mesh the vocabulary may be padded
-        return scaled_logits(config, logits)
+        logits = scaled_logits(config, logits[..., : config.vocab_size])  # on a mesh the vocabulary may be padded
+        return logits if config.token_map is None else logits_at(logits, self.token_index[...])
 
 
 def scale_embedding(config: ModelConfig, x: jax.Array, position_rows: jax.Array | None) -> jax.Array:

@@ -202,7 +202,8 @@ def _roofline(
 
 
 def _notes(spec: EngineSpec, programs: dict[str, CompiledProgram], has_roofline: bool) -> list[str]:
-    notes = []
+    facts = spec.draft.describe_own()
+    notes = [f"draft {spec.draft.name}: {facts['tokens']}"] if "tokens" in facts else []
     if programs:
         notes.append("memory: from the compiler's analysis of each program")
         small = next((program for program in programs.values() if not program.is_whole), None)

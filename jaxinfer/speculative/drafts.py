@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxinfer.models import DraftHeadConfig, ModelConfig, Params
     from jaxinfer.quantization.on_device import Copies
     from jaxinfer.speculative.proposers import Proposer
+    from jaxinfer.speculative.vocabularies import TokenTables
 
     Model = tuple[ModelConfig, Params]
     Maker = Callable[[str, ModelConfig, Params], "Draft"]
@@ -91,12 +92,14 @@ NO_DRAFT = Draft()
 
 @dataclass(frozen=True, eq=False)
 class ModelDraft(Draft):
-    """A smaller model with the same vocabulary. It has its own cache, under the target's page table.
+    """A smaller model, of the same tokens or with tables for them (`for_tokens`). It has its own cache, under the
+    target's page table.
 
     Attributes:
       title: its name.
       kv_scales: scales of its checkpoint for an fp8 cache.
       copies: how many of its quantized weights `params` holds as float32.
+      num_predicted: tokens of the target that it drafts through tables; None for one without.
     """
 
     title: str
@@ -104,6 +107,7 @@ class ModelDraft(Draft):
     params: Params
     kv_scales: KVScales | None = None
     copies: Copies | None = None
+    num_predicted: int | None = None
 
     lengths: ClassVar[tuple[int, ...]] = (2, 4, 8)
 
@@ -120,7 +124,20 @@ class ModelDraft(Draft):
         return self.kv_scales
 
     def describe_own(self) -> dict[str, str]:
-        return {} if self.copies is None else {"float32 copies": str(self.copies)}
+        facts = {} if self.copies is None else {"float32 copies": str(self.copies)}
+        if self.config.token_map is None or self.num_predicted is None:
+            return facts
+        of = f"{self.num_predicted:,} of {self.config.token_map.num_tokens:,} tokens of the model"
+        return {**facts, "tokens": f"drafts {of}, through tables"}
+
+    def for_tokens(self, tables: TokenTables, arrays: Params) -> Self:
+        """The draft for a target with another tokenizer; `arrays` are those of the tables, placed, or their shapes."""
+        from jaxinfer.models import TokenMapConfig
+
+        num_tokens, num_pieces = tables.pieces.shape
+        token_map = TokenMapConfig(num_tokens, num_pieces, tables.first_token)
+        config = replace(self.config, token_map=token_map)
+        return replace(self, config=config, params={**self.params, **arrays}, num_predicted=tables.num_predicted)
 
     def with_params(self, make: Callable[[ModelConfig, Params], Model]) -> Self:
         config, params = make(self.config, self.params)

@@ -6,7 +6,7 @@ from jaxinfer.text.files import TokenizerFiles, TokenizerNotFoundError, read_tok
 from jaxinfer.text.length import TextTooLongError
 from jaxinfer.text.stream import StopResult, StopStringMatcher, StreamingDetokenizer
 from jaxinfer.text.token_ids import read_token_ids
-from jaxinfer.text.tokenizer import Tokenizer, check_same_tokens
+from jaxinfer.text.tokenizer import Tokenizer, check_same_tokens, has_same_tokens
 
 __all__ = [
     "ChatTemplate",
@@ -22,6 +22,7 @@ __all__ = [
     "TokenizerNotFoundError",
     "check_same_tokens",
     "has_passed_checks",
+    "has_same_tokens",
     "read_token_ids",
     "read_tokenizer_files",
     "tokenizer_files_of",

@@ -379,11 +379,20 @@ def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -
         backend.add_special_tokens(missing)
 
 
+def has_same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """True if both map the ids that both have to the same tokens, and there are some."""
+    tokens, others = one.tokens_by_id(), other.tokens_by_id()
+    common = tokens.keys() & others.keys()
+    return bool(common) and all(tokens[token_id] == others[token_id] for token_id in common)
+
+
 def check_same_tokens(one: Tokenizer, other: Tokenizer, names: tuple[str, str]) -> None:
     """Raises ValueError, with the first id that differs, unless both map the same ids to the same tokens.
 
     Ids that only one of them has are ignored, since models pad their vocabularies differently.
     """
+    if has_same_tokens(one, other):
+        return
     tokens, others = one.tokens_by_id(), other.tokens_by_id()
     for token_id in sorted(tokens.keys() & others.keys()):
         if tokens[token_id] != others[token_id]:
@@ -391,5 +400,4 @@ def check_same_tokens(one: Tokenizer, other: Tokenizer, names: tuple[str, str]) 
                 f"{names[0]} and {names[1]} have different tokenizers: token id {token_id} is "
                 f"{tokens[token_id]!r} in one and {others[token_id]!r} in the other"
             )
-    if not tokens.keys() & others.keys():
-        raise ValueError(f"{names[0]} and {names[1]} have no token in common")
+    raise ValueError(f"{names[0]} and {names[1]} have no token in common")

@@ -95,16 +95,17 @@ class DraftReporter:
             show(name)
             with self._opened(name) as draft:
                 cost = self._draft_seconds(name, draft) / self.plain.seconds_per_token
-                rows, loads = [], {}
+                rows, loads, tokens = [], {}, None
                 for length in settings.lengths:
                     show(f"{name}, {length} drafted tokens")
                     with self._llm(draft=_given(name, draft), num_draft_tokens=length) as llm:
                         rows.append(compare(self._measured(llm, length), self.plain, cost))
+                        tokens = llm.engine.spec.draft.describe_own().get("tokens")
                 for load in self.loads:
                     show(f"{name}, {load} at a time")
                     with self._llm(load, draft=_given(name, draft)) as llm:
                         loads[load] = self._rate(llm) / self.plain_rates[load]
-                yield DraftReport(name, rows, loads)
+                yield DraftReport(name, rows, loads, tokens)
 
     @property
     def loads(self) -> list[int]:
@@ -120,9 +121,10 @@ class DraftReporter:
             return prompt
         return replace(prompt, prompt=tokenizer.apply_chat_template([{"role": "user", "content": prompt.prompt}]))
 
-    def _params(self) -> list[SamplingParams]:
+    def _params(self, vocab_size: int) -> list[SamplingParams]:
         """With the end-of-sequence ids, which live parameters do not have."""
-        shared = {**self._settings.sampling, "stop_token_ids": list(self.model.eos_token_ids)}
+        ends = [token for token in self.model.eos_token_ids if token < vocab_size]
+        shared = {**self._settings.sampling, "stop_token_ids": ends}
         return [SamplingParams.from_dict({**shared, **prompt.sampling}) for prompt in self.prompts]
 
     def _leave_out_loops(self, answers: Sequence[Sequence[int]]) -> None:
@@ -155,9 +157,12 @@ class DraftReporter:
         return LLM(model or live(self.model), **engine, **drafting)
 
     def _outputs(self, llm: LLM, count: int | None = None) -> list[Any]:
-        """Those of the first `count` prompts; None for all."""
-        prompts = [prompt.prompt for prompt in self.prompts]
-        return llm.generate(prompts[:count], self._params()[:count], use_tqdm=False)
+        """Those of the first `count` prompts; None for all. A draft with fewer tokens, of which alone only the time is
+        measured, gets others for those that it lacks."""
+        prompts: list[Any] = [prompt.prompt for prompt in self.prompts]
+        if (size := llm.config.vocab_size) < self.model.config.vocab_size:
+            prompts = [prompt if isinstance(prompt, str) else [token % size for token in prompt] for prompt in prompts]
+        return llm.generate(prompts[:count], self._params(size)[:count], use_tqdm=False)
 
     def _draft_seconds(self, name: str, draft: LoadedModel | None) -> float:
         """Seconds per token of the draft alone; 0 for n-grams. Of a head, which cannot run alone, the share of the

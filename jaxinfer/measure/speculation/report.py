@@ -89,11 +89,13 @@ class DraftReport:
 
     Attributes:
       lengths: one answer at a time. loads: speedup of an adaptive length by the number of answers at a time.
+      tokens: of a draft with another tokenizer, how many of the model's it drafts.
     """
 
     draft: str
     lengths: Sequence[LengthReport]
     loads: Mapping[int, float] = field(default_factory=dict)
+    tokens: str | None = None
 
     @property
     def best(self) -> LengthReport:
@@ -103,6 +105,7 @@ class DraftReport:
         best = self.best
         return {
             "draft": self.draft,
+            **({} if self.tokens is None else {"tokens": self.tokens}),
             "lengths": [row.data() for row in self.lengths],
             "best_num_draft_tokens": best.num_draft_tokens if best.measured > 1 else 0,
             "speedup_by_load": {str(load): speedup for load, speedup in self.loads.items()},

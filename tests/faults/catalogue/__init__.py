@@ -21,6 +21,7 @@ from tests.faults.catalogue import (
     serving,
     store,
     tool_calls,
+    vocabularies,
     weights,
 )
 from tests.faults.fault import Fault
@@ -45,6 +46,7 @@ FAULTS: tuple[Fault, ...] = (
     *heavy_hitters.FAULTS,
     *histories.FAULTS,
     *heads.FAULTS,
+    *vocabularies.FAULTS,
     *kept.FAULTS,
     *on_chip.FAULTS,
 )
