@@ -2,7 +2,7 @@
 as they are; and some that are held out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,9 @@ from jaxinfer.training.texts import (
     Documents,
     Generate,
     TargetTextRequest,
+    claim_folder,
     continuation_requests,
+    digest,
     held_out_requests,
     write_texts,
 )
@@ -63,10 +65,20 @@ class HeadTextOptions:
 
 
 def answers(
-    prompts: Sequence[Sequence[int]], generate: Generate, options: HeadTextOptions, work_dir: Path, *, show: bool | None
+    prompts: Sequence[Sequence[int]],
+    generate: Generate,
+    options: HeadTextOptions,
+    work_dir: Path,
+    *,
+    target: str,
+    show: bool | None,
 ) -> HeadTexts:
     """Answers of the target to prompts that leave room for them; where more are wanted than there are prompts, further
-    ones are sampled."""
+    ones are sampled. `target` tells it from others.
+
+    Raises ValueError for a `work_dir` with answers of another run, with the setting that differs.
+    """
+    _claim(work_dir, prompts, options, target)
     fitting = [prompt for prompt in prompts if len(prompt) <= options.length - MIN_ANSWER]
     if len(fitting) < 2:
         raise ValueError(
@@ -81,6 +93,11 @@ def answers(
     ]
     held_out = [_answer(prompt, options, number, None) for number, prompt in enumerate(divided.held_out)]
     return _written(requests, held_out, generate, options, work_dir, show)
+
+
+def _claim(work_dir: Path, data: Sequence[Sequence[int]], options: HeadTextOptions, target: str) -> None:
+    arrays = (np.asarray([len(one), *one], np.int64) for one in data)
+    claim_folder(work_dir, "texts.json", {**asdict(options), "target": target, "data": digest(*arrays)})
 
 
 def _answer(prompt: np.ndarray, options: HeadTextOptions, number: int, is_sampled: bool | None) -> TargetTextRequest:
@@ -98,10 +115,12 @@ def continuations(
     options: HeadTextOptions,
     work_dir: Path,
     *,
+    target: str,
     show: bool | None,
 ) -> HeadTexts:
     """Documents that the target continues, from their beginnings and from within; without `num_answers`, documents in
-    pieces."""
+    pieces. As `answers` otherwise."""
+    _claim(work_dir, documents, options, target)
     divided = Documents.divide(documents)
     if options.num_answers is None:
         held_out = pieces(divided.held_out, options.length)[: options.held_out_texts]

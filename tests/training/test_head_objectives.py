@@ -1,6 +1,5 @@
 """What heads are trained on is what they draft: against the libraries that publish them, and against the engine's rounds."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -11,8 +11,7 @@ import checkpoints_convert
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.training import corpus
 from jaxinfer.training.head_data import HeadTextOptions, HeadTexts, answers
-from jaxinfer.training.head_rows import DraftedText, cut_repeats, draft_vocabulary, index_of, pack
-from jaxinfer.training.heads import HeadOptions, HeadTraining, is_stalled, train_head
+from jaxinfer.training.heads import HeadOptions, HeadTraining, train_head
 from tests.random_params import random_params
 from tests.tiny import TINY
 from tests.training.process import run_python
@@ -29,7 +28,7 @@ KINDS = {"eagle3": OPTIONS, "dflash": BLOCKS}
 
 @cache
 def target_params():
-    return random_params(TARGET, 7)
+    return jax.tree.map(lambda leaf: 4 * leaf if leaf.ndim > 1 else leaf, random_params(TARGET, 7))
 
 
 def prompts() -> list[list[int]]:
@@ -43,7 +42,7 @@ def generate(requests):
 
 
 def texts_in(folder, generate=generate) -> HeadTexts:
-    return answers(prompts(), generate, TEXTS, folder, show=False)
+    return answers(prompts(), generate, TEXTS, folder, target="tiny", show=False)
 
 
 def run(folder, options=OPTIONS, generate=generate):
