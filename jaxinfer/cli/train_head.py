@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxinfer.cli.command import UsageError, resumes
 from jaxinfer.cli.distill import read_documents, writer
 from jaxinfer.cli.options import as_json, model_argument, overwrite
-from jaxinfer.cli.output import note, write_json, write_text
+from jaxinfer.cli.output import console, note, write_json, write_text
 from jaxinfer.cli.prompts import read_chats
 from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
@@ -93,6 +93,9 @@ class TrainHeadOptions:
     )
     prompt_weight: float = _training(0.05, "What a prompt's tokens count in the loss, beside 1 for an answer's.", "X")
     learning_rate: float = _training(1.5e-3, "Peak learning rate.", "X")
+    store_states: bool = _training(
+        False, "Compute the model's states once, and keep them in bfloat16 in the work folder, for several epochs."
+    )
     patience: int = _training(0, "Evaluations without a better acceptance that end training; 0 for none.", "N", min=0)
     seed: int = _training(0, "The same seed gives the same head.", "N")
     work_dir: Path | None = option(None, "Folder for answers and training checkpoints. Default: OUT.training.", "PATH")
@@ -151,7 +154,8 @@ def train_head(options: TrainHeadOptions) -> None:
         [when, f"{one.tokens_per_round:.2f}", f"{one.rate:.1%}", " ".join(f"{rate:.0%}" for rate in one.by_position)]
         for when, one in (("before", result.before), ("after", result.after), ("rounds", rounds))
     ]
-    write_text(f"{make_table(['', 'tokens a round', 'accepted', 'by position'], rows)}\n{out}\n")
+    console().print(make_table(("", "tokens a round", "accepted", "by position"), rows))
+    write_text(f"{out}\n")
 
 
 def figures(acceptance: "Acceptance") -> dict[str, Any]:
@@ -209,6 +213,7 @@ def _head_options(llm: "LLM", options: TrainHeadOptions) -> "HeadOptions":
         draft_vocab_size=size,
         taps=_read_taps(options.taps),
         copies=options.init == "layer",
+        stores_states=options.store_states,
         **{name: getattr(options, name) for name in names},
     )
 

@@ -12,17 +12,18 @@ from jaxinfer.models import Params
 from jaxinfer.training.acceptance import Acceptance, simulate_drafts
 from jaxinfer.training.head_objectives import HeadBatch
 from jaxinfer.training.head_rows import HeadRows, chosen_anchors
-
-# What a target computes of rows of tokens, positions and numbers of texts (`target_states`), its parameters given.
-ObserveRows = Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array, jax.Array]]
+from jaxinfer.training.target_states import TargetStates
 
 
-def make_batch(rows: HeadRows, chosen: Any, anchors: np.ndarray, observe: ObserveRows) -> HeadBatch:
-    """The batch of chosen rows with their anchors, and what the target computes of them."""
+def make_batch(
+    rows: HeadRows, chosen: Any, anchors: np.ndarray, seen: TargetStates, log_probs: jax.Array | None = None
+) -> HeadBatch:
+    """The batch of chosen rows with their anchors, and what the target computes of them; without log-probabilities, for
+    what needs no loss."""
     tokens, positions, texts = (jnp.asarray(x[chosen]) for x in (rows.tokens, rows.positions, rows.texts))
-    states, log_probs, best = observe(tokens, positions, texts)
-    weights = jnp.asarray(rows.weights[chosen])
-    return HeadBatch(tokens, positions, texts, weights, jnp.asarray(anchors), states, log_probs, best)
+    weights, best = jnp.asarray(rows.weights[chosen]), jnp.asarray(seen.best)
+    log_probs = jnp.zeros((0,)) if log_probs is None else log_probs
+    return HeadBatch(tokens, positions, texts, weights, jnp.asarray(anchors), seen.states, log_probs, best)
 
 
 class HeadMeter:
@@ -37,7 +38,7 @@ class HeadMeter:
         self,
         logits: Callable[[Params, HeadBatch], jax.Array],
         rows: HeadRows,
-        observe: ObserveRows,
+        observe: Callable[[HeadRows, Any], TargetStates],
         *,
         distance: int,
         batch_size: int,
@@ -48,7 +49,7 @@ class HeadMeter:
         # The last batch overlaps the one before it: all have one shape.
         self._starts = [min(start, len(rows) - size) for start in range(0, len(rows), size)]
         chosen = (slice(start, start + size) for start in self._starts)
-        self._batches = [jax.device_get(make_batch(rows, some, anchors[some], observe)) for some in chosen]
+        self._batches = [jax.device_get(make_batch(rows, some, anchors[some], observe(rows, some))) for some in chosen]
         self._choose = jax.jit(lambda params, batch: jnp.argmax(logits(params, batch), axis=-1))
 
     def __call__(self, params: Params) -> Acceptance:

@@ -1,6 +1,7 @@
 """Training heads that draft for a target (`models.draft_head`), from the target's own hidden states.
 
-The target computes its states in each step, once and outside of the gradient, so that they need no room on disk.
+The target computes its states in each step, outside of the gradient, so that they need no room on disk; or once for all
+rows.
 """
 
 import json
@@ -28,7 +29,7 @@ from jaxinfer.training.head_objectives import STEP_DECAY, HeadBatch, HeadLoss, d
 from jaxinfer.training.head_rows import chosen_anchors, draft_vocabulary, index_of, pack
 from jaxinfer.training.head_start import head_config, initial_params
 from jaxinfer.training.loop import History, TrainOptions, seconds_per_step, train
-from jaxinfer.training.target_states import observer
+from jaxinfer.training.target_states import StoredStates, Target
 from jaxinfer.training.texts import claim_folder, digest
 
 MIN_STEPS = 10  # of a run that is given minutes
@@ -46,6 +47,7 @@ class HeadOptions:
     copies: layers begin as copies of the target's last ones.
     loss: "kl" or "lk"; temperature: divides the target's logits in it.
     prompt_weight: what a prompt's tokens count, beside one for what the target wrote.
+    stores_states: the target's states of all rows are computed once and kept on disk, in bfloat16.
     patience: evaluations without a better acceptance after which training ends; 0 for none.
     """
 
@@ -67,6 +69,7 @@ class HeadOptions:
     learning_rate: float = 1.5e-3
     decay_fraction: float = 0.5
     warmup_steps: int = 20
+    stores_states: bool = False
     patience: int = 0
     checkpoint_every: int = 20
     evaluate_every: int = 50
@@ -215,22 +218,20 @@ def train_head(
     draft = HeadDraft("head", config, {**params, **fixed}, taps)
     ((whole, together),) = draft.models(target, dense)
     given = {name: leaf for name, leaf in together.items() if name not in params}
-    observe = observer(target, taps, training.index, options.temperature)
+    own = Target(target, dense, taps, training.index, options.temperature)
+    stored = StoredStates(work_dir / "states", rows, own, options.batch_size) if options.stores_states else None
 
     def batch_at(step: int) -> HeadBatch:
         chosen = corpus.rows_at(len(rows), step, options.batch_size, options.seed)
         random = np.random.default_rng((options.seed, 3, step))
         anchors = chosen_anchors(training.is_anchor[chosen], training.num_anchors, random)
-        return make_batch(rows, chosen, anchors, partial(observe, dense))
-
-    def observe_choices(*arrays: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-        states, _, best = observe(dense, *arrays)
-        return states, jnp.zeros((0,)), best  # the log-probabilities are large, and only the loss needs them
+        seen = own.observe(rows, chosen) if stored is None else stored(chosen)
+        return make_batch(rows, chosen, anchors, seen, own.log_probs(seen))
 
     meter = HeadMeter(
         lambda params, batch: drafted_tokens(whole, params, batch, options.unroll).logits,
         training.held_out,
-        observe_choices,
+        own.observe,
         distance=options.distance,
         batch_size=options.batch_size,
     )
