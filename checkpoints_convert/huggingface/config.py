@@ -388,7 +388,9 @@ def _check_round_trip(config: ModelConfig, data: Mapping[str, Any]) -> None:
             if side[name] is not None:
                 del side[name]["sequence_length"]  # of the engine, not a property of the checkpoint
         if config.draft_head is not None:  # which tensors a head has is told by its files
-            side["draft_head"] = {name: value for name, value in side["draft_head"].items() if name not in TOLD_BY_FILES}
+            side["draft_head"] = {
+                name: value for name, value in side["draft_head"].items() if name not in TOLD_BY_FILES
+            }
     if not any(wanted["sliding_windows"]):
         wanted["sliding_windows"] = ()
     problems = [

@@ -197,7 +197,7 @@ def _first_tensors(
 
 
 def _vocabulary(index: np.ndarray, size: int) -> dict[str, np.ndarray]:
-    """What is read as the places of the target's tokens in a smaller vocabulary of that size."""
+    """Tensors that are read as the places of the target's tokens in a smaller vocabulary of that size."""
     is_drafted = index < size
     tokens = np.flatnonzero(is_drafted)[np.argsort(index[is_drafted])]
     return {VOCABULARY: tokens.astype(np.int64) - np.arange(size), IS_DRAFTED: is_drafted}

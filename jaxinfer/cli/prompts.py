@@ -59,7 +59,7 @@ def read_chats(files: Sequence[Path]) -> list[list[dict[str, Any]]]:
             said, messages = record.get("prompt"), record.get("messages")
             if isinstance(said, str):
                 messages = [{"role": "user", "content": said}]
-            if not (isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages)):
+            if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
                 raise UsageError(f'{where} has no "prompt", a text, and no list of "messages"')
             chats.append(messages)
     if not chats:

@@ -135,6 +135,7 @@ def train_head(options: TrainHeadOptions) -> None:
         result = train(training, work_dir=work_dir, began=began)
         rounds = measure_rounds(llm, result, texts, own.num_drafts)
         _export(llm, training, result, rounds, options, bool(chats))
+    measured = {"before": result.before, "after": result.after, "rounds": rounds}
     if options.as_json:
         write_json(
             {
@@ -143,16 +144,13 @@ def train_head(options: TrainHeadOptions) -> None:
                 "num_texts": result.num_texts,
                 "num_tokens": result.num_tokens,
                 "history": [{"step": step, **values} for step, values in result.history],
-                **{
-                    name: figures(one)
-                    for name, one in (("before", result.before), ("after", result.after), ("rounds", rounds))
-                },
+                **{name: figures(acceptance) for name, acceptance in measured.items()},
             }
         )
         return
     rows = [
-        [when, f"{one.tokens_per_round:.2f}", f"{one.rate:.1%}", " ".join(f"{rate:.0%}" for rate in one.by_position)]
-        for when, one in (("before", result.before), ("after", result.after), ("rounds", rounds))
+        [name, f"{acceptance.tokens_per_round:.2f}", f"{acceptance.rate:.1%}", _shares(acceptance.by_position)]
+        for name, acceptance in measured.items()
     ]
     console().print(make_table(("", "tokens a round", "accepted", "by position"), rows))
     write_text(f"{out}\n")
@@ -166,6 +164,10 @@ def figures(acceptance: "Acceptance") -> dict[str, Any]:
         "acceptance_by_position": list(acceptance.by_position),
         "num_tokens": acceptance.num_tokens,
     }
+
+
+def _shares(rates: Sequence[float]) -> str:
+    return " ".join(f"{rate:.0%}" for rate in rates)
 
 
 def _check(options: TrainHeadOptions) -> None:

@@ -246,7 +246,7 @@ def distill(
     meter = AcceptanceMeter(draft, held_out, options.held_out_prompt)
     before = meter(initial)
     requests = continuation_requests(documents, continuations)
-    rows, prompt_lengths = written("texts", requests), np.array([len(one.prompt) for one in requests], np.int32)
+    rows, prompt_lengths = written("texts", requests), np.array([len(request.prompt) for request in requests], np.int32)
     objective = distillation(target, draft, options.loss, options.temperature)
     num_data = options.batch_size - options.num_on_policy
 

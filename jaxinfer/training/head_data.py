@@ -96,7 +96,7 @@ def answers(
 
 
 def _claim(work_dir: Path, data: Sequence[Sequence[int]], options: HeadTextOptions, target: str) -> None:
-    arrays = (np.asarray([len(one), *one], np.int64) for one in data)
+    arrays = (np.asarray([len(tokens), *tokens], np.int64) for tokens in data)
     claim_folder(work_dir, "texts.json", {**asdict(options), "target": target, "data": digest(*arrays)})
 
 

@@ -1,4 +1,4 @@
-"""What trained heads are taught: chains of tokens (Li et al. 2025, EAGLE-3, section 3.1) and blocks (Chen et al. 2026,
+"""Objectives of heads: chains of tokens (Li et al. 2025, EAGLE-3, section 3.1) and blocks (Chen et al. 2026,
 DFlash, arXiv 2602.06036, section 3.3), against what the target says after the true tokens.
 
 Shapes use the legend of jaxinfer/README.md, and A anchors of a row, N draft tokens of each, V the head's vocabulary.
@@ -94,7 +94,7 @@ def block_logits(head: DraftHead, batch: HeadBatch) -> jax.Array:
 
 
 def _logits(head: DraftHead, hidden: jax.Array) -> jax.Array:
-    """Of all in one product, since its weights are most of what a step reads."""
+    """float32 logits [..., V] of hidden states [..., D], in one product: its weights are most of what a step reads."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     return scaled_logits(head.config, head.logits(flat)).reshape(*hidden.shape[:-1], -1)
 
@@ -108,7 +108,7 @@ LOSSES: dict[HeadLoss, Callable[[jax.Array, jax.Array], jax.Array]] = {"kl": for
 
 
 class DraftedTokens(NamedTuple):
-    """What a head says of a batch, and what it is compared with: [B, A, N], logits [B, A, N, V]."""
+    """Draft tokens of a batch: logits [B, A, N, V], the places after which they are said, and what they count."""
 
     logits: jax.Array
     places: jax.Array

@@ -58,7 +58,7 @@ def cut_repeats(text: DraftedText) -> DraftedText:
 
 
 def written_texts(requests: Sequence[TargetTextRequest], rows: np.ndarray) -> list[DraftedText]:
-    """What a target wrote (`write_texts`), cut where it repeats itself, if at least two tokens are left."""
+    """Texts that a target wrote (`write_texts`), cut where it repeats itself, if at least two tokens are left."""
     texts = [
         cut_repeats(DraftedText(row[row != NO_TOKEN], len(request.prompt)))
         for request, row in zip(requests, rows, strict=True)
@@ -121,10 +121,10 @@ def index_of(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 def chosen_anchors(is_anchor: np.ndarray, count: int, random: np.random.Generator | None = None) -> np.ndarray:
     """int32 [B, count]: anchors of each row of bool [B, L], ascending, at random if there are more; then L for none."""
-    found = np.full((len(is_anchor), count), is_anchor.shape[1], np.int32)
+    chosen = np.full((len(is_anchor), count), is_anchor.shape[1], np.int32)
     for row, flags in enumerate(is_anchor):
         places = np.flatnonzero(flags)
         if len(places) > count:
             places = places[:count] if random is None else np.sort(random.choice(places, count, replace=False))
-        found[row, : len(places)] = places
-    return found
+        chosen[row, : len(places)] = places
+    return chosen

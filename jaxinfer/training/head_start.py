@@ -1,4 +1,4 @@
-"""What the training of a head begins with: its configuration, and parameters that are taken from its target."""
+"""The start of a head's training: its configuration, and parameters that are taken from its target."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -116,16 +116,16 @@ def _copied(layer: Params, source: Params, target: ModelConfig, norm: jax.Array 
         if names[0] in ("state_norm", "attention_norm"):
             return leaf if norm is None else norm
         if names[0] == "mlp_norm":
-            found = _norm_weight(target, source.get("mlp_norm", {}))
-            return leaf if found is None else found
-        found = _at(source, names)
-        if found is None or found.ndim != leaf.ndim:
+            weight = _norm_weight(target, source.get("mlp_norm", {}))
+            return leaf if weight is None else weight
+        weight = _at(source, names)
+        if weight is None or weight.ndim != leaf.ndim:
             return leaf
-        if found.shape == leaf.shape:
-            return jnp.asarray(found, jnp.float32)
+        if weight.shape == leaf.shape:
+            return jnp.asarray(weight, jnp.float32)
         half = (leaf.shape[0] // 2, *leaf.shape[1:])
-        if names[0] == "attention" and found.shape == half:
-            return jnp.concatenate([_NOISE * leaf[: half[0]], jnp.asarray(found, jnp.float32)])
+        if names[0] == "attention" and weight.shape == half:
+            return jnp.concatenate([_NOISE * leaf[: half[0]], jnp.asarray(weight, jnp.float32)])
         return leaf
 
     return jax.tree_util.tree_map_with_path(copy, layer)

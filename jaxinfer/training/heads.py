@@ -245,9 +245,9 @@ def train_head(
     num_steps = options.num_steps or _steps_in(options.minutes or 0, work_dir, began, measure)
 
     def evaluate(params: Params) -> dict[str, float]:
-        found = meter({**params, **given})
-        by_position = {f"accepted_{k + 1}": rate for k, rate in enumerate(found.by_position)}
-        return {"acceptance": found.rate, "tokens_per_round": found.tokens_per_round, **by_position}
+        measured = meter({**params, **given})
+        by_position = {f"accepted_{k + 1}": rate for k, rate in enumerate(measured.by_position)}
+        return {"acceptance": measured.rate, "tokens_per_round": measured.tokens_per_round, **by_position}
 
     result = train(
         params,
@@ -277,8 +277,8 @@ def train_head(
 
 def is_stalled(history: History, patience: int) -> bool:
     """True if the last `patience` evaluations accept no more than the best one before them."""
-    found = [values["tokens_per_round"] for _, values in history if "tokens_per_round" in values]
-    return 0 < patience < len(found) and max(found[-patience:]) <= max(found[:-patience])
+    measured = [values["tokens_per_round"] for _, values in history if "tokens_per_round" in values]
+    return 0 < patience < len(measured) and max(measured[-patience:]) <= max(measured[:-patience])
 
 
 def _steps_in(minutes: float, work_dir: Path, began: float, measure: Callable[[], float]) -> int:
@@ -307,6 +307,6 @@ def _mask_token(texts: HeadTexts, vocab_size: int) -> int:
 
 
 def _share_covered(texts: Any, index: np.ndarray | None) -> float:
-    """Of the tokens to draft, the share that a smaller vocabulary has."""
+    """The share of the tokens to draft that a smaller vocabulary has."""
     tokens = np.concatenate([text.tokens[text.first :] for text in texts])
     return 1.0 if index is None else float(np.mean(index[tokens] < index.max()))

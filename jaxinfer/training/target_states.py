@@ -1,4 +1,4 @@
-"""What a target computes of rows of texts: the hidden states that heads read, and what it says next.
+"""A target's passes over rows of texts: the hidden states that heads read, and what it says next.
 
 It computes them for each batch, or once for all rows, which are then read from files in each step.
 """
@@ -52,7 +52,7 @@ class Target:
         self.taps, self._params = tuple(taps), params
 
         def summed(decoder, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Of one row [T, D]: all rows together would need their logits of all tokens at once."""
+            """Totals and best tokens of one row [T, D]: of all rows together the logits of all tokens would be held."""
             logits = decoder.logits(hidden)[..., : config.vocab_size]
             best = jnp.argmax(logits, axis=-1)
             if index is not None:
@@ -77,7 +77,7 @@ class Target:
         self._observe, self._log_probs = observe, log_probs
 
     def observe(self, rows: HeadRows, chosen: Any) -> TargetStates:
-        """What it computes of chosen rows."""
+        """A pass over chosen rows."""
         arrays = (jnp.asarray(x[chosen]) for x in (rows.tokens, rows.positions, rows.texts))
         return self._observe(self._params, *arrays)
 
@@ -99,7 +99,7 @@ def _with_head_of(config: ModelConfig, params: Params, tokens: np.ndarray | None
 
 
 class StoredStates:
-    """What a target computes of all rows, in files of `at_once` rows; each is written once, also over interruptions.
+    """Passes of a target over all rows, in files of `at_once` rows; each is written once, also over interruptions.
 
     Tapped and last states are rounded to bfloat16. Raises ValueError if they take more than `MAX_STORED_BYTES`.
     """
@@ -119,7 +119,7 @@ class StoredStates:
                 stage.update()
 
     def __call__(self, chosen: np.ndarray) -> TargetStates:
-        """What was computed of rows with these numbers."""
+        """The pass over rows with these numbers."""
         files = np.searchsorted(self._starts, chosen, side="right") - 1
         places = chosen - self._starts[files]
         whole = np.stack([self._files[file][place] for file, place in zip(files, places, strict=True)])

@@ -21,6 +21,7 @@ from tests.faults.catalogue import (
     serving,
     store,
     tool_calls,
+    training_heads,
     weights,
 )
 from tests.faults.fault import Fault
@@ -45,6 +46,7 @@ FAULTS: tuple[Fault, ...] = (
     *heavy_hitters.FAULTS,
     *histories.FAULTS,
     *heads.FAULTS,
+    *training_heads.FAULTS,
     *kept.FAULTS,
     *on_chip.FAULTS,
 )
