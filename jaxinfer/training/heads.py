@@ -33,6 +33,7 @@ from jaxinfer.training.target_states import StoredStates, Target
 from jaxinfer.training.texts import claim_folder, digest
 
 MIN_STEPS = 10  # of a run that is given minutes
+LM_HEAD_RATE = 0.1  # it begins as the target's, and AdamW moves the rows of rare tokens as far as any other
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class HeadOptions:
             decay_fraction=self.decay_fraction,
             checkpoint_every=self.checkpoint_every,
             evaluate_every=self.evaluate_every,
+            lm_head_rate=LM_HEAD_RATE,
         )
 
 

@@ -35,6 +35,7 @@ class TrainOptions:
       `decay_fraction` of the steps falls linearly to zero (Hu et al. 2024, warmup-stable-decay).
     checkpoint_every: steps between checkpoints. log_every: steps between points of the loss curve.
     evaluate_every: steps between evaluations, where there is one to make.
+    lm_head_rate: the learning rate of the vocabulary head, as a share of that of the rest.
     """
 
     num_steps: int
@@ -46,6 +47,7 @@ class TrainOptions:
     checkpoint_every: int = 50
     log_every: int = 10
     evaluate_every: int = 100
+    lm_head_rate: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
 
         return jax.tree_util.tree_map_with_path(decide, params)
 
+    def is_lm_head(params: Params) -> Any:
+        return {name: jax.tree.map(lambda _: name == "lm_head", part) for name, part in params.items()}
+
+    slower = [] if options.lm_head_rate == 1 else [optax.masked(optax.scale(options.lm_head_rate), is_lm_head)]
     return optax.chain(
         optax.clip_by_global_norm(options.max_gradient_norm),
         muon(
@@ -85,6 +91,7 @@ def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
             consistent_rms=0.2,
             muon_weight_dimension_numbers=cast(Any, is_matrix_of_a_layer),
         ),
+        *slower,
     )
 
 
