@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxinfer.cli.command import UsageError, resumes
+from jaxinfer.cli.command import UsageError, resumes, say
 from jaxinfer.cli.distill import read_documents, writer
 from jaxinfer.cli.options import as_json, model_argument, overwrite
-from jaxinfer.cli.output import console, note, write_json, write_text
+from jaxinfer.cli.output import console, write_json, write_text
 from jaxinfer.cli.prompts import read_chats
 from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
@@ -251,17 +251,22 @@ def _texts(
 
 
 def _check_memory(parts: dict[str, int]) -> None:
-    """Prints what training needs; raises MemoryError, with the numbers, if it does not fit."""
-    from jaxinfer.engine.memory import system_memory
-
-    total, free = sum(parts.values()), system_memory()
+    """Prints what training needs; raises ValueError, with the numbers, if it does not fit."""
+    total, free = sum(parts.values()), free_memory()
     listed = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in parts.items())
-    note(f"training needs about {total / 2**20:,.0f} MiB: {listed}")
+    say(f"training needs about {total / 2**20:,.0f} MiB: {listed}")
     if free is not None and total > MAX_MEMORY * free:
         raise ValueError(
             f"training needs about {total / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB of memory are free: lower "
             "--batch-size, --anchors or --draft-vocab-size"
         )
+
+
+def free_memory() -> int | None:
+    """Bytes of the host's memory that are available; None if unknown."""
+    from jaxinfer.engine.memory import system_memory
+
+    return system_memory()
 
 
 def measure_rounds(llm: "LLM", result: "HeadResult", texts: "HeadTexts", num_draft_tokens: int) -> "Acceptance":

@@ -96,7 +96,7 @@ def test_no_data_is_told(jaxinfer, model, tmp_path):
 
 
 def test_what_does_not_fit_is_told_with_the_numbers(jaxinfer, model, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxinfer.engine.memory.system_memory", lambda: 2**20)
+    monkeypatch.setattr("jaxinfer.cli.train_head.free_memory", lambda: 2**20)
     result = jaxinfer("train-head", model, "--prompts", prompts, "--out", tmp_path / "head", *SMALL)
     assert result.exit_code == 1
     assert "1 MiB of memory are free" in result.stderr
