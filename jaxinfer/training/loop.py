@@ -79,7 +79,7 @@ def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
         return jax.tree_util.tree_map_with_path(decide, params)
 
     def is_lm_head(params: Params) -> Any:
-        return {name: jax.tree.map(lambda _: name == "lm_head", part) for name, part in params.items()}
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: path[0].key == "lm_head", params)
 
     slower = [] if options.lm_head_rate == 1 else [optax.masked(optax.scale(options.lm_head_rate), is_lm_head)]
     return optax.chain(
