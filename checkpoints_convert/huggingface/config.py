@@ -18,7 +18,7 @@ from checkpoints_convert.huggingface.families import (
     first_architecture,
     text_part,
 )
-from checkpoints_convert.huggingface.families_heads import HEADS, head_part, is_head, mtp_part
+from checkpoints_convert.huggingface.families_heads import HEADS, TOLD_BY_FILES, head_part, is_head, mtp_part
 from checkpoints_convert.huggingface.family import Family, Fields, read_settings, write_settings
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.checks import did_you_mean, whole_numbers
@@ -171,11 +171,12 @@ def declared_dtype(data: Mapping[str, Any], problems: list[str]) -> str | None:
 
 
 def huggingface_config(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model, readable by Transformers 4 and 5.
+    """The config.json of a model, readable by Transformers 4 and 5, or of a head that drafts in the form of those who
+    publish it.
 
     Raises CheckpointError if the architecture cannot express the configuration, naming the fields.
     """
-    if config.architecture not in FAMILIES:
+    if config.architecture not in (FAMILIES if config.draft_head is None else HEADS):
         raise CheckpointError(
             CONFIG, f"no architecture {config.architecture!r}{did_you_mean(config.architecture, FAMILIES)}"
         )
@@ -386,6 +387,10 @@ def _check_round_trip(config: ModelConfig, data: Mapping[str, Any]) -> None:
         for name in ("rope", "local_rope"):
             if side[name] is not None:
                 del side[name]["sequence_length"]  # of the engine, not a property of the checkpoint
+        if config.draft_head is not None:  # which tensors a head has is told by its files
+            side["draft_head"] = {
+                name: value for name, value in side["draft_head"].items() if name not in TOLD_BY_FILES
+            }
     if not any(wanted["sliding_windows"]):
         wanted["sliding_windows"] = ()
     problems = [

@@ -22,12 +22,13 @@ from checkpoints_convert.huggingface.family import (
 )
 from checkpoints_convert.huggingface.llama_tensors import LAYER, TARGET, linears
 from checkpoints_convert.huggingface.rules import INDEX, TensorRule, linear, norm
-from jaxinfer.models import DraftHeadConfig
+from jaxinfer.models import DraftHeadConfig, ModelConfig
 
 MTP = "MTP"  # at the end of the architecture of a model whose multi-token prediction drafts
 _SLIDING = "sliding_attention"
 _EAGLE3, _EAGLE3_QWEN, _BLOCKS = "LlamaForCausalLMEagle3", "Qwen3ForCausalLMEagle3", "DFlashDraftModel"
 _NUM_TAPS = 3  # of EAGLE-3, unless its configuration names layers
+TOLD_BY_FILES = ("has_embedding", "has_lm_head", "has_draft_index")  # fields that the tensors decide
 Data = Mapping[str, Any]
 
 
@@ -69,9 +70,10 @@ _ENDS = (
     *(rule for name in ("gate_proj", "joint_proj") for rule in linear(f"markov_head.{name}", f"markov.{name}")),
     *linear("confidence_head.proj", "confidence_proj"),
 )
-_TENSORS = (*_ENDS, *_rules("layers.{layer}"), *_rules("midlayer", "layers.0"))
+_TENSORS = (*_ENDS, *_rules("layers.{layer}"))
 VOCABULARY = "d2t"  # of each token of a smaller vocabulary, what its number in the target's is larger by
-_SKIPPED = (VOCABULARY, "t2d", r"verifier_(norm|lm_head)\.weight", r".*\.rotary_emb\..*")
+IS_DRAFTED = "t2d"  # of each token of the target's vocabulary, whether it is in the smaller one
+_SKIPPED = (VOCABULARY, IS_DRAFTED, r"verifier_(norm|lm_head)\.weight", r".*\.rotary_emb\..*")
 
 
 def _build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +131,31 @@ def _block_settings(own: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_HEAD = ConfigPart(_build)
+def _express(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a head in SGLang's form of EAGLE-3 or z-lab's of DFlash; `_check_round_trip` finds what they cannot
+    express."""
+    head = config.draft_head
+    if head is None:
+        raise ValueError(f"{config.architecture} is no head that drafts")
+    outputs = [layer - 1 for layer in head.tap_layers]
+    common = {"draft_vocab_size": head.vocab_size or config.vocab_size, "target_hidden_size": head.tap_size}
+    if head.kind == "eagle3":
+        layers = {"eagle_aux_hidden_state_layer_ids": list(head.tap_layers)} if head.tap_layers else {}
+        nested = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
+        return {
+            **common,
+            **layers,
+            **({"eagle_config": nested} if layers else {}),
+            "norm_before_fc": head.tap_norms == "all",
+            "fc_norm": head.tap_norms == "each",
+            "norm_output": head.returns_normed,
+            "norm_before_residual": head.adds_normed,
+        }
+    own = {"mask_token_id": head.mask_token, "target_layer_ids": outputs, "block_size": head.block_size}
+    return {**common, "block_size": head.block_size, "is_causal": False, "dflash_config": own}
+
+
+_HEAD = ConfigPart(_build, _express)
 _EAGLE3_FAMILY = Family(
     _EAGLE3,
     "llama",
@@ -138,7 +164,8 @@ _EAGLE3_FAMILY = Family(
     max_position_embeddings=2048,
     **LINEAR_BIAS,
     prefix="",
-    tensors=_TENSORS,
+    # The first rule of a parameter is that by which it is written.
+    tensors=(*_ENDS, *_rules("midlayer", "layers.0"), *_rules("layers.{layer}")),
     skipped=_SKIPPED,
     parts=(_HEAD,),
 )
@@ -158,6 +185,7 @@ _BLOCK_FAMILY = replace(
     _EAGLE3_QWEN_FAMILY,
     architecture=_BLOCKS,
     title="DFlash, DFlash 2, DSpark",
+    tensors=_TENSORS,
     examples="z-lab/*-DFlash, *-DSpark",
     **ATTENTION_BIAS,
     settings=(

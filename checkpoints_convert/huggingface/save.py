@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from checkpoints_convert.checkpoint import (
+    DRAFT_INDEX,
     ParamPath,
     check_dtype,
     check_finite,
@@ -28,6 +29,7 @@ from checkpoints_convert.host_arrays import count_nonfinite
 from checkpoints_convert.huggingface.compress import StoredForm, compress, quantization_config, stored_form
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.families import family_of
+from checkpoints_convert.huggingface.families_heads import IS_DRAFTED, VOCABULARY
 from checkpoints_convert.huggingface.family import Family, head_names
 from checkpoints_convert.huggingface.rules import TensorGroup
 from checkpoints_convert.outputs import join_outputs
@@ -125,7 +127,7 @@ def write_shards(
     total = 0
     for number, shard_groups in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
-        tensors = _kv_tensors(config, family, kv_scales) if number == 1 else {}
+        tensors = _first_tensors(config, family, kv_scales, leaves) if number == 1 else {}
         for group in shard_groups:
             paths = [placement.target for placement in group.placements]
             params = [leaves.take(path) for path in paths]
@@ -182,6 +184,23 @@ def _linears(tensor_groups: Sequence[TensorGroup], head: str) -> list[str]:
     ]
     head = head.removesuffix(".weight")
     return [*names, *([head] if head not in names else [])]
+
+
+def _first_tensors(
+    config: ModelConfig, family: Family, kv_scales: Sequence[LayerKVScales], leaves: _Leaves
+) -> dict[str, np.ndarray]:
+    """Tensors beside those of the rules: scales of a cache, and of a head the tokens of its smaller vocabulary."""
+    tensors = _kv_tensors(config, family, kv_scales)
+    if config.draft_head is not None and config.draft_head.has_draft_index:
+        tensors |= _vocabulary(np.asarray(leaves.take(DRAFT_INDEX)), config.draft_head.vocab_size or config.vocab_size)
+    return tensors
+
+
+def _vocabulary(index: np.ndarray, size: int) -> dict[str, np.ndarray]:
+    """Tensors that are read as the places of the target's tokens in a smaller vocabulary of that size."""
+    is_drafted = index < size
+    tokens = np.flatnonzero(is_drafted)[np.argsort(index[is_drafted])]
+    return {VOCABULARY: tokens.astype(np.int64) - np.arange(size), IS_DRAFTED: is_drafted}
 
 
 def _kv_tensors(config: ModelConfig, family: Family, kv_scales: Sequence[LayerKVScales]) -> dict[str, np.ndarray]:

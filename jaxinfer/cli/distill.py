@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from jaxinfer.api.llm import LLM
     from jaxinfer.models import ModelConfig, Params
     from jaxinfer.training.acceptance import Acceptance
-    from jaxinfer.training.distill import DistillOptions, DistillResult, Documents, TargetTextRequest
+    from jaxinfer.training.distill import DistillOptions, DistillResult
+    from jaxinfer.training.texts import Documents, TargetTextRequest
 
 _draft = partial(option, group="The draft")
 _training = partial(option, group="Training")
@@ -163,7 +164,9 @@ def writer(llm: "LLM") -> "Callable[[list[TargetTextRequest]], list[list[int]]]"
 
     def generate(requests: "list[TargetTextRequest]") -> list[list[int]]:
         params = [
-            SamplingParams(temperature=text.temperature, max_tokens=text.num_tokens, seed=text.seed, ignore_eos=True)
+            SamplingParams(
+                temperature=text.temperature, max_tokens=text.num_tokens, seed=text.seed, ignore_eos=text.ignore_eos
+            )
             for text in requests
         ]
         outputs = llm.generate([list(text.prompt) for text in requests], params, use_tqdm=False)
@@ -211,7 +214,7 @@ def figures(acceptance: "Acceptance") -> dict[str, float]:
 
 
 def _encoded(llm: "LLM", documents: list[str]) -> "Documents":
-    from jaxinfer.training.distill import Documents
+    from jaxinfer.training.texts import Documents
 
     tokenizer = llm.tokenizer
     if tokenizer is None:

@@ -31,6 +31,7 @@ from jaxinfer.cli.serve import serve
 from jaxinfer.cli.served import ps, stop
 from jaxinfer.cli.speculate_report import speculate_report
 from jaxinfer.cli.store import copy, create, disk, list_, remove, show
+from jaxinfer.cli.train_head import train_head
 from jaxinfer.cli.verify import verify
 from jaxinfer.cli.warm import warm
 
@@ -62,6 +63,8 @@ jaxinfer advise ./checkpoint --goal latency
 
 jaxinfer plan ./checkpoint --on v5e:2x2 --quantize int8
 
+jaxinfer train-head ./checkpoint --prompts prompts.txt --out ./head
+
 jaxinfer distill --target ./checkpoint --data ./texts --out ./draft
 
 [bold]Exit codes[/bold]
@@ -90,7 +93,7 @@ GROUPS = {
     "Models": {"pull": pull, "list": list_, "show": show, "create": create, "cp": copy, "rm": remove, "disk": disk},
     "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},
     "Planning": {"advise": advise, "plan": plan, "kv-report": kv_report, "warm": warm},
-    "Speculation": {"speculate-report": speculate_report, "distill": distill},
+    "Speculation": {"speculate-report": speculate_report, "train-head": train_head, "distill": distill},
     "This machine": {"profile": profile, "doctor": doctor},
 }
 for group, commands in GROUPS.items():

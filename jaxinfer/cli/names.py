@@ -47,7 +47,9 @@ _COMMANDS = {
     "version": "jaxinfer --version prints it",
     "benchmark": "jaxinfer bench latency MODEL, throughput or load",
     **dict.fromkeys(("eval", "evaluate", "perplexity"), "jaxinfer score shows the log-probabilities of texts"),
-    **dict.fromkeys(("train", "finetune", "lora"), "models are not trained here; jaxinfer distill trains drafts"),
+    **dict.fromkeys(
+        ("train", "finetune", "lora"), "jaxinfer train-head and jaxinfer distill train drafts, nothing else"
+    ),
     "export": "jaxinfer convert SRC DST --to huggingface writes safetensors",
     "compile": "jaxinfer warm MODEL compiles the programs of a model",
 }

@@ -48,6 +48,25 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[PromptLine
     return [PromptLine(_stdin() if text == STDIN else text, f"prompt {i}") for i, text in enumerate(arguments)]
 
 
+def read_chats(files: Sequence[Path]) -> list[list[dict[str, Any]]]:
+    """Conversations of files, one a line: a text that a user says, or in JSON lines an object with "prompt", such a
+    text, or "messages". Raises UsageError, with the line, for what is none."""
+    chats = []
+    for file in files:
+        for number, text, is_json in _lines(file):
+            where = f"{file} line {number}"
+            record = _object(text, where, ()) if is_json else {"prompt": text}
+            said, messages = record.get("prompt"), record.get("messages")
+            if isinstance(said, str):
+                messages = [{"role": "user", "content": said}]
+            if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
+                raise UsageError(f'{where} has no "prompt", a text, and no list of "messages"')
+            chats.append(messages)
+    if not chats:
+        raise UsageError(f"{', '.join(map(str, files))}: no prompt in it")
+    return chats
+
+
 def read_records(file: Path, required: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
     """The objects of a JSON lines file with their places; each has exactly the `required` keys."""
     records = []
@@ -78,7 +97,8 @@ def _object(text: str, where: str, required: tuple[str, ...]) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UsageError(f"{where} is not JSON: {error}") from None
     if not isinstance(record, dict):
-        raise UsageError(f"{where} must be a JSON object with {', '.join(required)}, got {type(record).__name__}")
+        keys = f" with {', '.join(required)}" if required else ""
+        raise UsageError(f"{where} must be a JSON object{keys}, got {type(record).__name__}")
     for key in required:
         if key not in record:
             raise UsageError(f"{where} has no {key!r}")

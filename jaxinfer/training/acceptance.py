@@ -1,5 +1,6 @@
 """Acceptance of a draft's tokens by its target, from teacher-forced choices, without generating text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -21,6 +22,7 @@ class Acceptance:
       agreement: share of tokens that the draft would have chosen, given the true text before them.
       num_accepted, num_proposed: draft tokens in all rounds. num_rounds: calls of the target.
       num_tokens: tokens of the text.
+      by_position: of each draft token of a round, the share of rounds in which it was accepted, of those with so many.
     """
 
     agreement: float
@@ -28,6 +30,7 @@ class Acceptance:
     num_proposed: int
     num_rounds: int
     num_tokens: int
+    by_position: tuple[float, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -51,17 +54,27 @@ def simulate(agrees: np.ndarray, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> Ac
         raise ValueError(f"num_draft_tokens must be at least 1, got {num_draft_tokens}")
     if agrees.ndim != 2 or agrees.size == 0:
         raise ValueError(f"rows of agreements [N, T] are needed, got shape {agrees.shape}")
-    num_accepted = num_proposed = num_rounds = 0
-    for row in agrees:
+    depths = np.arange(agrees.shape[1])[:, None] + np.arange(num_draft_tokens)
+    return simulate_drafts([row[np.minimum(depths, len(row) - 1)] for row in agrees], float(agrees.mean()))
+
+
+def simulate_drafts(texts: Sequence[np.ndarray], agreement: float) -> Acceptance:
+    """Simulates speculation over texts, each bool [T, K]: whether draft token k is the one that comes k places after
+    each, where the draft has the true tokens before it. `agreement` is that of the result."""
+    most = max((text.shape[1] for text in texts), default=0)
+    accepted_at, proposed_at, num_rounds = np.zeros(most, np.int64), np.zeros(most, np.int64), 0
+    for text in texts:
         at = 0
-        while at < len(row):
-            proposed = row[at : at + num_draft_tokens]
+        while at < len(text):
+            proposed = text[at, : len(text) - at]
             accepted = len(proposed) if proposed.all() else int(np.argmin(proposed))
-            num_accepted += accepted
-            num_proposed += len(proposed)
+            accepted_at[:accepted] += 1
+            proposed_at[: len(proposed)] += 1
             num_rounds += 1
             at += accepted + 1
-    return Acceptance(float(agrees.mean()), num_accepted, num_proposed, num_rounds, agrees.size)
+    by_position = tuple((accepted_at / np.maximum(proposed_at, 1)).tolist())
+    num_accepted, num_proposed = int(accepted_at.sum()), int(proposed_at.sum())
+    return Acceptance(agreement, num_accepted, num_proposed, num_rounds, sum(map(len, texts)), by_position)
 
 
 class AcceptanceMeter:

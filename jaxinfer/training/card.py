@@ -1,13 +1,14 @@
-"""The model card of a distilled draft."""
+"""The model card of a distilled draft, and what cards of drafts share."""
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from jaxinfer.checks import need_plotting
 from jaxinfer.models import abstract_params
-from jaxinfer.training.acceptance import NUM_DRAFT_TOKENS
+from jaxinfer.training.acceptance import NUM_DRAFT_TOKENS, Acceptance
 from jaxinfer.training.distill import DistillOptions, DistillResult
 
 
@@ -30,10 +31,7 @@ def draft_card_text(
     """Markdown; every figure comes from the run."""
     config = result.config
     num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config)))
-    rows = "\n".join(
-        f"| {when} | {acceptance.agreement:.1%} | {acceptance.rate:.1%} | {acceptance.tokens_per_round:.2f} |"
-        for when, acceptance in (("before distillation", result.before), ("after", result.after))
-    )
+    table = acceptance_table((("before distillation", result.before), ("after", result.after)))
     losses = {"fkl": "forward KL", "rkl": "reverse KL", "tv": "total variation"}
     plot = "\n![loss and acceptance by step](distillation.png)\n" if has_plot else ""
     return f"""# {name}
@@ -50,10 +48,7 @@ itself. On its own it is not worth reading.
 Acceptance on greedy text of the target after held-out prompts, {result.after.num_tokens:,} tokens, in rounds of
 {NUM_DRAFT_TOKENS} draft tokens:
 
-| | same choice | accepted of proposed | tokens a round |
-| --- | --- | --- | --- |
-{rows}
-
+{table}
 ## Training
 
 {origin}Distilled from `{target}` by `jaxinfer`: {losses[options.loss]} to the target's distribution at temperature
@@ -64,21 +59,38 @@ and AdamW for the others, highest learning rate {options.learning_rate:g}.
 {plot}"""
 
 
+def acceptance_table(measured: Sequence[tuple[str, Acceptance]]) -> str:
+    """A table of measurements by when or where they were made."""
+    rows = "".join(
+        f"| {when} | {acceptance.agreement:.1%} | {acceptance.rate:.1%} | {acceptance.tokens_per_round:.2f} |\n"
+        for when, acceptance in measured
+    )
+    return f"| | same choice | accepted of proposed | tokens a round |\n| --- | --- | --- | --- |\n{rows}"
+
+
 def plot_distillation(path: Path, result: DistillResult) -> None:
     """Training loss, and held-out agreement and acceptance, by step."""
+    curves = (
+        ("held_out_agreement", result.before.agreement, "same choice"),
+        ("acceptance", result.before.rate, "accepted of proposed"),
+    )
+    plot_training(path, result.history, "loss (nats)", curves)
+
+
+def plot_training(
+    path: Path, history: Sequence[tuple[int, dict[str, float]]], loss: str, curves: Sequence[tuple[str, float, str]]
+) -> None:
+    """The training loss by step, and beside it metrics in 0..1 as (name, value before training, label)."""
     need_plotting("plotting")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot([step for step, _ in result.history], [values["loss"] for _, values in result.history], color="C0")
-    left.set(xlabel="optimizer step", ylabel="loss (nats)", title="distance from the target")
-    measured = [(step, values) for step, values in result.history if "acceptance" in values]
+    left.plot([step for step, _ in history], [values["loss"] for _, values in history], color="C0")
+    left.set(xlabel="optimizer step", ylabel=loss, title="distance from the target")
+    measured = [(step, values) for step, values in history if "acceptance" in values]
     steps = [0, *(step for step, _ in measured)]
-    for name, first, label in (
-        ("held_out_agreement", result.before.agreement, "same choice"),
-        ("acceptance", result.before.rate, "accepted of proposed"),
-    ):
+    for name, first, label in curves:
         right.plot(steps, [first, *(values[name] for _, values in measured)], marker="o", label=label)
     right.set(xlabel="optimizer step", ylabel="share of draft tokens", ylim=(0, 1), title="on held-out prompts")
     right.legend(frameon=False)

@@ -3,9 +3,7 @@
 On-policy text and divergences after Agarwal et al. 2024 (GKD) and Zhou et al. 2024 (DistillSpec).
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,31 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.files import atomic_writer, write_text_atomically
 from jaxinfer.models import ModelConfig, Params, RopeConfig, init_params
-from jaxinfer.progress import Stage
 from jaxinfer.quantization.on_device import unpack_params
 from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training import corpus
 from jaxinfer.training.acceptance import Acceptance, AcceptanceMeter
 from jaxinfer.training.loop import TrainOptions, TrainResult, train
 from jaxinfer.training.objectives import distillation
-
-HELD_OUT_SHARE = 0.05  # of the tokens
-CHUNK = 256  # texts generated, and kept, at once
-
-
-@dataclass(frozen=True)
-class TargetTextRequest:
-    """A request for text of the target: `num_tokens` new tokens, ignoring the end of text."""
-
-    prompt: tuple[int, ...]
-    num_tokens: int
-    temperature: float
-    seed: int
-
-
-Generate = Callable[[list[TargetTextRequest]], list[list[int]]]  # the new tokens of each
+from jaxinfer.training.texts import (
+    ContinuationOptions,
+    Documents,
+    Generate,
+    TargetTextRequest,
+    claim_folder,
+    continuation_requests,
+    digest,
+    held_out_requests,
+    write_texts,
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +91,12 @@ class DistillOptions:
         """Tokens of a held-out prompt: half the length, at most `max_prompt`."""
         return min(self.max_prompt, self.length // 2)
 
+    def continuations(self) -> ContinuationOptions:
+        names = ("length", "min_prompt", "max_prompt", "held_out_prompt", "held_out_texts", "at_start", "sampled",
+                 "sampling_temperature", "seed")  # fmt: skip
+        num_texts = self.num_texts if self.num_on_policy else 0
+        return ContinuationOptions(num_texts=num_texts, **{name: getattr(self, name) for name in names})
+
     def train_options(self) -> TrainOptions:
         return TrainOptions(
             self.num_steps,
@@ -109,37 +106,6 @@ class DistillOptions:
             checkpoint_every=self.checkpoint_every,
             evaluate_every=self.evaluate_every,
         )
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Token ids of whole documents, and of those that are held out."""
-
-    train: tuple[np.ndarray, ...]
-    held_out: tuple[np.ndarray, ...]
-    separator: int | None = None
-
-    @classmethod
-    def divide(cls, documents: Sequence[Sequence[int]], separator: int | None = None) -> "Documents":
-        """Holds out some documents, chosen by the hash of their tokens, or the last part of a single one.
-
-        `separator` is the id between documents, where the tokenizer has one.
-        """
-        arrays = [np.asarray(document, np.int32) for document in documents if len(document)]
-        if not arrays:
-            raise ValueError("the data has no tokens")
-        if len(arrays) == 1:
-            end = int(len(arrays[0]) * (1 - HELD_OUT_SHARE))
-            return cls((arrays[0][:end],), (arrays[0][end:],), separator)
-        arrays.sort(key=lambda array: hashlib.sha256(array.tobytes()).digest())
-        ends = np.cumsum([len(array) for array in arrays])
-        count = min(int(np.searchsorted(ends, HELD_OUT_SHARE * ends[-1])) + 1, len(arrays) - 1)
-        return cls(tuple(arrays[count:]), tuple(arrays[:count]), separator)
-
-    def stream(self) -> np.ndarray:
-        """All documents to train on, one after the other."""
-        between = [] if self.separator is None else [np.asarray([self.separator], np.int32)]
-        return np.concatenate([part for document in self.train for part in (*between, document)])
 
 
 _LATENT_HEAD_DIM = 64  # head width of the draft of a model with latent attention
@@ -167,7 +133,7 @@ def draft_config(
     """
     differs = target.kv_sources or target.global_head_dim or target.num_global_kv_heads or target.layer_inputs
     if target.moe is not None or target.mla is not None or target.layer_kinds or differs:
-        target = _as_llama(target)
+        target = as_llama(target)
     if hidden_size % target.head_dim:
         raise ValueError(f"width {hidden_size} is not a multiple of the target's head width {target.head_dim}")
     num_heads = hidden_size // target.head_dim
@@ -185,8 +151,8 @@ def draft_config(
     )
 
 
-def _as_llama(target: ModelConfig) -> ModelConfig:
-    """A model of the plain family with the target's vocabulary, positions and rotation."""
+def as_llama(target: ModelConfig) -> ModelConfig:
+    """A model of the plain family with the target's vocabulary, sizes, positions and rotation, and one head."""
     head_dim = target.head_dim if target.mla is None else _LATENT_HEAD_DIM
     rope = RopeConfig(theta=target.rope.theta) if target.rope.kind == "proportional" else target.rope  # as Gemma 4's
     return ModelConfig(
@@ -269,11 +235,18 @@ def distill(
     if options.length > target.max_length:
         raise ValueError(f"length={options.length} is more than the {target.max_length} the target takes")
     stream = documents.stream()
-    _claim(work_dir, {**asdict(options), "target": _name(target), "draft": _name(draft), "data": _digest(stream)})
-    writer = _TextWriter(documents, generate, options, work_dir, None if show_progress else False)
-    meter = AcceptanceMeter(draft, writer.held_out(), options.held_out_prompt)
+    settings = {**asdict(options), "target": _name(target), "draft": _name(draft), "data": digest(stream)}
+    claim_folder(work_dir, "distill.json", settings)
+    continuations, show = options.continuations(), None if show_progress else False
+
+    def written(name: str, requests: list[TargetTextRequest]) -> np.ndarray:
+        return write_texts(work_dir / name, requests, options.length, generate, show=show)
+
+    held_out = written("held_out", held_out_requests(documents, continuations))
+    meter = AcceptanceMeter(draft, held_out, options.held_out_prompt)
     before = meter(initial)
-    rows, prompt_lengths = writer.train()
+    requests = continuation_requests(documents, continuations)
+    rows, prompt_lengths = written("texts", requests), np.array([len(request.prompt) for request in requests], np.int32)
     objective = distillation(target, draft, options.loss, options.temperature)
     num_data = options.batch_size - options.num_on_policy
 
@@ -305,73 +278,6 @@ def distill(
     return DistillResult(draft, result.params, result.history, before, meter(result.params))
 
 
-class _TextWriter:
-    """Text generated by the target, kept on the disk; each text depends on its number alone."""
-
-    def __init__(
-        self, documents: Documents, generate: Generate, options: DistillOptions, work_dir: Path, show: bool | None
-    ):
-        self._show = show
-        self._documents, self._generate, self._options, self._work_dir = documents, generate, options, work_dir
-
-    def train(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows [N, length] of prompt and text, and the lengths of the prompts."""
-        options = self._options
-        documents = [document for document in self._documents.train if len(document) >= options.max_prompt]
-        num_texts = options.num_texts if options.num_on_policy else 0
-        if not documents and num_texts:
-            raise ValueError(f"no document of the data has the {options.max_prompt} tokens of a prompt")
-        lengths = np.array([len(document) for document in documents], float)
-        requests = []
-        for number in range(num_texts):
-            random = np.random.default_rng((options.seed, 1, number))
-            length = int(random.integers(options.min_prompt, options.max_prompt + 1))
-            is_start, is_sampled = random.random() < options.at_start, random.random() < options.sampled
-            by_length = None if is_start else lengths / lengths.sum()  # every position is equally likely
-            document = documents[random.choice(len(documents), p=by_length)]
-            start = 0 if is_start else int(random.integers(len(document) - length + 1))
-            requests.append(self._request(document[start : start + length], is_sampled, number))
-        prompt_lengths = np.array([len(request.prompt) for request in requests], np.int32)
-        return self._written("texts", requests), prompt_lengths
-
-    def held_out(self) -> np.ndarray:
-        """Rows [N, length]: prompts of `held_out_prompt` tokens, spread over what is held out, and greedy text."""
-        length = self._options.held_out_prompt
-        pieces = [
-            document[start : start + length]
-            for document in self._documents.held_out
-            for start in range(0, len(document) - length + 1, length)
-        ]
-        if not pieces:
-            raise ValueError(f"no held-out document has the {length} tokens of a prompt: more data is needed")
-        count = min(self._options.held_out_texts, len(pieces))
-        chosen = [pieces[i * len(pieces) // count] for i in range(count)]
-        return self._written("held_out", [self._request(piece, False, i) for i, piece in enumerate(chosen)])
-
-    def _request(self, prompt: np.ndarray, is_sampled: bool, number: int) -> TargetTextRequest:
-        temperature = self._options.sampling_temperature if is_sampled else 0.0
-        return TargetTextRequest(tuple(prompt.tolist()), self._options.length - len(prompt), temperature, number)
-
-    def _written(self, name: str, requests: list[TargetTextRequest]) -> np.ndarray:
-        folder = self._work_dir / name
-        folder.mkdir(parents=True, exist_ok=True)
-        chunks = [np.zeros((0, self._options.length), np.int32)]
-        paths = {start: folder / f"{start:06d}.npy" for start in range(0, len(requests), CHUNK)}
-        num_done = sum(len(requests[start : start + CHUNK]) for start, path in paths.items() if path.exists())
-        with Stage(f"generating {name}", len(requests), "text", initial=num_done, show=self._show) as stage:
-            for start, path in paths.items():
-                if not path.exists():
-                    some = requests[start : start + CHUNK]
-                    rows = [[*request.prompt, *text] for request, text in zip(some, self._generate(some), strict=True)]
-                    if short := [len(row) for row in rows if len(row) != self._options.length]:
-                        raise ValueError(f"a text of {short[0]} tokens where {self._options.length} were asked for")
-                    with atomic_writer(path) as file:
-                        np.save(file, np.asarray(rows, np.int32))
-                    stage.update(len(some))
-                chunks.append(np.load(path))
-        return np.concatenate(chunks)
-
-
 def _leading(matrix: Any, width: int) -> jax.Array:
     """The rows [V, width] of a matrix [V, D] in its leading directions, with the same root mean square."""
     values = np.asarray(matrix, np.float32)
@@ -380,22 +286,5 @@ def _leading(matrix: Any, width: int) -> jax.Array:
     return jnp.asarray(leading * np.sqrt(np.mean(values**2) / np.mean(leading**2)), jnp.float32)
 
 
-def _claim(work_dir: Path, settings: dict[str, Any]) -> None:
-    """Writes the settings of the run; raises ValueError if `work_dir` has those of a different run."""
-    path = work_dir / "distill.json"
-    if not path.exists():
-        work_dir.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(path, json.dumps(settings, indent=2) + "\n")
-        return
-    earlier = json.loads(path.read_text(encoding="utf-8"))
-    for name, value in settings.items():
-        if earlier.get(name) != value:
-            raise ValueError(f"{work_dir} is of a run with {name}={earlier.get(name)!r}, not {value!r}: choose another")
-
-
 def _name(config: ModelConfig) -> str:
     return f"{config.architecture}, {config.num_layers} layers of {config.hidden_size} and {config.intermediate_size}"
-
-
-def _digest(array: np.ndarray) -> str:
-    return hashlib.sha256(array.tobytes()).hexdigest()[:16]

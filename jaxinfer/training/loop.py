@@ -2,6 +2,8 @@
 
 import json
 import math
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,9 @@ from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training.objectives import Objective
 
 NUM_KEPT = 2  # checkpoints
+MUON_PARTS = ("layers", "taps_proj")  # parts of a model whose matrices map hidden states to hidden states
 History = list[tuple[int, dict[str, float]]]
+_TIMED_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class TrainOptions:
       `decay_fraction` of the steps falls linearly to zero (Hu et al. 2024, warmup-stable-decay).
     checkpoint_every: steps between checkpoints. log_every: steps between points of the loss curve.
     evaluate_every: steps between evaluations, where there is one to make.
+    lm_head_rate: the learning rate of the vocabulary head, as a share of that of the rest.
     """
 
     num_steps: int
@@ -42,6 +47,7 @@ class TrainOptions:
     checkpoint_every: int = 50
     log_every: int = 10
     evaluate_every: int = 100
+    lm_head_rate: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -67,11 +73,15 @@ def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
 
     def is_matrix_of_a_layer(params: Params) -> Any:
         def decide(path, leaf):
-            in_layers = any(getattr(part, "key", None) == "layers" for part in path)
+            in_layers = any(getattr(part, "key", None) in MUON_PARTS for part in path)
             return MuonDimensionNumbers() if in_layers and leaf.ndim == 2 else None
 
         return jax.tree_util.tree_map_with_path(decide, params)
 
+    def is_lm_head(params: Params) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: path[0].key == "lm_head", params)
+
+    slower = [] if options.lm_head_rate == 1 else [optax.masked(optax.scale(options.lm_head_rate), is_lm_head)]
     return optax.chain(
         optax.clip_by_global_norm(options.max_gradient_norm),
         muon(
@@ -81,6 +91,7 @@ def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
             consistent_rms=0.2,
             muon_weight_dimension_numbers=cast(Any, is_matrix_of_a_layer),
         ),
+        *slower,
     )
 
 
@@ -93,12 +104,14 @@ def train(
     checkpoint_dir: Path,
     given: tuple[Any, ...] = (),
     evaluate: Callable[[Params], dict[str, float]] | None = None,
+    is_done: Callable[[History], bool] = lambda history: False,
     description: str = "train",
     show_progress: bool = True,
 ) -> TrainResult:
     """Minimises `objective(params, batch, *given)` over the batches `batch_at(step)`, which are pytrees of arrays.
 
-    The metrics of `evaluate(params)` are added to those of the step. A run resumes from the newest checkpoint in
+    The metrics of `evaluate(params)` are added to those of the step. The run ends early where `is_done` says so of the
+    loss curve so far. A run resumes from the newest checkpoint in
     `checkpoint_dir`, with the result of a run without interruption, since a batch depends on its step alone.
     `params` are donated, `given` are not.
 
@@ -113,7 +126,7 @@ def train(
     shown: dict[str, str] = {}
     show = None if show_progress else False
     with Stage(description, options.num_steps, "step", initial=first, show=show) as stage:
-        for step in range(first, options.num_steps):
+        for step in range(first, 0 if is_done(history) else options.num_steps):
             state, metrics = step_fn(state, jax.tree.map(jnp.asarray, batch_at(step)), given)
             done = step + 1
             is_last = done == options.num_steps
@@ -127,10 +140,28 @@ def train(
                 history.append((done, values))
                 shown |= {name: f"{value:.3f}" for name, value in values.items()}
                 stage.describe(", ".join(f"{name}={value}" for name, value in shown.items()))
+            is_last |= is_evaluated and is_done(history)
             if done % options.checkpoint_every == 0 or is_last:
                 _save(checkpoint_dir, done, state, history)
             stage.update()
+            if is_last:
+                break
     return TrainResult(params=state["params"], history=tuple(history))
+
+
+def seconds_per_step(
+    params: Params, objective: Objective, batch_at: Callable[[int], Any], options: TrainOptions, given: tuple[Any, ...]
+) -> float:
+    """Seconds of an optimizer step with its batch, after the first ones, of which the longest compile. Copies of the
+    parameters are trained."""
+    start, step_fn = _programs(objective, make_optimizer(options))
+    state, seconds = start(jax.tree.map(jnp.copy, params)), []
+    for step in range(_TIMED_STEPS):
+        began = time.perf_counter()
+        state, metrics = step_fn(state, jax.tree.map(jnp.asarray, batch_at(step)), given)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
 
 
 def _programs(objective: Objective, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:

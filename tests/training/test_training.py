@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer.models import ModelConfig, RopeConfig, init_params
 from jaxinfer.training import corpus
-from jaxinfer.training.loop import TrainOptions, train
+from jaxinfer.training.loop import TrainOptions, make_optimizer, train
 from jaxinfer.training.objectives import next_token
 from tests.training.process import run_python
 from tools.train_demo.training import mean_loss, train_tokenizer
@@ -98,3 +98,14 @@ def test_mean_loss_of_a_uniform_model_is_the_log_of_the_vocabulary():
     params = jax.tree.map(lambda leaf: leaf * 0, init_params(CONFIG, jax.random.key(0)))
     stream = np.arange(200, dtype=np.int32) % 32
     assert mean_loss(next_token(CONFIG), params, stream, batch_size=2, length=8) == pytest.approx(np.log(32), abs=1e-5)
+
+
+def test_the_vocabulary_head_is_trained_slower():
+    params = {"lm_head": np.ones((4, 6), np.float32), "layers": {"0": {"weight": np.ones((4, 4), np.float32)}}}
+    gradients = jax.tree.map(lambda leaf: 0.1 * leaf, params)
+    updates = []
+    for rate in (1.0, 0.1):
+        optimizer = make_optimizer(TrainOptions(10, warmup_steps=0, lm_head_rate=rate))
+        updates.append(optimizer.update(gradients, optimizer.init(params), params)[0])
+    np.testing.assert_allclose(updates[1]["lm_head"], 0.1 * np.asarray(updates[0]["lm_head"]), rtol=1e-5)
+    np.testing.assert_array_equal(updates[1]["layers"]["0"]["weight"], updates[0]["layers"]["0"]["weight"])

@@ -21,6 +21,7 @@ from tests.faults.catalogue import (
     serving,
     store,
     tool_calls,
+    training_heads,
     vocabularies,
     weights,
 )
@@ -46,6 +47,7 @@ FAULTS: tuple[Fault, ...] = (
     *heavy_hitters.FAULTS,
     *histories.FAULTS,
     *heads.FAULTS,
+    *training_heads.FAULTS,
     *vocabularies.FAULTS,
     *kept.FAULTS,
     *on_chip.FAULTS,

@@ -1,0 +1,149 @@
+"""Faults in the training of heads: what is trained is not what is drafted, and next to nothing is accepted."""
+
+from tests.faults.fault import Fault
+
+CHAINS = "tests/training/test_head_objectives.py::test_unrolled_chains_are_those_of_the_speculators_library"
+BLOCKS = "tests/training/test_head_objectives.py::test_blocks_are_those_of_the_speculators_library"
+LOSS = "tests/training/test_head_objectives.py::"
+ROWS = "tests/training/test_head_rows.py::"
+SAVED = "tests/checkpoints_convert/huggingface/test_save_heads.py::test_what_is_written_is_read_again"
+OBJECTIVES, ATTENTION = "jaxinfer/training/head_objectives.py", "jaxinfer/training/head_attention.py"
+
+COMPUTED = (
+    Fault(
+        "training_heads/states-are-paired-with-their-own-token",
+        OBJECTIVES,
+        "head.store_pairs(jnp.roll(batch.tokens, -1, axis=1)",
+        "head.store_pairs(batch.tokens",
+        (CHAINS,),
+        "the context of a trained head has other keys than the engine stores",
+    ),
+    Fault(
+        "training_heads/each-step-repeats-the-first-token",
+        OBJECTIVES,
+        "at_places(batch.tokens, anchors + 1 + step)",
+        "at_places(batch.tokens, anchors + 1)",
+        (CHAINS,),
+        "a head learns to draft from the same token at every step",
+    ),
+    Fault(
+        "training_heads/steps-do-not-move-on",
+        OBJECTIVES,
+        "head.pairs(token, states, first + step, attend)",
+        "head.pairs(token, states, first, attend)",
+        (CHAINS,),
+        "later drafts have positions that they never had in training",
+    ),
+    Fault(
+        "training_heads/steps-do-not-see-the-earlier-ones-of-their-chain",
+        ATTENTION,
+        "self._own.append((k, v))",
+        "self._own = [(k, v)]",
+        (CHAINS,),
+        "the third and later drafts see keys that they did not see in training",
+    ),
+    Fault(
+        "training_heads/chains-see-what-comes-after-them",
+        OBJECTIVES,
+        "ChainAttend(same_text & (places <= anchors[..., None]))",
+        "ChainAttend(same_text & (places <= anchors[..., None] + 1))",
+        (CHAINS,),
+        "a head is trained on what it cannot know, and is nearly always wrong",
+    ),
+    Fault(
+        "training_heads/texts-of-a-row-see-each-other",
+        OBJECTIVES,
+        "ChainAttend(same_text & (places <= anchors[..., None]))",
+        "ChainAttend(places <= anchors[..., None])",
+        (CHAINS + "[eagle3_llama-5]",),
+        "heads are trained with the contexts of other texts",
+    ),
+    Fault(
+        "training_heads/blocks-see-the-state-of-their-root",
+        OBJECTIVES,
+        "BlockAttend(same_text & (places < anchors[..., None]))",
+        "BlockAttend(same_text & (places <= anchors[..., None]))",
+        (BLOCKS,),
+        "blocks are trained with a state that the engine does not have yet",
+    ),
+)
+
+COUNTED = (
+    Fault(
+        "training_heads/all-steps-weigh-the-same",
+        "jaxinfer/training/heads.py",
+        "STEP_DECAY**numbers",
+        "1.0 + 0 * numbers",
+        ("tests/training/test_heads.py::test_what_draft_tokens_weigh",),
+        "the first drafts, on which all others depend, are learned less well",
+    ),
+    Fault(
+        "training_heads/weights-of-steps-are-left-out",
+        OBJECTIVES,
+        "(best != NOT_DRAFTED) * step_weights",
+        "(best != NOT_DRAFTED)",
+        (LOSS + "test_a_step_of_a_chain_weighs_what_it_is_given_and_undraftable_tokens_nothing",),
+        "as above",
+    ),
+    Fault(
+        "training_heads/tokens-outside-the-vocabulary-count",
+        OBJECTIVES,
+        "shares = counts * (best != NOT_DRAFTED)",
+        "shares = counts * (best == best)",
+        (LOSS + "test_a_step_of_a_chain_weighs_what_it_is_given_and_undraftable_tokens_nothing",),
+        "a head learns what it could only say where no draft is accepted",
+    ),
+    Fault(
+        "training_heads/a-chain-is-compared-with-the-token-that-it-is-given",
+        OBJECTIVES,
+        "return anchors[..., None] + 1 + jnp.arange(num_steps)",
+        "return anchors[..., None] + jnp.arange(num_steps)",
+        (LOSS + "test_places_of_drafts",),
+        "a head learns to repeat the newest token",
+    ),
+    Fault(
+        "training_heads/anchors-of-two-texts",
+        "jaxinfer/training/head_rows.py",
+        "(self.weights[:, later[0]] > 0) & same_text",
+        "self.weights[:, later[0]] > 0",
+        (ROWS + "test_anchors_are_places_whose_first_draft_counts",),
+        "drafts after the end of a text are trained with another text's first token",
+    ),
+    Fault(
+        "training_heads/a-text-that-goes-in-circles-is-whole",
+        "jaxinfer/training/head_rows.py",
+        "return DraftedText(tokens[:start], text.first)",
+        "return text",
+        (ROWS + "test_a_text_is_cut_where_it_repeats_itself",),
+        "heads learn to copy loops, and acceptance is flattered by them",
+    ),
+)
+
+WRITTEN = (
+    Fault(
+        "training_heads/d2t-is-written-as-ids",
+        "checkpoints_convert/huggingface/save.py",
+        "tokens.astype(np.int64) - np.arange(size)",
+        "tokens.astype(np.int64)",
+        (SAVED,),
+        "a saved head drafts other tokens than it was trained on, or does not open",
+    ),
+    Fault(
+        "training_heads/layers-are-named-as-inputs",
+        "checkpoints_convert/huggingface/families_heads.py",
+        "outputs = [layer - 1 for layer in head.tap_layers]",
+        "outputs = list(head.tap_layers)",
+        (SAVED,),
+        "other engines give a DFlash head the states after those that it was trained on",
+    ),
+    Fault(
+        "training_heads/texts-are-written-again",
+        "jaxinfer/training/texts.py",
+        "            if not path.exists():\n                some",
+        "            if path is not None:\n                some",
+        ("tests/training/test_distill.py::test_texts_written_before_an_interruption_are_kept",),
+        "a run that was stopped while the target wrote begins again",
+    ),
+)
+
+FAULTS = (*COMPUTED, *COUNTED, *WRITTEN)
