@@ -43,6 +43,13 @@ class TrainHeadOptions:
         "model's chat template is applied, if it has one. May be repeated.",
         "PATH",
     )
+    own_prompts: int | None = _data(
+        None,
+        "In place of --prompts: so many samples of what the model itself says where a user's message begins (Magpie, "
+        "arXiv 2406.08464). Of a model with a chat template; no other data are needed.",
+        "N",
+        min=4,
+    )
     texts: list[Path] | None = _data(
         None,
         "A text file, or a folder of them, in place of prompts; may be repeated. One document per file. For demo, "
@@ -117,7 +124,7 @@ def train_head(options: TrainHeadOptions) -> None:
     _check(options)
     with Stage("reading the data"):
         chats = read_chats(options.prompts) if options.prompts else []
-        documents = [] if chats else _read_documents(options)
+        documents = [] if chats or options.own_prompts else _read_documents(options)
     work_dir = options.work_dir or out.with_name(out.name + ".training")
     with Stage(f"loading {options.target}"):
         from jaxinfer.api.llm import LLM
@@ -134,7 +141,7 @@ def train_head(options: TrainHeadOptions) -> None:
         _check_memory(training.memory())
         result = train(training, work_dir=work_dir, began=began)
         rounds = measure_rounds(llm, result, texts, own.num_drafts)
-        _export(llm, training, result, rounds, options, bool(chats))
+        _export(llm, training, result, rounds, options, bool(chats or options.own_prompts))
     measured = {"before": result.before, "after": result.after, "rounds": rounds}
     if options.as_json:
         write_json(
@@ -174,10 +181,14 @@ def _check(options: TrainHeadOptions) -> None:
     """Raises before anything is loaded."""
     if options.out.exists() and not options.overwrite:
         raise FileExistsError(f"{options.out} exists: --overwrite replaces it")
-    if options.prompts and options.texts:
-        raise UsageError("the data are --prompts or --texts, not both")
-    if not (options.prompts or options.texts or options.target == "demo"):
-        raise UsageError("no data: --prompts takes a file of prompts, --texts takes texts")
+    given = [name for name in ("prompts", "own_prompts", "texts") if getattr(options, name)]
+    if len(given) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"the data are given by one option, not by {names}")
+    if not given and options.target != "demo":
+        raise UsageError(
+            "no data: --prompts takes a file of prompts, --own-prompts lets the model write them, --texts takes texts"
+        )
     if options.steps is not None and options.minutes is not None:
         raise UsageError("give --steps or --minutes, not both")
     if options.kind == "eagle3" and options.layers not in (None, 1):
@@ -228,7 +239,7 @@ def _texts(
     work_dir: Path,
 ) -> "HeadTexts":
     """The texts of the data, of which the model writes what it is to write."""
-    from jaxinfer.training.head_data import HeadTextOptions, answers, continuations
+    from jaxinfer.training.head_data import HeadTextOptions, answers, continuations, own_prompts
 
     wanted = HeadTextOptions(
         length=options.length,
@@ -237,17 +248,31 @@ def _texts(
         held_out_texts=options.held_out,
         seed=options.seed,
     )
-    tokenizer = llm.get_tokenizer()
+    tokenizer, named = llm.get_tokenizer(), {"target": llm.fingerprint(), "show": None}
+    if options.own_prompts:
+        if tokenizer.chat_template is None:
+            raise UsageError(f"--own-prompts: {llm.name} has no chat template, so no user's message begins anywhere")
+        header = _user_header(llm)
+        written = own_prompts(header, options.own_prompts, writer(llm), wanted, work_dir, **named)
+        chats = [[{"role": "user", "content": tokenizer.decode(ids).strip()}] for ids in written]
+        chats = [chat for chat in chats if chat[0]["content"]]
     if not chats:
         encoded = [tokenizer.encode_content(text) for text in documents if text]
-        return continuations(encoded, writer(llm), wanted, work_dir, target=llm.fingerprint(), show=None)
+        return continuations(encoded, writer(llm), wanted, work_dir, **named)
     if tokenizer.chat_template is not None:
         prompts = [llm.chat_prompt(messages) for messages in chats]
     elif any(len(messages) > 1 for messages in chats):
         raise UsageError(f"{llm.name} has no chat template, and the prompts have conversations of several messages")
     else:
         prompts = [tokenizer.encode(str(message.get("content", ""))) for [message] in chats]
-    return answers(prompts, writer(llm), wanted, work_dir, target=llm.fingerprint(), show=None)
+    return answers(prompts, writer(llm), wanted, work_dir, **named)
+
+
+def _user_header(llm: "LLM") -> list[int]:
+    """The tokens before a user's first message."""
+    one, other = (llm.chat_prompt([{"role": "user", "content": text}]) for text in ("A", "zebra"))
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    return one[: same.index(False) if False in same else len(same)]
 
 
 def _check_memory(parts: dict[str, int]) -> None:
@@ -309,7 +334,8 @@ def _export(
 
     out, sampled = options.out, f"{options.sampled:.0%} of them sampled at temperature 1, the others greedy"
     if has_prompts:
-        data = f"The target answered prompts first, {sampled}."
+        whose = "prompts that it wrote itself" if options.own_prompts else "prompts"
+        data = f"The target answered {whose} first, {sampled}."
     else:
         data = "Texts as they are." if options.answers is None else f"The target continued texts first, {sampled}."
     origin = HeadOrigin(llm.name, llm.fingerprint(), data, rounds)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxinfer.training.head_rows import DraftedText, pieces, written_texts
 from jaxinfer.training.texts import (
+    NO_TOKEN,
     ContinuationOptions,
     Documents,
     Generate,
@@ -21,6 +22,7 @@ from jaxinfer.training.texts import (
 )
 
 MIN_ANSWER = 8  # tokens for which a row must have room after a prompt
+MAX_PROMPT = 64  # tokens of a prompt that the target writes itself, where rows are long enough
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,39 @@ def answers(
 def _claim(work_dir: Path, data: Sequence[Sequence[int]], options: HeadTextOptions, target: str) -> None:
     arrays = (np.asarray([len(tokens), *tokens], np.int64) for tokens in data)
     claim_folder(work_dir, "texts.json", {**asdict(options), "target": target, "data": digest(*arrays)})
+
+
+def own_prompts(
+    header: Sequence[int],
+    count: int,
+    generate: Generate,
+    options: HeadTextOptions,
+    work_dir: Path,
+    *,
+    target: str,
+    show: bool | None,
+) -> list[list[int]]:
+    """Prompts that the target writes itself: what it samples, at temperature 1, after the `header` that its chat
+    template puts before a user's message (Xu et al. 2024, Magpie, arXiv 2406.08464). Of `count` samples those that end
+    within MAX_PROMPT tokens, each once, without the header. `target` as of `answers`.
+
+    Raises ValueError if fewer than 2 do.
+    """
+    most = min(MAX_PROMPT, options.length - len(header) - MIN_ANSWER)
+    if most < MIN_ANSWER:
+        raise ValueError(f"{options.length} tokens have no room for {len(header)} of a chat template and a prompt")
+    settings = {"count": count, "length": options.length, "seed": options.seed, "target": target}
+    claim_folder(work_dir, "own_prompts.json", {**settings, "header": digest(np.asarray(header, np.int32))})
+    requests = [
+        TargetTextRequest(tuple(header), most, 1.0, options.seed * 1_000_003 + number, ignore_eos=False)
+        for number in range(count)
+    ]
+    rows = write_texts(work_dir / "prompts", requests, len(header) + most, generate, show=show)
+    ended = [row[row != NO_TOKEN][len(header) :].tolist() for row in rows if row[-1] == NO_TOKEN]
+    prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, ended)) if prompt]
+    if len(prompts) < 2:
+        raise ValueError(f"{len(prompts)} of {count} prompts that the model wrote itself ended within {most} tokens")
+    return prompts
 
 
 def _answer(prompt: np.ndarray, options: HeadTextOptions, number: int, is_sampled: bool | None) -> TargetTextRequest:

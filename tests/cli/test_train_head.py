@@ -73,7 +73,8 @@ def test_blocks_are_trained_on_texts(jaxinfer, model, tmp_path, more):
     [
         (["--taps", "1,x"], 2, "'1,x' is not a list of states"),
         (["--kind", "medusa"], 2, "'medusa' is not one of"),
-        (["--texts", "here"], 2, "--prompts or --texts, not both"),
+        (["--texts", "here"], 2, "one option, not by --prompts and --texts"),
+        (["--own-prompts", "8"], 2, "one option, not by --prompts and --own-prompts"),
         (["--minutes", "1"], 2, "--steps or --minutes, not both"),
         (["--layers", "2"], 2, "an eagle3 head has one layer"),
         (["--draft-vocab-size", "500"], 1, "a draft vocabulary of 500 tokens is more than the target's 260"),
@@ -93,6 +94,9 @@ def test_no_data_is_told(jaxinfer, model, tmp_path):
     result = jaxinfer("train-head", model, "--out", tmp_path / "head")
     assert result.exit_code == 2
     assert "no data: --prompts takes a file of prompts" in result.stderr
+    result = jaxinfer("train-head", model, "--own-prompts", 8, "--out", tmp_path / "head", *SMALL)
+    assert result.exit_code == 2
+    assert "has no chat template" in result.stderr
 
 
 def test_what_does_not_fit_is_told_with_the_numbers(jaxinfer, model, prompts, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.training.acceptance import simulate_drafts
+from jaxinfer.training.head_data import HeadTextOptions, own_prompts
 from jaxinfer.training.head_rows import (
     DraftedText,
     chosen_anchors,
@@ -90,3 +91,28 @@ def test_simulated_rounds_by_hand():
     found = simulate_drafts([agrees], 0.5)
     assert (found.num_rounds, found.num_accepted, found.num_proposed, found.num_tokens) == (2, 4, 5, 5)
     assert found.by_position == (1.0, 1.0, 0.0)
+
+
+def test_prompts_of_the_target_are_those_that_end_each_once(tmp_path):
+    """A sample that ran out of room, an empty one and one that was there before are left out; a second run asks for
+    nothing."""
+    said = [[5, 6], [7] * 64, [5, 6], [], [8, 9, 10]]
+    asked = []
+
+    def generate(requests):
+        asked.extend(requests)
+        return [said[number] for number in range(len(requests))]
+
+    options = HeadTextOptions(length=128, seed=3)
+    arguments = [1, 2, 3], len(said), generate, options, tmp_path
+    for _ in range(2):
+        assert own_prompts(*arguments, target="t", show=False) == [[5, 6], [8, 9, 10]]
+    assert len(asked) == len(said)
+    assert len({request.seed for request in asked}) == len(said)
+    assert all(request.prompt == (1, 2, 3) and request.temperature == 1 and not request.ignore_eos for request in asked)
+    with pytest.raises(ValueError, match="is of a run with target='t', not 'u'"):
+        own_prompts(*arguments, target="u", show=False)
+    with pytest.raises(ValueError, match="1 of 2 prompts that the model wrote itself ended within 64 tokens"):
+        own_prompts([1, 2, 3], 2, generate, options, tmp_path / "few", target="t", show=False)
+    with pytest.raises(ValueError, match="no room for 110 of a chat template"):
+        own_prompts(range(110), 2, generate, HeadTextOptions(length=120), tmp_path / "long", target="t", show=False)
