@@ -107,7 +107,8 @@ def test_adaptive_lengths_change_no_answer(tiny, drafts, expected):
     check_everything(tiny, drafts["near"], expected)
 
 
-@pytest.mark.parametrize("name", quick(DRAFTS, "near"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTS)
 def test_shared_rows_change_no_answer(tiny, drafts, expected, name, monkeypatch):
     """Rounds in which slots with many accepted drafts have more rows than others."""
     used = always_share_rows(monkeypatch)

@@ -230,10 +230,7 @@ SPECULATIVE = (
         "jaxinfer/engine/programs/speculative.py",
         "num_nodes = within_budget(num_nodes, chances, num_rows)",
         "num_nodes = num_nodes",
-        (
-            "tests/engine/test_speculation.py::test_shared_rows_change_no_answer[near]",
-            "tests/engine/test_heads.py::test_shared_rows_change_no_answer[dspark]",
-        ),
+        ("tests/engine/test_heads.py::test_shared_rows_change_no_answer[dspark]",),
         "a head with confidence drafts more than the pass has rows, and answers are wrong",
     ),
     Fault(
