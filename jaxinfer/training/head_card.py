@@ -55,7 +55,7 @@ def head_card_text(
     plot = "\n![loss and acceptance by step](training.png)\n" if has_plot else ""
     return f"""# {name}
 
-A {_TITLES[options.kind]} head of `{origin.target}`, for speculative decoding: it reads hidden states of the target and
+{_TITLES[options.kind]} head of `{origin.target}`, for speculative decoding: it reads hidden states of the target and
 proposes tokens, the target accepts those it would have chosen itself. It drafts for this target alone
 (`LLM({origin.target!r}, draft=...)`).
 
@@ -74,8 +74,11 @@ Acceptance on greedy text of the target after held-out prompts, {result.after.nu
 {positions_table(measured)}
 ## Training
 
-{origin.data} {result.num_texts:,} texts of {result.num_tokens:,} tokens, and {result.num_steps:,} steps of
-{options.batch_size} rows of {options.length} tokens: {_LOSSES[options.loss]} at temperature {options.temperature:g},
+{origin.data}
+
+{result.num_texts:,} texts of {result.num_tokens:,} tokens, and {result.num_steps:,} steps of {
+        options.batch_size
+    } rows of {options.length} tokens: {_LOSSES[options.loss]} at temperature {options.temperature:g},
 {kind}, drafted after {training.num_anchors} places of a row. The layers began {
         "as copies of the target's last" if options.copies else "at random"
     }. Muon for the matrices of the layers and AdamW for the others, highest learning rate

@@ -138,7 +138,7 @@ class HeadResult:
     Attributes:
       config, params: its own, float32, as they are saved. history: the loss curve.
       before, after: acceptance on held-out texts, with the true tokens before each draft.
-      num_steps: made. tokens: in a row, of all rows together, of those in a step. seconds_per_step: None if not timed.
+      num_steps: made. num_texts, num_tokens: of the data, without what is held out.
     """
 
     config: ModelConfig
@@ -149,7 +149,6 @@ class HeadResult:
     num_steps: int
     num_texts: int
     num_tokens: int
-    num_drafted: int
 
 
 class HeadTraining:
@@ -283,7 +282,6 @@ def train_head(
         made,
         len(training.texts.train),
         sum(len(text.tokens) for text in training.texts.train),
-        made * options.batch_size * options.length,
     )
 
 
