@@ -99,7 +99,10 @@ class TrainHeadOptions:
         1.0, "Temperature of the model in the loss; below 1 its first choice gets more weight.", "X"
     )
     prompt_weight: float = _training(0.05, "What a prompt's tokens count in the loss, beside 1 for an answer's.", "X")
-    learning_rate: float = _training(1.5e-3, "Peak learning rate.", "X")
+    learning_rate: float = _training(3e-3, "Peak learning rate.", "X")
+    lm_head_rate: float = _training(
+        1.0, "Learning rate of the vocabulary head of an eagle3 head, as a share of that of the rest.", "X"
+    )
     store_states: bool = _training(
         False, "Compute the model's states once, and keep them in bfloat16 in the work folder, for several epochs."
     )
@@ -218,7 +221,7 @@ def _head_options(llm: "LLM", options: TrainHeadOptions) -> "HeadOptions":
     if size is None:
         size = 0 if is_block else min(llm.config.vocab_size // 4, MAX_VOCAB)
     names = ("kind", "minutes", "unroll", "block_size", "loss", "temperature", "prompt_weight", "batch_size", "length",
-             "learning_rate", "patience", "seed")  # fmt: skip
+             "learning_rate", "lm_head_rate", "patience", "seed")  # fmt: skip
     return HeadOptions(
         num_steps=options.steps or (None if options.minutes else 1000),
         num_layers=options.layers or (2 if is_block else 1),

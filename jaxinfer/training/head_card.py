@@ -52,10 +52,11 @@ def head_card_text(
     size = config.vocab_size if training.tokens is None else len(training.tokens)
     kind = f"blocks of {options.block_size} tokens" if options.is_block else f"chains of {options.unroll} steps"
     measured = (("before training", result.before), ("after", result.after), ("in rounds of the engine", origin.rounds))
+    start = "as copies of the target's last" if options.copies else "at random"
     plot = "\n![loss and acceptance by step](training.png)\n" if has_plot else ""
     return f"""# {name}
 
-A {_TITLES[options.kind]} head of `{origin.target}`, for speculative decoding: it reads hidden states of the target and
+{_TITLES[options.kind]} head of `{origin.target}`, for speculative decoding: it reads hidden states of the target and
 proposes tokens, the target accepts those it would have chosen itself. It drafts for this target alone
 (`LLM({origin.target!r}, draft=...)`).
 
@@ -74,12 +75,12 @@ Acceptance on greedy text of the target after held-out prompts, {result.after.nu
 {positions_table(measured)}
 ## Training
 
-{origin.data} {result.num_texts:,} texts of {result.num_tokens:,} tokens, and {result.num_steps:,} steps of
-{options.batch_size} rows of {options.length} tokens: {_LOSSES[options.loss]} at temperature {options.temperature:g},
-{kind}, drafted after {training.num_anchors} places of a row. The layers began {
-        "as copies of the target's last" if options.copies else "at random"
-    }. Muon for the matrices of the layers and AdamW for the others, highest learning rate
-{options.learning_rate:g}.
+{origin.data}
+
+{result.num_texts:,} texts of {result.num_tokens:,} tokens, and {result.num_steps:,} steps of {options.batch_size} rows
+of {options.length} tokens: {_LOSSES[options.loss]} at temperature {options.temperature:g}, {kind}, drafted after
+{training.num_anchors} places of a row. The layers began {start}. Muon for the matrices of the layers and AdamW for the
+others, highest learning rate {options.learning_rate:g}.
 
 {loss_table(result.history)}{plot}"""
 

@@ -33,7 +33,6 @@ from jaxinfer.training.target_states import StoredStates, Target
 from jaxinfer.training.texts import claim_folder, digest
 
 MIN_STEPS = 10  # of a run that is given minutes
-LM_HEAD_RATE = 0.1  # it begins as the target's, and AdamW moves the rows of rare tokens as far as any other
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class HeadOptions:
     loss: "kl" or "lk"; temperature: divides the target's logits in it.
     prompt_weight: what a prompt's tokens count, beside one for what the target wrote.
     stores_states: the target's states of all rows are computed once and kept on disk, in bfloat16.
+    lm_head_rate: the learning rate of the head's own vocabulary head, which begins as the target's, beside the others'.
     patience: evaluations without a better acceptance after which training ends; 0 for none.
     """
 
@@ -67,7 +67,8 @@ class HeadOptions:
     prompt_weight: float = 0.05
     batch_size: int = 8
     length: int = 256
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 3e-3
+    lm_head_rate: float = 1.0
     decay_fraction: float = 0.5
     warmup_steps: int = 20
     stores_states: bool = False
@@ -79,7 +80,16 @@ class HeadOptions:
     def __post_init__(self) -> None:
         if (self.num_steps is None) == (self.minutes is None):
             raise ValueError("give num_steps or minutes")
-        for name in ("num_steps", "minutes", "unroll", "num_layers", "num_anchors", "batch_size", "temperature"):
+        for name in (
+            "num_steps",
+            "minutes",
+            "unroll",
+            "num_layers",
+            "num_anchors",
+            "batch_size",
+            "temperature",
+            "lm_head_rate",
+        ):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.draft_vocab_size < 0 or self.patience < 0:
@@ -117,7 +127,7 @@ class HeadOptions:
             decay_fraction=self.decay_fraction,
             checkpoint_every=self.checkpoint_every,
             evaluate_every=self.evaluate_every,
-            lm_head_rate=LM_HEAD_RATE,
+            lm_head_rate=self.lm_head_rate,
         )
 
 
@@ -128,7 +138,7 @@ class HeadResult:
     Attributes:
       config, params: its own, float32, as they are saved. history: the loss curve.
       before, after: acceptance on held-out texts, with the true tokens before each draft.
-      num_steps: made. tokens: in a row, of all rows together, of those in a step. seconds_per_step: None if not timed.
+      num_steps: made. num_texts, num_tokens: of the data, without what is held out.
     """
 
     config: ModelConfig
@@ -139,7 +149,6 @@ class HeadResult:
     num_steps: int
     num_texts: int
     num_tokens: int
-    num_drafted: int
 
 
 class HeadTraining:
@@ -273,7 +282,6 @@ def train_head(
         made,
         len(training.texts.train),
         sum(len(text.tokens) for text in training.texts.train),
-        made * options.batch_size * options.length,
     )
 
 
