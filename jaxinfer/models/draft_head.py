@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.models.attend import Attend
-from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal, scaled_logits
+from jaxinfer.models.basic import Linear, Norm, hidden_norm, logits_at, normal, scaled_logits
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.draft_head_config import DraftHeadConfig
 from jaxinfer.models.hidden import summed
@@ -27,7 +27,6 @@ from jaxinfer.models.layers import MLP, Attention, DecoderLayer
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.matmul import matmul, rows
 
-NOT_DRAFTED = -jnp.inf  # logits of tokens that a head does not draft
 _NOT_CHOSEN = 1e4  # what logits of tokens that a selector leaves out are lower by
 
 
@@ -295,10 +294,7 @@ class DraftHead:
     def of_target(self, logits: jax.Array) -> jax.Array:
         """Logits [..., V] of the target's tokens, scaled as it scales its own, of those of the head's vocabulary."""
         logits, index = scaled_logits(self.config, logits), self._ends.draft_index
-        if index is None:
-            return logits
-        padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, 1)], constant_values=NOT_DRAFTED)
-        return jnp.take(padded, index[...], axis=-1)
+        return logits if index is None else logits_at(logits, index[...])
 
     @property
     def selector(self) -> Selector | None:

@@ -288,8 +288,8 @@ VOCABULARIES = (
     Fault(
         "heads/tokens-outside-a-vocabulary-are-drafted",
         HEAD,
-        "NOT_DRAFTED = -jnp.inf",
-        "NOT_DRAFTED = 0.0",
+        "else logits_at(logits, index[...])",
+        'else jnp.take(logits, index[...], axis=-1, mode="clip")',
         ("tests/speculative/test_heads.py::test_only_tokens_of_its_vocabulary_are_drafted",),
         "a head drafts tokens that it knows nothing of",
     ),
