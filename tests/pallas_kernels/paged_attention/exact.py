@@ -1,18 +1,20 @@
 """Paged attention in float64, to keys and values as the cache stores them."""
 
-import functools
 import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import reference, rotation
-from pallas_kernels.paged_attention.specs import PagedOperands
+from pallas_kernels.paged_attention import SeparatePages, reference, rotation
+from pallas_kernels.paged_attention.specs import PagedOperands, PagedSpec
 from tests.pallas_kernels.paged_attention.shapes import PagedShape
 
 
-@functools.cache
+@cache
 def dense_rotation(width: int) -> np.ndarray:
     """The rotation of 4-bit caches, float64 [K, K], from its definition."""
     power = width & -width
@@ -26,15 +28,25 @@ def dense_rotation(width: int) -> np.ndarray:
 
 def exact_output(shape: PagedShape, arguments: dict) -> np.ndarray:
     """float64 [T, Hq, K] from arguments with separate pages."""
-    spec, matrix = shape.spec("separate"), dense_rotation(shape.head_dim) if shape.page().is_rotated else None
+    matrix = dense_rotation(shape.head_dim) if shape.page().is_rotated else np.eye(1)
     q = np.asarray(arguments["q"].astype(jnp.float32), np.float64)
     if shape.page().key_dtype == "int4":
         q = q @ matrix.T
     with jax.enable_x64(True):
-        operands = PagedOperands(
-            **(arguments | {"q": jnp.asarray(q)}),
-            **{name: None for name in ("sinks", "ancestors") if name not in arguments},
+        out = np.asarray(
+            _run(
+                shape, lambda operands, spec: reference.attention(operands, spec)[0], arguments | {"q": jnp.asarray(q)}
+            )
         )
-        out = np.asarray(jax.jit(lambda operands: reference.attention(operands, spec)[0])(operands))
     assert out.dtype == np.float64
     return out @ matrix if shape.page().value_dtype == "int4" else out
+
+
+def appended_pages(shape: PagedShape, arguments: dict) -> SeparatePages:
+    """The cache with the new tokens."""
+    return _run(shape, reference.append_new_tokens, arguments)
+
+
+def _run(shape: PagedShape, call: Callable[[PagedOperands, PagedSpec], Any], arguments: dict) -> Any:
+    operands = PagedOperands(**({"sinks": None, "ancestors": None} | arguments))
+    return jax.jit(partial(call, spec=shape.spec("separate")))(operands)
