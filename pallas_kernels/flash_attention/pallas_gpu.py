@@ -245,6 +245,13 @@ def _fetch(gmem, smem, batch, kv_head, first, count, length, sizes: GpuBlockSize
         else:
             fetch(gmem["v"].at[batch, block, :, kv_head])
 
+    # Every phase of a barrier is waited for, or the interpreter refuses those that a ring used again.
+    @pl.loop(jnp.maximum(count - sizes.num_slots, 0), count)
+    def _(step):
+        slot = lax.rem(step, jnp.int32(sizes.num_slots))
+        plgpu.barrier_wait(smem["k_free"].at[slot])
+        plgpu.barrier_wait(smem["v_free"].at[slot])
+
 
 def _attend(q_smem, smem, first, count, position, length, sink, segments, spec: AttentionSpec, sizes: GpuBlockSizes):
     """Online softmax of 64 queries, with powers of 2: the result in parts of `columns`, and the log-sum-exp."""
