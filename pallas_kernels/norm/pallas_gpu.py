@@ -40,6 +40,10 @@ def unsupported(spec: NormSpec, platform: str) -> str | None:
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def norm(x, weight, bias, term, spec: NormSpec) -> tuple[jax.Array, jax.Array]:
     """The kernel, with the gradient of XLA's formula."""
+    return _run(x, weight, bias, term, spec)
+
+
+def _run(x, weight, bias, term, spec: NormSpec) -> tuple[jax.Array, jax.Array]:
     named = {"x": x.reshape(-1, spec.width), "weight": weight, "bias": bias}
     if term is not None:
         named["term"] = term.reshape(-1, spec.width)
@@ -64,7 +68,7 @@ def norm(x, weight, bias, term, spec: NormSpec) -> tuple[jax.Array, jax.Array]:
 
 
 def _forward(x, weight, bias, term, spec: NormSpec):
-    total, out = norm(x, weight, bias, term, spec)
+    total, out = _run(x, weight, bias, term, spec)
     return (total, out), (total, weight, bias)
 
 
