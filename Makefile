@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/cpu_kernels tests/pallas_kernels/test_cpu_calls.py tests/pallas_kernels/packed_matmul \
     tests/pallas_kernels/quantized_matmul/test_numba_cpu.py tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-chip test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-heads golden-real on-chip on-chip-packages on-chip-archive on-chip-check docs notebooks readme clean
+.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-chip test-interpreters interpreters test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-heads golden-real on-chip on-chip-packages on-chip-archive on-chip-check docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -123,6 +123,15 @@ test-chip: $(CHIP_RELEASES:%=.venv-chip-%/stamp)  ## Test what CUDA 13's compile
 	    PYTHONPATH=.venv-chip-$$release/compilers JAX_PLATFORMS=cpu .venv-chip-$$release/bin/python -m pytest -q $(PARALLEL) \
 	        $(PYTEST_OPTIONS) tests/chip || exit 1; \
 	done
+
+# In the environment's JAX, and in the newest one that is found.
+test-interpreters:  ## Run every Pallas kernel in its interpreter, in all dtypes, pages and widths, on both ends of JAX
+	@$(MAKE) interpreters
+	@python="$$(sh tests/find_newest_python.sh)" || { echo "skipped: no Python 3.12 or newer found"; exit 0; }; \
+	$(MAKE) VENV=.venv-newest PYTHON="$$python" interpreters
+
+interpreters: $(VENV)/stamp-test
+	$(PYTEST) -q $(PARALLEL) --slow $(PYTEST_OPTIONS) tests/pallas_kernels/test_matrix.py
 
 # JAX's newest releases need Python 3.12.
 test-newest:  ## Run `make test-quick` on a newer Python and JAX, if one is found

@@ -184,6 +184,9 @@ def wgmma(
     """
     if is_interpreted():
         left, right = a[...], b[...]
+        # Tensor cores read through the asynchronous proxy, as copies write. These reads are generic ones, which JAX
+        # 0.12 wants to be fenced before the next copy.
+        plgpu.commit_smem()
         contract = (((0 if transpose_a else 1,), (1 if transpose_b else 0,)), ((), ()))
         product = lax.dot_general(left, right, contract, preferred_element_type=jnp.float32)
         return product if accumulator is None else accumulator + product

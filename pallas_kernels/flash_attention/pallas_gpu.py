@@ -245,6 +245,16 @@ def _fetch(gmem, smem, batch, kv_head, first, count, length, sizes: GpuBlockSize
         else:
             fetch(gmem["v"].at[batch, block, :, kv_head])
 
+    if not compat.is_interpreted():
+        return
+
+    # The interpreter refuses barriers of which some phases were waited for, and the last one was not.
+    @pl.loop(jnp.maximum(count - sizes.num_slots, 0), count)
+    def _(step):
+        slot = lax.rem(step, jnp.int32(sizes.num_slots))
+        plgpu.barrier_wait(smem["k_free"].at[slot])
+        plgpu.barrier_wait(smem["v_free"].at[slot])
+
 
 def _attend(q_smem, smem, first, count, position, length, sink, segments, spec: AttentionSpec, sizes: GpuBlockSizes):
     """Online softmax of 64 queries, with powers of 2: the result in parts of `columns`, and the log-sum-exp."""

@@ -1,4 +1,7 @@
-"""Dense attention in float32, the oracle in tests of every implementation. Memory is B x Hq x T x S."""
+"""Dense attention, the oracle in tests of every implementation: in float32, or in float64 where q is.
+
+Memory is B x Hq x T x S.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ def unsupported(spec: AttentionSpec, platform: str) -> str | None:
 
 
 def attention(operands: FlashOperands, spec: AttentionSpec) -> tuple[jax.Array, jax.Array | None]:
-    q, k, v = (x.astype(jnp.float32) for x in operands[:3])
+    q, k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in operands[:3])
     if spec.has_lengths:
         # Keys and values beyond a row's length may be NaN, and 0 * NaN is NaN.
         exists = (jnp.arange(spec.num_keys) < operands.kv_lengths[:, None])[..., None, None]

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu_compat as compat
+from pallas_kernels.norm import xla
 from pallas_kernels.norm.api import NormSpec
 from pallas_kernels.platform import missing_platform
 
@@ -36,7 +37,13 @@ def unsupported(spec: NormSpec, platform: str) -> str | None:
     return compat.not_hopper()
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def norm(x, weight, bias, term, spec: NormSpec) -> tuple[jax.Array, jax.Array]:
+    """The kernel, with the gradient of XLA's formula."""
+    return _run(x, weight, bias, term, spec)
+
+
+def _run(x, weight, bias, term, spec: NormSpec) -> tuple[jax.Array, jax.Array]:
     named = {"x": x.reshape(-1, spec.width), "weight": weight, "bias": bias}
     if term is not None:
         named["term"] = term.reshape(-1, spec.width)
@@ -58,6 +65,23 @@ def norm(x, weight, bias, term, spec: NormSpec) -> tuple[jax.Array, jax.Array]:
     )(*named.values())
     results = [result.reshape(x.shape) for result in results]
     return (x, results[0]) if term is None else (results[0], results[1])
+
+
+def _forward(x, weight, bias, term, spec: NormSpec):
+    total, out = _run(x, weight, bias, term, spec)
+    return (total, out), (total, weight, bias)
+
+
+def _backward(spec: NormSpec, residuals, cotangents):
+    def formula(total, weight, bias):
+        return total, xla.norm(total, weight, bias, None, spec)[1].astype(total.dtype)
+
+    _, pull = jax.vjp(formula, *residuals)
+    d_total, d_weight, d_bias = pull(cotangents)
+    return d_total, d_weight, d_bias, d_total if spec.has_term else None
+
+
+norm.defvjp(_forward, _backward)
 
 
 def _row(refs, spec: NormSpec):

@@ -299,9 +299,10 @@ def from_stored(
     values: Num[Array, "*rows _"], scales: Float32[Array, "*rows"] | None, dtype=jnp.float32
 ) -> Float[Array, "*rows _"]:
     """Stored values times their scales, in `dtype`; those of 4 bits are rotated."""
+    wide = jnp.promote_types(dtype, jnp.float32)
     if values.dtype == jnp.uint8:
-        values = to_numbers(values, jnp.float32)
-    return values.astype(dtype) if scales is None else (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+        values = to_numbers(values, wide)
+    return values.astype(dtype) if scales is None else (values.astype(wide) * scales[..., None]).astype(dtype)
 
 
 def to_numbers(values: Any, dtype: Any) -> jax.Array:

@@ -1,4 +1,7 @@
-"""Dense paged attention in float32, the oracle in tests of every implementation. Memory is T x S x P x page."""
+"""Dense paged attention, the oracle in tests of every implementation: in float32, or in float64 where q is.
+
+Memory is T x S x P x page.
+"""
 
 from typing import NamedTuple
 
@@ -32,14 +35,15 @@ def attention(operands: PagedOperands, spec: PagedSpec, schedule=None) -> tuple[
     seen = jnp.zeros((spec.num_sequences, spec.max_kv_length), bool).at[sequence].max(visible)
     seen = seen.reshape(spec.num_sequences, spec.pages_per_sequence, spec.page_size)
     table = jnp.where(seen.any(-1), operands.page_table, 0)
+    wide = jnp.promote_types(operands.q.dtype, jnp.float32)
     k, v = (
-        _rows(values, scales, table, spec)
+        _rows(values, scales, table, spec, wide)
         for values, scales in ((logical.k, logical.k_scales), (logical.v, logical.v_scales))
     )
     seen = seen.reshape(spec.num_sequences, -1, 1, 1)
     k, v = jnp.where(seen, k, 0)[sequence], jnp.where(seen, v, 0)[sequence]
 
-    q = operands.q.astype(jnp.float32).reshape(spec.num_tokens, spec.num_kv_heads, spec.num_groups, spec.head_dim)
+    q = operands.q.astype(wide).reshape(spec.num_tokens, spec.num_kv_heads, spec.num_groups, spec.head_dim)
     scores = jnp.einsum("thgk,tshk->thgs", q, k, precision="highest") * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
@@ -110,8 +114,8 @@ def visible_keys(operands: PagedOperands, spec: PagedSpec, sequence, position, k
     return visible
 
 
-def _rows(values, scales, table, spec: PagedSpec):
-    """Keys or values of each sequence in float32, [S, P * page, Hkv, K]."""
+def _rows(values, scales, table, spec: PagedSpec, dtype):
+    """Keys or values of each sequence in `dtype`, [S, P * page, Hkv, K]."""
     scales = None if scales is None else scales.swapaxes(1, 2)
-    rows = layout.from_stored(values, scales)
+    rows = layout.from_stored(values, scales, dtype)
     return rows[table].reshape(spec.num_sequences, -1, *rows.shape[2:])

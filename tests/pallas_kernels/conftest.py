@@ -1,32 +1,12 @@
 """What the tests of kernels share: the TPU interpreter with every check on."""
 
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.experimental.pallas import tpu as pltpu
+
+from tests.pallas_kernels.tpu_interpreter import interpreted_tpu, interpreter
 
 
 @pytest.fixture
-def tpu_interpreter(monkeypatch):
-    """Pallas TPU kernels of the test run in the interpreter; fails when two accesses race.
-
-    DMAs finish as late as they may, memory that was never written is NaN, a read out of bounds raises. By default all
-    DMAs share one entry of the vector clocks, so that waiting for one hides a missing wait for another.
-    """
-    parameters = pltpu.InterpretParams(
-        detect_races=True,
-        dma_execution_mode="on_wait",
-        uninitialized_memory="nan",
-        out_of_bounds_reads="raise",
-        vector_clock_size=64,
-    )
-    # The interpreter keeps the races of the last kernel only.
-    found = []
-    new = interpreter.RaceDetectionState
-    monkeypatch.setattr(interpreter, "RaceDetectionState", lambda **fields: found.append(new(**fields)) or found[-1])
-    pltpu.reset_tpu_interpret_mode_state()
-    try:
-        with pltpu.force_tpu_interpret_mode(parameters):
-            yield interpreter
-            assert not any(races.races_found for races in found)
-    finally:
-        pltpu.reset_tpu_interpret_mode_state()
+def tpu_interpreter():
+    """Pallas TPU kernels of the test run in the interpreter, as `interpreted_tpu`."""
+    with interpreted_tpu():
+        yield interpreter

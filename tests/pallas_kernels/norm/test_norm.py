@@ -8,7 +8,9 @@ from pallas_kernels import ahead_of_time
 from pallas_kernels.norm import choose, norm, pallas_gpu
 from pallas_kernels.norm.api import make_spec
 from tests.pallas_kernels.gpu_interpreter import interpreted_gpu
+from tests.pallas_kernels.norm.exact import exact_norm, stored_sum
 from tests.pallas_kernels.quick import quick
+from tests.pallas_kernels.relative_norm import assert_near
 
 KINDS = ("rms", "rms_float32", "rms_zero_centred", "layer")
 EPS = 1e-5
@@ -16,14 +18,8 @@ EPS = 1e-5
 
 def expected(x, term, weight, bias, kind):
     """The sum as stored, and its norm in float64."""
-    total = jnp.asarray(x if term is None else x + term)
-    exact = np.asarray(total, np.float64)
-    if kind == "layer":
-        exact = exact - exact.mean(-1, keepdims=True)
-    exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + EPS)
-    if weight is not None:
-        exact = exact * (np.asarray(weight, np.float64) + (kind == "rms_zero_centred"))
-    return total, exact if bias is None else exact + np.asarray(bias, np.float64)
+    total = stored_sum(x, term)
+    return total, exact_norm(total, weight, bias, make_spec(x, weight, bias, term, kind=kind, eps=EPS))
 
 
 def operands(width, dtype, rows=(2,)):
@@ -64,8 +60,7 @@ def test_against_float64(implementation, kind, dtype, width, has_term, has_bias)
     total, found = run(implementation, x, weight, bias, term, kind)
     wanted_total, wanted = expected(x, term, weight, bias, kind)
     np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(wanted_total, np.float32))
-    error = np.linalg.norm(np.asarray(found, np.float64) - wanted) / np.linalg.norm(wanted)
-    assert error <= (5e-3 if dtype == "bfloat16" else 1e-6)
+    assert_near(found, wanted, dtype)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_gpu"])

@@ -4,11 +4,10 @@ The interpreter runs with small blocks, so that a sequence of some tens of keys 
 one of more than 16 new tokens is several items.
 """
 
-import contextlib
 import itertools
 import re
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +30,9 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.shapes import decode_shape
 from pallas_kernels.paged_attention.specs import make_spec
-from pallas_kernels.paged_attention.tpu_schedule import NAMES, TpuProgramSizes
+from pallas_kernels.paged_attention.tpu_schedule import TpuProgramSizes
 from tests.pallas_kernels.paged_attention.shapes import FOUR_BITS, SMALL, PagedShape
+from tests.pallas_kernels.paged_attention.suite import SMALL_BLOCKS, use_blocks
 from tests.pallas_kernels.quick import quick
 
 CHIPS = ("v5e", "v6e", "tpu7x")
@@ -43,18 +43,9 @@ CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "
 HEADS = {"llama3": (32, 8), "qwen3_small": (16, 8), "qwen3_large": (64, 8)}
 
 
-@contextlib.contextmanager
-def use_blocks(*programs: TpuProgramSizes):
-    """Sizes of the program of few queries and of that of many."""
-    with contextlib.ExitStack() as stack:
-        for name, blocks in zip(NAMES, programs, strict=False):
-            stack.enter_context(tuning.force(name, **asdict(blocks)))
-        yield
-
-
 @pytest.fixture
 def small_blocks():
-    with use_blocks(TpuProgramSizes(16, 32, 3, 1), TpuProgramSizes(16, 32, 2, 1)):
+    with use_blocks(*SMALL_BLOCKS):
         yield
 
 

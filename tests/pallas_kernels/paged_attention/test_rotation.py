@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import flash_attention
 from pallas_kernels.paged_attention import paged_attention, rotation
 from pallas_kernels.paged_attention.layout import from_stored, key_dtype, to_stored, value_dtype
+from tests.pallas_kernels.paged_attention.exact import dense_rotation
 from tests.pallas_kernels.paged_attention.shapes import FOUR_BITS
 
 WIDTHS = (8, 64, 80, 96, 112, 128, 256)
@@ -17,17 +18,6 @@ WIDTHS = (8, 64, 80, 96, 112, 128, 256)
 
 def normal(count, width, seed=0):
     return np.random.default_rng(seed).standard_normal((count, width), np.float32)
-
-
-def dense_rotation(width):
-    """float64 [K, K], from the definition."""
-    power = width & -width
-    odd = width // power
-    rows = np.arange(power)
-    parity = np.array([[bin(i & j).count("1") % 2 for j in rows] for i in rows])
-    hadamard = (1 - 2 * parity) / math.sqrt(power)
-    across = np.eye(odd) - 2 / odd if odd > 1 else np.eye(1)
-    return np.kron(across, hadamard) @ np.diag(np.asarray(rotation._signs(width), np.float64))
 
 
 def lloyd_max_error():

@@ -11,8 +11,9 @@ from jaxinfer.quantization import QuantizedArray, Scheme
 from jaxinfer.quantization.matmul import matmul, rows
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import HloProgram
-from pallas_kernels.quantized_matmul import choose, dequantize, make_spec, pallas_tpu, quantized_matmul
+from pallas_kernels.quantized_matmul import choose, make_spec, pallas_tpu, quantized_matmul
 from tests.hbm import made_in_hbm
+from tests.pallas_kernels.quantized_matmul.weights import exact_product, head
 from tests.pallas_kernels.quick import quick
 
 # Rows, inputs, outputs, inputs of a group, dtype of the values, what the groups have besides. A chunk of 64 inputs, a
@@ -29,36 +30,23 @@ PRODUCTS = [
 ALWAYS = [(4, 576, 700, 32, "int8", None), (3, 384, 130, 32, "int4", "minima")]
 
 
-def weight(inputs: int, outputs: int, group: int, dtype: str, extra: str | None):
-    """values, scales, zeros, codebook and minima."""
-    rng = np.random.default_rng(0)
-    shape, largest = (outputs, inputs // group), 8 if dtype == "int4" else 128
-    return (
-        jnp.asarray(rng.integers(-largest, largest, (outputs, inputs)), dtype),
-        jnp.asarray(rng.uniform(0.5, 1, shape), jnp.float32),
-        jnp.asarray(rng.integers(-8, 8, shape), jnp.int8) if extra == "zeros" else None,
-        jnp.asarray(rng.normal(size=16), jnp.float32) if extra == "codebook" else None,
-        jnp.asarray(rng.normal(size=shape), jnp.float32) if extra == "minima" else None,
-    )
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(("num_rows", "inputs", "outputs", "group", "dtype", "extra"), quick(PRODUCTS, *ALWAYS))
 def test_products(num_rows, inputs, outputs, group, dtype, extra, tpu_interpreter):
-    arrays = weight(inputs, outputs, group, dtype, extra)
+    arrays = head(inputs, outputs, group, dtype, extra)
     x = jax.random.normal(jax.random.key(0), (num_rows, inputs))
     found = quantized_matmul(x, *arrays, block=(group, 1), is_transposed=True, implementation="pallas_tpu")
-    expected = np.asarray(x, np.float64) @ np.asarray(dequantize(*arrays, block=(1, group)), np.float64).T
+    expected = exact_product(x, arrays, group)
     np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
 
 
 def test_integers_are_exact_in_bfloat16(tpu_interpreter):
-    arrays = weight(128, 256, 32, "int8", None)
+    arrays = head(128, 256, 32, "int8", None)
     x = jax.random.normal(jax.random.key(0), (2, 128)).astype(jnp.bfloat16)
     found = quantized_matmul(
         x, *arrays, block=(32, 1), is_transposed=True, out_dtype=jnp.float32, implementation="pallas_tpu"
     )
-    expected = np.asarray(x, np.float64) @ np.asarray(dequantize(*arrays, block=(1, 32)), np.float64).T
+    expected = exact_product(x, arrays, 32)
     np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
 
 

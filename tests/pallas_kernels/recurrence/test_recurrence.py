@@ -19,6 +19,7 @@ from pallas_kernels.recurrence import (
 from pallas_kernels.recurrence.blocks import invert_unit_lower
 from pallas_kernels.recurrence.reference import recurrence
 from tests.pallas_kernels.quick import quick
+from tests.pallas_kernels.recurrence.calls import batch_of, per_head
 
 HEADS, KEY_HEADS, KEY, VALUE = 4, 2, 8, 6
 STATE = (KEY_HEADS, KEY, HEADS // KEY_HEADS * VALUE)
@@ -42,12 +43,6 @@ def joined(*parts: RecurrentTokens) -> RecurrentTokens:
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
 
-def batch_of(*rows: tuple[int, int]) -> RaggedBatch:
-    """From (tokens seen, rows) of each sequence."""
-    starts, lengths = (np.array(column, np.int32) for column in zip(*rows, strict=True))
-    return RaggedBatch(*map(jnp.asarray, ((np.cumsum(lengths) - lengths).astype(np.int32), lengths, starts)))
-
-
 def garbage(num_slots: int) -> jax.Array:
     return jnp.full((num_slots, *STATE), jnp.nan)
 
@@ -64,13 +59,7 @@ def in_chunks(tokens: RecurrentTokens, sizes: list[int], **options) -> tuple[np.
         out, state = run(part, state, batch_of((start, size)), **options)
         outputs.append(out)
         start += size
-    return np.concatenate(outputs), per_head(state[0])
-
-
-def per_head(state) -> np.ndarray:
-    """[H, K, V], as the reference has it, of [Hk, K, E]."""
-    parted = np.asarray(state).reshape(KEY_HEADS, KEY, HEADS // KEY_HEADS, VALUE)
-    return np.moveaxis(parted, 2, 1).reshape(HEADS, KEY, VALUE)
+    return np.concatenate(outputs), per_head(state[0], HEADS)
 
 
 @pytest.mark.matrix
@@ -187,8 +176,8 @@ def test_rejected_rows_leave_no_trace(kind, is_uniform):
         if is_uniform:
             alone = run(some(own[slot], slice(0, kept)), states[:1], batch_of((start, kept)), **options)[1]
             np.testing.assert_array_equal(found[slot], alone[0])
-        wanted = recurrence(*some(own[slot], slice(0, kept)), state=per_head(states[0]) if start else None)[1]
-        np.testing.assert_allclose(per_head(found[slot]), wanted, atol=1e-5)
+        wanted = recurrence(*some(own[slot], slice(0, kept)), state=per_head(states[0], HEADS) if start else None)[1]
+        np.testing.assert_allclose(per_head(found[slot], HEADS), wanted, atol=1e-5)
 
 
 def test_states_are_updated_in_place():
