@@ -15,7 +15,7 @@ TESTS ?= tests
 PYTEST_OPTIONS ?=
 PARALLEL := -n $(WORKERS) --dist worksteal
 # Run after the others in one process with eight virtual devices: these measure time, or their devices wait for one another.
-ALONE_TESTS := tests/engine tests/parallel tests/scale_out tests/speculative
+ALONE_TESTS := tests/engine tests/parallel tests/scale_out tests/server/test_security.py tests/speculative
 # Cheap tests of every package.
 QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/engine/test_pages.py \
     tests/engine/test_scheduler_examples.py tests/batch/test_requests.py tests/batch/test_responses.py tests/batch/test_results.py \

@@ -440,6 +440,7 @@ LARGE = {
 QUICK = ("a long text", "ids", "more than can be read", "biases", "messages", "names in tools", "a format")
 
 
+@pytest.mark.alone  # the time of a processor, which neighbours share
 @pytest.mark.parametrize("name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in LARGE])
 def test_large_bodies(client, name):
     """They are answered without holding up the event loop for more than 50 ms, and in seconds."""
