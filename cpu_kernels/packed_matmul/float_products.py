@@ -64,7 +64,9 @@ def multiplier(kind: str, rows: int) -> Any:
             if kind in UNSCALED and rows > 1 and not HAS_AVX512:
                 # Each vector's lines are read apart: these come from the first cache where segments are short, which
                 # changes no sum of weights without scales and offsets.
-                segments, steps = left, vec.constant(1)
+                whole = builder.mul(segments, steps)
+                segments = builder.select(builder.icmp_signed("<", whole, left), whole, left)
+                steps = vec.constant(1)
             with each_segment(builder, segments, steps, left) as (segment, first, count):
                 numbers = builder.add(x, builder.mul(first, vec.constant(4 * STEP * rows)))
                 start = builder.add(codes, builder.mul(first, vec.constant(bytes_of_step(kind))))
