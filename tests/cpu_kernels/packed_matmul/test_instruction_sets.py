@@ -97,3 +97,28 @@ def test_products_on_avx2(tmp_path):
     """Also a row has the same bits there; on a machine that has no more, as in all other tests."""
     command = [sys.executable, "-c", PRODUCTS]
     subprocess.run(command, env=environment("haswell", str(tmp_path)), check=True)
+
+
+COMPARE_ROWS = """
+import jax, jax.numpy as jnp, numpy as np
+from jaxinfer.quantization.matmul import matmul
+from jaxinfer.quantization.packed import pack_weight
+numbers = np.random.default_rng(0)
+x = numbers.normal(size=(9, 1100)).astype(np.float32)
+for dtype in ("float32", "bfloat16", "float16"):
+    dense = jnp.asarray(numbers.normal(size=(1100, 70)), dtype)
+    weight = pack_weight(dense)
+    product = jax.jit(lambda x: matmul(x, weight, jnp.float32))
+    alone = np.concatenate([product(x[row : row + 1]) for row in range(9)])
+    exact = x.astype(np.float64) @ np.asarray(dense, np.float64)
+    assert np.abs(alone - exact).max() < 1e-3, dtype
+    for rows in range(2, 10):
+        assert np.array_equal(product(x[:rows]), alone[:rows]), (dtype, rows)
+"""
+
+
+@pytest.mark.parametrize("cpu", [pytest.param(None, marks=pytest.mark.slow), "haswell"])
+def test_rows_have_the_bits_that_they_have_alone(cpu, tmp_path):
+    """With more inputs than a kernel takes at once, on this processor and as on one with AVX2."""
+    own = None if cpu is None else environment(cpu, str(tmp_path))
+    subprocess.run([sys.executable, "-c", COMPARE_ROWS], env=own, check=True)
