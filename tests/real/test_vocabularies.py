@@ -56,6 +56,7 @@ def answers(llm) -> list[list[tuple]]:
     return [[(one.token_ids, one.finish_reason) for one in output.outputs] for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 def test_answers_and_tokens_a_round(model_path, target, draft):
