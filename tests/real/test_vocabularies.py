@@ -75,7 +75,7 @@ def test_answers_and_tokens_a_round(model_path, target, draft):
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 def test_tables(model_path, target, draft):
-    """Of English text at least 95 % of tokens are one token of the draft, and none needs more pieces than there are."""
+    """At least 95 % of tokens of English text are one token of the draft, and none needs more pieces than there are."""
     tokens = {}
     for name in (target, draft):
         tokenizer = tokenizer_of(model_path(name))

@@ -44,7 +44,7 @@ def of_words(words: list[bytes], name: str = "words") -> ModelTokens:
 
 
 def check_tables(target: ModelTokens, draft: ModelTokens) -> vocabularies.TokenTables:
-    """What holds of any two tokenizers, if the draft has all bytes that the target has."""
+    """Properties of any two tokenizers, if the draft has all bytes that the target has."""
     tables = make_tables(target, draft)
     drafted = tables.index[tables.index < draft.size]
     assert len(set(drafted.tolist())) == len(drafted)  # no two target tokens share the draft's probability

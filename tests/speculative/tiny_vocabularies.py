@@ -14,14 +14,14 @@ from tests.tiny import TINY
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Of GPT-2's kind, with special tokens for chats; it puts nothing before a text."""
+    """A tokenizer of GPT-2's kind, with special tokens for chats; it puts nothing before a text."""
     backend = byte_level()
     add_markers(backend)
     return wrap(backend, special_tokens={"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"})
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """Of Gemma's kind: `▁` for spaces, tokens for single bytes, runs of newlines."""
+    """A tokenizer of Gemma's kind: `▁` for spaces, tokens for single bytes, runs of newlines."""
     return wrap(gemma(), special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
 
 

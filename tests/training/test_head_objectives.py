@@ -1,4 +1,4 @@
-"""What heads are trained on is what they draft, against the library that publishes them; losses, closed forms."""
+"""Heads are trained on what they draft, against the library that publishes them; losses, closed forms."""
 
 import jax
 import jax.numpy as jnp

@@ -25,5 +25,5 @@ def attend_xla(monkeypatch):
 
 @pytest.fixture
 def expected():
-    """What the dense reference gives in float64."""
+    """The dense reference in float64."""
     return harness.exact

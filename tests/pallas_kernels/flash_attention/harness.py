@@ -113,14 +113,14 @@ def _dense(shape: FlashShape):
 
 @functools.cache
 def exact(shape: FlashShape):
-    """What the dense reference gives in float64, as NumPy arrays; once for all implementations."""
+    """The dense reference in float64, as NumPy arrays; once for all implementations."""
     arguments = shape.arguments()
     with jax.enable_x64(True):
         return jax.tree.map(np.asarray, jax.jit(_dense(shape))(_wide(arguments)))
 
 
 def gradients(run, operands: dict, arguments: dict, weights) -> dict:
-    """Of a sum of the results times `weights`, one for each, so that no gradient cancels."""
+    """Gradients of a sum of the results times `weights`, one for each, so that no gradient cancels."""
 
     def loss(operands):
         found = run(arguments | operands)

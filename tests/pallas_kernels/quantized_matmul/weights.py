@@ -10,7 +10,7 @@ Arrays = tuple  # values, scales, zeros, codebook and minima
 
 
 def head(inputs: int, outputs: int, group: int, dtype: str, extra: str | None) -> Arrays:
-    """Of a tied embedding [outputs, inputs]; `extra` is what its groups have beside scales."""
+    """A product with a tied embedding [outputs, inputs]; `extra` is what its groups have beside scales."""
     rng = np.random.default_rng(0)
     shape, largest = (outputs, inputs // group), 8 if dtype == "int4" else 128
     return (
@@ -23,7 +23,7 @@ def head(inputs: int, outputs: int, group: int, dtype: str, extra: str | None) -
 
 
 def transposed(arrays: Arrays) -> Arrays:
-    """Of a weight [inputs, outputs]."""
+    """A product with a weight [inputs, outputs]."""
     values, scales, zeros, codebook, minima = arrays
     values, scales, zeros, minima = (None if x is None else x.T for x in (values, scales, zeros, minima))
     return values, scales, zeros, codebook, minima
