@@ -76,6 +76,12 @@ class TrainHeadOptions:
         min=0,
     )
     unroll: int = _head(4, "Tokens that an eagle3 head learns to draft in a row.", "N", min=1)
+    one_step: float = _training(
+        0.0,
+        "Share of the steps, the first ones, in which an eagle3 head learns to draft one token: such a step costs a "
+        "third of one that unrolls.",
+        "X",
+    )
     block_size: int = _head(8, "Tokens of a dflash block, the first of which is not drafted.", "N", min=2, max=32)
     layers: int | None = _head(None, "Layers of a dflash head. Default: 2.", "N", min=1)
     taps: str | None = _head(
@@ -220,7 +226,7 @@ def _head_options(llm: "LLM", options: TrainHeadOptions) -> "HeadOptions":
     is_block, size = options.kind == "dflash", options.draft_vocab_size
     if size is None:
         size = 0 if is_block else min(llm.config.vocab_size // 4, MAX_VOCAB)
-    names = ("kind", "minutes", "unroll", "block_size", "loss", "temperature", "prompt_weight", "batch_size", "length",
+    names = ("kind", "minutes", "unroll", "one_step", "block_size", "loss", "temperature", "prompt_weight", "batch_size", "length",
              "learning_rate", "lm_head_rate", "patience", "seed")  # fmt: skip
     return HeadOptions(
         num_steps=options.steps or (None if options.minutes else 1000),

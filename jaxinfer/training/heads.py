@@ -41,6 +41,8 @@ class HeadOptions:
     kind: "eagle3" or "dflash". num_steps: optimizer steps on `batch_size` rows of `length` tokens; None for as many as
       fit in `minutes`, of the whole run.
     unroll: steps of a chain, each on what the head gave in the one before. block_size: tokens of a block.
+    one_step: share of the optimizer steps, the first ones, in which chains have one step: they cost a fraction, and most
+      of what a head learns is the same in all steps.
     num_layers: of a head that drafts blocks; the other has one.
     num_anchors: places of a row after which is drafted; None for all, or of blocks a fourth of the row's tokens.
     draft_vocab_size: tokens that the head drafts, 0 for all. taps: numbers of the target's states, () for the default.
@@ -56,6 +58,7 @@ class HeadOptions:
     num_steps: int | None = None
     minutes: float | None = None
     unroll: int = 4
+    one_step: float = 0.0
     block_size: int = 8
     num_layers: int = 1
     num_anchors: int | None = None
@@ -96,6 +99,8 @@ class HeadOptions:
             raise ValueError("draft_vocab_size and patience must not be negative")
         if not 0 <= self.prompt_weight <= 1:
             raise ValueError(f"prompt_weight must be in 0..1, got {self.prompt_weight}")
+        if not 0 <= self.one_step < 1:
+            raise ValueError(f"one_step must be at least 0 and below 1, got {self.one_step}")
         if self.kind == "eagle3" and self.num_layers != 1:
             raise ValueError(f"a head of kind eagle3 has one layer, got num_layers={self.num_layers}")
 
@@ -246,12 +251,21 @@ def train_head(
         distance=options.distance,
         batch_size=options.batch_size,
     )
-    objective = head_objective(whole, options.loss, options.unroll, options.step_weights)
+    one_step = 0.0 if options.is_block else options.one_step
+    short, objective = (
+        head_objective(whole, options.loss, unroll, options.step_weights[:count])
+        for unroll, count in ((1, 1), (options.unroll, options.num_drafts))
+    )
     before = meter({**params, **given})
 
     def measure() -> float:
-        step = seconds_per_step(params, objective, batch_at, options.train_options(1000), (given,))
-        return step + meter.seconds / options.evaluate_every
+        """Seconds of a step of either kind, by their shares, with its part of an evaluation."""
+        shares = ((objective, 1 - one_step), (short, one_step))
+        return meter.seconds / options.evaluate_every + sum(
+            share * seconds_per_step(params, loss, batch_at, options.train_options(1000), (given,))
+            for loss, share in shares
+            if share
+        )
 
     num_steps = options.num_steps or _steps_in(options.minutes or 0, work_dir, began, measure)
 
@@ -269,6 +283,7 @@ def train_head(
         given=(given,),
         evaluate=evaluate,
         is_done=partial(is_stalled, patience=options.patience),
+        early=(int(one_step * num_steps), short),
         description=f"training the {options.kind} head",
         show_progress=show_progress,
     )

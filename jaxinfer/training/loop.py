@@ -105,15 +105,16 @@ def train(
     given: tuple[Any, ...] = (),
     evaluate: Callable[[Params], dict[str, float]] | None = None,
     is_done: Callable[[History], bool] = lambda history: False,
+    early: tuple[int, Objective] | None = None,
     description: str = "train",
     show_progress: bool = True,
 ) -> TrainResult:
     """Minimises `objective(params, batch, *given)` over the batches `batch_at(step)`, which are pytrees of arrays.
 
     The metrics of `evaluate(params)` are added to those of the step. The run ends early where `is_done` says so of the
-    loss curve so far. A run resumes from the newest checkpoint in
-    `checkpoint_dir`, with the result of a run without interruption, since a batch depends on its step alone.
-    `params` are donated, `given` are not.
+    loss curve so far. The first steps, as many as `early` says, minimise its objective instead. A run resumes from the
+    newest checkpoint in `checkpoint_dir`, with the result of a run without interruption, since a batch depends on its
+    step alone. `params` are donated, `given` are not.
 
     Raises:
       ValueError: quantized parameters; a checkpoint that is damaged or of other parameters, with the file.
@@ -121,13 +122,16 @@ def train(
     """
     params = unpack_params(params)
     check_plain(params, "training")
-    start, step_fn = _programs(objective, make_optimizer(options))
+    optimizer = make_optimizer(options)
+    start, step_fn = _programs(objective, optimizer)
+    num_early, early_fn = (0, step_fn) if early is None else (early[0], _programs(early[1], optimizer)[1])
     state, first, history = _restored(checkpoint_dir, start(params))
     shown: dict[str, str] = {}
     show = None if show_progress else False
     with Stage(description, options.num_steps, "step", initial=first, show=show) as stage:
         for step in range(first, 0 if is_done(history) else options.num_steps):
-            state, metrics = step_fn(state, jax.tree.map(jnp.asarray, batch_at(step)), given)
+            make_step = early_fn if step < num_early else step_fn
+            state, metrics = make_step(state, jax.tree.map(jnp.asarray, batch_at(step)), given)
             done = step + 1
             is_last = done == options.num_steps
             is_evaluated = evaluate is not None and (done % options.evaluate_every == 0 or is_last)
