@@ -41,8 +41,8 @@ class HeadOptions:
     kind: "eagle3" or "dflash". num_steps: optimizer steps on `batch_size` rows of `length` tokens; None for as many as
       fit in `minutes`, of the whole run.
     unroll: steps of a chain, each on what the head gave in the one before. block_size: tokens of a block.
-    one_step: share of the optimizer steps, the first ones, in which chains have one step: they cost a fraction, and most
-      of what a head learns is the same in all steps.
+    one_step: share of the optimizer steps, the first ones, in which chains have one step: these cost a fraction, and
+      most of what a head learns is the same in all steps.
     num_layers: of a head that drafts blocks; the other has one.
     num_anchors: places of a row after which is drafted; None for all, or of blocks a fourth of the row's tokens.
     draft_vocab_size: tokens that the head drafts, 0 for all. taps: numbers of the target's states, () for the default.
