@@ -159,9 +159,9 @@ def _check(options: DistillCommandOptions) -> list[int]:
     if options.width is None and options.inner is not None:
         raise UsageError("--inner is of a narrower draft: give its --width")
     if options.init_layers is not None:
+        _read_layers(options.init_layers)
         if options.width is not None:
             raise UsageError("--init-layers copies layers of the model, which have its width: omit --width")
-        _read_layers(options.init_layers)
     return read_integers(options.concurrency, "--concurrency")
 
 

@@ -24,7 +24,7 @@ from jaxinfer.speculative import HeadDraft, head_for
 from jaxinfer.training import corpus
 from jaxinfer.training.acceptance import Acceptance
 from jaxinfer.training.head_data import HeadTexts
-from jaxinfer.training.head_meter import HeadMeter, make_batch
+from jaxinfer.training.head_meter import DraftedPlaces, HeadMeter, acceptance_of, make_batch
 from jaxinfer.training.head_objectives import STEP_DECAY, HeadBatch, HeadLoss, drafted_tokens, head_objective
 from jaxinfer.training.head_rows import chosen_anchors, draft_vocabulary, index_of, pack
 from jaxinfer.training.head_start import head_config, initial_params
@@ -144,6 +144,7 @@ class HeadResult:
       config, params: its own, float32, as they are saved. history: the loss curve.
       before, after: acceptance on held-out texts, with the true tokens before each draft.
       num_steps: made. num_texts, num_tokens: of the data, without what is held out.
+      drafted: what it drafts in each held-out text.
     """
 
     config: ModelConfig
@@ -154,6 +155,7 @@ class HeadResult:
     num_steps: int
     num_texts: int
     num_tokens: int
+    drafted: tuple[DraftedPlaces, ...] = ()
 
 
 class HeadTraining:
@@ -287,16 +289,17 @@ def train_head(
         description=f"training the {options.kind} head",
         show_progress=show_progress,
     )
-    made = result.history[-1][0]
+    made, drafted = result.history[-1][0], meter.drafted({**result.params, **given})
     return HeadResult(
         training.config,
         {**result.params, **fixed},
         result.history,
         before,
-        meter({**result.params, **given}),
+        acceptance_of(drafted),
         made,
         len(training.texts.train),
         sum(len(text.tokens) for text in training.texts.train),
+        tuple(drafted),
     )
 
 
