@@ -138,7 +138,7 @@ test-newest:  ## Run `make test-quick` on a newer Python and JAX, if one is foun
 	@python="$$(sh tests/find_newest_python.sh)" || { echo "skipped: no Python 3.12 or newer found"; exit 0; }; \
 	$(MAKE) VENV=.venv-newest PYTHON="$$python" test-quick
 
-test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Face Transformers, live
+test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle .venv-heads/stamp  ## Compare with Hugging Face Transformers and speculators, live
 	$(PYTEST) -n $(WORKERS) --dist worksteal -q --oracle --slow tests/oracle
 
 golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again, with Transformers
@@ -151,17 +151,18 @@ golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again
 golden-tokenizers: $(VENV)/stamp-oracle tokenizers  ## Write the golden results of published tokenizers again, with Transformers
 	$(BIN)/python -m tests.oracle.make_tokenizer_golden
 
-# An environment of its own, as the speculators library holds torch and Transformers back. What it needs to train, torchvision
-# and torchaudio among it, is left out.
+# An environment of its own, as the speculators library holds torch and Transformers back. What its trainer imports is here,
+# but not what it needs beside it to run vLLM and to read pictures and sound.
 .venv-heads/stamp:
 	$(PYTHON) -m venv .venv-heads
 	.venv-heads/bin/python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu \
-	    torch==2.13.0 transformers==5.19.0 datasets openai loguru pydantic-settings
+	    torch==2.13.0 transformers==5.19.0 datasets openai loguru pydantic-settings httpx rich
 	.venv-heads/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	@touch $@
 
-golden-heads: .venv-heads/stamp  ## Write the golden files of draft heads again, with speculators and Transformers (in .venv-heads)
+golden-heads: .venv-heads/stamp $(VENV)/stamp-test  ## Write the golden files of draft heads again, with speculators and Transformers (in .venv-heads)
 	.venv-heads/bin/python -m tests.oracle.make_head_golden
+	$(BIN)/python -m tests.oracle.make_speculators_golden
 
 golden-real: $(VENV)/stamp-base $(VENV)/stamp-peers models  ## Write the golden token ids of real models again, with llama.cpp
 	$(BIN)/python -m tests.oracle.make_real_golden

@@ -11,6 +11,7 @@ from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config, is_head_folder, model_config
+from checkpoints_convert.huggingface.families_heads import SpeculatorsForm
 from checkpoints_convert.huggingface.save import save_huggingface
 from checkpoints_convert.known_hashes import FilesReport, verify_files
 from checkpoints_convert.load import (
@@ -37,6 +38,7 @@ __all__ = [
     "LayerKVScales",
     "LoadPlan",
     "QuantizedPlan",
+    "SpeculatorsForm",
     "TensorDifference",
     "TensorPlan",
     "VerifyReport",

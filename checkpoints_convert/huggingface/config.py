@@ -18,7 +18,14 @@ from checkpoints_convert.huggingface.families import (
     first_architecture,
     text_part,
 )
-from checkpoints_convert.huggingface.families_heads import HEADS, TOLD_BY_FILES, head_part, is_head, mtp_part
+from checkpoints_convert.huggingface.families_heads import (
+    HEADS,
+    TOLD_BY_FILES,
+    SpeculatorsForm,
+    head_part,
+    is_head,
+    mtp_part,
+)
 from checkpoints_convert.huggingface.family import Family, Fields, read_settings, write_settings
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.checks import did_you_mean, whole_numbers
@@ -170,9 +177,9 @@ def declared_dtype(data: Mapping[str, Any], problems: list[str]) -> str | None:
     return dtype
 
 
-def huggingface_config(config: ModelConfig) -> dict[str, Any]:
+def huggingface_config(config: ModelConfig, speculators: SpeculatorsForm | None = None) -> dict[str, Any]:
     """The config.json of a model, readable by Transformers 4 and 5, or of a head that drafts in the form of those who
-    publish it.
+    publish it or, with `speculators`, of that library.
 
     Raises CheckpointError if the architecture cannot express the configuration, naming the fields.
     """
@@ -205,6 +212,8 @@ def huggingface_config(config: ModelConfig) -> dict[str, Any]:
         data |= part.express(config)
     if family.express is not None:
         data |= family.express(config)
+    if speculators is not None:
+        data = speculators.config(config, data)
     _check_round_trip(config, data)
     return data
 
@@ -393,8 +402,9 @@ def _check_round_trip(config: ModelConfig, data: Mapping[str, Any]) -> None:
             }
     if not any(wanted["sliding_windows"]):
         wanted["sliding_windows"] = ()
+    form = " in the speculators library's form" if "speculators_model_type" in data else ""
     problems = [
-        f"{config.architecture} cannot express {name}={value!r}, only {read[name]!r}"
+        f"{config.architecture}{form} cannot express {name}={value!r}, only {read[name]!r}"
         for name, value in wanted.items()
         if value != read[name]
     ]

@@ -7,9 +7,11 @@ them, and beside them "draft_head", what is the head's own, which no file has un
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.files import CONFIG
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
 from checkpoints_convert.huggingface.families_recurrent import DELTA
 from checkpoints_convert.huggingface.family import (
@@ -29,6 +31,8 @@ _SLIDING = "sliding_attention"
 _EAGLE3, _EAGLE3_QWEN, _BLOCKS = "LlamaForCausalLMEagle3", "Qwen3ForCausalLMEagle3", "DFlashDraftModel"
 _NUM_TAPS = 3  # of EAGLE-3, unless its configuration names layers
 TOLD_BY_FILES = ("has_embedding", "has_lm_head", "has_draft_index")  # fields that the tensors decide
+SPECULATORS_VERSION = "0.9.0"  # of the speculators library, whose form is written
+_SPECULATORS = {"eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel"}  # its classes of the heads that it opens
 Data = Mapping[str, Any]
 
 
@@ -254,6 +258,74 @@ HEADS: dict[str, Family] = {
         *map(_qwen, DELTA),
     )
 }
+
+
+@dataclass(frozen=True)
+class SpeculatorsForm:
+    """What the speculators library's form of a head says beside the head.
+
+    Attributes:
+      verifier: folder or hub id of the target, from which the library takes what the files lack.
+      architecture: the target's, as in its config.json.
+      num_drafts: draft tokens of a round.
+    """
+
+    verifier: str
+    architecture: str
+    num_drafts: int
+
+    def family(self, family: Family) -> Family:
+        """The family whose rules name the tensors as the library does."""
+        return replace(family, tensors=_TENSORS)
+
+    def config(self, config: ModelConfig, data: Data) -> dict[str, Any]:
+        """The head's config.json, of the flat one in the published form.
+
+        Raises CheckpointError for a kind of head, or states of a target, that the library does not open.
+        """
+        head = config.draft_head
+        if head is None or head.kind not in _SPECULATORS:
+            kind = config.architecture if head is None else f"heads of kind {head.kind}"
+            raise CheckpointError(CONFIG, f"the speculators library's form is not written for {kind}")
+        taps = list(head.tap_layers)
+        if len(set(taps)) < len(taps):
+            listed = ",".join(map(str, taps))
+            raise CheckpointError(CONFIG, f"the speculators library reads no state of a target twice, as {listed} does")
+        others = {"architectures", "torch_dtype", *_express(config)}
+        others |= {setting.name for setting in HEADS[config.architecture].settings}
+        proposal = {"proposal_type": "greedy", "speculative_tokens": self.num_drafts}
+        own = {
+            "eagle_aux_hidden_state_layer_ids": taps or None,
+            "norm_before_residual": head.adds_normed,
+            "norm_before_fc": head.tap_norms == "all",
+            "fc_norm": head.tap_norms == "each",
+            "norm_output": head.returns_normed,
+        }
+        if head.is_block:
+            own = {
+                "aux_hidden_state_layer_ids": taps,
+                "block_size": head.block_size,
+                "mask_token_id": head.mask_token,
+                "sample_from_anchor": head.drafts_at_root,
+                "sliding_window_non_causal": any(config.sliding_windows) and not head.causal_layers,
+            }
+        return {
+            "architectures": [_SPECULATORS[head.kind]],
+            "speculators_model_type": head.kind,
+            "speculators_version": SPECULATORS_VERSION,
+            "speculators_config": {
+                "algorithm": head.kind,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": self.verifier, "architectures": [self.architecture]},
+            },
+            "transformer_layer_config": {name: value for name, value in data.items() if name not in others},
+            "draft_vocab_size": head.vocab_size or config.vocab_size,
+            "target_hidden_size": None,
+            "tie_word_embeddings": False,
+            "dtype": config.dtype,
+            **own,
+        }
 
 
 def is_head(data: Data) -> bool:

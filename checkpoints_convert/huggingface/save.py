@@ -29,7 +29,7 @@ from checkpoints_convert.host_arrays import count_nonfinite
 from checkpoints_convert.huggingface.compress import StoredForm, compress, quantization_config, stored_form
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.families import family_of
-from checkpoints_convert.huggingface.families_heads import IS_DRAFTED, VOCABULARY
+from checkpoints_convert.huggingface.families_heads import IS_DRAFTED, VOCABULARY, SpeculatorsForm
 from checkpoints_convert.huggingface.family import Family, head_names
 from checkpoints_convert.huggingface.rules import TensorGroup
 from checkpoints_convert.outputs import join_outputs
@@ -55,6 +55,7 @@ def save_huggingface(
     extra_config: Mapping[str, Any] | None = None,
     kv_scales: Sequence[LayerKVScales] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    speculators: SpeculatorsForm | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Writes config.json and safetensors to the directory `dst`, which appears when it is complete.
@@ -68,6 +69,7 @@ def save_huggingface(
         name to write, which may be in a folder.
       extra_config: further fields of config.json, such as `eos_token_id`. Without them the special tokens are null,
         since Transformers would otherwise use those of the first Llama.
+      speculators: of a head that drafts, writes it in that library's form.
 
     Raises:
       CheckpointError: a configuration that config.json of the architecture cannot express; parameters that do not fit
@@ -82,7 +84,12 @@ def save_huggingface(
     }
     _check_params(config, leaves, dst)
     config = replace(config, dtype=_own_dtype(leaves, dst) if dtype == "auto" else dtype)
-    data = huggingface_config(config) | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    data = huggingface_config(config, speculators)
+    family = family_of(config)
+    if speculators is None:
+        data |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    else:
+        family = speculators.family(family)
 
     def size_of(path: ParamPath) -> int:
         leaf = leaves[path]
@@ -95,7 +102,13 @@ def save_huggingface(
     with staged(Path(dst), sum(map(size_of, leaves)), overwrite=overwrite, also_own=extra) as partial:
         write_companions(extra, partial)
         quantization = write_shards(
-            config, partial, leaves.__getitem__, size_of, kv_scales=kv_scales, max_shard_bytes=max_shard_bytes
+            config,
+            partial,
+            leaves.__getitem__,
+            size_of,
+            kv_scales=kv_scales,
+            max_shard_bytes=max_shard_bytes,
+            family=family,
         )
         write_json(partial / CONFIG, data | dict(extra_config or {}) | quantization)
     return Path(dst)
@@ -109,6 +122,7 @@ def write_shards(
     *,
     kv_scales: Sequence[LayerKVScales] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    family: Family | None = None,
 ) -> dict[str, Any]:
     """Writes parameters, cast to config.dtype, as model.safetensors or as numbered shards with an index.
 
@@ -117,8 +131,9 @@ def write_shards(
     Args:
       read: returns a parameter; called once for each, in the order of `param_shapes`.
       size_of: approximate size of a parameter in bytes.
+      family: by whose rules tensors are named; that of the configuration by default.
     """
-    family = family_of(config)
+    family = family_of(config) if family is None else family
     tensor_groups = family.layout(config).tensor_groups
     shards = list(_shards(tensor_groups, size_of, max_shard_bytes))
     leaves = _Leaves(config, read)

@@ -20,6 +20,7 @@ from jaxinfer.progress import Stage
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
+    from checkpoints_convert import SpeculatorsForm
     from jaxinfer.api.llm import LLM
     from jaxinfer.training.acceptance import Acceptance
     from jaxinfer.training.head_data import HeadTexts
@@ -39,6 +40,11 @@ class TrainHeadOptions:
         "eagle3", "eagle3 drafts one token after another, dflash a block at once.", "KIND"
     )
     out: Path = option(MISSING, "Folder for the head; it appears when it is complete.", "PATH")
+    format: Literal["published", "speculators"] = option(
+        "published",
+        "Form of the files: published as the authors of EAGLE-3 and DFlash publish heads, speculators as that library "
+        "writes and opens them.",
+    )
     prompts: list[Path] | None = _data(
         None,
         'Prompts, one per line, that the model answers first; in .jsonl, {"prompt": "..."} or {"messages": [...]}. The '
@@ -150,6 +156,7 @@ def train_head(options: TrainHeadOptions) -> None:
         if llm.tokenizer is None:
             raise UsageError(f"{llm.name} has no tokenizer, so the data cannot be tokenized")
         own = _head_options(llm, options)
+        form = _form(llm, options, own)
         texts = _texts(llm, chats, documents, options, work_dir)
         training = HeadTraining(llm.config, llm.params, texts, own)
         _check_memory(training.memory())
@@ -157,7 +164,7 @@ def train_head(options: TrainHeadOptions) -> None:
         made = result.config, result.params
         rounds = measure_rounds(llm, made, texts.held_out, own.num_drafts)
         speeds = measure_speeds(llm, made, texts.held_out, loads)
-        _export(llm, training, result, (rounds, speeds), options)
+        _export(llm, training, result, (rounds, speeds), options, form)
     measured = {"before": result.before, "after": result.after, "rounds": rounds}
     if options.as_json:
         write_json(
@@ -249,6 +256,25 @@ def _head_options(llm: "LLM", options: TrainHeadOptions) -> "HeadOptions":
     )
 
 
+def _form(llm: "LLM", options: TrainHeadOptions, own: "HeadOptions") -> "SpeculatorsForm | None":
+    """What the files say in the form of the speculators library; None for the published form.
+
+    Raises CheckpointError, before anything is trained, for a head that the form cannot express.
+    """
+    if options.format == "published":
+        return None
+    from checkpoints_convert import SpeculatorsForm, huggingface_config
+    from jaxinfer.store.names import find_model
+    from jaxinfer.training.head_start import head_config
+
+    found = find_model(options.target, fetch=False)
+    verifier = str(Path(found.source[0]).resolve()) if found.hub is None else found.hub.repository
+    form = SpeculatorsForm(verifier, llm.config.architecture, own.num_drafts)
+    sizes = {"num_layers": own.num_layers, "block_size": own.block_size, "mask_token": 0}
+    huggingface_config(head_config(llm.config, own.kind, taps=own.taps, **sizes), form)
+    return form
+
+
 def _texts(
     llm: "LLM",
     chats: Sequence[Sequence[dict[str, Any]]],
@@ -297,10 +323,12 @@ def _export(
     result: "HeadResult",
     measured: "tuple[Acceptance, Mapping[int, float]]",
     options: TrainHeadOptions,
+    form: "SpeculatorsForm | None",
 ) -> None:
-    """Writes the head in its published form, with a card."""
+    """Writes the head, with a card."""
     import checkpoints_convert
     from jaxinfer.training.head_card import HeadOrigin, write_head_card
+    from jaxinfer.training.head_start import with_embedding
 
     out, sampled = options.out, f"{options.sampled:.0%} of them sampled at temperature 1, the others greedy"
     if options.prompts or options.own_prompts:
@@ -309,14 +337,19 @@ def _export(
     else:
         data = "Texts as they are." if options.answers is None else f"The target continued texts first, {sampled}."
     origin = HeadOrigin(llm.name, llm.fingerprint(), data, *measured)
+    config, params = result.config, result.params
+    if form is not None and not training.options.is_block:
+        # The library takes the target's embedding for blocks alone: in a chain's files a missing one stays random.
+        config, params = with_embedding(config, params, llm.params)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         write_head_card(Path(folder), out.name, training, result, origin)
         checkpoints_convert.save_huggingface(
-            result.config,
-            result.params,
+            config,
+            params,
             out,
             dtype=options.dtype,
             extra_files=sorted(Path(folder).iterdir()),
+            speculators=form,
             overwrite=options.overwrite,
         )

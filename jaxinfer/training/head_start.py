@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models import DraftHeadConfig, ModelConfig, Params, init_params
+from jaxinfer.quantization.on_device import dequantize_params
 from jaxinfer.training.distill import as_llama
 
 ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "dflash": "DFlashDraftModel"}
@@ -106,6 +107,16 @@ def initial_params(
         if "context_norm" in params and number == "0" and norm is not None:
             params["context_norm"]["weight"] = norm
     return jax.tree.map(jnp.array, params)  # training donates them, and neither the target's nor one of them twice
+
+
+def with_embedding(config: ModelConfig, params: Params, target_params: Params) -> tuple[ModelConfig, Params]:
+    """A head with a copy of its target's embedding, for files that are to hold one."""
+    if config.draft_head is None:
+        raise ValueError(f"{config.architecture} is no head that drafts")
+    own = dequantize_params({name: target_params[name] for name in ("embed", "final_norm")})
+    head = replace(config.draft_head, has_embedding=True)
+    embed = jnp.asarray(own["embed"][: config.vocab_size], jnp.float32)
+    return replace(config, draft_head=head), {**params, "embed": embed}
 
 
 def _copied(layer: Params, source: Params, target: ModelConfig, norm: jax.Array | None) -> Params:

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -53,6 +54,25 @@ def test_a_head_is_trained_on_answers_and_opens(jaxinfer, json_lines, model, pro
     assert "of a run with loss='kl', not 'lk'" in other.stderr
 
 
+def test_a_head_is_written_as_the_speculators_library_does(jaxinfer, model, prompts, tmp_path):
+    """With the target's embedding and its folder; the head opens here as well."""
+    out = tmp_path / "head"
+    arguments = ["--out", out, "--format", "speculators", "--taps", "0,1,2", "--draft-vocab-size", 100, *SMALL]
+    result = jaxinfer("train-head", model, "--prompts", prompts, *arguments, "--unroll", 3)
+    assert result.exit_code == 0, result.stderr
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert config["speculators_config"]["verifier"] == {"name_or_path": model, "architectures": ["LlamaForCausalLM"]}
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    embedding = load_file(f"{model}/model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(tensors["embed_tokens.weight"], embedding)
+    assert "layers.0.self_attn.q_proj.weight" in tensors
+    with LLM(model, draft=str(out), num_draft_tokens=3) as drafted:
+        drafted.generate(["say 3"], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True), use_tqdm=False)
+        assert drafted.speculation_stats().proposed > 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--answers", 8)])
 def test_blocks_are_trained_on_texts(jaxinfer, model, tmp_path, more):
@@ -75,6 +95,7 @@ def test_blocks_are_trained_on_texts(jaxinfer, model, tmp_path, more):
     [
         (["--taps", "1,x"], 2, "'1,x' is not a list of states"),
         (["--kind", "medusa"], 2, "'medusa' is not one of"),
+        (["--format", "gguf"], 2, "'gguf' is not one of"),
         (["--texts", "here"], 2, "one option, not by --prompts and --texts"),
         (["--own-prompts", "8"], 2, "one option, not by --prompts and --own-prompts"),
         (["--minutes", "1"], 2, "--steps or --minutes, not both"),
@@ -90,6 +111,14 @@ def test_wrong_use_is_told(jaxinfer, model, prompts, tmp_path, change, code, wor
     assert (result.exit_code, result.stdout) == (code, "")
     assert words in result.stderr
     assert not (tmp_path / "head").exists()
+
+
+def test_a_form_that_cannot_be_written_is_told_before_training(jaxinfer, model, prompts, tmp_path):
+    arguments = ["--out", tmp_path / "head", "--format", "speculators", "--taps", "1,1,2", *SMALL]
+    result = jaxinfer("train-head", model, "--prompts", prompts, *arguments)
+    assert result.exit_code == 1
+    assert "the speculators library reads no state of a target twice, as 1,1,2 does" in result.stderr
+    assert not (tmp_path / "head.training").exists()
 
 
 def test_no_data_is_told(jaxinfer, model, tmp_path):

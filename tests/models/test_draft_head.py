@@ -140,6 +140,20 @@ class Stored:
         self.keys[layer] = k, v
 
 
+def blocks_after(head, tokens, states):
+    """A function of an anchor: the states [B, D] of its block, after the states of all tokens."""
+    stored, size = Stored(), head.head.block_size
+    head.store_context(states, jnp.arange(NUM_STATES), stored)
+
+    def hidden(anchor):
+        own = np.full(size, head.head.mask_token)
+        own[0] = tokens[anchor]
+        attend = block_attend(head, anchor, anchor, size, stored.keys)
+        return head.block(jnp.asarray(own)[None], anchor + jnp.arange(size)[None], attend)[0]
+
+    return hidden
+
+
 @pytest.mark.matrix("dflash-0", "dflash2-0", "dspark_gated-0", "dspark_rnn-0")
 @pytest.mark.parametrize("seed", quick(SEEDS, 0))
 @pytest.mark.parametrize("name", BLOCKS)
@@ -148,15 +162,11 @@ def test_blocks(tmp_path, name, seed):
     head = opened(case, seed, tmp_path)
     given, (_, wanted) = inputs(case, seed), golden(case)
     states, size = head.states(jnp.split(jnp.asarray(given["taps"]), len(case.taps), axis=1)), head.head.block_size
-    stored = Stored()
-    head.store_context(states, jnp.arange(NUM_STATES), stored)
+    hidden_of = blocks_after(head, given["tokens"], states)
     # A window of causal layers is counted from each token, others from the root.
     kind = "position_logits" if head.head.causal_layers and f"{seed}.position_logits" in wanted else "logits"
     for number, anchor in enumerate(case.anchors):
-        tokens = np.full(size, head.head.mask_token)
-        tokens[0] = given["tokens"][anchor]
-        attend = block_attend(head, anchor, anchor, size, stored.keys)
-        hidden = head.block(jnp.asarray(tokens)[None], anchor + jnp.arange(size)[None], attend)[0]
+        hidden = hidden_of(anchor)
         logits, true = head.logits(hidden), given["tokens"][anchor : anchor + size]
         before = jnp.asarray(true if head.head.drafts_at_root else np.array([true[0], *true[:-1]]))
         if head.markov is not None:

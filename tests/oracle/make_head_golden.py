@@ -108,7 +108,7 @@ def _head_shapes(case: HeadCase) -> dict[str, list[int]]:
     """Names and shapes of the head's published tensors."""
     if case.kind == "mtp":
         return _mtp_shapes(case)
-    config = _config(case.config)
+    config = read_config(case.config)
     config.speculators_config.verifier.name_or_path = None
     state = _CLASSES[case.kind](config).state_dict()
     borrowed = ("" if case.has_embedding else "embed_tokens.", "" if case.has_head else "lm_head.")
@@ -188,7 +188,7 @@ def _target(config: transformers.PretrainedConfig) -> transformers.PreTrainedMod
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def _config(data: dict[str, Any]) -> SpeculatorModelConfig:
+def read_config(data: dict[str, Any]) -> SpeculatorModelConfig:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(data))
         config = SpeculatorModelConfig.from_pretrained(folder)
@@ -198,7 +198,7 @@ def _config(data: dict[str, Any]) -> SpeculatorModelConfig:
 
 def _load(case: HeadCase, seed: int, made: HeadShapes, folder: Path) -> Any:
     """The library's model from the files of the head and of its target."""
-    config = _config(json.loads((folder / "config.json").read_text()))
+    config = read_config(json.loads((folder / "config.json").read_text()))
     target = write_target(folder.with_name("target"), case, seed, made)
     config.speculators_config.verifier.name_or_path = str(target)
     model = _CLASSES[case.kind].from_pretrained(folder, config=config, dtype=torch.float32).eval()
@@ -222,15 +222,15 @@ def _given(case: HeadCase, seed: int) -> dict[str, torch.Tensor]:
 
 def _eagle3(case: HeadCase, seed: int, made: HeadShapes, folder: Path) -> Outputs:
     model = _load(case, seed, made, folder)
-    logits, states = _eagle3_steps(model, case, seed)
+    logits, states = eagle3_steps(model, case, seed)
     outputs = {"logits": logits, "states": states}
     if model.uses_sliding_window_attn:
         with mock.patch.object(eagle3_core, "extend_dense_mask_for_draft_tokens", _moving_window):
-            outputs["position_logits"], outputs["position_states"] = _eagle3_steps(model, case, seed)
+            outputs["position_logits"], outputs["position_states"] = eagle3_steps(model, case, seed)
     return outputs
 
 
-def _eagle3_steps(model: Eagle3DraftModel, case: HeadCase, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def eagle3_steps(model: Eagle3DraftModel, case: HeadCase, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and states of each step. The library puts token 0 where no token follows: rows at the end are left out."""
     given = _given(case, seed)
     tokens = given["tokens"].long()[None, 1:]
@@ -264,10 +264,10 @@ def _moving_window(mask: torch.Tensor, length: int) -> torch.Tensor:
 
 def _dflash(case: HeadCase, seed: int, made: HeadShapes, folder: Path) -> Outputs:
     model = _load(case, seed, made, folder)
-    return _block_logits(model, case, seed)[1]
+    return block_logits(model, case, seed)[1]
 
 
-def _block_logits(model: DFlashDraftModel, case: HeadCase, seed: int) -> tuple[torch.Tensor, Outputs]:
+def block_logits(model: DFlashDraftModel, case: HeadCase, seed: int) -> tuple[torch.Tensor, Outputs]:
     """States after the last norm [A, B, D], and logits."""
     with _anchors(case):
         hidden, logits, *_ = model._backbone_forward(**_block_inputs(case, seed))
@@ -359,7 +359,7 @@ def _path(
 
 def _dflash2(case: HeadCase, seed: int, made: HeadShapes, folder: Path) -> Outputs:
     model = _load(case, seed, made, folder)
-    hidden, outputs = _block_logits(model, case, seed)
+    hidden, outputs = block_logits(model, case, seed)
     select = model.candidate_selector.select
     tokens = _given(case, seed)["tokens"].long()[None]
     slots = (torch.tensor(case.anchors)[:, None] + torch.arange(model.block_size)).reshape(-1)
@@ -377,7 +377,7 @@ def _dflash2(case: HeadCase, seed: int, made: HeadShapes, folder: Path) -> Outpu
 
 def _dspark(case: HeadCase, seed: int, made: HeadShapes, folder: Path) -> Outputs:
     model = _load(case, seed, made, folder)
-    hidden, unbiased = _block_logits(model, case, seed)
+    hidden, unbiased = block_logits(model, case, seed)
     found: list[torch.Tensor] = []
 
     def keep(logits: torch.Tensor, _targets: Any, confidence: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, dict]:
@@ -412,7 +412,7 @@ def _mtp_config(config: transformers.PretrainedConfig) -> SpeculatorModelConfig:
             "verifier": {"name_or_path": None, "architectures": []},
         },
     }
-    return _config(data)
+    return read_config(data)
 
 
 def _qwen_mtp(case: HeadCase, seed: int, made: HeadShapes, folder: Path) -> Outputs:

@@ -7,6 +7,8 @@ BLOCKS = "tests/training/test_head_objectives.py::test_blocks_are_those_of_the_s
 LOSS = "tests/training/test_head_objectives.py::"
 ROWS = "tests/training/test_head_rows.py::"
 SAVED = "tests/checkpoints_convert/huggingface/test_save_heads.py::test_what_is_written_is_read_again"
+FORM = "tests/checkpoints_convert/huggingface/test_speculators_form.py::"
+HEADS = "checkpoints_convert/huggingface/families_heads.py"
 OBJECTIVES, ATTENTION = "jaxinfer/training/head_objectives.py", "jaxinfer/training/head_attention.py"
 
 COMPUTED = (
@@ -170,4 +172,47 @@ WRITTEN = (
     ),
 )
 
-FAULTS = (*COMPUTED, *COUNTED, *WRITTEN)
+IN_SPECULATORS_FORM = (
+    Fault(
+        "training_heads/tensors-of-the-library-have-the-authors-names",
+        HEADS,
+        "return replace(family, tensors=_TENSORS)",
+        "return family",
+        (FORM + "test_the_library_opens_what_is_written[eagle3]",),
+        "the speculators library opens an EAGLE-3 head with a layer of random weights",
+    ),
+    Fault(
+        "training_heads/states-of-the-library-are-those-before",
+        HEADS,
+        "taps = list(head.tap_layers)",
+        "taps = [layer - 1 for layer in head.tap_layers]",
+        (FORM + "test_the_library_opens_what_is_written[dflash]",),
+        "the speculators library and vLLM give a head other states than it was trained on",
+    ),
+    Fault(
+        "training_heads/scales-are-written-where-the-library-does-not-look",
+        HEADS,
+        "others |= {setting.name for setting in HEADS[config.architecture].settings}",
+        "others |= set()",
+        (FORM + "test_what_the_library_does_not_compute_is_refused",),
+        "a DFlash head of a Gemma drafts without the scale of its embedding in the speculators library",
+    ),
+    Fault(
+        "training_heads/a-form-that-fails-is-found-at-the-end",
+        "jaxinfer/cli/train_head.py",
+        "    huggingface_config(head_config(llm.config, own.kind, taps=own.taps, **sizes), form)\n",
+        "",
+        ("tests/cli/test_train_head.py::test_a_form_that_cannot_be_written_is_told_before_training",),
+        "hours of training end with a head that cannot be written",
+    ),
+    Fault(
+        "training_heads/chains-are-written-without-an-embedding",
+        "jaxinfer/cli/train_head.py",
+        "if form is not None and not training.options.is_block:",
+        "if form is not None and training.options.is_block:",
+        ("tests/cli/test_train_head.py::test_a_head_is_written_as_the_speculators_library_does",),
+        "the speculators library runs an EAGLE-3 head with a random embedding",
+    ),
+)
+
+FAULTS = (*COMPUTED, *COUNTED, *WRITTEN, *IN_SPECULATORS_FORM)
