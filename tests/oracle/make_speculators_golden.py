@@ -60,7 +60,8 @@ def write_trained(kind: str, folder: Path, target: Path) -> str:
     """Writes the golden file of a head that the library trains; returns a line about it."""
     losses = json.loads(library("train", kind, target, folder))
     _, tensors = opened_by_library(folder)
-    files = {name: np.frombuffer((folder / name).read_bytes(), np.uint8) for name in FILES}
+    contents = {name: (folder / name).read_bytes().replace(str(target).encode(), VERIFIER.encode()) for name in FILES}
+    files = {name: np.frombuffer(content, np.uint8) for name, content in contents.items()}
     path, made = trained_path(kind), {"losses": losses}
     save_file({"logits": tensors["logits"], **files}, path, {"made": json.dumps(made)})
     return f"trained {kind}: loss {losses[0]:.3f}, then {losses[1]:.3f}, {path.stat().st_size:,} bytes"
