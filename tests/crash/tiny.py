@@ -8,6 +8,7 @@ from typing import Any
 
 GENERATED = "generated.jsonl"
 
+
 def install() -> None:
     """Changes `jaxinfer distill` and `train-head` in this process, and adds a `jaxinfer train-demo`."""
     from jaxinfer import compilation_cache
