@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.bench import WorkloadOptions, read_integers, read_workload, results_option, workload_option
 from jaxinfer.cli.command import UsageError, is_interrupt
-from jaxinfer.cli.distill import read_documents, read_texts
 from jaxinfer.cli.options import ServingOptions, llm_arguments, model_argument
 from jaxinfer.cli.output import console, write_text
+from jaxinfer.cli.training_data import read_documents, read_texts
 from jaxinfer.options import describe, option
 from jaxinfer.progress import Stage, hidden
 from jaxinfer.tables import make_table

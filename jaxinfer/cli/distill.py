@@ -1,15 +1,19 @@
 """`jaxinfer distill`: trains a small draft model for speculative decoding."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from jaxinfer.cli.bench import read_integers
 from jaxinfer.cli.command import UsageError, resumes
-from jaxinfer.cli.options import as_json, overwrite
-from jaxinfer.cli.output import note, write_json, write_text
+from jaxinfer.cli.draft_measures import measure_rounds, measure_speeds, speed_line
+from jaxinfer.cli.options import as_json, model_argument, overwrite
+from jaxinfer.cli.output import write_json, write_text
+from jaxinfer.cli.prompts import read_chats
+from jaxinfer.cli.training_data import answered_prompts, read_documents, writer
 from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
 
@@ -18,29 +22,64 @@ if TYPE_CHECKING:
     from jaxinfer.models import ModelConfig, Params
     from jaxinfer.training.acceptance import Acceptance
     from jaxinfer.training.distill import DistillOptions, DistillResult
-    from jaxinfer.training.texts import Documents, TargetTextRequest
+    from jaxinfer.training.head_data import HeadTexts
+    from jaxinfer.training.texts import Documents
 
+_data = partial(option, group="The data")
 _draft = partial(option, group="The draft")
 _training = partial(option, group="Training")
+ON_POLICY, NUM_TEXTS = 0.9, 3584  # by default, of documents
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillCommandOptions:
-    target: str = option(MISSING, "The model to speed up: a checkpoint's folder, a hub id, or demo.", "MODEL")
-    data: list[Path] = option(
-        MISSING, "A text file, or a folder of them; may be repeated. One document per file.", "PATH"
-    )
+    target: str = model_argument()
     out: Path = option(MISSING, "Folder for the draft; it appears when it is complete.", "PATH")
-    layers: int = _draft(2, "Number of layers.", "N", min=1)
-    width: int = _draft(128, "Hidden size, a multiple of the head size.", "N", min=1)
-    inner: int | None = _draft(None, "Hidden size of the MLP; default: 3 times the width.", "N", min=1)
+    data: list[Path] | None = _data(
+        None,
+        "A text file, or a folder of them, whose beginnings the model continues; may be repeated. One document per "
+        "file.",
+        "PATH",
+    )
+    prompts: list[Path] | None = _data(
+        None, "In place of --data: prompts that the model answers, as of train-head. May be repeated.", "PATH"
+    )
+    own_prompts: int | None = _data(
+        None,
+        "In place of --data: so many samples of what the model itself says where a user's message begins, which it "
+        "answers. Of a model with a chat template.",
+        "N",
+        min=4,
+    )
+    texts: int | None = _data(
+        None,
+        f"Number of texts that the model writes. Default: {NUM_TEXTS:,}; of prompts, one answer to each.",
+        "N",
+        min=1,
+    )
+    on_policy: float | None = _data(
+        None, f"Share of the training text that the model wrote, 0..1. Default: {ON_POLICY}; of prompts 1.", "X"
+    )
+    length: int = _data(256, "Tokens of a training sequence.", "N", min=4)
+    layers: int = _draft(
+        2,
+        "Number of layers: copies of the model's own, from its first to its last, unless a width is given.",
+        "N",
+        min=1,
+    )
+    init_layers: str | None = _draft(None, "Copies of these layers of the model, from 0, in place of --layers.", "N,N")
+    width: int | None = _draft(
+        None,
+        "Hidden size of a narrower draft, a multiple of the head size. Its layers begin at random, its embedding as "
+        "the model's in its leading directions. Default: the model's.",
+        "N",
+        min=1,
+    )
+    inner: int | None = _draft(None, "Hidden size of a narrower draft's MLP; default: 3 times the width.", "N", min=1)
     copying: bool = _draft(
         True,
-        "Start with heads that copy earlier text; the draft is 80 wider and has two more heads in each layer.",
+        "Start a narrower draft with heads that copy earlier text; it is 80 wider and has two more heads a layer.",
         flag="--copying/--no-copying",
-    )
-    init_layers: str | None = _draft(
-        None, "Start with copies of these layers of the target, from 0; the width is the target's.", "N,N"
     )
     steps: int = _training(1000, "Optimizer steps.", "N", min=1)
     loss: Literal["fkl", "rkl", "tv"] = _training(
@@ -49,12 +88,12 @@ class DistillCommandOptions:
     temperature: float = _training(
         0.6, "Temperature of the target in the loss; below 1 its first choice gets more weight.", "X"
     )
-    on_policy: float = _training(0.9, "Share of the training text that the target generates, 0..1.", "X")
-    texts: int = _training(3584, "Number of texts that the target generates.", "N", min=1)
-    length: int = _training(256, "Tokens of a training sequence.", "N", min=4)
     batch_size: int = _training(12, "Sequences of a step.", "N", min=1)
     learning_rate: float = _training(1.5e-3, "Peak learning rate.", "X")
     seed: int = _training(0, "The same seed gives the same draft.", "N")
+    concurrency: str = option(
+        "1,4", "Numbers of answers at a time for which the draft's speed beside plain decoding is measured.", "N,N"
+    )
     work_dir: Path | None = option(
         None, "Folder for the generated texts and training checkpoints. Default: OUT.training.", "PATH"
     )
@@ -64,122 +103,101 @@ class DistillCommandOptions:
 
 
 def distill(options: DistillCommandOptions) -> None:
-    """Train a small draft model for speculative decoding.
+    """Train a smaller model that drafts for a model.
 
-    The target generates texts from beginnings taken from the data, and the draft learns to choose the tokens that the
-    target would choose. Acceptance is measured on held-out data: greedy drafts of 4 tokens, accepted up to the first
-    token that the target would not choose. An interrupted run continues when the command is repeated.
+    The model answers prompts, or continues beginnings of texts, and the draft learns to choose the tokens that it would
+    choose. Acceptance is measured on held-out data: greedy drafts of 4 tokens, accepted up to the first token that the
+    model would not choose; then speed, in the engine. An interrupted run continues when the command is repeated.
 
-    Example: jaxinfer distill --target ./model --data ./texts --out ./draft
+    Example: jaxinfer distill ./model --layers 4 --own-prompts 2000 --out ./draft; then --draft ./draft
     """
-    out = options.out
-    if out.exists() and not options.overwrite:
-        raise FileExistsError(f"{out} exists: --overwrite replaces it")
-    if options.init_layers is not None:
-        _read_layers(options.init_layers)
+    loads = _check(options)
     with Stage("reading the data"):
-        documents = read_documents(options.data)
-    training = _training_options(options)
+        chats = read_chats(options.prompts) if options.prompts else []
+        documents = read_documents(options.data) if options.data else []
+    out, training = options.out, _training_options(options)
     work_dir = options.work_dir or out.with_name(out.name + ".training")
     with Stage(f"loading {options.target}"):
         from jaxinfer.api.llm import LLM
+        from jaxinfer.training.acceptance import NUM_DRAFT_TOKENS
         from jaxinfer.training.distill import distill as train
 
         llm = LLM(options.target, max_model_len=options.length)
     with llm, resumes("from the last training checkpoint"), Stage("distilling"):
-        divided = _encoded(llm, documents)
-        draft, initial = _initial(llm, divided, options)
-        result = train(
-            llm.config, llm.params, draft, initial, divided, writer(llm), training, work_dir=work_dir
-        )  # fmt: skip
-        export(llm, result, training, out, dtype=options.dtype, overwrite=options.overwrite)
+        if llm.tokenizer is None:
+            raise UsageError(f"{llm.name} has no tokenizer, so the data cannot be tokenized")
+        data = _encoded(llm, documents) if documents else _answers(llm, chats, options, work_dir)
+        draft, initial = _initial(llm, data, options)
+        result = train(llm.config, llm.params, draft, initial, data, writer(llm), training, work_dir=work_dir)
+        made = result.config, result.params
+        rounds = measure_rounds(llm, made, result.held_out, NUM_DRAFT_TOKENS)
+        speeds = measure_speeds(llm, made, result.held_out, loads)
+        export(llm, result, training, out, dtype=options.dtype, overwrite=options.overwrite, speeds=speeds)
+    measured = {"before": result.before, "after": result.after, "rounds": rounds}
     if options.as_json:
-        before, after = figures(result.before), figures(result.after)
-        write_json({"path": out, "num_steps": options.steps, "before": before, "after": after})
+        values = {name: figures(acceptance) for name, acceptance in measured.items()}
+        write_json({"path": out, "num_steps": options.steps, **values, "speedup": speeds})
         return
-    for when, acceptance in (("before", result.before), ("after", result.after)):
+    for when, acceptance in measured.items():
         write_text(
             f"{when:7} agreement {acceptance.agreement:.1%}, acceptance {acceptance.rate:.1%}, "
             f"{acceptance.tokens_per_round:.2f} tokens per round\n"
         )
-    write_text(f"{out}\n")
+    write_text(f"{speed_line(speeds)}\n{out}\n")
+
+
+def _check(options: DistillCommandOptions) -> list[int]:
+    """Numbers of answers at a time. Raises before anything is loaded."""
+    if options.out.exists() and not options.overwrite:
+        raise FileExistsError(f"{options.out} exists: --overwrite replaces it")
+    given = [f"--{name.replace('_', '-')}" for name in ("data", "prompts", "own_prompts") if getattr(options, name)]
+    if len(given) != 1:
+        several = f"the data are given by one option, not by {' and '.join(given)}"
+        raise UsageError(several if given else "no data: --data takes texts, --prompts or --own-prompts prompts")
+    if not options.data and options.on_policy not in (None, 1.0):
+        raise UsageError(f"--on-policy {options.on_policy:g}: of prompts the model writes all the text")
+    if options.width is None and options.inner is not None:
+        raise UsageError("--inner is of a narrower draft: give its --width")
+    if options.init_layers is not None:
+        _read_layers(options.init_layers)
+        if options.width is not None:
+            raise UsageError("--init-layers copies layers of the model, which have its width: omit --width")
+    return read_integers(options.concurrency, "--concurrency")
 
 
 def _training_options(options: DistillCommandOptions) -> "DistillOptions":
     from jaxinfer.training.distill import DistillOptions
 
-    same = ("learning_rate", "loss", "temperature", "on_policy", "batch_size", "length", "seed")
+    same = ("learning_rate", "loss", "temperature", "batch_size", "length", "seed")
+    on_policy = ON_POLICY if options.on_policy is None else options.on_policy
     return DistillOptions(
         num_steps=options.steps,
-        num_texts=options.texts,
+        num_texts=options.texts or NUM_TEXTS,
         min_prompt=max(options.length // 8, 1),
         max_prompt=options.length // 2,
+        on_policy=on_policy if options.data else 1.0,
         **{name: getattr(options, name) for name in same},
     )
 
 
-def read_documents(paths: list[Path], flag: str = "--data") -> list[str]:
-    """The texts of files, and of the files in folders in the order of their names, except hidden and binary ones.
-    `flag` is for error messages.
+def _answers(
+    llm: "LLM", chats: list[list[dict[str, Any]]], options: DistillCommandOptions, work_dir: Path
+) -> "HeadTexts":
+    from jaxinfer.training.head_data import HeadTextOptions
 
-    Raises UsageError for a path that does not exist, a file that is not text, or no text at all.
-    """
-    documents = []
-    for path in paths:
-        if not path.exists():
-            raise UsageError(f"{flag} {path}: there is no such file or folder")
-        if path.is_file():
-            try:
-                documents.append(path.read_text(encoding="utf-8"))
-            except UnicodeDecodeError:
-                raise UsageError(f"{flag} {path} is not text in UTF-8") from None
-            continue
-        for file in sorted(file for file in path.rglob("*") if file.is_file()):
-            if any(part.startswith(".") for part in file.relative_to(path).parts):
-                continue
-            try:
-                documents.append(file.read_text(encoding="utf-8"))
-            except UnicodeDecodeError:
-                note(f"{file} is not text and is skipped")
-    if not any(documents):
-        raise UsageError(f"{flag} {', '.join(map(str, paths))}: no text in it")
-    return documents
-
-
-def read_texts(paths: list[Path] | None, model: str, count: int) -> list[str]:
-    """The texts of --texts, as of `read_documents`; for an embedded model, otherwise, `count` Python files that it was
-    not trained on. [] for another model."""
-    if paths:
-        return read_documents(paths, "--texts")
-    if model not in ("demo", "demo-draft"):
-        return []
-    from jaxinfer.training.corpus import held_out_files
-
-    return [text for _, text in held_out_files(count)]
-
-
-def writer(llm: "LLM") -> "Callable[[list[TargetTextRequest]], list[list[int]]]":
-    """Generates texts with the target."""
-    from jaxinfer.sampling import SamplingParams
-
-    def generate(requests: "list[TargetTextRequest]") -> list[list[int]]:
-        params = [
-            SamplingParams(
-                temperature=text.temperature, max_tokens=text.num_tokens, seed=text.seed, ignore_eos=text.ignore_eos
-            )
-            for text in requests
-        ]
-        outputs = llm.generate([list(text.prompt) for text in requests], params, use_tqdm=False)
-        for output in outputs:
-            if output.outputs[0].error:
-                raise RuntimeError(f"the target failed to generate a text: {output.outputs[0].error}")
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    return generate
+    wanted = HeadTextOptions(length=options.length, num_answers=options.texts, seed=options.seed)
+    return answered_prompts(llm, chats, options.own_prompts, wanted, work_dir)
 
 
 def export(
-    llm: "LLM", result: "DistillResult", options: "DistillOptions", out: Path, *, dtype: str, overwrite: bool
+    llm: "LLM",
+    result: "DistillResult",
+    options: "DistillOptions",
+    out: Path,
+    *,
+    dtype: str,
+    overwrite: bool,
+    speeds: Mapping[int, float],
 ) -> None:
     """Writes the draft with the target's tokenizer and a card."""
     import checkpoints_convert
@@ -192,7 +210,7 @@ def export(
             llm.tokenizer.save(folder)
         card = Path(folder) / out.name  # the title is the folder's name
         card.mkdir()
-        write_draft_card(card, "README.md", llm.name, result, options)
+        write_draft_card(card, "README.md", llm.name, result, options, speeds=speeds)
         checkpoints_convert.save_huggingface(
             result.config,
             result.params,
@@ -216,30 +234,31 @@ def figures(acceptance: "Acceptance") -> dict[str, float]:
 def _encoded(llm: "LLM", documents: list[str]) -> "Documents":
     from jaxinfer.training.texts import Documents
 
-    tokenizer = llm.tokenizer
-    if tokenizer is None:
-        raise UsageError(f"{llm.name} has no tokenizer, so the data cannot be tokenized")
-    encoded = [tokenizer.encode_content(text) for text in documents if text]
+    encoded = [llm.get_tokenizer().encode_content(text) for text in documents if text]
     return Documents.divide(encoded, llm.eos_token_ids[0] if llm.eos_token_ids else None)
 
 
-def _initial(llm: "LLM", documents: "Documents", options: DistillCommandOptions) -> "tuple[ModelConfig, Params]":
+def _initial(llm: "LLM", data: "Documents | HeadTexts", options: DistillCommandOptions) -> "tuple[ModelConfig, Params]":
     """The draft's configuration and initial parameters."""
     import jax
+    import numpy as np
 
     from jaxinfer.training.copying import with_copying
-    from jaxinfer.training.distill import draft_config, projected_draft, pruned_draft
+    from jaxinfer.training.distill import draft_config, projected_draft, pruned_draft, spread_layers
+    from jaxinfer.training.texts import Documents
 
-    if options.init_layers is not None:
-        return pruned_draft(llm.config, llm.params, _read_layers(options.init_layers))
+    if options.width is None:
+        layers = _read_layers(options.init_layers) if options.init_layers is not None else None
+        return pruned_draft(llm.config, llm.params, layers or spread_layers(llm.config.num_layers, options.layers))
     config = draft_config(
         llm.config, num_layers=options.layers, hidden_size=options.width, intermediate_size=options.inner
     )
     params = projected_draft(llm.config, llm.params, config, jax.random.key(options.seed))
     if not options.copying:
         return config, params
+    stream = data.stream() if isinstance(data, Documents) else np.concatenate([text.tokens for text in data.train])
     try:
-        return with_copying(config, params, documents.stream()[None, : options.length], seed=options.seed)
+        return with_copying(config, params, stream[None, : options.length], seed=options.seed)
     except ValueError as error:
         raise UsageError(f"{error}; --no-copying omits these heads") from None
 

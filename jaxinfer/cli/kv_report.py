@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.api.options import ON_LOADING, LLMOptions
 from jaxinfer.checks import need_plotting
 from jaxinfer.cli.command import UsageError
-from jaxinfer.cli.distill import read_texts
 from jaxinfer.cli.options import given, given_values, model_argument
 from jaxinfer.cli.output import console, note, write_json
+from jaxinfer.cli.training_data import read_texts
 from jaxinfer.options import option
 from jaxinfer.progress import Stage
 from jaxinfer.tables import make_table

@@ -65,7 +65,7 @@ jaxinfer plan ./checkpoint --on v5e:2x2 --quantize int8
 
 jaxinfer train-head ./checkpoint --prompts prompts.txt --out ./head
 
-jaxinfer distill --target ./checkpoint --data ./texts --out ./draft
+jaxinfer distill ./checkpoint --data ./texts --out ./draft
 
 [bold]Exit codes[/bold]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxinfer.cli.command import UsageError, resumes, say
-from jaxinfer.cli.distill import read_documents
 from jaxinfer.cli.options import as_json, given_values, overwrite
 from jaxinfer.cli.output import write_report
 from jaxinfer.cli.quantize_files import check_not_quantized, check_room, float_model, planned, write
+from jaxinfer.cli.training_data import read_documents
 from jaxinfer.options import MISSING, argument, describe, option
 from jaxinfer.progress import Stage, is_shown
 from jaxinfer.tables import table_text

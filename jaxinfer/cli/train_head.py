@@ -2,17 +2,19 @@
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxinfer.cli.bench import read_integers
 from jaxinfer.cli.command import UsageError, resumes, say
-from jaxinfer.cli.distill import read_documents, writer
+from jaxinfer.cli.draft_measures import measure_rounds, measure_speeds, speed_line
 from jaxinfer.cli.options import as_json, model_argument, overwrite
 from jaxinfer.cli.output import console, write_json, write_text
 from jaxinfer.cli.prompts import read_chats
+from jaxinfer.cli.training_data import answered_prompts, read_documents, writer
 from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
 from jaxinfer.tables import make_table
@@ -120,6 +122,9 @@ class TrainHeadOptions:
         "By default one device.",
         "AXES",
     )
+    concurrency: str = option(
+        "1,4", "Numbers of answers at a time for which the head's speed beside plain decoding is measured.", "N,N"
+    )
     work_dir: Path | None = option(None, "Folder for answers and training checkpoints. Default: OUT.training.", "PATH")
     dtype: Literal["float32", "bfloat16", "float16"] = option("bfloat16", "Type of the written weights.")
     overwrite: bool = overwrite("Replace an existing head.")
@@ -136,7 +141,7 @@ def train_head(options: TrainHeadOptions) -> None:
     Example: jaxinfer train-head ./model --prompts prompts.txt --out ./head; then --draft ./head
     """
     began, out = time.monotonic(), options.out
-    _check(options)
+    loads = _check(options)
     with Stage("reading the data"):
         chats = read_chats(options.prompts) if options.prompts else []
         documents = [] if chats or options.own_prompts else _read_documents(options)
@@ -158,8 +163,10 @@ def train_head(options: TrainHeadOptions) -> None:
         training = HeadTraining(llm.config, llm.params, texts, own, llm.mesh)
         _check_memory(training.memory())
         result = train(training, work_dir=work_dir, began=began)
-        rounds = measure_rounds(llm, result, texts, own.num_drafts)
-        _export(llm, training, result, rounds, options, bool(chats or options.own_prompts))
+        made = result.config, result.params
+        rounds = measure_rounds(llm, made, texts.held_out, own.num_drafts)
+        speeds = measure_speeds(llm, made, texts.held_out, loads)
+        _export(llm, training, result, (rounds, speeds), options)
     measured = {"before": result.before, "after": result.after, "rounds": rounds}
     if options.as_json:
         write_json(
@@ -170,6 +177,7 @@ def train_head(options: TrainHeadOptions) -> None:
                 "num_tokens": result.num_tokens,
                 "history": [{"step": step, **values} for step, values in result.history],
                 **{name: figures(acceptance) for name, acceptance in measured.items()},
+                "speedup": speeds,
             }
         )
         return
@@ -178,7 +186,7 @@ def train_head(options: TrainHeadOptions) -> None:
         for name, acceptance in measured.items()
     ]
     console().print(make_table(("", "tokens a round", "accepted", "by position"), rows))
-    write_text(f"{out}\n")
+    write_text(f"{speed_line(speeds)}\n{out}\n")
 
 
 def figures(acceptance: "Acceptance") -> dict[str, Any]:
@@ -195,8 +203,8 @@ def _shares(rates: Sequence[float]) -> str:
     return " ".join(f"{rate:.0%}" for rate in rates)
 
 
-def _check(options: TrainHeadOptions) -> None:
-    """Raises before anything is loaded."""
+def _check(options: TrainHeadOptions) -> list[int]:
+    """Numbers of answers at a time. Raises before anything is loaded."""
     if options.out.exists() and not options.overwrite:
         raise FileExistsError(f"{options.out} exists: --overwrite replaces it")
     given = [name for name in ("prompts", "own_prompts", "texts") if getattr(options, name)]
@@ -212,6 +220,7 @@ def _check(options: TrainHeadOptions) -> None:
     if options.kind == "eagle3" and options.layers not in (None, 1):
         raise UsageError("--layers is for dflash: an eagle3 head has one layer")
     _read_taps(options.taps)
+    return read_integers(options.concurrency, "--concurrency")
 
 
 def _read_documents(options: TrainHeadOptions) -> list[str]:
@@ -235,8 +244,8 @@ def _head_options(llm: "LLM", options: TrainHeadOptions) -> "HeadOptions":
     is_block, size = options.kind == "dflash", options.draft_vocab_size
     if size is None:
         size = default_vocab_size(is_block, llm.config.vocab_size)
-    names = ("kind", "minutes", "unroll", "one_step", "block_size", "loss", "temperature", "prompt_weight", "batch_size", "length",
-             "learning_rate", "lm_head_rate", "patience", "seed")  # fmt: skip
+    names = ("kind", "minutes", "unroll", "one_step", "block_size", "loss", "temperature", "prompt_weight",
+             "batch_size", "length", "learning_rate", "lm_head_rate", "patience", "seed")  # fmt: skip
     return HeadOptions(
         num_steps=options.steps or (None if options.minutes else 1000),
         num_layers=options.layers or (2 if is_block else 1),
@@ -262,7 +271,7 @@ def _texts(
     work_dir: Path,
 ) -> "HeadTexts":
     """The texts of the data, of which the model writes what it is to write."""
-    from jaxinfer.training.head_data import HeadTextOptions, answers, continuations, own_prompts
+    from jaxinfer.training.head_data import HeadTextOptions, continuations
 
     wanted = HeadTextOptions(
         length=options.length,
@@ -271,31 +280,10 @@ def _texts(
         held_out_texts=options.held_out,
         seed=options.seed,
     )
-    tokenizer, named = llm.get_tokenizer(), {"target": llm.fingerprint(), "show": None}
-    if options.own_prompts:
-        if tokenizer.chat_template is None:
-            raise UsageError(f"--own-prompts: {llm.name} has no chat template, so no user's message begins anywhere")
-        header = _user_header(llm)
-        written = own_prompts(header, options.own_prompts, writer(llm), wanted, work_dir, **named)
-        chats = [[{"role": "user", "content": tokenizer.decode(ids).strip()}] for ids in written]
-        chats = [chat for chat in chats if chat[0]["content"]]
-    if not chats:
-        encoded = [tokenizer.encode_content(text) for text in documents if text]
-        return continuations(encoded, writer(llm), wanted, work_dir, **named)
-    if tokenizer.chat_template is not None:
-        prompts = [llm.chat_prompt(messages) for messages in chats]
-    elif any(len(messages) > 1 for messages in chats):
-        raise UsageError(f"{llm.name} has no chat template, and the prompts have conversations of several messages")
-    else:
-        prompts = [tokenizer.encode(str(message.get("content", ""))) for [message] in chats]
-    return answers(prompts, writer(llm), wanted, work_dir, **named)
-
-
-def _user_header(llm: "LLM") -> list[int]:
-    """The tokens before a user's first message."""
-    one, other = (llm.chat_prompt([{"role": "user", "content": text}]) for text in ("A", "zebra"))
-    same = [a == b for a, b in zip(one, other, strict=False)]
-    return one[: same.index(False) if False in same else len(same)]
+    if chats or options.own_prompts:
+        return answered_prompts(llm, chats, options.own_prompts, wanted, work_dir)
+    encoded = [llm.get_tokenizer().encode_content(text) for text in documents if text]
+    return continuations(encoded, writer(llm), wanted, work_dir, target=llm.fingerprint(), show=None)
 
 
 def _check_memory(parts: dict[str, int]) -> None:
@@ -317,52 +305,24 @@ def free_memory() -> int | None:
     return system_memory()
 
 
-def measure_rounds(llm: "LLM", result: "HeadResult", texts: "HeadTexts", num_draft_tokens: int) -> "Acceptance":
-    """Acceptance of a head in rounds of an engine, of greedy answers to the held-out prompts, as long as those are."""
-    from jaxinfer.api.llm import LLM
-    from jaxinfer.sampling import SamplingParams
-    from jaxinfer.training.acceptance import Acceptance
-
-    prompts, params = [], []
-    for text in texts.held_out:
-        first = text.first if text.first > 1 else max(1, len(text.tokens) // 4)
-        prompts.append(text.tokens[:first].tolist())
-        params.append(SamplingParams(temperature=0.0, max_tokens=len(text.tokens) - first, ignore_eos=True))
-    longest = max(len(text.tokens) for text in texts.held_out)
-    options: dict[str, Any] = {"max_model_len": longest, "max_seqs": 8, "num_draft_tokens": num_draft_tokens}
-    options["mesh"] = llm.mesh
-    live = llm.config, llm.params, llm.tokenizer
-    with Stage("measuring rounds"), LLM(live, draft=(result.config, result.params), **options) as drafting:
-        drafting.generate(prompts, params, use_tqdm=False)
-        stats = drafting.speculation_stats()
-    if stats is None or not stats.num_rounds:
-        raise RuntimeError("the engine made no rounds with the head")
-    by_position = tuple(
-        accepted / max(proposed, 1) for accepted, proposed in zip(stats.accepted_at, stats.proposed_at, strict=True)
-    )
-    first_rate = by_position[0] if by_position else 0.0
-    return Acceptance(first_rate, stats.accepted, stats.proposed, stats.num_rounds, stats.num_tokens, by_position)
-
-
 def _export(
     llm: "LLM",
     training: "HeadTraining",
     result: "HeadResult",
-    rounds: "Acceptance",
+    measured: "tuple[Acceptance, Mapping[int, float]]",
     options: TrainHeadOptions,
-    has_prompts: bool,
 ) -> None:
     """Writes the head in its published form, with a card."""
     import checkpoints_convert
     from jaxinfer.training.head_card import HeadOrigin, write_head_card
 
     out, sampled = options.out, f"{options.sampled:.0%} of them sampled at temperature 1, the others greedy"
-    if has_prompts:
+    if options.prompts or options.own_prompts:
         whose = "prompts that it wrote itself" if options.own_prompts else "prompts"
         data = f"The target answered {whose} first, {sampled}."
     else:
         data = "Texts as they are." if options.answers is None else f"The target continued texts first, {sampled}."
-    origin = HeadOrigin(llm.name, llm.fingerprint(), data, rounds)
+    origin = HeadOrigin(llm.name, llm.fingerprint(), data, *measured)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         write_head_card(Path(folder), out.name, training, result, origin)

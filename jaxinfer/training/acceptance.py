@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.training.objectives import sequence_logits
+from jaxinfer.training.texts import NO_TOKEN
 
 NUM_DRAFT_TOKENS = 4
 ROWS_AT_ONCE = 10
@@ -43,19 +45,20 @@ class Acceptance:
         return self.num_tokens / self.num_rounds
 
 
-def simulate(agrees: np.ndarray, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> Acceptance:
-    """Simulates speculation over bool [N, T]: whether the draft, given the true text, chooses each token.
+def simulate(agrees: Sequence[np.ndarray] | np.ndarray, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> Acceptance:
+    """Simulates speculation over texts, each bool [T]: whether the draft, given the true text, chooses each token.
 
     Greedy drafts are accepted while they equal the target's choice, so until the first disagreement the draft has
     seen the true text, and a round accepts the run of agreements. The target adds a token of its own; the next round
-    starts behind it. At the end of a row no more is drafted than the row has.
+    starts behind it. At the end of a text no more is drafted than the text has.
     """
     if num_draft_tokens < 1:
         raise ValueError(f"num_draft_tokens must be at least 1, got {num_draft_tokens}")
-    if agrees.ndim != 2 or agrees.size == 0:
-        raise ValueError(f"rows of agreements [N, T] are needed, got shape {agrees.shape}")
-    depths = np.arange(agrees.shape[1])[:, None] + np.arange(num_draft_tokens)
-    return simulate_drafts([row[np.minimum(depths, len(row) - 1)] for row in agrees], float(agrees.mean()))
+    if not len(agrees) or any(text.ndim != 1 or not len(text) for text in agrees):
+        raise ValueError("texts of agreements are needed, each bool [T] of at least one token")
+    steps = np.arange(num_draft_tokens)
+    texts = [text[np.minimum(np.arange(len(text))[:, None] + steps, len(text) - 1)] for text in agrees]
+    return simulate_drafts(texts, float(np.concatenate(agrees).mean()))
 
 
 def simulate_drafts(texts: Sequence[np.ndarray], agreement: float) -> Acceptance:
@@ -81,19 +84,24 @@ class AcceptanceMeter:
     """Measures drafts of one configuration on the target's greedy continuations.
 
     Args:
-      rows: int32 [N, T]: prompts of `prompt_length` tokens, each with the target's greedy continuation.
+      rows: int32 [N, T]: prompts of `prompt_lengths` tokens, one number or int [N], each with the target's greedy
+        continuation; NO_TOKEN after its end.
     """
 
     def __init__(
-        self, config: ModelConfig, rows: np.ndarray, prompt_length: int, num_draft_tokens: int = NUM_DRAFT_TOKENS
+        self, config: ModelConfig, rows: np.ndarray, prompt_lengths: Any, num_draft_tokens: int = NUM_DRAFT_TOKENS
     ):
-        if not 0 < prompt_length < rows.shape[1]:
-            raise ValueError(f"prompt_length={prompt_length} leaves no continuation in rows of {rows.shape[1]} tokens")
-        self._rows, self._prompt_length, self._num_draft_tokens = rows, prompt_length, num_draft_tokens
+        first, ends = np.broadcast_to(prompt_lengths, len(rows)), (rows != NO_TOKEN).sum(axis=1)
+        for prompt, end in zip(first, ends, strict=True):
+            if not 0 < prompt < end:
+                raise ValueError(f"a prompt of {prompt} tokens leaves no continuation in a row of {end}")
+        self._rows, self._spans, self._num_draft_tokens = rows, list(zip(first, ends, strict=True)), num_draft_tokens
         self._choose = jax.jit(lambda params, tokens: jnp.argmax(sequence_logits(config, params, tokens), axis=-1))
 
     def __call__(self, params: Params) -> Acceptance:
-        before, after = self._rows[:, :-1], self._rows[:, self._prompt_length :]
+        before = np.maximum(self._rows[:, :-1], 0)
         blocks = [before[start : start + ROWS_AT_ONCE] for start in range(0, len(before), ROWS_AT_ONCE)]
         choices = np.concatenate([np.asarray(self._choose(params, jnp.asarray(block))) for block in blocks])
-        return simulate(choices[:, self._prompt_length - 1 :] == after, self._num_draft_tokens)
+        same = choices == self._rows[:, 1:]
+        agrees = [row[first - 1 : end - 1] for row, (first, end) in zip(same, self._spans, strict=True)]
+        return simulate(agrees, self._num_draft_tokens)

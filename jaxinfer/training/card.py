@@ -1,8 +1,9 @@
 """The model card of a distilled draft, and what cards of drafts share."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 
@@ -13,20 +14,36 @@ from jaxinfer.training.distill import DistillOptions, DistillResult
 
 
 def write_draft_card(
-    folder: Path, file_name: str, target: str, result: DistillResult, options: DistillOptions, origin: str = ""
+    folder: Path,
+    file_name: str,
+    target: str,
+    result: DistillResult,
+    options: DistillOptions,
+    origin: str = "",
+    *,
+    speeds: Mapping[int, float] = MappingProxyType({}),
 ) -> None:
     """Writes the card of a distilled draft and, where matplotlib is installed, its plot distillation.png.
 
-    `origin` is a paragraph on data and start.
+    `origin` is a paragraph on data and start, `speeds` are as of `speed_table`.
     """
     has_plot = importlib.util.find_spec("matplotlib") is not None
     if has_plot:
         plot_distillation(folder / "distillation.png", result)
-    (folder / file_name).write_text(draft_card_text(folder.name, target, result, options, origin, has_plot=has_plot))
+    (folder / file_name).write_text(
+        draft_card_text(folder.name, target, result, options, origin, has_plot=has_plot, speeds=speeds)
+    )
 
 
 def draft_card_text(
-    name: str, target: str, result: DistillResult, options: DistillOptions, origin: str = "", *, has_plot: bool = True
+    name: str,
+    target: str,
+    result: DistillResult,
+    options: DistillOptions,
+    origin: str = "",
+    *,
+    has_plot: bool = True,
+    speeds: Mapping[int, float] = MappingProxyType({}),
 ) -> str:
     """Markdown; every figure comes from the run."""
     config = result.config
@@ -48,7 +65,7 @@ itself. On its own it is not worth reading.
 Acceptance on greedy text of the target after held-out prompts, {result.after.num_tokens:,} tokens, in rounds of
 {NUM_DRAFT_TOKENS} draft tokens:
 
-{table}
+{table}{speed_table(speeds)}
 ## Training
 
 {origin}Distilled from `{target}` by `jaxinfer`: {losses[options.loss]} to the target's distribution at temperature
@@ -57,6 +74,14 @@ which {options.num_on_policy} the target wrote: {options.num_texts:,} texts, {op
 temperature {options.sampling_temperature:g}, the others greedy; the rest is data. Muon for the matrices of the layers
 and AdamW for the others, highest learning rate {options.learning_rate:g}.
 {plot}"""
+
+
+def speed_table(speeds: Mapping[int, float]) -> str:
+    """A table of speeds beside plain decoding by the number of answers at a time; "" for none."""
+    if not speeds:
+        return ""
+    rows = "".join(f"| {load} | {ratio:.2f}x |\n" for load, ratio in speeds.items())
+    return f"\n| answers at a time | speed, beside plain decoding |\n| --- | --- |\n{rows}"
 
 
 def acceptance_table(measured: Sequence[tuple[str, Acceptance]]) -> str:

@@ -17,9 +17,12 @@ from jaxinfer.quantization.on_device import unpack_params
 from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training import corpus
 from jaxinfer.training.acceptance import Acceptance, AcceptanceMeter
+from jaxinfer.training.head_data import HeadTexts
+from jaxinfer.training.head_rows import DraftedText, one_each
 from jaxinfer.training.loop import TrainOptions, TrainResult, train
 from jaxinfer.training.objectives import distillation
 from jaxinfer.training.texts import (
+    NO_TOKEN,
     ContinuationOptions,
     Documents,
     Generate,
@@ -113,13 +116,14 @@ _LATENT_HEAD_DIM = 64  # head width of the draft of a model with latent attentio
 
 @dataclass(frozen=True)
 class DistillResult:
-    """The draft's float32 parameters, the loss curve, and its acceptance on held-out text before and after."""
+    """The draft's float32 parameters, the loss curve, its acceptance on held-out texts before and after, and those."""
 
     config: ModelConfig
     params: Params
     history: tuple[tuple[int, dict[str, float]], ...]
     before: Acceptance
     after: Acceptance
+    held_out: tuple[DraftedText, ...] = ()
 
 
 def draft_config(
@@ -190,6 +194,16 @@ def projected_draft(target: ModelConfig, target_params: Params, draft: ModelConf
     return params
 
 
+def spread_layers(num_layers: int, count: int) -> list[int]:
+    """`count` of a model's layers, from the first to the last at equal distances; of one, the last.
+
+    Raises ValueError for more than it has.
+    """
+    if count > num_layers:
+        raise ValueError(f"{count} layers are more than the target's {num_layers}")
+    return [num_layers - 1] if count == 1 else [round(i * (num_layers - 1) / (count - 1)) for i in range(count)]
+
+
 def pruned_draft(target: ModelConfig, target_params: Params, layers: Sequence[int]) -> tuple[ModelConfig, Params]:
     """The target with only these of its layers, in this order; float32 copies.
 
@@ -214,7 +228,7 @@ def distill(
     target_params: Params,
     draft: ModelConfig,
     initial: Params,
-    documents: Documents,
+    data: Documents | HeadTexts,
     generate: Generate,
     options: DistillOptions,
     *,
@@ -223,8 +237,9 @@ def distill(
 ) -> DistillResult:
     """Trains a draft from its `initial` float32 parameters, which are donated; the target's stay as they are.
 
-    Texts, checkpoints and the settings stay in `work_dir`: repeated after an interruption, the run goes on and ends as
-    it would have.
+    `data` are documents, which the target continues, or what it wrote already, which then is all that is learned.
+    Texts, checkpoints and settings stay in `work_dir`: repeated after an interruption, the run goes on and ends as it
+    would have.
 
     Raises:
       ValueError: vocabularies that differ; sequences longer than the target takes; too little data; a `work_dir` of
@@ -234,30 +249,32 @@ def distill(
         raise ValueError(f"the draft has {draft.vocab_size} tokens, the target {target.vocab_size}")
     if options.length > target.max_length:
         raise ValueError(f"length={options.length} is more than the {target.max_length} the target takes")
-    stream = documents.stream()
-    settings = {**asdict(options), "target": _name(target), "draft": _name(draft), "data": digest(stream)}
+    stream, show = data.stream() if isinstance(data, Documents) else None, None if show_progress else False
+    if stream is None and options.on_policy < 1:
+        raise ValueError(f"on_policy={options.on_policy}, and all the data are what the target wrote: it must be 1")
+    known = np.concatenate([text.tokens for text in data.train]) if isinstance(data, HeadTexts) else data.stream()
+    settings = {**asdict(options), "target": _name(target), "draft": _name(draft), "data": digest(known)}
     claim_folder(work_dir, "distill.json", settings)
-    continuations, show = options.continuations(), None if show_progress else False
-
-    def written(name: str, requests: list[TargetTextRequest]) -> np.ndarray:
-        return write_texts(work_dir / name, requests, options.length, generate, show=show)
-
-    held_out = written("held_out", held_out_requests(documents, continuations))
-    meter = AcceptanceMeter(draft, held_out, options.held_out_prompt)
+    if isinstance(data, HeadTexts):
+        texts, held_out = data.train, data.held_out
+    else:
+        texts, held_out = _continued(data, generate, options, work_dir, show)
+    rows, prompt_lengths = one_each(texts, options.length)
+    meter = AcceptanceMeter(draft, *one_each(held_out, options.length))
     before = meter(initial)
-    requests = continuation_requests(documents, continuations)
-    rows, prompt_lengths = written("texts", requests), np.array([len(request.prompt) for request in requests], np.int32)
     objective = distillation(target, draft, options.loss, options.temperature)
     num_data = options.batch_size - options.num_on_policy
 
     def batch_at(step: int) -> dict[str, np.ndarray]:
         chosen = corpus.rows_at(len(rows), step, options.num_on_policy, options.seed)
         tokens, is_prompt = rows[chosen], np.arange(1, options.length + 1) < prompt_lengths[chosen, None]
-        weights = np.where(is_prompt, options.prompt_weight, 1.0)
-        if num_data:
-            data = corpus.batch_at(stream, step, batch_size=num_data, length=options.length, seed=options.seed)[:, :-1]
-            tokens = np.concatenate([tokens, data])
-            weights = np.concatenate([weights, np.full(data.shape, options.data_weight)])
+        goes_on = np.concatenate([tokens[:, 1:], tokens[:, -1:]], axis=1) != NO_TOKEN
+        weights = np.where(is_prompt, options.prompt_weight, 1.0) * goes_on
+        tokens = np.maximum(tokens, 0)
+        if stream is not None and num_data:
+            given = corpus.batch_at(stream, step, batch_size=num_data, length=options.length, seed=options.seed)[:, :-1]
+            tokens = np.concatenate([tokens, given])
+            weights = np.concatenate([weights, np.full(given.shape, options.data_weight)])
         return {"tokens": tokens, "weights": weights.astype(np.float32)}
 
     def evaluate(params: Params) -> dict[str, float]:
@@ -275,7 +292,21 @@ def distill(
         description="distill",
         show_progress=show_progress,
     )
-    return DistillResult(draft, result.params, result.history, before, meter(result.params))
+    return DistillResult(draft, result.params, result.history, before, meter(result.params), held_out)
+
+
+def _continued(
+    documents: Documents, generate: Generate, options: DistillOptions, work_dir: Path, show: bool | None
+) -> tuple[tuple[DraftedText, ...], tuple[DraftedText, ...]]:
+    """What the target writes after beginnings of documents, and after held-out ones."""
+    wanted = options.continuations()
+
+    def written(name: str, requests: list[TargetTextRequest]) -> tuple[DraftedText, ...]:
+        rows = write_texts(work_dir / name, requests, options.length, generate, show=show)
+        return tuple(DraftedText(row, len(one.prompt)) for row, one in zip(rows, requests, strict=True))
+
+    held_out = written("held_out", held_out_requests(documents, wanted))
+    return written("texts", continuation_requests(documents, wanted)), held_out
 
 
 def _leading(matrix: Any, width: int) -> jax.Array:

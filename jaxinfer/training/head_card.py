@@ -1,14 +1,14 @@
 """The model card of a head that was trained here."""
 
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 
 from jaxinfer.training.acceptance import Acceptance
-from jaxinfer.training.card import acceptance_table, plot_training
+from jaxinfer.training.card import acceptance_table, plot_training, speed_table
 from jaxinfer.training.heads import HeadResult, HeadTraining
 
 _TITLES = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
@@ -19,13 +19,14 @@ _LOSSES = {"kl": "forward KL to the target's distribution", "lk": "-log of the c
 class HeadOrigin:
     """Attributes:
     target: its name. fingerprint: of its weights and tokenizer (`LLM.fingerprint`).
-    data: a sentence on the texts. rounds: acceptance in rounds of the engine.
+    data: a sentence on the texts. rounds: acceptance in rounds of the engine. speeds: as of `speed_table`.
     """
 
     target: str
     fingerprint: str
     data: str
     rounds: Acceptance
+    speeds: Mapping[int, float] = field(default_factory=dict)
 
 
 def write_head_card(folder: Path, name: str, training: HeadTraining, result: HeadResult, origin: HeadOrigin) -> None:
@@ -72,7 +73,7 @@ Acceptance on greedy text of the target after held-out prompts, {result.after.nu
 {options.num_drafts} draft tokens:
 
 {acceptance_table(measured)}
-{positions_table(measured)}
+{positions_table(measured)}{speed_table(origin.speeds)}
 ## Training
 
 {origin.data}

@@ -1,8 +1,8 @@
 """Batches for heads, and the acceptance of what a head drafts in held-out texts."""
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,20 @@ def make_batch(
     weights, best = jnp.asarray(rows.weights[chosen]), jnp.asarray(seen.best)
     log_probs = jnp.zeros((0,)) if log_probs is None else log_probs
     return HeadBatch(tokens, positions, texts, weights, jnp.asarray(anchors), seen.states, log_probs, best)
+
+
+class DraftedPlaces(NamedTuple):
+    """A held-out text: its tokens int32 [T] that a head is to draft, and bool [T, K], whether the draft tokens that
+    begin with each, k places later, are right. A token that is drafted too early in the text is not."""
+
+    tokens: np.ndarray
+    is_right: np.ndarray
+
+
+def acceptance_of(drafted: Sequence[DraftedPlaces]) -> Acceptance:
+    """Speculation over texts, simulated."""
+    first = np.concatenate([text.is_right[:, 0] for text in drafted])
+    return simulate_drafts([text.is_right for text in drafted], float(first.mean()))
 
 
 class HeadMeter:
@@ -53,7 +67,14 @@ class HeadMeter:
         self._choose = jax.jit(lambda params, batch: jnp.argmax(logits(params, batch), axis=-1))
 
     def __call__(self, params: Params) -> Acceptance:
-        began, rows, length = time.perf_counter(), self._rows, self._rows.tokens.shape[1]
+        began = time.perf_counter()
+        drafted = self.drafted(params)
+        self.seconds = time.perf_counter() - began
+        return acceptance_of(drafted)
+
+    def drafted(self, params: Params) -> list[DraftedPlaces]:
+        """What is drafted in each text."""
+        rows, length = self._rows, self._rows.tokens.shape[1]
         agrees: dict[int, np.ndarray] = {}
         for start, batch in zip(self._starts, self._batches, strict=True):
             chosen = np.asarray(self._choose(params, batch))
@@ -62,10 +83,9 @@ class HeadMeter:
                 places = np.minimum(roots[:, None] + np.arange(chosen.shape[-1]), length - 1)
                 agrees[start + row] = np.zeros((length, chosen.shape[-1]), bool)
                 agrees[start + row][roots] = chosen[row, : len(roots)] == best[places]
-        texts = [
-            agrees[row][(numbers == number) & (rows.weights[row] > 0)]
-            for row, numbers in enumerate(rows.texts)
-            for number in range(numbers.max() + 1)
-        ]
-        self.seconds = time.perf_counter() - began
-        return simulate_drafts(texts, float(np.concatenate(texts)[:, 0].mean()))
+        texts = []
+        for row, numbers in enumerate(rows.texts):
+            for number in range(numbers.max() + 1):
+                places = np.flatnonzero((numbers == number) & (rows.weights[row] > 0))
+                texts.append(DraftedPlaces(rows.tokens[row][places + 1], agrees[row][places]))
+        return texts

@@ -66,6 +66,14 @@ def written_texts(requests: Sequence[TargetTextRequest], rows: np.ndarray) -> li
     return [text for text in texts if len(text.tokens) - text.first > 1]
 
 
+def one_each(texts: Sequence[DraftedText], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows int32 [N, length] with one text each, NO_TOKEN after its end, and the `first` of each, int32 [N]."""
+    rows = np.full((len(texts), length), NO_TOKEN, np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text.tokens)] = text.tokens
+    return rows, np.array([text.first for text in texts], np.int32)
+
+
 def pieces(documents: Sequence[np.ndarray], length: int) -> list[DraftedText]:
     """Documents in pieces of `length` tokens, of which all count; the last piece of each may be shorter."""
     cut = [document[start : start + length] for document in documents for start in range(0, len(document), length)]

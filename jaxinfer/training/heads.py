@@ -27,7 +27,7 @@ from jaxinfer.training.acceptance import Acceptance
 from jaxinfer.training.head_data import HeadTexts
 from jaxinfer.training.head_memory import head_bytes, target_bytes
 from jaxinfer.training.head_mesh import HeadPlacement
-from jaxinfer.training.head_meter import HeadMeter, make_batch
+from jaxinfer.training.head_meter import DraftedPlaces, HeadMeter, acceptance_of, make_batch
 from jaxinfer.training.head_objectives import STEP_DECAY, HeadBatch, HeadLoss, drafted_tokens, head_objective
 from jaxinfer.training.head_rows import chosen_anchors, draft_vocabulary, index_of, pack
 from jaxinfer.training.head_start import head_config, initial_params
@@ -44,8 +44,8 @@ class HeadOptions:
     kind: "eagle3" or "dflash". num_steps: optimizer steps on `batch_size` rows of `length` tokens; None for as many as
       fit in `minutes`, of the whole run.
     unroll: steps of a chain, each on what the head gave in the one before. block_size: tokens of a block.
-    one_step: share of the optimizer steps, the first ones, in which chains have one step: they cost a fraction, and most
-      of what a head learns is the same in all steps.
+    one_step: share of the optimizer steps, the first ones, in which chains have one step: these cost a fraction, and
+      most of what a head learns is the same in all steps.
     num_layers: of a head that drafts blocks; the other has one.
     num_anchors: places of a row after which is drafted; None for all, or of blocks a fourth of the row's tokens.
     draft_vocab_size: tokens that the head drafts, 0 for all. taps: numbers of the target's states, () for the default.
@@ -151,6 +151,7 @@ class HeadResult:
       config, params: its own, float32, as they are saved. history: the loss curve.
       before, after: acceptance on held-out texts, with the true tokens before each draft.
       num_steps: made. num_texts, num_tokens: of the data, without what is held out.
+      drafted: what it drafts in each held-out text.
     """
 
     config: ModelConfig
@@ -161,6 +162,7 @@ class HeadResult:
     num_steps: int
     num_texts: int
     num_tokens: int
+    drafted: tuple[DraftedPlaces, ...] = ()
 
 
 class HeadTraining:
@@ -299,16 +301,17 @@ def train_head(
         description=f"training the {options.kind} head",
         show_progress=show_progress,
     )
-    made = result.history[-1][0]
+    made, drafted = result.history[-1][0], meter.drafted({**result.params, **given})
     return HeadResult(
         training.config,
         {**(result.params if placement.mesh is None else jax.device_get(result.params)), **fixed},
         result.history,
         before,
-        meter({**result.params, **given}),
+        acceptance_of(drafted),
         made,
         len(training.texts.train),
         sum(len(text.tokens) for text in training.texts.train),
+        tuple(drafted),
     )
 
 

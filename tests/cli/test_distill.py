@@ -6,10 +6,11 @@ import pytest
 
 from jaxinfer import LLM
 from jaxinfer.cli.command import UsageError
-from jaxinfer.cli.distill import read_documents
+from jaxinfer.cli.training_data import read_documents
 
 # The checkpoint of these tests has heads of 8 dimensions, in which codes do not fit.
 SMALL = ["--no-copying", "--layers", 1, "--width", 16, "--steps", 4, "--texts", 8, "--length", 16, "--batch-size", 4]
+SMALL += ["--concurrency", "1"]
 
 
 @pytest.fixture
@@ -25,12 +26,14 @@ def data(tmp_path):
 
 @pytest.mark.slow
 def test_a_draft_is_made_and_opens(jaxinfer, json_lines, model, data, tmp_path):
-    arguments = ["distill", "--target", model, "--data", data, "--out", tmp_path / "draft", *SMALL]
+    arguments = ["distill", model, "--data", data, "--out", tmp_path / "draft", *SMALL]
     result = jaxinfer(*arguments, "--json")
     assert result.exit_code == 0, result.stderr
     [report] = json_lines(result.stdout)
     assert report["num_steps"] == 4
-    assert set(report["after"]) == {"agreement", "acceptance", "tokens_per_round"}
+    for when in ("before", "after", "rounds"):
+        assert set(report[when]) == {"agreement", "acceptance", "tokens_per_round"}
+    assert report["speedup"].keys() == {"1"}
     assert 0 <= report["after"]["acceptance"] <= 1
     with LLM(model) as target, LLM(tmp_path / "draft") as draft:
         assert (draft.config.num_layers, draft.config.hidden_size) == (1, 16)
@@ -55,13 +58,20 @@ def test_a_draft_is_made_and_opens(jaxinfer, json_lines, model, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_layers_of_the_target_are_a_start(jaxinfer, json_lines, model, data, tmp_path):
-    out = tmp_path / "draft"
-    arguments = ["distill", "--target", model, "--data", data, "--out", out, *SMALL[5:], "--init-layers", "1"]
+@pytest.mark.parametrize("layers", [("--init-layers", "1"), ("--layers", 1)])
+def test_layers_of_the_target_learn_its_answers(jaxinfer, json_lines, model, tmp_path, layers):
+    out, prompts = tmp_path / "draft", tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"say {number}\n" for number in range(12)))
+    sizes = ["--steps", 4, "--length", 32, "--batch-size", 4, "--dtype", "float32"]
+    arguments = ["distill", model, "--prompts", prompts, "--out", out, *sizes, *layers, "--concurrency", "1,2"]
     result = jaxinfer(*arguments, "--json")
     assert result.exit_code == 0, result.stderr
+    [report] = json_lines(result.stdout)
+    assert set(report["speedup"]) == {"1", "2"}
+    assert report["rounds"]["tokens_per_round"] >= 1
     config = json.loads((out / "config.json").read_text())
     assert (config["num_hidden_layers"], config["hidden_size"]) == (1, 32)
+    assert "| 2 | " in (out / "README.md").read_text()
 
 
 @pytest.mark.matrix
@@ -69,16 +79,18 @@ def test_layers_of_the_target_are_a_start(jaxinfer, json_lines, model, data, tmp
     ("change", "code", "words"),
     [
         (["--init-layers", "0,x"], 2, "'0,x' is not a list of layers"),
-        (["--init-layers", "5"], 1, "no layer 5: the target has layers 0..1"),
         (["--width", "12"], 1, "width 12 is not a multiple of the target's head width 8"),
         (["--on-policy", "2"], 1, "on_policy must be in 0..1, got 2.0"),
         (["--copying"], 2, "--no-copying omits these heads"),
+        (["--own-prompts", "8"], 2, "one option, not by --data and --own-prompts"),
+        (["--init-layers", "0"], 2, "--init-layers copies layers of the model"),
+        (["--concurrency", "0"], 2, "--concurrency"),
         (["--loss", "js"], 2, "'js' is not one of"),
         (["--data", "missing"], 2, "--data missing: there is no such file or folder"),
     ],
 )
 def test_wrong_use_is_told(jaxinfer, model, data, tmp_path, change, code, words):
-    result = jaxinfer("distill", "--target", model, "--data", data, "--out", tmp_path / "draft", *SMALL, *change)
+    result = jaxinfer("distill", model, "--data", data, "--out", tmp_path / "draft", *SMALL, *change)
     assert (result.exit_code, result.stdout) == (code, "")
     assert words in result.stderr
     assert not (tmp_path / "draft").exists()

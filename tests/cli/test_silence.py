@@ -33,7 +33,7 @@ COMMANDS = {
     "quantize": "quantize {model} {out} --method gptq --calibration {text} --samples 8 --length 64",
     "speculate-report": "speculate-report {prompts} -m {model} --draft ngram --num-draft-tokens 2 --max-tokens 6 "
     "--repeats 1 --concurrency 64",
-    "distill": "distill --target {model} --data {text} --out {out} --layers 1 --width 32 --steps 4 --texts 8 "
+    "distill": "distill {model} --data {text} --out {out} --layers 1 --width 32 --steps 4 --texts 8 "
     "--length 32 --batch-size 2 --no-copying",
     "bench": "bench latency {model} --prompt-tokens 8 --answer-tokens 6 --repeats 1",
     "profile": "profile {model} --batch 1 --prompt-tokens 16 --steps 8",

@@ -10,6 +10,7 @@ from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.prompts import read_chats
 
 SMALL = ["--length", 32, "--batch-size", 2, "--steps", 4, "--held-out", 2, "--dtype", "float32"]
+SMALL += ["--concurrency", "1"]
 
 
 @pytest.fixture
@@ -29,6 +30,7 @@ def test_a_head_is_trained_on_answers_and_opens(jaxinfer, json_lines, model, pro
     assert report["num_steps"] == 4
     for when in ("before", "after", "rounds"):
         assert set(report[when]) == {"acceptance", "tokens_per_round", "acceptance_by_position", "num_tokens"}
+    assert report["speedup"]["1"] > 0
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == 100

@@ -49,7 +49,7 @@ SCENES = {
               *_QUANTIZE), ("out/int4",), "out/int4.quantizing"),
         Scene("quantize-overwrite", lambda at: ("quantize", f"{at}/source", f"{at}/out/int4", "--method", "rtn",
               "--group-size", "16", "--overwrite"), ("out/int4",), "out/int4.quantizing", is_replacing=True),
-        Scene("distill", lambda at: ("distill", "--target", f"{at}/source", "--data", f"{at}/text.txt", "--out",
+        Scene("distill", lambda at: ("distill", f"{at}/source", "--data", f"{at}/text.txt", "--out",
               f"{at}/out/draft", *_DISTILL), ("out/draft",), "out/draft.training"),
         Scene("train-head", lambda at: ("train-head", f"{at}/source", "--prompts", f"{at}/prompts.txt", "--out",
               f"{at}/out/head", "--draft-vocab-size", "100", "--store-states", *_HEAD), ("out/head",),

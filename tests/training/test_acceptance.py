@@ -8,6 +8,7 @@ import pytest
 from jaxinfer.models import ModelConfig, RopeConfig
 from jaxinfer.training.acceptance import AcceptanceMeter, simulate
 from jaxinfer.training.objectives import sequence_logits
+from jaxinfer.training.texts import NO_TOKEN
 from tests.random_params import random_params
 
 CONFIG = ModelConfig(
@@ -57,6 +58,17 @@ def test_measured_acceptance_is_that_of_speculation(k):
     assert 0.5 < found.agreement < 1
 
 
+def test_texts_end_where_they_end():
+    """Rows of different lengths, after prompts of different lengths, as the same rows one by one."""
+    params = jax.tree.map(lambda leaf: 8 * leaf if leaf.ndim > 1 else leaf, random_params(CONFIG, 3))
+    rows = np.random.default_rng(0).integers(8, size=(2, LENGTH)).astype(np.int32)
+    rows[1, 9:] = NO_TOKEN
+    both = AcceptanceMeter(CONFIG, rows, np.array([6, 3]))(params)
+    one, other = (AcceptanceMeter(CONFIG, row[None], first)(params) for row, first in ((rows[0], 6), (rows[1, :9], 3)))
+    for name in ("num_accepted", "num_proposed", "num_rounds", "num_tokens"):
+        assert getattr(both, name) == getattr(one, name) + getattr(other, name)
+
+
 def test_simulation_by_hand():
     agrees = np.array([[1, 1, 1, 1, 0, 1, 0, 0, 1, 1]], bool)
     found = simulate(agrees, 4)  # [1 1 1 1] 0 | 1 0 . . -> [1 0 0 1] | [0 1 1] | [1 1]
@@ -73,5 +85,5 @@ def test_the_extremes():
     assert simulate(np.zeros((2, 10), bool), 4).tokens_per_round == 1
     with pytest.raises(ValueError, match="at least 1, got 0"):
         simulate(np.ones((2, 10), bool), 0)
-    with pytest.raises(ValueError, match="no continuation in rows of 5 tokens"):
+    with pytest.raises(ValueError, match="a prompt of 5 tokens leaves no continuation in a row of 5"):
         AcceptanceMeter(CONFIG, np.zeros((1, 5), np.int32), 5)

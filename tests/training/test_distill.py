@@ -17,7 +17,10 @@ from jaxinfer.training.distill import (
     draft_config,
     projected_draft,
     pruned_draft,
+    spread_layers,
 )
+from jaxinfer.training.head_data import HeadTexts
+from jaxinfer.training.head_rows import DraftedText
 from tests.engine.test_states import MODELS
 from tests.engine.test_windows import WINDOWS, model_of
 from tests.training.process import run_python
@@ -47,12 +50,12 @@ def generate(requests):
     return [[(one.prompt[-1] + 1 + i) % 32 for i in range(one.num_tokens)] for one in requests]
 
 
-def run(folder, options=OPTIONS, generate=generate):
+def run(folder, options=OPTIONS, generate=generate, data=None):
     params = target_params()
     config = draft_config(TARGET, num_layers=1, hidden_size=8)
     initial = projected_draft(TARGET, params, config, jax.random.key(0))
     return distill(
-        TARGET, params, config, initial, documents(), generate, options, work_dir=folder, show_progress=False
+        TARGET, params, config, initial, data or documents(), generate, options, work_dir=folder, show_progress=False
     )  # fmt: skip
 
 
@@ -222,3 +225,30 @@ def test_held_out_files_are_in_a_fixed_order_and_no_tests():
     assert not any(text.startswith("#") for _, text in files)
     with pytest.raises(ValueError, match="1000000 held-out files asked for"):
         held_out_files(1_000_000)
+
+
+def test_what_the_target_wrote_already_is_learned(tmp_path):
+    """Texts of different lengths, after prompts of different lengths; nothing is asked of the target."""
+    random = np.random.default_rng(4)
+    texts = [
+        DraftedText(np.arange(size, dtype=np.int32) % 32, first) for size, first in random.integers(3, 16, (40, 2))
+    ]
+    texts = [text for text in texts if text.first < len(text.tokens)]
+    asked, written = replace(OPTIONS, on_policy=1.0), HeadTexts(tuple(texts[4:]), tuple(texts[:4]))
+    made, longer = (
+        run(tmp_path / str(size), replace(asked, length=size), data=written, generate=None) for size in (16, 24)
+    )
+    losses = [values["loss"] for _, values in made.history]
+    assert losses[-1] < 0.8 * losses[0]
+    np.testing.assert_allclose(losses, [values["loss"] for _, values in longer.history], rtol=1e-3)
+    assert made.after.num_tokens == sum(len(text.tokens) - text.first for text in texts[:4])
+    assert made.held_out == tuple(texts[:4])
+    with pytest.raises(ValueError, match=r"on_policy=0\.75, and all the data are what the target wrote"):
+        run(tmp_path / "other", data=written)
+
+
+def test_layers_are_spread_from_the_first_to_the_last():
+    assert spread_layers(30, 4) == [0, 10, 19, 29]
+    assert (spread_layers(3, 1), spread_layers(3, 3)) == ([2], [0, 1, 2])
+    with pytest.raises(ValueError, match="4 layers are more than the target's 3"):
+        spread_layers(3, 4)

@@ -14,6 +14,7 @@ import checkpoints_convert
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.training import corpus, texts
 from jaxinfer.training.head_data import HeadTextOptions, HeadTexts, answers
+from jaxinfer.training.head_meter import acceptance_of
 from jaxinfer.training.heads import HeadOptions, HeadTraining, is_stalled, train_head
 from tests.random_params import random_params
 from tests.tiny import TINY
@@ -100,6 +101,27 @@ def test_the_loss_falls(trained, kind):
     assert [step for step, values in result.history if "acceptance" in values] == [12, 24]
     assert len(result.after.by_position) == 3
     assert result.num_steps == 24
+    assert acceptance_of(result.drafted) == result.after
+    assert sum(len(text.tokens) for text in result.drafted) == result.after.num_tokens
+
+
+def test_what_is_drafted_is_listed_by_text(trained, tmp_path):
+    held_out = texts_in(tmp_path).held_out
+    listed = sorted(text.tokens.tolist() for text in trained["eagle3"].drafted)
+    assert listed == sorted(text.tokens[text.first :].tolist() for text in held_out)
+
+
+def test_the_first_steps_learn_one_token(tmp_path):
+    """As a run whose chains have one step; then chains unroll."""
+    by_share, alone = (
+        run(tmp_path / name, replace(OPTIONS, **change))
+        for name, change in (("by_share", {"one_step": 0.5}), ("alone", {"unroll": 1}))
+    )
+    shared, first = (dict(result.history) for result in (by_share, alone))
+    assert shared[10] == first[10]
+    assert set(shared[10]) == {"loss", "agreement_1"}
+    assert {"agreement_1", "agreement_2", "agreement_3"} < set(shared[20])
+    assert shared[20]["loss"] != first[20]["loss"]
 
 
 def test_stored_states_train_as_those_that_are_computed_again(trained, tmp_path):

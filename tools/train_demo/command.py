@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.checks import need_plotting
 from jaxinfer.cli.command import command, resumes
-from jaxinfer.cli.distill import figures, writer
+from jaxinfer.cli.distill import figures
 from jaxinfer.cli.main import app
 from jaxinfer.cli.names import NamedCommand
 from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import write_json, write_text
+from jaxinfer.cli.training_data import writer
 from jaxinfer.options import option
 from jaxinfer.progress import Stage
 
