@@ -1,4 +1,4 @@
-"""What training a head takes on chips that are not there: memory of a device, and the bytes that its programs move."""
+"""Plans of head training for chips that are not there: memory of a device, and the bytes that its programs move."""
 
 import math
 import time
@@ -176,8 +176,8 @@ def plan_head_training(
 
         for name, program in every.items():
             progress(name)
-            found = _of_few_layers(request, programs_of, figures) if name == OBSERVE and not whole else None
-            programs[name] = replace(found or figures(program), resident_bytes=held[name])
+            few = _of_few_layers(request, programs_of, figures) if name == OBSERVE and not whole else None
+            programs[name] = replace(few or figures(program), resident_bytes=held[name])
     peak = max(programs, key=lambda name: programs[name].total_bytes) if programs else STEP
     state = every[STEP].arguments[0]
     parts = {"target": local_bytes(every[OBSERVE].arguments[0]), "head and optimizer": local_bytes(state)}

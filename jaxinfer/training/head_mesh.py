@@ -11,7 +11,7 @@ from jaxinfer.parallel import DATA, SEQUENCE, AnyMesh, axis_of, axis_size, short
 
 
 class HeadPlacement:
-    """Where the arrays of a training lie; without a mesh, on the default device.
+    """Places of the arrays of a training; without a mesh, the default device.
 
     Raises ValueError for an axis "sequence", for rows of a step that axis "data" does not divide, and as `check_fit`.
     """
@@ -98,8 +98,8 @@ def state_shardings(state: Any, params: Params) -> Any:
     replicated = NamedSharding(next(iter(own.values())).sharding.mesh, PartitionSpec())
 
     def of(path: Any, leaf: Any) -> NamedSharding:
-        found = (own.get(path[start:]) for start in range(len(path)))
-        like = next((one for one in found if one is not None and one.shape == leaf.shape), None)
+        parameters = (own.get(path[start:]) for start in range(len(path)))
+        like = next((param for param in parameters if param is not None and param.shape == leaf.shape), None)
         return replicated if like is None else like.sharding
 
     return jax.tree_util.tree_map_with_path(of, state)

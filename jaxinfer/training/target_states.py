@@ -76,8 +76,8 @@ class Target:
             # One row at a time, on a mesh one of each part of the rows.
             groups = placement.num_groups if len(tokens) % placement.num_groups == 0 else 1
             by_turn = hidden.reshape(groups, -1, *hidden.shape[1:]).swapaxes(0, 1)
-            found = jax.lax.map(partial(summed, decoder), by_turn)
-            total, best = (x.swapaxes(0, 1).reshape(tokens.shape) for x in found)
+            summaries = jax.lax.map(partial(summed, decoder), by_turn)
+            total, best = (x.swapaxes(0, 1).reshape(tokens.shape) for x in summaries)
             return placement.rows(TargetStates(tuple(states[name] for name in taps), hidden, total, best))
 
         @jax.jit
