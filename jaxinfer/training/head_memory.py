@@ -4,8 +4,8 @@ from jaxinfer.models import ModelConfig
 
 
 def target_bytes(target: ModelConfig, rows: int, length: int, draft_vocab_size: int, num_shards: int = 1) -> int:
-    """Bytes of the target's pass over so many rows of a device: states of a layer, scores, logits of a row, and those of
-    the head's vocabulary. Inner widths, heads and vocabularies are cut into `num_shards` parts."""
+    """Bytes of the target's pass over so many rows of a device: states of a layer, scores, logits of a row, and those
+    of the head's vocabulary. Inner widths, heads and vocabularies are cut into `num_shards` parts."""
     inner = max(target.intermediate_size, target.hidden_size)
     cut = rows * length * (3 * inner + 2 * target.num_heads * length)
     cut += 3 * length * target.vocab_size + 2 * rows * length * draft_vocab_size

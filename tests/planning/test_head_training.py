@@ -50,4 +50,4 @@ def test_the_compilers_say_what_is_counted(place, mesh):
     print(compiled.to_text(), f"counted: {counted.total:,}, compiled: {compiled.total:,}", flush=True)
     assert compiled.fits
     assert counted.total == pytest.approx(compiled.total, rel=BOUND)
-    assert compiled.programs["step"].moved_bytes > compiled.parts["head and optimizer"]
+    assert (compiled.programs["step"].moved_bytes or 0) > compiled.parts["head and optimizer"]
