@@ -27,6 +27,7 @@ def measure_rounds(
     asked = _asked(texts)
     longest = max(len(text.tokens) for text in texts)
     options: dict[str, Any] = {"max_model_len": longest, "max_seqs": 8, "num_draft_tokens": num_draft_tokens}
+    options["mesh"] = llm.mesh
     with Stage("measuring rounds"), LLM(_live(llm), draft=draft, **options) as drafting:
         drafting.generate(*asked, use_tqdm=False)
         stats = drafting.speculation_stats()
@@ -47,7 +48,7 @@ def measure_speeds(
     from jaxinfer.api.llm import LLM
 
     longest = max(text.first for text in texts) + SPEED_TOKENS
-    shared: dict[str, Any] = {"max_model_len": min(longest, llm.engine.spec.max_model_len)}
+    shared: dict[str, Any] = {"max_model_len": min(longest, llm.engine.spec.max_model_len), "mesh": llm.mesh}
     speeds = {}
     for load in loads:
         prompts, params = _asked([texts[number % len(texts)] for number in range(max(load, 4))], SPEED_TOKENS)

@@ -5,9 +5,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli.bench import check_picture, read_integers
@@ -19,12 +19,14 @@ from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
 
 if TYPE_CHECKING:
-    from jaxinfer.planning import PlanRequest
+    from jaxinfer.planning import Place, PlanRequest
+    from jaxinfer.planning.head_training import HeadTrainingRequest
 
 
 NUM_LINES = 20  # of native code, printed after an error
+LOADING = ("dtype", "quantize", "requantize", "revision")
 SHARED = (
-    *("dtype", "quantize", "requantize", "revision", "kv_dtype", "kv_policy"),
+    *(*LOADING, "kv_dtype", "kv_policy"),
     *("page_size", "prefill_chunk", "memory_fraction", "draft", "num_draft_tokens", "offload"),
 )
 
@@ -56,6 +58,12 @@ class PlanOptions:
     )
     max_programs: int | None = option(
         None, "With --trace: limit of the programs; default: 16, or what the engine has without it.", "N", min=1
+    )
+    train_head: Literal["eagle3", "dflash"] | None = option(
+        None,
+        "Plan the training of a head of this kind in place of an engine, with the defaults of jaxinfer train-head. "
+        "--context is the tokens of a row, 256 by default.",
+        "KIND",
     )
     picture: Path | None = option(None, "Draw memory and tokens/s, as .png, .svg or .pdf.", "FILE")
     as_json: bool = as_json("One JSON object.")
@@ -107,11 +115,19 @@ def plan(options: PlanOptions) -> None:
 
     check_picture(options.picture, "--picture")
     with Stage("planning") as stage:
-        request = plan_request(options)
 
         def progress(step: str) -> None:
             stage.describe(f"compiling {step}")
 
+        if options.train_head is not None:
+            from jaxinfer.planning.head_training import plan_head_training
+
+            training = plan_head_training(
+                head_training_request(options), whole=options.whole, compiles=options.compile_, progress=progress
+            )
+            write_report(training.to_dict(), lambda _: training.to_text(), as_json=options.as_json)
+            return
+        request = plan_request(options)
         memory_plan = make_plan(request, whole=options.whole, compiles=options.compile_, progress=progress)
         helping = [] if memory_plan.fits else changes(memory_plan, compiles=options.compile_, progress=progress)
     if options.picture is not None:
@@ -121,23 +137,61 @@ def plan(options: PlanOptions) -> None:
     write_report(memory_plan.to_dict(helping), lambda _: memory_plan.to_text(helping) + "\n", as_json=options.as_json)
 
 
-def plan_request(options: PlanOptions) -> "PlanRequest":
-    """Raises ValueError for what is out of range, and as `loading.load_shapes`."""
-    from jaxinfer.cache.policy.kinds import extends_length
-    from jaxinfer.engine.options import EngineOptions
-    from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
-    from jaxinfer.planning import PlanRequest, parse_place
-    from jaxinfer.planning.trace import read_trace
-    from jaxinfer.store import alias_options
+def head_training_request(options: PlanOptions) -> "HeadTrainingRequest":
+    """Raises UsageError for an option of an engine, and as `loading.load_shapes`."""
+    from jaxinfer.cli.train_head import TrainHeadOptions, default_vocab_size
+    from jaxinfer.loading import load_shapes
+    from jaxinfer.planning.head_training import HeadTrainingRequest
+    from jaxinfer.training.heads import HeadOptions
+
+    place, values, defaults = _place(options), given_values(options), TrainHeadOptions(target="", out=Path())
+    engine = set(SHARED) - {*LOADING, "memory_fraction"} | {"batch", "trace", "max_programs", "picture"}
+    for name in sorted(engine & set(values)):
+        raise UsageError(f"--train-head plans no engine, and --{name.replace('_', '-')} is of one")
+    config, params = load_shapes(options.model, **{name: values[name] for name in LOADING if name in values})
+    layers = 2 if options.train_head == "dflash" else 1
+    request = HeadTrainingRequest(
+        *(options.model, config, params, place),
+        HeadOptions(
+            options.train_head or "eagle3",
+            num_steps=1000,
+            num_layers=layers,
+            draft_vocab_size=default_vocab_size(options.train_head == "dflash", config.vocab_size),
+            length=options.context or defaults.length,
+            batch_size=defaults.batch_size,
+        ),
+        options.mesh,
+        **{name: values[name] for name in ("memory_fraction",) if name in values},
+    )
+    data = dict(request.axes)["data"]  # each part of the devices has a row at least
+    batch_size = -(-defaults.batch_size // data) * data
+    return replace(request, options=replace(request.options, batch_size=batch_size))
+
+
+def _place(options: PlanOptions) -> "Place":
+    """The place. Raises RuntimeError if its compiler is wanted, and not installed."""
+    from jaxinfer.planning import parse_place
     from pallas_kernels import ahead_of_time
 
     place = parse_place(options.on)
     missing = ahead_of_time.missing_compiler(place.chip.name) if options.compile_ and place.chip.can_compile else None
     if missing is not None:
         raise RuntimeError(f"{missing}: {install_hint('aot')}; --no-compile counts without it")
-    values = given_values(options)
+    return place
+
+
+def plan_request(options: PlanOptions) -> "PlanRequest":
+    """Raises ValueError for what is out of range, and as `loading.load_shapes`."""
+    from jaxinfer.cache.policy.kinds import extends_length
+    from jaxinfer.engine.options import EngineOptions
+    from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
+    from jaxinfer.planning import PlanRequest
+    from jaxinfer.planning.trace import read_trace
+    from jaxinfer.store import alias_options
+
+    place, values = _place(options), given_values(options)
     dtype = values.get("dtype", "auto")
-    loading = {name: values[name] for name in ("dtype", "quantize", "requantize", "revision") if name in values}
+    loading = {name: values[name] for name in LOADING if name in values}
     drafting = options.draft or alias_options(options.model).get("draft")
     config, params = load_shapes(options.model, **loading)
     config, length = for_length(config, options.context, has_policy=extends_length(values.get("kv_policy")))

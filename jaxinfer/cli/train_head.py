@@ -122,6 +122,12 @@ class TrainHeadOptions:
     )
     patience: int = _training(0, "Evaluations without a better acceptance that end training; 0 for none.", "N", min=0)
     seed: int = _training(0, "The same seed gives the same head.", "N")
+    mesh: str | None = _training(
+        None,
+        "Devices to run on, such as data=2,model=4: rows are sharded along data, the model and the head along model. "
+        "By default one device.",
+        "AXES",
+    )
     concurrency: str = option(
         "1,4", "Numbers of answers at a time for which the head's speed beside plain decoding is measured.", "N,N"
     )
@@ -148,17 +154,20 @@ def train_head(options: TrainHeadOptions) -> None:
     work_dir = options.work_dir or out.with_name(out.name + ".training")
     with Stage(f"loading {options.target}"):
         from jaxinfer.api.llm import LLM
+        from jaxinfer.training.head_mesh import HeadPlacement, check_fit
         from jaxinfer.training.heads import HeadTraining
         from jaxinfer.training.heads import train_head as train
 
-        llm = LLM(options.target, max_model_len=options.length)
+        llm = LLM(options.target, max_model_len=options.length, mesh=options.mesh)
     with llm, resumes("from the last training checkpoint"), Stage("training a head"):
         if llm.tokenizer is None:
             raise UsageError(f"{llm.name} has no tokenizer, so the data cannot be tokenized")
+        check_fit(llm.fit)
+        HeadPlacement(llm.mesh, batch_size=options.batch_size)
         own = _head_options(llm, options)
         form = _form(llm, options, own)
         texts = _texts(llm, chats, documents, options, work_dir)
-        training = HeadTraining(llm.config, llm.params, texts, own)
+        training = HeadTraining(llm.config, llm.params, texts, own, llm.mesh)
         _check_memory(training.memory())
         result = train(training, work_dir=work_dir, began=began)
         made = result.config, result.params
@@ -241,7 +250,7 @@ def _head_options(llm: "LLM", options: TrainHeadOptions) -> "HeadOptions":
 
     is_block, size = options.kind == "dflash", options.draft_vocab_size
     if size is None:
-        size = 0 if is_block else min(llm.config.vocab_size // 4, MAX_VOCAB)
+        size = default_vocab_size(is_block, llm.config.vocab_size)
     names = ("kind", "minutes", "unroll", "one_step", "block_size", "loss", "temperature", "prompt_weight",
              "batch_size", "length", "learning_rate", "lm_head_rate", "patience", "seed")  # fmt: skip
     return HeadOptions(
@@ -273,6 +282,11 @@ def _form(llm: "LLM", options: TrainHeadOptions, own: "HeadOptions") -> "Specula
     sizes = {"num_layers": own.num_layers, "block_size": own.block_size, "mask_token": 0}
     huggingface_config(head_config(llm.config, own.kind, taps=own.taps, **sizes), form)
     return form
+
+
+def default_vocab_size(is_block: bool, vocab_size: int) -> int:
+    """Tokens that a head drafts if no number is given; 0 for all."""
+    return 0 if is_block else min(vocab_size // 4, MAX_VOCAB)
 
 
 def _texts(

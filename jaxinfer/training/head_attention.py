@@ -21,32 +21,29 @@ def attend_to_context(q: jax.Array, context: Keys, is_visible: jax.Array, own: K
     Products are batched over rows and heads, as in `attend_by_head`; each head's keys are not repeated.
     """
     num_rows, num_anchors, size, num_heads, head_dim = q.shape
-    num_kv_heads, length = context[0].shape[2], context[0].shape[1]
+    length, num_kv_heads = context[0].shape[1:3]
     groups = num_heads // num_kv_heads
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.batch_matmul(a, b, precision=lax.Precision.HIGHEST)
 
-    def by_head(x: jax.Array) -> jax.Array:
-        return x.transpose(0, 2, 1, 3).reshape(num_rows * num_kv_heads, length, x.shape[-1])
-
-    k, v = map(by_head, context)
+    k, v = (x.swapaxes(1, 2) for x in context)  # B, Hkv, T, K
     split = q.reshape(num_rows, num_anchors, size, num_kv_heads, groups, head_dim) * scale
     queries = split.transpose(0, 3, 1, 4, 2, 5)  # B, Hkv, A, groups, N, K
-    flat = queries.reshape(num_rows * num_kv_heads, -1, head_dim)
-    scores = product(flat, k.swapaxes(1, 2)).reshape(*queries.shape[:-1], length)
+    flat = queries.reshape(num_rows, num_kv_heads, -1, head_dim)
+    scores = product(flat, k.swapaxes(2, 3)).reshape(*queries.shape[:-1], length)
     scores = jnp.where(is_visible[:, None, :, None, None, :], scores, MASKED)
-    own_v = None
+    by_anchor, own_v = (num_rows, num_kv_heads, num_anchors, groups * size), None
     if own is not None:
-        by_anchor = (num_rows * num_kv_heads * num_anchors, groups * size)
-        own_k, own_v = (x.transpose(0, 3, 1, 2, 4).reshape(by_anchor[0], -1, x.shape[-1]) for x in own)
-        own_scores = product(queries.reshape(*by_anchor, head_dim), own_k.swapaxes(1, 2))
+        own_k, own_v = (x.transpose(0, 3, 1, 2, 4) for x in own)  # B, Hkv, A, R, K
+        own_scores = product(queries.reshape(*by_anchor, head_dim), own_k.swapaxes(3, 4))
         scores = jnp.concatenate([scores, own_scores.reshape(*scores.shape[:-1], -1)], axis=-1)
     weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(v.dtype)
-    out = product(weights[..., :length].reshape(len(flat), -1, length), v).reshape(*queries.shape[:-1], v.shape[-1])
+    of_context = weights[..., :length].reshape(*flat.shape[:3], length)
+    out = product(of_context, v).reshape(*queries.shape[:-1], v.shape[-1])
     if own_v is not None:
-        of_own = weights[..., length:]
-        out = out + product(of_own.reshape(len(own_v), groups * size, -1), own_v).reshape(out.shape)
+        of_own = weights[..., length:].reshape(*by_anchor, -1)
+        out = out + product(of_own, own_v).reshape(out.shape)
     return out.transpose(0, 2, 4, 1, 3, 5).reshape(num_rows, num_anchors, size, num_heads, v.shape[-1])
 
 

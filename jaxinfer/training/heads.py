@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxinfer.files import write_text_atomically
 from jaxinfer.models import ModelConfig, Params, abstract_params
@@ -24,6 +25,8 @@ from jaxinfer.speculative import HeadDraft, head_for
 from jaxinfer.training import corpus
 from jaxinfer.training.acceptance import Acceptance
 from jaxinfer.training.head_data import HeadTexts
+from jaxinfer.training.head_memory import head_bytes, target_bytes
+from jaxinfer.training.head_mesh import HeadPlacement
 from jaxinfer.training.head_meter import DraftedPlaces, HeadMeter, acceptance_of, make_batch
 from jaxinfer.training.head_objectives import STEP_DECAY, HeadBatch, HeadLoss, drafted_tokens, head_objective
 from jaxinfer.training.head_rows import chosen_anchors, draft_vocabulary, index_of, pack
@@ -124,6 +127,10 @@ class HeadOptions:
         numbers = np.arange(self.num_drafts)
         return np.asarray(np.exp(-2 * numbers / self.block_size) if self.is_block else STEP_DECAY**numbers, np.float32)
 
+    def anchors_of(self, most: int) -> int:
+        """Anchors of a row, if a row has `most` places for them."""
+        return max(1, min(most, self.num_anchors or (self.length // 4 if self.is_block else most)))
+
     def train_options(self, num_steps: int) -> TrainOptions:
         return TrainOptions(
             num_steps,
@@ -161,11 +168,20 @@ class HeadResult:
 class HeadTraining:
     """All of a run but its loop: the head, its rows, its target's states, and how much memory they take.
 
-    Raises ValueError for a target that gives no states, a draft vocabulary larger than its vocabulary, too little data.
+    Raises ValueError for a target that gives no states, a draft vocabulary larger than its vocabulary, too little data,
+    and as `HeadPlacement` for a mesh.
     """
 
-    def __init__(self, target: ModelConfig, target_params: Params, texts: HeadTexts, options: HeadOptions):
+    def __init__(
+        self,
+        target: ModelConfig,
+        target_params: Params,
+        texts: HeadTexts,
+        options: HeadOptions,
+        mesh: Mesh | None = None,
+    ):
         self.target, self.options, self.texts = target, options, texts
+        self.placement = HeadPlacement(mesh, target, options.batch_size)
         if options.length > target.max_length:
             raise ValueError(f"length={options.length} is more than the {target.max_length} the target takes")
         size = options.draft_vocab_size
@@ -187,9 +203,7 @@ class HeadTraining:
         self.rows = pack(texts.train, options.length, options.prompt_weight, is_packed=is_packed)
         self.held_out = pack(texts.held_out, options.length, 0.0, is_packed=is_packed)
         self.is_anchor = self.rows.anchors(options.distance)
-        most = int(self.is_anchor.sum(axis=1).max())
-        wanted = options.num_anchors or (options.length // 4 if options.is_block else most)
-        self.num_anchors = max(1, min(most, wanted))
+        self.num_anchors = options.anchors_of(int(self.is_anchor.sum(axis=1).max()))
         self.target_params = target_params
 
     def memory(self) -> dict[str, int]:
@@ -201,16 +215,11 @@ class HeadTraining:
         dense = sum(
             4 * int(np.prod(leaf.shape)) for leaf in weights(self.target_params) if not isinstance(leaf, jax.Array)
         )
-        inner = max(target.intermediate_size, target.hidden_size)
-        of_target = rows * length * (8 * target.hidden_size + 3 * inner + 2 * target.num_heads * length)
-        of_target += 3 * length * target.vocab_size + 2 * rows * length * size
-        of_head = rows * drafts * (5 * size + 12 * head.hidden_size + 6 * head.intermediate_size)
-        of_head += 4 * rows * drafts * head.num_heads * length * head.num_layers
         return {
             "the target as float32": dense,
             "the head, its gradients and its optimizer": 5 * 4 * num_params,
-            "a step of the target": 4 * of_target,
-            "a step of the head": 4 * of_head,
+            "a step of the target": target_bytes(target, rows, length, size),
+            "a step of the head": head_bytes(head, rows, length, drafts, size),
         }
 
 
@@ -223,20 +232,22 @@ def train_head(
     weights. Raises ValueError for a `work_dir` of another run, with the setting that differs.
     """
     began = time.monotonic() if began is None else began
-    options, target, rows = training.options, training.target, training.rows
+    options, target, rows, placement = training.options, training.target, training.rows, training.placement
     settings = {**asdict(options), "target": repr(target), "data": digest(rows.tokens, rows.weights)}
+    settings["mesh"] = placement.name
     claim_folder(work_dir, "head.json", settings)
-    dense = dequantize_params(training.target_params)
+    dense = placement.target(target, dequantize_params(training.target_params))
     config, taps = head_for(training.config, target)
     params = initial_params(
         target, dense, training.config, training.tokens, jax.random.key(options.seed), copies=options.copies
     )
     params.pop("draft_index", None)
+    params = placement.head(training.config, params)
     fixed = {} if training.index is None else {"draft_index": jnp.asarray(training.index)}
     draft = HeadDraft("head", config, {**params, **fixed}, taps)
     ((whole, together),) = draft.models(target, dense)
     given = {name: leaf for name, leaf in together.items() if name not in params}
-    own = Target(target, dense, taps, training.index, options.temperature)
+    own = Target(target, dense, taps, training.index, options.temperature, placement)
     stored = StoredStates(work_dir / "states", rows, own, options.batch_size) if options.stores_states else None
 
     def batch_at(step: int) -> HeadBatch:
@@ -244,10 +255,11 @@ def train_head(
         random = np.random.default_rng((options.seed, 3, step))
         anchors = chosen_anchors(training.is_anchor[chosen], training.num_anchors, random)
         seen = own.observe(rows, chosen) if stored is None else stored(chosen)
-        return make_batch(rows, chosen, anchors, seen, own.log_probs(seen))
+        log_probs = own.log_probs(seen)
+        return placement.rows(make_batch(rows, chosen, anchors, seen))._replace(log_probs=log_probs)
 
     meter = HeadMeter(
-        lambda params, batch: drafted_tokens(whole, params, batch, options.unroll).logits,
+        lambda params, batch: drafted_tokens(whole, params, placement.rows(batch), options.unroll).logits,
         training.held_out,
         own.observe,
         distance=options.distance,
@@ -292,7 +304,7 @@ def train_head(
     made, drafted = result.history[-1][0], meter.drafted({**result.params, **given})
     return HeadResult(
         training.config,
-        {**result.params, **fixed},
+        {**(result.params if placement.mesh is None else jax.device_get(result.params)), **fixed},
         result.history,
         before,
         acceptance_of(drafted),

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from optax.contrib import MuonDimensionNumbers, muon
 
 from jaxinfer.files import atomic_writer
@@ -20,6 +21,7 @@ from jaxinfer.models import Params
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.on_device import unpack_params
 from jaxinfer.quantization.tree import check_plain
+from jaxinfer.training.head_mesh import state_shardings
 from jaxinfer.training.objectives import Objective
 
 NUM_KEPT = 2  # checkpoints
@@ -123,8 +125,10 @@ def train(
     params = unpack_params(params)
     check_plain(params, "training")
     optimizer = make_optimizer(options)
-    start, step_fn = _programs(objective, optimizer)
-    num_early, early_fn = (0, step_fn) if early is None else (early[0], _programs(early[1], optimizer)[1])
+    start, step_fn = training_programs(objective, optimizer, params)
+    num_early, early_fn = (
+        (0, step_fn) if early is None else (early[0], training_programs(early[1], optimizer, params)[1])
+    )
     state, first, history = _restored(checkpoint_dir, start(params))
     shown: dict[str, str] = {}
     show = None if show_progress else False
@@ -158,7 +162,7 @@ def seconds_per_step(
 ) -> float:
     """Seconds of an optimizer step with its batch, after the first ones, of which the longest compile. Copies of the
     parameters are trained."""
-    start, step_fn = _programs(objective, make_optimizer(options))
+    start, step_fn = training_programs(objective, make_optimizer(options), params)
     state, seconds = start(jax.tree.map(jnp.copy, params)), []
     for step in range(_TIMED_STEPS):
         began = time.perf_counter()
@@ -168,8 +172,11 @@ def seconds_per_step(
     return statistics.median(seconds[1:])
 
 
-def _programs(objective: Objective, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
-    """Jitted: the state that training begins with, and one optimizer step, to which the state is donated."""
+def training_programs(
+    objective: Objective, optimizer: optax.GradientTransformation, params: Params
+) -> tuple[Callable, Callable]:
+    """Jitted: the state that training begins with, and one optimizer step, to which the state is donated. On a mesh the
+    state lies as the parameters do, of which only the places count here."""
 
     def start(params):
         return {"params": params, "optimizer": optimizer.init(params)}
@@ -179,7 +186,10 @@ def _programs(objective: Objective, optimizer: optax.GradientTransformation) -> 
         updates, opt_state = optimizer.update(gradients, state["optimizer"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": opt_state}, metrics
 
-    return jax.jit(start), jax.jit(step, donate_argnums=0)
+    placed = state_shardings(jax.eval_shape(start, params), params)
+    if placed is None:
+        return jax.jit(start), jax.jit(step, donate_argnums=0)
+    return jax.jit(start, out_shardings=placed), jax.jit(step, donate_argnums=0, out_shardings=(placed, None))
 
 
 def _save(directory: Path, step: int, state: dict[str, Any], history: History) -> None:
@@ -189,17 +199,24 @@ def _save(directory: Path, step: int, state: dict[str, Any], history: History) -
     arrays = {jax.tree_util.keystr(path): np.asarray(leaf, _stored(leaf)) for path, leaf in leaves}
     with atomic_writer(directory / f"{step:08}.npz") as file:
         np.savez(file, allow_pickle=False, history=np.array(json.dumps(history)), **arrays)
+    _remove_old(directory)
+
+
+def _remove_old(directory: Path) -> None:
+    """Removes all checkpoints but the newest ones."""
     for path in _checkpoints(directory)[:-NUM_KEPT]:
         path.unlink()
 
 
 def _restored(directory: Path, state: dict[str, Any]) -> tuple[dict[str, Any], int, History]:
     """State, number of steps done and loss curve of the newest checkpoint, or of a run that begins."""
+    _remove_old(directory)  # what is left by a run that was killed after it wrote its last one
     if not (paths := _checkpoints(directory)):
         return state, 0, []
 
     def read(path: Any, leaf: jax.Array) -> jax.Array:
-        return jnp.asarray(file[jax.tree_util.keystr(path)], leaf.dtype).reshape(leaf.shape)
+        array = jnp.asarray(file[jax.tree_util.keystr(path)], leaf.dtype).reshape(leaf.shape)
+        return jax.device_put(array, leaf.sharding) if isinstance(leaf.sharding, NamedSharding) else array
 
     try:
         with np.load(paths[-1], allow_pickle=False) as file:

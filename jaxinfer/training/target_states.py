@@ -15,6 +15,7 @@ import numpy as np
 from jaxinfer.files import atomic_writer
 from jaxinfer.models import ModelConfig, Params, bind, collect
 from jaxinfer.progress import Stage
+from jaxinfer.training.head_mesh import ONE_DEVICE, HeadPlacement
 from jaxinfer.training.head_objectives import NOT_DRAFTED
 from jaxinfer.training.head_rows import HeadRows
 from jaxinfer.training.objectives import attend_by_head
@@ -42,17 +43,24 @@ class Target:
       taps: names of the states that a head reads.
       index: the place of each token in the head's vocabulary, or that vocabulary's size; None for all tokens.
       temperature: divides its logits.
+      placement: where passes run; the parameters are there.
     """
 
     def __init__(
-        self, config: ModelConfig, params: Params, taps: Sequence[str], index: np.ndarray | None, temperature: float
+        self,
+        config: ModelConfig,
+        params: Params,
+        taps: Sequence[str],
+        index: np.ndarray | None,
+        temperature: float,
+        placement: HeadPlacement = ONE_DEVICE,
     ):
         size = config.vocab_size if index is None else int(index.max())
         tokens_of = None if index is None else np.argsort(index, kind="stable")[:size]
-        self.taps, self._params = tuple(taps), params
+        self.taps, self._params, self._placement = tuple(taps), params, placement
 
         def summed(decoder, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Totals and best tokens of one row [T, D]: of all rows together the logits of all tokens would be held."""
+            """Totals and best tokens of some rows: of all rows together the logits of all tokens would be held."""
             logits = decoder.logits(hidden)[..., : config.vocab_size]
             best = jnp.argmax(logits, axis=-1)
             if index is not None:
@@ -65,25 +73,28 @@ class Target:
             states, tap = collect(taps)
             decoder = bind(config, params)
             hidden = decoder(tokens, positions, partial(attend_by_head, texts=texts), tap)
-            return TargetStates(
-                tuple(states[name] for name in taps), hidden, *jax.lax.map(partial(summed, decoder), hidden)
-            )
+            # One row at a time, on a mesh one of each part of the rows.
+            groups = placement.num_groups if len(tokens) % placement.num_groups == 0 else 1
+            by_turn = hidden.reshape(groups, -1, *hidden.shape[1:]).swapaxes(0, 1)
+            summaries = jax.lax.map(partial(summed, decoder), by_turn)
+            total, best = (x.swapaxes(0, 1).reshape(tokens.shape) for x in summaries)
+            return placement.rows(TargetStates(tuple(states[name] for name in taps), hidden, total, best))
 
         @jax.jit
         def log_probs(params: Params, hidden: jax.Array, total: jax.Array) -> jax.Array:
             logits = bind(config, _with_head_of(config, params, tokens_of)).logits(hidden)
-            return logits[..., :size] / temperature - total[..., None]
+            return placement.of_tokens(logits[..., :size] / temperature - total[..., None])
 
-        self._observe, self._log_probs = observe, log_probs
+        self.programs = observe, log_probs
 
     def observe(self, rows: HeadRows, chosen: Any) -> TargetStates:
         """A pass over chosen rows."""
         arrays = (jnp.asarray(x[chosen]) for x in (rows.tokens, rows.positions, rows.texts))
-        return self._observe(self._params, *arrays)
+        return self.programs[0](self._params, *self._placement.rows(tuple(arrays)))
 
     def log_probs(self, seen: TargetStates) -> jax.Array:
         """float32 [B, T, V] of the tokens of the head's vocabulary; of all tokens the probabilities add up to one."""
-        return self._log_probs(self._params, seen.hidden, seen.total)
+        return self.programs[1](self._params, *self._placement.rows((seen.hidden, seen.total)))
 
 
 def _with_head_of(config: ModelConfig, params: Params, tokens: np.ndarray | None) -> Params:

@@ -63,6 +63,24 @@ def test_the_sizes_for_a_trace_are_options_of_the_engine(jaxinfer, config_alone,
     assert "trace.jsonl, line 40: 600 + 1 tokens are more than the 512 of a sequence" in result.stderr
 
 
+def test_the_training_of_a_head(jaxinfer, json_lines, config_alone):
+    options = ("--on", "v6e:2x2", "--mesh", "data=2,model=2", "--no-compile", "--train-head")
+    result = jaxinfer("plan", config_alone, *options, "eagle3", "--context", 128, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    [data] = json_lines(result.stdout)
+    assert (data["mesh"], data["fits"]) == ("data=2,model=2", True)
+    assert (data["options"]["length"], data["options"]["draft_vocab_size"]) == (128, 256)
+    norms = 2 * 5 * 256
+    matrices = 2 * (2 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512) + 2 * 1024 * 256)
+    assert data["bytes"]["target"] == matrices // 2 + norms
+    result = jaxinfer("plan", config_alone, *options, "dflash")
+    assert "training a head for" in result.stdout
+    assert "dflash, blocks of 8 tokens of 1,024; steps of 8 rows of 256 tokens" in result.stdout
+    result = jaxinfer("plan", config_alone, *options, "eagle3", "--draft", config_alone)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--train-head plans no engine, and --draft is of one" in result.stderr
+
+
 def test_the_embedded_model_for_people(jaxinfer):
     result = jaxinfer("plan", "demo", "--on", "rtx-4090", "--max-seqs", 4)
     assert result.exit_code == 0, result.stderr

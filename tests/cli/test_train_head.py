@@ -121,6 +121,25 @@ def test_a_form_that_cannot_be_written_is_told_before_training(jaxinfer, model, 
     assert not (tmp_path / "head.training").exists()
 
 
+def test_a_mesh_that_does_not_divide_the_rows_is_told(jaxinfer, model, prompts, tmp_path):
+    arguments = ["train-head", model, "--prompts", prompts, "--out", tmp_path / "head", *SMALL]
+    result = jaxinfer(*arguments, "--mesh", "data=2", "--batch-size", 3)
+    assert result.exit_code == 1
+    assert "batch_size=3 rows cannot be cut into 2 equal parts" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_head_is_trained_on_a_mesh(jaxinfer, json_lines, model, prompts, tmp_path):
+    found = []
+    for name, mesh in (("alone", ()), ("mesh", ("--mesh", "data=2"))):
+        arguments = ["train-head", model, "--prompts", prompts, "--out", tmp_path / name, *SMALL, *mesh, "--json"]
+        result = jaxinfer(*arguments)
+        assert result.exit_code == 0, result.stderr
+        found.append(json_lines(result.stdout)[0]["history"])
+    for alone, mesh in zip(*found, strict=True):
+        assert mesh["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+
+
 def test_no_data_is_told(jaxinfer, model, tmp_path):
     result = jaxinfer("train-head", model, "--out", tmp_path / "head")
     assert result.exit_code == 2

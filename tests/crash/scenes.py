@@ -13,13 +13,17 @@ from tests.crash.server import Moment, Request, Result, Server
 
 TEXT = "".join(f"the weights of token {number} are small; " for number in range(60))
 _DISTILL = ("--layers", "1", "--width", "16", "--steps", "4", "--texts", "6", "--length", "32", "--batch-size", "2",
-            "--no-copying")  # fmt: skip
+            "--no-copying", "--concurrency", "1")  # fmt: skip
+# Enough prompts for several files of answers.
+PROMPTS = "".join(f"say {number}\n" for number in range(14))
+_HEAD = ("--steps", "8", "--length", "32", "--batch-size", "2", "--held-out", "2", "--dtype", "float32",
+         "--concurrency", "1")  # fmt: skip
 _QUANTIZE = ("--samples", "8", "--length", "16", "--group-size", "16")
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A command in a folder that has `source`, `text.txt` and, for those that replace it, `former`.
+    """A command in a folder that has `source`, `text.txt`, `prompts.txt` and, for those that replace it, `former`.
 
     Attributes:
       arguments: of the command line. outputs: what appears when it is complete.
@@ -48,6 +52,12 @@ SCENES = {
               "--group-size", "16", "--overwrite"), ("out/int4",), "out/int4.quantizing", is_replacing=True),
         Scene("distill", lambda at: ("distill", f"{at}/source", "--data", f"{at}/text.txt", "--out",
               f"{at}/out/draft", *_DISTILL), ("out/draft",), "out/draft.training"),
+        Scene("train-head", lambda at: ("train-head", f"{at}/source", "--prompts", f"{at}/prompts.txt", "--out",
+              f"{at}/out/head", "--draft-vocab-size", "100", "--store-states", *_HEAD), ("out/head",),
+              "out/head.training"),
+        Scene("train-head-blocks", lambda at: ("train-head", f"{at}/source", "--own-prompts", "14", "--kind", "dflash",
+              "--block-size", "4", "--layers", "1", "--out", f"{at}/out/head", *_HEAD),
+              ("out/head",), "out/head.training"),
         Scene("train-demo", lambda at: ("train-demo", "--work-dir", f"{at}/out/work", "--out", f"{at}/out/models"),
               ("out/models/demo", "out/models/demo-draft"), "out/work"),
     )
@@ -57,6 +67,7 @@ COMMANDS = {
     "convert": ("convert", "convert-huggingface", "convert-overwrite"),
     "quantize": ("quantize", "quantize-overwrite"),
     "distill": ("distill",),
+    "train-head": ("train-head", "train-head-blocks"),
     "train-demo": ("train-demo",),
 }
 
@@ -64,7 +75,10 @@ COMMANDS = {
 def write_inputs(folder: Path, scene: Scene) -> Path:
     """An empty `out` beside what the command reads."""
     write_checkpoint(folder / "source")
+    ends = {"eos_token_id": [256, *range(0, 256, 8)]}  # often said, so that prompts and answers end
+    (folder / "source" / "generation_config.json").write_text(json.dumps(ends))
     (folder / "text.txt").write_text(TEXT)
+    (folder / "prompts.txt").write_text(PROMPTS)
     (folder / "out").mkdir()
     if scene.is_replacing:
         write_checkpoint(folder / scene.outputs[0], seed=1)

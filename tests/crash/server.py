@@ -26,12 +26,14 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Moment:
-    """When a signal is sent: after some seconds, or before a file operation below `folder`, counted from 1."""
+    """When a signal is sent: after some seconds, or before a file operation below `folder`, counted from 1; with
+    `event`, such as "os.rename", of those of this kind alone."""
 
     signal: int
     seconds: float | None = None
     operation: int | None = None
     folder: str = "/"
+    event: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def serve() -> None:
         import jaxinfer.calibration.verify
         import jaxinfer.training.card
         import jaxinfer.training.distill
+        import jaxinfer.training.head_card
         from tests.crash import tiny
 
         tiny.install()
@@ -171,7 +174,7 @@ def _count_operations(request: Request, report: Path) -> None:
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal count, has_removed
-        if event not in _EVENTS or has_removed:
+        if event not in _EVENTS or has_removed or moment.event not in (None, event):
             return
         if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
             return

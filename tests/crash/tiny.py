@@ -1,17 +1,22 @@
 """Trainings of seconds in place of hours: sizes and steps of what has no option for it, and no plots."""
 
+import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+GENERATED = "generated.jsonl"
 
 
 def install() -> None:
-    """Changes `jaxinfer distill` in this process, and adds a `jaxinfer train-demo`."""
+    """Changes `jaxinfer distill` and `train-head` in this process, and adds a `jaxinfer train-demo`."""
     from jaxinfer import compilation_cache
-    from jaxinfer.cli import distill
+    from jaxinfer.cli import distill, train_head
     from jaxinfer.models import RopeConfig
     from jaxinfer.training import card as draft_card
-    from jaxinfer.training import corpus
+    from jaxinfer.training import corpus, head_card
+    from jaxinfer.training import texts as written
     from tools.train_demo import card
     from tools.train_demo import training as demo
     from tools.train_demo.command import register
@@ -27,6 +32,27 @@ def install() -> None:
         return replace(options(given), checkpoint_every=2, evaluate_every=4, held_out_texts=2, warmup_steps=1)
 
     distill._training_options = few
+    head_options, writer = train_head._head_options, train_head.writer
+
+    def few_of_a_head(*given: Any) -> Any:
+        return replace(head_options(*given), checkpoint_every=2, evaluate_every=4, warmup_steps=1)
+
+    def recorded(llm: Any) -> Any:
+        """Each text that is generated is a line of `generated`, beside the folder of the run."""
+        generate = writer(llm)
+
+        def generate_and_record(requests: Any) -> Any:
+            answers = generate(requests)
+            with (Path(llm.name).parents[1] / GENERATED).open("a") as file:
+                file.writelines(f"{json.dumps([request.prompt, request.seed])}\n" for request in requests)
+            return answers
+
+        return generate_and_record
+
+    train_head._head_options, train_head.writer, written.CHUNK = few_of_a_head, recorded, 4
+    # What is measured differs between runs.
+    distill.measure_speeds = train_head.measure_speeds = lambda *given: {1: 1.0}
+    head_card.plot_training = lambda path, history, *more: path.write_text(str(history))
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}
     rest: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 40, "rope": RopeConfig(rotary_dim=40), "vocab_size": 300}
     demo.TARGET = replace(demo.TARGET, **sizes, **rest)

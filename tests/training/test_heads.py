@@ -1,7 +1,10 @@
 """Training heads: it lowers the loss, resumes exactly, and what it saves drafts for its target."""
 
+import os
+from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 
 import checkpoints_convert
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.training import corpus
+from jaxinfer.training import corpus, texts
 from jaxinfer.training.head_data import HeadTextOptions, HeadTexts, answers
 from jaxinfer.training.head_meter import acceptance_of
 from jaxinfer.training.heads import HeadOptions, HeadTraining, is_stalled, train_head
@@ -148,6 +151,36 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(trained, tmp_path, mo
     assert (resumed.before, resumed.after) == (whole.before, whole.after)
     for first, second in zip(jax.tree.leaves(whole.params), jax.tree.leaves(resumed.params), strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+def test_a_run_that_is_stopped_while_it_writes_files_makes_nothing_twice(trained, tmp_path, monkeypatch):
+    """Between writing a file and its name: of texts, and of a checkpoint."""
+    asked, replace_file = [], os.replace
+
+    def keep(requests):
+        asked.extend(requests)
+        return generate(requests)
+
+    def stop_before(name):
+        def replaced(source, path):
+            if Path(path).name == name:
+                raise KeyboardInterrupt
+            replace_file(source, path)
+
+        return replaced
+
+    monkeypatch.setattr(texts, "CHUNK", 16)
+    for name in ("000016.npy", "00000008.npz"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", stop_before(name))
+            with pytest.raises(KeyboardInterrupt):
+                run(tmp_path, generate=keep)
+    resumed, whole = run(tmp_path, generate=keep), trained["eagle3"]
+    assert resumed.history == whole.history
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    again = [one for one, count in Counter(asked).items() if count > 1]
+    assert len(again) == 16, "the texts of the file that was not there"
+    assert len(set(asked)) == whole.num_texts + len(list(np.load(tmp_path / "held_out" / "000000.npy")))
 
 
 @pytest.mark.parametrize("kind", KINDS)

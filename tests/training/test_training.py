@@ -59,6 +59,14 @@ def test_a_killed_run_ends_with_the_same_parameters(tmp_path):
         np.testing.assert_array_equal(first, second)
 
 
+def test_checkpoints_that_a_killed_run_did_not_remove_go_at_the_next_start(tmp_path):
+    whole = run(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    (tmp_path / "00000010.npz").write_bytes((tmp_path / names[0]).read_bytes())
+    assert run(tmp_path).history == whole.history
+    assert sorted(path.name for path in tmp_path.iterdir()) == names == ["00000020.npz", "00000030.npz"]
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     params = jax.tree.map(lambda leaf: leaf * np.nan, init_params(CONFIG, jax.random.key(0)))
     with pytest.raises(FloatingPointError, match="step 4"):

@@ -5,6 +5,7 @@ from tests.faults.fault import Fault
 CHAINS = "tests/training/test_head_objectives.py::test_unrolled_chains_are_those_of_the_speculators_library"
 BLOCKS = "tests/training/test_head_objectives.py::test_blocks_are_those_of_the_speculators_library"
 LOSS = "tests/training/test_head_objectives.py::"
+MESH = "tests/training/test_head_mesh.py::"
 ROWS = "tests/training/test_head_rows.py::"
 SAVED = "tests/checkpoints_convert/huggingface/test_save_heads.py::test_what_is_written_is_read_again"
 FORM = "tests/checkpoints_convert/huggingface/test_speculators_form.py::"
@@ -215,4 +216,31 @@ IN_SPECULATORS_FORM = (
     ),
 )
 
-FAULTS = (*COMPUTED, *COUNTED, *WRITTEN, *IN_SPECULATORS_FORM)
+PLACED = (
+    Fault(
+        "training_heads/old-checkpoints-stay-after-a-kill",
+        "jaxinfer/training/loop.py",
+        "    _remove_old(directory)  # what is left",
+        "    # what is left",
+        ("tests/training/test_training.py::test_checkpoints_that_a_killed_run_did_not_remove_go_at_the_next_start",),
+        "a run that was killed after its last checkpoint leaves more files than one that was not",
+    ),
+    Fault(
+        "training_heads/totals-of-a-mesh-are-of-other-rows",
+        "jaxinfer/training/target_states.py",
+        "(x.swapaxes(0, 1).reshape(tokens.shape) for x in summaries)",
+        "(x.reshape(tokens.shape) for x in summaries)",
+        (MESH + "test_two_devices_train_the_head_of_one",),
+        "on a mesh a head learns the probabilities of other rows",
+    ),
+    Fault(
+        "training_heads/an-optimizer-lies-in-full-on-each-device",
+        "jaxinfer/training/head_mesh.py",
+        "own.get(path[start:])",
+        "own.get(path)",
+        (MESH + "test_the_optimizer_keeps_what_is_of_a_parameter_beside_it",),
+        "a mesh holds the moments of all parameters on each of its devices",
+    ),
+)
+
+FAULTS = (*COMPUTED, *COUNTED, *WRITTEN, *IN_SPECULATORS_FORM, *PLACED)
