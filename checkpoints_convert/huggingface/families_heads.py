@@ -262,7 +262,7 @@ HEADS: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class SpeculatorsForm:
-    """What the speculators library's form of a head says beside the head.
+    """Fields of the speculators library's form of a head, beside the head's own.
 
     Attributes:
       verifier: folder or hub id of the target, from which the library takes what the files lack.

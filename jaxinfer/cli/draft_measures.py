@@ -60,9 +60,9 @@ def measure_speeds(
         ):
             for _ in range(REPEATS + 1):
                 seconds = []
-                for one in (plain, drafting):
+                for engine in (plain, drafting):
                     began = time.perf_counter()
-                    one.generate(prompts, params, use_tqdm=False)
+                    engine.generate(prompts, params, use_tqdm=False)
                     seconds.append(time.perf_counter() - began)
                 ratios.append(seconds[0] / seconds[1])
         speeds[load] = statistics.median(ratios[1:])  # the first time compiles

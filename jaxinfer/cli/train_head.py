@@ -266,7 +266,7 @@ def _head_options(llm: "LLM", options: TrainHeadOptions) -> "HeadOptions":
 
 
 def _form(llm: "LLM", options: TrainHeadOptions, own: "HeadOptions") -> "SpeculatorsForm | None":
-    """What the files say in the form of the speculators library; None for the published form.
+    """Fields of the speculators library's form beside the head's; None for the published form.
 
     Raises CheckpointError, before anything is trained, for a head that the form cannot express.
     """
@@ -276,8 +276,8 @@ def _form(llm: "LLM", options: TrainHeadOptions, own: "HeadOptions") -> "Specula
     from jaxinfer.store.names import find_model
     from jaxinfer.training.head_start import head_config
 
-    found = find_model(options.target, fetch=False)
-    verifier = str(Path(found.source[0]).resolve()) if found.hub is None else found.hub.repository
+    model = find_model(options.target, fetch=False)
+    verifier = str(Path(model.source[0]).resolve()) if model.hub is None else model.hub.repository
     form = SpeculatorsForm(verifier, llm.config.architecture, own.num_drafts)
     sizes = {"num_layers": own.num_layers, "block_size": own.block_size, "mask_token": 0}
     huggingface_config(head_config(llm.config, own.kind, taps=own.taps, **sizes), form)

@@ -1,4 +1,4 @@
-"""What drafts are trained on: documents, and what the target writes."""
+"""Data that drafts are trained on: documents, and texts that the target writes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

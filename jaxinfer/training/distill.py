@@ -298,7 +298,7 @@ def distill(
 def _continued(
     documents: Documents, generate: Generate, options: DistillOptions, work_dir: Path, show: bool | None
 ) -> tuple[tuple[DraftedText, ...], tuple[DraftedText, ...]]:
-    """What the target writes after beginnings of documents, and after held-out ones."""
+    """Texts that the target writes after beginnings of documents, and after held-out ones."""
     wanted = options.continuations()
 
     def written(name: str, requests: list[TargetTextRequest]) -> tuple[DraftedText, ...]:

@@ -73,7 +73,7 @@ class HeadMeter:
         return acceptance_of(drafted)
 
     def drafted(self, params: Params) -> list[DraftedPlaces]:
-        """What is drafted in each text."""
+        """Drafted tokens of each text."""
         rows, length = self._rows, self._rows.tokens.shape[1]
         agrees: dict[int, np.ndarray] = {}
         for start, batch in zip(self._starts, self._batches, strict=True):
