@@ -32,6 +32,9 @@ from jaxinfer.training.head_programs import OBSERVE, STEP, HeadProgram, head_pro
 from jaxinfer.training.heads import HeadOptions
 from pallas_kernels.ahead_of_time import slice_mesh
 
+# Without a GPU to time products on, XLA gives those in float32 at the highest precision to Triton, and finds no tiles.
+_COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
+
 
 @dataclass(frozen=True, eq=False)
 class HeadTrainingRequest:
@@ -168,7 +171,7 @@ def plan_head_training(
     held = {name: local_bytes(program.held) + own for name, program in every.items()}
     programs: dict[str, ProgramFigures] = {}
     if compiles:
-        compile_one = compiler or chip_compiler(chip.name, mesh)
+        compile_one = compiler or chip_compiler(chip.name, mesh, _COMPILER_OPTIONS.get(chip.platform))
 
         def figures(program: HeadProgram) -> ProgramFigures:
             compilation = compile_one(program.function, program.arguments)
