@@ -6,7 +6,7 @@ each kind of layer determine both. Memory of arguments and outputs is exact that
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -200,12 +200,13 @@ class CompiledProgram:
     is_whole: bool
 
 
-def chip_compiler(chip: str, mesh: Any) -> Compiler:
+def chip_compiler(chip: str, mesh: Any, compiler_options: Mapping[str, Any] | None = None) -> Compiler:
     """A compiler for a chip, ahead of time; it raises OutOfChipMemory where the program does not fit."""
 
     def compile_one(function: Callable, arguments: tuple[Any, ...]) -> ahead_of_time.Compilation:
         try:
-            return ahead_of_time.compile_for(chip, function, *arguments, chip_mesh=mesh)
+            options = {"chip_mesh": mesh, "compiler_options": compiler_options}
+            return ahead_of_time.compile_for(chip, function, *arguments, **options)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise OutOfChipMemory(str(error).partition("\n")[0]) from None

@@ -62,6 +62,8 @@ def head_programs(
     def numbers(*shape: int, dtype: Any = jnp.int32) -> Any:
         return rows(jax.ShapeDtypeStruct((options.batch_size, *shape), dtype))
 
+    rest = {name: leaf for name, leaf in dense.items() if name not in given}
+
     observe, log_probs = Target(target, dense, taps, index, options.temperature, placement).programs
     tokens, weights = numbers(options.length), numbers(options.length, dtype=jnp.float32)
     seen = rows(jax.eval_shape(observe, dense, tokens, tokens, tokens))
@@ -76,7 +78,7 @@ def head_programs(
     return {
         OBSERVE: HeadProgram(observe, (dense, tokens, tokens, tokens), (state,)),
         LOG_PROBS: HeadProgram(log_probs, (dense, seen.hidden, seen.total), (state, seen.states, seen.best)),
-        STEP: HeadProgram(step, (state, batch, (given,)), (dense, seen.hidden)),
+        STEP: HeadProgram(step, (state, batch, (given,)), (rest, seen.hidden)),
     }
 
 

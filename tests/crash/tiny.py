@@ -12,7 +12,7 @@ GENERATED = "generated.jsonl"
 def install() -> None:
     """Changes `jaxinfer distill` and `train-head` in this process, and adds a `jaxinfer train-demo`."""
     from jaxinfer import compilation_cache
-    from jaxinfer.cli import distill, train_head
+    from jaxinfer.cli import distill, train_head, training_data
     from jaxinfer.models import RopeConfig
     from jaxinfer.training import card as draft_card
     from jaxinfer.training import corpus, head_card
@@ -32,7 +32,7 @@ def install() -> None:
         return replace(options(given), checkpoint_every=2, evaluate_every=4, held_out_texts=2, warmup_steps=1)
 
     distill._training_options = few
-    head_options, writer = train_head._head_options, train_head.writer
+    head_options, writer = train_head._head_options, training_data.writer
 
     def few_of_a_head(*given: Any) -> Any:
         return replace(head_options(*given), checkpoint_every=2, evaluate_every=4, warmup_steps=1)
@@ -49,7 +49,8 @@ def install() -> None:
 
         return generate_and_record
 
-    train_head._head_options, train_head.writer, written.CHUNK = few_of_a_head, recorded, 4
+    train_head._head_options, written.CHUNK = few_of_a_head, 4
+    training_data.writer = train_head.writer = recorded
     # What is measured differs between runs.
     distill.measure_speeds = train_head.measure_speeds = lambda *given: {1: 1.0}
     head_card.plot_training = lambda path, history, *more: path.write_text(str(history))
