@@ -62,7 +62,7 @@ print(f"{len(texts.train):,} pieces of text to train on, {len(texts.held_out)} h
 # %%
 options = HeadOptions(
     "eagle3",
-    num_steps=140,
+    num_steps=80,
     one_step=0.6,
     unroll=3,
     draft_vocab_size=1024,
@@ -70,8 +70,8 @@ options = HeadOptions(
     length=128,
     lm_head_rate=0.1,
     learning_rate=4e-3,
-    evaluate_every=20,
-    checkpoint_every=70,
+    evaluate_every=40,
+    checkpoint_every=80,
 )
 training = HeadTraining(llm.config, llm.params, texts, options)
 result = train_head(training, work_dir=Path(tempfile.mkdtemp()), show_progress=False)
@@ -100,9 +100,9 @@ print(f"{stats.mean_accepted_length:.2f} tokens a round; the answers are equal")
 # %% [markdown]
 # ## Where it is right and where it is wrong
 #
-# At each place of the held-out text: how many tokens would be drafted right from there? Dark green is three. What a rule of
-# the language or of layout decides is drafted well; names, and what a line is about, the target knows from far more
-# than one layer, and there the head stops.
+# At each place of the held-out text: how many tokens, from there on, would the head draft as the target chooses them (which
+# need not be the text's own)? What a rule of the language or of layout decides is drafted well; names, and what a line is
+# about, the target knows from far more than one layer, and there the head stops.
 
 # %%
 import matplotlib.pyplot as plt
