@@ -56,7 +56,7 @@ print(f"{len(texts.train):,} pieces of text to train on, {len(texts.held_out)} h
 # ## Training
 #
 # Chains of three tokens are unrolled: the second token is drafted from what the head itself made for the first, as it will be
-# when it drafts. In the first part of the steps only one token is drafted (`one_step`), which costs a third and teaches most.
+# when it drafts. In the first part of the steps only one token is drafted (`one_step`), which costs less and teaches most.
 # The head drafts 1,024 of the target's 4,096 tokens, the most frequent ones: its last product is most of its cost.
 
 # %%

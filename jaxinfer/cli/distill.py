@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -126,7 +126,10 @@ def distill(options: DistillCommandOptions) -> None:
     with llm, resumes("from the last training checkpoint"), Stage("distilling"):
         if llm.tokenizer is None:
             raise UsageError(f"{llm.name} has no tokenizer, so the data cannot be tokenized")
-        data = _encoded(llm, documents) if documents else _answers(llm, chats, options, work_dir)
+        if documents:
+            data = _encoded(llm, documents)
+        else:
+            data, training = _answers(llm, chats, options, training, work_dir)
         draft, initial = _initial(llm, data, options)
         result = train(llm.config, llm.params, draft, initial, data, writer(llm), training, work_dir=work_dir)
         made = result.config, result.params
@@ -181,12 +184,19 @@ def _training_options(options: DistillCommandOptions) -> "DistillOptions":
 
 
 def _answers(
-    llm: "LLM", chats: list[list[dict[str, Any]]], options: DistillCommandOptions, work_dir: Path
-) -> "HeadTexts":
+    llm: "LLM",
+    chats: list[list[dict[str, Any]]],
+    options: DistillCommandOptions,
+    training: "DistillOptions",
+    work_dir: Path,
+) -> "tuple[HeadTexts, DistillOptions]":
+    """Answers of the model, and the options with how many there are and how they were sampled."""
     from jaxinfer.training.head_data import HeadTextOptions
 
     wanted = HeadTextOptions(length=options.length, num_answers=options.texts, seed=options.seed)
-    return answered_prompts(llm, chats, options.own_prompts, wanted, work_dir)
+    texts = answered_prompts(llm, chats, options.own_prompts, wanted, work_dir)
+    sampling = {"sampled": wanted.sampled, "sampling_temperature": wanted.sampling_temperature}
+    return texts, replace(training, num_texts=len(texts.train), **sampling)
 
 
 def export(

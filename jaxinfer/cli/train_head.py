@@ -86,8 +86,8 @@ class TrainHeadOptions:
     unroll: int = _head(4, "Tokens that an eagle3 head learns to draft in a row.", "N", min=1)
     one_step: float = _training(
         0.0,
-        "Share of the steps, the first ones, in which an eagle3 head learns to draft one token: such a step costs a "
-        "third of one that unrolls.",
+        "Share of the steps, the first ones, in which an eagle3 head learns to draft one token: such a step costs "
+        "less than half of one that unrolls.",
         "X",
     )
     block_size: int = _head(8, "Tokens of a dflash block, the first of which is not drafted.", "N", min=2, max=32)
@@ -226,6 +226,8 @@ def _check(options: TrainHeadOptions) -> list[int]:
         raise UsageError("give --steps or --minutes, not both")
     if options.kind == "eagle3" and options.layers not in (None, 1):
         raise UsageError("--layers is for dflash: an eagle3 head has one layer")
+    if options.kind == "dflash" and options.one_step:
+        raise UsageError("--one-step is for eagle3: a dflash head drafts a block at once")
     _read_taps(options.taps)
     return read_integers(options.concurrency, "--concurrency")
 

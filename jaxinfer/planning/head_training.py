@@ -27,9 +27,8 @@ from jaxinfer.planning.compiled import (
 from jaxinfer.quantization.on_device import dequantize_params
 from jaxinfer.quantization.tree import is_quantized, num_bytes, weights
 from jaxinfer.tables import table_text
-from jaxinfer.training.head_memory import head_bytes
 from jaxinfer.training.head_programs import OBSERVE, STEP, HeadProgram, head_programs
-from jaxinfer.training.heads import HeadOptions
+from jaxinfer.training.heads import HeadOptions, head_bytes
 from pallas_kernels.ahead_of_time import slice_mesh
 
 # Without a GPU to time products on, XLA gives those in float32 at the highest precision to Triton, and finds no tiles.

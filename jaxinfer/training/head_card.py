@@ -51,7 +51,12 @@ def head_card_text(
     num_params = sum(leaf.size for leaf in jax.tree.leaves(result.params) if leaf.ndim > 1 or leaf.dtype == "float32")
     taps = ", ".join(map(str, config.draft_head.tap_layers)) if config.draft_head is not None else ""
     size = config.vocab_size if training.tokens is None else len(training.tokens)
-    kind = f"blocks of {options.block_size} tokens" if options.is_block else f"chains of {options.unroll} steps"
+    kind = (
+        f"blocks of {options.block_size} tokens"
+        if options.is_block
+        else f"chains of {options.unroll} steps"
+        + (f" (of one in the first {options.one_step:.0%})" if options.one_step else "")
+    )
     measured = (("before training", result.before), ("after", result.after), ("in rounds of the engine", origin.rounds))
     start = "as copies of the target's last" if options.copies else "at random"
     plot = "\n![loss and acceptance by step](training.png)\n" if has_plot else ""

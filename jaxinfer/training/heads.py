@@ -25,7 +25,6 @@ from jaxinfer.speculative import HeadDraft, head_for
 from jaxinfer.training import corpus
 from jaxinfer.training.acceptance import Acceptance
 from jaxinfer.training.head_data import HeadTexts
-from jaxinfer.training.head_memory import head_bytes, target_bytes
 from jaxinfer.training.head_mesh import HeadPlacement
 from jaxinfer.training.head_meter import DraftedPlaces, HeadMeter, acceptance_of, make_batch
 from jaxinfer.training.head_objectives import STEP_DECAY, HeadBatch, HeadLoss, drafted_tokens, head_objective
@@ -104,6 +103,8 @@ class HeadOptions:
             raise ValueError(f"prompt_weight must be in 0..1, got {self.prompt_weight}")
         if not 0 <= self.one_step < 1:
             raise ValueError(f"one_step must be at least 0 and below 1, got {self.one_step}")
+        if self.one_step and self.is_block:
+            raise ValueError(f"one_step={self.one_step:g} is of chains: a head of kind {self.kind} drafts blocks")
         if self.kind == "eagle3" and self.num_layers != 1:
             raise ValueError(f"a head of kind eagle3 has one layer, got num_layers={self.num_layers}")
 
@@ -223,6 +224,24 @@ class HeadTraining:
         }
 
 
+def target_bytes(target: ModelConfig, rows: int, length: int, draft_vocab_size: int) -> int:
+    """Bytes that the target's pass over a step's rows takes: states of a layer, scores, logits of a row, and those of
+    the head's vocabulary."""
+    inner = max(target.intermediate_size, target.hidden_size)
+    of_rows = rows * length * (8 * target.hidden_size + 3 * inner + 2 * target.num_heads * length)
+    return 4 * (of_rows + 3 * length * target.vocab_size + 2 * rows * length * draft_vocab_size)
+
+
+def head_bytes(
+    head: ModelConfig, rows: int, length: int, num_drafts: int, draft_vocab_size: int, num_shards: int = 1
+) -> int:
+    """Bytes that a step of the head takes, forward and backward, over so many rows of a device with `num_drafts` draft
+    tokens each. Inner widths, heads and vocabularies are cut into `num_shards` parts."""
+    cut = rows * num_drafts * (5 * draft_vocab_size + 6 * head.intermediate_size)
+    cut += 4 * rows * num_drafts * head.num_heads * length * head.num_layers
+    return 4 * (12 * rows * num_drafts * head.hidden_size + cut // num_shards)
+
+
 def train_head(
     training: HeadTraining, *, work_dir: Path, show_progress: bool = True, began: float | None = None
 ) -> HeadResult:
@@ -265,7 +284,7 @@ def train_head(
         distance=options.distance,
         batch_size=options.batch_size,
     )
-    one_step = 0.0 if options.is_block else options.one_step
+    one_step = options.one_step
     short, objective = (
         head_objective(whole, options.loss, unroll, options.step_weights[:count])
         for unroll, count in ((1, 1), (options.unroll, options.num_drafts))

@@ -71,7 +71,9 @@ def test_layers_of_the_target_learn_its_answers(jaxinfer, json_lines, model, tmp
     assert report["rounds"]["tokens_per_round"] >= 1
     config = json.loads((out / "config.json").read_text())
     assert (config["num_hidden_layers"], config["hidden_size"]) == (1, 32)
-    assert "| 2 | " in (out / "README.md").read_text()
+    card = " ".join((out / "README.md").read_text().split())
+    assert "| 2 | " in card
+    assert "11 texts, 25% of them sampled at temperature 1, the others greedy" in card
 
 
 @pytest.mark.matrix

@@ -100,6 +100,7 @@ def test_blocks_are_trained_on_texts(jaxinfer, model, tmp_path, more):
         (["--own-prompts", "8"], 2, "one option, not by --prompts and --own-prompts"),
         (["--minutes", "1"], 2, "--steps or --minutes, not both"),
         (["--layers", "2"], 2, "an eagle3 head has one layer"),
+        (["--kind", "dflash", "--one-step", "0.5"], 2, "--one-step is for eagle3"),
         (["--draft-vocab-size", "500"], 1, "a draft vocabulary of 500 tokens is more than the target's 260"),
         (["--taps", "0,1,9"], 1, "the target has states 0 to 2"),
         (["--prompts", "missing"], 1, "missing: No such file"),

@@ -128,7 +128,7 @@ def form(verifier: Path | str, num_drafts: int = 3) -> SpeculatorsForm:
 
 
 def logits(config: ModelConfig, params: Params, target: tuple[ModelConfig, Params]) -> np.ndarray:
-    """Of a head at `ANCHORS`: of its chains [A, 3, Vd], or of its blocks [A, B, Vd]."""
+    """Logits of a head at `ANCHORS`: of its chains [A, 3, Vd], or of its blocks [A, B, Vd]."""
     config, taps = head_for(config, target[0])
     head = config.draft_head
     assert head is not None
@@ -159,7 +159,7 @@ def library(*arguments: Any) -> str:
 
 
 def opened_by_library(folder: Path) -> Opened:
-    """What `open_head` writes of a head: about it, and tensors."""
+    """Reads the files of `open_head`: about a head, and its tensors."""
     library("open", folder, out := folder.with_name(folder.name + ".opened"))
     return read_tensors(out)
 

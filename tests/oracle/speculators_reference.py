@@ -1,4 +1,4 @@
-"""What the speculators library makes of a head: opens it, converts it, or trains one with its own code.
+"""The speculators library on a head: opens it, converts it, or trains one with its own code.
 
 Run by `speculators_cases.py` as a process of its own, in the environment `.venv-heads`, which has no JAX.
 """

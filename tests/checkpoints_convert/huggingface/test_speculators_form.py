@@ -94,7 +94,7 @@ def test_heads_that_the_library_trained_draft_the_same(tmp_path, kind):
 @pytest.mark.matrix("eagle3_qwen3", "dflash_from_anchor")
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind in KINDS])
 def test_tensors_have_the_names_that_they_were_read_by(tmp_path, name):
-    """Of every golden head of these kinds, also where it was read in the form of its authors."""
+    """Every golden head of these kinds, also where it was read in the form of its authors."""
     case = CASES[name]
     config, params = checkpoints_convert.load(write_checkpoint(tmp_path / "first", case, 0), dtype="float32")
     folder = write(tmp_path / "second", config, params)
