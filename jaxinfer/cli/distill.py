@@ -76,9 +76,10 @@ class DistillCommandOptions:
         min=1,
     )
     inner: int | None = _draft(None, "Hidden size of a narrower draft's MLP; default: 3 times the width.", "N", min=1)
-    copying: bool = _draft(
-        True,
-        "Start a narrower draft with heads that copy earlier text; it is 80 wider and has two more heads a layer.",
+    copying: bool | None = _draft(
+        None,
+        "Start a narrower draft with heads that copy earlier text; it is 80 wider and has two more heads a layer. "
+        "Default: it does.",
         flag="--copying/--no-copying",
     )
     steps: int = _training(1000, "Optimizer steps.", "N", min=1)
@@ -159,8 +160,9 @@ def _check(options: DistillCommandOptions) -> list[int]:
         raise UsageError(several if given else "no data: --data takes texts, --prompts or --own-prompts prompts")
     if not options.data and options.on_policy not in (None, 1.0):
         raise UsageError(f"--on-policy {options.on_policy:g}: of prompts the model writes all the text")
-    if options.width is None and options.inner is not None:
-        raise UsageError("--inner is of a narrower draft: give its --width")
+    for name in ("inner", "copying"):
+        if options.width is None and getattr(options, name) is not None:
+            raise UsageError(f"--{name} is of a narrower draft: give its --width")
     if options.init_layers is not None:
         _read_layers(options.init_layers)
         if options.width is not None:
@@ -264,7 +266,7 @@ def _initial(llm: "LLM", data: "Documents | HeadTexts", options: DistillCommandO
         llm.config, num_layers=options.layers, hidden_size=options.width, intermediate_size=options.inner
     )
     params = projected_draft(llm.config, llm.params, config, jax.random.key(options.seed))
-    if not options.copying:
+    if options.copying is False:
         return config, params
     stream = data.stream() if isinstance(data, Documents) else np.concatenate([text.tokens for text in data.train])
     try:

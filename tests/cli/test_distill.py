@@ -98,6 +98,13 @@ def test_wrong_use_is_told(jaxinfer, model, data, tmp_path, change, code, words)
     assert not (tmp_path / "draft").exists()
 
 
+@pytest.mark.parametrize("option", [("--inner", 8), ("--copying",), ("--no-copying",)])
+def test_options_of_a_narrower_draft_want_its_width(jaxinfer, model, data, tmp_path, option):
+    result = jaxinfer("distill", model, "--data", data, "--out", tmp_path / "draft", *option)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is of a narrower draft: give its --width" in result.stderr
+
+
 def test_documents_are_files_of_text(data):
     assert len(read_documents([data])) == 6
     assert read_documents([data / "3.txt"]) == ["line 3 of text\n" * 5]
