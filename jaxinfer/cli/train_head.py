@@ -14,7 +14,7 @@ from jaxinfer.cli.draft_measures import measure_rounds, measure_speeds, speed_li
 from jaxinfer.cli.options import as_json, model_argument, overwrite
 from jaxinfer.cli.output import console, write_json, write_text
 from jaxinfer.cli.prompts import read_chats
-from jaxinfer.cli.training_data import answered_prompts, read_documents, writer
+from jaxinfer.cli.training_data import WRITERS, answered_prompts, read_documents, writer
 from jaxinfer.options import MISSING, option
 from jaxinfer.progress import Stage
 from jaxinfer.tables import make_table
@@ -75,6 +75,9 @@ class TrainHeadOptions:
         0.25, "Share of the answers that are sampled at temperature 1, 0..1; the rest is greedy.", "X"
     )
     length: int = _data(256, "Tokens of a row. A prompt and its answer have at most so many.", "N", min=16)
+    answer_tokens: int | None = _data(
+        None, "Tokens of an answer, at most. Default: as many as fit in a row.", "N", min=2
+    )
     held_out: int = _data(32, "Prompts or texts that are held out to measure acceptance, at most.", "N", min=1)
     draft_vocab_size: int | None = _head(
         None,
@@ -120,6 +123,11 @@ class TrainHeadOptions:
     store_states: bool = _training(
         False, "Compute the model's states once, and keep them in bfloat16 in the work folder, for several epochs."
     )
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = _training(
+        "auto",
+        "What the model's states and the head's products are computed in; what is trained stays float32. auto is "
+        "bfloat16 on a TPU, a GPU and a CPU with AMX, float32 on another CPU.",
+    )
     patience: int = _training(0, "Evaluations without a better acceptance that end training; 0 for none.", "N", min=0)
     seed: int = _training(0, "The same seed gives the same head.", "N")
     mesh: str | None = _training(
@@ -158,7 +166,7 @@ def train_head(options: TrainHeadOptions) -> None:
         from jaxinfer.training.heads import HeadTraining
         from jaxinfer.training.heads import train_head as train
 
-        llm = LLM(options.target, max_model_len=options.length, mesh=options.mesh)
+        llm = LLM(options.target, max_model_len=options.length, max_seqs=WRITERS, mesh=options.mesh)
     with llm, resumes("from the last training checkpoint"), Stage("training a head"):
         if llm.tokenizer is None:
             raise UsageError(f"{llm.name} has no tokenizer, so the data cannot be tokenized")
@@ -263,6 +271,7 @@ def _head_options(llm: "LLM", options: TrainHeadOptions) -> "HeadOptions":
         taps=_read_taps(options.taps),
         copies=options.init == "layer",
         stores_states=options.store_states,
+        compute_dtype=training_dtype() if options.compute_dtype == "auto" else options.compute_dtype,
         **{name: getattr(options, name) for name in names},
     )
 
@@ -286,6 +295,15 @@ def _form(llm: "LLM", options: TrainHeadOptions, own: "HeadOptions") -> "Specula
     return form
 
 
+def training_dtype() -> Literal["float32", "bfloat16"]:
+    """The faster dtype for products on the default device."""
+    import jax
+
+    info = Path("/proc/cpuinfo")
+    has_amx = info.exists() and "amx_bf16" in info.read_text(encoding="utf-8")
+    return "bfloat16" if jax.default_backend() != "cpu" or has_amx else "float32"
+
+
 def default_vocab_size(is_block: bool, vocab_size: int) -> int:
     """Tokens that a head drafts if no number is given; 0 for all."""
     return 0 if is_block else min(vocab_size // 4, MAX_VOCAB)
@@ -303,6 +321,7 @@ def _texts(
 
     wanted = HeadTextOptions(
         length=options.length,
+        answer_tokens=options.answer_tokens,
         num_answers=options.answers,
         sampled=options.sampled,
         held_out_texts=options.held_out,

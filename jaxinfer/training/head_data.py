@@ -23,6 +23,9 @@ from jaxinfer.training.texts import (
 
 MIN_ANSWER = 8  # tokens for which a row must have room after a prompt
 MAX_PROMPT = 64  # tokens of a prompt that the target writes itself, where rows are long enough
+MAX_TEXT_PROMPT = 160  # and of one that begins with more than a line, after which a text follows
+LINE = 5  # tokens
+OWN_TEMPERATURE = 0.8  # at which it writes them
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class HeadTexts:
 @dataclass(frozen=True)
 class HeadTextOptions:
     """Attributes:
-    length: tokens of a text with its prompt, at most.
+    length: tokens of a text with its prompt, at most. answer_tokens: of an answer, at most; None up to `length`.
     num_answers: answers that are sampled, or texts that the target continues; None for an answer to each prompt, and
       for documents as they are.
     sampled: share of them at `sampling_temperature`; the others are greedy, and those of held-out prompts.
@@ -49,6 +52,7 @@ class HeadTextOptions:
     """
 
     length: int = 256
+    answer_tokens: int | None = None
     num_answers: int | None = None
     sampled: float = 0.25
     sampling_temperature: float = 1.0
@@ -58,6 +62,8 @@ class HeadTextOptions:
     def __post_init__(self) -> None:
         if self.length < 2 * MIN_ANSWER:
             raise ValueError(f"length must be at least {2 * MIN_ANSWER}, got {self.length}")
+        if self.answer_tokens is not None and self.answer_tokens < 2:
+            raise ValueError(f"answer_tokens must be at least 2, got {self.answer_tokens}")
         if not 0 <= self.sampled <= 1:
             raise ValueError(f"sampled must be in 0..1, got {self.sampled}")
         if self.held_out_texts < 1:
@@ -103,6 +109,7 @@ def _claim(work_dir: Path, data: Sequence[Sequence[int]], options: HeadTextOptio
 
 
 def own_prompts(
+    beginnings: Sequence[Sequence[int]],
     header: Sequence[int],
     count: int,
     generate: Generate,
@@ -112,26 +119,42 @@ def own_prompts(
     target: str,
     show: bool | None,
 ) -> list[list[int]]:
-    """Prompts that the target writes itself: what it samples, at temperature 1, after the `header` that its chat
-    template puts before a user's message (Xu et al. 2024, Magpie, arXiv 2406.08464). Of `count` samples those that end
-    within MAX_PROMPT tokens, each once, without the header. `target` as of `answers`.
+    """Prompts that the target writes itself: what it samples after the `header` that its chat template puts before a
+    user's message (Xu et al. 2024, Magpie, arXiv 2406.08464), and after one of `beginnings` of such a message, in turn;
+    an empty one leaves all to the target. Of `count` samples those that end within MAX_PROMPT tokens, or within
+    MAX_TEXT_PROMPT after a beginning that is as long as a line, each once, with their beginning, without the header.
+    `target` as of `answers`.
 
     Raises ValueError if fewer than 2 do.
     """
-    most = min(MAX_PROMPT, options.length - len(header) - MIN_ANSWER)
-    if most < MIN_ANSWER:
+    room = options.length - len(header) - MIN_ANSWER
+    if room < MIN_ANSWER + max(map(len, beginnings)):
         raise ValueError(f"{options.length} tokens have no room for {len(header)} of a chat template and a prompt")
     settings = {"count": count, "length": options.length, "seed": options.seed, "target": target}
-    claim_folder(work_dir, "own_prompts.json", {**settings, "header": digest(np.asarray(header, np.int32))})
+    heads = [np.asarray([*header, *beginning], np.int32) for beginning in beginnings]
+    claim_folder(work_dir, "own_prompts.json", {**settings, "header": digest(*heads)})
+
+    def most(beginning: Sequence[int]) -> int:
+        return min(MAX_TEXT_PROMPT if len(beginning) >= LINE else MAX_PROMPT, room) - len(beginning)
+
+    chosen = [beginnings[number % len(beginnings)] for number in range(count)]
     requests = [
-        TargetTextRequest(tuple(header), most, 1.0, options.seed * 1_000_003 + number, ignore_eos=False)
-        for number in range(count)
+        TargetTextRequest(
+            (*header, *beginning), most(beginning), OWN_TEMPERATURE, options.seed * 1_000_003 + number, ignore_eos=False
+        )
+        for number, beginning in enumerate(chosen)
     ]
-    rows = write_texts(work_dir / "prompts", requests, len(header) + most, generate, show=show)
-    ended = [row[row != NO_TOKEN][len(header) :].tolist() for row in rows if row[-1] == NO_TOKEN]
-    prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, ended)) if prompt]
+    longest = len(header) + min(MAX_TEXT_PROMPT, room)
+    rows = write_texts(work_dir / "prompts", requests, longest, generate, show=show)
+    texts = [(row[row != NO_TOKEN], request) for row, request in zip(rows, requests, strict=True)]
+    ended = [
+        text[len(header) :].tolist()
+        for text, request in texts
+        if len(request.prompt) < len(text) < len(request.prompt) + request.num_tokens
+    ]
+    prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, ended))]
     if len(prompts) < 2:
-        raise ValueError(f"{len(prompts)} of {count} prompts that the model wrote itself ended within {most} tokens")
+        raise ValueError(f"{len(prompts)} of {count} prompts that the model wrote itself ended in time")
     return prompts
 
 
@@ -140,7 +163,7 @@ def _answer(prompt: np.ndarray, options: HeadTextOptions, number: int, is_sample
     by_chance = np.random.default_rng((options.seed, 1, number)).random() < options.sampled
     is_sampled = False if is_sampled is None else is_sampled or bool(by_chance)
     temperature = options.sampling_temperature if is_sampled else 0.0
-    room = options.length - len(prompt)
+    room = min(options.length - len(prompt), options.answer_tokens or options.length)
     return TargetTextRequest(tuple(prompt.tolist()), room, temperature, number, ignore_eos=False)
 
 

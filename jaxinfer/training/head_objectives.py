@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.models import ModelConfig, Params, bind_draft_head
+from jaxinfer.models import ModelConfig, Params, bind_draft_head, keeps_float32
 from jaxinfer.models.basic import scaled_logits
 from jaxinfer.models.draft_head import DraftHead
 from jaxinfer.training.head_attention import BlockAttend, ChainAttend
@@ -129,7 +129,19 @@ def drafted_tokens(config: ModelConfig, params: Params, batch: HeadBatch, num_st
     return DraftedTokens(logits, places, counts)
 
 
-def head_objective(config: ModelConfig, loss: HeadLoss, num_steps: int, step_weights: Any) -> Objective:
+def computed_in(dtype: str, params: Params) -> Params:
+    """Parameters in the dtype in which they are computed with."""
+
+    def cast(path: Any, leaf: jax.Array) -> jax.Array:
+        is_kept = not jnp.issubdtype(leaf.dtype, jnp.floating) or keeps_float32([key.key for key in path])
+        return leaf if is_kept else leaf.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
+def head_objective(
+    config: ModelConfig, loss: HeadLoss, num_steps: int, step_weights: Any, compute_dtype: str = "float32"
+) -> Objective:
     """Mean loss of a head's draft tokens, of which number k weighs `step_weights[k]` (float32 [N]).
 
     A batch is a `HeadBatch`. Given: the parameters that are not trained. Tokens after places where the target's best
@@ -140,7 +152,7 @@ def head_objective(config: ModelConfig, loss: HeadLoss, num_steps: int, step_wei
         raise ValueError(f"loss={loss!r} is none of {', '.join(LOSSES)}")
 
     def objective(params: Params, batch: HeadBatch, given: Params):
-        drafted = drafted_tokens(config, {**params, **given}, batch, num_steps)
+        drafted = drafted_tokens(config, computed_in(compute_dtype, {**params, **given}), batch, num_steps)
         best, counts = at_places(batch.best, drafted.places), drafted.counts
         values = LOSSES[loss](at_places(batch.log_probs, drafted.places), drafted.logits)
         shares = counts * (best != NOT_DRAFTED) * step_weights

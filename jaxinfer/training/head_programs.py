@@ -1,5 +1,6 @@
 """The programs of a head's training, with abstract arguments: what a chip that is not there would run."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from jaxinfer.models import ModelConfig, Params, abstract_params, parameter_shar
 from jaxinfer.parallel import AnyMesh
 from jaxinfer.speculative import HeadDraft, head_for
 from jaxinfer.training.head_mesh import HeadPlacement, state_shardings
-from jaxinfer.training.head_objectives import HeadBatch, head_objective
+from jaxinfer.training.head_objectives import HeadBatch, computed_in, head_objective
 from jaxinfer.training.head_start import head_config
 from jaxinfer.training.heads import HeadOptions
 from jaxinfer.training.loop import make_optimizer, training_programs
@@ -49,6 +50,7 @@ def head_programs(
         mask_token=0,
     )
     config, taps = head_for(head, target)
+    target_params = jax.eval_shape(partial(computed_in, options.compute_dtype), target_params)
     dense = _placed(target_params, mesh and parameter_shardings(mesh, target, whole_if_uneven=True))
     params = {name: leaf for name, leaf in abstract_params(head, jnp.float32).items() if name != "draft_index"}
     params = _placed(params, placement.head_shardings(head, params))
@@ -65,13 +67,14 @@ def head_programs(
     rest = {name: leaf for name, leaf in dense.items() if name not in given}
 
     observe, log_probs = Target(target, dense, taps, index, options.temperature, placement).programs
-    tokens, weights = numbers(options.length), numbers(options.length, dtype=jnp.float32)
+    tokens, counts = numbers(options.length), numbers(options.length, dtype=jnp.float32)
     seen = rows(jax.eval_shape(observe, dense, tokens, tokens, tokens))
     said = jax.eval_shape(log_probs, dense, seen.hidden, seen.total)
     said = _placed(said, mesh and placement.token_sharding(said))
     anchors = numbers(options.anchors_of(options.length - options.distance - 1))
-    batch = HeadBatch(tokens, tokens, tokens, weights, anchors, seen.states, said, seen.best)
-    objective = head_objective(whole, options.loss, options.unroll, options.step_weights[: options.num_drafts])
+    batch = HeadBatch(tokens, tokens, tokens, counts, anchors, seen.states, said, seen.best)
+    weights = options.step_weights[: options.num_drafts]
+    objective = head_objective(whole, options.loss, options.unroll, weights, options.compute_dtype)
     start, step = training_programs(objective, make_optimizer(options.train_options(1000)), params)
     state = jax.eval_shape(start, params)
     state = _placed(state, state_shardings(state, params))

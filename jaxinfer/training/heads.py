@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,14 @@ from jaxinfer.training.acceptance import Acceptance
 from jaxinfer.training.head_data import HeadTexts
 from jaxinfer.training.head_mesh import HeadPlacement
 from jaxinfer.training.head_meter import DraftedPlaces, HeadMeter, acceptance_of, make_batch
-from jaxinfer.training.head_objectives import STEP_DECAY, HeadBatch, HeadLoss, drafted_tokens, head_objective
+from jaxinfer.training.head_objectives import (
+    STEP_DECAY,
+    HeadBatch,
+    HeadLoss,
+    computed_in,
+    drafted_tokens,
+    head_objective,
+)
 from jaxinfer.training.head_rows import chosen_anchors, draft_vocabulary, index_of, pack
 from jaxinfer.training.head_start import head_config, initial_params
 from jaxinfer.training.loop import History, TrainOptions, seconds_per_step, train
@@ -52,6 +59,8 @@ class HeadOptions:
     loss: "kl" or "lk"; temperature: divides the target's logits in it.
     prompt_weight: what a prompt's tokens count, beside one for what the target wrote.
     stores_states: the target's states of all rows are computed once and kept on disk, in bfloat16.
+    compute_dtype: "float32" or "bfloat16", of the target's passes and of products of the head; what is trained, its
+      gradients and its optimizer are float32.
     lm_head_rate: the learning rate of the head's own vocabulary head, which begins as the target's, beside the others'.
     patience: evaluations without a better acceptance after which training ends; 0 for none.
     """
@@ -77,6 +86,7 @@ class HeadOptions:
     decay_fraction: float = 0.5
     warmup_steps: int = 20
     stores_states: bool = False
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
     patience: int = 0
     checkpoint_every: int = 20
     evaluate_every: int = 50
@@ -214,10 +224,12 @@ class HeadTraining:
         size = head.vocab_size if self.tokens is None else len(self.tokens)
         num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(head)))
         dense = sum(
-            4 * int(np.prod(leaf.shape)) for leaf in weights(self.target_params) if not isinstance(leaf, jax.Array)
+            jnp.dtype(options.compute_dtype).itemsize * int(np.prod(leaf.shape))
+            for leaf in weights(self.target_params)
+            if not isinstance(leaf, jax.Array)
         )
         return {
-            "the target as float32": dense,
+            f"the target as {options.compute_dtype}": dense,
             "the head, its gradients and its optimizer": 5 * 4 * num_params,
             "a step of the target": target_bytes(target, rows, length, size),
             "a step of the head": head_bytes(head, rows, length, drafts, size),
@@ -255,7 +267,7 @@ def train_head(
     settings = {**asdict(options), "target": repr(target), "data": digest(rows.tokens, rows.weights)}
     settings["mesh"] = placement.name
     claim_folder(work_dir, "head.json", settings)
-    dense = placement.target(target, dequantize_params(training.target_params))
+    dense = placement.target(target, computed_in(options.compute_dtype, dequantize_params(training.target_params)))
     config, taps = head_for(training.config, target)
     params = initial_params(
         target, dense, training.config, training.tokens, jax.random.key(options.seed), copies=options.copies
@@ -286,7 +298,7 @@ def train_head(
     )
     one_step = options.one_step
     short, objective = (
-        head_objective(whole, options.loss, unroll, options.step_weights[:count])
+        head_objective(whole, options.loss, unroll, options.step_weights[:count], options.compute_dtype)
         for unroll, count in ((1, 1), (options.unroll, options.num_drafts))
     )
     before = meter({**params, **given})

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.files import atomic_writer
-from jaxinfer.models import ModelConfig, Params, bind, collect
+from jaxinfer.models import ModelConfig, Params, bind, collect, compute_dtype
 from jaxinfer.progress import Stage
+from jaxinfer.sampling import exact
 from jaxinfer.training.head_mesh import ONE_DEVICE, HeadPlacement
 from jaxinfer.training.head_objectives import NOT_DRAFTED
 from jaxinfer.training.head_rows import HeadRows
@@ -58,11 +59,13 @@ class Target:
         size = config.vocab_size if index is None else int(index.max())
         tokens_of = None if index is None else np.argsort(index, kind="stable")[:size]
         self.taps, self._params, self._placement = tuple(taps), params, placement
+        self.dtype = compute_dtype(params)
 
         def summed(decoder, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Totals and best tokens of some rows: of all rows together the logits of all tokens would be held."""
             logits = decoder.logits(hidden)[..., : config.vocab_size]
-            best = jnp.argmax(logits, axis=-1)
+            best, _ = exact.largest(logits.reshape(-1, logits.shape[-1]))
+            best = best.reshape(logits.shape[:-1])
             if index is not None:
                 place = jnp.asarray(index)[best]
                 best = jnp.where(place < size, place, NOT_DRAFTED)
@@ -121,6 +124,7 @@ class StoredStates:
         # The last file overlaps the one before it: all passes have one shape.
         starts = [min(start, len(rows) - size) for start in range(0, len(rows), size)]
         self._starts, self._files, self._num_taps = np.array(starts), [], len(target.taps)
+        self._dtype = target.dtype
         with Stage("computing the target's states", len(starts), "batch", show=show) as stage:
             for start in starts:
                 path = folder / f"{start:06d}.npy"
@@ -137,10 +141,10 @@ class StoredStates:
         *states, rest = np.split(whole, [whole.shape[-1] - 4], axis=-1)
         *states, hidden = np.split(states[0].view(jnp.bfloat16), self._num_taps + 1, axis=-1)
         total, best = (np.ascontiguousarray(rest[..., part]) for part in (slice(0, 2), slice(2, 4)))
-        as_float = (jnp.asarray(x, jnp.float32) for x in states)
+        computed = (jnp.asarray(x, self._dtype) for x in states)
         return TargetStates(
-            tuple(as_float),
-            jnp.asarray(hidden, jnp.float32),
+            tuple(computed),
+            jnp.asarray(hidden, self._dtype),
             total.view(np.float32)[..., 0],
             best.view(np.int32)[..., 0],
         )

@@ -13,7 +13,7 @@ from jaxinfer.files import atomic_writer, write_text_atomically
 from jaxinfer.progress import Stage
 
 HELD_OUT_SHARE = 0.05  # of the tokens
-CHUNK = 256  # texts generated, and kept, at once
+CHUNK = 512  # texts generated, and kept, at once
 NO_TOKEN = -1  # after the end of a text
 
 

@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.training.acceptance import simulate_drafts
-from jaxinfer.training.head_data import HeadTextOptions, own_prompts
+from jaxinfer.training.head_data import (
+    LINE,
+    MAX_PROMPT,
+    MAX_TEXT_PROMPT,
+    MIN_ANSWER,
+    OWN_TEMPERATURE,
+    HeadTextOptions,
+    answers,
+    own_prompts,
+)
 from jaxinfer.training.head_rows import (
     DraftedText,
     chosen_anchors,
@@ -94,9 +103,10 @@ def test_simulated_rounds_by_hand():
 
 
 def test_prompts_of_the_target_are_those_that_end_each_once(tmp_path):
-    """A sample that ran out of room, an empty one and one that was there before are left out; a second run asks for
-    nothing."""
-    said = [[5, 6], [7] * 64, [5, 6], [], [8, 9, 10]]
+    """After beginnings in turn. A sample that ran out of room, a repeated and an empty one are left out; a second run
+    asks for nothing."""
+    said = [[5, 6], [7] * 63, [5, 6], [8, 9, 10], [], [7] * 65, [7] * 64, [4], [5, 6]]
+    beginnings = [[], [3], [2] * LINE]
     asked = []
 
     def generate(requests):
@@ -104,15 +114,38 @@ def test_prompts_of_the_target_are_those_that_end_each_once(tmp_path):
         return [said[number] for number in range(len(requests))]
 
     options = HeadTextOptions(length=128, seed=3)
-    arguments = [1, 2, 3], len(said), generate, options, tmp_path
+    arguments = beginnings, [1, 2, 3], len(said), generate, options, tmp_path
+    own = [[5, 6], [2] * LINE + [5, 6], [8, 9, 10], [2] * LINE + [7] * 65, [3, 4]]
     for _ in range(2):
-        assert own_prompts(*arguments, target="t", show=False) == [[5, 6], [8, 9, 10]]
+        assert own_prompts(*arguments, target="t", show=False) == own
     assert len(asked) == len(said)
     assert len({request.seed for request in asked}) == len(said)
-    assert all(request.prompt == (1, 2, 3) and request.temperature == 1 and not request.ignore_eos for request in asked)
+    assert [request.prompt[3:] for request in asked] == [tuple(part) for part in beginnings] * 3
+    most = min(MAX_TEXT_PROMPT, 128 - 3 - MIN_ANSWER)
+    assert [request.num_tokens for request in asked] == [MAX_PROMPT, MAX_PROMPT - 1, most - LINE] * 3
+    assert all(request.temperature == OWN_TEMPERATURE and not request.ignore_eos for request in asked)
     with pytest.raises(ValueError, match="is of a run with target='t', not 'u'"):
         own_prompts(*arguments, target="u", show=False)
-    with pytest.raises(ValueError, match="1 of 2 prompts that the model wrote itself ended within 64 tokens"):
-        own_prompts([1, 2, 3], 2, generate, options, tmp_path / "few", target="t", show=False)
+    with pytest.raises(ValueError, match="is of a run with header="):
+        own_prompts(beginnings[:2], *arguments[1:], target="t", show=False)
+    with pytest.raises(ValueError, match="1 of 2 prompts that the model wrote itself ended in time"):
+        own_prompts(beginnings, [1, 2, 3], 2, generate, options, tmp_path / "few", target="t", show=False)
     with pytest.raises(ValueError, match="no room for 110 of a chat template"):
-        own_prompts(range(110), 2, generate, HeadTextOptions(length=120), tmp_path / "long", target="t", show=False)
+        own_prompts(
+            [[]], range(110), 2, generate, HeadTextOptions(length=120), tmp_path / "long", target="t", show=False
+        )
+
+
+def test_an_answer_has_at_most_so_many_tokens(tmp_path):
+    asked = []
+
+    def generate(requests):
+        asked.extend(requests)
+        return [[5] * request.num_tokens for request in requests]
+
+    options = HeadTextOptions(length=32, answer_tokens=9, held_out_texts=1)
+    prompts = [[number] * (3 * number) for number in range(1, 9)]
+    answers(prompts, generate, options, tmp_path, target="t", show=False)
+    assert sorted(request.num_tokens for request in asked) == [8] + [9] * 7
+    with pytest.raises(ValueError, match="answer_tokens must be at least 2, got 1"):
+        HeadTextOptions(answer_tokens=1)

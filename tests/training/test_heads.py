@@ -111,6 +111,17 @@ def test_what_is_drafted_is_listed_by_text(trained, tmp_path):
     assert listed == sorted(text.tokens[text.first :].tolist() for text in held_out)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_learns_as_float32_does(trained, kind, tmp_path):
+    """The loss curve to a few percent; what is trained is float32, and is not rounded between steps."""
+    result = run(tmp_path, replace(KINDS[kind], compute_dtype="bfloat16", stores_states=True))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(result.params)} <= {"float32", "int32"}
+    assert any((leaf != leaf.astype("bfloat16").astype("float32")).any() for leaf in jax.tree.leaves(result.params))
+    own, other = ([values["loss"] for _, values in one.history] for one in (result, trained[kind]))
+    assert own != other
+    np.testing.assert_allclose(own, other, rtol=0.1)
+
+
 def test_the_first_steps_learn_one_token(tmp_path):
     """As a run whose chains have one step; then chains unroll."""
     by_share, alone = (
