@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _data = partial(option, group="The data")
 _draft = partial(option, group="The draft")
 _training = partial(option, group="Training")
-ON_POLICY, NUM_TEXTS = 0.9, 3584  # by default, of documents
+ON_POLICY, NUM_TEXTS, NUM_LAYERS = 0.9, 3584, 2  # by default; the first two of documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,10 @@ class DistillCommandOptions:
         None, f"Share of the training text that the model wrote, 0..1. Default: {ON_POLICY}; of prompts 1.", "X"
     )
     length: int = _data(256, "Tokens of a training sequence.", "N", min=4)
-    layers: int = _draft(
-        2,
-        "Number of layers: copies of the model's own, from its first to its last, unless a width is given.",
+    layers: int | None = _draft(
+        None,
+        f"Number of layers: copies of the model's own, from its first to its last, unless a width is given. Default: "
+        f"{NUM_LAYERS}.",
         "N",
         min=1,
     )
@@ -165,6 +166,8 @@ def _check(options: DistillCommandOptions) -> list[int]:
             raise UsageError(f"--{name} is of a narrower draft: give its --width")
     if options.init_layers is not None:
         _read_layers(options.init_layers)
+        if options.layers is not None:
+            raise UsageError("--init-layers says which layers are copied: omit --layers")
         if options.width is not None:
             raise UsageError("--init-layers copies layers of the model, which have its width: omit --width")
     return read_integers(options.concurrency, "--concurrency")
@@ -259,11 +262,12 @@ def _initial(llm: "LLM", data: "Documents | HeadTexts", options: DistillCommandO
     from jaxinfer.training.distill import draft_config, projected_draft, pruned_draft, spread_layers
     from jaxinfer.training.texts import Documents
 
+    num_layers = options.layers or NUM_LAYERS
     if options.width is None:
         layers = _read_layers(options.init_layers) if options.init_layers is not None else None
-        return pruned_draft(llm.config, llm.params, layers or spread_layers(llm.config.num_layers, options.layers))
+        return pruned_draft(llm.config, llm.params, layers or spread_layers(llm.config.num_layers, num_layers))
     config = draft_config(
-        llm.config, num_layers=options.layers, hidden_size=options.width, intermediate_size=options.inner
+        llm.config, num_layers=num_layers, hidden_size=options.width, intermediate_size=options.inner
     )
     params = projected_draft(llm.config, llm.params, config, jax.random.key(options.seed))
     if options.copying is False:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.api.options import ON_LOADING
 from jaxinfer.cli.bench import check_picture, read_integers
-from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.command import UsageError, say
 from jaxinfer.cli.options import ServingOptions, as_json, llm_arguments
 from jaxinfer.cli.output import console, note, write_json, write_text
 from jaxinfer.cli.prompts import read_prompts
@@ -90,6 +90,10 @@ def speculate_report(model_options: ServingOptions, options: ReportOptions) -> N
         reports = []
         for report in reporter.reports(options.draft, stage.describe):
             reports.append(report)
+            say(
+                f"{report.draft}: {report.best.stats.mean_accepted_length:.2f} tokens a round and "
+                f"{report.best.measured:.2f}x with {report.best.num_draft_tokens} draft tokens"
+            )
             stage.update()
     if options.plot is not None:
         from jaxinfer.measure.speculation.picture import draw

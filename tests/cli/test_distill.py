@@ -85,7 +85,7 @@ def test_layers_of_the_target_learn_its_answers(jaxinfer, json_lines, model, tmp
         (["--on-policy", "2"], 1, "on_policy must be in 0..1, got 2.0"),
         (["--copying"], 2, "--no-copying omits these heads"),
         (["--own-prompts", "8"], 2, "one option, not by --data and --own-prompts"),
-        (["--init-layers", "0"], 2, "--init-layers copies layers of the model"),
+        (["--init-layers", "0"], 2, "--init-layers says which layers are copied: omit --layers"),
         (["--concurrency", "0"], 2, "--concurrency"),
         (["--loss", "js"], 2, "'js' is not one of"),
         (["--data", "missing"], 2, "--data missing: there is no such file or folder"),
@@ -103,6 +103,13 @@ def test_options_of_a_narrower_draft_want_its_width(jaxinfer, model, data, tmp_p
     result = jaxinfer("distill", model, "--data", data, "--out", tmp_path / "draft", *option)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "is of a narrower draft: give its --width" in result.stderr
+
+
+def test_copied_layers_have_the_width_of_the_model(jaxinfer, model, data, tmp_path):
+    arguments = "distill", model, "--data", data, "--out", tmp_path / "draft", "--init-layers", "0", "--width", 16
+    result = jaxinfer(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--init-layers copies layers of the model, which have its width: omit --width" in result.stderr
 
 
 def test_documents_are_files_of_text(data):

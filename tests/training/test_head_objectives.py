@@ -101,6 +101,24 @@ def test_a_step_of_a_chain_weighs_what_it_is_given_and_undraftable_tokens_nothin
     assert not np.asarray(drafted_tokens(head.config, params, batch, NUM_STEPS).counts)[:, 3].any()
 
 
+def test_bfloat16_is_of_products_and_not_of_gradients(tmp_path):
+    case = CASES["eagle3_llama"]
+    head = opened(case, 0, tmp_path)
+    batch = batch_of(case, 0, [2, 5, 9])
+    logits = 3 * np.random.default_rng(1).standard_normal((*batch.tokens.shape, 40))
+    batch = batch._replace(log_probs=jax.nn.log_softmax(jnp.asarray(logits, jnp.float32)))
+    params = {name: leaf for name, leaf in head_params(tmp_path, case).items() if name != "draft_index"}
+    fixed = {"draft_index": head_params(tmp_path, case)["draft_index"]}
+    losses, gradients = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        objective = head_objective(head.config, "kl", NUM_STEPS, np.ones(NUM_STEPS, np.float32), dtype)
+        (losses[dtype], _), gradients[dtype] = jax.value_and_grad(objective, has_aux=True)(params, batch, fixed)
+    assert 0 < abs(losses["bfloat16"] / losses["float32"] - 1) < 0.01
+    for one, other in zip(*map(jax.tree.leaves, gradients.values()), strict=True):
+        assert one.dtype == other.dtype == jnp.float32
+        assert np.linalg.norm(other - one) <= 0.05 * np.linalg.norm(one)
+
+
 def head_params(folder, case):
     config, params = checkpoints_convert.load(folder / "head", dtype="float32")
     target = checkpoints_convert.load(folder / "target", dtype="float32")

@@ -243,4 +243,80 @@ PLACED = (
     ),
 )
 
-FAULTS = (*COMPUTED, *COUNTED, *WRITTEN, *IN_SPECULATORS_FORM, *PLACED)
+PRODUCTS = "tests/pallas_kernels/dense_matmul/test_dense_matmul.py::"
+FAST = (
+    Fault(
+        "training_heads/what-is-trained-is-rounded",
+        "jaxinfer/training/heads.py",
+        "    params = placement.head(training.config, params)",
+        "    params = placement.head(training.config, computed_in(options.compute_dtype, params))",
+        ("tests/training/test_heads.py::test_bfloat16_learns_as_float32_does[eagle3]",),
+        "small updates are lost: they are below a bfloat16 weight's last bit",
+    ),
+    Fault(
+        "training_heads/bfloat16-is-ignored",
+        OBJECTIVES,
+        "computed_in(compute_dtype, {**params, **given})",
+        "{**params, **given}",
+        (LOSS + "test_bfloat16_is_of_products_and_not_of_gradients",),
+        "a step takes as long as in float32",
+    ),
+    Fault(
+        "training_heads/gradients-of-weights-are-of-other-rows",
+        "pallas_kernels/dense_matmul/amx_cpu.py",
+        "transpose(2, 0, 1)",
+        "transpose(2, 1, 0)",
+        (PRODUCTS + "test_bfloat16_derivatives_are_those_of_float32[64-False]",),
+        "a head that is trained in bfloat16 on a CPU learns nothing",
+    ),
+    Fault(
+        "training_heads/transposed-weights-get-the-gradient-of-others",
+        "pallas_kernels/dense_matmul/amx_cpu.py",
+        "(gradient, x) if spec.is_transposed else (x, gradient)",
+        "(x, gradient)",
+        (PRODUCTS + "test_bfloat16_derivatives_are_those_of_float32[64-True]",),
+        "tied embeddings cannot be trained in bfloat16 on a CPU",
+    ),
+    Fault(
+        "training_heads/bfloat16-sums-are-rounded",
+        "pallas_kernels/dense_matmul/amx_cpu.py",
+        "preferred_element_type=jnp.float32)",
+        "preferred_element_type=jnp.bfloat16).astype(jnp.float32)",
+        (PRODUCTS + "test_bfloat16_products_are_summed_in_float32[64-float32-False]",),
+        "logits have 8 bits, and a CPU's matrix units are not used",
+    ),
+    Fault(
+        "training_heads/prompts-begin-alike",
+        "jaxinfer/training/head_data.py",
+        "beginnings[number % len(beginnings)]",
+        "beginnings[0]",
+        (ROWS + "test_prompts_of_the_target_are_those_that_end_each_once",),
+        "a head sees questions alone, and drafts code, lists and summaries badly",
+    ),
+    Fault(
+        "training_heads/prompts-lose-their-beginnings",
+        "jaxinfer/training/head_data.py",
+        "        text[len(header) :].tolist()",
+        "        text[len(request.prompt) :].tolist()",
+        (ROWS + "test_prompts_of_the_target_are_those_that_end_each_once",),
+        "half sentences are answered",
+    ),
+    Fault(
+        "training_heads/answers-are-as-long-as-rows",
+        "jaxinfer/training/head_data.py",
+        "min(options.length - len(prompt), options.answer_tokens or options.length)",
+        "options.length - len(prompt)",
+        (ROWS + "test_an_answer_has_at_most_so_many_tokens",),
+        "--answer-tokens is ignored",
+    ),
+    Fault(
+        "training_heads/texts-come-in-the-order-in-which-they-were-written",
+        "jaxinfer/cli/training_data.py",
+        "return [texts[number] for number in range(len(requests))]",
+        "return list(texts.values())",
+        ("tests/cli/test_training_data.py::test_greedy_texts_are_written_apart_from_sampled_ones",),
+        "answers stand after the prompts of others",
+    ),
+)
+
+FAULTS = (*COMPUTED, *COUNTED, *WRITTEN, *IN_SPECULATORS_FORM, *PLACED, *FAST)
