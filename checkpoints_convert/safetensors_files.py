@@ -8,7 +8,7 @@ a file that shrinks while it is read is an error rather than a signal.
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -75,7 +75,7 @@ class SafetensorsIndex(Closable):
                     opened = executor.map(SafetensorsFile, (RemoteFile(remote, name) for name in names))
                     self._files = dict(zip(names, opened, strict=True))
             else:
-                _check_inside(self.directory, names)
+                check_inside(self.directory, names)
                 for name in names:
                     self._files[name] = SafetensorsFile(self.directory / name)
             self._build_table(weight_map or {})
@@ -200,7 +200,7 @@ def _nothing_to_open(present: list[str]) -> str:
     return f"holds no model.safetensors, model-*.safetensors or {WEIGHTS_INDEX}"
 
 
-def _check_inside(directory: Path, names: list[str]) -> None:
+def check_inside(directory: Path, names: Iterable[str]) -> None:
     """Raises CheckpointError for a link that leads out of the directory and of the hub cache that it belongs to."""
     root = directory.resolve()
     allowed = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
@@ -249,10 +249,12 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 class SafetensorsFile(Closable):
     """An open file. `tensors` maps names to entries, `metadata` is the header's free text.
 
-    Raises CheckpointError, naming the file and the tensor, for a file that is not well formed.
+    Raises CheckpointError, naming the file and the tensor, for a file that is not well formed, or whose header has more
+    than `max_header_bytes`.
     """
 
-    def __init__(self, file: str | Path | ByteFile):
+    def __init__(self, file: str | Path | ByteFile, *, max_header_bytes: int = MAX_HEADER_BYTES):
+        self._max_header_bytes = max_header_bytes
         self._file: ByteFile = LocalFile(file) if isinstance(file, (str, Path)) else file
         self.path = self._file.path
         try:
@@ -285,8 +287,8 @@ class SafetensorsFile(Closable):
         if size < 8:
             raise CheckpointError(self.path, f"{size} bytes, too short for the 8-byte header length")
         length = int.from_bytes(read(8, 0), "little")
-        if length > MAX_HEADER_BYTES:
-            raise CheckpointError(self.path, f"header of {length} bytes, the limit is {MAX_HEADER_BYTES}")
+        if length > self._max_header_bytes:
+            raise CheckpointError(self.path, f"header of {length} bytes, the limit is {self._max_header_bytes}")
         if 8 + length > size:
             raise CheckpointError(self.path, f"header of {length} bytes in a file of {size} bytes: truncated?")
         header = read(length, 8)
