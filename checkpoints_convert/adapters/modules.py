@@ -98,6 +98,10 @@ class BaseModules:
             for number, source in enumerate(group.sources):
                 name = rename(source)
                 self._add(Module(name, name, group, number if group.is_stacked else None))
+        # Rules stand in the order in which modules define their parameters.
+        order = {rule.source.rpartition(".")[2]: number for number, rule in enumerate(family.tensors)}
+        for parent, stack in self.stacks.items():
+            self.stacks[parent] = tuple(sorted(stack, key=lambda module: order[module.name.rpartition(".")[2]]))
 
     def _add(self, tensor: Module) -> None:
         self.tensors[tensor.tensor] = tensor
