@@ -91,14 +91,14 @@ def parse_json(raw: bytes, where: str | Path, *, unique_keys: bool = False) -> d
     return data
 
 
-def read_json(path: Path, *, unique_keys: bool = False) -> dict[str, Any]:
+def read_json(path: Path, *, unique_keys: bool = False, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError naming it when it is missing, too large or not JSON."""
     try:
         with open_regular(path) as file:
-            raw = file.read(MAX_JSON_BYTES + 1)
-            if len(raw) > MAX_JSON_BYTES:
+            raw = file.read(max_bytes + 1)
+            if len(raw) > max_bytes:
                 size = path.stat().st_size
-                raise CheckpointError(path, f"{size} bytes of JSON, the limit is {MAX_JSON_BYTES}")
+                raise CheckpointError(path, f"{size} bytes of JSON, the limit is {max_bytes}")
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from None
     return parse_json(raw, path, unique_keys=unique_keys)

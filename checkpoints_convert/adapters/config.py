@@ -13,6 +13,8 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
+MAX_CONFIG_BYTES = 10_000_000
+"""With the names of 100,000 experts, each of 100 characters."""
 MAX_RANK = 8192
 """Ranks above it are refused: they would be larger than the weights that they change."""
 MAX_PATTERNS = 10_000
@@ -94,12 +96,13 @@ class AdapterConfig:
         """True for a module that the adapter brings whole."""
         return any(name.endswith(part) for part in self.saved)
 
-    def is_target(self, name: str, *, is_head: bool = False) -> bool:
-        """True for a module that `target_modules` means, as PEFT's `check_target_module_exists`."""
+    def is_target(self, name: str, *, is_table: bool = False) -> bool:
+        """True for a module that `target_modules` means, as PEFT's `check_target_module_exists`. `is_table`: it is the
+        embedding or the head, which "all-linear" leaves out."""
         if self.excluded(name) or any(f".{saved}." in f".{name}." for saved in self.saved):
             return False
         if self.is_all_linear:
-            return not is_head
+            return not is_table
         if self.pattern is not None:
             return self.pattern(name)
         target = self.modules.matching(name)
@@ -116,7 +119,7 @@ def read_config(path: Path) -> AdapterConfig:
 
     Raises CheckpointError, which names every field that is not applied or has a value that cannot be.
     """
-    data = read_json(path, unique_keys=True)
+    data = read_json(path, unique_keys=True, max_bytes=MAX_CONFIG_BYTES)
     kind = data.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(path, f"peft_type {kind!r} is not supported: only 'LORA' is")
@@ -162,6 +165,7 @@ class _Reader:
             self._problem("target_modules", "is missing, and target_parameters too")
         is_all = isinstance(target, str) and target.lower() == "all-linear"
         layers = self._layers()
+        self._flag("fan_in_fan_out")  # says how the base stores its weights, which the base's family says too
         if isinstance(target, str) and layers:
             self._problem("layers_to_transform", "cannot be used with a target_modules that is a string, as in PEFT")
         return AdapterConfig(

@@ -63,6 +63,11 @@ class Module:
         return self.placements[0].target == (HEAD,)
 
     @property
+    def is_table(self) -> bool:
+        """True for embedding and head."""
+        return self.is_embedding or self.is_head
+
+    @property
     def is_router(self) -> bool:
         """True for a router of experts, which is a Linear in some versions of Transformers."""
         return self.placements[0].target[-2:-1] == ("router",)

@@ -36,7 +36,9 @@ def end_of_name(pattern: str) -> Matches:
     if _PLAIN.fullmatch(pattern):
         compiled = re.compile(rf"(.*\.)?({pattern})$")
         return lambda name: compiled.match(name) is not None
-    return whole_name(pattern if pattern.startswith("^") else rf"(?:.*\.)?(?:{pattern})")
+    if pattern.startswith("^"):
+        return whole_name(pattern)
+    return whole_name(rf"(?:.*\.)?(?:{_without_first_boundaries(pattern)})")
 
 
 def is_plain(pattern: str) -> bool:

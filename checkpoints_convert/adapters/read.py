@@ -207,7 +207,7 @@ class _Reader:
     def _is_target(self, module: Module) -> bool:
         settings = self.settings
         return settings.is_target_parameter(module.tensor) or (
-            module.name != module.tensor and settings.is_target(module.name, is_head=module.is_head)
+            module.name != module.tensor and settings.is_target(module.name, is_table=module.is_table)
         )
 
     def _has_problem(self, module: Module, tensors: Mapping[str, str], vocab_size: int) -> bool:
@@ -376,7 +376,7 @@ class _Reader:
         replaced = {}
         for placement in tensor.placements:
             own = array
-            if placement.view is not None and not (tensor.is_embedding or tensor.is_head):
+            if placement.view is not None and not tensor.is_table:
                 own = own.reshape(placement.view)
             axis = -2 if placement.transpose and own.ndim > 1 else -1
             own = own if placement.outputs is None else np.take(own, placement.outputs.index, axis)
