@@ -78,7 +78,7 @@ class Module:
 
 
 class BaseModules:
-    """What adapters of a base model can name.
+    """The modules and parameters of a base model that adapters can name.
 
     Attributes:
       config: of the base. modules: those with a weight [out, in], the embedding and the head among them, by name.

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from checkpoints_convert.adapters.read import (
     PREFIX,
     TOKEN_ROWS,
 )
-from checkpoints_convert.checkpoint import check_finite
+from checkpoints_convert.checkpoint import ParamPath, check_finite, param_shapes
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import write_json
 from checkpoints_convert.host_arrays import count_nonfinite
@@ -31,7 +32,10 @@ from jaxinfer.models import ModelConfig
 
 
 def save_adapter(adapter: Adapter, folder: str | Path, config: ModelConfig, *, overwrite: bool = False) -> Path:
-    """Writes an adapter of a base model in PEFT's form. `read_adapter` of the folder gives the same adapter.
+    """Writes an adapter of a base model in PEFT's form.
+
+    `read_adapter` of the folder gives the same adapter, but for the last bit of a scale that no alpha gives, such as
+    0.1 with rank 3.
 
     The configuration is written last, so that a folder of a killed process is no adapter.
 
@@ -77,6 +81,7 @@ class _PeftForm:
         self.saved: list[str] = []
         self.biases: set[bool] = set()  # True of a module with a pair
         self.token_indices: dict[str, list[int]] = {}
+        self._check_pairs(param_shapes(replace(config, tie_word_embeddings=False)))
         self._put_pairs()
         self._put_replaced()
         self._put_rows()
@@ -120,6 +125,19 @@ class _PeftForm:
         return CheckpointError(self.where, text)
 
     # Pairs.
+
+    def _check_pairs(self, shapes: Mapping[ParamPath, tuple[int, ...]]) -> None:
+        """Raises CheckpointError for a pair that does not fit its weight. Tables may have more tokens than the base."""
+        for name, pair in self.adapter.low_rank.items():
+            path = tuple(name.split("."))
+            wanted = shapes.get((*path, "weight")) or shapes.get(path)
+            if wanted is None or len(wanted) < 2:
+                raise self._error(f"the adapter's {name!r} is no weight of the base model")
+            own = (*pair.b.shape[:-2], pair.a.shape[-2], pair.b.shape[-1])
+            places = {EMBEDDING: slice(1, 2), HEAD: slice(0, 1)}.get(name, slice(None))
+            if own[places] != wanted[places] or pair.a.shape[-1] != pair.b.shape[-2]:
+                shapes_of_pair = f"{pair.a.shape} and {pair.b.shape}"
+                raise self._error(f"the adapter's {name!r} has A and B {shapes_of_pair}, of a weight {wanted}")
 
     def _put_pairs(self) -> None:
         left = dict(self.adapter.low_rank)
@@ -251,14 +269,14 @@ def _commonest(values: Any, default: Any) -> Any:
 
 
 def _alphas(pairs: Mapping[str, tuple[int, float]]) -> tuple[bool, dict[str, float]]:
-    """Whether the scales are alpha / sqrt(r), and the alphas from which a reader computes the same scales again."""
+    """True if the scales are alpha / sqrt(r), and the alphas from which a reader computes the same scales again."""
     for is_stabilized in (False, True):
         alphas = {
             name: _alpha(scale, math.sqrt(rank) if is_stabilized else rank) for name, (rank, scale) in pairs.items()
         }
         if all(alpha is not None for alpha in alphas.values()):
             return is_stabilized, {name: alpha for name, alpha in alphas.items() if alpha is not None}
-    return False, {name: rank * scale for name, (rank, scale) in pairs.items()}  # to the last bit but one
+    return False, {name: rank * scale for name, (rank, scale) in pairs.items()}
 
 
 def _alpha(scale: float, divisor: float) -> float | None:

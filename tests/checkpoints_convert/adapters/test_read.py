@@ -191,11 +191,11 @@ def test_the_fingerprint_is_of_the_content_alone(tmp_path):
 
 def test_the_fingerprint_changes_with_every_tensor(tmp_path):
     folder, fingerprints = everything(), set()
-    for name, array in ((None, None), *folder.tensors.items()):
-        own = dict(folder.tensors)
-        if name is not None:
-            own[name] = array.copy()
-            own[name].reshape(-1)[-1] = np.nextafter(array.reshape(-1)[-1], np.float32(9))
+    for changed in (None, *folder.tensors):
+        own = {name: array.copy() for name, array in folder.tensors.items()}
+        if changed is not None:
+            values = own[changed].reshape(-1)
+            values[-1] = np.nextafter(values[-1], np.float32(9))
         fingerprints.add(read(replace(folder, tensors=own), tmp_path, "qwen2").fingerprint)
     assert len(fingerprints) == len(folder.tensors) + 1
 

@@ -1,6 +1,7 @@
 """The planted faults, by area. An anchor (`old`) is the shortest expression that survives a renaming around it."""
 
 from tests.faults.catalogue import (
+    adapters,
     batches,
     decoding,
     determinism,
@@ -28,6 +29,7 @@ from tests.faults.catalogue import (
 from tests.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
+    *adapters.FAULTS,
     *batches.FAULTS,
     *decoding.FAULTS,
     *determinism.FAULTS,
