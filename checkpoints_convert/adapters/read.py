@@ -124,7 +124,6 @@ class _Reader:
         low_rank = self._experts_together(make() for make in plans)
         replaced = {name: array for make in whole for name, array in make().items()}
         token_rows = {name: read for make in rows for name, read in make().items()}
-        self._raise()
         return Adapter(
             low_rank=low_rank,
             replaced=replaced,

@@ -181,17 +181,20 @@ def test_hostile_tensors_give_one_clear_error(folder, change, config, message, t
     assert len(str(refused(folder, tmp_path, message))) < 4000
 
 
-def test_a_tensor_under_two_names_is_refused(folder, tmp_path):
-    folder.tensors[PREFIX.removesuffix(".") + "." + A] = folder.tensors[A]  # once with the prefix twice
-    refused(folder, tmp_path, "of no module of the base model")
-    path = folder.write(tmp_path / "twice")
-    header_and_data(path / "adapter_model.safetensors", lambda header: {
-        (name.removeprefix(PREFIX) if name == PREFIX + PREFIX + A else name): x for name, x in header.items()
-    })  # fmt: skip
-    header_and_data(path / "adapter_model.safetensors", lambda header: {
-        (A if name.endswith(PREFIX + A) and name != PREFIX + A else name): x for name, x in header.items()
-    })  # fmt: skip
-    with pytest.raises(CheckpointError, match=r"twice|the same one of the adapter"):
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        (f"{PREFIX}{A}", A),
+        (f"{PREFIX}lm_head.weight", f"{PREFIX}lm_head.base_layer.weight"),
+        (f"{PREFIX}lm_head.token_adapter.trainable_tokens_delta", "lm_head.token_adapter.trainable_tokens_delta"),
+    ],
+)
+def test_a_tensor_under_two_names_is_refused(folder, name, other, tmp_path):
+    folder.tensors |= {"1": pair(VOCAB)[0], "2": pair(VOCAB)[0]}
+    path = folder.write(tmp_path / "adapter")
+    names = {f"{PREFIX}1": name if "lm_head" in name else f"{PREFIX}lm_head.weight", f"{PREFIX}2": other}
+    header_and_data(path / "adapter_model.safetensors", lambda header: {names.get(k, k): x for k, x in header.items()})
+    with pytest.raises(CheckpointError, match=r"tensors '.*' and '.*' are the same one of the adapter"):
         read_adapter(path, base_config("llama"))
 
 
