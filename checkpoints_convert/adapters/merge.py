@@ -95,7 +95,12 @@ class _Changed:
     def set_rows(self, name: str, tokens: tuple[int, ...], rows: np.ndarray) -> None:
         path = self._path(name)
         table = np.array(self._dense(path, name))
-        (table.T if name == HEAD else table)[list(tokens)] = rows.astype(np.float32)
+        vectors = table.T if name == HEAD else table
+        if max(tokens) >= len(vectors):
+            raise CheckpointError(
+                "the adapter", f"cannot be merged: it has the token {max(tokens)}, {name!r} has {len(vectors)}"
+            )
+        vectors[list(tokens)] = rows.astype(np.float32)
         self._put(path, name, table)
 
     def _path(self, name: str) -> ParamPath:

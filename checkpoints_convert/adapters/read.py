@@ -9,6 +9,7 @@ import numpy as np
 from checkpoints_convert.adapters.adapter import Adapter, LowRank, TokenRows
 from checkpoints_convert.adapters.config import ADAPTER_CONFIG, AdapterConfig, read_config
 from checkpoints_convert.adapters.modules import EMBEDDING, HEAD, BaseModules, Module, cut_outputs, forms, name_of
+from checkpoints_convert.adapters.patterns import suffixes
 from checkpoints_convert.checkpoint import check_finite
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.host_arrays import count_nonfinite
@@ -21,6 +22,8 @@ BASE_FINGERPRINT = "base_fingerprint"
 PREFIX = "base_model.model."
 MAX_HEADER_BYTES = 25_000_000
 """Of 100,000 tensors, each with a name of 150 characters: one pair for each expert of a large model."""
+MAX_MATCHES = 2_000_000
+"""Modules times patterns of their ranks and alphas: a few seconds."""
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
 # Kinds of tensors by the end of their names.
@@ -110,6 +113,13 @@ class _Reader:
 
     def adapter(self, base_fingerprint: str | None) -> Adapter:
         self._sort()
+        num_patterns = len(self.settings.ranks) + len(self.settings.alphas)
+        if (count := len(self.pairs) * num_patterns) > MAX_MATCHES:
+            self._problem(
+                f"{num_patterns} patterns of ranks and alphas for {len(self.pairs)} modules are {count} tries, the "
+                f"limit is {MAX_MATCHES}"
+            )
+            self._raise()
         vocab_size = self._vocab_size()
         plans = list(self._plan_pairs(vocab_size))
         self._check_targets()
@@ -289,33 +299,41 @@ class _Reader:
 
     def _check_targets(self) -> None:
         """Records targets without tensors, and names of targets that the base does not have."""
-        present: set[str] = set()  # our names, of weights with pairs
-        apart: dict[str, dict[int, Module]] = {}  # experts that are stored one by one
+        present: dict[str, dict[int | None, Module]] = {}  # by our names of weights with pairs, and by expert
         for name in self.pairs:
             module = self.base.modules.get(name) or self.experts_of.get(name)
             for target in map(name_of, module.placements if module else ()):
-                present.add(target)
-                if module is not None and module.number is not None:
-                    apart.setdefault(target, {})[module.number] = module
+                others = present.setdefault(target, {})
+                if module is not None and others.setdefault(module.number, module) is not module:
+                    self._problem(f"modules {others[module.number].name!r} and {name!r} are the same {target!r}")
+        apart = {target: modules for target, modules in present.items() if modules.keys() != {None}}
         for target, experts in apart.items():
             self._check_experts(target, experts)
-        used: set[str | None] = set()
+        used: set[str] = set()
+        used_parameters: set[str] = set()
         for module in self.base.all_modules():
-            used.add(self.settings.modules.matching(module.name))
-            used.add(self.settings.parameters.matching(module.tensor))
+            used.update(suffixes(module.name))
+            used_parameters.update(suffixes(module.tensor))
             # A router is a Linear, and experts are modules, in some versions of Transformers only.
             is_optional = module.is_router or (module.number is not None and not apart)
             is_missing = not all(name_of(placement) in present for placement in module.placements)
             if is_missing and not is_optional and self._is_target(module):
                 self._problem(f"module {module.name!r} is a target, and has no tensors")
         settings = self.settings
-        for where, names in (("target_modules", settings.modules), ("target_parameters", settings.parameters)):
-            for name in sorted(names.names - used):
+        unused = (
+            ("target_modules", settings.modules.names - used),
+            ("target_parameters", settings.parameters.names - used_parameters),
+        )
+        for where, names in unused:
+            for name in sorted(names):
                 self._problem(f"{where} has {name!r}, which {self.config.architecture} does not have")
 
-    def _check_experts(self, target: str, experts: Mapping[int, Module]) -> None:
+    def _check_experts(self, target: str, experts: Mapping[int | None, Module]) -> None:
         """Records experts without pairs beside some that have them, and experts of different ranks and scales."""
         number, first = next(iter(experts.items()))
+        if None in experts:
+            self._problem(f"{target!r} has pairs of experts one by one, and of all in one tensor")
+            return
         count = len(first.group.sources)
         for other in range(count):
             if other not in experts:

@@ -81,7 +81,7 @@ class _PeftForm:
         self.saved: list[str] = []
         self.biases: set[bool] = set()  # True of a module with a pair
         self.token_indices: dict[str, list[int]] = {}
-        self._check_pairs(param_shapes(replace(config, tie_word_embeddings=False)))
+        self._check_shapes(param_shapes(replace(config, tie_word_embeddings=False)))
         self._put_pairs()
         self._put_replaced()
         self._put_rows()
@@ -126,18 +126,26 @@ class _PeftForm:
 
     # Pairs.
 
-    def _check_pairs(self, shapes: Mapping[ParamPath, tuple[int, ...]]) -> None:
-        """Raises CheckpointError for a pair that does not fit its weight. Tables may have more tokens than the base."""
+    def _check_shapes(self, shapes: Mapping[ParamPath, tuple[int, ...]]) -> None:
+        """Raises CheckpointError for arrays that do not fit the base. Tables may have more tokens than the base's."""
+        own: dict[str, tuple[int, ...]] = {name: array.shape for name, array in self.adapter.replaced.items()}
+        for name, rows in self.adapter.token_rows.items():
+            if rows.rows.shape != (len(rows.tokens), self.base.config.hidden_size):
+                raise self._error(f"{len(rows.tokens)} tokens of {name!r} have rows of shape {rows.rows.shape}")
         for name, pair in self.adapter.low_rank.items():
+            if pair.a.shape[-1] != pair.b.shape[-2]:
+                raise self._error(f"the adapter's {name!r} has A and B of shapes {pair.a.shape} and {pair.b.shape}")
+            own[name] = (*pair.b.shape[:-2], pair.a.shape[-2], pair.b.shape[-1])
+        for name, shape in own.items():
             path = tuple(name.split("."))
             wanted = shapes.get((*path, "weight")) or shapes.get(path)
-            if wanted is None or len(wanted) < 2:
-                raise self._error(f"the adapter's {name!r} is no weight of the base model")
-            own = (*pair.b.shape[:-2], pair.a.shape[-2], pair.b.shape[-1])
-            places = {EMBEDDING: slice(1, 2), HEAD: slice(0, 1)}.get(name, slice(None))
-            if own[places] != wanted[places] or pair.a.shape[-1] != pair.b.shape[-2]:
-                shapes_of_pair = f"{pair.a.shape} and {pair.b.shape}"
-                raise self._error(f"the adapter's {name!r} has A and B {shapes_of_pair}, of a weight {wanted}")
+            width = {EMBEDDING: slice(1, 2), HEAD: slice(0, 1)}.get(name, slice(None))
+            if wanted is None:
+                raise self._error(f"the adapter's {name!r} is no parameter of the base model")
+            if len(shape) != len(wanted) or shape[width] != wanted[width]:
+                raise self._error(
+                    f"the adapter's {name!r} is for a parameter of shape {shape}, the base's has {wanted}"
+                )
 
     def _put_pairs(self) -> None:
         left = dict(self.adapter.low_rank)
@@ -156,7 +164,7 @@ class _PeftForm:
             self._put_pair(module, self._joined(module, [_of_expert(pair, module.number) for pair in pairs]))
         written = {name_of(x) for name in self.pairs if (m := self.base.modules.get(name)) for x in m.placements}
         if lost := sorted(left.keys() - written):
-            raise self._error(f"the adapter's {lost[0]!r} is of no module of the base model, or lacks what that needs")
+            raise self._error(f"the adapter's {lost[0]!r} is in one tensor of the base with weights that have no pairs")
         if len({pair.magnitude is None for pair in self.pairs.values()}) > 1:
             raise self._error("some pairs have a magnitude, and others have none: PEFT has one use_dora for all")
 

@@ -226,6 +226,20 @@ def test_added_tokens(name, is_target, tmp_path):
     assert adapter.vocab_size == len(table)
 
 
+def test_a_tied_head_that_lies_beside_a_larger_embedding_stays_tied(tmp_path):
+    """PEFT writes both, since the vocabulary differs from the base's."""
+    files = base_files("gemma3")
+    table = with_embedding(files, num_added=3)[0].tensors["model.embed_tokens.base_layer.weight"]
+    tensors = {"model.embed_tokens.weight": table, "lm_head.weight": table}
+    folder = PeftFolder({"target_modules": ["v_proj"]}, tensors)
+    wanted = {**files.tensors, "model.embed_tokens.weight": table}
+    for module in linears(files, "v_proj"):
+        weight = files.tensors[f"{module}.weight"]
+        folder.add(module, *weight.shape[::-1])
+        wanted[f"{module}.weight"] = change(folder, module, weight, 2.0)
+    check(files, folder, wanted, tmp_path, vocab_size=len(table))
+
+
 @pytest.mark.parametrize("saved", ["lm_head", "embed_tokens", "norm"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_saved_modules_stand_in_place_of_the_bases(name, saved, tmp_path):
@@ -341,6 +355,7 @@ QUERY = "layers.0.attention.q_proj"
         (lambda c: Adapter({QUERY: pair(c, scale=float("inf"))}), f"'?{QUERY}'?: .* values are NaN or infinite"),
         (lambda c: Adapter({QUERY: pair(c, bias=np.ones(c.num_heads * c.head_dim))}), "the base has none"),
         (lambda c: Adapter({}, {"embed": np.ones((c.vocab_size + 2, c.hidden_size))}), "'lm_head' would have"),
+        (lambda c: Adapter({}, {}, {"lm_head": TokenRows((256,), np.ones((1, c.hidden_size)))}), "has the token 256"),
         (lambda c: Adapter({}, {"final_norm.weight": np.ones(3)}), r"'final_norm.weight' would have the shape \(3,\)"),
     ],
 )  # fmt: skip

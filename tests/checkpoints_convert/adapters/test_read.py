@@ -33,6 +33,13 @@ def test_a_pair_is_transposed_and_has_our_name(tmp_path):
     assert (adapter.invocation_tokens, adapter.base_model, adapter.vocab_size) == ((), None, None)
 
 
+def test_a_target_that_has_two_names_is_one(tmp_path):
+    _, folder = plain(
+        "llama", "q_proj", target_modules=["q_proj", "self_attn.q_proj", "model.layers.0.self_attn.q_proj"]
+    )
+    assert len(read(folder, tmp_path).low_rank) == 2
+
+
 def test_weights_in_one_stored_tensor_share_a(tmp_path):
     _, folder = plain("phi3", "qkv_proj")
     adapter = read(folder, tmp_path, "phi3")

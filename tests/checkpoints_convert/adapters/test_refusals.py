@@ -225,6 +225,28 @@ def test_experts_one_by_one_are_all_or_none(change, config, message, tmp_path):
     refused(replace(folder, tensors=change(folder.tensors)), tmp_path, message, "mixtral_apart")
 
 
+def test_experts_in_both_forms_are_refused(tmp_path):
+    """One by one under the names of Qwen's repositories, and all in one as Transformers 5 has them."""
+    files = base_files("qwen3_moe")
+    count, outputs, inputs = files.tensors["model.layers.1.mlp.experts.down_proj"].shape
+    folder = PeftFolder({"target_modules": ["down_proj"], "target_parameters": ["experts.down_proj"]})
+    a, b = pair(count * 4, inputs, outputs)
+    owner = "model.layers.1.mlp.experts"
+    folder.tensors = {f"{owner}.lora_A.weight": a, f"{owner}.lora_B.weight": b}
+    for expert in range(count):
+        folder.add(f"{owner}.{expert}.down_proj", inputs, outputs)
+    refused(
+        folder, tmp_path, "'layers.1.mlp.experts.down_proj' has pairs of experts one by one, and of all", "qwen3_moe"
+    )
+
+
+def test_the_work_of_patterns_is_limited(tmp_path):
+    _, folder = plain("mixtral_apart", "w1", rank_pattern={f"x{i}": 4 for i in range(9000)})
+    for number in range(250):
+        folder.tensors[f"x.{number}.lora_A.weight"] = np.ones((1, 1), np.float32)
+    refused(folder, tmp_path, r"9000 patterns of ranks and alphas for 2\d\d modules are 2\d+ tries", "mixtral_apart")
+
+
 @pytest.mark.parametrize("depth", ["", ".base_layer", ".base_layer.base_layer"])
 def test_pairs_of_experts_that_no_parameter_has_are_refused(depth, tmp_path):
     folder = PeftFolder({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]})
