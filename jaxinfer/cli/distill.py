@@ -266,9 +266,7 @@ def _initial(llm: "LLM", data: "Documents | HeadTexts", options: DistillCommandO
     if options.width is None:
         layers = _read_layers(options.init_layers) if options.init_layers is not None else None
         return pruned_draft(llm.config, llm.params, layers or spread_layers(llm.config.num_layers, num_layers))
-    config = draft_config(
-        llm.config, num_layers=num_layers, hidden_size=options.width, intermediate_size=options.inner
-    )
+    config = draft_config(llm.config, num_layers=num_layers, hidden_size=options.width, intermediate_size=options.inner)
     params = projected_draft(llm.config, llm.params, config, jax.random.key(options.seed))
     if options.copying is False:
         return config, params

@@ -54,7 +54,8 @@ class TrainHeadOptions:
     own_prompts: int | None = _data(
         None,
         "In place of --prompts: so many samples of what the model itself says where a user's message begins (Magpie, "
-        "arXiv 2406.08464). Of a model with a chat template; no other data are needed.",
+        "arXiv 2406.08464), and after beginnings of requests for code, lists, explanations and summaries, in turn. Of "
+        "a model with a chat template; no other data are needed.",
         "N",
         min=4,
     )

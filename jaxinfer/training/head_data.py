@@ -121,9 +121,9 @@ def own_prompts(
 ) -> list[list[int]]:
     """Prompts that the target writes itself: what it samples after the `header` that its chat template puts before a
     user's message (Xu et al. 2024, Magpie, arXiv 2406.08464), and after one of `beginnings` of such a message, in turn;
-    an empty one leaves all to the target, and those that leave no room are left out. Of `count` samples those that end within MAX_PROMPT tokens, or within
-    MAX_TEXT_PROMPT after a beginning that is as long as a line, each once, with their beginning, without the header.
-    `target` as of `answers`.
+    an empty one leaves all to the target, and those that leave no room are left out. Of `count` samples those that end
+    within MAX_PROMPT tokens, or within MAX_TEXT_PROMPT after a beginning that is as long as a line, each once, with
+    their beginning, without the header. `target` as of `answers`.
 
     Raises ValueError if fewer than 2 do.
     """

@@ -125,7 +125,7 @@ class StoredStates:
         starts = [min(start, len(rows) - size) for start in range(0, len(rows), size)]
         self._starts, self._files, self._num_taps = np.array(starts), [], len(target.taps)
         self._dtype = target.dtype
-        with Stage("computing the target's states", len(starts), "batch", show=show) as stage:
+        with Stage("computing the target's states", len(starts), "file", show=show) as stage:
             for start in starts:
                 path = folder / f"{start:06d}.npy"
                 if not path.exists():

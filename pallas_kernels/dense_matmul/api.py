@@ -15,8 +15,8 @@ from pallas_kernels.platform import current_platform
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-IMPLEMENTATIONS = ("xla", "numba_cpu", "amx_cpu")
-_BY_PLATFORM = {"tpu": ("xla",), "gpu": ("xla",), "cpu": ("numba_cpu", "amx_cpu", "xla")}
+IMPLEMENTATIONS = ("xla", "numba_cpu", "bfloat16_cpu")
+_BY_PLATFORM = {"tpu": ("xla",), "gpu": ("xla",), "cpu": ("numba_cpu", "bfloat16_cpu", "xla")}
 _MODULES = Implementations("pallas_kernels.dense_matmul", IMPLEMENTATIONS, _BY_PLATFORM)
 
 
@@ -51,8 +51,8 @@ def dense_matmul(
     Args:
       weight: [K, N], [N, K] with `is_transposed`, or [..., K, N] for x [..., T, K].
       out_dtype: dtype of the result, x's when None.
-      implementation: "xla", "numba_cpu" (float32 on a CPU; needs Numba) or "amx_cpu" (bfloat16 on a CPU); None selects
-        by platform and shape.
+      implementation: "xla", "numba_cpu" (float32 on a CPU; needs Numba) or "bfloat16_cpu" (bfloat16 on a CPU); None
+        selects by platform and shape.
 
     Raises:
       ValueError: an unknown implementation.

@@ -263,7 +263,7 @@ FAST = (
     ),
     Fault(
         "training_heads/gradients-of-weights-are-of-other-rows",
-        "pallas_kernels/dense_matmul/amx_cpu.py",
+        "pallas_kernels/dense_matmul/bfloat16_cpu.py",
         "transpose(2, 0, 1)",
         "transpose(2, 1, 0)",
         (PRODUCTS + "test_bfloat16_derivatives_are_those_of_float32[64-False]",),
@@ -271,7 +271,7 @@ FAST = (
     ),
     Fault(
         "training_heads/transposed-weights-get-the-gradient-of-others",
-        "pallas_kernels/dense_matmul/amx_cpu.py",
+        "pallas_kernels/dense_matmul/bfloat16_cpu.py",
         "(gradient, x) if spec.is_transposed else (x, gradient)",
         "(x, gradient)",
         (PRODUCTS + "test_bfloat16_derivatives_are_those_of_float32[64-True]",),
@@ -279,7 +279,7 @@ FAST = (
     ),
     Fault(
         "training_heads/bfloat16-sums-are-rounded",
-        "pallas_kernels/dense_matmul/amx_cpu.py",
+        "pallas_kernels/dense_matmul/bfloat16_cpu.py",
         "preferred_element_type=jnp.float32)",
         "preferred_element_type=jnp.bfloat16).astype(jnp.float32)",
         (PRODUCTS + "test_bfloat16_products_are_summed_in_float32[64-float32-False]",),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dense_matmul import amx_cpu, choose, dense_matmul
+from pallas_kernels.dense_matmul import bfloat16_cpu, choose, dense_matmul
 from pallas_kernels.dense_matmul.api import make_spec
 from tests.pallas_kernels.quick import quick
 
@@ -94,7 +94,7 @@ def test_float32_is_chosen():
 def test_bfloat16_products_are_summed_in_float32(rows, out_dtype, is_transposed):
     x, weight = random(11, rows, K).astype(jnp.bfloat16), random(12, K, N).astype(jnp.bfloat16)
     given = weight.T if is_transposed else weight
-    result = dense_matmul(x, given, is_transposed=is_transposed, out_dtype=out_dtype, implementation="amx_cpu")
+    result = dense_matmul(x, given, is_transposed=is_transposed, out_dtype=out_dtype, implementation="bfloat16_cpu")
     expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
     assert result.dtype == out_dtype
     atol = 1e-6 if out_dtype == "float32" else 2**-8
@@ -113,7 +113,7 @@ def test_bfloat16_derivatives_are_those_of_float32(rows, is_transposed):
         )
         return jnp.sum(jnp.sin(0.1 * out.astype(jnp.float32)))
 
-    both = (jnp.bfloat16, "amx_cpu"), (jnp.float32, "xla")
+    both = (jnp.bfloat16, "bfloat16_cpu"), (jnp.float32, "xla")
     results, expected = (jax.grad(loss, (0, 1))(x, weight, *how) for how in both)
     for one, other in zip(results, expected, strict=True):
         assert one.dtype == jnp.float32
@@ -124,13 +124,13 @@ def test_bfloat16_is_chosen():
     def chosen(rows: int, dtype, *weight: int, platform: str = "cpu") -> tuple[str, str | None]:
         spec = make_spec(jax.ShapeDtypeStruct((rows, weight[-2]), dtype), jax.ShapeDtypeStruct(weight, dtype))
         choice = choose(spec, platform=platform)
-        return choice.implementation, choice.reasons.get("amx_cpu")
+        return choice.implementation, choice.reasons.get("bfloat16_cpu")
 
-    assert chosen(2, jnp.bfloat16, K, N)[0] == "amx_cpu"
+    assert chosen(2, jnp.bfloat16, K, N)[0] == "bfloat16_cpu"
     assert chosen(1, jnp.bfloat16, K, N) == ("xla", "a row alone is no work for matrix units")
     assert chosen(2, jnp.float32, K, N)[0] == "numba_cpu"
     assert chosen(2, jnp.float16, K, N) == ("xla", "it multiplies bfloat16, not float16")
     assert chosen(2, jnp.bfloat16, 3, K, N) == ("xla", "a weight has two axes, not 3")
     assert chosen(2, jnp.bfloat16, K, N, platform="gpu")[0] == "xla"
     spec = make_spec(jax.ShapeDtypeStruct((2, K), jnp.bfloat16), jax.ShapeDtypeStruct((K, N), jnp.bfloat16))
-    assert amx_cpu.unsupported(spec, "tpu") == "it is for CPUs, not for tpu"
+    assert bfloat16_cpu.unsupported(spec, "tpu") == "it is for CPUs, not for tpu"
