@@ -3,23 +3,23 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from checkpoints_convert.adapters.checkpoint import MergedCheckpoint, open_merged
 from checkpoints_convert.checkpoint import Checkpoint, ParamPath
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError, UnwritableSchemeError
 from checkpoints_convert.files import (
     CONFIG,
     MANIFEST,
     NATIVE_CONFIG,
-    TOKENIZER_FILES,
-    companion_files,
     files_below,
+    is_of_tokenizer,
     read_json,
     special_token,
+    tokenizer_files_of,
     write_companions,
     write_json,
 )
@@ -58,6 +58,8 @@ class ConvertReport:
       num_resumed_units: units that an interrupted run had already written.
       cast_errors: largest relative error by parameter, if the dtype was changed.
       requantize_errors: relative error by parameter of weights that `requantize` rounded again.
+      adapter: folder of the adapter that was merged; casts of a merged model are not measured.
+      num_changed: parameters that it changed. num_dequantized: quantized parameters of its base, which became dense.
     """
 
     source: Path
@@ -70,11 +72,14 @@ class ConvertReport:
     cast_errors: dict[str, float] = field(default_factory=dict)
     requantize_errors: dict[str, float] = field(default_factory=dict)
     requantize: str | None = None
+    adapter: Path | None = None
+    num_changed: int = 0
+    num_dequantized: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        paths = {"source": str(self.source), "destination": str(self.destination)}
-        return {**self.__dict__, **paths, "config": self.config.to_dict()}
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in self.__dict__.items()}
+        return {**values, "config": self.config.to_dict()}
 
 
 def convert(
@@ -88,6 +93,8 @@ def convert(
     revision: str | None = None,
     requantize: str | None = None,
     tokenizer: str | Path | None = None,
+    adapter: str | Path | None = None,
+    base_model: str | None = None,
 ) -> ConvertReport:
     """Writes the checkpoint `src` (a directory of any form, a GGUF file or a hub id) to the directory `dst`.
 
@@ -103,19 +110,35 @@ def convert(
       progress: as for `load`.
       revision: as for `load`.
       requantize: as for `load`.
-      tokenizer: a directory whose tokenizer files are written instead of the checkpoint's own.
+      tokenizer: a directory whose tokenizer files are written instead of the checkpoint's own, and of the adapter's.
+      adapter: folder of a PEFT LoRA adapter to merge, in float32; the result is dense. Tokenizer files and chat
+        templates in it are written in place of the checkpoint's.
+      base_model: name of `src` that the adapter's base_model_name_or_path must have, where its folder has another.
 
     Raises:
-      CheckpointError: as `load`; a destination that exists or has too little space, with needed and available bytes.
+      CheckpointError: as `load`; a destination that exists or has too little space, with needed and available bytes; an
+        adapter that `read_adapter` refuses, that is of another base, or that cannot be merged, before anything is
+        written.
+      ValueError: `adapter` with a `requantize` other than "dense", `base_model` without `adapter`.
       OSError: the disk is full or failed.
     """
     if to not in ("native", "huggingface"):
         raise ValueError(f"to={to!r} is not 'native' or 'huggingface'")
+    if adapter is None and base_model is not None:
+        raise ValueError(f"base_model={base_model!r} (--base-model) is for a merge: no adapter is given")
+    if adapter is not None and requantize not in (None, "dense"):
+        raise ValueError(f"requantize={requantize!r} (--requantize) is not for a merge, whose result is dense")
     start = time.monotonic()
     directory, destination = resolve(src, revision=revision), Path(dst)
     check_destination(destination, overwrite=overwrite, source=directory)
+
+    def opened() -> Checkpoint:
+        if adapter is not None:
+            return open_merged(directory, adapter, base_model=base_model, dtype=dtype)
+        return open_checkpoint(directory, dtype=dtype, measure_casts=True, requantize=requantize)
+
     with (
-        open_checkpoint(directory, dtype=dtype, measure_casts=True, requantize=requantize) as source,
+        opened() as source,
         byte_progress(progress, source.num_bytes(), "converting") as advance,
     ):
         source.check_head()
@@ -124,9 +147,15 @@ def convert(
             companions = with_tokenizer_of(companions, tokenizer)
         if to == "native":
             origin = {"checkpoint": str(src), "revision": revision}
+            if adapter is not None:
+                origin["adapter"] = str(adapter)
             written = _to_native(source, destination, advance, origin, companions)
         else:
             written = _to_huggingface(source, destination, advance, companions, overwrite)
+        merged: dict[str, Any] = {}
+        if isinstance(source, MergedCheckpoint):
+            merged = {"adapter": source.folder, "num_changed": source.num_changed}
+            merged["num_dequantized"] = len(source.quantized())
         return ConvertReport(
             source=directory,
             destination=destination,
@@ -135,6 +164,7 @@ def convert(
             num_units=len(source.units()),
             seconds=time.monotonic() - start,
             requantize=requantize,
+            **merged,
             **written,
         )
 
@@ -245,11 +275,7 @@ def _write_huggingface(
 def with_tokenizer_of(companions: Companions, directory: str | Path) -> Companions:
     """The companions, with the tokenizer files of a directory. Raises CheckpointNotFoundError if it has none."""
     directory = Path(directory)
-    tokenizer = {name: directory / name for name in companion_files(directory) if _is_of_tokenizer(name)}
+    tokenizer = tokenizer_files_of(directory)
     if "tokenizer.json" not in tokenizer:
         raise CheckpointNotFoundError(directory, "holds no tokenizer.json")
-    return {**{name: value for name, value in companions.items() if not _is_of_tokenizer(name)}, **tokenizer}
-
-
-def _is_of_tokenizer(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
+    return {**{name: value for name, value in companions.items() if not is_of_tokenizer(name)}, **tokenizer}

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,16 @@ def companion_files(directory: Path) -> list[str]:
     """The files to copy beside the weights, as sorted POSIX paths relative to `directory`."""
     files = {path for pattern in COMPANION_FILES for path in directory.glob(pattern) if path.is_file()}
     return sorted(path.relative_to(directory).as_posix() for path in files)
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """True for the relative path of a tokenizer's file, or of a chat template."""
+    return any(fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
+
+
+def tokenizer_files_of(directory: Path) -> dict[str, Path]:
+    """The files of a directory's tokenizer and its chat templates, by their paths relative to it."""
+    return {name: directory / name for name in companion_files(directory) if is_of_tokenizer(name)}
 
 
 def write_companions(companions: Mapping[str, Path | str], destination: Path) -> list[str]:

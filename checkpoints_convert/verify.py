@@ -1,6 +1,7 @@
 """Comparing two checkpoints of one model: parameters, hidden states of every layer, logits."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -101,12 +102,20 @@ def verify_against(
     )
 
 
-def compare_tensors(path: str | Path, reference_path: str | Path, *, tolerance: float = 0.0) -> list[TensorDifference]:
+def compare_tensors(
+    path: str | Path, reference: str | Path | Checkpoint, *, tolerance: float = 0.0
+) -> list[TensorDifference]:
     """Parameters of two checkpoints that differ by more than `tolerance`, in float32, after dequantization.
 
     Holds two layers at a time, on the host. Raises CheckpointError as `verify_against` does.
+
+    Args:
+      reference: a path, or an open checkpoint, which is not closed.
     """
-    with open_checkpoint(path) as source, open_checkpoint(reference_path) as reference:
+    with ExitStack() as stack:
+        source = stack.enter_context(open_checkpoint(path))
+        if not isinstance(reference, Checkpoint):
+            reference = stack.enter_context(open_checkpoint(reference))
         _check_same_model(source.config, reference.config, path)
         return [
             difference

@@ -1,8 +1,18 @@
 """LoRA adapters in PEFT's form: read for a base model, written, and merged into its parameters."""
 
 from checkpoints_convert.adapters.adapter import Adapter, LowRank, TokenRows
+from checkpoints_convert.adapters.checkpoint import MergedCheckpoint, open_merged
 from checkpoints_convert.adapters.merge import merged
 from checkpoints_convert.adapters.read import read_adapter
 from checkpoints_convert.adapters.save import save_adapter
 
-__all__ = ["Adapter", "LowRank", "TokenRows", "merged", "read_adapter", "save_adapter"]
+__all__ = [
+    "Adapter",
+    "LowRank",
+    "MergedCheckpoint",
+    "TokenRows",
+    "merged",
+    "open_merged",
+    "read_adapter",
+    "save_adapter",
+]

@@ -1,6 +1,6 @@
 """An adapter merged into the parameters of its base model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from checkpoints_convert.host_arrays import count_nonfinite
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.quantization import QuantizedArray
 
+EMBEDDING_PATH, HEAD_PATH = (EMBEDDING,), (HEAD,)
+
 
 def merged(config: ModelConfig, params: Params, adapter: Adapter) -> tuple[ModelConfig, Params]:
     """The base model with the adapter added, computed in float32 and rounded to the dtype of each parameter.
@@ -23,7 +25,7 @@ def merged(config: ModelConfig, params: Params, adapter: Adapter) -> tuple[Model
     of [in, out] (Liu et al. 2024, arXiv 2402.09353, equation 5).
 
     Args:
-      params: dense, of any kind of array; not donated, and its leaves are used where the adapter changes nothing.
+      params: of any kind of array; not donated, and its leaves are used where the adapter changes nothing.
 
     Returns:
       The configuration, which differs where tokens were added, and where embedding and head are no longer tied; and the
@@ -32,118 +34,156 @@ def merged(config: ModelConfig, params: Params, adapter: Adapter) -> tuple[Model
     Raises CheckpointError for an adapter that changes quantized weights, is no adapter of this model, changes only some
     of the tokens of a text (aLoRA), or makes values that are not finite.
     """
-    if adapter.invocation_tokens:
-        raise CheckpointError(
-            "the adapter", f"cannot be merged: it begins with the invocation tokens {list(adapter.invocation_tokens)}"
-        )
     leaves = {tuple(key.key for key in path): leaf for path, leaf in _leaves(params)}
-    changed = _Changed(leaves)
-    tables = {EMBEDDING, HEAD} & (adapter.replaced.keys() | adapter.low_rank.keys() | adapter.token_rows.keys())
-    is_tied = config.tie_word_embeddings and bool(tables)
-    if is_tied:
-        changed.add_head()
-    for name, array in adapter.replaced.items():
-        changed.replace(name, array)
-    for name, pair in adapter.low_rank.items():
-        changed.add(name, pair)
-    for name, rows in adapter.token_rows.items():
-        changed.set_rows(name, rows.tokens, rows.rows)
-    after = changed.leaves
-    if is_tied:
-        embed, head = after[(EMBEDDING,)], after.pop((HEAD,))
-        if not np.array_equal(np.asarray(embed).T, np.asarray(head)):
-            config = replace(config, tie_word_embeddings=False)
-            after[(HEAD,)] = head
-    if (EMBEDDING,) in after:
-        config = replace(config, vocab_size=after[(EMBEDDING,)].shape[0])
-    _check_shapes(config, after)
+
+    def dense(path: ParamPath) -> Any:
+        if isinstance(leaves[path], QuantizedArray):
+            raise _refusal(f"{_name(path)!r} of the base is quantized")
+        return leaves[path]
+
+    merge = Merge(config, adapter, dense)
+    is_untied = config.tie_word_embeddings and not merge.config.tie_word_embeddings
     result: dict[str, Any] = {}
-    for path, leaf in after.items():
+    for path in (*leaves, *([HEAD_PATH] if is_untied else [])):
+        if merge.changes(path):
+            leaf = rounded(merge.read(path), dense(merge.source_of(path)).dtype, path)
+        else:
+            leaf = leaves[path] if path in leaves else dense(EMBEDDING_PATH).T
         insert(result, path, leaf)
-    return config, result
+    return merge.config, result
+
+
+class Merge:
+    """A merged model whose parameters are computed one at a time.
+
+    Attributes:
+      config: of the merged model; `merged` tells where it differs from the base's.
+    """
+
+    def __init__(self, config: ModelConfig, adapter: Adapter, dense: Callable[[ParamPath], Any]):
+        """`dense(path)` gives a parameter of the base as an array. None is read here.
+
+        Raises CheckpointError for an adapter of some tokens of a text (aLoRA), or of another model's shapes.
+        """
+        if adapter.invocation_tokens:
+            raise _refusal(f"it begins with the invocation tokens {list(adapter.invocation_tokens)}")
+        self._adapter, self._dense = adapter, dense
+        self._base_shapes = param_shapes(config)
+        is_tied = config.tie_word_embeddings and _is_tied(adapter)
+        vocab_size = adapter.vocab_size or config.vocab_size
+        self.config = replace(config, vocab_size=vocab_size, tie_word_embeddings=is_tied)
+        self._shapes = param_shapes(self.config)
+        # A tied head is the embedding, whose changes are the same.
+        skipped = {HEAD} if is_tied else set()
+        self._replaced = {self._path(name): array for name, array in adapter.replaced.items() if name not in skipped}
+        self._pairs = {self._path(name): pair for name, pair in adapter.low_rank.items()}
+        self._rows = {self._path(name): rows for name, rows in adapter.token_rows.items() if name not in skipped}
+        self._biases = {self._bias_path(path): pair for path, pair in self._pairs.items() if pair.bias is not None}
+        self._check_shapes()
+
+    def changes(self, path: ParamPath) -> bool:
+        """True for a parameter that differs from the base's, or that the base does not have."""
+        return any(path in changed for changed in (self._replaced, self._pairs, self._rows, self._biases))
+
+    @property
+    def num_changed(self) -> int:
+        """Number of parameters that `changes` is true for."""
+        return sum(map(self.changes, self._shapes))
+
+    def source_of(self, path: ParamPath) -> ParamPath:
+        """The base's parameter in whose place one stands: the embedding, of a head that was tied."""
+        return path if path in self._base_shapes else EMBEDDING_PATH
+
+    def read(self, path: ParamPath) -> np.ndarray:
+        """A parameter of the merged model: float32 if the adapter changes it, else the base's array."""
+        if not self.changes(path):
+            return self._base(path)
+        array = np.asarray(self._replaced[path] if path in self._replaced else self._base(path), np.float32)
+        if (pair := self._pairs.get(path)) is not None:
+            array = _with_pair(array, pair)
+        if (pair := self._biases.get(path)) is not None and pair.bias is not None:
+            array = array + np.float32(pair.scale) * pair.bias.astype(np.float32)
+        if (rows := self._rows.get(path)) is not None:
+            array = np.array(array)
+            (array.T if path == HEAD_PATH else array)[list(rows.tokens)] = rows.rows
+        return array
+
+    def _base(self, path: ParamPath) -> np.ndarray:
+        array = np.asarray(self._dense(self.source_of(path)))
+        return array if path in self._base_shapes else array.T
+
+    def _path(self, name: str) -> ParamPath:
+        path = tuple(name.split("."))
+        path = path if path in self._shapes else (*path, "weight")
+        if path not in self._shapes:
+            raise _refusal(f"the model has no parameter {name!r}")
+        return path
+
+    def _bias_path(self, path: ParamPath) -> ParamPath:
+        bias = (*path[:-1], "bias")
+        if path[-1] != "weight" or bias not in self._shapes:
+            raise _refusal(f"{_name(path)!r} has a bias, and the base has none")
+        return bias
+
+    def _check_shapes(self) -> None:
+        """Raises CheckpointError for parameters that would not have the shapes of the merged model."""
+        for path, wanted in self._shapes.items():
+            own = self._base_shapes[self.source_of(path)]
+            own = own if path in self._base_shapes else own[::-1]
+            shape = self._replaced[path].shape if path in self._replaced else own
+            if shape != wanted:
+                raise _refusal(f"{'.'.join(path)!r} would have the shape {shape}, not {wanted}")
+            pair = self._pairs.get(path)
+            if pair is not None and (change := (*pair.b.shape[:-2], pair.a.shape[-2], pair.b.shape[-1])) != wanted:
+                raise _refusal(f"{_name(path)!r} has a change {change} of a weight {wanted}")
+        for path, rows in self._rows.items():
+            if (last := max(rows.tokens, default=0)) >= self.config.vocab_size:
+                raise _refusal(f"it has the token {last}, {_name(path)!r} has {self.config.vocab_size}")
+
+
+def rounded(array: np.ndarray, dtype: Any, path: ParamPath) -> np.ndarray:
+    """A merged parameter in a dtype. Raises CheckpointError for values that are not finite in it."""
+    with np.errstate(over="ignore"):
+        array = array.astype(dtype, copy=False)
+    check_finite("the merged model", _name(path), count_nonfinite(array), array.size)
+    return array
 
 
 def _leaves(params: Params) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: not isinstance(node, dict))
 
 
-class _Changed:
-    """Parameters that are replaced one by one."""
+def _name(path: ParamPath) -> str:
+    return ".".join(path).removesuffix(".weight")
 
-    def __init__(self, leaves: Mapping[ParamPath, Any]):
-        self.leaves = dict(leaves)
 
-    def add_head(self) -> None:
-        """Gives a model with tied embeddings a head of its own, a view of the embedding if it is a host array."""
-        embed = self.leaves[(EMBEDDING,)]
-        self.leaves[(HEAD,)] = embed if isinstance(embed, QuantizedArray) else embed.T
+def _refusal(reason: str) -> CheckpointError:
+    return CheckpointError("the adapter", f"cannot be merged: {reason}")
 
-    def replace(self, name: str, array: np.ndarray) -> None:
-        path = self._path(name)
-        self._put(path, name, np.asarray(array, np.float32))
 
-    def add(self, name: str, pair: LowRank) -> None:
-        path = self._path(name)
-        self._put(path, name, _with_pair(self._dense(path, name), pair))
-        if pair.bias is not None:
-            bias = (*path[:-1], "bias")
-            if path[-1] != "weight" or bias not in self.leaves:
-                raise CheckpointError("the adapter", f"cannot be merged: {name!r} has a bias, and the base has none")
-            changed = self._dense(bias, f"{name}.bias") + np.float32(pair.scale) * pair.bias.astype(np.float32)
-            self._put(bias, f"{name}.bias", changed)
+def _is_tied(adapter: Adapter) -> bool:
+    """True if an adapter of a base with tied embeddings changes both tables alike, or none."""
+    if {EMBEDDING, HEAD} & adapter.low_rank.keys():  # in a pair, the tables have other sides
+        return False
+    embedding, head = (adapter.replaced.get(name) for name in (EMBEDDING, HEAD))
+    if not (embedding is head is None or (embedding is not None and head is not None and _equal(embedding.T, head))):
+        return False
+    rows, of_head = (adapter.token_rows.get(name) for name in (EMBEDDING, HEAD))
+    if rows is None or of_head is None:
+        return rows is of_head
+    return rows is of_head or (rows.tokens == of_head.tokens and _equal(rows.rows, of_head.rows))
 
-    def set_rows(self, name: str, tokens: tuple[int, ...], rows: np.ndarray) -> None:
-        path = self._path(name)
-        table = np.array(self._dense(path, name))
-        vectors = table.T if name == HEAD else table
-        if max(tokens) >= len(vectors):
-            raise CheckpointError(
-                "the adapter", f"cannot be merged: it has the token {max(tokens)}, {name!r} has {len(vectors)}"
-            )
-        vectors[list(tokens)] = rows.astype(np.float32)
-        self._put(path, name, table)
 
-    def _path(self, name: str) -> ParamPath:
-        path = tuple(name.split("."))
-        path = path if path in self.leaves else (*path, "weight")
-        if path not in self.leaves:
-            raise CheckpointError("the adapter", f"cannot be merged: the model has no parameter {name!r}")
-        return path
-
-    def _dense(self, path: ParamPath, name: str) -> np.ndarray:
-        leaf = self.leaves[path]
-        if isinstance(leaf, QuantizedArray):
-            raise CheckpointError("the adapter", f"cannot be merged: {name!r} of the base is quantized")
-        return np.asarray(leaf).astype(np.float32)
-
-    def _put(self, path: ParamPath, name: str, array: np.ndarray) -> None:
-        before = self.leaves[path]
-        if isinstance(before, QuantizedArray):
-            raise CheckpointError("the adapter", f"cannot be merged: {name!r} of the base is quantized")
-        with np.errstate(over="ignore"):
-            array = array.astype(before.dtype)
-        check_finite("the merged model", name, count_nonfinite(array), array.size)
-        self.leaves[path] = array
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.dtype == other.dtype and np.array_equal(one, other)
 
 
 def _with_pair(weight: np.ndarray, pair: LowRank) -> np.ndarray:
     """float32 [..., in, out] of a weight and its pair."""
     change = pair.a.astype(np.float32) @ pair.b.astype(np.float32)
-    if weight.shape != change.shape:
-        raise CheckpointError("the adapter", f"cannot be merged: a change {change.shape} of a weight {weight.shape}")
     weight = weight + np.float32(pair.scale) * change
     if pair.magnitude is None:
         return weight
     lengths = np.linalg.norm(weight, axis=-2)
     with np.errstate(divide="ignore", invalid="ignore"):  # columns of zeros are told as values that are not finite
         return weight * (pair.magnitude.astype(np.float32) / lengths)[..., None, :]
-
-
-def _check_shapes(config: ModelConfig, leaves: Mapping[ParamPath, Any]) -> None:
-    shapes = param_shapes(config)
-    for path, leaf in leaves.items():
-        if tuple(leaf.shape) != (wanted := shapes.get(path)):
-            name, shape = ".".join(path), tuple(leaf.shape)
-            raise CheckpointError(
-                "the adapter", f"cannot be merged: {name!r} would have the shape {shape}, not {wanted}"
-            )

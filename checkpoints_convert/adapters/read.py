@@ -83,7 +83,11 @@ def _check_base(where: Path, told: str | None, wanted: str | None) -> None:
     if told is None or wanted is None:
         return
     if _last_part(told) != _last_part(wanted):
-        raise CheckpointError(where, f"base_model_name_or_path is {told!r}, the base model is {wanted!r}")
+        raise CheckpointError(
+            where,
+            f"base_model_name_or_path is {told!r}, the base model is {wanted!r}; if these are one model under two "
+            f"names, give the adapter's: --base-model {told} (base_model={told!r} in Python)",
+        )
 
 
 def _last_part(name: str) -> str:

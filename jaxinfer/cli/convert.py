@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxinfer.cli.command import ERROR, resumes, say
 from jaxinfer.cli.options import as_json, overwrite
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from checkpoints_convert import ConvertReport
 
 
-NAMES = ("to", "dtype", "overwrite", "revision", "requantize", "tokenizer")
+NAMES = ("to", "dtype", "overwrite", "requantize", "tokenizer", "base_model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,20 @@ class ConvertOptions:
         "NAME",
     )
     tokenizer: str | None = option(None, "Folder with tokenizer files to write instead of SRC's own.", "PATH")
-    verify: bool = option(False, "Read the result again and compare its values with SRC's.")
+    merge_lora: str | None = option(
+        None,
+        "Folder of a PEFT LoRA adapter to merge: weights become dense; its tokenizer and chat template replace SRC's.",
+        "PATH",
+    )
+    base_model: str | None = option(
+        None, "Name of SRC in the adapter's config; default: the last part of SRC's folder or hub id.", "NAME"
+    )
+    verify: bool = option(False, "Read the result again and compare its values with SRC's, or with the merged ones.")
     as_json: bool = as_json("The report as one JSON object.")
 
 
 def convert(options: ConvertOptions) -> int | None:
-    """Convert a checkpoint.
+    """Convert a checkpoint, or merge an adapter into it.
 
     The native format has checksums, and an interrupted conversion to it continues when it is repeated.
     """
@@ -51,10 +59,11 @@ def convert(options: ConvertOptions) -> int | None:
         report = checkpoints_convert.convert(
             find_path(options.source, options.revision),
             options.destination,
-            **{name: getattr(options, name) for name in NAMES if name != "revision"},
+            adapter=options.merge_lora,
+            **{name: getattr(options, name) for name in NAMES},
         )
     with Stage("comparing"):
-        problems = _problems(report) if options.verify else []
+        problems = _problems(report, options) if options.verify else []
     for problem in problems:
         say(f"error: {problem}")
     data = {**report.to_dict(), **({"problems": problems} if options.verify else {})}
@@ -62,18 +71,25 @@ def convert(options: ConvertOptions) -> int | None:
     return ERROR if problems else None
 
 
-def _problems(report: "ConvertReport") -> list[str]:
+def _problems(report: "ConvertReport", options: ConvertOptions) -> list[str]:
     """Problems of the written checkpoint, read again. A cast may change values, by what the report says."""
     from checkpoints_convert import compare_tensors, verify_manifest
+    from checkpoints_convert.adapters import open_merged
     from checkpoints_convert.files import MANIFEST
 
     problems = verify_manifest(report.destination) if (report.destination / MANIFEST).exists() else []
-    if not problems and not report.cast_errors and not report.requantize_errors:
-        problems = [
-            f"{difference.name}: {difference.num_different} of {difference.size} values differ"
-            for difference in compare_tensors(report.destination, report.source)
-        ]
-    return problems
+    if problems or report.cast_errors or report.requantize_errors:
+        return problems
+    with contextlib.ExitStack() as stack:
+        source: Any = report.source
+        if report.adapter is not None:
+            how = {"base_model": options.base_model, "dtype": options.dtype}
+            source = stack.enter_context(open_merged(source, report.adapter, **how))
+        differences = compare_tensors(report.destination, source)
+    return [
+        f"{difference.name}: {difference.num_different} of {difference.size} values differ"
+        for difference in differences
+    ]
 
 
 def _summary(report: "ConvertReport") -> str:
@@ -84,6 +100,10 @@ def _summary(report: "ConvertReport") -> str:
         "parameters": f"{report.num_bytes:,} bytes of {config.dtype}",
         "time": f"{report.seconds:.1f} s",
     }
+    if report.adapter is not None:
+        facts["merged"] = f"{report.adapter}, which changes {report.num_changed} parameters"
+    if report.num_dequantized:
+        facts["dequantized"] = f"{report.num_dequantized} quantized parameters of the base, which are dense here"
     if report.num_resumed_units:
         facts["resumed"] = f"{report.num_resumed_units} of {report.num_units} units were written before"
     if report.cast_errors:
