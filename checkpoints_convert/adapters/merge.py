@@ -82,7 +82,7 @@ class Merge:
         self._check_shapes()
 
     def changes(self, path: ParamPath) -> bool:
-        """True for a parameter that differs from the base's, or that the base does not have."""
+        """True for a parameter whose values are not the base's, those of its embedding for a head that was tied."""
         return any(path in changed for changed in (self._replaced, self._pairs, self._rows, self._biases))
 
     @property

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 
@@ -67,6 +68,61 @@ def test_convert_verifies_what_it_wrote(jaxinfer, json_lines, model, tmp_path, m
     result = jaxinfer("convert", model, tmp_path / "native", "--verify", "--json")
     assert (result.exit_code, result.stderr) == (1, "error: embed: 3 of 64 values differ\n")
     assert json_lines(result.stdout)[0]["problems"] == ["embed: 3 of 64 values differ"]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, model) -> Path:
+    """An adapter of the tiny model, which calls its base `tiny`."""
+    from checkpoints_convert import open_checkpoint
+    from checkpoints_convert.adapters import Adapter, LowRank, save_adapter
+
+    with open_checkpoint(model) as checkpoint:
+        config = checkpoint.config
+    random, width = np.random.default_rng(0), config.num_heads * config.head_dim
+    a, b = (random.standard_normal(shape).astype(np.float32) for shape in ((config.hidden_size, 4), (4, width)))
+    pairs = {f"layers.{layer}.attention.q_proj": LowRank(a, b, 2.0) for layer in range(config.num_layers)}
+    return save_adapter(Adapter(pairs, base_model="owner/tiny"), tmp_path_factory.mktemp("lora") / "lora", config)
+
+
+@pytest.mark.parametrize("to", ["native", "huggingface"])
+def test_convert_merges_an_adapter(jaxinfer, json_lines, model, adapter, to, tmp_path):
+    from jaxinfer import LLM, SamplingParams
+
+    path = tmp_path / "merged"
+    result = jaxinfer("convert", model, path, "--merge-lora", adapter, "--to", to, "--verify")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert re.search(r"merged +\S+/lora, which changes 2 parameters\n", result.stdout)
+    answers = [
+        LLM(name).generate(["What is it?"], SamplingParams(max_tokens=6, temperature=0))[0].outputs[0].token_ids
+        for name in (model, path)
+    ]
+    assert answers[0] != answers[1]
+    [data] = json_lines(
+        jaxinfer("convert", model, path, "--merge-lora", adapter, "--overwrite", "--json", "--verify").stdout
+    )
+    assert (data["adapter"], data["num_changed"], data["num_dequantized"]) == (str(adapter), 2, 0)
+    assert data["problems"] == []
+
+
+def test_convert_refuses_another_base(jaxinfer, other_model, adapter, tmp_path):
+    result = jaxinfer("convert", other_model, tmp_path / "out", "--merge-lora", adapter)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "is 'owner/tiny', the base model is" in result.stderr
+    assert "--base-model owner/tiny" in result.stderr
+    assert not list(tmp_path.iterdir())
+    named = ("--merge-lora", adapter, "--base-model", "owner/tiny")
+    assert jaxinfer("convert", other_model, tmp_path / "out", *named).exit_code == 0
+
+
+def test_convert_verifies_the_merged_values(jaxinfer, model, adapter, tmp_path, monkeypatch):
+    """They are compared with those of the adapter, not with the base's."""
+    from checkpoints_convert.adapters.merge import Merge
+
+    sums = iter(range(10**6))
+    monkeypatch.setattr(Merge, "read", lambda self, path: self._base(path) + np.float32(next(sums)))
+    result = jaxinfer("convert", model, tmp_path / "merged", "--merge-lora", adapter, "--verify")
+    assert result.exit_code == 1
+    assert "error: embed: " in result.stderr
 
 
 def test_verify_compares_what_is_computed(jaxinfer, json_lines, converted, model, other_model):

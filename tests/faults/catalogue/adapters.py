@@ -7,6 +7,7 @@ MERGE = "tests/checkpoints_convert/adapters/test_merge.py::"
 READ = "tests/checkpoints_convert/adapters/test_read.py::"
 REFUSED = "tests/checkpoints_convert/adapters/test_refusals.py::"
 SAVED = "tests/checkpoints_convert/adapters/test_save.py::"
+WRITTEN = "tests/checkpoints_convert/adapters/test_checkpoint.py::"
 
 COMPUTED = (
     Fault(
@@ -102,4 +103,39 @@ KEPT_APART = (
     ),
 )
 
-FAULTS = (*COMPUTED, *KEPT_APART)
+CONVERTED = (
+    Fault(
+        "adapters/another-adapter-resumes-a-merge",
+        ADAPTERS + "checkpoint.py",
+        "self.source.fingerprint(), self.adapter.fingerprint, ",
+        "self.source.fingerprint(), ",
+        (WRITTEN + "test_an_interrupted_merge_resumes_with_the_same_adapter_only",),
+        "a merge that is repeated after a retraining has the first layers of the old adapter",
+    ),
+    Fault(
+        "adapters/a-merged-model-keeps-the-bases-template",
+        ADAPTERS + "checkpoint.py",
+        "        if _has_template(own):\n",
+        "        if False:\n",
+        (WRITTEN + "test_the_tokenizer_and_template_of_an_adapter_replace_those_of_the_base",),
+        "a merged model is prompted in the base's form, not in that of its training",
+    ),
+    Fault(
+        "adapters/weights-are-cast-before-the-sum",
+        ADAPTERS + "checkpoint.py",
+        'dtype=dtype if dtype == "auto" else "float32"',
+        "dtype=dtype",
+        (WRITTEN + "test_weights_are_rounded_once",),
+        "small changes of an adapter are lost in a cast model",
+    ),
+    Fault(
+        "adapters/any-base-is-merged",
+        ADAPTERS + "checkpoint.py",
+        "base_model=base_model)\n        return",
+        "base_model=None)\n        return",
+        (WRITTEN + "test_the_name_of_the_base",),
+        "an adapter of another version of a model is merged without a word",
+    ),
+)
+
+FAULTS = (*COMPUTED, *KEPT_APART, *CONVERTED)
