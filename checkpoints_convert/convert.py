@@ -1,5 +1,6 @@
 """Converting checkpoints between the Hugging Face and the native form, or to another dtype."""
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from checkpoints_convert.staging import (
     publish,
     staged,
 )
+from checkpoints_convert.storage import is_url
 from checkpoints_convert.store import PARAMS, checksums_of_unit, describe, flatten, native_config, write_unit
 from jaxinfer.files import naming, sync
 from jaxinfer.models import ModelConfig
@@ -134,7 +136,8 @@ def convert(
 
     def opened() -> Checkpoint:
         if adapter is not None:
-            return open_merged(directory, adapter, base_model=base_model, dtype=dtype)
+            own_name = str(src) if is_url(str(src)) else os.path.abspath(directory)  # "." has no name
+            return open_merged(directory, adapter, base_model=base_model or own_name, dtype=dtype)
         return open_checkpoint(directory, dtype=dtype, measure_casts=True, requantize=requantize)
 
     with (

@@ -58,8 +58,8 @@ class Adapter:
       token_rows: of "embed" and "lm_head". A head's are columns of our parameter [D, V].
       invocation_tokens: the adapter changes only what comes from their last occurrence on (aLoRA, arXiv 2504.12397); ()
         where it changes everything.
-      base_model: name of the base model that the adapter was trained on; None if it tells none.
-      base_fingerprint: of that model's weights, where the writer told it; None elsewhere.
+      base_model: name of the base model that the adapter was trained on; None if it names none.
+      base_fingerprint: of that model's weights; None if the file has none.
     """
 
     low_rank: Mapping[str, LowRank]

@@ -1,7 +1,6 @@
 """An open checkpoint with an adapter merged, which is read, converted and compared as any other."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import is_of_tokenizer, read_json, tokenizer_files_of
 from checkpoints_convert.load import open_checkpoint
 from checkpoints_convert.safetensors_files import check_inside
-from checkpoints_convert.storage import is_url
 from jaxinfer.quantization import QuantizedArray
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -25,28 +23,19 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 
 
 def open_merged(
-    path_or_hub_id: str | Path,
-    adapter: str | Path,
-    *,
-    base_model: str | None = None,
-    dtype: str = "auto",
-    revision: str | None = None,
+    path: str | Path, adapter: str | Path, *, base_model: str | None = None, dtype: str = "auto"
 ) -> "MergedCheckpoint":
     """Opens a checkpoint of any form with a PEFT adapter merged; no weights of the base are read. To be closed.
 
     Args:
-      adapter: its folder. base_model: the base's name that the adapter's configuration must have; by default that of
-        the checkpoint's folder, file or repository.
+      adapter: its folder. base_model: as of `read_adapter`.
       dtype: of all weights, which are merged in float32 and rounded once; "auto" is the stored one.
 
     Raises CheckpointError as `load` and `read_adapter`, and for an adapter that cannot be merged.
     """
     # What is cast before the sum would be rounded twice.
-    source = open_checkpoint(path_or_hub_id, dtype=dtype if dtype == "auto" else "float32", revision=revision)
+    source = open_checkpoint(path, dtype=dtype if dtype == "auto" else "float32")
     try:
-        if base_model is None:
-            is_remote = is_url(str(path_or_hub_id))
-            base_model = str(path_or_hub_id) if is_remote else os.path.abspath(source.directory)
         read = read_adapter(adapter, source.config, base_model=base_model)
         return MergedCheckpoint(source, read, Path(adapter), dtype=dtype)
     except BaseException:

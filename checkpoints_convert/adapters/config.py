@@ -61,7 +61,7 @@ class AdapterConfig:
       is_all_linear: all Linears but the head are targets.
       modules: names of targets. pattern: a test for their names instead; None without.
       excluded: a test for names that are no targets.
-      layers: the layers of targets; () for all. number_of: the layer's number in a name.
+      layers: the layers of targets; empty for all. number_of: the layer's number in a name.
       parameters: targets that are parameters, such as all experts of a layer in one. saved: names of saved modules.
       token_indices: the trained tokens, by the module's name; "" for the embedding.
     """
@@ -77,10 +77,10 @@ class AdapterConfig:
     modules: NameSet
     pattern: Matches | None
     excluded: Matches
-    layers: tuple[int, ...]
+    layers: frozenset[int]
     number_of: Callable[[str], int | None]
     parameters: NameSet
-    saved: tuple[str, ...]
+    saved: frozenset[str]
     token_indices: Mapping[str, tuple[int, ...]]
     bias: str
     has_lora_bias: bool
@@ -94,12 +94,14 @@ class AdapterConfig:
 
     def is_saved(self, name: str) -> bool:
         """True for a module that the adapter brings whole."""
-        return any(name.endswith(part) for part in self.saved)
+        return any(name[start:] in self.saved for start in range(len(name)))
 
     def is_target(self, name: str, *, is_table: bool = False) -> bool:
         """True for a module that `target_modules` means, as PEFT's `check_target_module_exists`. `is_table`: it is the
         embedding or the head, which "all-linear" leaves out."""
-        if self.excluded(name) or any(f".{saved}." in f".{name}." for saved in self.saved):
+        parts = name.split(".")
+        runs = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+        if self.excluded(name) or any(run in self.saved for run in runs):
             return False
         if self.is_all_linear:
             return not is_table
@@ -183,7 +185,7 @@ class _Reader:
             layers=layers,
             number_of=self._number_of(layers),
             parameters=NameSet(frozenset(parameters)),
-            saved=self._names("modules_to_save"),
+            saved=frozenset(self._names("modules_to_save")),
             token_indices=self._token_indices(),
             bias=self._bias(),
             has_lora_bias=self._flag("lora_bias"),
@@ -263,15 +265,15 @@ class _Reader:
         names = NameSet(frozenset(excluded or ()))
         return lambda name: names.matching(name) is not None
 
-    def _layers(self) -> tuple[int, ...]:
+    def _layers(self) -> frozenset[int]:
         value = self.data.get("layers_to_transform")
         layers = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(layer) is int and layer >= 0 for layer in layers):
             self._problem("layers_to_transform", f"must be a layer or a list of them, got {value!r}")
-            return ()
-        return tuple(layers)
+            return frozenset()
+        return frozenset(layers)
 
-    def _number_of(self, layers: tuple[int, ...]) -> Callable[[str], int | None]:
+    def _number_of(self, layers: frozenset[int]) -> Callable[[str], int | None]:
         """A function from a module's name to its layer: the number after a name of `layers_pattern`, or the first."""
         value = self.data.get("layers_pattern")
         names = [value] if isinstance(value, str) and value else self._names("layers_pattern") if value else ()

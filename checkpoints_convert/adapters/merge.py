@@ -57,7 +57,7 @@ class Merge:
     """A merged model whose parameters are computed one at a time.
 
     Attributes:
-      config: of the merged model; `merged` tells where it differs from the base's.
+      config: of the merged model; it differs from the base's as that of `merged`.
     """
 
     def __init__(self, config: ModelConfig, adapter: Adapter, dense: Callable[[ParamPath], Any]):

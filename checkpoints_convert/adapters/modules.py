@@ -128,7 +128,7 @@ class BaseModules:
 
 def forms(config: ModelConfig) -> tuple[str, ...]:
     """Names under which the embedding is stored: of the family, of the text part of a model of text and images (since
-    Transformers 5, and before), and of a model without a head. They tell all other names."""
+    Transformers 5, and before), and of a model without a head. All other names begin as it does."""
     family = family_of(config)
     name = embedding_name(family)
     bare = name.removeprefix(family.prefix)
@@ -144,16 +144,13 @@ def cut_outputs(placement: TensorPlacement, stored: np.ndarray) -> np.ndarray:
 
 def join_outputs(placements: Sequence[TensorPlacement], parts: Iterable[np.ndarray]) -> np.ndarray:
     """The inverse of `cut_outputs`, for all parameters of a stored weight."""
-    whole: np.ndarray | None = None
-    for placement, part in zip(placements, parts, strict=True):
-        if placement.outputs is None:
-            whole = part
-            break
-        if whole is None:
-            whole = np.zeros((*part.shape[:-1], placement.outputs.stored), part.dtype)
-        whole[..., placement.outputs.index] = part
-    if whole is None:
-        raise ValueError("a stored weight without parameters")
+    parts = list(parts)
+    whole, outputs = parts[0], placements[0].outputs
+    if outputs is not None:
+        whole = np.zeros((*whole.shape[:-1], outputs.stored), whole.dtype)
+        for placement, part in zip(placements, parts, strict=True):
+            if placement.outputs is not None:
+                whole[..., placement.outputs.index] = part
     view = placements[0].view
     if view is None or len(view) != 3:
         return whole

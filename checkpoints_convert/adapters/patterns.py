@@ -37,6 +37,8 @@ def end_of_name(pattern: str) -> Matches:
         compiled = re.compile(rf"(.*\.)?({pattern})$")
         return lambda name: compiled.match(name) is not None
     if pattern.startswith("^"):
+        if _has_alternatives(pattern):  # of which only the first would begin where names do
+            raise ValueError("'^' with an alternative outside of brackets is not supported")
         return whole_name(pattern)
     return whole_name(rf"(?:.*\.)?(?:{_without_first_boundaries(pattern)})")
 
@@ -44,6 +46,16 @@ def end_of_name(pattern: str) -> Matches:
 def is_plain(pattern: str) -> bool:
     """True for a pattern that takes no automaton."""
     return _PLAIN.fullmatch(pattern) is not None
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """True for a `|` outside of groups and classes."""
+    depth = 0
+    for character in re.sub(r"\\.|\[\^?\]?[^\]]*\]", "", pattern):
+        depth += (character == "(") - (character == ")")
+        if character == "|" and depth == 0:
+            return True
+    return False
 
 
 def _without_first_boundaries(pattern: str) -> str:

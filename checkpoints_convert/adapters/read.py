@@ -43,7 +43,7 @@ def read_adapter(
       config: of the base model.
       base_model: its name or path; an adapter of another is refused. Names are compared without their folders, since
         one model has many. None for any.
-      base_fingerprint: of its weights; an adapter whose file tells another is refused. None for any.
+      base_fingerprint: of its weights; an adapter whose file has another is refused. None for any.
 
     Raises CheckpointError: fields that are not applied, by name, before the tensors' file is opened; tensors that are
     missing, unknown, of wrong shapes, or not finite; targets that the base does not have; links that lead out of the
@@ -55,10 +55,10 @@ def read_adapter(
     settings = read_config(folder / ADAPTER_CONFIG)
     _check_base(folder / ADAPTER_CONFIG, settings.base_model, base_model)
     with SafetensorsFile(path, max_header_bytes=MAX_HEADER_BYTES) as file:
-        told = file.metadata.get(BASE_FINGERPRINT)
-        if told is not None and base_fingerprint is not None and told != base_fingerprint:
-            raise CheckpointError(path, f"is for a base with the fingerprint {told}, not {base_fingerprint}")
-        return _Reader(file, settings, config).adapter(told)
+        trained_on = file.metadata.get(BASE_FINGERPRINT)
+        if trained_on is not None and base_fingerprint is not None and trained_on != base_fingerprint:
+            raise CheckpointError(path, f"is for a base with the fingerprint {trained_on}, not {base_fingerprint}")
+        return _Reader(file, settings, config).adapter(trained_on)
 
 
 def _check_files(folder: Path) -> None:
@@ -79,19 +79,19 @@ def _check_files(folder: Path) -> None:
     check_inside(folder, names)
 
 
-def _check_base(where: Path, told: str | None, wanted: str | None) -> None:
-    if told is None or wanted is None:
+def _check_base(where: Path, trained_on: str | None, base_model: str | None) -> None:
+    if trained_on is None or base_model is None:
         return
-    if _last_part(told) != _last_part(wanted):
+    if _last_part(trained_on) != _last_part(base_model):
         raise CheckpointError(
             where,
-            f"base_model_name_or_path is {told!r}, the base model is {wanted!r}; if these are one model under two "
-            f"names, give the adapter's: --base-model {told} (base_model={told!r} in Python)",
+            f"base_model_name_or_path is {trained_on!r}, the base model is {base_model!r}; if these are one model under"
+            f" two names, give the adapter's: --base-model {trained_on} (base_model={trained_on!r} in Python)",
         )
 
 
 def _last_part(name: str) -> str:
-    """The last part of a path or hub id. A folder of the hub's cache tells the id two folders above."""
+    """The last part of a path or hub id. In the hub's cache, the id is the name two folders above."""
     parts = re.split(r"[/\\]", name.rstrip("/\\"))
     if len(parts) > 2 and parts[-2] == "snapshots":
         return parts[-3].rpartition("--")[2].lower()
@@ -388,9 +388,11 @@ class _Reader:
             targets = {placement.target for placement in self.base.tensors[own].placements}
             if self.settings.is_saved(module) and not targets <= stored:
                 self._problem(f"module {module!r} is in modules_to_save, and its {own!r} is missing")
-        for name in self.settings.saved:
-            if not any(module.endswith(name) for _, module in tensors):
-                self._problem(f"modules_to_save has {name!r}, which {self.config.architecture} does not have")
+        unused = set(self.settings.saved)
+        for _, module in tensors:
+            unused.difference_update(module[start:] for start in range(len(module)))
+        for name in sorted(unused):
+            self._problem(f"modules_to_save has {name!r}, which {self.config.architecture} does not have")
 
     def _read_whole(self, tensor: Module, stored: str) -> dict[str, np.ndarray]:
         array = self._read(stored)
@@ -495,16 +497,12 @@ def _of_experts(a: np.ndarray, b: np.ndarray, module: Module) -> tuple[np.ndarra
 def _base_of(config: ModelConfig, names: Iterable[str]) -> BaseModules:
     """The base's modules under the names that the adapter has."""
     names = list(names)
-    first = None
     for form in forms(config):
         base = BaseModules(config, form)
-        first = first or base
         own = {name.rpartition(".")[0] for name in base.tensors} - {base.head}
         if any(_module_of(name) in own or name.rpartition(".")[0] in own for name in names):
             return base
-    if first is None:
-        raise ValueError("a family without an embedding")
-    return first
+    return BaseModules(config)
 
 
 def _module_of(name: str) -> str:

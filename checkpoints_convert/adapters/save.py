@@ -37,7 +37,7 @@ def save_adapter(adapter: Adapter, folder: str | Path, config: ModelConfig, *, o
     `read_adapter` of the folder gives the same adapter, but for the last bit of a scale that no alpha gives, such as
     0.1 with rank 3.
 
-    The configuration is written last, so that a folder of a killed process is no adapter.
+    The configuration is written last: a process that is killed, or a full disk, leaves an earlier adapter or none.
 
     Args:
       config: of the base model. overwrite: replaces an adapter in the folder.
@@ -52,7 +52,6 @@ def save_adapter(adapter: Adapter, folder: str | Path, config: ModelConfig, *, o
     if not overwrite and any((folder / name).exists() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)):
         raise CheckpointError(folder, "holds an adapter: choose another folder, or overwrite=True")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
     metadata = {"format": "pt"}
     if adapter.base_fingerprint is not None:
         metadata[BASE_FINGERPRINT] = adapter.base_fingerprint
@@ -60,10 +59,14 @@ def save_adapter(adapter: Adapter, folder: str | Path, config: ModelConfig, *, o
     partial = path.with_name(f".{path.name}.part")
     try:
         save_file({PREFIX + name: np.ascontiguousarray(x) for name, x in form.tensors.items()}, partial, metadata)
+        sync(partial)
+        # The tensors of one adapter never lie beside the configuration of another.
+        (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
+        partial.replace(path)
     except SafetensorError as error:  # a full disk
         raise CheckpointError(path, f"could not be written: {error}") from None
-    sync(partial)
-    partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     write_json(folder / ADAPTER_CONFIG, form.config())
     return folder
 
@@ -248,7 +251,13 @@ class _PeftForm:
 
     def _put_rows(self) -> None:
         rows = dict(self.adapter.token_rows)
-        if self.is_tied and HEAD in rows and rows[HEAD] is rows.get(EMBEDDING):
+        embedding, head = rows.get(EMBEDDING), rows.get(HEAD)
+        # PEFT's rows of a tied embedding are the head's too, unless the head has other tokens.
+        if self.is_tied and embedding is not None and (head is None or head.tokens == embedding.tokens):
+            if head is None or not np.array_equal(head.rows, embedding.rows):
+                raise self._error(
+                    "rows of a tied embedding are the head's too, which must have the same, or other tokens"
+                )
             del rows[HEAD]
         for name, module in ((EMBEDDING, self.base.embedding), (HEAD, self.base.head)):
             if name in rows:

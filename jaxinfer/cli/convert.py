@@ -83,8 +83,7 @@ def _problems(report: "ConvertReport", options: ConvertOptions) -> list[str]:
     with contextlib.ExitStack() as stack:
         source: Any = report.source
         if report.adapter is not None:
-            how = {"base_model": options.base_model, "dtype": options.dtype}
-            source = stack.enter_context(open_merged(source, report.adapter, **how))
+            source = stack.enter_context(open_merged(source, report.adapter, dtype=options.dtype))
         differences = compare_tensors(report.destination, source)
     return [
         f"{difference.name}: {difference.num_different} of {difference.size} values differ"

@@ -71,3 +71,12 @@ def test_a_name_matches_itself_and_longer_names_after_a_dot():
     assert names.matching("model.layers.0.mlp") == "model.layers.0.mlp"
     assert names.matching("model.layers.0.mlp.up_proj") is None
     assert names.matching("xq_proj") is None
+
+
+def test_alternatives_begin_anywhere_and_those_after_a_hat_at_the_start():
+    """In PEFT's `(.*\\.)?(^a|b)$` only the first one is bound to the start; that has no automaton here."""
+    with pytest.raises(ValueError, match=r"'\^' with an alternative"):
+        end_of_name("^q_proj|k_proj")
+    for pattern in ("^(q_proj|k_proj)", r"^[|(]?q_proj", r"^q\|?_proj"):
+        for name in NAMES:
+            assert end_of_name(pattern)(name) == (re.match(rf"(.*\.)?({pattern})$", name) is not None), (pattern, name)

@@ -272,6 +272,17 @@ def test_experts_in_one_parameter_have_neither_magnitudes_nor_biases(field, tmp_
     refused(folder, tmp_path, f"{field} is not supported for 'model.layers.0.mlp.experts.down_proj'", "mixtral")
 
 
+@pytest.mark.parametrize("field", ["modules_to_save", "target_modules", "target_parameters"])
+def test_many_names_take_no_time(field, tmp_path):
+    _, folder = plain("mixtral_apart", "w1", **{field: [f"x{number}" for number in range(600_000)]})
+    path = folder.write(tmp_path / "adapter")
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match=r"6\d+ problems") as caught:
+        read_adapter(path, base_config("mixtral_apart"))
+    assert time.perf_counter() - start < 5
+    assert any(f"{field} has 'x0'" in problem for problem in caught.value.problems)
+
+
 # Files.
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from checkpoints_convert import CheckpointError
@@ -268,3 +269,29 @@ def test_a_folder_without_its_configuration_is_no_adapter(tmp_path, monkeypatch)
         save_adapter(Adapter({QUERY: pair(CONFIG, QUERY)}), tmp_path / "saved", CONFIG)
     with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
         read_adapter(tmp_path / "saved", CONFIG)
+
+
+def test_rows_of_a_tied_embedding_are_the_heads_too(tmp_path):
+    config = base_config("gemma3")
+    rows = TokenRows((5, 2), random(2, config.hidden_size))
+    copy, other = replace(rows, rows=rows.rows.copy()), replace(rows, rows=rows.rows + 1)
+    adapter = Adapter({}, {}, {"embed": rows, "lm_head": copy})
+    assert_same(adapter, again(adapter, config, tmp_path))
+    for head in ({}, {"lm_head": other}):
+        with pytest.raises(CheckpointError, match="rows of a tied embedding are the head's too"):
+            save_adapter(Adapter({}, {}, {"embed": rows} | head), tmp_path / "other", config)
+
+
+def test_a_full_disk_leaves_the_earlier_adapter(tmp_path, monkeypatch):
+    folder = save_adapter(Adapter({QUERY: pair(CONFIG, QUERY)}), tmp_path / "saved", CONFIG)
+    before = read_adapter(folder, CONFIG)
+
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("checkpoints_convert.adapters.save.save_file", fail)
+    with pytest.raises(CheckpointError, match="could not be written: No space left"):
+        save_adapter(Adapter({QUERY: pair(CONFIG, QUERY, seed=1)}), folder, CONFIG, overwrite=True)
+    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert_same(before, read_adapter(folder, CONFIG))

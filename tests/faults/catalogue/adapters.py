@@ -130,9 +130,9 @@ CONVERTED = (
     ),
     Fault(
         "adapters/any-base-is-merged",
-        ADAPTERS + "checkpoint.py",
-        "base_model=base_model)\n        return",
-        "base_model=None)\n        return",
+        "checkpoints_convert/convert.py",
+        "base_model=base_model or own_name",
+        "base_model=base_model",
         (WRITTEN + "test_the_name_of_the_base",),
         "an adapter of another version of a model is merged without a word",
     ),
