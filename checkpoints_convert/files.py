@@ -20,6 +20,7 @@ CONFIG = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
 NATIVE_CONFIG = "jaxinfer_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 MANIFEST = "manifest.json"
 PARAMS = "params"  # the folder of the arrays in the native form
 

@@ -30,7 +30,7 @@ from checkpoints_convert.checkpoint import (
     size_of,
 )
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
-from checkpoints_convert.files import CONFIG, NATIVE_CONFIG
+from checkpoints_convert.files import ADAPTER_CONFIG, CONFIG, NATIVE_CONFIG
 from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.gguf import tokenizer as gguf_tokenizer
 from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint, check_requantize
@@ -190,6 +190,9 @@ def open_checkpoint(
         raise ValueError(f"requantize={requantize!r} is for GGUF files, and {directory} is not one")
     if (directory / NATIVE_CONFIG).exists():
         return NativeCheckpoint(directory, dtype=dtype, verify=verify, measure_casts=measure_casts)
+    if not (directory / CONFIG).exists() and (directory / ADAPTER_CONFIG).exists():
+        advice = f"jaxinfer convert MODEL DST --merge-lora {directory}"
+        raise CheckpointError(directory, f"holds an adapter, not a whole model; merge it into its base: {advice}")
     if not (directory / CONFIG).exists():
         raise CheckpointNotFoundError(directory, f"holds neither {CONFIG} nor {NATIVE_CONFIG}: not a checkpoint")
     if verify:

@@ -194,7 +194,7 @@ def _nothing_to_open(present: list[str]) -> str:
             " Convert it to safetensors with the library that wrote it, then open that."
         )
     if any(name.startswith("adapter_") for name in other):
-        return "holds an adapter, not a whole model: merge it into its base model and open the result"
+        return "holds an adapter, not a whole model: merge it into its base model (jaxinfer convert --merge-lora)"
     if other:
         return f"holds {', '.join(other[:3])}, but no model.safetensors, model-*.safetensors or {WEIGHTS_INDEX}"
     return f"holds no model.safetensors, model-*.safetensors or {WEIGHTS_INDEX}"

@@ -163,7 +163,7 @@ _REFUSED: Mapping[Scope, Mapping[str, str]] = {
         "see priority= of generate": "scheduling_policy",
         "see kv_dtype=": "kv_bits cache_type_k f16_kv",
         "a model stays until llm.close()": "keep_alive",
-        "merge adapters into the weights": "enable_lora adapter_path",
+        "merge the adapter, with `jaxinfer convert MODEL DST --merge-lora FOLDER`": "enable_lora adapter_path",
         "see num_draft_tokens=": "draft_max",
         'see draft="ngram"': "ngram_prompt_lookup_max",
     },
@@ -187,7 +187,7 @@ _REFUSED: Mapping[Scope, Mapping[str, str]] = {
     },
     "call": {
         "prompts= takes texts or lists of token ids": "prompt_token_ids",
-        "merge adapters into the weights": "lora_request",
+        "merge the adapter, with `jaxinfer convert MODEL DST --merge-lora FOLDER`": "lora_request",
         "see llm.stream(prompt, params)": "stream streamer verbose",
         "see `jaxinfer chat MODEL`": "interactive conversation",
         "params= takes SamplingParams": "generation_config options",

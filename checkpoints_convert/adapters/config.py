@@ -12,7 +12,6 @@ from checkpoints_convert.adapters.patterns import Matches, NameSet, end_of_name,
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import read_json
 
-ADAPTER_CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 10_000_000
 """With the names of 100,000 experts, each of 100 characters."""
 MAX_RANK = 8192

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from checkpoints_convert.adapters.adapter import Adapter, LowRank, TokenRows
-from checkpoints_convert.adapters.config import ADAPTER_CONFIG, AdapterConfig, read_config
+from checkpoints_convert.adapters.config import AdapterConfig, read_config
 from checkpoints_convert.adapters.modules import EMBEDDING, HEAD, BaseModules, Module, cut_outputs, forms, name_of
 from checkpoints_convert.adapters.patterns import suffixes
 from checkpoints_convert.checkpoint import check_finite
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
+from checkpoints_convert.files import ADAPTER_CONFIG
 from checkpoints_convert.host_arrays import count_nonfinite
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, SafetensorsFile, check_inside
 from jaxinfer.models import ModelConfig

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from checkpoints_convert.adapters.adapter import Adapter, LowRank
-from checkpoints_convert.adapters.config import ADAPTER_CONFIG
 from checkpoints_convert.adapters.modules import EMBEDDING, HEAD, BaseModules, Module, join_outputs, name_of
 from checkpoints_convert.adapters.read import (
     ADAPTER_WEIGHTS,
@@ -25,7 +24,7 @@ from checkpoints_convert.adapters.read import (
 )
 from checkpoints_convert.checkpoint import ParamPath, check_finite, param_shapes
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import write_json
+from checkpoints_convert.files import ADAPTER_CONFIG, write_json
 from checkpoints_convert.host_arrays import count_nonfinite
 from jaxinfer.files import sync
 from jaxinfer.models import ModelConfig

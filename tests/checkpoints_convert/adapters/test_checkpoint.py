@@ -284,3 +284,8 @@ def test_values_that_are_not_finite_end_the_merge(base, adapter, tmp_path):
     with pytest.raises(CheckpointError, match=r"q_proj'.* values are NaN or infinite"):
         convert(base, tmp_path / "out", adapter=adapter, dtype="float16", to="huggingface", progress=None)
     assert left(tmp_path) == {"base", "adapter"}
+
+
+def test_an_adapter_alone_is_no_model(adapter):
+    with pytest.raises(CheckpointError, match=r"an adapter, not a whole model; .* convert MODEL DST --merge-lora "):
+        checkpoints_convert.load(adapter)
