@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from checkpoints_convert.adapters.checkpoint import MergedCheckpoint, open_merged
 from checkpoints_convert.checkpoint import Checkpoint, ParamPath
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError, UnwritableSchemeError
 from checkpoints_convert.files import (
@@ -126,6 +125,11 @@ def convert(
     """
     if to not in ("native", "huggingface"):
         raise ValueError(f"to={to!r} is not 'native' or 'huggingface'")
+    from checkpoints_convert.adapters.checkpoint import (
+        MergedCheckpoint,
+        open_merged,
+    )  # 40 ms that loading need not wait
+
     if adapter is None and base_model is not None:
         raise ValueError(f"base_model={base_model!r} (--base-model) is for a merge: no adapter is given")
     if adapter is not None and requantize not in (None, "dense"):

@@ -20,6 +20,8 @@ class LowRank:
       scale: alpha / r, or alpha / sqrt(r) where it is rank-stabilized.
       magnitude: float [..., out], the lengths of the columns of the changed weight (DoRA); None without.
       bias: float [..., out] (`lora_bias`), of which scale times is added to the outputs; None without.
+
+    Raises ValueError for shapes that do not fit each other.
     """
 
     a: np.ndarray
@@ -27,6 +29,14 @@ class LowRank:
     scale: float
     magnitude: np.ndarray | None = None
     bias: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.a.shape[-1] != self.b.shape[-2]:
+            raise ValueError(f"A and B of shapes {self.a.shape} and {self.b.shape} have no common rank")
+        outputs = (*self.b.shape[:-2], self.b.shape[-1])
+        for name, array in (("magnitude", self.magnitude), ("bias", self.bias)):
+            if array is not None and array.shape != outputs:
+                raise ValueError(f"a {name} of shape {array.shape} for B of shape {self.b.shape}, not {outputs}")
 
     @property
     def rank(self) -> int:
@@ -39,10 +49,16 @@ class TokenRows:
 
     Attributes:
       tokens: their ids. rows: float [tokens, D], in that order.
+
+    Raises ValueError for another number of rows.
     """
 
     tokens: tuple[int, ...]
     rows: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.rows.shape[:-1] != (len(self.tokens),):
+            raise ValueError(f"rows of shape {self.rows.shape} for {len(self.tokens)} tokens")
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,7 @@ class Merge:
         """
         if adapter.invocation_tokens:
             raise _refusal(f"it begins with the invocation tokens {list(adapter.invocation_tokens)}")
-        self._adapter, self._dense = adapter, dense
+        self._dense = dense
         self._base_shapes = param_shapes(config)
         is_tied = config.tie_word_embeddings and _is_tied(adapter)
         vocab_size = adapter.vocab_size or config.vocab_size
@@ -139,6 +139,8 @@ class Merge:
         for path, rows in self._rows.items():
             if (last := max(rows.tokens, default=0)) >= self.config.vocab_size:
                 raise _refusal(f"it has the token {last}, {_name(path)!r} has {self.config.vocab_size}")
+            if rows.rows.shape[1] != self.config.hidden_size:
+                raise _refusal(f"{_name(path)!r} has rows of shape {rows.rows.shape}")
 
 
 def rounded(array: np.ndarray, dtype: Any, path: ParamPath) -> np.ndarray:
