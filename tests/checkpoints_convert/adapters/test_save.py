@@ -235,7 +235,7 @@ PARTS = [f"layers.0.attention.{x}" for x in ("q_proj", "k_proj", "v_proj")]
     [
         ("llama", lambda c: Adapter({"layers.9.mlp.up_proj": pair(c, QUERY)}), "'layers.9.mlp.up_proj' is no"),
         ("llama", lambda c: Adapter({"layers.0.mlp.up_proj": pair(c, QUERY)}), r"of shape \(64, 64\), the base's"),
-            ("phi3", lambda c: Adapter({PARTS[0]: pair(c, PARTS[0])}), f"'{PARTS[0]}' is in one tensor of the base with"),
+        ("phi3", lambda c: Adapter({PARTS[0]: pair(c, PARTS[0])}), f"'{PARTS[0]}' is in one tensor of the base with"),
         ("phi3", lambda c: Adapter({x: pair(c, x, scale=i + 1.0) for i, x in enumerate(PARTS)}), "different A or"),
         ("phi3", lambda c: Adapter({x: pair(c, x, 2 + i) for i, x in enumerate(PARTS)}), "different A or"),
         ("phi3", lambda c: Adapter({x: pair(c, x, **({} if i else {"magnitude": True})) for i, x in enumerate(PARTS)}),
@@ -245,7 +245,7 @@ PARTS = [f"layers.0.attention.{x}" for x in ("q_proj", "k_proj", "v_proj")]
         ("llama", lambda c: Adapter({QUERY: replace(pair(c, QUERY), b=np.full((4, 64), np.nan, np.float32))}),
          "256 of 256 values are NaN or infinite"),
         ("llama", lambda c: Adapter({}, {"final_norm.weight": random(3)}), r"of shape \(3,\), the base's"),
-        ("llama", lambda c: Adapter({}, {}, {"embed": TokenRows((1, 2), random(3, 64))}), "2 tokens of 'embed'"),
+        ("llama", lambda c: Adapter({}, {}, {"embed": TokenRows((1, 2), random(2, 63))}), "2 tokens of 'embed'"),
         ("gemma3", lambda c: Adapter({"embed": pair(c, "embed")}, {"embed": random(c.vocab_size, c.hidden_size)}),
          "both must be replaced by one array"),
     ],
