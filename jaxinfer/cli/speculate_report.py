@@ -90,10 +90,11 @@ def speculate_report(model_options: ServingOptions, options: ReportOptions) -> N
         reports = []
         for report in reporter.reports(options.draft, stage.describe):
             reports.append(report)
-            say(
-                f"{report.draft}: {report.best.stats.mean_accepted_length:.2f} tokens a round and "
-                f"{report.best.measured:.2f}x with {report.best.num_draft_tokens} draft tokens"
-            )
+            if len(options.draft) > 1:  # the next one may take as long
+                say(
+                    f"{report.draft}: {report.best.stats.mean_accepted_length:.2f} tokens a round and "
+                    f"{report.best.measured:.2f}x with {report.best.num_draft_tokens} draft tokens"
+                )
             stage.update()
     if options.plot is not None:
         from jaxinfer.measure.speculation.picture import draw

@@ -10,7 +10,7 @@ from jaxinfer.training.heads import HeadOptions
 from pallas_kernels import ahead_of_time
 from tests.planning.plan_models import LLAMA_3_8B
 
-OPTIONS = HeadOptions("eagle3", num_steps=1000, draft_vocab_size=8192)
+OPTIONS = HeadOptions("eagle3", num_steps=1000, draft_vocab_size=8192, compute_dtype="bfloat16")
 BOUND = 0.10  # between what is counted and what the compiler says, of a device's memory
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import checkpoints_convert
 from jaxinfer.models import ModelConfig, RopeConfig, abstract_params, init_params
-from jaxinfer.training import corpus
+from jaxinfer.training import corpus, texts
 from jaxinfer.training.distill import (
     DistillOptions,
     Documents,
@@ -64,7 +64,7 @@ def kill_process(folder, monkeypatch):
     code = f"""
         import os
         from tests.training import test_distill as t
-        from jaxinfer.training import corpus
+        from jaxinfer.training import corpus, texts
         original = corpus.rows_at
         def rows_at(num_rows, step, *more):
             if step == 7:
@@ -108,7 +108,8 @@ def test_a_run_that_was_stopped_ends_as_one_never_stopped(tmp_path, monkeypatch,
     assert [step for step, values in whole.history if "acceptance" in values] == [6, 12]
 
 
-def test_texts_written_before_an_interruption_are_kept(tmp_path):
+def test_texts_written_before_an_interruption_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "CHUNK", 256)
     asked = []
 
     def breaks(requests):
