@@ -11,6 +11,7 @@ from tests.faults.fault import ROOT, DoesNotApplyError, Fault
 from tests.faults.runner import BROKEN, MISSED, NOTICED, Run, environments, is_part_of
 
 AREAS = {
+    "adapters",
     *("batch", "cache", "calibration", "checkpoints", "cli", "determinism", "doors", "engine"),
     *("grammar", "heads", "histories", "kernels", "measure", "on_chip"),
     *("models", "parallel", "planning", "policies", "quantization", "sampling", "schemas", "server", "speculative"),
