@@ -125,10 +125,8 @@ def convert(
     """
     if to not in ("native", "huggingface"):
         raise ValueError(f"to={to!r} is not 'native' or 'huggingface'")
-    from checkpoints_convert.adapters.checkpoint import (
-        MergedCheckpoint,
-        open_merged,
-    )  # 40 ms that loading need not wait
+    # Not at the top: it takes 40 ms, for which loading need not wait.
+    from checkpoints_convert.adapters.checkpoint import MergedCheckpoint, open_merged
 
     if adapter is None and base_model is not None:
         raise ValueError(f"base_model={base_model!r} (--base-model) is for a merge: no adapter is given")

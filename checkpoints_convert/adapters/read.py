@@ -22,7 +22,7 @@ BASE_FINGERPRINT = "base_fingerprint"
 """Key of the file's metadata."""
 PREFIX = "base_model.model."
 MAX_HEADER_BYTES = 25_000_000
-"""Of 100,000 tensors, each with a name of 150 characters: one pair for each expert of a large model."""
+"""Enough for 100,000 tensors with names of 150 characters: one pair for each expert of a large model."""
 MAX_MATCHES = 2_000_000
 """Modules times patterns of their ranks and alphas: a few seconds."""
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")

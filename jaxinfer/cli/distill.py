@@ -46,8 +46,9 @@ class DistillCommandOptions:
     )
     own_prompts: int | None = _data(
         None,
-        "In place of --data: so many samples of what the model itself says where a user's message begins, which it "
-        "answers. Of a model with a chat template.",
+        "In place of --data: so many samples of what the model itself says where a user's message begins, and after "
+        "beginnings of requests for code, lists, explanations and summaries, in turn, which it answers. Of a model "
+        "with a chat template.",
         "N",
         min=4,
     )

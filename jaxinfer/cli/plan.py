@@ -159,7 +159,7 @@ def head_training_request(options: PlanOptions) -> "HeadTrainingRequest":
             draft_vocab_size=default_vocab_size(options.train_head == "dflash", config.vocab_size),
             length=options.context or defaults.length,
             batch_size=defaults.batch_size,
-            compute_dtype="float32" if place.chip.platform == "cpu" else "bfloat16",
+            compute_dtype="bfloat16",
         ),
         options.mesh,
         **{name: values[name] for name in ("memory_fraction",) if name in values},

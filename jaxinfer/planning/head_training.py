@@ -88,7 +88,7 @@ class HeadTrainingPlan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values; bytes are those of one device."""
         request, options = self.request, self.request.options
-        names = ("kind", "batch_size", "length", "draft_vocab_size", "unroll", "block_size")
+        names = ("kind", "batch_size", "length", "draft_vocab_size", "unroll", "block_size", "compute_dtype")
         return {
             "model": request.name,
             "on": request.place.name,

@@ -85,7 +85,8 @@ Acceptance on greedy text of the target after held-out prompts, {result.after.nu
 
 {result.num_texts:,} texts of {result.num_tokens:,} tokens, and {result.num_steps:,} steps of {options.batch_size} rows
 of {options.length} tokens: {_LOSSES[options.loss]} at temperature {options.temperature:g}, {kind}, drafted after
-{training.num_anchors} places of a row. The layers began {start}. Muon for the matrices of the layers and AdamW for the
+{training.num_anchors} places of a row, in {options.compute_dtype}. The layers began {start}.
+Muon for the matrices of the layers and AdamW for the
 others, highest learning rate {options.learning_rate:g}.
 
 {loss_table(result.history)}{plot}"""

@@ -155,7 +155,9 @@ def own_prompts(
     ]
     prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, ended))]
     if len(prompts) < 2:
-        raise ValueError(f"{len(prompts)} of {count} prompts that the model wrote itself ended in time")
+        raise ValueError(
+            f"{len(prompts)} of {count} prompts that the model wrote itself ended within {most(())} tokens"
+        )
     return prompts
 
 

@@ -144,7 +144,8 @@ def head_objective(
 ) -> Objective:
     """Mean loss of a head's draft tokens, of which number k weighs `step_weights[k]` (float32 [N]).
 
-    A batch is a `HeadBatch`. Given: the parameters that are not trained. Tokens after places where the target's best
+    A batch is a `HeadBatch`. Given: the parameters that are not trained. Products are of parameters in
+    `compute_dtype`. Tokens after places where the target's best
     one is not in the head's vocabulary do not count: no draft would be accepted. The metrics `agreement_k` are the
     weighted shares of all tokens k that are the target's best one. Raises ValueError for an unknown loss.
     """

@@ -109,6 +109,8 @@ class HeadOptions:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.draft_vocab_size < 0 or self.patience < 0:
             raise ValueError("draft_vocab_size and patience must not be negative")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"compute_dtype={self.compute_dtype!r} is neither float32 nor bfloat16")
         if not 0 <= self.prompt_weight <= 1:
             raise ValueError(f"prompt_weight must be in 0..1, got {self.prompt_weight}")
         if not 0 <= self.one_step < 1:
@@ -226,7 +228,7 @@ class HeadTraining:
         dense = sum(
             jnp.dtype(options.compute_dtype).itemsize * int(np.prod(leaf.shape))
             for leaf in weights(self.target_params)
-            if not isinstance(leaf, jax.Array)
+            if not isinstance(leaf, jax.Array) or leaf.dtype != options.compute_dtype
         )
         return {
             f"the target as {options.compute_dtype}": dense,

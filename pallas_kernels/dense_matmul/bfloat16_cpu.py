@@ -2,7 +2,7 @@
 
 XLA:CPU takes a processor's matrix units (AMX) for products of bfloat16 that are wanted in float32, and not for those
 that are wanted in bfloat16, or whose first operand it transposes: [2048, 576] x [576, 1536] at 1,200, 180 and 200
-GFLOP/s on two cores of a Xeon (JAX 0.10.2).
+GFLOP in two CPU seconds of a Xeon (JAX 0.10.2).
 """
 
 import jax

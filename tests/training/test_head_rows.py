@@ -128,7 +128,7 @@ def test_prompts_of_the_target_are_those_that_end_each_once(tmp_path):
         own_prompts(*arguments, target="u", show=False)
     with pytest.raises(ValueError, match="is of a run with header="):
         own_prompts(beginnings[:2], *arguments[1:], target="t", show=False)
-    with pytest.raises(ValueError, match="1 of 2 prompts that the model wrote itself ended in time"):
+    with pytest.raises(ValueError, match="1 of 2 prompts that the model wrote itself ended within 64 tokens"):
         own_prompts(beginnings, [1, 2, 3], 2, generate, options, tmp_path / "few", target="t", show=False)
     with pytest.raises(ValueError, match="no room for 110 of a chat template"):
         own_prompts(

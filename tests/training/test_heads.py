@@ -294,3 +294,20 @@ def test_answers_leave_room_and_are_sampled_by_share(tmp_path):
 def test_what_draft_tokens_weigh():
     np.testing.assert_allclose(OPTIONS.step_weights, [1, 0.8, 0.64], rtol=1e-6)
     np.testing.assert_allclose(replace(BLOCKS, block_size=4).step_weights, np.exp([0, -0.5, -1.0]), rtol=1e-6)
+
+
+def test_memory_counts_a_copy_of_the_target_in_another_dtype(tmp_path):
+    """Its own arrays are used where they have the dtype; an unknown dtype is refused."""
+    by_dtype = {
+        dtype: HeadTraining(TARGET, target_params(), texts_in(tmp_path), replace(OPTIONS, compute_dtype=dtype)).memory()
+        for dtype in ("float32", "bfloat16")
+    }
+    params = jax.tree.map(jax.numpy.asarray, target_params())
+    own = HeadTraining(TARGET, params, texts_in(tmp_path), OPTIONS).memory()
+    assert own["the target as float32"] == 0
+    in_bfloat16 = replace(OPTIONS, compute_dtype="bfloat16")
+    copied = HeadTraining(TARGET, params, texts_in(tmp_path), in_bfloat16).memory()["the target as bfloat16"]
+    assert copied == by_dtype["bfloat16"]["the target as bfloat16"]
+    assert copied == 2 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    with pytest.raises(ValueError, match="compute_dtype='float16' is neither float32 nor bfloat16"):
+        replace(OPTIONS, compute_dtype="float16")

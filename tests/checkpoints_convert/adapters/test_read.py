@@ -1,4 +1,4 @@
-"""What an adapter's folder is read as: which modules are targets, and in which order and shape arrays are."""
+"""An adapter's folder as it is read: which modules are targets, and in which order and shape arrays are."""
 
 import json
 import math

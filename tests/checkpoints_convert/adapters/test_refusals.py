@@ -1,4 +1,4 @@
-"""What is not applied is refused by name before a tensor is read, and hostile folders give one clear error each."""
+"""Fields that are not applied are refused by name before a tensor is read, and hostile folders give one error each."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is written is read again as it was, and is what PEFT's form says."""
+"""Adapters that are written are read again as they were, and are what PEFT's form says."""
 
 import json
 from dataclasses import replace
