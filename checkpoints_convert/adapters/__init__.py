@@ -1,6 +1,6 @@
 """LoRA adapters in PEFT's form: read for a base model, written, and merged into its parameters."""
 
-from checkpoints_convert.adapters.adapter import Adapter, LowRank, TokenRows
+from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
 from checkpoints_convert.adapters.checkpoint import MergedCheckpoint, open_merged
 from checkpoints_convert.adapters.merge import merged
 from checkpoints_convert.adapters.read import read_adapter

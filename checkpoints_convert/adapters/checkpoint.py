@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.adapters.adapter import Adapter
+from jaxinfer.models.adapter import Adapter
 from checkpoints_convert.adapters.merge import Merge, rounded
 from checkpoints_convert.adapters.read import read_adapter
 from checkpoints_convert.checkpoint import Bounds, Checkpoint, HostParam, ParamPath, cut_parts, digest, numpy_dtype

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints_convert.adapters.adapter import Adapter, LowRank
+from jaxinfer.models.adapter import Adapter, LowRank
 from checkpoints_convert.adapters.modules import EMBEDDING, HEAD
 from checkpoints_convert.checkpoint import ParamPath, check_finite, insert, param_shapes
 from checkpoints_convert.errors import CheckpointError

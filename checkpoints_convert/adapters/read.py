@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoints_convert.adapters.adapter import Adapter, LowRank, TokenRows
+from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
 from checkpoints_convert.adapters.config import AdapterConfig, read_config
 from checkpoints_convert.adapters.modules import EMBEDDING, HEAD, BaseModules, Module, cut_outputs, forms, name_of
 from checkpoints_convert.adapters.patterns import suffixes
@@ -36,14 +36,18 @@ _KINDS = {ending: kind for kinds in (PAIR, EMBEDDING_PAIR) for kind, ending in k
 
 
 def read_adapter(
-    folder: str | Path, config: ModelConfig, *, base_model: str | None = None, base_fingerprint: str | None = None
+    folder: str | Path,
+    config: ModelConfig,
+    *,
+    base_model: str | Sequence[str] | None = None,
+    base_fingerprint: str | None = None,
 ) -> Adapter:
     """Reads `adapter_config.json` and `adapter_model.safetensors` of a folder, as PEFT 0.21 writes them.
 
     Args:
       config: of the base model.
-      base_model: its name or path; an adapter of another is refused. Names are compared without their folders, since
-        one model has many. None for any.
+      base_model: its name or path, or several of them; an adapter of another is refused. Names are compared without
+        their folders, since one model has many. None or () for any.
       base_fingerprint: of its weights; an adapter whose file has another is refused. None for any.
 
     Raises CheckpointError: fields that are not applied, by name, before the tensors' file is opened; tensors that are
@@ -80,13 +84,14 @@ def _check_files(folder: Path) -> None:
     check_inside(folder, names)
 
 
-def _check_base(where: Path, trained_on: str | None, base_model: str | None) -> None:
-    if trained_on is None or base_model is None:
+def _check_base(where: Path, trained_on: str | None, base_model: str | Sequence[str] | None) -> None:
+    if trained_on is None or not base_model:
         return
-    if _last_part(trained_on) != _last_part(base_model):
+    names = [base_model] if isinstance(base_model, str) else base_model
+    if _last_part(trained_on) not in map(_last_part, names):
         raise CheckpointError(
             where,
-            f"base_model_name_or_path is {trained_on!r}, the base model is {base_model!r}; if these are one model under"
+            f"base_model_name_or_path is {trained_on!r}, the base model is {' or '.join(map(repr, names))}; if these are one model under"
             f" two names, give the adapter's: --base-model {trained_on} (base_model={trained_on!r} in Python)",
         )
 

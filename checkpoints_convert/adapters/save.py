@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from checkpoints_convert.adapters.adapter import Adapter, LowRank
+from jaxinfer.models.adapter import Adapter, LowRank
 from checkpoints_convert.adapters.modules import EMBEDDING, HEAD, BaseModules, Module, join_outputs, name_of
 from checkpoints_convert.adapters.read import (
     ADAPTER_WEIGHTS,

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 
 from jaxinfer import compilation_cache, parallel
+from jaxinfer.api.adapters import as_adapter, with_room
 from jaxinfer.api.arguments import (
+    adapters_of_each,
     as_conversations,
     as_count,
     as_names,
@@ -33,6 +35,8 @@ from jaxinfer.api.options import ON_LOADING, LLMOptions, documented
 from jaxinfer.cache.policy.kinds import extends_length
 from jaxinfer.chips import chip_of_kind
 from jaxinfer.engine.abstract_work import shapes_of
+from jaxinfer.engine.adapter_slots import LoadedAdapter
+from jaxinfer.engine.adapters import AdapterRegistry
 from jaxinfer.engine.client import Client
 from jaxinfer.engine.explanation import Explanation, explain_engine, summarize_engine
 from jaxinfer.engine.lockstep import Lockstep
@@ -66,6 +70,7 @@ from jaxinfer.loading import (
     load_model,
 )
 from jaxinfer.models import ModelConfig, Params, check_taps
+from jaxinfer.models.adapter import Adapter
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.openai.fields import check_message_names
 from jaxinfer.openai.requests import TextRequest
@@ -153,9 +158,16 @@ class LLM(Closable):
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
         self.default_params, self.ignored_generation_config = loaded.default_params, loaded.ignored_defaults
         self.eos_token_ids, self._weights = loaded.eos_token_ids, [loaded.weights]
+        source = None if loaded.source is None else str(loaded.source)
+        self._base_names = () if source is None else tuple(filter(None, (chosen.base_model, self.name, source)))
+        given = {
+            name: self._read_adapter(adapter, name) for name, adapter in dict(chosen.adapters or {}).items()
+        }
+        chosen = with_room(chosen, [adapter for adapter, _ in given.values()])
         run = loaded.runnable()
-        self._copies = run.value[1]
-        engine = self._make_engine(loaded, run.view(itemgetter(0)), replace(chosen, max_model_len=self.max_model_len))
+        self._copies, params = run.value[1], run.view(itemgetter(0))
+        engine = self._make_engine(loaded, params, replace(chosen, max_model_len=self.max_model_len))
+        self._adapters = AdapterRegistry(engine, params, (self.name,))
         self.client = Client(
             engine,
             name=self.name,
@@ -165,7 +177,10 @@ class LLM(Closable):
             seed=self.seed,
             has_head=loaded.has_head,
             system=loaded.system,
+            adapters=self._adapters,
         )
+        for name, (adapter, folder) in given.items():
+            self._adapters.load(name, adapter, source=folder)
         self.embedder = Embedder(self.client, loaded.embedding)
         if self._hosts is not None:
             from jaxinfer.batch import BatchSummary
@@ -182,6 +197,10 @@ class LLM(Closable):
             self._weights.append(weights)
         scales = loaded.on_mesh(loaded.kv_scales if options.kv_scales is None else options.kv_scales)
         return make_engine(self.config, params, options, draft=draft, kv_scales=scales, mesh=self.mesh)
+
+    def _read_adapter(self, given: Any, name: str, base_model: str | None = None) -> tuple[Adapter, str]:
+        names = self._base_names if base_model is None else (base_model,)
+        return as_adapter(given, self.config, names, repr(name))
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
         __getattr__ = unknown_attribute
@@ -200,6 +219,7 @@ class LLM(Closable):
         priority: int | Sequence[int] = 0,
         timeout: float | None = None,
         cache_salt: str = "",
+        adapter: str | None | Sequence[str | None] = None,
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in their order.
 
@@ -211,6 +231,7 @@ class LLM(Closable):
           priority: for all prompts, or one for each; lower goes first.
           timeout: seconds after which what is not done ends with finish_reason "abort".
           cache_salt: requests of different salts share no cached prefix.
+          adapter: the name of a loaded adapter for all prompts, or one for each; None for the model without one.
 
         Raises TypeError for an argument of a wrong type, ValueError for any prompt or parameter that cannot be served,
         with its number; nothing is generated then.
@@ -222,19 +243,24 @@ class LLM(Closable):
         if taps and (policy := self.engine.spec.policy).drops:
             raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy='{policy}'")
         per_prompt = params_of_each(params, self.default_params, len(prompts))
-        priorities = priorities_of_each(priority, len(prompts))
+        each = zip(
+            priorities_of_each(priority, len(prompts)), adapters_of_each(adapter, len(prompts)), strict=True
+        )
+        options = [RequestOptions(rank, timeout, cache_salt, name) for rank, name in each]
         requests = [
-            self.prepare(prompt, sampling, RequestOptions(rank, timeout, cache_salt), what=f"prompt {number}")
-            for number, (prompt, sampling, rank) in enumerate(zip(prompts, per_prompt, priorities, strict=True))
+            self.prepare(prompt, sampling, own, what=f"prompt {number}")
+            for number, (prompt, sampling, own) in enumerate(zip(prompts, per_prompt, options, strict=True))
         ]
         outputs = [self.client.collect(answers) for answers in self._run(requests, "generating", "answer", use_tqdm)]
         if taps:
             outputs = [
                 replace(
                     output,
-                    taps=self.engine.hidden_states([*output.prompt_token_ids, *output.outputs[0].token_ids], taps),
+                    taps=self.engine.hidden_states(
+                        [*output.prompt_token_ids, *output.outputs[0].token_ids], taps, request.adapter
+                    ),
                 )
-                for output in outputs
+                for output, request in zip(outputs, requests, strict=True)
             ]
         return outputs
 
@@ -248,14 +274,15 @@ class LLM(Closable):
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
+        adapter: str | None | Sequence[str | None] = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation, `[{"role": "user", "content": "..."}, ...]`, or to a list of conversations.
 
         The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
         becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two. Calls are in
-        an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). Raises
-        TypeError for what is no conversation, ValueError as `generate`, and for tools that cannot be served.
+        an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). `adapter` is
+        as of `generate`. Raises TypeError for what is no conversation, ValueError as `generate`, and for tools that cannot be served.
         """
         conversations, answers = as_conversations(messages), self.answer_format
         given = {"tools": as_tools(tools), "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
@@ -267,7 +294,10 @@ class LLM(Closable):
         ]
         inputs = [request.inputs(self, answers)[0] for request in requests]
         outputs = self.generate(
-            [prompt for prompt, _ in inputs], [sampling for _, sampling in inputs], use_tqdm=use_tqdm
+            [prompt for prompt, _ in inputs],
+            [sampling for _, sampling in inputs],
+            use_tqdm=use_tqdm,
+            adapter=adapter,
         )
         return [request.read(output, answers) for output, request in zip(outputs, requests, strict=True)]
 
@@ -284,11 +314,15 @@ class LLM(Closable):
         return self.client.tokenize_chat(messages, tools, template_kwargs)
 
     @takes_other_names
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
-        """Yields text as it is generated. Leaving the loop early ends the request and frees its slot."""
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Iterator[StreamDelta]:
+        """Yields text as it is generated, by the adapter of that name if one is given. Leaving the loop early ends the
+        request and frees its slot."""
+        options = RequestOptions(adapter=adapter)
         if self._lockstep is not None:
-            return self._lockstep.each("stream", lambda: self.client.stream(self.prepare(prompt, params)))
-        return self.client.stream(self.prepare(prompt, params))
+            return self._lockstep.each("stream", lambda: self.client.stream(self.prepare(prompt, params, options)))
+        return self.client.stream(self.prepare(prompt, params, options))
 
     @takes_other_names
     def generate_each(
@@ -353,6 +387,7 @@ class LLM(Closable):
         continuations: Prompt | Sequence[Prompt] | None = None,
         params: SamplingParams | None = None,
         *,
+        adapter: str | None = None,
         use_tqdm: bool | None = None,
     ) -> list[Score]:
         """Log-probabilities of texts, or of each continuation after its prompt: of each token, their sum, mean loss and
@@ -364,6 +399,7 @@ class LLM(Closable):
           continuations: as many; only their tokens are scored. They are tokenized apart from the prompts; give token
             ids to choose the split yourself.
           params: for `processed` log-probabilities beside `raw` ones; by default they are the same.
+          adapter: the name of a loaded adapter, under which the texts are scored.
           use_tqdm: as of `generate`.
 
         All run in one batch, in any number. Memory does not grow with length times vocabulary: logits exist for a few
@@ -376,7 +412,8 @@ class LLM(Closable):
         else:
             what, pairs = "pair", as_pairs(prompts, continuations)
         requests = [
-            self.client.prepare_score(*pair, params, what=f"{what} {number}") for number, pair in enumerate(pairs)
+            self.client.prepare_score(*pair, params, RequestOptions(adapter=adapter), what=f"{what} {number}")
+            for number, pair in enumerate(pairs)
         ]
         scores: dict[SequenceState, Score] = {}
 
@@ -398,6 +435,7 @@ class LLM(Closable):
         dimensions: int | None = None,
         normalize: bool | None = None,
         truncate: bool = False,
+        adapter: str | None = None,
         use_tqdm: bool | None = None,
     ) -> np.ndarray:
         """Vectors of texts, float32 [texts, dimensions]: pooled final hidden states, as the checkpoint's files of
@@ -411,6 +449,7 @@ class LLM(Closable):
           dimensions: cuts vectors to their first components (Matryoshka), before they get length 1.
           normalize: whether vectors get length 1; None for what the checkpoint says.
           truncate: cuts texts that are too long at their end.
+          adapter: the name of a loaded adapter.
           use_tqdm: as of `generate`.
 
         Cached beginnings are used where only the last token counts; for "mean" and "cls" all of a text is computed.
@@ -419,6 +458,7 @@ class LLM(Closable):
         """
         keywords: dict[str, Any] = {"prompt_name": prompt_name, "prompt": prompt, "pooling": pooling}
         keywords |= {"dimensions": dimensions, "normalize": normalize, "truncate": truncate}
+        keywords["options"] = RequestOptions(adapter=adapter)
         return self._vectors(self.embedder.embed(as_prompts(texts), **keywords), "embedding", use_tqdm)
 
     @on_all_hosts
@@ -429,6 +469,7 @@ class LLM(Closable):
         *,
         instruction: str | None = None,
         truncate: bool = False,
+        adapter: str | None = None,
         use_tqdm: bool | None = None,
     ) -> np.ndarray:
         """How relevant each document is for its query, or for the only one: float32 [documents].
@@ -440,12 +481,14 @@ class LLM(Closable):
         Args:
           instruction: the task, in place of the reranker's default; for a model that embeds, the prompt of queries.
           truncate: cuts documents that are too long at their end.
+          adapter: the name of a loaded adapter.
 
         Raises ValueError for other numbers of queries and documents, for a document that is too long, with its number,
         and for a model without the tokens of the template. TypeError for what is no text.
         """
         queries = [queries] if isinstance(queries, str) else queries
-        job = self.embedder.relevance(queries, documents, instruction=instruction, truncate=truncate)
+        keywords: dict[str, Any] = {"instruction": instruction, "truncate": truncate}
+        job = self.embedder.relevance(queries, documents, options=RequestOptions(adapter=adapter), **keywords)
         return self._vectors(job, "scoring", use_tqdm)
 
     def rerank(
@@ -456,10 +499,12 @@ class LLM(Closable):
         top_n: int | None = None,
         instruction: str | None = None,
         truncate: bool = False,
+        adapter: str | None = None,
         use_tqdm: bool | None = None,
     ) -> list[tuple[int, float]]:
         """Pairs (index of a document, its `relevance`), the most relevant first, at most `top_n`."""
-        scores = self.relevance(query, documents, instruction=instruction, truncate=truncate, use_tqdm=use_tqdm)
+        keywords: dict[str, Any] = {"instruction": instruction, "truncate": truncate, "adapter": adapter}
+        scores = self.relevance(query, documents, use_tqdm=use_tqdm, **keywords)
         return best_first(scores, top_n)
 
     def _vectors(self, job: VectorJob, description: str, use_tqdm: bool | None) -> np.ndarray:
@@ -505,6 +550,41 @@ class LLM(Closable):
     @params.setter
     def params(self, params: Params) -> None:
         refuse("llm.params = ...")
+
+    # Adapters.
+
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
+        """Adapters that requests can name."""
+        return self._adapters
+
+    def load_adapter(
+        self,
+        name: str,
+        adapter: str | Path | Adapter,
+        *,
+        pinned: bool = False,
+        replace: bool = False,
+        base_model: str | None = None,
+    ) -> LoadedAdapter:
+        """Loads a LoRA adapter, which requests then name with `adapter=name`. No program is compiled.
+
+        Args:
+          adapter: a folder as PEFT writes it, or an `Adapter` of arrays (`jaxinfer.models.adapter`), which are copied.
+          pinned: whether it stays on the device once it is there.
+          replace: whether an adapter of that name may be there; requests that named it go on with it.
+          base_model: the model's name in the adapter's configuration, where that is not what it is opened by.
+
+        Raises ValueError, with names and numbers, for a name that is taken, an adapter that does not fit the model, and
+        one for which there is no room (`max_adapters`, `max_adapter_rank`, `adapter_modules`, `adapter_parts`);
+        CheckpointError, a ValueError, for a folder that cannot be read. Nothing is loaded then.
+        """
+        read, source = self._read_adapter(adapter, name, base_model)
+        return self._adapters.load(name, read, source=source, pinned=pinned, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes an adapter away; requests that named it go on with it. Raises ValueError for one that is not loaded."""
+        self._adapters.unload(name)
 
     def save(
         self, folder: str | Path, *, dtype: str = "auto", dequantize: bool = False, overwrite: bool = False

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxinfer.engine.options import SPECULATION, EngineOptions
+from jaxinfer.engine.options import ADAPTERS, SPECULATION, EngineOptions
 from jaxinfer.options import describe, option
 
 if TYPE_CHECKING:
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from jaxinfer.cache import KVScales
     from jaxinfer.models import ModelConfig, Params
+    from jaxinfer.models.adapter import Adapter
     from jaxinfer.text import Tokenizer
 
     LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
@@ -98,6 +99,19 @@ class LLMOptions(EngineOptions):
         "NAME",
         group=MODEL,
     )
+    adapters: "Mapping[str, str | Path | Adapter] | None" = option(
+        None,
+        "LoRA adapters by name: folders as PEFT writes them, or in Python also Adapters. A request names the one that "
+        "answers it (docs/adapters.md).",
+        "NAME=DIR",
+        group=ADAPTERS,
+    )
+    base_model: str | None = option(
+        None,
+        "The model's name in the configurations of its adapters, where that is not what it is opened by.",
+        "NAME",
+        group=ADAPTERS,
+    )
     seed: int = option(
         0,
         "Requests without a seed of their own derive theirs from this one and their number since the start.",
@@ -144,6 +158,14 @@ class LLMOptions(EngineOptions):
         self.check_needs_draft(self.draft is not None)
         if self.activations not in ACTIVATIONS:
             raise ValueError(f"activations must be {' or '.join(ACTIVATIONS)}, got {self.activations!r}")
+        if self.adapters is not None:
+            if not isinstance(self.adapters, Mapping) or not all(isinstance(name, str) for name in self.adapters):
+                raise TypeError(f'adapters must be a mapping such as {{"name": folder}}, got {self.adapters!r:.60}')
+            if self.max_adapters == 0 and self.adapters:
+                raise ValueError(f"max_adapters=0 leaves no room for adapters={list(self.adapters)}")
+        for name in ("mesh", "offload"):
+            if (self.adapters or self.max_adapters) and (value := getattr(self, name)):
+                raise ValueError(f"adapters are for one device without offload, and {name}={value!r} is given")
         if self.offload and self.activations != "float32":
             raise ValueError(
                 f"activations={self.activations!r} excludes offload={self.offload!r}: those are not packed"
@@ -160,7 +182,7 @@ class LLMOptions(EngineOptions):
             tool_form(self.tool_parser)
 
     def _check_types(self) -> None:
-        for name in ("dtype", "quantize", "requantize", "quantization", "revision", "tool_parser"):
+        for name in ("dtype", "quantize", "requantize", "quantization", "revision", "tool_parser", "base_model"):
             value = getattr(self, name)
             if not (isinstance(value, str) or (value is None and name not in ("dtype", "tool_parser"))):
                 raise TypeError(f"{name} must be a text, got {type(value).__name__} {value!r:.60}")

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from jaxinfer.engine.adapter_slots import LoadedAdapter
+from jaxinfer.engine.adapters import AdapterRegistry
 from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
@@ -45,7 +47,8 @@ class Client(TakesPrompts):
 
     Args:
       name: of the model, for messages. eos_token_ids: end answers. tokenizer: None for token ids only. has_head: False
-        for a model that makes vectors only. system: for conversations without a system message.
+        for a model that makes vectors only. system: for conversations without a system message. adapters: that requests
+        can name.
     """
 
     def __init__(
@@ -59,10 +62,11 @@ class Client(TakesPrompts):
         seed: int,
         has_head: bool = True,
         system: str | None = None,
+        adapters: AdapterRegistry | None = None,
     ):
         derive_seed(seed)  # checks its range
         self._engine: AnyEngine | None = engine
-        self.has_head = has_head
+        self.has_head, self.adapters = has_head, adapters
         self.name, self.config, self.tokenizer, self.system = name, config, tokenizer, system
         self.vocab_size, self.max_model_len = config.vocab_size, engine.spec.max_model_len
         self.eos_token_ids, self.seed = eos_token_ids, seed
@@ -130,9 +134,21 @@ class Client(TakesPrompts):
             bad_words=bad_words,
             grammar=grammar,
             gate=gate,
+            adapter=self._adapter(options, what),
             options=options,
             deadline=_deadline(options),
         )
+
+    def _adapter(self, options: RequestOptions, what: str) -> LoadedAdapter | int:
+        """The adapter that a request names; 0 for none."""
+        if options.adapter is None:
+            return 0
+        try:
+            if self.adapters is None:
+                raise ValueError(f"{self.name} has no adapters, and {options.adapter!r} was asked for")
+            return self.adapters.find(options.adapter)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
 
     def _compile(self, structured: StructuredOutputs, prompt: Sequence[int]) -> tuple[Grammar, Gate | None]:
         """The grammar that the answers to a prompt must match, and the gate where it begins; raises
@@ -154,7 +170,13 @@ class Client(TakesPrompts):
         return grammar, self._compiler.gate(FAMILIES[structured.reasoning], prompt_end(tokenizer, prompt))
 
     def prepare_score(
-        self, prompt: Prompt, continuation: Prompt | None, params: SamplingParams, *, what: str
+        self,
+        prompt: Prompt,
+        continuation: Prompt | None,
+        params: SamplingParams,
+        options: RequestOptions = DEFAULT_REQUEST_OPTIONS,
+        *,
+        what: str,
     ) -> Request:
         """A request that scores `continuation` after `prompt`, tokenized apart; without one, all tokens of the prompt
         but its first."""
@@ -172,7 +194,9 @@ class Client(TakesPrompts):
         params = replace(params, n=1, max_tokens=None, prompt_logprobs=0, stop=(), logprobs=None)
         self._check_fits(what, len(ids), 0)
         bad_words = self._check_params(params)
-        return Request(ids, params, 1, 0, eos_token_ids=self.eos_token_ids, bad_words=bad_words, score_from=start)
+        more: dict[str, Any] = {"adapter": self._adapter(options, what), "options": options}
+        more |= {"bad_words": bad_words, "score_from": start}
+        return Request(ids, params, 1, 0, eos_token_ids=self.eos_token_ids, **more)
 
     def prepare_pooled(
         self, token_ids: Sequence[int], params: SamplingParams, pooling: Pooling, options: RequestOptions, *, what: str
@@ -181,7 +205,8 @@ class Client(TakesPrompts):
         if pooling.token_ids and not self.has_head:
             raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no scores of pairs")
         self._check_fits(what, len(token_ids), 0)
-        return Request(list(token_ids), params, 1, 0, pooling=pooling, options=options, deadline=_deadline(options))
+        more: dict[str, Any] = {"adapter": self._adapter(options, what), "options": options}
+        return Request(list(token_ids), params, 1, 0, pooling=pooling, deadline=_deadline(options), **more)
 
     def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Checks sampling parameters against the model; returns the token sequences of `bad_words`."""

@@ -4,8 +4,8 @@ import heapq
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
 from jaxinfer.engine import results
+from jaxinfer.engine.adapter_slots import LoadedAdapter
+from jaxinfer.engine.adapter_stacks import AdapterStacks
 from jaxinfer.engine.compiling import Report, default_jobs
 from jaxinfer.engine.events import Dispatch, Observer, Observers, SlotWork, Snapshot
 from jaxinfer.engine.grammars import Grammars
@@ -62,9 +64,14 @@ class Engine:
         replica: int = 0,
     ):
         weights = as_weights(params)
+        self.adapter_stacks: AdapterStacks | None = None
+        if (sizes := options.adapter_sizes) is not None:
+            self.adapter_stacks = AdapterStacks(config, weights.value, sizes)
+            weights = weights.view(self.adapter_stacks.on)
         spec = EngineSpec.of(config, weights.value, options, draft, mesh)
         self.replica, self.weights = replica, weights.root
-        self.runner = ModelRunner(spec, weights, draft, kv_scales=kv_scales, available=available)
+        more = {"adapters": self.adapter_stacks, "kv_scales": kv_scales, "available": available}
+        self.runner = ModelRunner(spec, weights, draft, **more)
         self.spec = self.runner.spec
         self.grammars = Grammars(self.spec)
         scheduling = SchedulerOptions.of(self.spec, self.runner.host_pages.sizes)
@@ -306,9 +313,30 @@ class Engine:
         """Names of the programs that `warm_up` compiles, without the small programs that write slots and copy pages."""
         return [program.name for program in self.runner.all_programs]
 
-    def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
-        return self.runner.hidden_states(tokens, taps)
+    def hidden_states(
+        self, tokens: list[int], taps: tuple[str, ...], adapter: LoadedAdapter | int = 0
+    ) -> dict[str, np.ndarray]:
+        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache. Raises RuntimeError
+        where all slots have adapters of running requests."""
+        with self._adapter_slot(adapter) as slot:
+            return self.runner.hidden_states(tokens, taps, slot)
+
+    @contextmanager
+    def _adapter_slot(self, adapter: LoadedAdapter | int) -> Iterator[int]:
+        """The slot of an adapter, into which it is written if it is in none."""
+        if isinstance(adapter, int):
+            yield adapter
+            return
+        slots = self.scheduler.adapters
+        if (taken := slots.take(adapter)) is None:
+            raise RuntimeError(f"adapter {adapter.name!r}: running requests have all {slots.num_slots} slots")
+        slot, is_new = taken
+        try:
+            if is_new:
+                self.runner.write_stacks(slot, adapter.host)
+            yield slot
+        finally:
+            slots.give_back(slot)
 
     @property
     def kv_scales(self) -> KVScales | None:

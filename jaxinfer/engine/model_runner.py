@@ -17,6 +17,7 @@ from jax.stages import Lowered
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
 from jaxinfer.cache.state import zeros_of
+from jaxinfer.engine.adapter_stacks import AdapterStacks, HostAdapter
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.lockstep import operation
@@ -93,7 +94,7 @@ class ModelRunner:
 
     Args:
       spec: what to allocate; without `num_pages` its pool is as large as the memory allows.
-      weights, draft: the concrete parameters of the spec.
+      weights, draft: the concrete parameters of the spec. adapters: of the stacks in these weights, if there are any.
       kv_scales: a checkpoint's, for an fp8 cache; ignored by others.
       available: free bytes, in place of the device's own figure.
 
@@ -106,12 +107,14 @@ class ModelRunner:
         weights: WeightsView[Params],
         draft: Draft | None = None,
         *,
+        adapters: AdapterStacks | None = None,
         kv_scales: KVScales | None = None,
         available: int | None = None,
     ):
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh, params, config, draft = spec.mesh, weights.value, spec.config, draft or NO_DRAFT
         self.placement, self.weights = DevicePlacement(mesh), leaves_of(weights)
+        self.adapters, self._adapted = adapters, weights
         self.model, _ = program_model(config, params, mesh, spec.policy)
         self.device = self.weights.value[0].addressable_shards[0].device
         models = weights.view(lambda params: draft.models(config, params))
@@ -228,9 +231,10 @@ class ModelRunner:
         """Drops what scoring keeps of a sequence."""
         self._scorer.stop(sequence)
 
-    def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
+    def hidden_states(self, tokens: list[int], taps: tuple[str, ...], adapter: int = 0) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
-        return tapped_states(self.model, self.weights.value, tokens, taps, self.spec.kv_dtype, self.kv_scales)
+        stored, own = (self.spec.kv_dtype, self.kv_scales), np.int32(adapter) if self.spec.has_adapters else None
+        return tapped_states(self.model, self.weights.value, tokens, taps, *stored, own)
 
     # Before a dispatch: slots and page table.
 
@@ -241,6 +245,8 @@ class ModelRunner:
                 order[[old, new]] = order[[new, old]]
             self._move_slots(order)
         self._move_pages(plan)
+        for slot, adapter in plan.adapters:
+            self.write_stacks(slot, adapter.host)
         for sequence in plan.admitted:
             self._write_slot(sequence)
         if restored := [
@@ -272,7 +278,14 @@ class ModelRunner:
         if (length := self.spec.draft_length) is not None:
             self._write_draft_row(slot, padded(sequence.tokens[:length], length), sequence.num_drafted)
         if self.spec.has_adapters:
-            self._write_adapter(slot, sequence.request.adapter)
+            self._write_adapter(slot, sequence.adapter_slot)
+
+    def write_stacks(self, slot: int, adapter: HostAdapter) -> None:
+        """Writes an adapter into a slot, 1 for the first."""
+        if self.adapters is None:
+            raise RuntimeError("an adapter was planned for weights without room for any")
+        self.adapters.write(slot - 1, adapter)
+        self._adapted.remake()
 
     def _update_tables(self, plan: DispatchPlan | None, num_slots: int) -> None:
         """Brings the first rows of the page tables to the device, where they have changed."""
@@ -485,7 +498,7 @@ class ModelRunner:
         rows, pieces = step_rows([(slot, chunk)], [], chunk.length, spec.max_seqs)
         del rows["tokens"], rows["token_slots"]
         prompt = sequence.tokens[: sequence.num_prompt]
-        of = {"slot": slot, "num_found": sequence.num_reused, "adapter": sequence.request.adapter}
+        of = {"slot": slot, "num_found": sequence.num_reused, "adapter": sequence.adapter_slot}
         work = self._end_work(prompt, chunk.length, chunk.end_moves, **of)
         return self._run_compaction(rows, work, pieces[0].is_read), pieces
 

@@ -10,15 +10,20 @@ from jaxinfer.cache.policy.kinds import KEEPS_ALL, parse_policy
 from jaxinfer.options import option
 
 if TYPE_CHECKING:
+    from jaxinfer.engine.adapter_slots import AdapterSizes
     from jaxinfer.speculative import Draft, TokenTree
 
 CACHES = ("paged", "contiguous")
 MAX_DRAFT_TOKENS = 31
 TOKEN_UNIT = 16  # tokens of a step are a multiple of it: whole rows of a register's tile, also of 16-bit values
 SPECULATION = "Speculative decoding"
+ADAPTERS = "Adapters"
 
 _engine = partial(option, group="Engine")
 _speculation = partial(option, group=SPECULATION)
+_adapters = partial(option, group=ADAPTERS)
+ADAPTER_PARTS = ("dora", "bias")
+DEFAULT_ADAPTER_RANK = 16
 
 
 def parse_draft_tokens(text: str) -> int | Literal["auto"]:
@@ -55,6 +60,14 @@ def parse_tree(text: str) -> tuple[int, ...]:
         return tuple(int(width) for width in text.split(","))
     except ValueError:
         raise ValueError(f"draft_tree is widths such as 3,2,1, got {text!r}") from None
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Names such as "q_proj,v_proj", from a command line. Raises ValueError for none."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ValueError(f"names such as q_proj,v_proj are wanted, got {text!r}")
+    return names
 
 
 def most_tokens(prefill_chunk: int, max_seqs: int) -> int:
@@ -257,6 +270,29 @@ class EngineOptions(SpeculationOptions):
         "MIB",
         min=0,
     )
+    max_adapters: int | None = _adapters(
+        None,
+        "LoRA adapters on the device at once; more may be loaded, and move there when a request names them. By default "
+        "as many as are given at the start, and none without any.",
+        "N",
+        min=0,
+    )
+    max_adapter_rank: int | None = _adapters(
+        None, "The largest rank of an adapter; by default the largest of those given at the start, or 16.", "N", min=1
+    )
+    adapter_modules: Sequence[str] | None = _adapters(
+        None,
+        "Weights that have room for adapters, such as q_proj,v_proj; by default all linear layers.",
+        "NAMES",
+        parse=parse_names,
+    )
+    adapter_parts: Sequence[str] | None = _adapters(
+        None,
+        "What adapters may have beside pairs of matrices: dora (magnitudes), bias (trained biases). By default what "
+        "those given at the start have.",
+        "NAMES",
+        parse=parse_names,
+    )
     shuffle_seed: int | None = option(None, "Orders the pages at random, for tests; by default in order.", "N")
 
     def __post_init__(self) -> None:
@@ -266,6 +302,7 @@ class EngineOptions(SpeculationOptions):
         for name in ("max_model_len", "max_seqs", "steps_per_dispatch", "page_size", "num_pages", "prefill_chunk"):
             self._check_count(name)
         self._check_count("max_waiting")
+        self._check_adapters()
         check_kv_dtype(self.kv_dtype)
         if self.num_pages == 1:
             raise ValueError("num_pages=1: a pool needs the null page and at least one more")
@@ -301,6 +338,34 @@ class EngineOptions(SpeculationOptions):
                 f"deterministic=True cannot be combined with draft_tree={self.draft_tree}: the keys of a tree are "
                 f"summed in another order; draft a chain with num_draft_tokens"
             )
+
+    def _check_adapters(self) -> None:
+        if self.max_adapters is not None and not _is_count(self.max_adapters):
+            raise ValueError(f"max_adapters must be 0 or a positive integer, got {self.max_adapters!r}")
+        self._check_count("max_adapter_rank")
+        for name in ("adapter_modules", "adapter_parts"):
+            if (given := getattr(self, name)) is None:
+                continue
+            if isinstance(given, str) or not all(isinstance(part, str) and part for part in given):
+                raise ValueError(f"{name} must be a list of names, got {given!r:.60}")
+            object.__setattr__(self, name, tuple(given))
+        if unknown := [part for part in self.adapter_parts or () if part not in ADAPTER_PARTS]:
+            raise ValueError(f"adapter_parts has {unknown[0]!r}: it may have {', '.join(ADAPTER_PARTS)}")
+        if not self.max_adapters:
+            for name in ("max_adapter_rank", "adapter_modules", "adapter_parts"):
+                if (given := getattr(self, name)) is not None and self.max_adapters is not None:
+                    raise ValueError(f"{name}={given!r} is for adapters, and max_adapters is {self.max_adapters}")
+
+    @property
+    def adapter_sizes(self) -> "AdapterSizes | None":
+        """Room for adapters; None for none."""
+        from jaxinfer.engine.adapter_slots import AdapterSizes
+
+        if not self.max_adapters:
+            return None
+        parts, rank = self.adapter_parts or (), self.max_adapter_rank or DEFAULT_ADAPTER_RANK
+        modules = None if self.adapter_modules is None else tuple(self.adapter_modules)
+        return AdapterSizes(self.max_adapters, rank, modules, has_columns="dora" in parts, has_offset="bias" in parts)
 
     def _check_sizes(self, name: str, unit: int) -> None:
         if (given := getattr(self, name)) is None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.tiers.host_tier import PageMove
@@ -34,6 +35,13 @@ class Chunk:
     end_moves: tuple[GroupMove, ...] = ()
 
 
+class AdapterMove(NamedTuple):
+    """An adapter that is written into a slot."""
+
+    slot: int
+    adapter: LoadedAdapter
+
+
 class PageCopy(NamedTuple):
     """A page of a group whose contents another one gets."""
 
@@ -50,6 +58,7 @@ class DispatchPlan:
       admitted: sequences that got a slot; their rows of the device's arrays must be written first, and their states
         copied from where they `restore_from`.
       moves: pairs (old slot, new slot) of sequences that move first, so that fewer rows are computed.
+      adapters: adapters that are written into slots first.
       to_host: pages that move to host memory, before any page is written. from_host: pages that are then brought back,
         before states are restored and pages are copied.
       copies: pages to copy before anything is stored. Neither moves nor copies depend on their order.
@@ -68,6 +77,7 @@ class DispatchPlan:
     tokens_per_step: int = 1
     draft: Any = None
     grammar: Sequence[Any] = ()
+    adapters: Sequence[AdapterMove] = ()
     to_host: Sequence[PageMove] = ()
     from_host: Sequence[PageMove] = ()
 

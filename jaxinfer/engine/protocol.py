@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxinfer.cache import KVScales
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.compiling import Report
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.events import Observer, Snapshot
@@ -54,7 +55,9 @@ class AnyEngine(Protocol):
 
     def snapshot(self) -> Snapshot: ...
 
-    def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]: ...
+    def hidden_states(
+        self, tokens: list[int], taps: tuple[str, ...], adapter: LoadedAdapter | int = 0
+    ) -> dict[str, np.ndarray]: ...
 
     def warm_up(self, num_jobs: int | None = None, report: Report = lambda name: None) -> int: ...
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinfer import parallel
 from jaxinfer.cache import KVScales
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.compiling import Report
 from jaxinfer.engine.engine import Deadlines, Engine
 from jaxinfer.engine.events import Observer, Snapshot
@@ -127,9 +128,11 @@ class Replicas:
         """As `Engine.program_names`, of every engine."""
         return [name for engine in self.engines for name in engine.program_names]
 
-    def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
+    def hidden_states(
+        self, tokens: list[int], taps: tuple[str, ...], adapter: LoadedAdapter | int = 0
+    ) -> dict[str, np.ndarray]:
         """As `Engine.hidden_states`."""
-        return self.engines[0].hidden_states(tokens, taps)
+        return self.engines[0].hidden_states(tokens, taps, adapter)
 
     @property
     def kv_scales(self) -> KVScales | None:

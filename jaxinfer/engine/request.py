@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.sampling import SamplingParams, SamplingRow, sample_seed
 from jaxinfer.speculative.statistics import SpeculationStats
@@ -43,11 +44,13 @@ class RequestOptions:
       priority: lower goes first.
       timeout: seconds after which the request is aborted; None for no limit.
       cache_salt: requests of different salts share no cached prefix.
+      adapter: the name of a loaded adapter; None for the model without one.
     """
 
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -59,6 +62,8 @@ class RequestOptions:
             raise ValueError(f"timeout must be positive seconds or None, got {timeout!r}")
         if not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt must be a text, got {self.cache_salt!r}")
+        if not (self.adapter is None or isinstance(self.adapter, str)):
+            raise ValueError(f"adapter must be the name of a loaded adapter or None, got {self.adapter!r:.60}")
 
 
 DEFAULT_REQUEST_OPTIONS = RequestOptions()
@@ -106,7 +111,7 @@ class Request:
       pooling: what vector is wanted of the prompt; the answer, of one token, is then not looked at. None for none.
       grammar: what the answers must match, compiled; None for anything. gate: where in an answer it begins; None for
         its first token.
-      adapter: the number of the one that the model's weights hold for it; 0 for none.
+      adapter: the one that it is answered with; a number of one that the model's weights hold as they are; 0 for none.
       options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
     """
 
@@ -121,7 +126,7 @@ class Request:
     pooling: Pooling | None = None
     grammar: Any = None
     gate: Any = None
-    adapter: int = 0
+    adapter: LoadedAdapter | int = 0
     options: RequestOptions = DEFAULT_REQUEST_OPTIONS
     deadline: float | None = None
 
@@ -182,7 +187,8 @@ class SequenceState:
         engine without a draft. num_plain: tokens that were made without a draft there.
 
     Schedule, which the scheduler writes:
-      order: its number since the start. slot: its row in the device's arrays, None while it waits.
+      order: its number since the start. slot: its row in the device's arrays, None while it waits. adapter_slot: where
+        its adapter is, 0 for none. num_overtaken: how many were admitted before it while its adapter had no slot.
       tables: by group of layers, the pages that it owns, in order; NULL_PAGE for those behind a window, which are the
         first `num_released` of the group, but for its sinks.
       num_stored: tokens whose keys are in the cache when everything planned has run: at least so many, where steps
@@ -225,6 +231,8 @@ class SequenceState:
     # Schedule.
     order: int = -1
     slot: int | None = None
+    adapter_slot: int = 0
+    num_overtaken: int = 0
     tables: list[list[int]] = field(default_factory=lambda: [[]])
     num_released: list[int] = field(default_factory=lambda: [0])
     num_stored: int = 0
@@ -316,6 +324,8 @@ class SequenceState:
     def salt(self) -> str:
         """Separates its prefixes from others of the same tokens: by the request's salt and adapter."""
         adapter, salt = self.request.adapter, self.request.options.cache_salt
+        if isinstance(adapter, LoadedAdapter):
+            adapter = adapter.fingerprint  # by which reuse survives restarts, whatever the name and the slot
         return hashlib.sha256(repr((adapter, salt)).encode()).hexdigest() if adapter else salt
 
     def keys(self, page_size: int, num_tokens: int, num_ahead: int = 0) -> list[bytes]:

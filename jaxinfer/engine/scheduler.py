@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.cache.policy.contract import CachePolicy, PromptEnd
 from jaxinfer.cache.policy.kinds import KEEPS_ALL
+from jaxinfer.engine.adapter_slots import AdapterSlots, LoadedAdapter
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
-from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy, num_expected
+from jaxinfer.engine.plans import AdapterMove, Chunk, DispatchPlan, PageCopy, num_expected
 from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixMatch, PrefixPlace, PrefixTree
 from jaxinfer.engine.prompt_ends import PromptEnds
@@ -34,6 +35,8 @@ MAX_QUEUE_SCAN = 256  # waiting requests that one step looks at
 HOST_STEPS = 0.25  # a dispatch under masks from the host takes 0.25 to 0.4 steps longer
 MAX_SCANNED_ANSWERS = 16 * MAX_QUEUE_SCAN  # waiting answers of these requests
 MAX_COMPARED = 8  # waiting answers whose beginnings are compared with that of one which is admitted
+MAX_OVERTAKEN = 64  # answers that are admitted before one whose adapter finds no slot; then the slots drain
+MAX_PREFETCHED = 16  # waiting answers whose adapters move to the device ahead of use
 
 
 class QueueFullError(RuntimeError):
@@ -78,6 +81,7 @@ class SchedulerOptions:
       pages of each group of layers, and of saved states; () for none. at_end: what a prompt loses at its end in the
       first group. policy: of the cache. max_step_tokens: tokens of a step in all; None for prefill_chunk beside
       decoding sequences. num_ahead: tokens after a page that a part of it follows from, which a draft stores.
+      num_adapters: adapters on the device at once.
     """
 
     num_pages: int
@@ -99,6 +103,7 @@ class SchedulerOptions:
     policy: CachePolicy = KEEPS_ALL
     max_step_tokens: int | None = None
     num_ahead: int = 0
+    num_adapters: int = 0
 
     @classmethod
     def of(cls, spec: "EngineSpec", host_pools: tuple[HostPoolSize, ...] = ()) -> "SchedulerOptions":
@@ -123,6 +128,7 @@ class SchedulerOptions:
             policy=spec.policy,
             max_step_tokens=spec.token_buckets[-1],
             num_ahead=spec.draft.num_ahead,
+            num_adapters=spec.options.max_adapters or 0,
         )
 
     @property
@@ -166,6 +172,8 @@ class Scheduler:
         self.saved = SavedStates(*states, holds_restored=bool(self.tier))
         groups = (*options.groups, *self.saved.groups)
         self.prefixes = PrefixTree((*self.pools.all, *self.saved.pools), groups, options.page_size, self.tier)
+        self.adapters = AdapterSlots(options.num_adapters)
+        self._adapter_moves: list[AdapterMove] = []  # of the dispatch that is planned
         self.counters = Counters()
         # Parts that are in use; the others are not called.
         self._has_ends, self._has_saved, self._has_tier = bool(self.ends), bool(self.saved), bool(self.tier)
@@ -324,6 +332,7 @@ class Scheduler:
         self.pools.check(self.running)
         self.ends.check(self.running)
         self.saved.check(self.running)
+        self.adapters.check([sequence.adapter_slot for sequence in self.running if _loaded(sequence)])
         self.prefixes.check()
         slots = [sequence.slot for sequence in self.running]
         owned = sorted([*self._free_slots, *(slot for slot in slots if slot is not None)])
@@ -358,7 +367,9 @@ class Scheduler:
     # Planning.
 
     def _with_moves(self, plan: DispatchPlan) -> DispatchPlan:
-        """The plan with the pages that move to host memory and back."""
+        """The plan with the adapters that move to the device, and the pages that move to host memory and back."""
+        if self._adapter_moves:
+            plan, self._adapter_moves = replace(plan, adapters=self._adapter_moves), []
         if not self._has_tier:
             return plan
         leaving, coming = self.tier.take_moves()
@@ -393,8 +404,8 @@ class Scheduler:
         """True if the first that waits could start now; a guess, `_admit` decides."""
         if not self.waiting or not self._free_slots:
             return False
-        first = self.waiting[0]
-        return self.pools.has_room(self.pools.least_pages(len(first.tokens), first.num_prompt), self._num_spare())
+        first = next(filter(self._has_adapter, self.waiting[:MAX_COMPARED]), None)
+        return first is not None and self.pools.has_room(self.pools.least_pages(len(first.tokens), first.num_prompt), self._num_spare())
 
     def _num_spare(self) -> list[int]:
         """By group, pages left for those that run when another is admitted, lest it is preempted at once."""
@@ -420,18 +431,53 @@ class Scheduler:
             budget = min(budget, self.options.max_step_tokens - num_decoding)
         for sequence in sorted((running for running in self.running if not running.is_decoding), key=_rank):
             budget -= self._plan_chunk(sequence, budget, chunks)
-        num_scanned = 0
+        num_scanned, overtaken = 0, []
         for sequence in self.waiting[:MAX_SCANNED_ANSWERS]:
             if budget <= 0 or not self._free_slots or num_scanned == MAX_QUEUE_SCAN:
                 break
             num_scanned += sequence.leader is None  # the other answers to a prompt need no comparison
             if self._should_wait(sequence):
                 continue
+            if not self._has_adapter(sequence):
+                if sequence.num_overtaken >= MAX_OVERTAKEN:
+                    break
+                overtaken.append(sequence)
+                continue
             if not self._admit(sequence, copies):
                 break  # the order is kept: a large one is not overtaken for ever by small ones
             admitted.append(sequence)
+            for other in overtaken:
+                other.num_overtaken += 1
             budget -= self._plan_chunk(sequence, budget, chunks)
+        self._prefetch_adapter()
         return chunks
+
+    def _has_adapter(self, sequence: SequenceState) -> bool:
+        """True if its adapter is in a slot, or if there is one for it."""
+        adapter = _loaded(sequence)
+        return adapter is None or self.adapters.can_take(adapter)
+
+    def _take_adapter(self, sequence: SequenceState) -> None:
+        if (adapter := _loaded(sequence)) is None:
+            sequence.adapter_slot = sequence.request.adapter  # pyright: ignore[reportAttributeAccessIssue]
+        elif (taken := self.adapters.take(adapter)) is not None:
+            sequence.adapter_slot, is_new = taken
+            if is_new:
+                self._adapter_moves.append(AdapterMove(sequence.adapter_slot, adapter))
+
+    def _prefetch_adapter(self) -> None:
+        """Moves the adapter of one that waits to the device, where none of those before it needs the slot."""
+        if not self.options.num_adapters or self._adapter_moves:
+            return
+        needed: list[LoadedAdapter] = []
+        for sequence in self.waiting[:MAX_PREFETCHED]:
+            if (adapter := _loaded(sequence)) is None:
+                continue
+            needed.append(adapter)
+            if self.adapters.slot_of(adapter) is None:
+                if (slot := self.adapters.prefetch(adapter, needed)) is not None:
+                    self._adapter_moves.append(AdapterMove(slot, adapter))
+                return
 
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
@@ -539,6 +585,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.slot = heapq.heappop(self._free_slots)
+        self._take_adapter(sequence)
         sequence.target = num_tokens
         sequence.num_confirmed = sequence.num_reused = num_known
         self.counters.reused_tokens += num_known
@@ -599,7 +646,9 @@ class Scheduler:
         if self._has_saved:
             self.saved.release_all(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
-        sequence.slot = sequence.place = None
+        if _loaded(sequence):
+            self.adapters.give_back(sequence.adapter_slot)
+        sequence.slot, sequence.place, sequence.adapter_slot = None, None, 0
         sequence.is_compacted = False
         sequence.num_stored = sequence.num_reserved = sequence.num_confirmed = sequence.num_listed = 0
 
@@ -628,6 +677,12 @@ class Scheduler:
 
 def _rank(sequence: SequenceState) -> tuple[bool, int, int]:
     return sequence.rank
+
+
+def _loaded(sequence: SequenceState) -> LoadedAdapter | None:
+    """The adapter that needs a slot."""
+    adapter = sequence.request.adapter
+    return adapter if isinstance(adapter, LoadedAdapter) else None
 
 
 def _num_replayed(chunk: Chunk) -> int:

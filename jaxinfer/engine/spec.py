@@ -33,6 +33,7 @@ from jaxinfer.engine.abstract_work import (
     shapes_of,
     take_layers,
 )
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.determinism import Determinism, decide
 from jaxinfer.engine.options import EngineOptions, most_tokens
@@ -122,9 +123,12 @@ class EngineSpec:
     def has_adapters(self) -> bool:
         return self.num_adapters > 0
 
-    def check_adapter(self, adapter: int) -> None:
+    def check_adapter(self, adapter: LoadedAdapter | int) -> None:
         """Raises ValueError, with both numbers, for an adapter that the weights do not hold."""
-        if not 0 <= adapter < max(self.num_adapters, 1):
+        if isinstance(adapter, LoadedAdapter):
+            if self.options.adapter_sizes is None:
+                raise ValueError(f"adapter {adapter.name!r} was asked for, and there is room for none: max_adapters=8")
+        elif not 0 <= adapter < max(self.num_adapters, 1):
             held = f"hold adapters 0 to {self.num_adapters - 1}" if self.has_adapters else "hold no adapters"
             raise ValueError(f"adapter {adapter} was asked for, and the model's weights {held}")
 

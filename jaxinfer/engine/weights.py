@@ -56,6 +56,11 @@ class WeightsView(Generic[T]):
         """A form of this form. `make` gives trees of equal structure for equal structures."""
         return WeightsView(make, self)
 
+    def remake(self) -> None:
+        """Makes this form, and those of it, anew from a source that is the same: `make` reads what else has changed."""
+        for view, value in self._staged(self._make(self._source.value)):
+            view.value = value
+
     def _staged(self, value: T) -> list[tuple["WeightsView[Any]", Any]]:
         """This view and those of it, with what their values would be."""
         staged: list[tuple[WeightsView[Any], Any]] = [(self, value)]

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxinfer.models.config import ModelConfig, NormKind
 from jaxinfer.models.hidden import Hidden, Pending
+from jaxinfer.quantization.adapted import base_of, with_adapters
 from jaxinfer.quantization.matmul import is_joinable, matmul, matmul_several
 from jaxinfer.quantization.side_by_side import SideBySide
 from jaxinfer.quantization.side_by_side import products as side_by_side_products
@@ -161,7 +162,7 @@ class Linear(nnx.Module):
 
 def is_side_by_side(linear: Linear) -> bool:
     """True for the first of several linear layers whose weights lie in one array."""
-    return isinstance(linear, Linear) and isinstance(linear.weight.get_value(), SideBySide)
+    return isinstance(linear, Linear) and isinstance(base_of(linear.weight.get_value()), SideBySide)
 
 
 def project(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
@@ -169,9 +170,11 @@ def project(x: jax.Array, linears: Sequence[Linear]) -> list[jax.Array]:
     product where they lie side by side for a GPU."""
     # Calibration puts recorders in the place of linear layers: they have no weight and are called one by one.
     weights = [linear.weight.get_value() for linear in linears if isinstance(linear, Linear)]
-    is_side_by_side = any(isinstance(weight, SideBySide) for weight in weights)
-    if len(weights) < len(linears) or not (is_side_by_side or all(map(is_joinable, weights))):
+    bases = [base_of(weight) for weight in weights]
+    is_side_by_side = any(isinstance(base, SideBySide) for base in bases)
+    if len(weights) < len(linears) or not (is_side_by_side or all(map(is_joinable, bases))):
         return [linear(x) for linear in linears]
     with jax.named_scope("_".join(linear.scope for linear in linears)):
-        products = side_by_side_products(x, weights) if is_side_by_side else matmul_several(x, weights)
+        products = side_by_side_products(x, bases) if is_side_by_side else matmul_several(x, bases)
+        products = with_adapters(x, products, weights)
         return [linear._biased(y) for linear, y in zip(linears, products, strict=True)]

@@ -23,13 +23,14 @@ class WeightKind:
     The type is a pytree with the attributes `shape` and `ndim`, of the weight that it stands for, and `scheme`, None if
     it is not quantized. It may hold data for each row of x: rows are those of all the tokens of a pass, in their order.
     Such a type holds adapters, of which each row has one. Number 0 is none, and that of all rows of a leaf as it stands
-    in a model's parameters. Only matrices [K, N] may have adapters, no stacks of experts.
+    in a model's parameters.
 
     Attributes:
       matmul: as the function of that name, `out_dtype` by position. rows, transposed: likewise; None where a weight of
         the type is no embedding.
       for_rows: the leaf for rows with the adapters int32 [T], or [], that of all rows. num_adapters: how many a leaf
-        holds, number 0 included. None for types without data for each row.
+        holds, number 0 included. None for types without data for each row. takes_stacks: whether weights of the type
+        with adapters may be stacks [E, K, N]; else only matrices may.
     """
 
     matmul: Callable[..., jax.Array]
@@ -37,6 +38,7 @@ class WeightKind:
     transposed: Callable[[Any], Any] | None = None
     for_rows: Callable[[Any, jax.Array], Any] | None = None
     num_adapters: Callable[[Any], int] | None = None
+    takes_stacks: bool = False
 
 
 def matmul(x: jax.Array, weight: Weight, out_dtype=None, *, is_transposed: bool = False) -> jax.Array:

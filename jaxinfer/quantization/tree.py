@@ -60,7 +60,7 @@ def num_adapters(params: Any) -> int:
         if kind is None or kind.num_adapters is None:
             continue
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if leaf.ndim != 2:
+        if leaf.ndim != 2 and not kind.takes_stacks:
             raise ValueError(f"{name}: adapters are for matrices, not for {type(leaf).__name__} of {list(leaf.shape)}")
         counts.setdefault(kind.num_adapters(leaf), name)
     if len(counts) > 1:

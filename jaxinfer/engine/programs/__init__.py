@@ -185,12 +185,13 @@ def hidden_states(
     taps: tuple[str, ...],
     kv_dtype: str,
     scales: KVScales | None = None,
+    adapter: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """The tapped hidden states [T, D] of int32 tokens [T], computed without a cache, over the keys and values that one
-    of `kv_dtype` would give back."""
+    of `kv_dtype` would give back. `adapter`: an int32 scalar where weights hold any."""
     tapped, tap = collect(taps)
     positions = jnp.arange(tokens.shape[0])[None]
-    model.bind(weights)(tokens[None], positions, attend_as_stored(kv_dtype, scales), tap)
+    model.bind(weights).for_rows(adapter)(tokens[None], positions, attend_as_stored(kv_dtype, scales), tap)
     return {name: value[0] for name, value in tapped.items()}
 
 
@@ -201,12 +202,13 @@ def tapped_states(
     taps: tuple[str, ...],
     kv_dtype: str,
     scales: KVScales | None = None,
+    adapter: Any = None,
 ) -> dict[str, np.ndarray]:
     """The tapped hidden states [len(tokens), D] on the host; lengths are rounded up to few programs."""
     size = 32
     while size < len(tokens):
         size *= 2
-    tapped = hidden_states(model, weights, jnp.asarray(padded(tokens, size)), taps, kv_dtype, scales)
+    tapped = hidden_states(model, weights, jnp.asarray(padded(tokens, size)), taps, kv_dtype, scales, adapter)
     return {name: np.asarray(value)[: len(tokens)] for name, value in tapped.items()}
 
 

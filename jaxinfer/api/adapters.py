@@ -1,0 +1,51 @@
+"""Adapters that `LLM` is given: read, checked against the base model, and the room that they need."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.api.options import LLMOptions
+from jaxinfer.models import ModelConfig
+from jaxinfer.models.adapter import Adapter
+
+DEFAULT_RANK_STEP = 8  # the room for ranks is a multiple of it
+
+
+def as_adapter(given: Any, config: ModelConfig, base_names: Sequence[str], what: str) -> tuple[Adapter, str]:
+    """An adapter, and the folder that it is from; "" for one of arrays.
+
+    Raises CheckpointError, a ValueError, as `read_adapter`, and for the adapter of another base model; TypeError for
+    what is none.
+    """
+    if isinstance(given, Adapter):
+        return given, ""
+    if not isinstance(given, (str, Path)) or not str(given):
+        shown = f"{type(given).__name__} {given!r:.60}"
+        raise TypeError(f"adapter {what}: a folder or a jaxinfer.models.adapter.Adapter is wanted, got {shown}")
+    from checkpoints_convert.adapters import read_adapter
+
+    return read_adapter(given, config, base_model=base_names), str(given)
+
+
+def with_room(options: LLMOptions, adapters: Sequence[Adapter]) -> LLMOptions:
+    """The options with room for the adapters that are given at the start, in what is not set."""
+    if options.max_adapters is None:
+        options = replace(options, max_adapters=len(adapters))
+    if not adapters or not options.max_adapters:
+        return options
+    changes: dict[str, Any] = {}
+    if options.max_adapter_rank is None:
+        rank = max(adapter.max_rank for adapter in adapters)
+        changes["max_adapter_rank"] = max(-(-rank // DEFAULT_RANK_STEP), 1) * DEFAULT_RANK_STEP
+    if options.adapter_parts is None:
+        changes["adapter_parts"] = tuple(part for part in ("dora", "bias") if any(part in parts_of(a) for a in adapters))
+    return replace(options, **changes) if changes else options
+
+
+def parts_of(adapter: Adapter) -> set[str]:
+    """What an adapter has beside pairs of matrices, as `adapter_parts` names it."""
+    pairs = adapter.low_rank.values()
+    parts = {"dora"} if any(pair.magnitude is not None for pair in pairs) else set()
+    has_biases = any(pair.bias is not None for pair in pairs) or any(name.endswith(".bias") for name in adapter.replaced)
+    return parts | ({"bias"} if has_biases else set())

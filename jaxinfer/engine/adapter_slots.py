@@ -1,0 +1,148 @@
+"""Which adapter is in which slot of the device. Plain Python: no JAX here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class AdapterSizes:
+    """Room for the adapters of a model.
+
+    Attributes:
+      num_slots: adapters at once. max_rank: of each.
+      modules: last parts of the names of the weights that have room, such as "q_proj"; None for all linear layers.
+      has_columns: whether DoRA's factors have room. has_offset: whether biases have.
+    """
+
+    num_slots: int
+    max_rank: int
+    modules: tuple[str, ...] | None = None
+    has_columns: bool = False
+    has_offset: bool = False
+
+    def takes(self, path: tuple[str, ...], num_axes: int) -> bool:
+        """True for a parameter that has room for adapters."""
+        if path[0] != "layers" or path[-1] != WEIGHT or not path[-2].endswith("_proj") or num_axes != 2:
+            return False
+        return self.modules is None or path[-2] in self.modules
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """An adapter that requests can name.
+
+    Attributes:
+      name: by which it was loaded. fingerprint: a hash of its tensors and configuration, which salts prefixes.
+      host: its arrays in the host's memory. source: the folder that it was read from; "" for arrays.
+      is_pinned: whether it keeps its slot once it has one. is_unloaded: whether no request can name it any more; those
+        that did go on.
+    """
+
+    name: str
+    fingerprint: str
+    host: Any = field(repr=False)
+    source: str = ""
+    is_pinned: bool = False
+    is_unloaded: bool = False
+
+
+class AdapterSlots:
+    """The slots of one engine: the least recently used adapter that no running sequence needs makes room.
+
+    Slots are numbered from 1; 0 is none.
+    """
+
+    def __init__(self, num_slots: int):
+        self.num_slots = num_slots
+        self._slot: dict[str, int] = {}  # by fingerprint, the least recently used one first
+        self._adapters: dict[int, LoadedAdapter] = {}
+        self._num_running: dict[int, int] = {}  # by slot
+        self._free = list(range(num_slots, 0, -1))
+        self.num_moved = 0
+
+    def slot_of(self, adapter: LoadedAdapter) -> int | None:
+        """The slot where an adapter is; None if it is in none."""
+        return self._slot.get(adapter.fingerprint)
+
+    @property
+    def resident(self) -> Sequence[LoadedAdapter]:
+        """Adapters in slots, the least recently used one first."""
+        return [self._adapters[slot] for slot in self._slot.values()]
+
+    @property
+    def running(self) -> Sequence[LoadedAdapter]:
+        """Adapters of running sequences."""
+        return [self._adapters[slot] for slot in self._slot.values() if self._num_running.get(slot)]
+
+    def can_take(self, adapter: LoadedAdapter) -> bool:
+        """True if `take` has a slot for it."""
+        return self.slot_of(adapter) is not None or self._victim() is not None
+
+    def take(self, adapter: LoadedAdapter) -> tuple[int, bool] | None:
+        """A slot for one more running sequence with the adapter, and whether the adapter has to be written into it; None
+        if all slots are in use."""
+        is_new = (slot := self.slot_of(adapter)) is None
+        if slot is None:
+            if (slot := self._victim()) is None:
+                return None
+            self._place(adapter, slot)
+        self._slot[adapter.fingerprint] = self._slot.pop(adapter.fingerprint)  # now the most recently used
+        self._num_running[slot] = self._num_running.get(slot, 0) + 1
+        return slot, is_new
+
+    def prefetch(self, adapter: LoadedAdapter, needed: Sequence[LoadedAdapter]) -> int | None:
+        """The slot into which an adapter that will be needed is to be written now; None if it is in one, or if all have
+        adapters that run, or are needed before."""
+        if self.slot_of(adapter) is not None or (slot := self._victim(needed)) is None:
+            return None
+        self._place(adapter, slot)
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """A running sequence left its slot."""
+        self._num_running[slot] -= 1
+        self.forget(self._adapters[slot])
+
+    def forget(self, adapter: LoadedAdapter) -> None:
+        """Frees the slot of an adapter that was unloaded, once no running sequence has it."""
+        slot = self.slot_of(adapter)
+        if slot is not None and adapter.is_unloaded and not self._num_running.get(slot):
+            self._remove(slot)
+            self._free.append(slot)
+
+    def check(self, running: Sequence[int]) -> None:
+        """Raises RuntimeError where the slots of running sequences, 0 for none, do not agree with the counts."""
+        counts = {slot: count for slot, count in self._num_running.items() if count}
+        own: dict[int, int] = {}
+        for slot in filter(None, running):
+            own[slot] = own.get(slot, 0) + 1
+        if counts != own:
+            raise RuntimeError(f"adapters of running sequences are counted as {counts}, and are {own}")
+        used = sorted([*self._free, *self._adapters])
+        if used != list(range(1, self.num_slots + 1)):
+            raise RuntimeError(f"adapter slots {sorted(self._adapters)} are taken and {sorted(self._free)} are free")
+
+    def _victim(self, needed: Sequence[LoadedAdapter] = ()) -> int | None:
+        """A slot to write to: a free one, or that of the least recently used adapter that can go."""
+        if self._free:
+            return self._free[-1]
+        kept = {adapter.fingerprint for adapter in needed}
+        for fingerprint, slot in self._slot.items():
+            if not (self._num_running.get(slot) or self._adapters[slot].is_pinned or fingerprint in kept):
+                return slot
+        return None
+
+    def _place(self, adapter: LoadedAdapter, slot: int) -> None:
+        if slot in self._adapters:
+            self._remove(slot)
+        else:
+            self._free.remove(slot)
+        self._slot[adapter.fingerprint], self._adapters[slot] = slot, adapter
+        self.num_moved += 1
+
+    def _remove(self, slot: int) -> None:
+        del self._slot[self._adapters.pop(slot).fingerprint]

@@ -1,0 +1,83 @@
+"""The adapters that requests of an engine can name."""
+
+import threading
+from collections.abc import Iterator, Mapping
+
+from jaxinfer.checks import did_you_mean
+from jaxinfer.engine.adapter_slots import LoadedAdapter
+from jaxinfer.engine.protocol import AnyEngine
+from jaxinfer.engine.weights import WeightsView
+from jaxinfer.models import Params
+from jaxinfer.models.adapter import Adapter
+
+
+class AdapterRegistry(Mapping[str, LoadedAdapter]):
+    """Adapters in the host's memory, by name. Any thread may call its methods.
+
+    Args:
+      engine: whose weights have room for them, or have none. params: of the base, as the engine runs them.
+      taken: names of the base model, which no adapter may have.
+    """
+
+    def __init__(self, engine: AnyEngine, params: WeightsView[Params], taken: tuple[str, ...] = ()):
+        self._engine, self._params, self._taken = engine, params, taken
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> LoadedAdapter:
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._loaded))
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def find(self, name: str) -> LoadedAdapter:
+        """The adapter of a name. Raises ValueError, with the nearest one, for a name that is not loaded."""
+        if (adapter := self._loaded.get(name)) is None:
+            known = f": {', '.join(self._loaded)} are" if self._loaded else ": none is"
+            raise ValueError(f"no adapter {name!r} is loaded{did_you_mean(name, list(self._loaded)) or known}")
+        return adapter
+
+    def load(
+        self, name: str, adapter: Adapter, *, source: str = "", pinned: bool = False, replace: bool = False
+    ) -> LoadedAdapter:
+        """Loads an adapter into the host's memory, from where it moves to the device when requests name it.
+
+        Requests that name an adapter which is replaced go on with it. Raises ValueError for a name that is taken or is
+        loaded already, unless `replace`, and as `AdapterStacks.prepared`; nothing has changed then.
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an adapter's name must be a text, got {name!r:.60}")
+        if name in self._taken:
+            raise ValueError(f"adapter {name!r} would have the name of the model itself")
+        self._check_new(name, replace)
+        stacks = self._engine.engines[0].adapter_stacks
+        if stacks is None:
+            raise ValueError(f"adapter {name!r}: there is room for none; give max_adapters=8, or adapters at the start")
+        host = stacks.prepared(adapter, self._params.value, what=repr(name))
+        loaded = LoadedAdapter(name, adapter.fingerprint, host, source, pinned)
+        with self._lock:
+            self._check_new(name, replace)
+            old, self._loaded[name] = self._loaded.get(name), loaded
+        if old is not None:
+            self._forget(old)
+        return loaded
+
+    def unload(self, name: str) -> None:
+        """Takes an adapter away: requests that name it already go on with it, and then its memory is free. Raises
+        ValueError for a name that is not loaded."""
+        with self._lock:
+            adapter = self.find(name)
+            del self._loaded[name]
+        self._forget(adapter)
+
+    def _check_new(self, name: str, replace: bool) -> None:
+        if name in self._loaded and not replace:
+            raise ValueError(f"adapter {name!r} is loaded already; unload it first, or give replace=True")
+
+    def _forget(self, adapter: LoadedAdapter) -> None:
+        adapter.is_unloaded = True
+        for engine in self._engine.engines:
+            engine.scheduler.adapters.forget(adapter)
