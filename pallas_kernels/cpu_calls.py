@@ -4,7 +4,7 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,14 +46,23 @@ def num_parts(num_units: int, units_of_a_part: int = 1) -> int:
     return max(1, min(MAX_PARTS, num_units // units_of_a_part))
 
 
-def call(name: str, results: Any, operands: Sequence[jax.Array], **attributes: int) -> Any:
+def call(
+    name: str,
+    results: Any,
+    operands: Sequence[jax.Array],
+    *,
+    in_place: Mapping[int, int] | None = None,
+    **attributes: int,
+) -> Any:
     """Calls the kernel that `kernels.register` registered under `name`.
 
     Args:
       results: `jax.ShapeDtypeStruct` of the result, or a tuple of them.
+      in_place: indices of operands, and of the results that have their memory. XLA copies an operand first that
+        something else uses.
       attributes: integers, which the kernel reads in alphabetical order of their names.
     """
-    function = jax.ffi.ffi_call(name, results, vmap_method="sequential")
+    function = jax.ffi.ffi_call(name, results, vmap_method="sequential", input_output_aliases=dict(in_place or {}))
     return function(*operands, **{key: np.int64(value) for key, value in attributes.items()})
 
 
