@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.models.adapter import Adapter
 from checkpoints_convert.adapters.merge import Merge, rounded
 from checkpoints_convert.adapters.read import read_adapter
 from checkpoints_convert.checkpoint import Bounds, Checkpoint, HostParam, ParamPath, cut_parts, digest, numpy_dtype
@@ -16,6 +15,7 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import is_of_tokenizer, read_json, tokenizer_files_of
 from checkpoints_convert.load import open_checkpoint
 from checkpoints_convert.safetensors_files import check_inside
+from jaxinfer.models.adapter import Adapter
 from jaxinfer.quantization import QuantizedArray
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.models.adapter import Adapter, LowRank
 from checkpoints_convert.adapters.modules import EMBEDDING, HEAD
 from checkpoints_convert.checkpoint import ParamPath, check_finite, insert, param_shapes
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.host_arrays import count_nonfinite
 from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models.adapter import Adapter, LowRank
 from jaxinfer.quantization import QuantizedArray
 
 EMBEDDING_PATH, HEAD_PATH = (EMBEDDING,), (HEAD,)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
 from checkpoints_convert.adapters.config import AdapterConfig, read_config
 from checkpoints_convert.adapters.modules import EMBEDDING, HEAD, BaseModules, Module, cut_outputs, forms, name_of
 from checkpoints_convert.adapters.patterns import suffixes
@@ -16,6 +15,7 @@ from checkpoints_convert.files import ADAPTER_CONFIG
 from checkpoints_convert.host_arrays import count_nonfinite
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, SafetensorsFile, check_inside
 from jaxinfer.models import ModelConfig
+from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_FINGERPRINT = "base_fingerprint"

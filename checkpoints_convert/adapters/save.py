@@ -11,7 +11,6 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxinfer.models.adapter import Adapter, LowRank
 from checkpoints_convert.adapters.modules import EMBEDDING, HEAD, BaseModules, Module, join_outputs, name_of
 from checkpoints_convert.adapters.read import (
     ADAPTER_WEIGHTS,
@@ -28,6 +27,7 @@ from checkpoints_convert.files import ADAPTER_CONFIG, write_json
 from checkpoints_convert.host_arrays import count_nonfinite
 from jaxinfer.files import sync
 from jaxinfer.models import ModelConfig
+from jaxinfer.models.adapter import Adapter, LowRank
 
 
 def save_adapter(adapter: Adapter, folder: str | Path, config: ModelConfig, *, overwrite: bool = False) -> Path:

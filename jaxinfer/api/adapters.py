@@ -39,7 +39,9 @@ def with_room(options: LLMOptions, adapters: Sequence[Adapter]) -> LLMOptions:
         rank = max(adapter.max_rank for adapter in adapters)
         changes["max_adapter_rank"] = max(-(-rank // DEFAULT_RANK_STEP), 1) * DEFAULT_RANK_STEP
     if options.adapter_parts is None:
-        changes["adapter_parts"] = tuple(part for part in ("dora", "bias") if any(part in parts_of(a) for a in adapters))
+        changes["adapter_parts"] = tuple(
+            part for part in ("dora", "bias") if any(part in parts_of(a) for a in adapters)
+        )
     return replace(options, **changes) if changes else options
 
 
@@ -47,5 +49,7 @@ def parts_of(adapter: Adapter) -> set[str]:
     """What an adapter has beside pairs of matrices, as `adapter_parts` names it."""
     pairs = adapter.low_rank.values()
     parts = {"dora"} if any(pair.magnitude is not None for pair in pairs) else set()
-    has_biases = any(pair.bias is not None for pair in pairs) or any(name.endswith(".bias") for name in adapter.replaced)
+    has_biases = any(pair.bias is not None for pair in pairs) or any(
+        name.endswith(".bias") for name in adapter.replaced
+    )
     return parts | ({"bias"} if has_biases else set())

@@ -160,9 +160,7 @@ class LLM(Closable):
         self.eos_token_ids, self._weights = loaded.eos_token_ids, [loaded.weights]
         source = None if loaded.source is None else str(loaded.source)
         self._base_names = () if source is None else tuple(filter(None, (chosen.base_model, self.name, source)))
-        given = {
-            name: self._read_adapter(adapter, name) for name, adapter in dict(chosen.adapters or {}).items()
-        }
+        given = {name: self._read_adapter(adapter, name) for name, adapter in dict(chosen.adapters or {}).items()}
         chosen = with_room(chosen, [adapter for adapter, _ in given.values()])
         run = loaded.runnable()
         self._copies, params = run.value[1], run.view(itemgetter(0))
@@ -243,9 +241,7 @@ class LLM(Closable):
         if taps and (policy := self.engine.spec.policy).drops:
             raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy='{policy}'")
         per_prompt = params_of_each(params, self.default_params, len(prompts))
-        each = zip(
-            priorities_of_each(priority, len(prompts)), adapters_of_each(adapter, len(prompts)), strict=True
-        )
+        each = zip(priorities_of_each(priority, len(prompts)), adapters_of_each(adapter, len(prompts)), strict=True)
         options = [RequestOptions(rank, timeout, cache_salt, name) for rank, name in each]
         requests = [
             self.prepare(prompt, sampling, own, what=f"prompt {number}")

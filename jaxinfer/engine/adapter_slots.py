@@ -1,9 +1,9 @@
 """Which adapter is in which slot of the device. Plain Python: no JAX here."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
 
 WEIGHT = "weight"
 
@@ -53,7 +53,7 @@ class LoadedAdapter:
 class AdapterSlots:
     """The slots of one engine: the least recently used adapter that no running sequence needs makes room.
 
-    Slots are numbered from 1; 0 is none.
+    Slots are numbered from 1; 0 is none. Any thread may call `forget` and read; the others are the scheduler's.
     """
 
     def __init__(self, num_slots: int):
@@ -63,6 +63,7 @@ class AdapterSlots:
         self._num_running: dict[int, int] = {}  # by slot
         self._free = list(range(num_slots, 0, -1))
         self.num_moved = 0
+        self._lock = threading.RLock()
 
     def slot_of(self, adapter: LoadedAdapter) -> int | None:
         """The slot where an adapter is; None if it is in none."""
@@ -71,12 +72,14 @@ class AdapterSlots:
     @property
     def resident(self) -> Sequence[LoadedAdapter]:
         """Adapters in slots, the least recently used one first."""
-        return [self._adapters[slot] for slot in self._slot.values()]
+        with self._lock:
+            return [self._adapters[slot] for slot in self._slot.values()]
 
     @property
     def running(self) -> Sequence[LoadedAdapter]:
         """Adapters of running sequences."""
-        return [self._adapters[slot] for slot in self._slot.values() if self._num_running.get(slot)]
+        with self._lock:
+            return [self._adapters[slot] for slot in self._slot.values() if self._num_running.get(slot)]
 
     def can_take(self, adapter: LoadedAdapter) -> bool:
         """True if `take` has a slot for it."""
@@ -85,34 +88,38 @@ class AdapterSlots:
     def take(self, adapter: LoadedAdapter) -> tuple[int, bool] | None:
         """A slot for one more running sequence with the adapter, and whether the adapter has to be written into it; None
         if all slots are in use."""
-        is_new = (slot := self.slot_of(adapter)) is None
-        if slot is None:
-            if (slot := self._victim()) is None:
-                return None
-            self._place(adapter, slot)
-        self._slot[adapter.fingerprint] = self._slot.pop(adapter.fingerprint)  # now the most recently used
-        self._num_running[slot] = self._num_running.get(slot, 0) + 1
-        return slot, is_new
+        with self._lock:
+            is_new = (slot := self.slot_of(adapter)) is None
+            if slot is None:
+                if (slot := self._victim()) is None:
+                    return None
+                self._place(adapter, slot)
+            self._slot[adapter.fingerprint] = self._slot.pop(adapter.fingerprint)  # now the most recently used
+            self._num_running[slot] = self._num_running.get(slot, 0) + 1
+            return slot, is_new
 
     def prefetch(self, adapter: LoadedAdapter, needed: Sequence[LoadedAdapter]) -> int | None:
         """The slot into which an adapter that will be needed is to be written now; None if it is in one, or if all have
         adapters that run, or are needed before."""
-        if self.slot_of(adapter) is not None or (slot := self._victim(needed)) is None:
-            return None
-        self._place(adapter, slot)
-        return slot
+        with self._lock:
+            if self.slot_of(adapter) is not None or (slot := self._victim(needed)) is None:
+                return None
+            self._place(adapter, slot)
+            return slot
 
     def give_back(self, slot: int) -> None:
         """A running sequence left its slot."""
-        self._num_running[slot] -= 1
-        self.forget(self._adapters[slot])
+        with self._lock:
+            self._num_running[slot] -= 1
+            self.forget(self._adapters[slot])
 
     def forget(self, adapter: LoadedAdapter) -> None:
         """Frees the slot of an adapter that was unloaded, once no running sequence has it."""
-        slot = self.slot_of(adapter)
-        if slot is not None and adapter.is_unloaded and not self._num_running.get(slot):
-            self._remove(slot)
-            self._free.append(slot)
+        with self._lock:
+            slot = self.slot_of(adapter)
+            if slot is not None and adapter.is_unloaded and not self._num_running.get(slot):
+                self._remove(slot)
+                self._free.append(slot)
 
     def check(self, running: Sequence[int]) -> None:
         """Raises RuntimeError where the slots of running sequences, 0 for none, do not agree with the counts."""

@@ -2,7 +2,7 @@
 another adapter in a slot is other data for the same programs."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -140,7 +140,9 @@ class AdapterStacks:
         if (rank := adapter.max_rank) > sizes.max_rank:
             refuse(f"its rank is {rank}, and there is room for {sizes.max_rank}: max_adapter_rank={rank}")
         if adapter.token_rows:
-            refuse(f"it has trained tokens of {_listed(adapter.token_rows)}: merge it with jaxinfer convert --merge-lora")
+            refuse(
+                f"it has trained tokens of {_listed(adapter.token_rows)}: merge it with jaxinfer convert --merge-lora"
+            )
         wholes = [name for name in adapter.replaced if not name.endswith(".bias")]
         if wholes:
             refuse(f"it brings {_listed(wholes)} whole: merge it with jaxinfer convert --merge-lora")
@@ -162,7 +164,9 @@ class AdapterStacks:
         if pair is None:
             pair = LowRank(np.zeros((inputs, 0), np.float32), np.zeros((0, outputs), np.float32), 1.0)
         if (change := (pair.a.shape[0], pair.b.shape[-1])) != (inputs, outputs) or pair.a.ndim != 2:
-            raise ValueError(f"adapter {what}: {name!r} has a change of {list(change)}, the weight is {inputs, outputs}")
+            raise ValueError(
+                f"adapter {what}: {name!r} has a change of {list(change)}, the weight is {inputs, outputs}"
+            )
         a = np.ascontiguousarray(pair.a.T, self.dtype)
         b = np.ascontiguousarray(np.float32(pair.scale) * pair.b.astype(np.float32), self.dtype)
         columns = offset = None

@@ -405,7 +405,9 @@ class Scheduler:
         if not self.waiting or not self._free_slots:
             return False
         first = next(filter(self._has_adapter, self.waiting[:MAX_COMPARED]), None)
-        return first is not None and self.pools.has_room(self.pools.least_pages(len(first.tokens), first.num_prompt), self._num_spare())
+        return first is not None and self.pools.has_room(
+            self.pools.least_pages(len(first.tokens), first.num_prompt), self._num_spare()
+        )
 
     def _num_spare(self) -> list[int]:
         """By group, pages left for those that run when another is admitted, lest it is preempted at once."""
