@@ -2,9 +2,11 @@
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from jaxinfer.checks import did_you_mean
 
 WEIGHT = "weight"
 
@@ -49,6 +51,12 @@ class LoadedAdapter:
     source: str = ""
     is_pinned: bool = False
     is_unloaded: bool = False
+
+
+def not_loaded(name: str, loaded: Collection[str]) -> str:
+    """The sentence about a name that is none of those that are loaded."""
+    known = f": {', '.join(loaded)} are" if loaded else ": none is"
+    return f"no adapter {name!r:.80} is loaded{did_you_mean(name, list(loaded)) or known}"
 
 
 class AdapterSlots:
