@@ -24,8 +24,8 @@ _NUM_SHOWN = 16  # digits of a fingerprint in a message
 class Identity:
     """Everything that the answers depend on, and the path of the errors relative to the results.
 
-    `table`: how a table's rows become requests; None for JSON lines. `adapters`: by name, the fingerprints of those that
-    rows name and that were loaded; None for none.
+    `table`: how a table's rows become requests; None for JSON lines. `adapters`: fingerprints by name, of those that
+    rows name and that are loaded; None for none.
     """
 
     input_sha256: str

@@ -173,8 +173,8 @@ def _opened_job(options: BatchOptions) -> "Iterator[Job]":
 
     path_in, path_out = _paths(options)
     names = ("errors", "resume", "overwrite", "retry_errors", "sort", "prompt_column", "prompt", "chat")
-    names += ("adapter_column",)
     flags = {**{name: getattr(options, name) for name in names}, "keep": options.keep or ()}
+    flags["adapter_column"] = options.adapter_column
     on_line = None
     with contextlib.ExitStack() as stack:
         copied = path_in

@@ -20,10 +20,11 @@ MAX_MODEL_LEN = 64
 
 
 class FakeLLM:
-    """What a job needs of a model. `order` decides which answers end first; `weights` which tokens come, and `adapters`,
-    fingerprints by name, where a row names one."""
+    """What a job needs of a model. `order` decides which answers end first; `weights` which tokens come, and
+    `adapters`, fingerprints by name, where a row names one."""
 
-    tokenizer = adapter = None
+    tokenizer = None
+    adapter: str | None = None  # of the request that is answered
     max_model_len = MAX_MODEL_LEN
 
     def __init__(
@@ -61,14 +62,14 @@ class FakeLLM:
 
     def generate_each(self, requests, *, max_queued=None) -> Iterator[tuple[Any, Any]]:
         requests = iter(requests)
-        running: list[tuple[Any, Any, SamplingParams, Any]] = []
+        running: list[tuple[Any, Any, SamplingParams, str | None]] = []
         while True:
             while len(running) < self.num_slots and (request := next(requests, None)) is not None:
-                running.append(request)
+                name = request[3].adapter
+                running.append((*request[:3], None if name is None else self.adapters[name].fingerprint))
             if not running:
                 return
-            key, prompt, params, options = running.pop(self._random.randrange(len(running)))
-            self.adapter = None if options.adapter is None else self.adapters[options.adapter].fingerprint
+            key, prompt, params, self.adapter = running.pop(self._random.randrange(len(running)))
             yield key, self._answer(prompt, params)
 
     @property
