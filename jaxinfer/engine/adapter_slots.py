@@ -8,8 +8,6 @@ from typing import Any
 
 from jaxinfer.checks import did_you_mean
 
-WEIGHT = "weight"
-
 
 @dataclass(frozen=True)
 class AdapterSizes:
@@ -17,21 +15,19 @@ class AdapterSizes:
 
     Attributes:
       num_slots: adapters at once. max_rank: of each.
-      modules: last parts of the names of the weights that have room, such as "q_proj"; None for all linear layers.
-      has_columns: whether DoRA's factors have room. has_offset: whether biases have.
+      modules: last parts of the names of the linear layers that have room, such as "q_proj"; None for all of them.
+      parts: what else has room (`engine.options.ADAPTER_PARTS`). num_tokens: trained tokens of an adapter.
     """
 
     num_slots: int
     max_rank: int
     modules: tuple[str, ...] | None = None
-    has_columns: bool = False
-    has_offset: bool = False
+    parts: frozenset[str] = frozenset()
+    num_tokens: int = 0
 
-    def takes(self, path: tuple[str, ...], num_axes: int) -> bool:
-        """True for a parameter that has room for adapters."""
-        if path[0] != "layers" or path[-1] != WEIGHT or not path[-2].endswith("_proj") or num_axes != 2:
-            return False
-        return self.modules is None or path[-2] in self.modules
+    def has(self, part: str) -> bool:
+        """True for a part that has room."""
+        return part in self.parts
 
 
 @dataclass(eq=False)
@@ -41,6 +37,7 @@ class LoadedAdapter:
     Attributes:
       name: by which it was loaded. fingerprint: a hash of its tensors and configuration, which salts prefixes.
       host: its arrays in the host's memory. source: the folder that it was read from; "" for arrays.
+      invocation_tokens: it changes only what comes from their last occurrence on (aLoRA); () where it changes all.
       is_pinned: whether it keeps its slot once it has one, unless all slots have pinned ones.
       is_unloaded: whether no request can name it any more; those that did go on.
     """
@@ -49,8 +46,17 @@ class LoadedAdapter:
     fingerprint: str
     host: Any = field(repr=False)
     source: str = ""
+    invocation_tokens: tuple[int, ...] = ()
     is_pinned: bool = False
     is_unloaded: bool = False
+
+    def start_in(self, token_ids: Sequence[int]) -> int | None:
+        """The index from which it changes the model, for a prompt; None if the prompt does not invoke it."""
+        wanted, length = list(self.invocation_tokens), len(self.invocation_tokens)
+        if not wanted:
+            return 0
+        starts = range(len(token_ids) - length, -1, -1)
+        return next((start for start in starts if list(token_ids[start : start + length]) == wanted), None)
 
 
 def not_loaded(name: str, loaded: Collection[str]) -> str:
@@ -96,8 +102,8 @@ class AdapterSlots:
             return self.slot_of(adapter) is not None or self._victim() is not None
 
     def take(self, adapter: LoadedAdapter) -> tuple[int, bool] | None:
-        """A slot for one more running sequence with the adapter, and whether the adapter has to be written into it; None
-        if all slots are in use."""
+        """A slot for one more running sequence with the adapter, and whether the adapter has to be written into it.
+        None if all slots are in use."""
         with self._lock:
             is_new = (slot := self.slot_of(adapter)) is None
             if slot is None:
@@ -144,14 +150,11 @@ class AdapterSlots:
             if counts != own:
                 raise RuntimeError(f"adapters of running sequences are counted as {counts}, and are {dict(own)}")
             for slot, adapter in running:
-                if self.slot_of(adapter) != slot:
-                    raise RuntimeError(
-                        f"adapter {adapter.name!r} runs in slot {slot}, and is in {self.slot_of(adapter)}"
-                    )
-            if {slot: adapter.fingerprint for slot, adapter in self._adapters.items()} != {
-                slot: fingerprint for fingerprint, slot in self._slot.items()
-            }:
-                raise RuntimeError(f"adapters {list(self._slot)} are in slots {self._slot}, which have others")
+                if (place := self.slot_of(adapter)) != slot:
+                    raise RuntimeError(f"adapter {adapter.name!r} runs in slot {slot}, and is in {place}")
+            listed = {adapter.fingerprint: slot for slot, adapter in self._adapters.items()}
+            if listed != self._slot or len(listed) != len(self._adapters):
+                raise RuntimeError(f"adapters are in slots {self._slot}, and the slots have {listed}")
             used = sorted([*self._free, *self._adapters])
             if used != list(range(1, self.num_slots + 1)):
                 raise RuntimeError(f"adapter slots {sorted(self._adapters)} are taken, {sorted(self._free)} are free")
@@ -161,9 +164,8 @@ class AdapterSlots:
         if self._free:
             return self._free[-1]
         kept = {adapter.fingerprint for adapter in needed}
-        idle = [
-            slot for fingerprint, slot in self._slot.items() if not (self._num_running.get(slot) or fingerprint in kept)
-        ]
+        can_go = {slot: fingerprint not in kept for fingerprint, slot in self._slot.items()}
+        idle = [slot for slot in can_go if can_go[slot] and not self._num_running.get(slot)]
         if needed or not all(map(self._is_pinned, self._adapters)):
             idle = [slot for slot in idle if not self._is_pinned(slot)]
         return idle[0] if idle else None  # a pinned one where all are: others would wait for ever

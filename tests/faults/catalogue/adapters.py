@@ -233,7 +233,7 @@ SCHEDULED_AND_BATCHED = (
     Fault(
         "adapters/warming-up-overwrites-a-slot",
         "jaxinfer/engine/model_runner.py",
-        "self.write_stacks(sizes.num_slots + 1, ",
+        "self.write_stacks(self.adapters.sizes.num_slots + 1, ",
         "self.write_stacks(1, ",
         (WARMED,),
         "an adapter that was used before warm_up() changes nothing after it",
@@ -241,7 +241,7 @@ SCHEDULED_AND_BATCHED = (
     Fault(
         "adapters/the-write-compiles-with-the-first-request",
         "jaxinfer/engine/model_runner.py",
-        '            self.write_stacks(sizes.num_slots + 1, HostAdapter("", {}, 0))\n',
+        "            self.write_stacks(self.adapters.sizes.num_slots + 1, self.adapters.nothing())\n",
         "            pass\n",
         (WARMED,),
         "the first request for an adapter waits for a compiler, in a server that was warmed up",
