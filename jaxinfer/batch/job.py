@@ -257,6 +257,7 @@ class Job:
                 self._fail(row, error, stage)
                 continue
             if row.request.form == "embeddings":
+                self._check_same(adapter, row)
                 yield from self._vectors(row, adapter, stage)
                 continue
             request = None
@@ -278,14 +279,12 @@ class Job:
                 yield (row.line, index), prompt, _with_own_seed(row, params, index), options
 
     def _adapter_of(self, row: BatchRow) -> LoadedAdapter | None:
-        """The adapter that a row names, in OpenAI's form as its model. Raises RequestError for one that is not loaded,
-        BatchError as `_check_same`."""
+        """The adapter that a row names, in OpenAI's form as its model. Raises RequestError if it is not loaded."""
         name = row.request.adapter
         if name is None:
             adapter = None if row.request.text.model is None else self._adapters.get(row.request.text.model)
         elif (adapter := self._adapters.get(name)) is None:
             raise RequestError(not_loaded(name, self._adapters), ADAPTER)
-        self._check_same(adapter, row)
         return adapter
 
     def _check_same(self, adapter: LoadedAdapter | None, row: BatchRow) -> None:

@@ -118,10 +118,11 @@ def test_a_job_continues_with_the_same_adapters_only(write_rows, run, llm, mixed
 
 def test_rows_whose_model_became_an_adapter_are_of_another_job(write_rows, run, llm, tmp_path):
     """They have the answers of the base."""
-    path_in = write_rows([openai("a", "nl", prompt="x"), {"prompt": "x", "adapter": "nl"}])
-    assert run(path_in, llm=llm()).other_models == {"nl": 1}
-    with pytest.raises(BatchError, match=r"adapter 'nl' \(was not loaded, is aaaaaaaaaaaaaaaa\)"):
-        run(path_in, llm=llm(nl="a" * 64), retry_errors=True)
+    for more in ([], [{"prompt": "x", "adapter": "nl"}]):
+        path_in = write_rows([openai("a", "nl", prompt="x"), *more])
+        assert run(path_in, llm=llm(), overwrite=True).other_models == {"nl": 1}
+        with pytest.raises(BatchError, match=r"adapter 'nl' \(was not loaded, is aaaaaaaaaaaaaaaa\)"):
+            run(path_in, llm=llm(nl="a" * 64), retry_errors=True)
 
 
 def test_rows_that_failed_without_their_adapter_are_tried_again_with_it(write_rows, run, llm, outcome, tmp_path):

@@ -1,6 +1,7 @@
 """Which adapter is in which slot: a model of what may happen, under random operations, and examples of choices."""
 
 import random
+import sys
 import threading
 
 import pytest
@@ -228,7 +229,8 @@ def test_other_threads_unload_while_the_scheduler_looks():
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=unload)
+    thread, interval = threading.Thread(target=unload), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     thread.start()
     try:
         for number in range(4000):
@@ -239,6 +241,7 @@ def test_other_threads_unload_while_the_scheduler_looks():
     finally:
         is_over.set()
         thread.join()
+        sys.setswitchinterval(interval)
     assert not errors
     slots.check([])
 
