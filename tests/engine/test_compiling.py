@@ -80,18 +80,20 @@ def test_warm_up_compiles_each_program_once(tiny):
 
 def test_warm_up_compiles_what_writes_adapters_and_overwrites_none(tiny):
     jax.clear_caches()
-    pair = LowRank(np.full((32, 2), 0.5, np.float32), np.eye(2, 32, dtype=np.float32), 1.0)
-    adapters = {name: Adapter({f"layers.{layer}.attention.q_proj": pair}) for layer, name in enumerate("ab")}
+    pairs = [LowRank(np.full((32, 2), sign, np.float32), np.ones((2, 32), np.float32), 1.0) for sign in (1, -1)]
+    layers = [f"layers.{layer}.attention.o_proj" for layer in range(2)]
+    adapters = {name: Adapter(dict.fromkeys(layers, pair)) for name, pair in zip("ab", pairs, strict=True)}
     with LLM(tiny, adapters=adapters, max_adapters=1, **OPTIONS) as llm:
         with compilation_cache.counting() as counts:
             num_programs = llm.warm_up()
         assert counts.compiled + counts.hits == num_programs == len(llm.engine.program_names) + 8
         params, prompt = SamplingParams(temperature=0, max_tokens=4), [1, 2, 3]
         with compilation_cache.counting() as counts:
-            before = [llm.generate(prompt, params, adapter=name)[0].outputs[0].token_ids for name in "ab"]
+            before = [llm.generate(prompt, params, adapter=name)[0].outputs[0].token_ids for name in (None, *"ab")]
         assert counts.compiled + counts.hits == 0
+        assert len(set(map(tuple, before))) == 3
         llm.warm_up()  # the second adapter is in the slot
-        assert llm.generate(prompt, params, adapter="b")[0].outputs[0].token_ids == before[1]
+        assert llm.generate(prompt, params, adapter="b")[0].outputs[0].token_ids == before[2]
         assert llm.engine.engines[0].scheduler.adapters.num_moved == 2
 
 

@@ -265,8 +265,8 @@ SCHEDULED_AND_BATCHED = (
     Fault(
         "adapters/a-batch-goes-on-with-a-replaced-adapter",
         JOB,
-        "                self._check_same(adapter, row)\n                yield",
-        "                yield",
+        "in enumerate(inputs):\n                self._check_same(adapter, row)\n",
+        "in enumerate(inputs):\n",
         (IN_BATCHES + "test_an_adapter_that_is_replaced_under_the_job_stops_it",),
         "rows of one job have the answers of two adapters",
     ),
