@@ -12,7 +12,7 @@ import pytest
 
 from tests.batch.adapter_job import REFUSED
 
-NUM_KILLS, SEEDS = int(os.environ.get("JAXINFER_CRASH_MOMENTS", "12")), ("1", "2", "3")
+NUM_KILLS, SEEDS = int(os.environ.get("JAXINFER_CRASH_MOMENTS", "9")), ("1", "2", "3")
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,11 +45,11 @@ def test_killed_at_random_moments(tmp_path):
             "max_tokens": 8 + number % 20,
             "temperature": 1,
         }
-        for number in range(200)
+        for number in range(100)
     ]
     path_in.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     code, told = end(start(path_in, whole))  # compiles
-    assert (code, told) == (0, "0 resumed, 160 ok, 40 failed\n")
+    assert (code, told) == (0, "0 resumed, 80 ok, 20 failed\n")
     process = start(path_in, out)
     started = time.perf_counter()
     assert end(process)[0] == 0
@@ -61,7 +61,7 @@ def test_killed_at_random_moments(tmp_path):
             for path in tmp_path.glob("out.*"):
                 path.unlink()
         process = start(path_in, out)
-        time.sleep(rng.uniform(0, seconds / 2))
+        time.sleep(rng.uniform(0, seconds / 3))
         process.kill()
         code, _ = end(process)
         num_kills += code != 0
