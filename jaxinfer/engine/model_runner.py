@@ -41,6 +41,7 @@ from jaxinfer.engine.weights import WeightsView, leaves_of
 from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params
 from jaxinfer.parallel import hosts
+from jaxinfer.quantization.adapted import without_adapters
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SampleOutput, SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
 from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft
@@ -117,7 +118,7 @@ class ModelRunner:
         self.adapters, self._adapted = adapters, weights
         self.model, _ = program_model(config, params, mesh, spec.policy)
         self.device = self.weights.value[0].addressable_shards[0].device
-        models = weights.view(lambda params: draft.models(config, params))
+        models = weights.view(lambda params: draft.models(config, without_adapters(params)))
         programmed = [program_model(*model, mesh)[0] for model in models.value]
         self.draft_weights = leaves_of(models.view(lambda models: {"draft": [params for _, params in models]}))
         self.drafters = spec.drafters(*programmed)
