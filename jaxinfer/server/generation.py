@@ -80,7 +80,8 @@ class Generation:
         self._start = time.perf_counter()
         self._deadline = lease.deadline
         self._ticket: Ticket = self.model.admission.enter(
-            record.key, job.num_answers, job.num_estimated, job.asked.priority
+            *(record.key, job.num_answers, job.num_estimated, job.asked.priority),
+            adapter=self.model.adapter,
         )
         service.generations.add(self)
 
@@ -95,7 +96,9 @@ class Generation:
         options = RequestOptions(job.asked.priority, self._seconds_left(), salt)
         try:
             return [
-                llm.prepare(prompt, params, options, what=job.name_of(number), keeps_answer=job.asked.num_kept != 0)
+                self.model.request_of(
+                    llm.prepare(prompt, params, options, what=job.name_of(number), keeps_answer=job.asked.num_kept != 0)
+                )
                 for number, (prompt, params) in enumerate(job.inputs(llm, self.model.answers))
             ]
         except (ValueError, TypeError) as error:

@@ -928,7 +928,7 @@ SERVER = (
     Fault(
         "server/what-waits-in-the-server-is-not-shown",
         "jaxinfer/server",
-        "num_waiting = self.num_queued() + sum(",
+        "num_waiting = self.queue.num_waiting + sum(",
         "num_waiting = sum(",
         ("tests/server/test_metrics.py",),
         "an overloaded server looks idle: only the few in the engine's queue are counted",
