@@ -89,9 +89,10 @@ def _check_base(where: Path, trained_on: str | None, base_model: str | Sequence[
         return
     names = [base_model] if isinstance(base_model, str) else base_model
     if _last_part(trained_on) not in map(_last_part, names):
+        own = " or ".join(map(repr, names))
         raise CheckpointError(
             where,
-            f"base_model_name_or_path is {trained_on!r}, the base model is {' or '.join(map(repr, names))}; if these are one model under"
+            f"base_model_name_or_path is {trained_on!r}, the base model is {own}; if these are one model under"
             f" two names, give the adapter's: --base-model {trained_on} (base_model={trained_on!r} in Python)",
         )
 

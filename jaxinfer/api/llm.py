@@ -217,7 +217,7 @@ class LLM(Closable):
         priority: int | Sequence[int] = 0,
         timeout: float | None = None,
         cache_salt: str = "",
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in their order.
 
@@ -270,7 +270,7 @@ class LLM(Closable):
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation, `[{"role": "user", "content": "..."}, ...]`, or to a list of conversations.
@@ -278,7 +278,8 @@ class LLM(Closable):
         The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
         becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two. Calls are in
         an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). `adapter` is
-        as of `generate`. Raises TypeError for what is no conversation, ValueError as `generate`, and for tools that cannot be served.
+        as of `generate`. Raises TypeError for what is no conversation, ValueError as `generate`, and for tools that
+        cannot be served.
         """
         conversations, answers = as_conversations(messages), self.answer_format
         given = {"tools": as_tools(tools), "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}

@@ -86,8 +86,8 @@ class AdapterSlots:
         return self.slot_of(adapter) is not None or self._victim() is not None
 
     def take(self, adapter: LoadedAdapter) -> tuple[int, bool] | None:
-        """A slot for one more running sequence with the adapter, and whether the adapter has to be written into it; None
-        if all slots are in use."""
+        """A slot for one more running sequence with the adapter, and whether the adapter has to be written into it.
+        None if all slots are in use."""
         with self._lock:
             is_new = (slot := self.slot_of(adapter)) is None
             if slot is None:

@@ -23,7 +23,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, eq=False)
 class HostStack:
-    """What one adapter puts into a slot of a stack: float [r, K] and [r, N], factors and offsets float32 [N] or None."""
+    """What an adapter puts into a slot of a stack: float [r, K] and [r, N], factors and offsets float32 [N] or None."""
 
     a: np.ndarray
     b: np.ndarray

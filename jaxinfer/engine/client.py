@@ -194,9 +194,9 @@ class Client(TakesPrompts):
         params = replace(params, n=1, max_tokens=None, prompt_logprobs=0, stop=(), logprobs=None)
         self._check_fits(what, len(ids), 0)
         bad_words = self._check_params(params)
-        more: dict[str, Any] = {"adapter": self._adapter(options, what), "options": options}
-        more |= {"bad_words": bad_words, "score_from": start}
-        return Request(ids, params, 1, 0, eos_token_ids=self.eos_token_ids, **more)
+        fields: dict[str, Any] = {"adapter": self._adapter(options, what), "options": options}
+        fields |= {"bad_words": bad_words, "score_from": start}
+        return Request(ids, params, 1, 0, eos_token_ids=self.eos_token_ids, **fields)
 
     def prepare_pooled(
         self, token_ids: Sequence[int], params: SamplingParams, pooling: Pooling, options: RequestOptions, *, what: str
@@ -205,8 +205,8 @@ class Client(TakesPrompts):
         if pooling.token_ids and not self.has_head:
             raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no scores of pairs")
         self._check_fits(what, len(token_ids), 0)
-        more: dict[str, Any] = {"adapter": self._adapter(options, what), "options": options}
-        return Request(list(token_ids), params, 1, 0, pooling=pooling, deadline=_deadline(options), **more)
+        fields: dict[str, Any] = {"adapter": self._adapter(options, what), "options": options}
+        return Request(list(token_ids), params, 1, 0, pooling=pooling, deadline=_deadline(options), **fields)
 
     def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Checks sampling parameters against the model; returns the token sequences of `bad_words`."""

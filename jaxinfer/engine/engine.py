@@ -316,8 +316,10 @@ class Engine:
     def hidden_states(
         self, tokens: list[int], taps: tuple[str, ...], adapter: LoadedAdapter | int = 0
     ) -> dict[str, np.ndarray]:
-        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache. Raises RuntimeError
-        where all slots have adapters of running requests."""
+        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache.
+
+        Raises RuntimeError where all slots have adapters of running requests.
+        """
         with self._adapter_slot(adapter) as slot:
             return self.runner.hidden_states(tokens, taps, slot)
 
