@@ -13,6 +13,8 @@ from pathlib import Path
 _LOG = logging.getLogger("jaxinfer.server")
 _MIN_CHARS = 8
 _COMMENT = re.compile(r"(^|\s)#.*")
+OF_BROWSERS = (b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode")
+"""Headers of requests that web pages send."""
 ADMIN_KEY = "JAXINFER_ADMIN_KEY"
 """The environment variable that may hold one admin key."""
 
@@ -89,7 +91,8 @@ def _can_be_key(text: str) -> bool:
 
 def key_in(headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
     """The key that a request's headers give: Authorization: Bearer KEY, or x-api-key: KEY; without them the password of
-    Authorization: Basic, which clients send whose server's URL is http://USER:KEY@HOST."""
+    Authorization: Basic, which clients send whose server's URL is http://USER:KEY@HOST. Not that of a browser, which
+    would add it to what pages of other sites send."""
     password = None
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
@@ -98,7 +101,7 @@ def key_in(headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
             return value.strip()
         if name == b"authorization" and value[:6].lower() == b"basic ":
             password = _password(value[6:].strip())
-    return password
+    return None if any(name in OF_BROWSERS for name, _ in headers) else password
 
 
 def _password(encoded: bytes) -> bytes:
