@@ -152,11 +152,11 @@ def test_streams_are_those_of_the_adapter_and_are_resumed(engine, make):
         body = {**ASK, "model": "first", "return_token_ids": True}
         events = [event for event in await client.stream(COMPLETIONS, body) if event.data]
         each = [event.data["choices"][0].get("token_ids", []) for event in events]
-        assert sum(each, []) == await offline(engine, "first")
+        assert [token for ids in each for token in ids] == await offline(engine, "first")
         assert {event.data["model"] for event in events} == {"first"}
         rest = await client.stream(COMPLETIONS, body, last_event_id=events[1].id)
         more = [token for event in rest if event.data for token in event.data["choices"][0].get("token_ids", ())]
-        assert more == sum(each[2:], [])
+        assert more == [token for ids in each[2:] for token in ids]
         # Another adapter under the same name gives another answer, so that no stream of it goes on.
         former = engine.llm.adapters["first"]
         engine.llm.load_adapter("first", make_adapter(7), replace=True)
@@ -262,6 +262,31 @@ def test_a_running_answer_goes_on_with_the_adapter_that_is_unloaded(engine, make
         async for event in events:
             ids += event.data["choices"][0].get("token_ids", ()) if event.data else ()
         assert ids == expected
+
+    run(check())
+
+
+def test_a_request_has_the_adapter_that_its_key_may_name(engine, make, monkeypatch):
+    """Also if another one is loaded under its name, for other keys, after the name was looked up."""
+    prepare = engine.llm.prepare
+
+    async def check():
+        client = Client(make())
+        body = {"lora_name": "third", "lora_path": "third", "keys": ["alice"]}
+        await client.post(LOAD, body, authorization=ROOT)
+        expected, loop = await ask(client, "third", authorization=ALICE), asyncio.get_running_loop()
+        other = {"lora_name": "third", "lora_path": "deep/fourth", "load_inplace": True, "keys": ["bob"]}
+
+        def late(*arguments, **options):
+            monkeypatch.setattr(engine.llm, "prepare", prepare)
+            replacing = client.post(LOAD, other, authorization=ROOT)
+            assert asyncio.run_coroutine_threadsafe(replacing, loop).result(30).status == 200
+            return prepare(*arguments, **options)
+
+        monkeypatch.setattr(engine.llm, "prepare", late)
+        assert await ask(client, "third", authorization=ALICE) == expected
+        assert (await ask(client, "third", authorization=ALICE)).status == 404
+        assert await ask(client, "third", authorization=BOB) != expected
 
     run(check())
 
