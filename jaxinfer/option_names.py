@@ -163,7 +163,8 @@ _REFUSED: Mapping[Scope, Mapping[str, str]] = {
         "see priority= of generate": "scheduling_policy",
         "see kv_dtype=": "kv_bits cache_type_k f16_kv",
         "a model stays until llm.close()": "keep_alive",
-        "see adapters (--adapter NAME=DIR) and max_adapters=": "enable_lora lora_paths lora adapter_path max_loras_per_batch",
+        "see adapters (--adapter NAME=DIR) and max_adapters=": "enable_lora lora_paths lora adapter_path "
+        "max_loras_per_batch",
         "see num_draft_tokens=": "draft_max",
         'see draft="ngram"': "ngram_prompt_lookup_max",
     },

@@ -62,7 +62,7 @@ async def unload(request: Request, service: Service) -> Response:
 
 @_admin
 async def server_info(request: Request, service: Service) -> Response:
-    """What trainers ask before they send adapters, under vLLM's names."""
+    """Facts that trainers ask for before they send adapters, under vLLM's names."""
     wanted = request.query_params.get("config_format", "json")
     if wanted != "json":
         raise refused("config_format", f"config_format={wanted!r:.60} is not supported, only json is")

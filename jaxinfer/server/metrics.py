@@ -279,7 +279,7 @@ class _AdapterCollector(Collector):
         for model, watched in list(self._watched.items()):
             if num_slots := sum(scheduler.adapters.num_slots for scheduler in watched.schedulers):
                 pair = watched.running_adapters(), watched.waiting_adapters()
-                names = [",".join(sorted({one.name for one in kind if self._is_seen(one)})) for kind in pair]
+                names = [",".join(sorted({each.name for each in kind if self._is_seen(each)})) for kind in pair]
                 family.add_metric((model, str(num_slots), *names), time.time())
         yield family
 
