@@ -112,16 +112,13 @@ async def run_vectors(
     service.generations.add(place)
     try:
         with model.admission.enter(record.key, num_answers, estimate, priority or 0, model.adapter) as ticket:
-            salted = RequestOptions(cache_salt=service.salt(record.key, ""))
+            salted = RequestOptions(cache_salt=service.salt(record.key, ""), adapter=model.adapter)
             with client_errors(param):
                 job = await in_thread(record, lambda: make(options=salted))
             record.num_prompt = job.num_tokens
             await while_connected(request.receive, ticket.turn())
             record.queued_seconds = time.perf_counter() - start
-            requests = [
-                model.request_of(replace(text, options=replace(text.options, priority=ticket.rank)))
-                for text in job.requests
-            ]
+            requests = [replace(text, options=replace(text.options, priority=ticket.rank)) for text in job.requests]
             outputs = await while_connected(request.receive, model.engine.run_job(replace(job, requests=requests)))
             if any(output.outputs[0].finish_reason == "abort" for output in outputs):
                 raise unavailable("the server is going away", 5)

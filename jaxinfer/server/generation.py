@@ -93,12 +93,10 @@ class Generation:
     def _prepare(self) -> list[Request]:
         llm, job = self.model.llm, self.job
         salt = self._service.salt(self.record.key, job.asked.cache_salt)
-        options = RequestOptions(job.asked.priority, self._seconds_left(), salt)
+        options = RequestOptions(job.asked.priority, self._seconds_left(), salt, self.model.adapter)
         try:
             return [
-                self.model.request_of(
-                    llm.prepare(prompt, params, options, what=job.name_of(number), keeps_answer=job.asked.num_kept != 0)
-                )
+                llm.prepare(prompt, params, options, what=job.name_of(number), keeps_answer=job.asked.num_kept != 0)
                 for number, (prompt, params) in enumerate(job.inputs(llm, self.model.answers))
             ]
         except (ValueError, TypeError) as error:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
@@ -13,7 +13,6 @@ from jaxinfer import __version__
 from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.api.llm import LLM
 from jaxinfer.engine.adapter_slots import LoadedAdapter
-from jaxinfer.engine.request import Request
 from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import unavailable
 from jaxinfer.server.metrics import Metrics
@@ -160,10 +159,6 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
-
-    def request_of(self, request: Request) -> Request:
-        """A request as this model answers it: by its adapter, also if that was unloaded or replaced meanwhile."""
-        return request if self.adapter is None else replace(request, adapter=self.adapter)
 
     @property
     def base_name(self) -> str:

@@ -11,7 +11,7 @@ from tests.server.conftest import CONFIG
 WIDTH = CONFIG.num_heads * CONFIG.head_dim
 
 
-def make_adapter(seed: int, rank: int = 4, base_model: str | None = None) -> Adapter:
+def make_adapter(seed: int, rank: int = 4, invocation_tokens: tuple[int, ...] = ()) -> Adapter:
     """One that changes answers."""
     random = np.random.default_rng(seed)
     pairs = {}
@@ -20,7 +20,7 @@ def make_adapter(seed: int, rank: int = 4, base_model: str | None = None) -> Ada
         pairs[f"layers.{layer}.attention.q_proj"] = LowRank(
             a, random.standard_normal((rank, WIDTH)).astype(a.dtype), 2.0
         )
-    return Adapter(pairs, base_model=base_model)
+    return Adapter(pairs, invocation_tokens=invocation_tokens)
 
 
 def write_adapter(folder: Path, seed: int, **more) -> Path:

@@ -341,6 +341,25 @@ def test_an_adapter_in_place_of_another_answers_when_it_is_complete(engine, make
     run(check())
 
 
+def test_an_adapter_that_prompts_invoke(make, root):
+    write_adapter(root / "invoked", 9, invocation_tokens=(40, 41))
+
+    async def check():
+        client = Client(make(), authorization=ROOT)
+        assert (await client.post(LOAD, {"lora_name": "x", "lora_path": "invoked"})).status == 200
+        for prompt, is_invoked in (([5, 6, 40, 41, 7], True), ([5, 6, 40, 7], False)):
+            answers = [
+                (
+                    await client.post(COMPLETIONS, {**ASK, "prompt": prompt, "model": name, "return_token_ids": True})
+                ).json
+                for name in ("tiny", "x")
+            ]
+            base, own = (answer["choices"][0]["token_ids"] for answer in answers)
+            assert (base != own) == is_invoked
+
+    run(check())
+
+
 # Who may.
 
 

@@ -230,9 +230,9 @@ GUARDED = (
     ),
     Fault(
         "adapters/an-answer-changes-adapters-with-the-name",
-        "jaxinfer/server/models.py",
-        "return request if self.adapter is None else replace(request, adapter=self.adapter)",
-        "return request if self.adapter is None else replace(request, adapter=self._base.llm.adapters[self.name])",
+        "jaxinfer/server/generation.py",
+        "self._seconds_left(), salt, self.model.adapter)",
+        "self._seconds_left(), salt, self.model.adapter and self.model.adapter.name)",
         (SERVED + "test_a_request_has_the_adapter_that_its_key_may_name",),
         "a request that waits is answered by what another tenant loaded under the name meanwhile",
     ),
