@@ -365,7 +365,7 @@ class LLM(Closable):
         Args:
           params: for what rows do not say, whole or only some fields; its seed, or the LLM's, is the job's.
           files: as of `jaxinfer.batch.open_job`: errors, resume, overwrite, retry_errors, sort; for tables
-            prompt_column, prompt, chat, keep.
+            prompt_column, prompt, chat, keep, adapter_column.
 
         Raises:
           BatchError: two rows with one custom_id; results of another job; files that another process writes.

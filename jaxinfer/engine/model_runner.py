@@ -287,7 +287,7 @@ class ModelRunner:
             self._write_adapter(slot, sequence.adapter_slot, sequence.request.adapter_start)
 
     def write_stacks(self, slot: int, adapter: HostAdapter) -> None:
-        """Writes an adapter into a slot, 1 for the first."""
+        """Writes an adapter into a slot, 1 for the first. One behind the last slot is written nowhere."""
         if self.adapters is None:
             raise RuntimeError("an adapter was planned for weights without room for any")
         self.adapters.write(slot - 1, adapter)
@@ -596,7 +596,8 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
         self._has_decoded = True
         has_draft, has_draft_cache = bool(self.spec.trees), self._draft_cache is not None
-        num_small = 6 + has_draft + has_draft_cache + self.spec.has_adapters + 2 * (self._saved is not None)
+        num_small = 6 + has_draft + has_draft_cache + self.spec.has_adapters + (self.adapters is not None)
+        num_small += 2 * (self._saved is not None)
         self.caches, num_tiers = self.host_pages.warm_up(self.caches)
         return len(self.all_programs) + num_small + num_tiers
 
@@ -659,6 +660,9 @@ class ModelRunner:
         self._copy_pages(*copy_ids((), self.spec.groups, COPIES))
         for saves in (False, True):
             self._copy_states(saves, state_copies((), self.spec.max_seqs))
+        if self.adapters is not None:
+            # Behind the last slot, where nothing is stored: a slot may have an adapter.
+            self.write_stacks(self.adapters.sizes.num_slots + 1, self.adapters.nothing())
         self._write_table(grammars.empty_block(self.spec.table_sizes))
         self._set_rows(
             grammars.empty_rows(self.spec.max_seqs, self.spec.config.vocab_size, self.spec.max_tokens_per_dispatch)

@@ -72,7 +72,8 @@ async def server_info(request: Request, service: Service) -> Response:
     room = None if sizes is None else answers.LoraConfig(max_loras=sizes.num_slots, max_lora_rank=sizes.max_rank)
     config = answers.VLLMConfig(
         lora_config=room,
-        parallel_config=answers.ParallelConfig(data_parallel_size=len(model.llm.engine.engines)),
+        # A load reaches all replicas of a mesh; by a larger number trainers mean servers that need one load each.
+        parallel_config=answers.ParallelConfig(data_parallel_size=1),
         model_config=answers.ModelConfigFacts(
             model=model.name, dtype=f"torch.{spec.dtype.name}", max_model_len=model.llm.max_model_len
         ),
