@@ -26,6 +26,7 @@ from jaxinfer.loaded_weights import (
     tell_what_is_slower,
 )
 from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, compute_dtype, fit_to_mesh, keeps_float32
+from jaxinfer.models.adapter import Adapter
 from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
 from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, moved_layers
 from jaxinfer.option_names import check_format
@@ -208,6 +209,22 @@ def load_model(
         fit=fit,
         mesh=mesh,
     )
+
+
+def load_adapter(given: Any, config: ModelConfig, base_names: Sequence[str], what: str) -> tuple[Adapter, str]:
+    """An adapter, and the folder that it is from; "" for one of arrays.
+
+    Raises CheckpointError, a ValueError, as `read_adapter`, and for the adapter of another base model; TypeError for
+    what is none.
+    """
+    if isinstance(given, Adapter):
+        return given, ""
+    if not isinstance(given, (str, Path)) or not str(given):
+        shown = f"{type(given).__name__} {given!r:.60}"
+        raise TypeError(f"adapter {what}: a folder or a jaxinfer.models.adapter.Adapter is wanted, got {shown}")
+    from checkpoints_convert.adapters import read_adapter
+
+    return read_adapter(given, config, base_model=base_names), str(given)
 
 
 def _live(

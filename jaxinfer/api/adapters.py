@@ -2,33 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxinfer.api.options import LLMOptions
-from jaxinfer.models import MeshFit, ModelConfig
+from jaxinfer.models import MeshFit
 from jaxinfer.models.adapter import Adapter, TokenRows
 
 DEFAULT_RANK_STEP = 8  # the room for ranks is a multiple of it
 NO_ROWS = TokenRows((), np.zeros((0, 0), np.float32))
-
-
-def as_adapter(given: Any, config: ModelConfig, base_names: Sequence[str], what: str) -> tuple[Adapter, str]:
-    """An adapter, and the folder that it is from; "" for one of arrays.
-
-    Raises CheckpointError, a ValueError, as `read_adapter`, and for the adapter of another base model; TypeError for
-    what is none.
-    """
-    if isinstance(given, Adapter):
-        return given, ""
-    if not isinstance(given, (str, Path)) or not str(given):
-        shown = f"{type(given).__name__} {given!r:.60}"
-        raise TypeError(f"adapter {what}: a folder or a jaxinfer.models.adapter.Adapter is wanted, got {shown}")
-    from checkpoints_convert.adapters import read_adapter
-
-    return read_adapter(given, config, base_model=base_names), str(given)
 
 
 def check_adapters(options: LLMOptions, fit: MeshFit | None, has_hosts: bool) -> None:
@@ -63,7 +46,7 @@ def with_room(options: LLMOptions, adapters: Sequence[Adapter]) -> LLMOptions:
 
 
 def parts_of(adapter: Adapter) -> set[str]:
-    """What an adapter has beside pairs for linear layers and trained tokens, by names of `adapter_parts`."""
+    """Names of `adapter_parts` that an adapter needs, but for trained tokens."""
     pairs, replaced = adapter.low_rank, adapter.replaced
     has = {
         "dora": any(pair.magnitude is not None for pair in pairs.values()),

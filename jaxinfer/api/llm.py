@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxinfer import compilation_cache, parallel
-from jaxinfer.api.adapters import as_adapter, check_adapters, with_room
+from jaxinfer.api.adapters import check_adapters, with_room
 from jaxinfer.api.arguments import (
     adapters_of_each,
     as_conversations,
@@ -65,6 +65,7 @@ from jaxinfer.loading import (
     LoadedModel,
     draft_of,
     for_length,
+    load_adapter,
     load_draft,
     load_draft_shapes,
     load_model,
@@ -199,7 +200,7 @@ class LLM(Closable):
 
     def _read_adapter(self, given: Any, name: str, base_model: str | None = None) -> tuple[Adapter, str]:
         names = self._base_names if base_model is None else (base_model,)
-        return as_adapter(given, self.config, names, repr(name))
+        return load_adapter(given, self.config, names, repr(name))
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
         __getattr__ = unknown_attribute
@@ -564,7 +565,7 @@ class LLM(Closable):
         name: str,
         adapter: str | Path | Adapter,
         *,
-        pinned: bool = False,
+        keep_on_device: bool = False,
         replace: bool = False,
         base_model: str | None = None,
     ) -> LoadedAdapter:
@@ -572,7 +573,7 @@ class LLM(Closable):
 
         Args:
           adapter: a folder as PEFT writes it, or an `Adapter` of arrays (`jaxinfer.models.adapter`), which are copied.
-          pinned: whether it stays on the device once it is there.
+          keep_on_device: whether it stays on the device once it is there, unless all slots have such adapters.
           replace: whether an adapter of that name may be there; requests that named it go on with it.
           base_model: the model's name in the adapter's configuration, where that is not what it is opened by.
 
@@ -581,7 +582,7 @@ class LLM(Closable):
         CheckpointError, a ValueError, for a folder that cannot be read. Nothing is loaded then.
         """
         read, source = self._read_adapter(adapter, name, base_model)
-        return self._adapters.load(name, read, source=source, pinned=pinned, replace=replace)
+        return self._adapters.load(name, read, source=source, keep_on_device=keep_on_device, replace=replace)
 
     def unload_adapter(self, name: str) -> None:
         """Takes an adapter away; requests that named it go on with it. Raises ValueError for one that is not loaded."""

@@ -238,7 +238,7 @@ class _Check:
         return AdapterStack(a, b, columns, offset)
 
     def table(self, which: str) -> TableStack | None:
-        """What the adapter changes in the embedding or the head; None for nothing."""
+        """The arrays of changes of the embedding or the head; None for no change."""
         adapter, stacks = self.adapter, self.stacks
         pair, whole = adapter.low_rank.get(which), adapter.replaced.get(which)
         rows = adapter.token_rows.get(which)

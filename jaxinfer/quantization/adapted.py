@@ -38,7 +38,7 @@ class AdapterStack(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapted:
-    """What leaves of weights with adapters have in common.
+    """The common part of leaves of weights with adapters.
 
     Attributes:
       base: the weight, of any kind. stack: its adapters.

@@ -33,7 +33,7 @@ class TableStack(NamedTuple):
 
 
 class TableStacks(NamedTuple):
-    """What adapters change where tokens are read, and where logits are computed; None for nothing."""
+    """Changes of the table where tokens are read, and where logits are computed; None for no change."""
 
     embed: TableStack | None = None
     lm_head: TableStack | None = None

@@ -440,8 +440,8 @@ ADAPTERS = (
     Fault(
         "engine/rows-of-a-step-have-the-adapters-of-slots",
         "jaxinfer/engine/programs",
-        "decoder.for_rows(slots.adapters, slot)",
-        "decoder.for_rows(slots.adapters, jnp.arange(num_tokens) % num_slots)",
+        "decoder.for_rows(slots.adapters_of(slot, positions))",
+        "decoder.for_rows(slots.adapters_of(jnp.arange(num_tokens) % num_slots, positions))",
         (f"{_ROWS}::test_mixed_rows_are_each_with_merged_weights[plain]",),
         "a prompt's tokens are computed with the adapters of other requests",
     ),
@@ -480,7 +480,7 @@ ADAPTERS = (
     Fault(
         "engine/scores-are-without-adapters",
         "jaxinfer/engine",
-        "= piece.sequence.request.adapter",
+        "= piece.sequence.adapter_slot",
         "= 0",
         (f"{_ROWS}::test_scores_and_vectors",),
         "log-probabilities of prompts are those of the head without the adapter",
@@ -508,8 +508,8 @@ REPLACED = (
     Fault(
         "engine/a-draft-of-layers-keeps-the-weights-before",
         "jaxinfer/engine/model_runner.py",
-        "models = weights.view(lambda params: draft.models(config, params))",
-        "models = weights.view(lambda _: draft.models(config, params))",
+        "models = weights.view(lambda params: draft.models(",
+        "models = weights.view(lambda _: draft.models(",
         ("tests/engine/test_weights.py::test_a_draft_of_layers_follows",),
         "after an update a draft guesses as the weights before, and little is accepted",
     ),
