@@ -1,0 +1,51 @@
+"""Adapters that the PEFT library makes, served here, next to the library itself, live: `make test-oracle`."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.oracle.adapter_cases import FAMILIES, PYTHON, TOLERANCE, Kind, kinds_of, library, read_tensors
+from tests.oracle.adapter_parity import alone, difference, expected_refusals, open_llm, together
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.optimized,
+    pytest.mark.skipif(not PYTHON.is_file(), reason=f"no peft in {PYTHON}: make test-oracle"),
+]
+CASES = {f"{name}-{kind.name}": (name, kind) for name in FAMILIES for kind in kinds_of(FAMILIES[name]).values()}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """made(family): a folder with its base and adapters, and the library's log-probabilities."""
+    folders: dict[str, Path] = {}
+
+    def make(name: str) -> tuple[Path, dict[str, np.ndarray]]:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            print(library(name, folders[name]))
+        return folders[name], read_tensors(folders[name] / "expected.safetensors")[1]
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_one_batch_and_rows_alone_have_the_library_s_log_probabilities(made, case):
+    name, kind = CASES[case]
+    folder, expected = made(name)
+    with expected_refusals(), open_llm(folder / "base", folders_of(folder, kind)) as llm:
+        batch, single = together(llm, kind), alone(llm, kind)
+        base = together(llm, kind, adapter=None)
+    wanted = {way: expected[f"{kind.name}.{way}"] for way in ("single", "mixed") if way == "single" or kind.is_mixed}
+    found = {way: difference(batch, values) for way, values in wanted.items()}
+    found["alone"] = difference(single, wanted["single"])
+    print(f"{case}: max |difference| " + ", ".join(f"{way} {value:.1e}" for way, value in found.items()))
+    assert max(found.values()) <= TOLERANCE
+    for adapter in kind.adapters:  # each changes something
+        rows = [row for row, other in enumerate(kind.rows) if other == adapter]
+        assert np.abs(batch - base)[rows].max() > 0.1
+
+
+def folders_of(folder: Path, kind: Kind) -> dict[str, Path]:
+    return {adapter: folder / kind.name / adapter for adapter in kind.adapters}
