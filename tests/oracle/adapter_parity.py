@@ -35,7 +35,10 @@ def together(llm: LLM, kind: Kind, **options: Any) -> np.ndarray:
     """float64 [rows, tokens - 1] of a kind's texts in one batch, each with the adapter of its row."""
     options = {"adapter": kind.rows, **options}
     outputs = llm.generate(kind.tokens.tolist(), SCORED, use_tqdm=False, **options)
-    return np.array([[entry.logprob for entry in output.prompt_logprobs[1:]] for output in outputs])
+    # Of each position there is one entry, that of its token.
+    return np.array(
+        [[entry.logprob for one in output.prompt_logprobs[1:] for entry in one.values()] for output in outputs]
+    )
 
 
 def alone(llm: LLM, kind: Kind) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Adapters that the PEFT library saved, served here, next to its results: the files that `make golden-adapters` writes."""
+"""Adapters that PEFT saved, served here, next to its results: the files that `make golden-adapters` writes."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Adapters that the PEFT library makes, served here, next to the library itself, live: `make test-oracle`."""
+"""Adapters that PEFT makes, served here, next to PEFT itself, live: `make test-oracle`."""
 
 from pathlib import Path
 
