@@ -69,7 +69,7 @@ FAMILIES = {
         Family(CASES["llama_bias"], has_biases=True),
         Family(replace(CASES["gemma3"], gain=0.5), is_tied=True),
         Family(CASES["qwen3_moe"], has_experts=True),
-        Family(replace(RECURRENT_CASES["qwen3_5"], gain=0.25), attention=(*ATTENTION, *_DELTA)),
+        Family(replace(RECURRENT_CASES["qwen3_5"], gain=0.2), attention=(*ATTENTION, *_DELTA)),
         Family(CASES["deepseek_v3"], attention=_LATENT, has_experts=True),
     )
 }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.oracle.adapter_cases import FAMILIES, PYTHON, TOLERANCE, Kind, kinds_of, library, read_tensors
-from tests.oracle.adapter_parity import alone, difference, expected_refusals, open_llm, together
+from tests.oracle.adapter_parity import alone, difference, expected_refusals, merged_logprobs, open_llm, together
 
 pytestmark = [
     pytest.mark.oracle,
@@ -45,6 +45,24 @@ def test_rows_of_one_batch_and_rows_alone_have_the_library_s_log_probabilities(m
     for adapter in kind.adapters:  # each changes something
         rows = [row for row, other in enumerate(kind.rows) if other == adapter]
         assert np.abs(batch - base)[rows].max() > 0.1
+
+
+def can_merge(name: str, kind: Kind) -> bool:
+    """Biases of pairs need biases of the base; what changes some tokens only is no merged model."""
+    return kind.name != "alora" and (kind.name != "lora_bias" or FAMILIES[name].has_biases)
+
+
+@pytest.mark.parametrize("case", [case for case, own in CASES.items() if can_merge(*own)])
+def test_a_merged_base_has_the_library_s_log_probabilities(made, case):
+    name, kind = CASES[case]
+    folder, expected = made(name)
+    worst = 0.0
+    for adapter, path in folders_of(folder, kind).items():
+        rows = [row for row, other in enumerate(kind.rows) if other == adapter]
+        found = merged_logprobs(folder / "base", path, kind.tokens[rows])
+        worst = max(worst, difference(found, expected[f"{kind.name}.single"][rows]))
+    print(f"{case} merged: max |difference| {worst:.1e}")
+    assert worst <= 2 * TOLERANCE  # sums are rounded once more
 
 
 def folders_of(folder: Path, kind: Kind) -> dict[str, Path]:
