@@ -5,11 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.models import ModelConfig
-from jaxinfer.models.adapter import Adapter
+from jaxinfer.models.adapter import Adapter, TokenRows
 
 DEFAULT_RANK_STEP = 8  # the room for ranks is a multiple of it
+NO_ROWS = TokenRows((), np.zeros((0, 0), np.float32))
 
 
 def as_adapter(given: Any, config: ModelConfig, base_names: Sequence[str], what: str) -> tuple[Adapter, str]:
@@ -39,17 +42,23 @@ def with_room(options: LLMOptions, adapters: Sequence[Adapter]) -> LLMOptions:
         rank = max(adapter.max_rank for adapter in adapters)
         changes["max_adapter_rank"] = max(-(-rank // DEFAULT_RANK_STEP), 1) * DEFAULT_RANK_STEP
     if options.adapter_parts is None:
-        changes["adapter_parts"] = tuple(
-            part for part in ("dora", "bias") if any(part in parts_of(a) for a in adapters)
-        )
+        parts = set().union(*map(parts_of, adapters))
+        num_tokens = max(len(rows.tokens) for adapter in adapters for rows in (*adapter.token_rows.values(), NO_ROWS))
+        changes["adapter_parts"] = (*sorted(parts), *([f"tokens:{num_tokens}"] if num_tokens else []))
     return replace(options, **changes) if changes else options
 
 
 def parts_of(adapter: Adapter) -> set[str]:
-    """What an adapter has beside pairs of matrices, as `adapter_parts` names it."""
-    pairs = adapter.low_rank.values()
-    parts = {"dora"} if any(pair.magnitude is not None for pair in pairs) else set()
-    has_biases = any(pair.bias is not None for pair in pairs) or any(
-        name.endswith(".bias") for name in adapter.replaced
-    )
-    return parts | ({"bias"} if has_biases else set())
+    """What an adapter has beside pairs of matrices for linear layers and trained tokens, by names of `adapter_parts`."""
+    pairs, replaced = adapter.low_rank, adapter.replaced
+    has = {
+        "dora": any(pair.magnitude is not None for pair in pairs.values()),
+        "bias": any(pair.bias is not None for pair in pairs.values())
+        or any(name.endswith(".bias") for name in replaced),
+        "experts": any(".experts." in name for name in pairs),
+        "embed": "embed" in pairs,
+        "lm_head": "lm_head" in pairs,
+        "saved_embed": "embed" in replaced,
+        "saved_lm_head": "lm_head" in replaced,
+    }
+    return {part for part, is_there in has.items() if is_there}

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-WEIGHT = "weight"
-
 
 @dataclass(frozen=True)
 class AdapterSizes:
@@ -14,21 +12,19 @@ class AdapterSizes:
 
     Attributes:
       num_slots: adapters at once. max_rank: of each.
-      modules: last parts of the names of the weights that have room, such as "q_proj"; None for all linear layers.
-      has_columns: whether DoRA's factors have room. has_offset: whether biases have.
+      modules: last parts of the names of the linear layers that have room, such as "q_proj"; None for all of them.
+      parts: what else has room (`engine.options.ADAPTER_PARTS`). num_tokens: trained tokens of an adapter.
     """
 
     num_slots: int
     max_rank: int
     modules: tuple[str, ...] | None = None
-    has_columns: bool = False
-    has_offset: bool = False
+    parts: frozenset[str] = frozenset()
+    num_tokens: int = 0
 
-    def takes(self, path: tuple[str, ...], num_axes: int) -> bool:
-        """True for a parameter that has room for adapters."""
-        if path[0] != "layers" or path[-1] != WEIGHT or not path[-2].endswith("_proj") or num_axes != 2:
-            return False
-        return self.modules is None or path[-2] in self.modules
+    def has(self, part: str) -> bool:
+        """True for a part that has room."""
+        return part in self.parts
 
 
 @dataclass(eq=False)

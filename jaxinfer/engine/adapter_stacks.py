@@ -1,34 +1,26 @@
 """The low-rank adapters that a model's weights hold on the device: one array for all of them at each weight, so that
 another adapter in a slot is other data for the same programs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.engine.adapter_slots import WEIGHT, AdapterSizes
+from jaxinfer.engine.adapter_slots import AdapterSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype
 from jaxinfer.models.adapter import Adapter, LowRank
-from jaxinfer.quantization.adapted import AdaptedWeight, AdapterStack
+from jaxinfer.quantization.adapted import AdaptedExperts, AdaptedHeads, AdaptedWeight, AdapterStack
+from jaxinfer.quantization.adapted_tables import AdaptedTable, TableStack, TableStacks
 from jaxinfer.quantization.side_by_side import weight_at
 from jaxinfer.quantization.tree import is_weight
 
+WEIGHT, EMBED, HEAD = "weight", "embed", "lm_head"
 _SHOWN = 3  # names in a message
 Path = tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class HostStack:
-    """What an adapter puts into a slot of a stack: float [r, K] and [r, N], factors and offsets float32 [N] or None."""
-
-    a: np.ndarray
-    b: np.ndarray
-    columns: np.ndarray | None = None
-    offset: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,18 +28,27 @@ class HostAdapter:
     """An adapter as it is copied into a slot.
 
     Attributes:
-      fingerprint: of the adapter, by which it is known. stacks: by the name of the weight. rank: the largest one.
+      fingerprint: of the adapter, by which it is known. stacks: by the name of the weight, arrays as those of its stack
+        without the axis of slots, and only as long as the adapter's rank; None for what it does not change.
+      rank: the largest one.
     """
 
     fingerprint: str
-    stacks: Mapping[str, HostStack]
+    stacks: Mapping[str, Any]
     rank: int
 
     @property
     def num_bytes(self) -> int:
         """Bytes in the host's memory."""
-        arrays = [array for stack in self.stacks.values() for array in vars(stack).values() if array is not None]
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in jax.tree.leaves(dict(self.stacks)))
+
+
+@dataclass(frozen=True)
+class _Room:
+    """The room of one weight: the type of its leaf, and the shapes of its stack, without the axis of slots."""
+
+    leaf: type
+    stack: Any  # of `jax.ShapeDtypeStruct`s
 
 
 class AdapterStacks:
@@ -56,65 +57,76 @@ class AdapterStacks:
     def __init__(self, config: ModelConfig, params: Params, sizes: AdapterSizes):
         self.config, self.sizes, self.dtype = config, sizes, jnp.dtype(compute_dtype(params))
         self._is_abstract = isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct)
-        self._shapes = {_name(path): leaf.shape for path, leaf in _leaves(params) if sizes.takes(path, leaf.ndim)}
-        if not self._shapes:
+        rooms = {_name(path): self._room(path, leaf) for path, leaf in _leaves(params)}
+        self._rooms = {name: room for name, room in rooms.items() if room is not None}
+        if not self._rooms:
             wanted = "linear layers" if sizes.modules is None else ", ".join(sizes.modules)
             raise ValueError(f"adapters: {config.architecture} has no weights of {wanted}")
-        self._ranks = self._zeros((sizes.num_slots,), jnp.int32)
-        self._stacks = {name: self._empty(*shape) for name, shape in self._shapes.items()}
+        zeros = partial(_zeros, sizes.num_slots, self._is_abstract)
+        self._ranks = zeros(jax.ShapeDtypeStruct((), jnp.int32))
+        self._stacks = {name: jax.tree.map(zeros, room.stack) for name, room in self._rooms.items()}
 
-    def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) if self._is_abstract else jnp.zeros(shape, dtype)
+    def _room(self, path: Path, weight: Any) -> _Room | None:
+        """The room of a parameter; None for one that has none."""
+        sizes, shape, float32 = self.sizes, weight.shape, jnp.float32
+        rank = sizes.max_rank
 
-    def _empty(self, inputs: int, outputs: int) -> AdapterStack:
-        sizes = self.sizes
-        slots = sizes.num_slots
-        return AdapterStack(
-            self._zeros((slots, sizes.max_rank, inputs), self.dtype),
-            self._zeros((slots, sizes.max_rank, outputs), self.dtype),
-            None,
-            self._zeros((slots, outputs), jnp.float32) if sizes.has_columns else None,
-            self._zeros((slots, outputs), jnp.float32) if sizes.has_offset else None,
-        )
+        def of(*lengths: int, dtype: Any = self.dtype) -> Any:
+            return jax.ShapeDtypeStruct(lengths, dtype)
+
+        if path in ((EMBED,), (HEAD,)):
+            return self._table_room(path[0], of)
+        if path[0] != "layers" or path[-1] != WEIGHT:
+            return None
+        is_module = sizes.modules is None or path[-2] in sizes.modules
+        if len(shape) == 2 and path[-2].endswith("_proj") and is_module:
+            vector = of(shape[1], dtype=float32)
+            vectors = vector if sizes.has("dora") else None, vector if sizes.has("bias") else None
+            return _Room(AdaptedWeight, AdapterStack(of(rank, shape[0]), of(rank, shape[1]), *vectors))
+        if path[-2] in ("k_up", "v_up") and is_module:
+            return _Room(AdaptedHeads, AdapterStack(of(rank, shape[1]), of(shape[0], rank, shape[2])))
+        if len(shape) == 3 and "experts" in path and sizes.has("experts"):
+            pair = of(shape[0], rank, shape[1]), of(shape[0], rank, shape[2])
+            return _Room(AdaptedExperts, AdapterStack(*pair))
+        return None
+
+    def _table_room(self, name: str, of: Callable[..., Any]) -> _Room | None:
+        sizes, config = self.sizes, self.config
+        rank, width, count = sizes.max_rank, config.hidden_size, config.vocab_size
+
+        def stack(which: str, a: Any, b: Any) -> TableStack | None:
+            pair = (a, b) if sizes.has(which) else (None, None)
+            num_tokens = sizes.num_tokens
+            tokens = (of(num_tokens, dtype=jnp.int32), of(num_tokens, width)) if num_tokens else (None, None)
+            has_whole = sizes.has(f"saved_{which}")
+            whole = (of(count, width), of(dtype=jnp.bool_)) if has_whole else (None, None)
+            parts = TableStack(*pair, *tokens, *whole)
+            return None if all(part is None for part in parts) else parts
+
+        embed = stack(EMBED, of(count, rank), of(rank, width)) if name == EMBED else None
+        has_head = name == HEAD or config.tie_word_embeddings
+        head = stack(HEAD, of(rank, width), of(rank, count)) if has_head else None
+        return None if embed is head is None else _Room(AdaptedTable, TableStacks(embed, head))
 
     def on(self, params: Params) -> Params:
         """The parameters with the stacks at their weights, as they are now."""
 
         def adapted(path: Any, leaf: Any) -> Any:
             name = _name(tuple(key.key for key in path))
-            if name not in self._stacks:
-                return leaf
-            return AdaptedWeight(leaf, self._stacks[name]._replace(ranks=self._ranks))
+            room = self._rooms.get(name)
+            return leaf if room is None else room.leaf(leaf, self._stacks[name], self._ranks)
 
         return jax.tree_util.tree_map_with_path(adapted, params, is_leaf=is_weight)
 
     def write(self, slot: int, adapter: HostAdapter) -> None:
         """Puts an adapter in the place of what a slot had. `on` has to be called again: the arrays before are gone."""
-        arrays = {name: self._padded(name, adapter.stacks.get(name)) for name in self._stacks}
+        arrays = {name: _padded(room.stack, adapter.stacks.get(name)) for name, room in self._rooms.items()}
         written = _write(self._stacks, self._ranks, np.int32(slot), arrays, np.int32(adapter.rank))
         self._stacks, self._ranks = written
 
-    def _padded(self, name: str, stack: HostStack | None) -> AdapterStack:
-        """What a slot gets, of the shapes that it has."""
-        (inputs, outputs), sizes = self._shapes[name], self.sizes
-
-        def rows(array: np.ndarray | None, width: int) -> np.ndarray:
-            if array is not None and len(array) == sizes.max_rank:
-                return array
-            padded = np.zeros((sizes.max_rank, width), self.dtype)
-            if array is not None:
-                padded[: len(array)] = array
-            return padded
-
-        def row(array: np.ndarray | None, default: float, is_there: bool) -> np.ndarray | None:
-            if not is_there:
-                return None
-            return np.full((outputs,), default, np.float32) if array is None else array
-
-        a, b = (None, None) if stack is None else (stack.a, stack.b)
-        columns, offset = (None, None) if stack is None else (stack.columns, stack.offset)
-        vectors = row(columns, 1.0, sizes.has_columns), row(offset, 0.0, sizes.has_offset)
-        return AdapterStack(rows(a, inputs), rows(b, outputs), None, *vectors)
+    def nothing(self) -> HostAdapter:
+        """An adapter that changes nothing."""
+        return HostAdapter("", {}, 0)
 
     def prepared(self, adapter: Adapter, params: Params, *, what: str) -> HostAdapter:
         """An adapter for these stacks. `params`: of the base, which DoRA and trained biases need; `what` names the
@@ -122,77 +134,163 @@ class AdapterStacks:
 
         Raises ValueError, with names and numbers, for an adapter that has no room, or changes what has none.
         """
-        self._check(adapter, what)
-        biases = {name.removesuffix(".bias"): bias for name, bias in adapter.replaced.items()}
+        check = _Check(self, adapter, what)
+        check.rank()
         stacks = {}
+        biases = {name.removesuffix(".bias"): bias for name, bias in adapter.replaced.items() if name.endswith(".bias")}
         for name in dict.fromkeys([*adapter.low_rank, *biases]):
-            stacks[name] = self._host_stack(name, adapter.low_rank.get(name), biases.get(name), params, what)
-        return HostAdapter(adapter.fingerprint, stacks, adapter.max_rank)
+            if name in (EMBED, HEAD):
+                continue
+            stacks[name] = check.stack(name, adapter.low_rank.get(name), biases.get(name), params)
+        tables: dict[str, TableStacks] = {}
+        for which in (EMBED, HEAD):
+            if (table := check.table(which)) is not None:
+                name = EMBED if self.config.tie_word_embeddings else which
+                tables[name] = tables.get(name, TableStacks())._replace(**{which: table})
+        check.whole_names()
+        return HostAdapter(adapter.fingerprint, {**stacks, **tables}, adapter.max_rank)
 
-    def _check(self, adapter: Adapter, what: str) -> None:
-        sizes = self.sizes
+    def room_of(self, name: str) -> Any:
+        """The shapes of a weight's stack without the axis of slots; None for a weight without room."""
+        return room.stack if (room := self._rooms.get(name)) is not None else None
 
-        def refuse(reason: str) -> None:
-            raise ValueError(f"adapter {what}: {reason}")
 
-        if adapter.invocation_tokens:
-            refuse(f"it begins with the invocation tokens {list(adapter.invocation_tokens)}, which is not served")
-        if (rank := adapter.max_rank) > sizes.max_rank:
-            refuse(f"its rank is {rank}, and there is room for {sizes.max_rank}: max_adapter_rank={rank}")
-        if adapter.token_rows:
-            refuse(
-                f"it has trained tokens of {_listed(adapter.token_rows)}: merge it with jaxinfer convert --merge-lora"
-            )
-        wholes = [name for name in adapter.replaced if not name.endswith(".bias")]
-        if wholes:
-            refuse(f"it brings {_listed(wholes)} whole: merge it with jaxinfer convert --merge-lora")
-        names = [*adapter.low_rank, *(name.removesuffix(".bias") for name in adapter.replaced)]
-        if without := [name for name in names if name not in self._shapes]:
-            wanted = "" if sizes.modules is None else f", only {', '.join(sizes.modules)} have (adapter_modules)"
-            refuse(f"there is no room for adapters of {_listed(without)}{wanted}")
-        if not sizes.has_columns and any(pair.magnitude is not None for pair in adapter.low_rank.values()):
-            refuse("it has magnitudes (DoRA), for which there is no room: adapter_parts=('dora',)")
-        if not sizes.has_offset and (
-            adapter.replaced or any(pair.bias is not None for pair in adapter.low_rank.values())
-        ):
-            refuse("it has biases, for which there is no room: adapter_parts=('bias',)")
+@dataclass(frozen=True)
+class _Check:
+    """One adapter on its way into `stacks`; `what` names it."""
 
-    def _host_stack(
-        self, name: str, pair: LowRank | None, bias: np.ndarray | None, params: Params, what: str
-    ) -> HostStack:
-        inputs, outputs = self._shapes[name]
-        if pair is None:
-            pair = LowRank(np.zeros((inputs, 0), np.float32), np.zeros((0, outputs), np.float32), 1.0)
-        if (change := (pair.a.shape[0], pair.b.shape[-1])) != (inputs, outputs) or pair.a.ndim != 2:
-            raise ValueError(
-                f"adapter {what}: {name!r} has a change of {list(change)}, the weight is {inputs, outputs}"
-            )
-        a = np.ascontiguousarray(pair.a.T, self.dtype)
-        b = np.ascontiguousarray(np.float32(pair.scale) * pair.b.astype(np.float32), self.dtype)
-        columns = offset = None
-        if pair.magnitude is not None:
-            weight = _dense(params, name) + np.float32(pair.scale) * (
-                pair.a.astype(np.float32) @ pair.b.astype(np.float32)
-            )
-            columns = pair.magnitude.astype(np.float32) / np.linalg.norm(weight, axis=0)
-        if pair.bias is not None:
-            offset = np.float32(pair.scale) * pair.bias.astype(np.float32)
+    stacks: AdapterStacks
+    adapter: Adapter
+    what: str
+
+    def refuse(self, reason: str) -> NoReturn:
+        raise ValueError(f"adapter {self.what}: {reason}")
+
+    def no_room(self, for_what: str, part: str) -> NoReturn:
+        self.refuse(f"there is no room for {for_what}: adapter_parts={(part,)!r} makes some")
+
+    def rank(self) -> None:
+        if (rank := self.adapter.max_rank) > (room := self.stacks.sizes.max_rank):
+            self.refuse(f"its rank is {rank}, and there is room for {room}: max_adapter_rank={rank} makes some")
+
+    def whole_names(self) -> None:
+        """Refuses parameters that stand in place of the base's, but for the embedding, the head and biases."""
+        others = [name for name in self.adapter.replaced if name not in (EMBED, HEAD) and not name.endswith(".bias")]
+        if others:
+            self.refuse(f"it brings {_listed(others)} whole: merge it with jaxinfer convert --merge-lora")
+
+    def stack(self, name: str, pair: LowRank | None, bias: np.ndarray | None, params: Params) -> AdapterStack:
+        room: AdapterStack | None = self.stacks.room_of(name)
+        if room is None and ".experts." in name:
+            self.no_room(f"adapters of experts ({name})", "experts")
+        if room is None:
+            modules = self.stacks.sizes.modules
+            only = "" if modules is None else f"; adapter_modules={list(modules)}"
+            self.refuse(f"there is no room for adapters of {name}{only}")
+        dtype, scale = self.stacks.dtype, np.float32(1.0 if pair is None else pair.scale)
+        a = b = columns = offset = None
+        if pair is not None:
+            a = np.ascontiguousarray(np.swapaxes(pair.a, -1, -2), dtype)
+            b = np.ascontiguousarray(scale * pair.b.astype(np.float32), dtype)
+            self._check_shapes(name, a, b, room)
+        if pair is not None and pair.magnitude is not None:
+            if room.columns is None:
+                if room.b.shape[:-2] or room.a.shape[:-2]:
+                    self.refuse(f"{name} has magnitudes (DoRA), which are not served for heads and experts")
+                self.no_room("magnitudes (DoRA)", "dora")
+            weight = _dense(params, name) + scale * (pair.a.astype(np.float32) @ pair.b.astype(np.float32))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                columns = pair.magnitude.astype(np.float32) / np.linalg.norm(weight, axis=0) - 1
+        if pair is not None and pair.bias is not None:
+            offset = scale * pair.bias.astype(np.float32)
         if bias is not None:
             own = _parent(params, name).get("bias")
             if own is None:
-                raise ValueError(f"adapter {what}: {name!r} has a bias, and the base has none")
+                self.refuse(f"{name} has a bias, and the base has none")
             changed = bias.astype(np.float32) - np.asarray(own, np.float32)
             offset = changed if offset is None else offset + changed
-        arrays = {"A": a, "B": b, "magnitudes": columns, "biases": offset}
+        if offset is not None and room.offset is None:
+            self.no_room("trained biases", "bias")
+        self._check_finite(name, {"A": a, "B": b, "magnitudes": columns, "biases": offset})
+        return AdapterStack(a, b, columns, offset)
+
+    def table(self, which: str) -> TableStack | None:
+        """What the adapter changes in the embedding or the head; None for nothing."""
+        adapter, stacks = self.adapter, self.stacks
+        pair, whole = adapter.low_rank.get(which), adapter.replaced.get(which)
+        rows = adapter.token_rows.get(which)
+        if pair is whole is rows is None:
+            return None
+        is_tied = stacks.config.tie_word_embeddings
+        tables: TableStacks | None = stacks.room_of(EMBED if is_tied else which)
+        room: TableStack = (None if tables is None else getattr(tables, which)) or TableStack()
+        made: dict[str, Any] = {}
+        if pair is not None:
+            if room.a is None:
+                self.no_room(f"adapters of {which}", which)
+            if pair.magnitude is not None or pair.bias is not None:
+                self.refuse(f"{which} has magnitudes or a bias, which are not served for it")
+            made["a"] = np.ascontiguousarray(pair.a if which == EMBED else pair.a.T, stacks.dtype)
+            made["b"] = np.ascontiguousarray(np.float32(pair.scale) * pair.b.astype(np.float32), stacks.dtype)
+        if rows is not None:
+            if room.tokens is None or len(rows.tokens) > room.tokens.shape[0]:
+                self.no_room(f"{len(rows.tokens)} trained tokens", f"tokens:{len(rows.tokens)}")
+            made["tokens"] = np.asarray(rows.tokens, np.int32) + 1
+            made["rows"] = np.ascontiguousarray(rows.rows, stacks.dtype)
+        if whole is not None:
+            if room.whole is None:
+                self.no_room(f"{which} as a whole", f"saved_{which}")
+            whole = whole if which == EMBED else whole.T
+            if whole.shape != room.whole.shape:
+                self.refuse(
+                    f"{which} has {whole.shape[0]} tokens, the model {room.whole.shape[0]}: added tokens are not served, "
+                    f"merge it with jaxinfer convert --merge-lora"
+                )
+            made |= {"whole": np.ascontiguousarray(whole, stacks.dtype), "is_whole": np.True_}
+        self._check_finite(which, {name: made.get(name) for name in ("a", "b", "rows", "whole")})
+        return TableStack(**made)
+
+    def _check_shapes(self, name: str, a: np.ndarray, b: np.ndarray, room: AdapterStack) -> None:
+        """Raises where the arrays are not those of the room, but for ranks."""
+
+        def sides(array: Any) -> tuple[int, ...]:
+            return (*array.shape[:-2], array.shape[-1])
+
+        if (sides(a), sides(b)) != (sides(room.a), sides(room.b)):
+            self.refuse(
+                f"{name} has A and B of {list(sides(a))} and {list(sides(b))}, but for their ranks, not of "
+                f"{list(sides(room.a))} and {list(sides(room.b))}"
+            )
+
+    def _check_finite(self, name: str, arrays: Mapping[str, np.ndarray | None]) -> None:
         for kind, array in arrays.items():
             if array is not None and (count := int(np.sum(~np.isfinite(array.astype(np.float32))))):
-                raise ValueError(f"adapter {what}: {count} of {array.size} {kind} of {name!r} are not finite")
-        return HostStack(a, b, columns, offset)
+                self.refuse(f"{count} of {array.size} {kind} of {name} are not finite")
 
 
 @partial(jax.jit, donate_argnums=(0, 1))
 def _write(stacks: Any, ranks: jax.Array, slot: jax.Array, arrays: Any, rank: jax.Array) -> Any:
     return jax.tree.map(lambda stack, array: stack.at[slot].set(array), stacks, arrays), ranks.at[slot].set(rank)
+
+
+def _zeros(num_slots: int, is_abstract: bool, of_slot: Any) -> Any:
+    shape = (num_slots, *of_slot.shape)
+    return jax.ShapeDtypeStruct(shape, of_slot.dtype) if is_abstract else jnp.zeros(shape, of_slot.dtype)
+
+
+def _padded(room: Any, arrays: Any) -> Any:
+    """Arrays as long as the room of a slot; zeros where there are none."""
+    if room is None:
+        return None
+    if isinstance(room, tuple):
+        given = arrays if arrays is not None else (None,) * len(room)
+        return type(room)(*map(_padded, room, given))  # pyright: ignore[reportCallIssue]
+    if arrays is not None and arrays.shape == room.shape:
+        return arrays
+    padded = np.zeros(room.shape, room.dtype)
+    if arrays is not None:
+        padded[tuple(map(slice, arrays.shape))] = arrays
+    return padded
 
 
 def _leaves(params: Params) -> Iterator[tuple[Path, Any]]:
@@ -217,7 +315,7 @@ def _dense(params: Params, name: str) -> np.ndarray:
     return np.asarray(weight.dequantize(jnp.float32) if is_weight(weight) else weight, np.float32)
 
 
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+def _listed(names: Sequence[str]) -> str:
     names = sorted(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -22,7 +22,8 @@ ADAPTERS = "Adapters"
 _engine = partial(option, group="Engine")
 _speculation = partial(option, group=SPECULATION)
 _adapters = partial(option, group=ADAPTERS)
-ADAPTER_PARTS = ("dora", "bias")
+ADAPTER_PARTS = ("dora", "bias", "experts", "embed", "lm_head", "tokens", "saved_embed", "saved_lm_head")
+DEFAULT_ADAPTER_TOKENS = 64
 DEFAULT_ADAPTER_RANK = 16
 
 
@@ -288,8 +289,9 @@ class EngineOptions(SpeculationOptions):
     )
     adapter_parts: Sequence[str] | None = _adapters(
         None,
-        "What adapters may have beside pairs of matrices: dora (magnitudes), bias (trained biases). By default what "
-        "those given at the start have.",
+        "What adapters may have beside pairs of matrices for linear layers: dora (magnitudes), bias (trained biases), "
+        "experts, embed and lm_head (pairs for these), tokens or tokens:N (so many trained tokens), saved_embed and "
+        "saved_lm_head (tables of their own). By default what those given at the start have.",
         "NAMES",
         parse=parse_names,
     )
@@ -349,8 +351,11 @@ class EngineOptions(SpeculationOptions):
             if isinstance(given, str) or not all(isinstance(part, str) and part for part in given):
                 raise ValueError(f"{name} must be a list of names, got {given!r:.60}")
             object.__setattr__(self, name, tuple(given))
-        if unknown := [part for part in self.adapter_parts or () if part not in ADAPTER_PARTS]:
-            raise ValueError(f"adapter_parts has {unknown[0]!r}: it may have {', '.join(ADAPTER_PARTS)}")
+        for part in self.adapter_parts or ():
+            name, colon, count = part.partition(":")
+            is_known = name == "tokens" and count.isdecimal() and int(count) > 0 if colon else name in ADAPTER_PARTS
+            if not is_known:
+                raise ValueError(f"adapter_parts has {part!r}: it may have {', '.join(ADAPTER_PARTS)} and tokens:N")
         if not self.max_adapters:
             for name in ("max_adapter_rank", "adapter_modules", "adapter_parts"):
                 if (given := getattr(self, name)) is not None and self.max_adapters is not None:
@@ -363,9 +368,13 @@ class EngineOptions(SpeculationOptions):
 
         if not self.max_adapters:
             return None
-        parts, rank = self.adapter_parts or (), self.max_adapter_rank or DEFAULT_ADAPTER_RANK
+        counts: dict[str, str] = {}
+        for part in self.adapter_parts or ():
+            name, _, counts[name] = part.partition(":")
+        num_tokens = int(counts.pop("tokens") or DEFAULT_ADAPTER_TOKENS) if "tokens" in counts else 0
         modules = None if self.adapter_modules is None else tuple(self.adapter_modules)
-        return AdapterSizes(self.max_adapters, rank, modules, has_columns="dora" in parts, has_offset="bias" in parts)
+        rank = self.max_adapter_rank or DEFAULT_ADAPTER_RANK
+        return AdapterSizes(self.max_adapters, rank, modules, frozenset(counts), num_tokens)
 
     def _check_sizes(self, name: str, unit: int) -> None:
         if (given := getattr(self, name)) is None:

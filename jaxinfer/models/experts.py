@@ -29,6 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.models.config import MoEConfig
+from jaxinfer.quantization.adapted import AdaptedExperts, base_of
 from jaxinfer.quantization.matmul import Weight, matmul, matmul_experts, matmul_gathered
 from jaxinfer.quantization.packed import PackedArray
 from jaxinfer.quantization.tree import is_weight
@@ -84,6 +85,7 @@ def run_experts(
     *,
     form: str | None = None,
     over: tuple[Mesh, str] | None = None,
+    rows_of_token: int = 1,
 ) -> Float[Array, "T D"]:
     """The weighted sum of the outputs of each token's experts: [T, D] in x's dtype, summed in float32.
 
@@ -92,10 +94,13 @@ def run_experts(
       activation: function of gate and up [..., F]; gate is None for experts without one.
       form: see above; None chooses by platform, dtype and number of tokens.
       over: a mesh and its axis over which the experts are sharded. Each device runs its own, and results are summed.
+      rows_of_token: how many neighbouring rows are of one token, and so have its adapter.
 
     Raises:
       ValueError: an unknown form. NotImplementedError: quantized or packed experts in the form "ragged" or "dense".
     """
+    adapted, experts = experts, Experts(*map(base_of, experts))
+    has_adapters = _has_adapters(adapted)
     stacks = [stack for stack in (experts.gate, experts.up, experts.down) if stack is not None]
     is_quantized = any(map(is_weight, stacks))
     is_packed = all(isinstance(stack, PackedArray) for stack in stacks)
@@ -104,6 +109,8 @@ def run_experts(
         num_tokens, num_choices = chosen.shape
         sizes = num_tokens, num_choices, experts.up.shape[0]
         form = choose_form(current_platform(), *sizes, is_quantized, can_gather=_can_gather(x))
+        # These two have no row for each token and expert to which an adapter's product could be added.
+        form = "tiles" if has_adapters and form in ("dense", "gathered") else form
     if form not in FORMS:
         raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}")
     if is_quantized and form not in ("tiles", "gathered", "packed"):
@@ -111,6 +118,11 @@ def run_experts(
     if form == "packed" and not is_packed:
         raise NotImplementedError("form='packed' reads packed experts, which these are not all")
     run = partial(_RUN[form], activation)
+    if has_adapters:
+        if form in ("dense", "gathered") or over is not None:
+            raise NotImplementedError(f"form={form!r} takes no adapters, nor does a mesh; 'tiles' does, on one device")
+        ids = _row_adapters(adapted, len(x) // rows_of_token)
+        return run(x, chosen, weights, experts, _Adapters(adapted, jnp.repeat(ids, rows_of_token))).astype(x.dtype)
     if over is None:
         return run(x, chosen, weights, experts).astype(x.dtype)
     mesh, axis = over
@@ -131,6 +143,28 @@ def run_experts(
         check_vma=False,  # the initial carry of the loop is the same on all devices
     )
     return run_sharded(x, chosen, weights, experts).astype(x.dtype)
+
+
+def _has_adapters(experts: Experts) -> bool:
+    return any(isinstance(stack, AdaptedExperts) and stack.ids is not None for stack in experts)
+
+
+def _row_adapters(experts: Experts, num_rows: int) -> jax.Array:
+    first = next(stack for stack in experts if isinstance(stack, AdaptedExperts))
+    return first.ids_of((num_rows,))
+
+
+class _Adapters(NamedTuple):
+    """Adapters of experts, and int32 [T] that of each row of x."""
+
+    experts: Experts
+    ids: jax.Array
+
+    def added(self, rows: jax.Array, product: jax.Array, stack: Any, base: Experts, *whose: jax.Array) -> jax.Array:
+        """The product of rows with the `stack` of `base`, with that of their adapters; `whose` as of
+        `AdaptedExperts.add`."""
+        own = next(own for own, its in zip(self.experts, base, strict=True) if its is stack)
+        return own.add(product, rows, *whose) if isinstance(own, AdaptedExperts) else product
 
 
 def choose_form(
@@ -198,13 +232,16 @@ def _feed_forward(activation: Activation, x: jax.Array, experts: Experts, produc
     return bias(product(activation(gate, up), experts.down), experts.down_bias)
 
 
-def _ragged(activation: Activation, x, chosen, weights, experts: Experts) -> jax.Array:
+def _ragged(
+    activation: Activation, x, chosen, weights, experts: Experts, adapters: _Adapters | None = None
+) -> jax.Array:
     order = _sort(chosen, experts.up.shape[0])
     expert = jnp.sort(chosen.reshape(-1))
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def product(rows, stack):
-        return lax.ragged_dot(rows, stack, order.counts, precision=precision, preferred_element_type=rows.dtype)
+        out = lax.ragged_dot(rows, stack, order.counts, precision=precision, preferred_element_type=rows.dtype)
+        return out if adapters is None else adapters.added(rows, out, stack, experts, adapters.ids[order.token], expert)
 
     def bias(rows, biases):
         return rows if biases is None else rows + biases.at[expert].get(mode="clip").astype(rows.dtype)
@@ -212,11 +249,15 @@ def _ragged(activation: Activation, x, chosen, weights, experts: Experts) -> jax
     return _combine(_feed_forward(activation, x[order.token], experts, product, bias), order, weights)
 
 
-def _packed(activation: Activation, x, chosen, weights, experts: Any) -> jax.Array:
+def _packed(activation: Activation, x, chosen, weights, experts: Any, adapters: _Adapters | None = None) -> jax.Array:
     order, expert = _sort(chosen, experts.up.shape[0]), jnp.sort(chosen.reshape(-1))
 
     def product(rows, *stacks):
-        return matmul_experts(rows, stacks, order.counts, expert)
+        products = matmul_experts(rows, stacks, order.counts, expert)
+        if adapters is None:
+            return products
+        pairs, ids = zip(products, stacks, strict=True), adapters.ids[order.token]
+        return [adapters.added(rows, one, stack, experts, ids, expert) for one, stack in pairs]
 
     def bias(rows, biases):
         return rows if biases is None else rows + biases.at[expert].get(mode="clip").astype(rows.dtype)
@@ -231,7 +272,9 @@ def _packed(activation: Activation, x, chosen, weights, experts: Any) -> jax.Arr
     return _combine(bias(down, experts.down_bias), order, weights)
 
 
-def _tiles(activation: Activation, x, chosen, weights, experts: Experts) -> jax.Array:
+def _tiles(
+    activation: Activation, x, chosen, weights, experts: Experts, adapters: _Adapters | None = None
+) -> jax.Array:
     num_experts, num_rows = experts.up.shape[0], chosen.size
     order = _sort(chosen, num_experts)
     size = tile_rows(num_rows, num_experts)
@@ -243,13 +286,17 @@ def _tiles(activation: Activation, x, chosen, weights, experts: Experts) -> jax.
         expert = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
         first = jnp.where(expert == 0, 0, ends[expert - 1])
         row = order.starts[expert] + (index - first) * size
-        block = x[lax.dynamic_slice_in_dim(tokens, row, size)]
+        own_tokens = lax.dynamic_slice_in_dim(tokens, row, size)
+        block = x[own_tokens]
 
         def bias(rows, biases):
             return rows if biases is None else rows + _of_expert(biases, expert).astype(rows.dtype)
 
         def product(rows, stack):
-            return matmul(rows, _of_expert(stack, expert))
+            out = matmul(rows, _of_expert(stack, expert))
+            if adapters is None:
+                return out
+            return adapters.added(rows, out, stack, experts, adapters.ids[own_tokens], expert)
 
         result = _feed_forward(activation, block, experts, product, bias)
         return lax.dynamic_update_slice_in_dim(out, result, row, axis=0)

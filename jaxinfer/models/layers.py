@@ -19,6 +19,7 @@ from jaxinfer.models.moe import SparseMoE
 from jaxinfer.models.recurrent import GatedDeltaNet, Mamba2, ShortConv
 from jaxinfer.models.recurrent_config import DeltaConfig, MambaConfig
 from jaxinfer.models.rope import Positions, rotate
+from jaxinfer.quantization.adapted import AdaptedHeads, base_of
 
 
 def _relu2(x: jax.Array) -> jax.Array:
@@ -400,16 +401,17 @@ class HeadStack(nnx.Module):
 
     def from_latent(self, x: jax.Array) -> jax.Array:
         """[..., Hq, outputs] of x [..., Hq, R]."""
-        return self._product("...hr,hrn->...hn", x)
+        return self._product("...hr,hrn->...hn", x, is_transposed=False)
 
     def to_latent(self, x: jax.Array) -> jax.Array:
         """[..., Hq, R] of x [..., Hq, outputs]."""
-        return self._product("...hn,hrn->...hr", x)
+        return self._product("...hn,hrn->...hr", x, is_transposed=True)
 
-    def _product(self, equation: str, x: jax.Array) -> jax.Array:
+    def _product(self, equation: str, x: jax.Array, *, is_transposed: bool) -> jax.Array:
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         weight = self.weight.get_value()
-        return jnp.einsum(equation, x, weight, precision=precision, preferred_element_type=x.dtype)
+        product = jnp.einsum(equation, x, base_of(weight), precision=precision, preferred_element_type=x.dtype)
+        return weight.add(product, x, is_transposed=is_transposed) if isinstance(weight, AdaptedHeads) else product
 
 
 class Indexer(nnx.Module):

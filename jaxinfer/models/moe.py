@@ -126,5 +126,6 @@ def _run_scaled(run: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, 
     """`run_experts` with weights [T, C] on the inputs [T, D]: each of a token's experts has a row of its own."""
     num_tokens, num_choices = chosen.shape
     scaled = (x[:, None, :] * weights[..., None].astype(x.dtype)).reshape(-1, x.shape[-1])
-    out = run(scaled, chosen.reshape(-1, 1), jnp.ones((num_tokens * num_choices, 1), jnp.float32))
+    one_each = chosen.reshape(-1, 1), jnp.ones((num_tokens * num_choices, 1), jnp.float32)
+    out = run(scaled, *one_each, rows_of_token=num_choices)
     return out.reshape(num_tokens, num_choices, -1).astype(jnp.float32).sum(1).astype(x.dtype)

@@ -1,0 +1,158 @@
+"""A served adapter of each kind is the model with the adapter merged; rows without one have the bits of the base."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints_convert.adapters import merged
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, init_params
+from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
+from jaxinfer.quantization import dequantize_params
+from tests import tiny
+from tests.tiny import TINY
+
+UNTIED = replace(TINY, tie_word_embeddings=False)
+LATENT_EXPERTS = replace(
+    TINY,
+    architecture="DeepseekV3ForCausalLM",
+    num_kv_heads=1,
+    head_dim=24,
+    attention_scale=20**-0.5,
+    moe=MoEConfig(4, 2, 24, (1,), "sigmoid", has_correction_bias=True, shared_size=24),
+    mla=MLAConfig(latent_size=16, rope_size=8, nope_size=12, value_size=10, query_rank=20),
+)
+# Without reuse, equal prompts run beside each other as those of several adapters do.
+OPTIONS = {**tiny.OPTIONS, "prefix_cache": False}
+PROMPTS = [list(range(3, 50)), [5, 9, 2, 44, 7, 9, 9, 1, 60, 33, 12]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
+
+
+def random_params(config: ModelConfig):
+    params = init_params(config, jax.random.key(5))
+    return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params)
+
+
+def random_adapter(params, seed: int, rank: int = 4, names=lambda name: "_proj" in name or "_up" in name, **fields):
+    """An adapter with pairs for weights whose names are chosen."""
+    rng, pairs = np.random.default_rng(seed), {}
+
+    def normal(*shape: int) -> np.ndarray:
+        return (0.2 * rng.normal(size=shape)).astype(np.float32)
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        keys = [key.key for key in path]
+        name = ".".join(keys).removesuffix(".weight")
+        if leaf.ndim < 2 or not names(name) or "router" in name:
+            continue
+        *lead, inputs, outputs = leaf.shape
+        a = normal(inputs, rank) if keys[-2:-1] in (["k_up"], ["v_up"]) else normal(*lead, inputs, rank)
+        pairs[name] = LowRank(a, normal(*lead, rank, outputs), 1.5)
+    return Adapter(pairs, **fields)
+
+
+def scores(llm: LLM, adapter=None):
+    return [[*score.raw] for score in llm.score(PROMPTS, adapter=adapter)]
+
+
+def check(config: ModelConfig, params, adapters: dict[str, Adapter], atol: float = 2e-4, **options) -> None:
+    """Compares answers and scores with those of merged models, and the base's with an engine without adapters."""
+    names = [None, *adapters]
+    with LLM((config, params), **OPTIONS) as llm:
+        plain = llm.generate(PROMPTS * len(names), GREEDY)[:2], scores(llm)
+    with LLM((config, params), adapters=adapters, **OPTIONS, **options) as llm:
+        answers = llm.generate(PROMPTS * len(names), GREEDY, adapter=[name for name in names for _ in PROMPTS])
+        own = {name: scores(llm, name) for name in names}
+    answers = {name: answers[2 * number : 2 * number + 2] for number, name in enumerate(names)}
+    assert own[None] == plain[1]
+    for one, other in zip(answers[None], plain[0], strict=True):
+        assert (one.outputs[0].token_ids, one.outputs[0].logprobs) == (
+            other.outputs[0].token_ids,
+            other.outputs[0].logprobs,
+        )
+    for name, adapter in adapters.items():
+        own_config, changed = merged(config, dequantize_params(params), adapter)
+        with LLM((own_config, jax.tree.map(jnp.asarray, changed)), **OPTIONS) as llm:
+            want = llm.generate(PROMPTS, GREEDY)
+            for got, wanted in zip(own[name], scores(llm), strict=True):
+                np.testing.assert_allclose(got, wanted, atol=atol)
+        for got, wanted, base in zip(answers[name], want, plain[0], strict=True):
+            assert got.outputs[0].token_ids == wanted.outputs[0].token_ids
+            assert got.outputs[0].token_ids != base.outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(TINY)
+
+
+def test_linear_layers_of_different_ranks(params):
+    adapters = {"four": random_adapter(params, 1), "two": random_adapter(params, 2, rank=2)}
+    adapters["queries"] = random_adapter(params, 3, rank=8, names=lambda name: name.endswith("q_proj"))
+    check(TINY, params, adapters)
+
+
+def test_latent_attention_and_experts():
+    params = random_params(LATENT_EXPERTS)
+    adapters = {"one": random_adapter(params, 1), "two": random_adapter(params, 2, rank=2)}
+    assert any(".experts." in name for name in adapters["one"].low_rank)
+    check(LATENT_EXPERTS, params, adapters, atol=5e-4)
+
+
+def with_magnitudes(params, adapter: Adapter) -> Adapter:
+    rng = np.random.default_rng(9)
+
+    def changed(pair: LowRank) -> LowRank:
+        return replace(pair, magnitude=(1 + rng.random(pair.b.shape[-1])).astype(np.float32))
+
+    return replace(adapter, low_rank={name: changed(pair) for name, pair in adapter.low_rank.items()})
+
+
+def test_magnitudes(params):
+    check(TINY, params, {"dora": with_magnitudes(params, random_adapter(params, 1)), "plain": random_adapter(params, 2)})
+
+
+def test_biases():
+    config = replace(TINY, qkv_bias=True)
+    params = random_params(config)
+    rng = np.random.default_rng(3)
+    bias = {"layers.0.attention.k_proj.bias": rng.normal(size=16).astype(np.float32)}
+    trained = random_adapter(params, 1, replaced=bias)
+    pairs = {
+        name: replace(pair, bias=rng.normal(size=pair.b.shape[-1]).astype(np.float32))
+        for name, pair in random_adapter(params, 2).low_rank.items()
+        if name.endswith(("q_proj", "v_proj"))
+    }
+    check(config, params, {"trained": trained, "of the pair": Adapter(pairs)})
+
+
+@pytest.mark.parametrize("config", [TINY, UNTIED], ids=["tied", "untied"])
+def test_embedding_and_head(config):
+    params, rng = random_params(config), np.random.default_rng(0)
+    tables = random_adapter(params, 1, names=lambda name: name in ("embed", "lm_head"))
+    head = {"lm_head": LowRank(*(rng.normal(size=shape).astype(np.float32) for shape in ((32, 3), (3, 97))), 0.5)}
+    rows = TokenRows((9, 44, 96), rng.normal(size=(3, 32)).astype(np.float32))
+    of_embed = {"embed": rows} if not config.tie_word_embeddings else {"embed": rows, "lm_head": rows}
+    whole = {"embed": rng.normal(size=(97, 32)).astype(np.float32)}
+    if not config.tie_word_embeddings:
+        whole["lm_head"] = rng.normal(size=(32, 97)).astype(np.float32)
+    adapters = {
+        "pairs": tables,
+        "of the head": Adapter(head),
+        "tokens": random_adapter(params, 2, token_rows=of_embed),
+        "tokens of the head": Adapter({}, token_rows={"lm_head": rows}),
+        "whole": random_adapter(params, 3, replaced=whole),
+    }
+    check(config, params, adapters)
+
+
+def test_quantized_bases(params):
+    from jaxinfer.quantization import quantize_params
+
+    for recipe in ("int8", "int4-g128"):
+        quantized = quantize_params(params, recipe)
+        adapters = {"one": random_adapter(params, 1), "dora": with_magnitudes(params, random_adapter(params, 2))}
+        check(TINY, quantized, adapters)
