@@ -112,7 +112,9 @@ def with_magnitudes(params, adapter: Adapter) -> Adapter:
 
 
 def test_magnitudes(params):
-    check(TINY, params, {"dora": with_magnitudes(params, random_adapter(params, 1)), "plain": random_adapter(params, 2)})
+    check(
+        TINY, params, {"dora": with_magnitudes(params, random_adapter(params, 1)), "plain": random_adapter(params, 2)}
+    )
 
 
 def test_biases():
