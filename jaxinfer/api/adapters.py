@@ -49,7 +49,7 @@ def with_room(options: LLMOptions, adapters: Sequence[Adapter]) -> LLMOptions:
 
 
 def parts_of(adapter: Adapter) -> set[str]:
-    """What an adapter has beside pairs of matrices for linear layers and trained tokens, by names of `adapter_parts`."""
+    """What an adapter has beside pairs for linear layers and trained tokens, by names of `adapter_parts`."""
     pairs, replaced = adapter.low_rank, adapter.replaced
     has = {
         "dora": any(pair.magnitude is not None for pair in pairs.values()),

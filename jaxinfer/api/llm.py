@@ -253,7 +253,10 @@ class LLM(Closable):
                 replace(
                     output,
                     taps=self.engine.hidden_states(
-                        [*output.prompt_token_ids, *output.outputs[0].token_ids], taps, request.adapter
+                        [*output.prompt_token_ids, *output.outputs[0].token_ids],
+                        taps,
+                        request.adapter,
+                        request.adapter_start,
                     ),
                 )
                 for output, request in zip(outputs, requests, strict=True)

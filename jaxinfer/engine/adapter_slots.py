@@ -34,6 +34,7 @@ class LoadedAdapter:
     Attributes:
       name: by which it was loaded. fingerprint: a hash of its tensors and configuration, which salts prefixes.
       host: its arrays in the host's memory. source: the folder that it was read from; "" for arrays.
+      invocation_tokens: it changes only what comes from their last occurrence on (aLoRA); () where it changes all.
       is_pinned: whether it keeps its slot once it has one. is_unloaded: whether no request can name it any more; those
         that did go on.
     """
@@ -42,8 +43,17 @@ class LoadedAdapter:
     fingerprint: str
     host: Any = field(repr=False)
     source: str = ""
+    invocation_tokens: tuple[int, ...] = ()
     is_pinned: bool = False
     is_unloaded: bool = False
+
+    def start_in(self, token_ids: Sequence[int]) -> int | None:
+        """The index from which it changes the model, for a prompt; None if the prompt does not invoke it."""
+        wanted, length = list(self.invocation_tokens), len(self.invocation_tokens)
+        if not wanted:
+            return 0
+        starts = range(len(token_ids) - length, -1, -1)
+        return next((start for start in starts if list(token_ids[start : start + length]) == wanted), None)
 
 
 class AdapterSlots:

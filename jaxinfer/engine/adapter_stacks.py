@@ -242,9 +242,10 @@ class _Check:
                 self.no_room(f"{which} as a whole", f"saved_{which}")
             whole = whole if which == EMBED else whole.T
             if whole.shape != room.whole.shape:
+                own, others = whole.shape[0], room.whole.shape[0]
                 self.refuse(
-                    f"{which} has {whole.shape[0]} tokens, the model {room.whole.shape[0]}: added tokens are not served, "
-                    f"merge it with jaxinfer convert --merge-lora"
+                    f"{which} has {own} tokens, the model {others}: added tokens are not served; merge it with "
+                    f"jaxinfer convert --merge-lora"
                 )
             made |= {"whole": np.ascontiguousarray(whole, stacks.dtype), "is_whole": np.True_}
         self._check_finite(which, {name: made.get(name) for name in ("a", "b", "rows", "whole")})

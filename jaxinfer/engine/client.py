@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.adapters import AdapterRegistry
 from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.request import (
@@ -134,21 +133,27 @@ class Client(TakesPrompts):
             bad_words=bad_words,
             grammar=grammar,
             gate=gate,
-            adapter=self._adapter(options, what),
+            **self._adapter(options, ids, what),
             options=options,
             deadline=_deadline(options),
         )
 
-    def _adapter(self, options: RequestOptions, what: str) -> LoadedAdapter | int:
-        """The adapter that a request names; 0 for none."""
+    def _adapter(self, options: RequestOptions, token_ids: Sequence[int], what: str) -> dict[str, Any]:
+        """The adapter that a request names, and where it starts; nothing for none, and for a prompt that does not
+        invoke it."""
         if options.adapter is None:
-            return 0
+            return {}
         try:
             if self.adapters is None:
                 raise ValueError(f"{self.name} has no adapters, and {options.adapter!r} was asked for")
-            return self.adapters.find(options.adapter)
+            adapter = self.adapters.find(options.adapter)
+            if adapter.invocation_tokens and self.engine.spec.ends_prompts:
+                policy = self.engine.spec.options.kv_policy
+                raise ValueError(f"adapter {adapter.name!r} has invocation tokens: not with kv_policy={policy!r}")
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
+        start = adapter.start_in(token_ids)
+        return {} if start is None else {"adapter": adapter, "adapter_start": start}
 
     def _compile(self, structured: StructuredOutputs, prompt: Sequence[int]) -> tuple[Grammar, Gate | None]:
         """The grammar that the answers to a prompt must match, and the gate where it begins; raises
@@ -194,7 +199,7 @@ class Client(TakesPrompts):
         params = replace(params, n=1, max_tokens=None, prompt_logprobs=0, stop=(), logprobs=None)
         self._check_fits(what, len(ids), 0)
         bad_words = self._check_params(params)
-        fields: dict[str, Any] = {"adapter": self._adapter(options, what), "options": options}
+        fields: dict[str, Any] = {**self._adapter(options, ids, what), "options": options}
         fields |= {"bad_words": bad_words, "score_from": start}
         return Request(ids, params, 1, 0, eos_token_ids=self.eos_token_ids, **fields)
 
@@ -205,7 +210,7 @@ class Client(TakesPrompts):
         if pooling.token_ids and not self.has_head:
             raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no scores of pairs")
         self._check_fits(what, len(token_ids), 0)
-        fields: dict[str, Any] = {"adapter": self._adapter(options, what), "options": options}
+        fields: dict[str, Any] = {**self._adapter(options, token_ids, what), "options": options}
         return Request(list(token_ids), params, 1, 0, pooling=pooling, deadline=_deadline(options), **fields)
 
     def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

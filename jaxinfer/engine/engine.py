@@ -314,14 +314,15 @@ class Engine:
         return [program.name for program in self.runner.all_programs]
 
     def hidden_states(
-        self, tokens: list[int], taps: tuple[str, ...], adapter: LoadedAdapter | int = 0
+        self, tokens: list[int], taps: tuple[str, ...], adapter: LoadedAdapter | int = 0, start: int = 0
     ) -> dict[str, np.ndarray]:
-        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache.
+        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache;
+        `adapter` changes the model from token `start` on.
 
         Raises RuntimeError where all slots have adapters of running requests.
         """
         with self._adapter_slot(adapter) as slot:
-            return self.runner.hidden_states(tokens, taps, slot)
+            return self.runner.hidden_states(tokens, taps, slot, start)
 
     @contextmanager
     def _adapter_slot(self, adapter: LoadedAdapter | int) -> Iterator[int]:

@@ -231,9 +231,15 @@ class ModelRunner:
         """Drops what scoring keeps of a sequence."""
         self._scorer.stop(sequence)
 
-    def hidden_states(self, tokens: list[int], taps: tuple[str, ...], adapter: int = 0) -> dict[str, np.ndarray]:
-        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
-        stored, own = (self.spec.kv_dtype, self.kv_scales), np.int32(adapter) if self.spec.has_adapters else None
+    def hidden_states(
+        self, tokens: list[int], taps: tuple[str, ...], adapter: int = 0, start: int = 0
+    ) -> dict[str, np.ndarray]:
+        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache. `adapter`: the
+        number of the one that changes the model from position `start` on."""
+        stored, own = (self.spec.kv_dtype, self.kv_scales), None
+        if self.spec.has_adapters:
+            own = np.full(len(tokens), adapter, np.int32)
+            own[:start] = 0
         return tapped_states(self.model, self.weights.value, tokens, taps, *stored, own)
 
     # Before a dispatch: slots and page table.
@@ -278,7 +284,7 @@ class ModelRunner:
         if (length := self.spec.draft_length) is not None:
             self._write_draft_row(slot, padded(sequence.tokens[:length], length), sequence.num_drafted)
         if self.spec.has_adapters:
-            self._write_adapter(slot, sequence.adapter_slot)
+            self._write_adapter(slot, sequence.adapter_slot, sequence.request.adapter_start)
 
     def write_stacks(self, slot: int, adapter: HostAdapter) -> None:
         """Writes an adapter into a slot, 1 for the first."""
@@ -343,8 +349,8 @@ class ModelRunner:
         self._slots = programs.write_draft_slot(self.placement.mesh, self._slots, *arguments)
 
     @operation
-    def _write_adapter(self, slot: int, adapter: int) -> None:
-        arguments = self.placement.put((np.int32(slot), np.int32(adapter)))
+    def _write_adapter(self, slot: int, adapter: int, start: int) -> None:
+        arguments = self.placement.put((np.int32(slot), np.int32(adapter), np.int32(start)))
         self._slots = programs.write_adapter(self.placement.mesh, self._slots, *arguments)
 
     @operation

@@ -129,10 +129,10 @@ class Replicas:
         return [name for engine in self.engines for name in engine.program_names]
 
     def hidden_states(
-        self, tokens: list[int], taps: tuple[str, ...], adapter: LoadedAdapter | int = 0
+        self, tokens: list[int], taps: tuple[str, ...], adapter: LoadedAdapter | int = 0, start: int = 0
     ) -> dict[str, np.ndarray]:
         """As `Engine.hidden_states`."""
-        return self.engines[0].hidden_states(tokens, taps, adapter)
+        return self.engines[0].hidden_states(tokens, taps, adapter, start)
 
     @property
     def kv_scales(self) -> KVScales | None:

@@ -112,6 +112,7 @@ class Request:
       grammar: what the answers must match, compiled; None for anything. gate: where in an answer it begins; None for
         its first token.
       adapter: the one that it is answered with; a number of one that the model's weights hold as they are; 0 for none.
+      adapter_start: the token from which it changes the model.
       options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
     """
 
@@ -127,6 +128,7 @@ class Request:
     grammar: Any = None
     gate: Any = None
     adapter: LoadedAdapter | int = 0
+    adapter_start: int = 0
     options: RequestOptions = DEFAULT_REQUEST_OPTIONS
     deadline: float | None = None
 
@@ -324,19 +326,25 @@ class SequenceState:
     def salt(self) -> str:
         """Separates its prefixes from others of the same tokens: by the request's salt and adapter."""
         adapter, salt = self.request.adapter, self.request.options.cache_salt
+        if self.request.adapter_start:
+            return salt  # its first pages are the model's own
         if isinstance(adapter, LoadedAdapter):
             adapter = adapter.fingerprint  # by which reuse survives restarts, whatever the name and the slot
         return hashlib.sha256(repr((adapter, salt)).encode()).hexdigest() if adapter else salt
 
     def keys(self, page_size: int, num_tokens: int, num_ahead: int = 0) -> list[bytes]:
         """The bytes of each full page of its first `num_tokens` tokens, each with those of `num_ahead` tokens after
-        it: always the same number."""
+        it: always the same number. Those of pages that an adapter changes in part have its fingerprint after them."""
         count = max(num_tokens - num_ahead, 0) // page_size
         if len(self._keys) < count:
             start = len(self._keys)
             data = np.asarray(self.tokens[start * page_size : count * page_size + num_ahead], np.int32).tobytes()
             stride, width = 4 * page_size, 4 * (page_size + num_ahead)
-            self._keys += [data[i * stride : i * stride + width] for i in range(count - start)]
+            keys = [data[i * stride : i * stride + width] for i in range(count - start)]
+            if (own := self.request.adapter_start) and isinstance(adapter := self.request.adapter, LoadedAdapter):
+                mark, first = adapter.fingerprint.encode(), max(own // page_size - start, 0)
+                keys[first:] = [key + mark for key in keys[first:]]
+            self._keys += keys
         return self._keys[:count]
 
     def drop_after(self, num_output: int) -> None:

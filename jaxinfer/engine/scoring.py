@@ -152,7 +152,8 @@ class PromptScorer:
         adapters = np.zeros_like(targets) if self._has_adapters else None
         for piece in pieces:
             if adapters is not None:
-                adapters[piece.row : piece.end] = piece.sequence.adapter_slot
+                first = max(piece.sequence.request.adapter_start - piece.start, 0)
+                adapters[min(piece.row + first, piece.end) : piece.end] = piece.sequence.adapter_slot
             following = piece.sequence.tokens[piece.start + 1 : piece.start + 1 + piece.num_targets]
             targets[piece.row : piece.row + piece.num_targets] = following
         wants_raw = any(piece.sequence.params.prompt_logprobs is not None for piece in pieces)

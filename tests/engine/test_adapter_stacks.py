@@ -158,3 +158,35 @@ def test_quantized_bases(params):
         quantized = quantize_params(params, recipe)
         adapters = {"one": random_adapter(params, 1), "dora": with_magnitudes(params, random_adapter(params, 2))}
         check(TINY, quantized, adapters)
+
+
+def test_an_invoked_adapter_starts_at_its_tokens(params):
+    """Tokens before the invocation are the base's, and so are their pages, which adapters and the base share."""
+    invoked = random_adapter(params, 1, invocation_tokens=(60, 61))
+    plain = replace(invoked, invocation_tokens=())
+    prompt = [*range(3, 52), 60, 61, 7, 8, 9]
+    twice = [60, 61, *prompt]  # the last occurrence counts
+    adapters = {"invoked": invoked, "plain": plain, "other": random_adapter(params, 2, invocation_tokens=(60, 61))}
+    with LLM((TINY, params), adapters=adapters, **tiny.OPTIONS) as llm:
+
+        def score(name: str | None, tokens=prompt) -> list[float]:
+            return [*llm.score([tokens], adapter=name)[0].raw]
+
+        base, own, all_of_it = score(None), score("invoked"), score("plain")
+        assert own[:49] == base[:49]
+        assert not np.allclose(own[49:], base[49:], atol=1e-2)
+        assert not np.allclose(own[49:], all_of_it[49:], atol=1e-2)
+        np.testing.assert_allclose(score("invoked", twice)[:50], score(None, twice)[:50], rtol=0)
+        assert score("invoked", prompt[:49]) == score(None, prompt[:49])
+
+        answers = {name: llm.generate(prompt, GREEDY, adapter=name)[0] for name in (None, "invoked", "other")}
+        counters = llm.engine.scheduler.counters
+        before = counters.reused_tokens
+        again = {name: llm.generate(prompt, GREEDY, adapter=name)[0] for name in answers}
+        assert again[None].outputs[0].token_ids == answers[None].outputs[0].token_ids
+        assert counters.reused_tokens - before == 3 * 48
+    with LLM((TINY, params), adapters=adapters, **OPTIONS) as llm:
+        for name, answer in answers.items():
+            [alone] = llm.generate(prompt, GREEDY, adapter=name)
+            assert alone.outputs[0].token_ids == answer.outputs[0].token_ids == again[name].outputs[0].token_ids
+    assert len({tuple(answer.outputs[0].token_ids) for answer in answers.values()}) == 3

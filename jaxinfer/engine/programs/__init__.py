@@ -185,13 +185,13 @@ def hidden_states(
     taps: tuple[str, ...],
     kv_dtype: str,
     scales: KVScales | None = None,
-    adapter: jax.Array | None = None,
+    adapters: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """The tapped hidden states [T, D] of int32 tokens [T], computed without a cache, over the keys and values that one
-    of `kv_dtype` would give back. `adapter`: an int32 scalar where weights hold any."""
+    of `kv_dtype` would give back. `adapters` int32 [T] where weights hold any."""
     tapped, tap = collect(taps)
     positions = jnp.arange(tokens.shape[0])[None]
-    model.bind(weights).for_rows(adapter)(tokens[None], positions, attend_as_stored(kv_dtype, scales), tap)
+    model.bind(weights).for_rows(adapters)(tokens[None], positions, attend_as_stored(kv_dtype, scales), tap)
     return {name: value[0] for name, value in tapped.items()}
 
 
@@ -202,13 +202,15 @@ def tapped_states(
     taps: tuple[str, ...],
     kv_dtype: str,
     scales: KVScales | None = None,
-    adapter: Any = None,
+    adapters: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """The tapped hidden states [len(tokens), D] on the host; lengths are rounded up to few programs."""
+    """The tapped hidden states [len(tokens), D] on the host; lengths are rounded up to few programs. `adapters`: int32
+    [len(tokens)] where weights hold any."""
     size = 32
     while size < len(tokens):
         size *= 2
-    tapped = hidden_states(model, weights, jnp.asarray(padded(tokens, size)), taps, kv_dtype, scales, adapter)
+    own = None if adapters is None else jnp.asarray(padded(adapters, size))
+    tapped = hidden_states(model, weights, jnp.asarray(padded(tokens, size)), taps, kv_dtype, scales, own)
     return {name: np.asarray(value)[: len(tokens)] for name, value in tapped.items()}
 
 

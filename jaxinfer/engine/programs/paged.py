@@ -62,8 +62,8 @@ def init_slots(
     counts = (np.zeros((num_slots,), np.int32) for _ in range(3))
     history = make_state([None] * num_slots, vocab_size)
     draft = None if draft_length is None else init_draft_slots(num_slots, draft_length)
-    adapters = np.zeros((num_slots,), np.int32) if has_adapters else None
-    slots = Slots(*counts, np.zeros((num_slots,), bool), history, draft, adapters)  # pyright: ignore
+    adapters = (np.zeros((num_slots,), np.int32), np.zeros((num_slots,), np.int32)) if has_adapters else (None, None)
+    slots = Slots(*counts, np.zeros((num_slots,), bool), history, draft, *adapters)  # pyright: ignore
     # Filled here and sent: a fill on the device is a program to compile, for each shape.
     return jax.device_put((slots, make_batch([None] * num_slots, vocab_size)), may_alias=False)
 
@@ -166,7 +166,7 @@ def _one_pass(
         cut = parallel.array_shardings(model.mesh, (tokens, positions), (("tokens",), ("tokens",)))
         tokens, positions = lax.with_sharding_constraint((tokens, positions), cut)
     observed, tap = collect(() if observer is None else observer.proposer.taps)
-    hidden = decoder.for_rows(slots.adapters, slot)(tokens, positions, attend, tap)
+    hidden = decoder.for_rows(slots.adapters_of(slot, positions))(tokens, positions, attend, tap)
     if observer is not None:
         pass_rows = tokens, positions, rows.query_starts, lengths
         own = _observe(model, observer, own, slots, pass_rows, work.page_tables, observed)
@@ -247,6 +247,7 @@ def _sample_rows(
         history=advance(slots.history, samples.tokens, took_part, tables),
         draft=record(slots.draft, ends, samples.tokens, took_part),
         adapters=slots.adapters,
+        adapter_starts=slots.adapter_starts,
     )
     return new_slots, StepOutput(encode_tokens(samples, is_produced, takes_part), samples)
 
@@ -323,6 +324,7 @@ def decode(
             history=advance(slots.history, samples.tokens, took_part, tables),
             draft=record(slots.draft, slots.positions + 1, samples.tokens, took_part),
             adapters=slots.adapters,
+            adapter_starts=slots.adapter_starts,
         )
         caches = attend.cache, own
         return caches, new_slots, StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples)
@@ -386,9 +388,13 @@ def write_draft_slot(
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def write_adapter(mesh: Mesh | None, slots: Slots, slot: jax.Array, adapter: jax.Array) -> Slots:
-    """Gives a slot (int32 scalar) its request's adapter (int32 scalar). Donates the slots."""
-    return constrain_sharding(mesh, replace(slots, adapters=set_row(slots.adapters, slot, adapter[None])))
+def write_adapter(mesh: Mesh | None, slots: Slots, slot: jax.Array, adapter: jax.Array, start: jax.Array) -> Slots:
+    """Gives a slot its request's adapter, and the position from which it changes the model (int32 scalars). Donates the
+    slots."""
+    adapters, starts = (
+        set_row(rows, slot, value[None]) for rows, value in ((slots.adapters, adapter), (slots.adapter_starts, start))
+    )
+    return constrain_sharding(mesh, replace(slots, adapters=adapters, adapter_starts=starts))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))

@@ -191,6 +191,7 @@ class _Round:
             history=state.history,
             draft=_extend_sequences(draft_slots, rows, path, state.newest, positions, jnp.arange(tree.depth + 1)),
             adapters=slots.adapters,
+            adapter_starts=slots.adapter_starts,
         )
         # Where an answer ended with an accepted draft token, the target did not judge those after it.
         is_cut = ~state.is_active & (state.num_accepted == state.num_tokens)

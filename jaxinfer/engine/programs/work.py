@@ -27,7 +27,8 @@ class Slots:
       history: tokens so far, for penalties. The sampling parameters, a `SamplingBatch`, travel beside: decoding only
         reads them.
       draft: what drafting needs to know of each slot; None in an engine that never speculates.
-      adapters: int32[S], the adapter of each slot's request; None for a model whose weights hold none.
+      adapters: int32[S], the adapter of each slot's request; None for a model whose weights hold none. adapter_starts:
+        int32[S], the position from which it changes the model.
     """
 
     tokens: jax.Array
@@ -37,6 +38,13 @@ class Slots:
     history: SamplingState
     draft: DraftSlots | None = None
     adapters: jax.Array | None = None
+    adapter_starts: jax.Array | None = None
+
+    def adapters_of(self, slot: jax.Array, positions: jax.Array) -> jax.Array | None:
+        """int32[T], the adapters of rows of slots int32[T] at positions int32[T]; None where there are none."""
+        if self.adapters is None or self.adapter_starts is None:
+            return None
+        return jnp.where(positions >= self.adapter_starts[slot], self.adapters[slot], 0)
 
 
 @jax.tree_util.register_dataclass
