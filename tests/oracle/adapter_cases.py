@@ -57,7 +57,7 @@ class Family:
 
 
 def _small(case: Case, name: str, **options: Any) -> Case:
-    return replace(case, name=name, options={**case.options, **_SMALL, **options})
+    return replace(case, name=name, gain=0.7, options={**case.options, **_SMALL, **options})
 
 
 _DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
@@ -65,12 +65,12 @@ _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 FAMILIES = {
     family.name: family
     for family in (
-        Family(CASES["llama"]),
-        Family(CASES["llama_bias"], has_biases=True),
+        Family(replace(CASES["llama"], gain=0.7)),
+        Family(replace(CASES["llama_bias"], gain=0.7), has_biases=True),
         Family(replace(CASES["gemma3"], gain=0.5), is_tied=True),
-        Family(CASES["qwen3_moe"], has_experts=True),
+        Family(replace(CASES["qwen3_moe"], gain=0.7), has_experts=True),
         Family(replace(RECURRENT_CASES["qwen3_5"], gain=0.2), attention=(*ATTENTION, *_DELTA)),
-        Family(CASES["deepseek_v3"], attention=_LATENT, has_experts=True),
+        Family(replace(CASES["deepseek_v3"], gain=0.7), attention=_LATENT, has_experts=True),
     )
 }
 # Their adapters and results are in golden/adapters.

@@ -1,7 +1,6 @@
 """Our side of a comparison with PEFT: log-probabilities of texts under adapters."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import checkpoints_convert
 from checkpoints_convert.adapters import merged, read_adapter
@@ -19,23 +17,11 @@ from jaxinfer.models import ModelConfig, Params, bind
 from tests.oracle.adapter_cases import Kind
 
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-_NOT_YET = ("no room for adapters of", "not served", "merge it with jaxinfer convert")
 
 
 def open_llm(base: Any, adapters: Mapping[str, Path], **options: Any) -> LLM:
     """An engine for a base in float32 with adapters."""
     return LLM(base, dtype="float32", adapters=dict(adapters), max_seqs=8, max_model_len=64, **options)
-
-
-@contextmanager
-def expected_refusals() -> Iterator[None]:
-    """Marks a test as expected to fail by adapters that cannot be served yet."""
-    try:
-        yield
-    except ValueError as error:
-        if any(text in str(error) for text in _NOT_YET):
-            pytest.xfail(str(error))
-        raise
 
 
 def together(llm: LLM, kind: Kind, **options: Any) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.oracle import parity
 from tests.oracle.adapter_cases import FOLDER, GOLDEN_FAMILIES, TOLERANCE, kinds_of, read_tensors
-from tests.oracle.adapter_parity import difference, expected_refusals, open_llm, together
+from tests.oracle.adapter_parity import difference, open_llm, together
 
 MAX_BYTES = 600_000
 CASES = {
@@ -33,23 +33,12 @@ def served(tmp_path_factory):
             folder = tmp_path_factory.mktemp(name) / "base"
             parity.write_checkpoint(folder, made["config"], made["shapes"], 0, GOLDEN_FAMILIES[name].case)
             names = [f"{kind.name}/{adapter}" for _, kind in cases_of(name) for adapter in kind.adapters]
-            engines[name] = open_served(folder, {own: FOLDER / name / own for own in names})
+            engines[name] = open_llm(folder, {own: FOLDER / name / own for own in names}, max_adapters=NUM_SLOTS)
         return engines[name]
 
     yield make
-    for llm, _ in engines.values():
+    for llm in engines.values():
         llm.close()
-
-
-def open_served(folder, adapters):
-    """An engine with the adapters of which all of their kind can be served."""
-    refused = {}
-    while True:
-        served = {own: path for own, path in adapters.items() if own.split("/")[0] not in refused}
-        try:
-            return open_llm(folder, served, max_adapters=NUM_SLOTS), refused
-        except ValueError as error:
-            refused[str(error).split("'")[1].split("/")[0]] = error
 
 
 def cases_of(name: str):
@@ -60,12 +49,8 @@ def cases_of(name: str):
 def test_a_batch_of_rows_has_the_library_s_log_probabilities(served, case):
     name, kind = CASES[case]
     _, expected = golden(name)
-    llm, refused = served(name)
-    if kind.name in refused:
-        with expected_refusals():
-            raise refused[kind.name]
     rows = [adapter and f"{kind.name}/{adapter}" for adapter in kind.rows]
-    found = together(llm, kind, adapter=rows)
+    found = together(served(name), kind, adapter=rows)
     differences = {
         way: difference(found, expected[f"{kind.name}.{way}"])
         for way in (("single", "mixed") if kind.is_mixed else ("single",))
