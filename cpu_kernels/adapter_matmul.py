@@ -26,19 +26,21 @@ from cpu_kernels.frames import (
 from cpu_kernels.memory import allocate, free, intrinsic, store_word
 from cpu_kernels.packed_matmul.loads import HAS_AVX512
 from cpu_kernels.packed_matmul.memory import load_int32
-from cpu_kernels.threads import in_parts, num_threads
+from cpu_kernels.threads import add_word, in_parts, num_threads, wait_for
 
 # Operands: the rows, their adapters and the ranks of slots, then a product, A and B for each weight.
 IDS, RANKS, ARRAYS, ARRAYS_OF_WEIGHT = 1, 2, 3, 3
 # Words of a job: addresses of the order of rows, of the groups, and of products with A [weights, rows, R].
-FRAME, ORDER, GROUPS, NUM_GROUPS, HIDDEN, NUM_UNITS, NUM_PARTS, JOB_BYTES = range(0, 64, 8)
-# Words of a group of rows with the same adapter: the first one in the order, and blocks of ranks of groups before.
-SLOT, FIRST, ROWS, RANK, BLOCKS_BEFORE, GROUP_BYTES = range(0, 48, 8)
+# Then units and parts of the products with A, and of those with B.
+FRAME, ORDER, GROUPS, NUM_GROUPS, HIDDEN = range(0, 40, 8)
+FIRST_UNITS, FIRST_PARTS, FIRST_DONE, SECOND_UNITS, SECOND_PARTS, JOB_BYTES = range(40, 88, 8)
+# Words of a group of rows with the same adapter, the first one by its place in the order.
+SLOT, FIRST, ROWS, RANK, GROUP_BYTES = range(0, 40, 8)
 GROUP_ROWS = 32
 # Rows, ranks and vectors of outputs whose sums are in registers at once.
 MOST_ROWS, MOST_RANKS, MOST_VECTORS = (4, 4, 4) if HAS_AVX512 else (2, 2, 2)
 BLOCK_RANKS, BLOCK_OUTPUTS = 8, 128  # of a unit
-PARTS_OF_THREAD = 4
+PARTS_OF_THREAD, MIN_PART = 4, 2**13  # parts at most, and weights of a part at least
 VECTOR_BYTES = 4 * vec.LANES
 
 
@@ -157,9 +159,10 @@ def _store_first(builder: Any, value: Any, address: Any, count: Any) -> None:
         builder.store(number, vec.at(builder, builder.add(address, place), vec.FLOAT), align=4)
 
 
-_multiply, _multiply_2 = _first_tile(MOST_ROWS, MOST_RANKS), _first_tile(2, MOST_RANKS)
-_multiply_row, _multiply_last = _first_tile(1, MOST_RANKS), _first_tile(1, 1)
-_add, _add_2, _add_row = (_second_tile(rows, MOST_VECTORS) for rows in (MOST_ROWS, 2, 1))
+_multiply_2, _multiply_row, _multiply_last = _first_tile(2, MOST_RANKS), _first_tile(1, MOST_RANKS), _first_tile(1, 1)
+_multiply = _first_tile(MOST_ROWS, MOST_RANKS) if MOST_ROWS > 2 else _multiply_2
+_add_2, _add_row = _second_tile(2, MOST_VECTORS), _second_tile(1, MOST_VECTORS)
+_add = _second_tile(MOST_ROWS, MOST_VECTORS) if MOST_ROWS > 2 else _add_2
 _add_last = _second_tile(1, 1, is_part=True)
 
 
@@ -180,6 +183,11 @@ def _most(frame):
 
 
 @internal("int64(int64, int64)")
+def _num_blocks(count, size):
+    return (count + size - 1) // size
+
+
+@internal("int64(int64, int64)")
 def _group(job, index):
     return load_word(job + GROUPS) + GROUP_BYTES * index
 
@@ -188,7 +196,7 @@ def _group(job, index):
 def _id(frame, row):
     """The adapter of a row, 0 for none."""
     own = load_int32(operand(frame, IDS), row)
-    return own if 0 < own and own <= operand_size(frame, RANKS, 0) else 0
+    return own if own > 0 and own <= operand_size(frame, RANKS, 0) else 0
 
 
 @internal("int64(int64, int64)")
@@ -227,8 +235,7 @@ def _write_groups(job, ends):
                 store_word(group + FIRST, start)
                 store_word(group + ROWS, size)
                 store_word(group + RANK, rank)
-                store_word(group + BLOCKS_BEFORE, blocks)
-                blocks += (rank + BLOCK_RANKS - 1) // BLOCK_RANKS
+                blocks += _num_blocks(rank, BLOCK_RANKS)
                 start, count = start + size, count + 1
             start = end
     store_word(job + NUM_GROUPS, count)
@@ -297,32 +304,29 @@ def _run_outputs(job, group, weight, first, last):
         n += MOST_VECTORS * vec.LANES if is_whole else vec.LANES
 
 
-@inlined
-def _run_some_ranks(job, part):
-    """A part of the products with A: units are blocks of ranks, of the weights, of the groups."""
-    frame, units, parts = load_word(job + FRAME), load_word(job + NUM_UNITS), load_word(job + NUM_PARTS)
-    first, last = part * units // parts, (part + 1) * units // parts
-    weights = _num_weights(frame)
+@internal("void(int64, int64, int64)")
+def _run_some_ranks(job, first, last):
+    """Some units of the products with A: blocks of ranks, of the weights, of the groups."""
+    frame, start = load_word(job + FRAME), 0
     for index in range(load_word(job + NUM_GROUPS)):
         group = _group(job, index)
         rank = load_word(group + RANK)
-        blocks, start = (rank + BLOCK_RANKS - 1) // BLOCK_RANKS, load_word(group + BLOCKS_BEFORE) * weights
-        for weight in range(weights):
+        blocks = _num_blocks(rank, BLOCK_RANKS)
+        for weight in range(_num_weights(frame)):
             low, high = max(first - start, 0), min(last - start, blocks)
             if low < high:
                 _run_ranks(job, group, weight, low * BLOCK_RANKS, min(high * BLOCK_RANKS, rank))
             start += blocks
 
 
-@inlined
-def _run_some_outputs(job, part):
-    """A part of the products with B: units are blocks of outputs, of the weights, of the groups."""
-    frame, units, parts = load_word(job + FRAME), load_word(job + NUM_UNITS), load_word(job + NUM_PARTS)
-    first, last, start = part * units // parts, (part + 1) * units // parts, 0
+@internal("void(int64, int64, int64)")
+def _run_some_outputs(job, first, last):
+    """Some units of the products with B: blocks of outputs, of the weights, of the groups."""
+    frame, start = load_word(job + FRAME), 0
     for index in range(load_word(job + NUM_GROUPS)):
         for weight in range(_num_weights(frame)):
             outputs = _outputs(frame, weight)
-            blocks = (outputs + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS
+            blocks = _num_blocks(outputs, BLOCK_OUTPUTS)
             low, high = max(first - start, 0), min(last - start, blocks)
             if low < high:
                 end = min(high * BLOCK_OUTPUTS, outputs)
@@ -330,39 +334,65 @@ def _run_some_outputs(job, part):
             start += blocks
 
 
-_run_all_ranks, _run_all_outputs = in_parts(_run_some_ranks), in_parts(_run_some_outputs)
+def _run_adapter_part(job, part):
+    """Parts of the products with A come first: when one of those with B is taken, all of them are at work."""
+    parts, units = load_word(job + FIRST_PARTS), load_word(job + FIRST_UNITS)
+    if part < parts:
+        _run_some_ranks(job, part * units // parts, (part + 1) * units // parts)
+        add_word(job + FIRST_DONE, 1)
+    else:
+        wait_for(job + FIRST_DONE, parts)
+        own, parts, units = part - parts, load_word(job + SECOND_PARTS), load_word(job + SECOND_UNITS)
+        _run_some_outputs(job, own * units // parts, (own + 1) * units // parts)
 
 
-@internal("int64(int64, int64)")
-def _set_units(job, units):
-    """Says how many units there are; returns the number of parts."""
-    parts = min(units, num_threads(load_word(job + FRAME)) * PARTS_OF_THREAD)
-    store_word(job + NUM_UNITS, units)
-    store_word(job + NUM_PARTS, parts)
-    return parts
+_run_parts = in_parts(inlined(_run_adapter_part))
+
+
+@internal("int64(int64, int64, int64)")
+def _num_parts(frame, units, weights_of_unit):
+    most = min(units, num_threads(frame) * PARTS_OF_THREAD)
+    return max(min(most, units * weights_of_unit // MIN_PART), 1)
+
+
+@internal("void(int64, int64)")
+def _plan(job, blocks):
+    """Counts units and parts; `blocks`: of ranks, of the groups."""
+    frame, units = load_word(job + FRAME), 0
+    for weight in range(_num_weights(frame)):
+        units += _num_blocks(_outputs(frame, weight), BLOCK_OUTPUTS)
+    units, first_units = units * load_word(job + NUM_GROUPS), blocks * _num_weights(frame)
+    store_word(job + FIRST_UNITS, first_units)
+    store_word(job + FIRST_PARTS, _num_parts(frame, first_units, BLOCK_RANKS * operand_size(frame, 0, 1)))
+    store_word(job + FIRST_DONE, 0)
+    store_word(job + SECOND_UNITS, units)
+    store_word(
+        job + SECOND_PARTS,
+        _num_parts(frame, units, BLOCK_OUTPUTS * BLOCK_RANKS * blocks // load_word(job + NUM_GROUPS)),
+    )
 
 
 @inlined
 def _add_all(frame):
-    rows, weights = operand_size(frame, 0, 0), _num_weights(frame)
-    job, order = allocate(JOB_BYTES), allocate(8 * rows)
+    rows = operand_size(frame, 0, 0)
+    job, order, groups = allocate(JOB_BYTES), allocate(8 * rows), allocate(GROUP_BYTES * rows)
     store_word(job + FRAME, frame)
     store_word(job + ORDER, order)
-    store_word(job + GROUPS, allocate(GROUP_BYTES * rows))
+    store_word(job + GROUPS, groups)
     ends = _order_rows(frame, order)
     blocks = _write_groups(job, ends)
     free(ends)
     if blocks > 0:
-        store_word(job + HIDDEN, allocate(4 * weights * rows * _most(frame)))
-        parts = _set_units(job, blocks * weights)
-        _run_all_ranks(frame, job, parts)
-        blocks = 0
-        for weight in range(weights):
-            blocks += (_outputs(frame, weight) + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS
-        parts = _set_units(job, blocks * load_word(job + NUM_GROUPS))
-        _run_all_outputs(frame, job, parts)
-        free(load_word(job + HIDDEN))
-    free(load_word(job + GROUPS))
+        hidden = allocate(4 * _num_weights(frame) * rows * _most(frame))
+        store_word(job + HIDDEN, hidden)
+        _plan(job, blocks)
+        if load_word(job + FIRST_PARTS) + load_word(job + SECOND_PARTS) == 2:
+            _run_some_ranks(job, 0, load_word(job + FIRST_UNITS))
+            _run_some_outputs(job, 0, load_word(job + SECOND_UNITS))
+        else:
+            _run_parts(frame, job, load_word(job + FIRST_PARTS) + load_word(job + SECOND_PARTS))
+        free(hidden)
+    free(groups)
     free(order)
     free(job)
 

@@ -47,7 +47,7 @@ def _yield_thread(context):
 
 
 @intrinsic
-def _add(context, address, word):
+def add_word(context, address, word):
     """Adds to the int64 at an address, at once for all threads; returns what it was."""
 
     def generate(context, builder, signature, arguments):
@@ -170,7 +170,7 @@ def num_threads(frame):
 
 @internal("void(int64)")
 def _release(block):
-    if _add(block + USERS, -1) == 1:
+    if add_word(block + USERS, -1) == 1:
         free(block)
 
 
@@ -214,6 +214,17 @@ def _hand_over(block, num_tasks):
     return num_woken
 
 
+@internal("void(int64, int64)")
+def wait_for(address, count):
+    """Waits until other threads have added so much to the int64 at an address that it is `count`."""
+    spins = 0
+    while _read(address) < count:
+        spins += 1
+        _pause()
+        if spins > SPINS:
+            _yield_thread()
+
+
 @internal("int64(int64, int64, int64, int64)")
 def _new_block(job, num_parts, num_users, take_parts):
     block = allocate(BLOCK_BYTES)
@@ -236,11 +247,11 @@ def in_parts(run: Any) -> Any:
 
     @internal(suffix=suffix)
     def take_parts(block):
-        part = _add(block + NEXT, 1)
+        part = add_word(block + NEXT, 1)
         while part < load_word(block + NUM_PARTS):
             run(load_word(block + JOB), part)
-            _add(block + DONE, 1)
-            part = _add(block + NEXT, 1)
+            add_word(block + DONE, 1)
+            part = add_word(block + NEXT, 1)
         _release(block)
 
     address_of_parts = _address_of_task(take_parts)
@@ -271,14 +282,9 @@ def in_parts(run: Any) -> Any:
             error = _call(load_word(api + SCHEDULE), arguments)
             if error != 0:
                 _ignore(api, error)
-                _add(block + USERS, -1)
+                add_word(block + USERS, -1)
         take_parts(block)
-        spins = 0
-        while _read(block + DONE) < num_parts:
-            spins += 1
-            _pause()
-            if spins > SPINS:
-                _yield_thread()
+        wait_for(block + DONE, num_parts)
         _release(block)
 
     return run_parts

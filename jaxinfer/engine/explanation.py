@@ -65,7 +65,7 @@ def explain_engine(engine: AnyEngine, model: dict[str, Any], sampling: dict[str,
             "model": {
                 **model,
                 "architecture": config.architecture,
-                "parameters": num_parameters(every := all_layers(spec.params)),
+                "parameters": num_parameters(every := spec.base_params),
                 "parameter bytes": num_bytes(every),
                 **_describe_offload(spec),
                 "dtype": str(spec.dtype),
@@ -74,6 +74,7 @@ def explain_engine(engine: AnyEngine, model: dict[str, Any], sampling: dict[str,
                 **_describe_model(config),
                 "declared length": config.max_position_embeddings,
             },
+            **({} if spec.options.adapter_sizes is None else {"adapters": _describe_adapters(first)}),
             "cache": _describe_cache(first),
             "programs": _describe_programs(spec),
             "kernels": {**_describe_kernels(spec), **_describe_recurrence(spec), **_products(spec)},
@@ -87,6 +88,21 @@ def explain_engine(engine: AnyEngine, model: dict[str, Any], sampling: dict[str,
             "sampling": sampling,
         }
     )
+
+
+def _describe_adapters(engine: Engine) -> dict[str, Any]:
+    spec, slots = engine.spec, engine.scheduler.adapters
+    sizes = spec.options.adapter_sizes
+    assert sizes is not None
+    return {
+        "on the device at once": sizes.num_slots,
+        "rank, at most": sizes.max_rank,
+        "linear layers": "all" if sizes.modules is None else ", ".join(sizes.modules),
+        "other parts": ", ".join(sorted(sizes.parts)) or "none",
+        "adapter bytes": num_bytes(all_layers(spec.params)) - num_bytes(spec.base_params),
+        "in slots now": ", ".join(adapter.name for adapter in slots.resident) or "none",
+        "moves to the device": slots.num_moved,
+    }
 
 
 def _describe_offload(spec: EngineSpec) -> dict[str, Any]:
@@ -126,7 +142,7 @@ def summarize_engine(engine: AnyEngine) -> str:
     """The model, its size, dtypes, limits and devices in one line."""
     spec, num_replicas = engine.spec, len(engine.engines)
     num_devices = num_replicas * (1 if spec.mesh is None else spec.mesh.size)
-    count = num_parameters(all_layers(spec.params))
+    count = num_parameters(spec.base_params)
     parts = [
         f"{spec.config.architecture}, {count / 1e6:,.1f}M parameters, dtype={spec.dtype}",
         f"max_model_len={spec.max_model_len}, max_seqs={spec.max_seqs}, kv_dtype={spec.kv_dtype}",
@@ -408,7 +424,7 @@ def _compiled(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
 def _products(spec: EngineSpec) -> dict[str, str]:
     precision = ", highest precision" if spec.dtype == "float32" else ""
     names = set()
-    for leaf in weights(separate(all_layers(spec.params))) if spec.mesh is None else ():
+    for leaf in weights(separate(spec.base_params)) if spec.mesh is None else ():
         if not is_weight(leaf) and leaf.ndim == 2:
             x = jax.ShapeDtypeStruct((1, leaf.shape[0]), spec.dtype)
             names.add(choose_dense(make_dense_spec(x, leaf)).implementation)
@@ -422,7 +438,7 @@ def _products(spec: EngineSpec) -> dict[str, str]:
 def _packed_products(spec: EngineSpec) -> dict[str, str]:
     """How products with weights that are packed for a CPU are computed."""
     facts: dict[str, None] = {}
-    for leaf in weights(all_layers(spec.params)):
+    for leaf in weights(spec.base_params):
         if is_packed(leaf):
             name = leaf.form.codes if leaf.scheme is None else describe_scheme(leaf)
             rounded = leaf.form.activations
@@ -438,7 +454,7 @@ def _quantized_products(spec: EngineSpec) -> dict[str, Any]:
     products: dict[str, None] = {}
     stored, read, wasteful = 0, 0, {}
     is_tied = spec.config.tie_word_embeddings
-    for path, leaf in jax.tree_util.tree_leaves_with_path(separate(all_layers(spec.params)), is_leaf=is_weight):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(separate(spec.base_params), is_leaf=is_weight):
         names = [str(getattr(key, "key", key)) for key in path]
         is_head = is_tied and names == ["embed"]
         if leaf.ndim < 2 or (names[0] in ("embed", "position_embed", "layer_embed") and not is_head):

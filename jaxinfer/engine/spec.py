@@ -42,6 +42,7 @@ from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.programs.work import Slots
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
+from jaxinfer.quantization.adapted import without_adapters
 from jaxinfer.quantization.tree import num_adapters, num_bytes
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft, TokenTree
@@ -118,6 +119,11 @@ class EngineSpec:
     def num_adapters(self) -> int:
         """Adapters in the weights, number 0 included, which is none; 0 for weights without any."""
         return num_adapters(host_layers.all_layers(self.params))
+
+    @cached_property
+    def base_params(self) -> Params:
+        """The parameters of all layers without adapters."""
+        return without_adapters(host_layers.all_layers(self.params))
 
     @property
     def has_adapters(self) -> bool:

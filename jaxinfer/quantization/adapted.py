@@ -133,6 +133,11 @@ def base_of(weight: Any) -> Any:
     return weight.base if isinstance(weight, Adapted) else weight
 
 
+def without_adapters(params: Any) -> Any:
+    """The parameters with each weight as it is without its adapters."""
+    return jax.tree.map(base_of, params, is_leaf=lambda leaf: isinstance(leaf, Adapted))
+
+
 def with_adapters(x: jax.Array, products: Sequence[jax.Array], weights: Sequence[Any]) -> list[jax.Array]:
     """The products [..., N] of x [..., K] with some weights, from those with `base_of` each."""
     results = list(products)

@@ -51,17 +51,18 @@ def add_adapters(
 ) -> list[Array]:
     """products[t] + x[t] @ A[ids[t] - 1].T @ B[ids[t] - 1] for each of several weights of the same inputs.
 
-    Sums are float32, rounded once to the product's dtype. A row without an adapter has the bits of its product. A row's
-    result does not depend, to the bit, on the other rows, nor on what other slots hold, nor, with "numba_cpu", on how
-    many rows and slots there are and on which slot its adapter is in.
+    Sums are float32 and rounded once, to the product's dtype; a row without an adapter has the bits of its product.
+    A row's result does not depend, to the bit, on the other rows and on what other slots hold; with "numba_cpu" neither
+    on how many rows and slots there are and on which slot its adapter is in.
 
     Args:
       products: x [..., K] @ weight [K, N] of each weight, in float32 or a 16-bit float.
-      stacks: A [S, R, K] and B [S, R, N] of each weight for the adapters in S slots; B has the adapter's scale. Rows
-        from an adapter's rank on are zeros. Values are finite: "xla" multiplies those of slots in use by zeros.
-      ids: 0 for a row without an adapter, else 1 + its slot, at most S.
-      ranks: of the adapter in each slot, at most R. Kernels that can do without the rows from there on do not read them.
-      implementation: "xla" or "numba_cpu" (float32 on a CPU; needs Numba); None selects by platform and shape.
+      stacks: A [S, R, K] and B [S, R, N] of each weight for the adapters in S slots, the scale included in B, and zeros
+        from an adapter's rank on. Numbers must be finite: where S * R is small, "xla" multiplies those of all slots
+        that rows use by zeros, and on a GPU those of all slots.
+      ids: 0 for a row without an adapter, else 1 + its slot.
+      ranks: of the adapter in each slot, at most R. What is beyond is not read, or not much of it.
+      implementation: "xla" or "numba_cpu" (float32 on a CPU; needs Numba); None selects by platform and dtypes.
 
     Raises:
       ValueError: shapes that do not fit together, an unknown implementation.
@@ -78,9 +79,7 @@ def add_adapters(
     return [rows.reshape(product.shape) for rows, product in zip(sums, products, strict=True)]
 
 
-def make_spec(
-    x: AnyArray, products: Sequence[AnyArray], stacks: Sequence[tuple[AnyArray, AnyArray]]
-) -> AdapterSpec:
+def make_spec(x: AnyArray, products: Sequence[AnyArray], stacks: Sequence[tuple[AnyArray, AnyArray]]) -> AdapterSpec:
     """Raises ValueError for shapes that do not fit together."""
     slots, rank = stacks[0][0].shape[:2] if stacks else (0, 0)
     inputs, outputs = x.shape[-1], tuple(product.shape[-1] for product in products)

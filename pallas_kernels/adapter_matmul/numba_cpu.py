@@ -1,4 +1,4 @@
-"""Adapters on a CPU, by a kernel that reads those of the rows only, up to their ranks (`cpu_kernels.adapter_matmul`)."""
+"""float32 adapters on a CPU, by a kernel that reads those of the rows alone, up to their ranks."""
 
 from collections.abc import Sequence
 

@@ -8,6 +8,7 @@ CPU_TESTS = "tests/pallas_kernels/paged_attention/test_numba_cpu.py::"
 PACKED_TESTS = "tests/pallas_kernels/packed_matmul/test_numba_cpu.py::"
 GPU_TESTS = "tests/pallas_kernels/paged_attention/test_pallas_gpu.py::"
 GPU_REGISTERS = "tests/pallas_kernels/paged_attention/test_gpu_registers.py::"
+ADAPTER_TESTS = "tests/pallas_kernels/adapter_matmul/test_adapter_matmul.py::"
 FLASH = "tests/pallas_kernels/flash_attention/test_flash_attention.py::test_equals_dense_attention"
 
 FAULTS = (
@@ -469,8 +470,8 @@ FAULTS = (
     Fault(
         "kernels/cpu-call-ends-before-its-threads",
         "cpu_kernels",
-        "while _read(block + DONE) < num_parts:",
-        "while False:",
+        "wait_for(block + DONE, num_parts)",
+        "wait_for(block + DONE, 0)",
         ("tests/cpu_kernels/test_threads.py::test_every_part_runs_once",),
         "products on a CPU have parts that are not computed yet",
     ),
@@ -667,5 +668,53 @@ FAULTS = (
         "return False",
         ("tests/quantization/test_implementations.py",),
         "each expert is written in bfloat16 before a product: several times the bytes of a step",
+    ),
+    Fault(
+        "kernels/cpu-adapters-leave-out-the-last-inputs",
+        "cpu_kernels/adapter_matmul.py",
+        'builder.icmp_signed(">", left, vec.constant(0))',
+        'builder.icmp_signed("<", left, vec.constant(0))',
+        (ADAPTER_TESTS + "test_results_equal_float64",),
+        "adapters of a model whose width is no multiple of 16 are wrong on a CPU",
+    ),
+    Fault(
+        "kernels/cpu-adapters-of-a-row-alone-leave-out-a-rank",
+        "cpu_kernels/adapter_matmul.py",
+        "own_order, own_hidden, most, b + 4 * n, outputs, rank, 0)\n                row += 1",
+        "own_order, own_hidden, most, b + 4 * n, outputs, rank - 1, 0)\n                row += 1",
+        (ADAPTER_TESTS + "test_a_row_does_not_depend_on_the_others_and_on_its_slot",),
+        "a request with an adapter has another answer when others have the same adapter",
+    ),
+    Fault(
+        "kernels/rows-take-the-adapters-of-all-slots",
+        "pallas_kernels/adapter_matmul/xla.py",
+        "jnp.where(is_own, hidden, 0).astype(b.dtype)",
+        "hidden.astype(b.dtype)",
+        (ADAPTER_TESTS + "test_results_equal_float64[flat-xla]",),
+        "on a TPU requests are answered by the sum of all loaded adapters",
+    ),
+    Fault(
+        "kernels/nan-of-an-idle-adapter-reaches-all-rows",
+        "pallas_kernels/adapter_matmul/xla.py",
+        'if current_platform() != "gpu":',
+        "if False:",
+        (ADAPTER_TESTS + "test_nan_stays_in_its_rows[flat-xla]",),
+        "an adapter that diverged in training makes every request of the server fail, used or not",
+    ),
+    Fault(
+        "kernels/the-last-ranks-of-an-adapter-count-twice",
+        "pallas_kernels/adapter_matmul/xla.py",
+        "(column >= block * size) & (column < rank)",
+        "column < rank",
+        (ADAPTER_TESTS + "test_results_equal_float64[many_rows-xla]",),
+        "adapters of a rank that is no multiple of 32 are wrong where there are many slots",
+    ),
+    Fault(
+        "kernels/the-last-rows-of-a-prompt-get-their-adapter-twice",
+        "pallas_kernels/adapter_matmul/xla.py",
+        "(start + jnp.arange(size) >= row)",
+        "(start + jnp.arange(size) >= 0)",
+        (ADAPTER_TESTS + "test_results_equal_float64[many_rows-xla]",),
+        "some rows of long prompts are wrong where there are many slots",
     ),
 )
