@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.models import init_params
+from jaxinfer.engine.adapter_slots import AdapterSizes
+from jaxinfer.engine.adapter_stacks import AdapterStacks
+from jaxinfer.models import MLAConfig, abstract_params, init_params
 from jaxinfer.models.adapter import Adapter, LowRank
 from jaxinfer.quantization import dequantize_params, quantize_params
 from jaxinfer.quantization.tree import is_quantized
@@ -103,6 +105,24 @@ def test_a_cached_prefix_is_that_of_its_adapter(tiny, adapters, expected):
             assert cold.outputs[0].token_ids == warm.outputs[0].token_ids == expected[name]
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("bias", "k_up has biases, which are not served"), ("magnitude", r"k_up has magnitudes \(DoRA\), which are not")],
+)
+def test_what_heads_cannot_have_is_refused(field, message):
+    mla = MLAConfig(latent_size=16, rope_size=8, nope_size=12, value_size=10, query_rank=20)
+    config = replace(
+        TINY, architecture="DeepseekV3ForCausalLM", num_kv_heads=1, head_dim=24, attention_scale=0.2, mla=mla
+    )
+    params = abstract_params(config)
+    heads, inputs, outputs = params["layers"]["0"]["attention"]["k_up"]["weight"].shape
+    pair = LowRank(np.ones((inputs, 2)), np.ones((heads, 2, outputs)), 1.0, **{field: np.ones((heads, outputs))})
+    stacks = AdapterStacks(config, params, AdapterSizes(1, 8, parts=frozenset(("dora", "bias"))))
+    with pytest.raises(ValueError, match=message):
+        stacks.prepared(Adapter({"layers.0.attention.k_up": pair}), params, what="'a'")
+
+
+@pytest.mark.matrix("int4-g128")
 @pytest.mark.parametrize("recipe", ["int8", "int4-g128"])
 def test_a_quantized_base_is_its_integers(recipe):
     config = replace(TINY, hidden_size=256, intermediate_size=256)

@@ -89,7 +89,7 @@ GOLDEN_FAMILIES = {
             ),
             attention=_LATENT,
             has_experts=True,
-            kinds=("lora", "experts", "experts_as_modules"),
+            kinds=("lora", "experts", "all_linear"),
         ),
     )
 }
@@ -136,7 +136,8 @@ def kinds_of(family: Family) -> dict[str, Kind]:
     first, second = (7, 8, 9), (20, 21)
     output = next(name for name in attention if name.startswith("o"))
     query = next(name for name in attention if name.startswith("q_"))
-    # The library's aLoRA fails on the keys' Linear of latent attention, whose input has four axes.
+    # The library's aLoRA fails on the Linear of latent attention's keys, whose input has four axes; biases and
+    # magnitudes of it are not served.
     plain = [name for name in linears if name != "kv_b_proj"]
     kinds = [
         Kind(
@@ -207,15 +208,15 @@ def kinds_of(family: Family) -> dict[str, Kind]:
         Kind(
             "lora_bias",
             {
-                "a": {"r": 4, "lora_alpha": 8, "target_modules": linears, "lora_bias": True},
+                "a": {"r": 4, "lora_alpha": 8, "target_modules": plain, "lora_bias": True},
                 "b": {"r": 2, "lora_alpha": 3, "target_modules": [query], "lora_bias": True},
             },
         ),
         Kind(
             "dora",
             {
-                "a": {"r": 4, "lora_alpha": 8, "target_modules": linears, "use_dora": True},
-                "b": {"r": 2, "lora_alpha": 3, "target_modules": [query, linears[-1]], "use_dora": True},
+                "a": {"r": 4, "lora_alpha": 8, "target_modules": plain, "use_dora": True},
+                "b": {"r": 2, "lora_alpha": 3, "target_modules": [query, plain[-1]], "use_dora": True},
             },
             is_mixed=False,
         ),
