@@ -1,7 +1,7 @@
 """What a decode step moves on chips that are not here, by the real compilers, next to what it must move.
 
     PYTHONPATH=.venv/compilers python -m benchmarks.compiled_roofline [--chip v6e ...] [--weights int8 ...]
-        [--batch 64 ...] [--context 1536 ...] [--kv-dtype int8] [--resume FILE] [--picture FILE]
+        [--batch 64 ...] [--context 1536 ...] [--kv-dtype int8] [--adapters 8 ...] [--resume FILE] [--picture FILE]
 
 The model has the shape of Llama 3 8B. Programs of 2 and of 4 layers are compiled, and the bytes of 32 follow. Ideal:
 the weights once, but of the embedding only rows, and the pages of all sequences once. On TPUs the bytes of attention
@@ -62,17 +62,20 @@ LLAMA_3_8B = ModelConfig(
 
 @dataclass(frozen=True)
 class Cell:
-    """One decode step: weights' recipe, sequences and their tokens, and the type of the cache."""
+    """One decode step: weights' recipe, sequences and their tokens, the type of the cache, and LoRA adapters of rank 16
+    for which all linear layers have room."""
 
     chip: str
     weights: str
     batch: int
     context: int
     kv_dtype: str = "auto"
+    adapters: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.chip} {self.weights} b{self.batch} c{self.context} {self.kv_dtype}"
+        adapters = f" {self.adapters} adapters" if self.adapters else ""
+        return f"{self.chip} {self.weights} b{self.batch} c{self.context} {self.kv_dtype}{adapters}"
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ def spec_of(cell: Cell, model: ModelConfig = LLAMA_3_8B) -> EngineSpec:
         max_seqs=cell.batch,
         max_model_len=cell.context,
         kv_dtype=cell.kv_dtype,
+        max_adapters=cell.adapters,
+        max_adapter_rank=16 if cell.adapters else None,
     )
     spec = PlanRequest("8b", model, params, parse_place(cell.chip), options).spec(compiles=True)
     return spec.with_pages(max(1 + cell.batch * spec.pages_per_sequence, MIN_POOL_BYTES // spec.page_bytes))
@@ -179,7 +184,7 @@ def run(cells: list[Cell], file: Path | None, report: Callable[[Cell, CellFigure
 
 
 def _print(cell: Cell, found: CellFigures | str) -> None:
-    head = f"{cell.chip:7}{cell.weights:11}{cell.batch:5}{cell.context:7}"
+    head = f"{cell.chip:7}{cell.weights:11}{cell.batch:5}{cell.context:7}{cell.adapters:9}"
     if isinstance(found, str):
         print(f"{head}  {found[:140]}", flush=True)
         return
@@ -223,11 +228,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", action="append", type=int, help=f"default: {BATCHES}")
     parser.add_argument("--context", action="append", type=int, help=f"default: {CONTEXTS}")
     parser.add_argument("--kv-dtype", default="auto", help="of the cache (default: the model's)")
+    parser.add_argument("--adapters", action="append", type=int, help="LoRA adapters of rank 16 (default: 0)")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON of the figures; what it has is not compiled")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write a picture there")
     options = parser.parse_args(argv)
     cells = [
-        Cell(chip, weights, batch, context, options.kv_dtype)
+        Cell(chip, weights, batch, context, options.kv_dtype, adapters)
+        for adapters in options.adapters or (0,)
         for batch in options.batch or reversed(BATCHES)
         for context in options.context or CONTEXTS
         for weights in options.weights or WEIGHTS
@@ -237,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
         print(*reasons, install_hint("aot"), sep="\n", file=sys.stderr)
         return 2
     columns = f"{'moved':>9}{'ideal':>9}{'ratio':>8}{'temp':>9}{'step':>9}"
-    print(f"{'chip':7}{'weights':11}{'batch':>5}{'tokens':>7}{columns} bound; GB, MB, ms")
+    print(f"{'chip':7}{'weights':11}{'batch':>5}{'tokens':>7}{'adapters':>9}{columns} bound; GB, MB, ms")
     found = run(cells, options.resume, _print)
     if options.picture:
         draw(found, options.picture)

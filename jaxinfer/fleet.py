@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.batch.errors import BatchError
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, RequestOptions
 from jaxinfer.extras import install_hint
 from jaxinfer.files import Closable
@@ -63,6 +64,7 @@ class _Worker:
             "default_params": llm.default_params,
             "acceptance": llm.acceptance,
             "fingerprint": llm.fingerprint(),
+            "adapters": {name: one.fingerprint for name, one in llm.adapters.items()},
             "max_seqs": llm.engine.spec.max_seqs,
             "vocab_size": llm.config.vocab_size,
             "max_model_len": llm.max_model_len,
@@ -123,6 +125,8 @@ class RayPool(TakesPrompts, Closable):
         self.name, self.seed, self.acceptance = (self._facts[name] for name in ("name", "seed", "acceptance"))
         self.default_params: SamplingParams = self._facts["default_params"]
         self.vocab_size, self.max_model_len = self._facts["vocab_size"], self._facts["max_model_len"]
+        pairs = self._facts["adapters"].items()
+        self._adapters = {name: LoadedAdapter(name, fingerprint, None) for name, fingerprint in pairs}
         self.num_lost = 0  # workers, since the start
 
     @property
@@ -142,6 +146,11 @@ class RayPool(TakesPrompts, Closable):
     def fingerprint(self) -> str:
         """As `LLM.fingerprint`."""
         return self._facts["fingerprint"]
+
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
+        """Those that every worker was given, without their tensors."""
+        return self._adapters
 
     @property
     def client(self) -> TakesPrompts:
@@ -242,7 +251,7 @@ class RayPool(TakesPrompts, Closable):
                     raise BatchError(f"{attempt} workers could not be started one after another; {error}") from error
                 time.sleep(attempt)
                 continue
-            if facts["fingerprint"] != self._facts["fingerprint"]:
+            if any(facts[name] != self._facts[name] for name in ("fingerprint", "adapters")):
                 raise BatchError(f"the model {self._model!r} has changed since the job began")
             self._workers[place] = started
             return

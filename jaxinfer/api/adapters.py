@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.api.options import LLMOptions
-from jaxinfer.models import ModelConfig
+from jaxinfer.models import MeshFit, ModelConfig
 from jaxinfer.models.adapter import Adapter, TokenRows
 
 DEFAULT_RANK_STEP = 8  # the room for ranks is a multiple of it
@@ -29,6 +29,16 @@ def as_adapter(given: Any, config: ModelConfig, base_names: Sequence[str], what:
     from checkpoints_convert.adapters import read_adapter
 
     return read_adapter(given, config, base_model=base_names), str(given)
+
+
+def check_adapters(fit: MeshFit | None, has_hosts: bool) -> None:
+    """Raises ValueError for a mesh that adapters cannot be on."""
+    if has_hosts:
+        raise ValueError("adapters are for one process, and this model runs on several hosts")
+    changes = {} if fit is None else fit.changes
+    if changes:
+        told = "; ".join(f"{name} {change}" for name, change in changes.items())
+        raise ValueError(f"adapters have the model's own shapes, which this mesh changes: {told}")
 
 
 def with_room(options: LLMOptions, adapters: Sequence[Adapter]) -> LLMOptions:

@@ -75,6 +75,7 @@ class AsyncEngine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> AsyncIterator[StreamDelta]:
         """Yields what is added to the request's answers; the last delta has the whole output.
 
@@ -84,7 +85,7 @@ class AsyncEngine:
         Raises ValueError or TypeError for what cannot be served, QueueFullError where too many wait, EngineDeadError
         where the engine is closed or has failed.
         """
-        request = await self.prepare(prompt, params, RequestOptions(priority, timeout, cache_salt))
+        request = await self.prepare(prompt, params, RequestOptions(priority, timeout, cache_salt, adapter))
         reader = self._start(request)
         try:
             while not reader.is_done:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxinfer import compilation_cache, parallel
-from jaxinfer.api.adapters import as_adapter, with_room
+from jaxinfer.api.adapters import as_adapter, check_adapters, with_room
 from jaxinfer.api.arguments import (
     adapters_of_each,
     as_conversations,
@@ -161,6 +161,8 @@ class LLM(Closable):
         source = None if loaded.source is None else str(loaded.source)
         self._base_names = () if source is None else tuple(filter(None, (chosen.base_model, self.name, source)))
         given = {name: self._read_adapter(adapter, name) for name, adapter in dict(chosen.adapters or {}).items()}
+        if given or chosen.max_adapters:
+            check_adapters(loaded.fit, self._hosts is not None)
         chosen = with_room(chosen, [adapter for adapter, _ in given.values()])
         run = loaded.runnable()
         self._copies, params = run.value[1], run.view(itemgetter(0))
@@ -365,7 +367,7 @@ class LLM(Closable):
         Args:
           params: for what rows do not say, whole or only some fields; its seed, or the LLM's, is the job's.
           files: as of `jaxinfer.batch.open_job`: errors, resume, overwrite, retry_errors, sort; for tables
-            prompt_column, prompt, chat, keep.
+            prompt_column, prompt, chat, keep, adapter_column.
 
         Raises:
           BatchError: two rows with one custom_id; results of another job; files that another process writes.

@@ -163,9 +163,8 @@ class LLMOptions(EngineOptions):
                 raise TypeError(f'adapters must be a mapping such as {{"name": folder}}, got {self.adapters!r:.60}')
             if self.max_adapters == 0 and self.adapters:
                 raise ValueError(f"max_adapters=0 leaves no room for adapters={list(self.adapters)}")
-        for name in ("mesh", "offload"):
-            if (self.adapters or self.max_adapters) and (value := getattr(self, name)):
-                raise ValueError(f"adapters are for one device without offload, and {name}={value!r} is given")
+        if (self.adapters or self.max_adapters) and self.offload:
+            raise ValueError(f"adapters are for layers on the device, and offload={self.offload!r} is given")
         if self.offload and self.activations != "float32":
             raise ValueError(
                 f"activations={self.activations!r} excludes offload={self.offload!r}: those are not packed"

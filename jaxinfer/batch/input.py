@@ -46,6 +46,7 @@ class Scan:
     Attributes:
       source: what reads the file.
       sha256: of the whole content. models: the model names that valid rows give, with the numbers of these rows.
+      adapters: the names of adapters that valid rows give beside a prompt, or in a column.
       num_bad: rows that are invalid for any model. bad_rows: the first few of them.
       is_plain: whether no row has OpenAI's form.
     """
@@ -56,6 +57,7 @@ class Scan:
     num_bad: int
     bad_rows: tuple[BadRow, ...]
     models: Mapping[str, int]
+    adapters: frozenset[str]
     is_plain: bool
     _line_of: dict[bytes, int]
     _digests: "array[int]"
@@ -158,7 +160,7 @@ def scan(path: Path, options: TableOptions | None = None) -> Scan:
     digests = array("Q")
     bad_rows: list[BadRow] = []
     num_bad = 0
-    models, is_plain = Counter[str](), True
+    models, adapters, is_plain = Counter[str](), set[str](), True
     can_constrain = has_structured()
     for line, data in source.items(whole):
         row = source.row(data, line)
@@ -174,11 +176,14 @@ def scan(path: Path, options: TableOptions | None = None) -> Scan:
             continue
         if row.request.text.model is not None:
             models[row.request.text.model] += 1
+        if row.request.adapter is not None:
+            adapters.add(row.request.adapter)
         if not can_constrain and _needs_structured(row.request.text):
             raise BatchError(f"{path} {source.unit} {line}: {NO_STRUCTURED}")
     if not line_of:
         raise BatchError(f"{path} has no rows")
-    return Scan(source, whole.hexdigest(), len(line_of), num_bad, tuple(bad_rows), models, is_plain, line_of, digests)
+    about = source, whole.hexdigest(), len(line_of), num_bad, tuple(bad_rows), models, frozenset(adapters), is_plain
+    return Scan(*about, line_of, digests)
 
 
 NO_STRUCTURED = f"structured output and demanded calls of tools need llguidance: {install_hint('structured')}"

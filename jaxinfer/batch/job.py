@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from jaxinfer.batch.errors import BatchWriteError
+from jaxinfer.batch.errors import BatchError, BatchWriteError
 from jaxinfer.batch.input import Scan, scan
 from jaxinfer.batch.ledger import Identity, Ledger
 from jaxinfer.batch.responses import embeddings_line, error_line, result_line
-from jaxinfer.batch.rows import BadRow, BatchRow
+from jaxinfer.batch.rows import ADAPTER, BadRow, BatchRow
 from jaxinfer.batch.table import TableOptions
+from jaxinfer.engine.adapter_slots import LoadedAdapter, not_loaded
 from jaxinfer.openai.errors import RequestError
 from jaxinfer.openai.reader import options_of, read_inputs
 from jaxinfer.openai.requests import BoundRequest, Prompt, TextModel
@@ -42,6 +43,9 @@ class BatchModel(TextModel, Protocol):
 
     @property
     def answer_format(self) -> AnswerFormat: ...
+
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]: ...
 
     def fingerprint(self) -> str: ...
 
@@ -91,6 +95,7 @@ def open_job(
     prompt: str | None = None,
     chat: bool = False,
     keep: Sequence[str] = (),
+    adapter_column: str | None = None,
     on_line: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator["Job"]:
     """Reads the input and the results of earlier runs. No model is needed, and no results change before `Job.run`.
@@ -105,13 +110,14 @@ def open_job(
       prompt_column: the column of a table that has the prompts; by default "prompt".
       prompt: instead, a template filled from columns, such as "Translate: {text}"; {{ and }} are braces.
       chat: prompts of a table are users' messages for the chat template. keep: columns copied to the answers' lines.
+      adapter_column: the column of a table that names each row's adapter.
       on_line: called with each line, of a result or an error, once it is written.
 
     Raises BatchError: two rows with the same custom_id; results of another job; files that another process has locked;
     a column that the table lacks; a missing extra.
     """
     path_errors = None if errors is None else Path(errors)
-    rows = scan(Path(path_in), TableOptions(prompt_column, prompt, chat, keep))
+    rows = scan(Path(path_in), TableOptions(prompt_column, prompt, chat, keep, adapter_column))
     ledger = Ledger(rows, Path(path_out), path_errors, resume=resume, overwrite=overwrite, retry_errors=retry_errors)
     with contextlib.closing(ledger):
         yield Job(rows, ledger, on_line, sort=sort)
@@ -119,10 +125,11 @@ def open_job(
 
 @dataclass
 class _Pending:
-    """A row whose prompts are running."""
+    """A row whose prompts are running, with its adapter if it has one."""
 
     row: BatchRow
     request: "BoundRequest | VectorJob"
+    adapter: LoadedAdapter | None
     outputs: list["RequestOutput | None"]
     num_left: int
     error: ValueError | None = None
@@ -169,12 +176,13 @@ class Job:
           use_tqdm: whether to show progress, in a log too; None shows it on a terminal, unless JAXINFER_PROGRESS=0.
 
         Raises:
-          BatchError: the files have results of another job. BatchWriteError: for example, the disk is full.
+          BatchError: the files have results of another job; an adapter is replaced while the job runs.
+          BatchWriteError: for example, the disk is full.
           ValueError: a model with acceptance="maximal", whose answers depend on what else runs.
         """
         if getattr(model, "acceptance", "exact") != "exact":
             raise ValueError("acceptance='maximal' gives other tokens after a resume: a batch needs acceptance='exact'")
-        self._model = model
+        self._model, self._adapters = model, dict(model.adapters)
         self._defaults = Defaults.of(model.default_params, params, model.seed)
         self._identity = self._identify()
         counts = self._ledger.counts
@@ -194,7 +202,7 @@ class Job:
                 f"{error}; {self.num_done} of {self.num_rows} rows are written completely. "
                 "Free some space and run the same again: it continues from there"
             ) from error
-        seconds, own_names = time.monotonic() - started, (model.name, Path(model.name).name)
+        seconds, own_names = time.monotonic() - started, (model.name, Path(model.name).name, *self._adapters)
         return BatchSummary(
             rows=self.num_rows,
             resumed=num_resumed,
@@ -211,6 +219,7 @@ class Job:
         asked = self._defaults.to_dict()
         if (parser := self._model.answer_format.parser) != "auto":
             asked["given"] = {**asked["given"], "tool_parser": parser}
+        named = self.scan.adapters | self.scan.models.keys()
         return Identity(
             self.scan.sha256,
             self.num_rows,
@@ -219,6 +228,7 @@ class Job:
             self._defaults.seed,
             asked,
             table=self.scan.table,
+            adapters={name: self._adapters[name].fingerprint for name in sorted(named & self._adapters.keys())} or None,
         )
 
     def _serve(self, stage: Stage) -> None:
@@ -241,8 +251,14 @@ class Job:
             if isinstance(row, BadRow):
                 self._fail(row, row.error, stage)
                 continue
+            try:
+                adapter = self._adapter_of(row)
+            except RequestError as error:
+                self._fail(row, error, stage)
+                continue
             if row.request.form == "embeddings":
-                yield from self._vectors(row, stage)
+                self._check_same(adapter, row)
+                yield from self._vectors(row, adapter, stage)
                 continue
             request = None
             try:
@@ -255,17 +271,40 @@ class Job:
                 place = f"{self.scan.source.unit} {row.line}"
                 _LOG.warning("%s: %s are not supported: they are ignored here, and in later rows", place, name)
             ignored.update(request.ignored)
-            self._pending[row.line] = _Pending(row, request, [None] * len(inputs), len(inputs))
-            asked = request.asked
-            options = RequestOptions(asked.priority, asked.timeout, asked.cache_salt)
+            self._pending[row.line] = _Pending(row, request, adapter, [None] * len(inputs), len(inputs))
+            asked, name = request.asked, None if adapter is None else adapter.name
+            options = RequestOptions(asked.priority, asked.timeout, asked.cache_salt, name)
             for index, (prompt, params) in enumerate(inputs):
+                self._check_same(adapter, row)
                 yield (row.line, index), prompt, _with_own_seed(row, params, index), options
 
-    def _vectors(self, row: BatchRow, stage: Stage) -> Iterator[tuple[Key, Any, Any, "RequestOptions"]]:
+    def _adapter_of(self, row: BatchRow) -> LoadedAdapter | None:
+        """The adapter that a row names, in OpenAI's form as its model. Raises RequestError if it is not loaded."""
+        name = row.request.adapter
+        if name is None:
+            adapter = None if row.request.text.model is None else self._adapters.get(row.request.text.model)
+        elif (adapter := self._adapters.get(name)) is None:
+            raise RequestError(not_loaded(name, self._adapters), ADAPTER)
+        return adapter
+
+    def _check_same(self, adapter: LoadedAdapter | None, row: BatchRow) -> None:
+        """Raises BatchError where an adapter is another one than when the job began: its rows would be of two."""
+        if adapter is None or self._model.adapters.get(adapter.name) is adapter:
+            return
+        place = f"{self.scan.source.unit} {row.line}"
+        raise BatchError(
+            f"adapter {adapter.name!r:.80} was replaced or unloaded while the job ran, at {place} of {self.scan.path}; "
+            "the rows that are written have the answers of the one before"
+        )
+
+    def _vectors(
+        self, row: BatchRow, adapter: LoadedAdapter | None, stage: Stage
+    ) -> Iterator[tuple[Key, Any, Any, "RequestOptions"]]:
         """The requests of a row of embeddings, one for each text."""
         from jaxinfer.engine.request import RequestOptions
 
-        body, options = row.request.body, RequestOptions(row.request.text.priority)
+        name = None if adapter is None else adapter.name
+        body, options = row.request.body, RequestOptions(row.request.text.priority, adapter=name)
         embedder = getattr(self._model, "embedder", None)
         if embedder is None:  # of workers in other processes
             told = "rows of /v1/embeddings need a model in this process: leave out --ray"
@@ -277,7 +316,7 @@ class Job:
             self._fail(row, RequestError(str(error), getattr(error, "parameter", None) or "input"), stage)
             return
         num = len(vectors.requests)
-        self._pending[row.line] = _Pending(row, vectors, [None] * num, num)
+        self._pending[row.line] = _Pending(row, vectors, adapter, [None] * num, num)
         for index, request in enumerate(vectors.requests):
             yield (row.line, index), request, request.params, options
 
@@ -301,7 +340,7 @@ class Job:
     def _finish(self, pending: _Pending, outputs: list["RequestOutput"], stage: Stage) -> None:
         request = pending.request
         if not isinstance(request, BoundRequest):
-            self._finish_vectors(pending.row, request, outputs, stage)
+            self._finish_vectors(pending, request, outputs, stage)
             return
         for answer in (answer for output in outputs for answer in output.outputs):
             if answer.finish_reason not in ("stop", "length"):
@@ -328,11 +367,12 @@ class Job:
         except RequestError as error:
             self._fail(pending.row, error, stage)
             return
-        self._write(pending.row, record, msgspec.to_builtins(usage(outputs)), stage)
+        self._write(pending, record, msgspec.to_builtins(usage(outputs)), stage)
 
     def _finish_vectors(
-        self, row: BatchRow, vectors: "VectorJob", outputs: list["RequestOutput"], stage: Stage
+        self, pending: _Pending, vectors: "VectorJob", outputs: list["RequestOutput"], stage: Stage
     ) -> None:
+        row = pending.row
         try:
             result = vectors.result(outputs)
         except FloatingPointError as error:
@@ -340,10 +380,12 @@ class Job:
             return
         job_id = self._identity.job_id
         record = embeddings_line(row, result, vectors.num_tokens, job_id=job_id, model=self._model.name)
-        self._write(row, record, record["response"]["body"]["usage"], stage)
+        self._write(pending, record, record["response"]["body"]["usage"], stage)
 
-    def _write(self, row: BatchRow, record: dict[str, Any], used: Mapping[str, int], stage: Stage) -> None:
-        record |= _columns(row)
+    def _write(self, pending: _Pending, record: dict[str, Any], used: Mapping[str, int], stage: Stage) -> None:
+        if (adapter := pending.adapter) is not None:
+            record["adapter"] = {"name": adapter.name, "fingerprint": adapter.fingerprint}
+        record |= _columns(pending.row)
         self._ledger.add_result(record, used)
         self._on_line(record)
         stage.update()

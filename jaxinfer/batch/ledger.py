@@ -17,13 +17,15 @@ from jaxinfer.batch.table import check_output
 from jaxinfer.files import sync
 
 FORMAT = 1
+_NUM_SHOWN = 16  # digits of a fingerprint in a message
 
 
 @dataclass(frozen=True)
 class Identity:
     """Everything that the answers depend on, and the path of the errors relative to the results.
 
-    `table`: how a table's rows become requests; None for JSON lines.
+    `table`: how a table's rows become requests; None for JSON lines. `adapters`: fingerprints by name, of those that
+    rows name and that are loaded; None for none.
     """
 
     input_sha256: str
@@ -34,6 +36,7 @@ class Identity:
     params: dict[str, Any]
     format: int = FORMAT
     table: dict[str, Any] | None = None
+    adapters: dict[str, str] | None = None
 
     @property
     def job_id(self) -> str:
@@ -43,11 +46,11 @@ class Identity:
 
     def to_dict(self) -> dict[str, Any]:
         """The values as they are read from a file."""
-        return {"table": None, **json.loads(json.dumps(self._values()))}
+        return {"table": None, "adapters": None, **json.loads(json.dumps(self._values()))}
 
     def _values(self) -> dict[str, Any]:
         values = asdict(self)
-        return {name: value for name, value in values.items() if name != "table" or value is not None}
+        return {name: value for name, value in values.items() if name not in ("table", "adapters") or value is not None}
 
     def write(self, path: Path, model: str) -> None:
         """Writes the identity, with the model's name for people. Raises BatchWriteError."""
@@ -134,9 +137,15 @@ class Ledger:
     def begin(self, identity: Identity, model: str) -> None:
         """Prepares the files for resuming or for a new start. Raises BatchError if they belong to another job."""
         if self._stored is not None:
-            self._check_same(identity.to_dict())
+            # A row whose adapter was not loaded has failed: none has an answer of another one.
+            values, had = identity.to_dict(), self._stored.get("adapters") or {}
+            added = (values["adapters"] or {}).keys() & self._scan.adapters - had.keys() - self._scan.models.keys()
+            known = {**had, **{name: values["adapters"][name] for name in added}}
+            self._check_same(values, {**self._stored, "adapters": known or None})
             for file in self._files:
                 file.trim()
+            if added:
+                identity.write(self._path_job, model)
             if self._retry_errors:
                 self._errors.clear()
         else:
@@ -206,8 +215,8 @@ class Ledger:
             "table": self._scan.table,
         }
 
-    def _check_same(self, values: Mapping[str, Any]) -> None:
-        changed = differences(self._stored or {}, values)
+    def _check_same(self, values: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> None:
+        changed = differences(stored or self._stored or {}, values)
         if changed:
             raise BatchError(
                 f"{self.path_out} has results of another job; differences: {'; '.join(changed)}. "
@@ -245,9 +254,19 @@ def _difference(name: str, was: Any, now: Any) -> str:
         return "the model (its configuration, weights, tokenizer or max_model_len)"
     if name == "params" and isinstance(was, dict):
         return "; ".join(_changed_params(was, now))
+    if name == "adapters":
+        return "; ".join(_changed_adapters(was or {}, now or {}))
     if name == "table":
         return "; ".join(_changed_params({"table": was or {}}, {"table": now or {}}))
     return f"{name} (was {was}, is {now})"
+
+
+def _changed_adapters(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    def shown(fingerprint: str | None) -> str:
+        return "not loaded" if fingerprint is None else fingerprint[:_NUM_SHOWN]
+
+    names = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
+    return [f"adapter {name!r:.80} (was {shown(was.get(name))}, is {shown(now.get(name))})" for name in names]
 
 
 def _changed_params(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ FORMS_BY_URL: dict[str, Form] = {
 _SAMPLING = tuple(param.name for param in fields(SamplingParams))
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _CHAT = ("messages", *_TOOLS, "chat_template_kwargs")
+ADAPTER = "adapter"
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 
 
@@ -37,12 +38,13 @@ class BatchRequest:
 
     Attributes:
       text: what is to be generated; of embeddings it has the model's name and the scheduling only. body: in OpenAI's
-        form.
+        form. adapter: the name of the adapter that a plain row asks for.
     """
 
     form: Form
     text: TextRequest
     body: Any = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -209,27 +211,28 @@ def read_plain(record: Mapping[str, Any]) -> BatchRequest:
     given = {name: value for name, value in record.items() if not reader.is_unset(name, value)}
     record = _our_names(given)
     is_chat = "messages" in record
-    known = (*(_CHAT if is_chat else ("prompt",)), *_SAMPLING)
+    known = (*(_CHAT if is_chat else ("prompt",)), *_SAMPLING, ADAPTER)
     for name in record:
         if name not in known:
             raise unknown_field(name, known)
     sampling = {name: record[name] for name in _SAMPLING if name in record} | reader.structured_of(record)
-    asked = TextRequest(sampling, has_openai_limits=False)
+    asked, adapter = TextRequest(sampling, has_openai_limits=False), record.get(ADAPTER)
+    if adapter is not None and (not isinstance(adapter, str) or not adapter):
+        raise RequestError(f"adapter must be the name of a loaded adapter, got {adapter!r:.60}", ADAPTER)
     if is_chat:
         kwargs = record.get("chat_template_kwargs")
         if not isinstance(kwargs, dict | None):
             raise RequestError("chat_template_kwargs must be an object", "chat_template_kwargs")
         tools = {name: record.get(name) for name in _TOOLS}
         messages = record["messages"]
-        return BatchRequest(
-            "plain", replace(asked, messages=messages, template_kwargs=reader.check_template_kwargs(kwargs), **tools)
-        )
+        asked = replace(asked, messages=messages, template_kwargs=reader.check_template_kwargs(kwargs), **tools)
+        return BatchRequest("plain", asked, adapter=adapter)
     prompt = record.get("prompt")
     if not isinstance(prompt, str):
         if not isinstance(prompt, list) or not prompt or not {str, list}.isdisjoint(map(type, prompt)):
             raise RequestError(f"prompt must be a text or a list of token ids, got {prompt!r:.60}", "prompt")
         prompt = reader.read_ids(prompt, "prompt")
-    return BatchRequest("plain", replace(asked, prompts=(prompt,)))
+    return BatchRequest("plain", replace(asked, prompts=(prompt,)), adapter=adapter)
 
 
 def _our_names(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.batch.errors import BatchError, RowError
-from jaxinfer.batch.rows import BadRow, BatchRow, default_custom_id, read_plain
+from jaxinfer.batch.rows import ADAPTER, BadRow, BatchRow, default_custom_id, read_plain
 from jaxinfer.checks import did_you_mean
 from jaxinfer.extras import install_hint
 
@@ -35,12 +35,14 @@ class TableOptions:
       prompt_column: the column of prompts; None is "prompt". prompt: instead, a template such as "Translate: {text}".
       chat: a prompt is a user's message for the chat template; a column may have lists of messages too.
       keep: columns that are copied to the lines of the answers, as `columns`.
+      adapter_column: the column that names each row's adapter; an empty cell is the model without one.
     """
 
     prompt_column: str | None = None
     prompt: str | None = None
     chat: bool = False
     keep: Sequence[str] = ()
+    adapter_column: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", tuple(self.keep or ()))
@@ -81,6 +83,9 @@ class TableSource:
         for name in options.keep:
             _check_column(path, name, names, "--keep")
         more = [_ID] if _ID in names else []
+        if options.adapter_column is not None:
+            _check_column(path, options.adapter_column, names, "--adapter-column")
+            more.append(options.adapter_column)
         self._columns = tuple(dict.fromkeys((*used, *options.keep, *more)))
 
     def items(self, whole: "hashlib._Hash | None" = None) -> Iterator[tuple[int, bytes]]:
@@ -103,11 +108,14 @@ class TableSource:
             columns = {name: cells[name] for name in self.options.keep}
             custom_id = _text(cells.get(_ID)) or custom_id
             prompt = self._prompt(cells)
+            record: dict[str, Any]
             if not self.options.chat:
                 record = {"prompt": prompt}
             else:
                 is_history = isinstance(prompt, list)
                 record = {"messages": prompt if is_history else [{"role": "user", "content": prompt}]}
+            if (column := self.options.adapter_column) is not None:
+                record[ADAPTER] = _text(cells[column]).strip() or None
             return BatchRow(number, custom_id, read_plain(record), True, columns)
         except ValueError as error:
             return BadRow(number, custom_id, error, True, columns)

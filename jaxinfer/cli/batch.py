@@ -65,6 +65,9 @@ class BatchOptions:
         "TEMPLATE",
     )
     chat: bool = _table(False, "Prompts are messages of a user, for the model's chat template.")
+    adapter_column: str | None = _table(
+        None, "The column that names the adapter of each row; an empty cell is the model without one.", "NAME"
+    )
     keep: list[str] | None = _table(None, "Copy this column to the answers.", "NAME", is_repeated=True)
     ray: bool = _fleet(False, "Run on a pool of engines in Ray actors.")
     workers: int | None = _fleet(None, "Number of engines; default: 2.", "N", min=1)
@@ -171,6 +174,7 @@ def _opened_job(options: BatchOptions) -> "Iterator[Job]":
     path_in, path_out = _paths(options)
     names = ("errors", "resume", "overwrite", "retry_errors", "sort", "prompt_column", "prompt", "chat")
     flags = {**{name: getattr(options, name) for name in names}, "keep": options.keep or ()}
+    flags["adapter_column"] = options.adapter_column
     on_line = None
     with contextlib.ExitStack() as stack:
         copied = path_in

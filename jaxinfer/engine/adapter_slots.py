@@ -1,9 +1,12 @@
 """Which adapter is in which slot of the device. Plain Python: no JAX here."""
 
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from jaxinfer.checks import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class LoadedAdapter:
       name: by which it was loaded. fingerprint: a hash of its tensors and configuration, which salts prefixes.
       host: its arrays in the host's memory. source: the folder that it was read from; "" for arrays.
       invocation_tokens: it changes only what comes from their last occurrence on (aLoRA); () where it changes all.
-      is_pinned: whether it keeps its slot once it has one. is_unloaded: whether no request can name it any more; those
-        that did go on.
+      is_pinned: whether it keeps its slot once it has one, unless all slots have pinned ones.
+      is_unloaded: whether no request can name it any more; those that did go on.
     """
 
     name: str
@@ -54,6 +57,12 @@ class LoadedAdapter:
             return 0
         starts = range(len(token_ids) - length, -1, -1)
         return next((start for start in starts if list(token_ids[start : start + length]) == wanted), None)
+
+
+def not_loaded(name: str, loaded: Collection[str]) -> str:
+    """The sentence about a name that is none of those that are loaded."""
+    known = f": {', '.join(loaded)} are" if loaded else ": none is"
+    return f"no adapter {name!r:.80} is loaded{did_you_mean(name, list(loaded)) or known}"
 
 
 class AdapterSlots:
@@ -89,7 +98,8 @@ class AdapterSlots:
 
     def can_take(self, adapter: LoadedAdapter) -> bool:
         """True if `take` has a slot for it."""
-        return self.slot_of(adapter) is not None or self._victim() is not None
+        with self._lock:
+            return self.slot_of(adapter) is not None or self._victim() is not None
 
     def take(self, adapter: LoadedAdapter) -> tuple[int, bool] | None:
         """A slot for one more running sequence with the adapter, and whether the adapter has to be written into it.
@@ -100,6 +110,8 @@ class AdapterSlots:
                 if (slot := self._victim()) is None:
                     return None
                 self._place(adapter, slot)
+            elif self._adapters[slot].is_unloaded or adapter.is_pinned:  # the same tensors, loaded again or twice
+                self._adapters[slot] = adapter
             self._slot[adapter.fingerprint] = self._slot.pop(adapter.fingerprint)  # now the most recently used
             self._num_running[slot] = self._num_running.get(slot, 0) + 1
             return slot, is_new
@@ -123,31 +135,43 @@ class AdapterSlots:
         """Frees the slot of an adapter that was unloaded, once no running sequence has it."""
         with self._lock:
             slot = self.slot_of(adapter)
-            if slot is not None and adapter.is_unloaded and not self._num_running.get(slot):
+            # Where the same tensors are loaded under another name too, the slot may be that one's.
+            is_own = slot is not None and self._adapters[slot] is adapter
+            if slot is not None and is_own and adapter.is_unloaded and not self._num_running.get(slot):
                 self._remove(slot)
                 self._free.append(slot)
 
-    def check(self, running: Sequence[int]) -> None:
-        """Raises RuntimeError where the slots of running sequences, 0 for none, do not agree with the counts."""
-        counts = {slot: count for slot, count in self._num_running.items() if count}
-        own: dict[int, int] = {}
-        for slot in filter(None, running):
-            own[slot] = own.get(slot, 0) + 1
-        if counts != own:
-            raise RuntimeError(f"adapters of running sequences are counted as {counts}, and are {own}")
-        used = sorted([*self._free, *self._adapters])
-        if used != list(range(1, self.num_slots + 1)):
-            raise RuntimeError(f"adapter slots {sorted(self._adapters)} are taken and {sorted(self._free)} are free")
+    def check(self, running: Sequence[tuple[int, LoadedAdapter]]) -> None:
+        """Raises RuntimeError where the adapters of running sequences, with the slots that they have, do not agree with
+        what is in the slots."""
+        with self._lock:
+            counts = {slot: count for slot, count in self._num_running.items() if count}
+            own = Counter(slot for slot, _ in running)
+            if counts != own:
+                raise RuntimeError(f"adapters of running sequences are counted as {counts}, and are {dict(own)}")
+            for slot, adapter in running:
+                if (place := self.slot_of(adapter)) != slot:
+                    raise RuntimeError(f"adapter {adapter.name!r} runs in slot {slot}, and is in {place}")
+            listed = {adapter.fingerprint: slot for slot, adapter in self._adapters.items()}
+            if listed != self._slot or len(listed) != len(self._adapters):
+                raise RuntimeError(f"adapters are in slots {self._slot}, and the slots have {listed}")
+            used = sorted([*self._free, *self._adapters])
+            if used != list(range(1, self.num_slots + 1)):
+                raise RuntimeError(f"adapter slots {sorted(self._adapters)} are taken, {sorted(self._free)} are free")
 
     def _victim(self, needed: Sequence[LoadedAdapter] = ()) -> int | None:
         """A slot to write to: a free one, or that of the least recently used adapter that can go."""
         if self._free:
             return self._free[-1]
         kept = {adapter.fingerprint for adapter in needed}
-        for fingerprint, slot in self._slot.items():
-            if not (self._num_running.get(slot) or self._adapters[slot].is_pinned or fingerprint in kept):
-                return slot
-        return None
+        can_go = {slot: fingerprint not in kept for fingerprint, slot in self._slot.items()}
+        idle = [slot for slot in can_go if can_go[slot] and not self._num_running.get(slot)]
+        if needed or not all(map(self._is_pinned, self._adapters)):
+            idle = [slot for slot in idle if not self._is_pinned(slot)]
+        return idle[0] if idle else None  # a pinned one where all are: others would wait for ever
+
+    def _is_pinned(self, slot: int) -> bool:
+        return self._adapters[slot].is_pinned and not self._adapters[slot].is_unloaded
 
     def _place(self, adapter: LoadedAdapter, slot: int) -> None:
         if slot in self._adapters:

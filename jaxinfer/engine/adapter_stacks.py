@@ -9,16 +9,19 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxinfer.engine.adapter_slots import AdapterSizes
-from jaxinfer.models import ModelConfig, Params, compute_dtype
+from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardings
 from jaxinfer.models.adapter import Adapter, LowRank
+from jaxinfer.models.sharding import adapter_shardings
 from jaxinfer.quantization.adapted import AdaptedExperts, AdaptedHeads, AdaptedWeight, AdapterStack
 from jaxinfer.quantization.adapted_tables import AdaptedTable, TableStack, TableStacks
-from jaxinfer.quantization.side_by_side import weight_at
+from jaxinfer.quantization.side_by_side import join, weight_at
 from jaxinfer.quantization.tree import is_weight
 
 WEIGHT, EMBED, HEAD = "weight", "embed", "lm_head"
+_RANK = jax.ShapeDtypeStruct((), jnp.int32)
 _SHOWN = 3  # names in a message
 Path = tuple[str, ...]
 
@@ -54,7 +57,7 @@ class _Room:
 class AdapterStacks:
     """The stacks of a model's weights. `params` may be abstract, of which nothing can be written."""
 
-    def __init__(self, config: ModelConfig, params: Params, sizes: AdapterSizes):
+    def __init__(self, config: ModelConfig, params: Params, sizes: AdapterSizes, mesh: Mesh | None = None):
         self.config, self.sizes, self.dtype = config, sizes, jnp.dtype(compute_dtype(params))
         self._is_abstract = isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct)
         rooms = {_name(path): self._room(path, leaf) for path, leaf in _leaves(params)}
@@ -62,9 +65,21 @@ class AdapterStacks:
         if not self._rooms:
             wanted = "linear layers" if sizes.modules is None else ", ".join(sizes.modules)
             raise ValueError(f"adapters: {config.architecture} has no weights of {wanted}")
-        zeros = partial(_zeros, sizes.num_slots, self._is_abstract)
-        self._ranks = zeros(jax.ShapeDtypeStruct((), jnp.int32))
-        self._stacks = {name: jax.tree.map(zeros, room.stack) for name, room in self._rooms.items()}
+        if mesh is not None and mesh.size > 1 and sizes.has("experts"):
+            raise ValueError(f"adapters of experts are for one device, not for a mesh of {mesh.size}")
+        stacked = partial(jax.tree.map, lambda of_slot: _stacked(sizes.num_slots, of_slot))
+        shapes = {name: stacked(room.stack) for name, room in self._rooms.items()}, stacked(_RANK)
+        self._stacks, self._ranks = shapes
+        self._write = jax.jit(_written, donate_argnums=(0, 1))
+        if not self._is_abstract:
+            placed = None
+            if mesh is not None:
+                plain = {_name(path): sharding for path, sharding in _leaves(parameter_shardings(mesh, config))}
+                pairs = {n: adapter_shardings(self._rooms[n].leaf, of, plain[n]) for n, of in shapes[0].items()}
+                placed = {name: stacks for name, (stacks, _) in pairs.items()}, next(iter(pairs.values()))[1]
+                self._write = jax.jit(_written, donate_argnums=(0, 1), out_shardings=placed)
+            make = partial(jax.tree.map, lambda of_all: jnp.zeros(of_all.shape, of_all.dtype), shapes)
+            self._stacks, self._ranks = make() if placed is None else jax.jit(make, out_shardings=placed)()
 
     def _room(self, path: Path, weight: Any) -> _Room | None:
         """The room of a parameter; None for one that has none."""
@@ -121,7 +136,7 @@ class AdapterStacks:
     def write(self, slot: int, adapter: HostAdapter) -> None:
         """Puts an adapter in the place of what a slot had. `on` has to be called again: the arrays before are gone."""
         arrays = {name: _padded(room.stack, adapter.stacks.get(name)) for name, room in self._rooms.items()}
-        written = _write(self._stacks, self._ranks, np.int32(slot), arrays, np.int32(adapter.rank))
+        written = self._write(self._stacks, self._ranks, np.int32(slot), arrays, np.int32(adapter.rank))
         self._stacks, self._ranks = written
 
     def nothing(self) -> HostAdapter:
@@ -153,6 +168,14 @@ class AdapterStacks:
     def room_of(self, name: str) -> Any:
         """The shapes of a weight's stack without the axis of slots; None for a weight without room."""
         return room.stack if (room := self._rooms.get(name)) is not None else None
+
+
+def with_room(config: ModelConfig, params: Params, sizes: AdapterSizes | None, platform: str) -> Params:
+    """Abstract parameters with room for adapters, as an engine on a platform has them."""
+    if sizes is None:
+        return params
+    params = join(params) if platform == "gpu" else params
+    return AdapterStacks(config, params, sizes).on(params)
 
 
 @dataclass(frozen=True)
@@ -271,14 +294,12 @@ class _Check:
                 self.refuse(f"{count} of {array.size} {kind} of {name} are not finite")
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
-def _write(stacks: Any, ranks: jax.Array, slot: jax.Array, arrays: Any, rank: jax.Array) -> Any:
+def _written(stacks: Any, ranks: jax.Array, slot: jax.Array, arrays: Any, rank: jax.Array) -> Any:
     return jax.tree.map(lambda stack, array: stack.at[slot].set(array), stacks, arrays), ranks.at[slot].set(rank)
 
 
-def _zeros(num_slots: int, is_abstract: bool, of_slot: Any) -> Any:
-    shape = (num_slots, *of_slot.shape)
-    return jax.ShapeDtypeStruct(shape, of_slot.dtype) if is_abstract else jnp.zeros(shape, of_slot.dtype)
+def _stacked(num_slots: int, of_slot: Any) -> Any:
+    return jax.ShapeDtypeStruct((num_slots, *of_slot.shape), of_slot.dtype)
 
 
 def _padded(room: Any, arrays: Any) -> Any:

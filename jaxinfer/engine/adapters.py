@@ -3,8 +3,7 @@
 import threading
 from collections.abc import Iterator, Mapping
 
-from jaxinfer.checks import did_you_mean
-from jaxinfer.engine.adapter_slots import LoadedAdapter
+from jaxinfer.engine.adapter_slots import LoadedAdapter, not_loaded
 from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.weights import WeightsView
 from jaxinfer.models import Params
@@ -36,8 +35,7 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
     def find(self, name: str) -> LoadedAdapter:
         """The adapter of a name. Raises ValueError, with the nearest one, for a name that is not loaded."""
         if (adapter := self._loaded.get(name)) is None:
-            known = f": {', '.join(self._loaded)} are" if self._loaded else ": none is"
-            raise ValueError(f"no adapter {name!r} is loaded{did_you_mean(name, list(self._loaded)) or known}")
+            raise ValueError(not_loaded(name, list(self._loaded)))
         return adapter
 
     def load(

@@ -66,7 +66,7 @@ class Engine:
         weights = as_weights(params)
         self.adapter_stacks: AdapterStacks | None = None
         if (sizes := options.adapter_sizes) is not None:
-            self.adapter_stacks = AdapterStacks(config, weights.value, sizes)
+            self.adapter_stacks = AdapterStacks(config, weights.value, sizes, mesh)
             weights = weights.view(self.adapter_stacks.on)
         spec = EngineSpec.of(config, weights.value, options, draft, mesh)
         self.replica, self.weights = replica, weights.root

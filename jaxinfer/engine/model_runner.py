@@ -41,6 +41,7 @@ from jaxinfer.engine.weights import WeightsView, leaves_of
 from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params
 from jaxinfer.parallel import hosts
+from jaxinfer.quantization.adapted import without_adapters
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SampleOutput, SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
 from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft
@@ -117,7 +118,7 @@ class ModelRunner:
         self.adapters, self._adapted = adapters, weights
         self.model, _ = program_model(config, params, mesh, spec.policy)
         self.device = self.weights.value[0].addressable_shards[0].device
-        models = weights.view(lambda params: draft.models(config, params))
+        models = weights.view(lambda params: draft.models(config, without_adapters(params)))
         programmed = [program_model(*model, mesh)[0] for model in models.value]
         self.draft_weights = leaves_of(models.view(lambda models: {"draft": [params for _, params in models]}))
         self.drafters = spec.drafters(*programmed)
@@ -287,7 +288,7 @@ class ModelRunner:
             self._write_adapter(slot, sequence.adapter_slot, sequence.request.adapter_start)
 
     def write_stacks(self, slot: int, adapter: HostAdapter) -> None:
-        """Writes an adapter into a slot, 1 for the first."""
+        """Writes an adapter into a slot, 1 for the first. One behind the last slot is written nowhere."""
         if self.adapters is None:
             raise RuntimeError("an adapter was planned for weights without room for any")
         self.adapters.write(slot - 1, adapter)
@@ -596,7 +597,8 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
         self._has_decoded = True
         has_draft, has_draft_cache = bool(self.spec.trees), self._draft_cache is not None
-        num_small = 6 + has_draft + has_draft_cache + self.spec.has_adapters + 2 * (self._saved is not None)
+        num_small = 6 + has_draft + has_draft_cache + self.spec.has_adapters + (self.adapters is not None)
+        num_small += 2 * (self._saved is not None)
         self.caches, num_tiers = self.host_pages.warm_up(self.caches)
         return len(self.all_programs) + num_small + num_tiers
 
@@ -659,6 +661,9 @@ class ModelRunner:
         self._copy_pages(*copy_ids((), self.spec.groups, COPIES))
         for saves in (False, True):
             self._copy_states(saves, state_copies((), self.spec.max_seqs))
+        if self.adapters is not None:
+            # Behind the last slot, where nothing is stored: a slot may have an adapter.
+            self.write_stacks(self.adapters.sizes.num_slots + 1, self.adapters.nothing())
         self._write_table(grammars.empty_block(self.spec.table_sizes))
         self._set_rows(
             grammars.empty_rows(self.spec.max_seqs, self.spec.config.vocab_size, self.spec.max_tokens_per_dispatch)

@@ -315,6 +315,8 @@ class Scheduler:
             return
         if sequence.slot is None:
             self.waiting.remove(sequence)
+            if (adapter := _loaded(sequence)) is not None:
+                self.adapters.forget(adapter)  # it may have been moved ahead for this one
         else:
             self._leave(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -332,7 +334,8 @@ class Scheduler:
         self.pools.check(self.running)
         self.ends.check(self.running)
         self.saved.check(self.running)
-        self.adapters.check([sequence.adapter_slot for sequence in self.running if _loaded(sequence)])
+        pairs = ((sequence.adapter_slot, _loaded(sequence)) for sequence in self.running)
+        self.adapters.check([(slot, adapter) for slot, adapter in pairs if adapter is not None])
         self.prefixes.check()
         slots = [sequence.slot for sequence in self.running]
         owned = sorted([*self._free_slots, *(slot for slot in slots if slot is not None)])
@@ -451,6 +454,8 @@ class Scheduler:
             for other in overtaken:
                 other.num_overtaken += 1
             budget -= self._plan_chunk(sequence, budget, chunks)
+            if any(other.num_overtaken >= MAX_OVERTAKEN for other in overtaken):
+                break
         self._prefetch_adapter()
         return chunks
 
@@ -462,7 +467,9 @@ class Scheduler:
     def _take_adapter(self, sequence: SequenceState) -> None:
         if (adapter := _loaded(sequence)) is None:
             sequence.adapter_slot = sequence.request.adapter  # pyright: ignore[reportAttributeAccessIssue]
-        elif (taken := self.adapters.take(adapter)) is not None:
+        else:
+            if (taken := self.adapters.take(adapter)) is None:
+                raise RuntimeError(f"a sequence was admitted, and its adapter {adapter.name!r} has no slot")
             sequence.adapter_slot, is_new = taken
             if is_new:
                 self._adapter_moves.append(AdapterMove(sequence.adapter_slot, adapter))

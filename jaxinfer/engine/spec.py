@@ -139,7 +139,7 @@ class EngineSpec:
             raise ValueError(f"adapter {adapter} was asked for, and the model's weights {held}")
 
     def _check_adapters(self) -> None:
-        if self.has_adapters and self.mesh is not None:
+        if self.has_adapters and self.mesh is not None and self.options.adapter_sizes is None:
             raise ValueError(f"weights with adapters run without a mesh, not on one of {self.num_devices} devices")
         if any(num_adapters(params) for _, params in self.draft.own):
             raise ValueError(

@@ -41,8 +41,8 @@ class WeightsView(Generic[T]):
     there is a reference to it, or to a view of it.
     """
 
-    def __init__(self, make: Callable[[Any], T], source: "WeightsView[Any]"):
-        self._make, self._source = make, source
+    def __init__(self, make: Callable[[Any], T], source: "WeightsView[Any]", remake: Callable[[Any], T] | None = None):
+        self._make, self._source, self._make_again = make, source, remake or make
         self.value = make(source.value)
         self._views: weakref.WeakSet[WeightsView[Any]] = weakref.WeakSet()
         source._views.add(self)
@@ -52,14 +52,17 @@ class WeightsView(Generic[T]):
         """The weights that it is a form of."""
         return self._source.root
 
-    def view(self, make: Callable[[T], U]) -> "WeightsView[U]":
-        """A form of this form. `make` gives trees of equal structure for equal structures."""
-        return WeightsView(make, self)
+    def view(self, make: Callable[[T], U], remake: Callable[[T], U] | None = None) -> "WeightsView[U]":
+        """A form of this form. `make` gives trees of equal structure for equal structures; `remake` does for arrays
+        that are like those before, without checks that they are."""
+        return WeightsView(make, self, remake)
 
     def remake(self) -> None:
-        """Makes this form, and those of it, anew from a source that is the same: `make` reads what else has changed."""
-        for view, value in self._staged(self._make(self._source.value)):
-            view.value = value
+        """Makes this form, and those of it, anew from a source that is the same: `make` reads what else has changed,
+        to arrays that are like those before."""
+        self.value = self._make_again(self._source.value)
+        for view in list(self._views):
+            view.remake()
 
     def _staged(self, value: T) -> list[tuple["WeightsView[Any]", Any]]:
         """This view and those of it, with what their values would be."""
@@ -148,7 +151,7 @@ def leaves_of(weights: WeightsView[Params]) -> WeightsView[tuple[jax.Array, ...]
             )
         return tuple(jax.tree.leaves(params))
 
-    return weights.view(leaves)
+    return weights.view(leaves, lambda params: tuple(jax.tree.leaves(params)))
 
 
 class StoredWeights:

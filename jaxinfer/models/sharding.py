@@ -22,6 +22,8 @@ from jaxinfer.models.decoder import Params, abstract_params, logical_axes
 from jaxinfer.models.experts import stack_specs
 from jaxinfer.parallel import AnyMesh, axis_of, axis_size, is_axes, shardings, shortest
 from jaxinfer.quantization import NestedScales, QuantizedArray
+from jaxinfer.quantization.adapted import AdaptedExperts, AdaptedHeads, AdapterStack, is_adapted
+from jaxinfer.quantization.adapted_tables import AdaptedTable, TableStack, TableStacks
 from jaxinfer.quantization.tree import is_quantized, is_weight
 
 # Field of the configuration that counts each sharded logical dimension.
@@ -52,14 +54,53 @@ def parameter_shardings(
     else:
         check_divides(mesh, config)
     plain = shardings(mesh, axes)
-    return plain if params is None else jax.tree.map(leaf_shardings, params, plain, is_leaf=is_quantized)
+    if params is None:
+        return plain
+    return jax.tree.map(leaf_shardings, params, plain, is_leaf=lambda leaf: is_quantized(leaf) or is_adapted(leaf))
 
 
 def leaf_shardings(leaf: Any, sharding: NamedSharding) -> Any:
-    """The shardings of a parameter's arrays: `sharding` itself, or a `QuantizedArray` of shardings."""
+    """The shardings of a parameter's arrays: `sharding` itself, or a weight of several arrays with theirs."""
+    if is_adapted(leaf):
+        stacks, ranks = adapter_shardings(type(leaf), leaf.stack, sharding)
+        return replace(leaf, base=leaf_shardings(leaf.base, sharding), stack=stacks, ranks=ranks)
     if not is_quantized(leaf):
         return sharding
     return _quantized_stack(leaf, sharding) if leaf.ndim > 2 else _quantized(leaf, sharding)
+
+
+def adapter_shardings(kind: type, stack: Any, sharding: NamedSharding) -> tuple[Any, NamedSharding]:
+    """The shardings of the adapters of a weight, which are cut where its inputs and outputs are, and of their ranks.
+
+    kind: the type of the leaf. stack: its adapters' arrays, or their shapes. sharding: of the weight.
+    """
+    mesh, names = sharding.mesh, (*sharding.spec, None, None, None)
+
+    def of(array: Any, *axes: Any) -> NamedSharding | None:
+        return None if array is None else NamedSharding(mesh, shortest(PartitionSpec(*axes)))
+
+    def table(parts: TableStack | None, tokens: Any, width: Any, *, is_head: bool) -> TableStack | None:
+        if parts is None:
+            return None
+        first, second = (width, tokens) if is_head else (tokens, None)
+        a = of(parts.a, None, None, first) if is_head else of(parts.a, None, first)
+        b = of(parts.b, None, None, second if is_head else width)
+        rows = of(parts.tokens), of(parts.rows, None, None, width)
+        return TableStack(a, b, *rows, of(parts.whole, None, tokens, width), of(parts.is_whole))
+
+    ranks = NamedSharding(mesh, PartitionSpec())
+    if kind is AdaptedTable:
+        is_embedding = stack.embed is not None or stack.lm_head is None
+        tokens, width = names[:2] if is_embedding else names[1::-1]
+        tables = table(stack.embed, tokens, width, is_head=False), table(stack.lm_head, tokens, width, is_head=True)
+        return TableStacks(*tables), ranks
+    if kind is AdaptedHeads:
+        return AdapterStack(of(stack.a, None, None, names[1]), of(stack.b, None, names[0], None, names[2])), ranks
+    if kind is AdaptedExperts:
+        pair = of(stack.a, None, names[0], None, names[1]), of(stack.b, None, names[0], None, names[2])
+        return AdapterStack(*pair), ranks
+    pair = of(stack.a, None, None, names[0]), of(stack.b, None, None, names[1])
+    return AdapterStack(*pair, of(stack.columns, None, names[1]), of(stack.offset, None, names[1])), ranks
 
 
 def check_divides(mesh: AnyMesh, config: ModelConfig) -> None:

@@ -128,14 +128,18 @@ class AdaptedExperts(Adapted):
         return add_adapters(x, [product], [pair], own, jnp.repeat(self.ranks, count))[0]
 
 
+def is_adapted(leaf: Any) -> bool:
+    return isinstance(leaf, Adapted)
+
+
 def base_of(weight: Any) -> Any:
     """The weight without its adapters."""
-    return weight.base if isinstance(weight, Adapted) else weight
+    return weight.base if is_adapted(weight) else weight
 
 
 def without_adapters(params: Any) -> Any:
     """The parameters with each weight as it is without its adapters."""
-    return jax.tree.map(base_of, params, is_leaf=lambda leaf: isinstance(leaf, Adapted))
+    return jax.tree.map(base_of, params, is_leaf=is_adapted)
 
 
 def with_adapters(x: jax.Array, products: Sequence[jax.Array], weights: Sequence[Any]) -> list[jax.Array]:

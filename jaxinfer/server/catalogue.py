@@ -17,6 +17,7 @@ from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.cache.policy.kinds import extends_length
 from jaxinfer.checks import format_bytes
+from jaxinfer.engine.adapter_stacks import with_room
 from jaxinfer.engine.memory import OutOfMemoryError, activation_bytes, available_bytes
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.loaded_weights import weights_key
@@ -186,7 +187,8 @@ def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int, dic
     elif platform == "cpu":
         copied = _copied_bytes(params)
         draft_copied = sum(_copied_bytes(params) for _, params in draft.own)
-    spec = EngineSpec(config, params, replace(options, max_model_len=length), platform, mesh, draft)
+    adapted = with_room(config, params, options.adapter_sizes, platform)
+    spec = EngineSpec(config, adapted, replace(options, max_model_len=length), platform, mesh, draft)
     how: Any = {"dtype": options.dtype, "verify": options.verify, "mesh": whole}
     opened = options.revision, options.quantize, options.requantize
     key = weights_key(name, *opened, **how, activations=options.activations)

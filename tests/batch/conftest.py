@@ -3,13 +3,14 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxinfer.batch import BatchSummary, open_job
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.seeds import sample_seed
@@ -19,9 +20,11 @@ MAX_MODEL_LEN = 64
 
 
 class FakeLLM:
-    """What a job needs of a model. `order` decides which answers end first; `weights` which tokens come."""
+    """What a job needs of a model. `order` decides which answers end first; `weights` which tokens come, and
+    `adapters`, fingerprints by name, where a row names one."""
 
     tokenizer = None
+    adapter: str | None = None  # of the request that is answered
     max_model_len = MAX_MODEL_LEN
 
     def __init__(
@@ -32,12 +35,14 @@ class FakeLLM:
         weights: str = "a",
         num_slots: int = 8,
         tool_parser: str = "auto",
+        adapters: Mapping[str, str] | None = None,
         **defaults: Any,
     ):
         self.answer_format = AnswerFormat(None, tool_parser)
         self.name, self.seed, self.weights = "fake", seed, weights
         self.default_params = SamplingParams(**defaults)
         self.num_slots = num_slots
+        self.adapters = {name: LoadedAdapter(name, text, None) for name, text in (adapters or {}).items()}
         self._random = random.Random(order)
 
     def fingerprint(self) -> str:
@@ -57,14 +62,19 @@ class FakeLLM:
 
     def generate_each(self, requests, *, max_queued=None) -> Iterator[tuple[Any, Any]]:
         requests = iter(requests)
-        running: list[tuple[Any, Any, SamplingParams, Any]] = []
+        running: list[tuple[Any, Any, SamplingParams, str | None]] = []
         while True:
             while len(running) < self.num_slots and (request := next(requests, None)) is not None:
-                running.append(request)
+                name = request[3].adapter
+                running.append((*request[:3], None if name is None else self.adapters[name].fingerprint))
             if not running:
                 return
-            key, prompt, params, _ = running.pop(self._random.randrange(len(running)))
+            key, prompt, params, self.adapter = running.pop(self._random.randrange(len(running)))
             yield key, self._answer(prompt, params)
+
+    @property
+    def _weights(self) -> list[str]:
+        return [self.weights] if self.adapter is None else [self.weights, self.adapter]
 
     def _answer(self, prompt, params: SamplingParams) -> RequestOutput | ValueError:
         ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
@@ -79,7 +89,7 @@ class FakeLLM:
 
     def _completion(self, ids: list[int], params: SamplingParams, index: int) -> CompletionOutput:
         seed = sample_seed(params.seed or 0, index)
-        material = hashlib.sha256(repr((self.weights, ids, seed, params.temperature)).encode()).digest()
+        material = hashlib.sha256(repr((*self._weights, ids, seed, params.temperature)).encode()).digest()
         tokens = [97 + byte % 26 for byte in material][: params.max_tokens]
         logprobs = None
         if params.logprobs is not None:
@@ -99,8 +109,8 @@ class FakeLLM:
         )
 
 
-def mixed_rows(count: int) -> list[dict[str, Any]]:
-    """Rows of every form, one in eight of which fails."""
+def mixed_rows(count: int, adapters: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Rows of every form, one in eight of which fails; with `adapters`, those that are sound name them in turn."""
     rows: list[dict[str, Any]] = []
     for number in range(count):
         body: dict[str, Any] = {"model": "m", "max_tokens": 1 + number % 5}
@@ -114,6 +124,9 @@ def mixed_rows(count: int) -> list[dict[str, Any]]:
             rows.append({"custom_id": f"text-{number}", "url": "/v1/completions", "body": body})
         else:
             rows.append({"prompt": f"plain {number}"})
+        if adapters and number % 8 != 7:
+            name, row = adapters[number % len(adapters)], rows[-1]
+            row.update({"adapter": name} if "prompt" in row else {"body": {**row["body"], "model": name}})
     return rows
 
 
@@ -176,5 +189,5 @@ def fake_llm() -> type[FakeLLM]:
 
 
 @pytest.fixture
-def mixed() -> Callable[[int], list[dict[str, Any]]]:
+def mixed() -> Callable[..., list[dict[str, Any]]]:
     return mixed_rows

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from jaxinfer import files
-from jaxinfer.batch import results
+from jaxinfer.batch import BatchError, results
 from jaxinfer.batch.results import ResultsFile
 
 
@@ -49,7 +49,7 @@ class DyingOS:
 def run_until(monkeypatch, run, fake_llm):
     """Runs a job that dies at operation `last`; says whether it died."""
 
-    def run_until(path_in, last, how_much=1.0, order=0, **options):
+    def run_until(path_in, last, how_much=1.0, order=0, adapters=None, **options):
         dying = DyingOS(last, how_much)
         with monkeypatch.context() as patch:
             patch.setattr(results, "os", dying)
@@ -57,7 +57,7 @@ def run_until(monkeypatch, run, fake_llm):
             patch.setattr(results, "SYNC_SECONDS", 0)
             patch.setattr(results, "_SYNC_SHARE", 0)
             try:
-                run(path_in, llm=fake_llm(order=order), **options)
+                run(path_in, llm=fake_llm(order=order, adapters=adapters), **options)
             except Killed:
                 return True
         return False
@@ -66,12 +66,12 @@ def run_until(monkeypatch, run, fake_llm):
 
 
 @pytest.fixture
-def expected(tmp_path, write_rows, run, mixed, outcome):
-    """An input of so many rows, and what an undisturbed run makes of it."""
+def expected(tmp_path, write_rows, run, mixed, outcome, fake_llm):
+    """An input of so many rows, and what an undisturbed run makes of it; with `adapters`, rows name these."""
 
-    def expected(count):
-        path_in = write_rows(mixed(count))
-        summary = run(path_in, tmp_path / "whole.jsonl")
+    def expected(count, adapters=None):
+        path_in = write_rows(mixed(count, list(adapters or ())))
+        summary = run(path_in, tmp_path / "whole.jsonl", llm=fake_llm(adapters=adapters))
         assert (summary.rows, summary.failed) == (count, count // 8)
         found = outcome(tmp_path, "whole")
         assert len(found) == count
@@ -112,6 +112,22 @@ def test_fifty_kills_of_one_batch(expected, run_until, left):
     while run_until(path_in, chance.randrange(14), chance.random(), order=num_kills):
         num_kills += 1
     assert num_kills >= 50
+    assert left() == whole
+
+
+def test_kills_of_a_batch_with_adapters(expected, run_until, run, left, fake_llm):
+    """It continues with the same adapters, and with no others, which change nothing that is there."""
+    adapters, others = {"a": "1" * 64, "b": "2" * 64}, {"a": "1" * 64, "b": "3" * 64}
+    path_in, whole = expected(60, adapters)
+    assert {record["adapter"]["name"] for record in whole.values() if "adapter" in record} == {"a", "b"}
+    chance, num_kills, num_refused = random.Random(6), 0, 0
+    while run_until(path_in, chance.randrange(14), chance.random(), order=num_kills, adapters=adapters):
+        num_kills += 1
+        if num_kills % 3 == 0 and (path_in.parent / "out.jsonl").stat().st_size:
+            with pytest.raises(BatchError, match=r"adapter 'b' \(was 2{16}, is 3{16}\)"):
+                run(path_in, llm=fake_llm(adapters=others))
+            num_refused += 1
+    assert min(num_kills, 3 * num_refused) >= 15
     assert left() == whole
 
 

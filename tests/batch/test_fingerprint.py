@@ -76,3 +76,8 @@ def test_every_part_of_a_quantized_weight_counts(params, name):
         for which in (one, other)
     ]
     assert read[0] != read[1]
+
+
+def test_room_for_adapters_changes_nothing(params):
+    """Those that rows name are compared beside it."""
+    assert fingerprint((CONFIG, params), max_adapters=1) == fingerprint((CONFIG, params))

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.pages import NULL_PAGE
-from jaxinfer.engine.plans import GroupMove
+from jaxinfer.engine.plans import AdapterMove, GroupMove
 from jaxinfer.engine.request import MAX_PREEMPTIONS, SequenceState
 from jaxinfer.engine.scheduler import DispatchPlan, PageCopy, QueueFullError, Scheduler, SchedulerOptions
 from jaxinfer.engine.tiers.host_tier import PageMove
@@ -29,8 +30,8 @@ SCRATCH = 3  # tokens that a step of several stores beyond those that it may kee
 
 
 def stored(token: int, position: int, salt: str) -> int:
-    """What the cache holds for a token; `salt` is the text of a number."""
-    return (int(salt or 0) << 40) | (position << 16) | token
+    """What the cache holds for a token; `salt` is the text of a number, of a sequence with an adapter a hash."""
+    return (int(salt or "0", 16) << 40) | (position << 16) | token
 
 
 def next_token(history: list[tuple[int, ...]]) -> int:
@@ -140,6 +141,7 @@ class Device:
             [[None] * page_size for _ in range(group.num_pages)] for group in groups
         ]
         self.rows: list[Row | None] = [None] * max_seqs
+        self.adapters = [""] * (options.num_adapters + 1)  # fingerprints by slot
         self.host: dict[tuple[int, int], list[int | None]] = {}  # contents by group and host page
 
     def move_out(self, moves: Sequence[PageMove]) -> None:
@@ -159,6 +161,11 @@ class Device:
 
     def _contents(self, group: int, page: int) -> list[int | None]:
         return [self.saved[page]] if group == len(self.groups) else list(self.contents[group][page])
+
+    def write_adapters(self, moves: Sequence[AdapterMove]) -> None:
+        for slot, adapter in moves:
+            assert 1 <= slot < len(self.adapters), f"an adapter is written to slot {slot}"
+            self.adapters[slot] = adapter.fingerprint
 
     def move(self, moves: list[tuple[int, int]]) -> None:
         slots = [slot for pair in moves for slot in pair]
@@ -514,6 +521,7 @@ class Engine:
         device.move_back(plan.from_host)
         device.move(plan.moves)
         device.copy(plan.copies)
+        device.write_adapters(plan.adapters)
         for one in plan.admitted:
             assert one.slot is not None
             device.rows[one.slot] = Row(
@@ -539,6 +547,9 @@ class Engine:
         self, one: SequenceState, tokens: tuple[int, ...] = (), start: int = 0, is_last: bool = False
     ) -> ScoredChunk:
         assert one.slot is not None
+        adapter = one.request.adapter
+        wanted = adapter.fingerprint if isinstance(adapter, LoadedAdapter) else ""
+        assert self.device.adapters[one.adapter_slot] == wanted, f"{one} runs with the adapter of another"
         must_fail = self.failure_rate > 0 and self.random.random() < self.failure_rate
         tables = tuple(tuple(table) for table in one.tables)
         return ScoredChunk(one, one.slot, tables, tokens, start, is_last, must_fail)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 from jaxinfer.engine.cache_groups import CacheGroup, most_pages
 from jaxinfer.engine.scheduler import SchedulerOptions
@@ -83,9 +84,14 @@ class RandomWork:
             rng.choice([0, 0, 0, 1, -1]),
             rng.choice(["", "", "1", "2"]),
         )
-        leader = self.engine.add(prompt, max_tokens, priority=priority, salt=salt, can_reuse=rng.random() < 0.9)
+        more = {"priority": priority, "salt": salt, **self.more_arguments()}
+        leader = self.engine.add(prompt, max_tokens, can_reuse=rng.random() < 0.9, **more)
         for _ in range(rng.choice([0, 0, 0, 1, 3]) if leader else 0):
-            self.engine.add(prompt, max_tokens, priority=priority, salt=salt, leader=leader)
+            self.engine.add(prompt, max_tokens, leader=leader, **more)
+
+    def more_arguments(self) -> dict[str, Any]:
+        """Of a request, chosen by a subclass."""
+        return {}
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(VOCAB) for _ in range(count)]

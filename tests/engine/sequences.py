@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jaxinfer import SamplingParams
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.request import Request, RequestOptions, SequenceState
 
 
@@ -14,6 +15,7 @@ def make_sequence(
     salt: str = "",
     can_reuse: bool = True,
     leader: SequenceState | None = None,
+    adapter: LoadedAdapter | None = None,
     **params,
 ) -> SequenceState:
     """An answer to a prompt of token ids; greedy unless `params`, of the sampler, say otherwise."""
@@ -21,5 +23,7 @@ def make_sequence(
         params["prompt_logprobs"] = 0
     sampling = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **params})
     options = RequestOptions(priority=priority, cache_salt=salt)
-    request = Request(list(prompt), sampling, max_tokens, seed=sampling.seed or 0, options=options)
+    request = Request(
+        list(prompt), sampling, max_tokens, seed=sampling.seed or 0, adapter=adapter or 0, options=options
+    )
     return SequenceState(request, leader=leader)

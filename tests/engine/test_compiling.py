@@ -6,14 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
-from jaxinfer import compilation_cache
+from jaxinfer import LLM, SamplingParams, compilation_cache
 from jaxinfer.engine import compiling
 from jaxinfer.engine.compiling import LargeProgram, Program, compile_programs, default_jobs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.models.adapter import Adapter, LowRank
 from pallas_kernels import ahead_of_time
 from pallas_kernels.gpu_launches import compile_with_plan
 from pallas_kernels.hbm_traffic import HloProgram
@@ -74,6 +76,25 @@ def test_warm_up_compiles_each_program_once(tiny):
             engine.step()
     assert counts.compiled + counts.hits == 0
     engine.close()
+
+
+def test_warm_up_compiles_what_writes_adapters_and_overwrites_none(tiny):
+    jax.clear_caches()
+    pairs = [LowRank(np.full((32, 2), sign, np.float32), np.ones((2, 32), np.float32), 1.0) for sign in (1, -1)]
+    layers = [f"layers.{layer}.attention.o_proj" for layer in range(2)]
+    adapters = {name: Adapter(dict.fromkeys(layers, pair)) for name, pair in zip("ab", pairs, strict=True)}
+    with LLM(tiny, adapters=adapters, max_adapters=1, **OPTIONS) as llm:
+        with compilation_cache.counting() as counts:
+            num_programs = llm.warm_up()
+        assert counts.compiled + counts.hits == num_programs == len(llm.engine.program_names) + 8
+        params, prompt = SamplingParams(temperature=0, max_tokens=4), [1, 2, 3]
+        with compilation_cache.counting() as counts:
+            before = [llm.generate(prompt, params, adapter=name)[0].outputs[0].token_ids for name in (None, *"ab")]
+        assert counts.compiled + counts.hits == 0
+        assert len(set(map(tuple, before))) == 3
+        llm.warm_up()  # the second adapter is in the slot
+        assert llm.generate(prompt, params, adapter="b")[0].outputs[0].token_ids == before[2]
+        assert llm.engine.engines[0].scheduler.adapters.num_moved == 2
 
 
 @pytest.mark.parametrize("num_jobs", [1, 2])

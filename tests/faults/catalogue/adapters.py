@@ -139,3 +139,145 @@ CONVERTED = (
 )
 
 FAULTS = (*COMPUTED, *KEPT_APART, *CONVERTED)
+
+SLOTS = "jaxinfer/engine/adapter_slots.py"
+SCHEDULER = "jaxinfer/engine/scheduler.py"
+JOB = "jaxinfer/batch/job.py"
+IN_SLOTS = "tests/engine/test_adapter_slots.py::"
+SCHEDULED = "tests/engine/test_adapter_scheduling.py::"
+STRESSED = "tests/engine/test_adapter_stress.py::test_every_answer_is_that_of_its_adapter[tiny-20-60]"
+WARMED = "tests/engine/test_compiling.py::test_warm_up_compiles_what_writes_adapters_and_overwrites_none"
+IN_BATCHES = "tests/batch/test_adapters.py::"
+
+SCHEDULED_AND_BATCHED = (
+    Fault(
+        "adapters/what-runs-makes-room",
+        SLOTS,
+        "can_go[slot] and not self._num_running.get(slot)",
+        "can_go[slot]",
+        (IN_SLOTS + "test_what_runs_stays", SCHEDULED + "test_random_work_gives_each_the_answer_of_its_adapter"),
+        "a request goes on with the adapter of another one",
+    ),
+    Fault(
+        "adapters/the-most-recently-used-one-makes-room",
+        SLOTS,
+        "return idle[0] if idle else None",
+        "return idle[-1] if idle else None",
+        (IN_SLOTS + "test_the_least_recently_used_one_makes_room",),
+        "two adapters in use move to the device again and again, while one that nobody uses stays",
+    ),
+    Fault(
+        "adapters/unloading-one-frees-the-slot-of-its-twin",
+        SLOTS,
+        "self._adapters[slot] is adapter",
+        "True",
+        (IN_SLOTS + "test_the_same_tensors_under_two_names_share_a_slot_and_outlive_one_of_them",),
+        "a pinned adapter leaves the device when the same one is unloaded under another name",
+    ),
+    Fault(
+        "adapters/pinned-ones-never-make-room",
+        SLOTS,
+        "if needed or not all(map(self._is_pinned, self._adapters)):",
+        "if True:",
+        (SCHEDULED + "test_where_all_slots_are_pinned_others_run_too",),
+        "where all slots are pinned, a request for another adapter waits for ever, and then all others with it",
+    ),
+    Fault(
+        "adapters/moving-ahead-takes-what-is-needed-before",
+        SLOTS,
+        "self._victim(needed)",
+        "self._victim()",
+        (IN_SLOTS + "test_moving_ahead_keeps_what_is_needed_before",),
+        "adapters move to the device twice",
+    ),
+    Fault(
+        "adapters/slots-are-read-without-the-lock",
+        SLOTS,
+        "with self._lock:\n            return self.slot_of(adapter) is not None or",
+        "if True:\n            return self.slot_of(adapter) is not None or",
+        (IN_SLOTS + "test_other_threads_unload_while_the_scheduler_looks",),
+        "an engine dies now and then when an adapter is unloaded",
+    ),
+    Fault(
+        "adapters/slots-never-drain",
+        SCHEDULER,
+        "                if sequence.num_overtaken >= MAX_OVERTAKEN:\n                    break\n",
+        "",
+        (SCHEDULED + "test_a_stream_of_requests_for_adapters_in_slots_starves_nobody",),
+        "a request for an adapter that is in no slot waits as long as others are in demand",
+    ),
+    Fault(
+        "adapters/one-that-was-moved-ahead-stays-after-its-request",
+        SCHEDULER,
+        "                self.adapters.forget(adapter)  # it may have been moved ahead for this one\n",
+        "                pass\n",
+        (SCHEDULED + "test_what_was_moved_ahead_leaves_with_a_request_that_ends_before_it_runs",),
+        "an adapter that was unloaded keeps its memory and its slot",
+    ),
+    Fault(
+        "adapters/a-taken-slot-is-not-written",
+        SCHEDULER,
+        "            if is_new:\n",
+        "            if False:\n",
+        (SCHEDULED + "test_random_work_gives_each_the_answer_of_its_adapter", STRESSED),
+        "a request has the answer of the adapter that was in its slot before",
+    ),
+    Fault(
+        "adapters/prefixes-are-kept-by-name",
+        "jaxinfer/engine/request.py",
+        "adapter = adapter.fingerprint",
+        "adapter = adapter.name",
+        (STRESSED,),
+        "an adapter that is replaced under its name reads the keys of the one before",
+    ),
+    Fault(
+        "adapters/warming-up-overwrites-a-slot",
+        "jaxinfer/engine/model_runner.py",
+        "self.write_stacks(self.adapters.sizes.num_slots + 1, ",
+        "self.write_stacks(1, ",
+        (WARMED,),
+        "an adapter that was used before warm_up() changes nothing after it",
+    ),
+    Fault(
+        "adapters/the-write-compiles-with-the-first-request",
+        "jaxinfer/engine/model_runner.py",
+        "            self.write_stacks(self.adapters.sizes.num_slots + 1, self.adapters.nothing())\n",
+        "            pass\n",
+        (WARMED,),
+        "the first request for an adapter waits for a compiler, in a server that was warmed up",
+    ),
+    Fault(
+        "adapters/another-adapter-continues-a-batch",
+        JOB,
+        "adapters={name: self._adapters[name].fingerprint for name in sorted(named & self._adapters.keys())} or None",
+        "adapters=None",
+        (IN_BATCHES + "test_a_job_continues_with_the_same_adapters_only",),
+        "half of the answers are those of the adapter before it was trained further",
+    ),
+    Fault(
+        "adapters/rows-by-model-do-not-count-for-a-batch",
+        JOB,
+        "named = self.scan.adapters | self.scan.models.keys()",
+        "named = self.scan.adapters",
+        (IN_BATCHES + "test_rows_whose_model_became_an_adapter_are_of_another_job",),
+        "rows in OpenAI's form are answered by the base before a resume, and by an adapter after it",
+    ),
+    Fault(
+        "adapters/a-batch-goes-on-with-a-replaced-adapter",
+        JOB,
+        "in enumerate(inputs):\n                self._check_same(adapter, row)\n",
+        "in enumerate(inputs):\n",
+        (IN_BATCHES + "test_an_adapter_that_is_replaced_under_the_job_stops_it",),
+        "rows of one job have the answers of two adapters",
+    ),
+    Fault(
+        "adapters/an-adapter-that-came-later-is-not-recorded",
+        "jaxinfer/batch/ledger.py",
+        "            if added:\n                identity.write(self._path_job, model)\n",
+        "",
+        (IN_BATCHES + "test_rows_that_failed_without_their_adapter_are_tried_again_with_it",),
+        "a job that was continued with an adapter can be continued with any other",
+    ),
+)
+
+FAULTS += SCHEDULED_AND_BATCHED
