@@ -53,6 +53,8 @@ $(VENV)/stamp-compilers: pyproject.toml constraints.txt | $(BIN)/python
 .venv-%/stamp: tests/server/clients/requirements-%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --requirement $<
+	test ! -f tests/server/clients/no-deps-$*.txt || \
+	    .venv-$*/bin/python -m pip install --quiet --no-deps --requirement tests/server/clients/no-deps-$*.txt
 	@touch $@
 
 # CUDA 13's compiler for JAX's releases on GPU machines; NVIDIA's assembler comes beside it. No GPU and no CUDA is needed.

@@ -163,7 +163,8 @@ _REFUSED: Mapping[Scope, Mapping[str, str]] = {
         "see priority= of generate": "scheduling_policy",
         "see kv_dtype=": "kv_bits cache_type_k f16_kv",
         "a model stays until llm.close()": "keep_alive",
-        "merge the adapter, with `jaxinfer convert MODEL DST --merge-lora FOLDER`": "enable_lora adapter_path",
+        "see adapters (--adapter NAME=DIR) and max_adapters=": "enable_lora lora_paths lora adapter_path "
+        "max_loras_per_batch",
         "see num_draft_tokens=": "draft_max",
         'see draft="ngram"': "ngram_prompt_lookup_max",
     },
@@ -187,7 +188,7 @@ _REFUSED: Mapping[Scope, Mapping[str, str]] = {
     },
     "call": {
         "prompts= takes texts or lists of token ids": "prompt_token_ids",
-        "merge the adapter, with `jaxinfer convert MODEL DST --merge-lora FOLDER`": "lora_request",
+        "see adapter=, the name of one of adapters=": "lora_request lora_path",
         "see llm.stream(prompt, params)": "stream streamer verbose",
         "see `jaxinfer chat MODEL`": "interactive conversation",
         "params= takes SamplingParams": "generation_config options",
@@ -196,6 +197,8 @@ _REFUSED: Mapping[Scope, Mapping[str, str]] = {
     "server": {
         "see --api-keys FILE": "api_key",
         "see --reasoning": "reasoning_parser",
+        "see --adapter NAME=DIR": "lora_modules",
+        "see --admin-keys FILE": "admin_api_key",
         "calls are always read": "enable_auto_tool_choice",
         "see --tokenizer": "chat_template",
         "put a proxy such as nginx in front (docs/serving.md)": "ssl_keyfile ssl_certfile root_path",
@@ -253,6 +256,8 @@ _LLM = (
     _same("LLM", "num_ctx", OLLAMA, "max_model_len"),
     _same("LLM", "n_ctx", LLAMA, "max_model_len"),
     _same("LLM", "ctx_size", LLAMA, "max_model_len"),
+    _same("LLM", "max_loras", VLLM, "max_adapters"),
+    _same("LLM", "max_lora_rank", f"{VLLM}, {SGLANG}", "max_adapter_rank"),
     _same("LLM", "enable_prefix_caching", VLLM, "prefix_cache", is_switch=True),
     OtherName("LLM", "disable_radix_cache", SGLANG, "prefix_cache", _opposite("prefix_cache"), is_switch=True),
     _same("LLM", "chunked_prefill_size", SGLANG, "prefill_chunk"),

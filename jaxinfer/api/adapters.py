@@ -31,11 +31,15 @@ def as_adapter(given: Any, config: ModelConfig, base_names: Sequence[str], what:
     return read_adapter(given, config, base_model=base_names), str(given)
 
 
-def check_adapters(fit: MeshFit | None, has_hosts: bool) -> None:
-    """Raises ValueError for a mesh that adapters cannot be on."""
+def check_adapters(options: LLMOptions, fit: MeshFit | None, has_hosts: bool) -> None:
+    """Raises ValueError for a mesh on which the options' adapters cannot be."""
+    if (sizes := options.adapter_sizes) is None:
+        return
     if has_hosts:
         raise ValueError("adapters are for one process, and this model runs on several hosts")
-    changes = {} if fit is None else fit.changes
+    changes = {} if fit is None else dict(fit.changes)
+    if not sizes.has_tables:
+        changes.pop("vocab_size", None)
     if changes:
         told = "; ".join(f"{name} {change}" for name, change in changes.items())
         raise ValueError(f"adapters have the model's own shapes, which this mesh changes: {told}")

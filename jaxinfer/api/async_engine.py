@@ -16,6 +16,7 @@ import numpy as np
 from jaxinfer.api.arguments import as_prompts, takes_other_names
 from jaxinfer.api.embedding import best_first
 from jaxinfer.api.llm import LLM
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
     Prompt,
@@ -27,6 +28,7 @@ from jaxinfer.engine.request import (
 )
 from jaxinfer.engine.results import VectorJob
 from jaxinfer.loading import LiveModel
+from jaxinfer.models.adapter import Adapter
 from jaxinfer.parallel import hosts
 from jaxinfer.sampling import SamplingParams
 
@@ -59,7 +61,7 @@ class AsyncEngine:
         self._readers: dict[SequenceState, _Reader] = {}  # of unfinished answers; touched by the engine's thread only
         self._to_wake: list[_Reader] = []  # that have got something in this step
         self._death: BaseException | None = None
-        self._is_closed = False
+        self._is_closed = self._is_paused = False
         self._lock = threading.Lock()  # of being closed against commands that still come
         self._thread = threading.Thread(target=self._run, name="jaxinfer engine", daemon=True)
         self._thread.start()
@@ -77,7 +79,8 @@ class AsyncEngine:
         cache_salt: str = "",
         adapter: str | None = None,
     ) -> AsyncIterator[StreamDelta]:
-        """Yields what is added to the request's answers; the last delta has the whole output.
+        """Yields what is added to the request's answers; the last delta has the whole output. `adapter` is the name of
+        a loaded one.
 
         A slow reader gets several tokens in one delta; the request of a reader that is 1 MiB behind is aborted. Leaving
         the loop early, or cancelling the task, aborts the request and frees what it holds.
@@ -93,6 +96,42 @@ class AsyncEngine:
                     yield delta
         finally:
             self._leave(reader)
+
+    async def load_adapter(self, name: str, adapter: str | Path | Adapter, **options: Any) -> LoadedAdapter:
+        """As `LLM.load_adapter`, in a thread: requests go on."""
+        self._check_alive()
+        return await asyncio.to_thread(self.llm.load_adapter, name, adapter, **options)
+
+    async def unload_adapter(self, name: str) -> None:
+        """As `LLM.unload_adapter`."""
+        self.llm.unload_adapter(name)
+
+    async def pause(self) -> None:
+        """Keeps running and waiting requests as they are, after the step that runs, until `resume`; new ones wait.
+        Pausing twice is harmless."""
+        paused = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            self._is_paused = True
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(paused.set)
+
+        self._send(stop)
+        await paused.wait()
+
+    def resume(self) -> None:
+        """Goes on with the requests. Harmless if none was paused."""
+
+        def go_on() -> None:
+            self._is_paused = False
+
+        self._send(go_on)
+
+    @property
+    def is_paused(self) -> bool:
+        """True between `pause` and `resume`."""
+        return self._is_paused
 
     async def embed(self, texts: Prompt | Sequence[Prompt], **options: Any) -> np.ndarray:
         """As `LLM.embed`, beside other requests. Cancelling it frees what it holds."""
@@ -245,8 +284,9 @@ class AsyncEngine:
             self._end()
 
     def _take_commands(self) -> bool:
-        """Runs the commands that have come, and waits for one without work; False when the engine is to be closed."""
-        while not self.llm.engine.has_work or not self._commands.empty():
+        """Runs the commands that have come, and waits for one without work or while it is paused; False when the engine
+        is to be closed."""
+        while self._is_paused or not self.llm.engine.has_work or not self._commands.empty():
             command = self._commands.get()
             if command is None:
                 return False

@@ -161,9 +161,8 @@ class LLM(Closable):
         source = None if loaded.source is None else str(loaded.source)
         self._base_names = () if source is None else tuple(filter(None, (chosen.base_model, self.name, source)))
         given = {name: self._read_adapter(adapter, name) for name, adapter in dict(chosen.adapters or {}).items()}
-        if given or chosen.max_adapters:
-            check_adapters(loaded.fit, self._hosts is not None)
         chosen = with_room(chosen, [adapter for adapter, _ in given.values()])
+        check_adapters(chosen, loaded.fit, self._hosts is not None)
         run = loaded.runnable()
         self._copies, params = run.value[1], run.view(itemgetter(0))
         engine = self._make_engine(loaded, params, replace(chosen, max_model_len=self.max_model_len))

@@ -1,6 +1,6 @@
 """Options of `LLM`. Imports neither JAX nor NumPy, so that a command line can describe them at once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -34,6 +34,22 @@ def parse_offload(text: str) -> int | Literal["auto", "disk"]:
         return int(text)
     except ValueError:
         raise ValueError(f"offload must be auto, disk or a number of layers, got {text!r}") from None
+
+
+def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
+    """Folders of adapters by name, from texts such as "name=folder" of a command line, or a folder alone, which has its
+    own name. Raises ValueError for two of one name, and for a text without one."""
+    folders: dict[str, str] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not equals or Path(text).exists():
+            name, folder = Path(text).resolve().name, text
+        if not (name and folder):
+            raise ValueError(f"{text!r:.300} is no [NAME=]DIR")
+        if name in folders:
+            raise ValueError(f"{folders[name]} and {folder} are both named {name!r}: name one, as in OTHER={folder}")
+        folders[name] = folder
+    return folders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +118,11 @@ class LLMOptions(EngineOptions):
     adapters: "Mapping[str, str | Path | Adapter] | None" = option(
         None,
         "LoRA adapters by name: folders as PEFT writes them, or in Python also Adapters. A request names the one that "
-        "answers it (docs/adapters.md).",
-        "NAME=DIR",
+        "answers it (docs/adapters.md). On the command line DIR alone has its folder's name.",
+        "[NAME=]DIR",
+        flag="--adapter",
+        is_repeated=True,
+        parse=parse_adapters,
         group=ADAPTERS,
     )
     base_model: str | None = option(

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, UsageError, say, sentence
 from jaxinfer.cli.names import literal
 from jaxinfer.cli.options import (
+    AnswerAdapterOptions,
     DraftedModelOptions,
     SamplingOptions,
     as_json,
+    chosen_adapter,
     merge_params,
     open_llm,
     sampling_values,
@@ -85,8 +87,16 @@ class Turn:
 class ChatSession:
     """The state between turns. A turn that fails leaves it unchanged."""
 
-    def __init__(self, model: str, params: "SamplingParams", max_model_len: int, system: str | None = None):
+    def __init__(
+        self,
+        model: str,
+        params: "SamplingParams",
+        max_model_len: int,
+        system: str | None = None,
+        adapter: str | None = None,
+    ):
         self.model, self.params, self.max_model_len, self.system = model, params, max_model_len, system
+        self.adapter = adapter
         self.turns: list[Message] = []
         self._saved: set[Path] = set()
 
@@ -213,8 +223,13 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatModelOptions(DraftedModelOptions):
-    """The model, which may be given by position, and a draft."""
+class AnsweringOptions(AnswerAdapterOptions, DraftedModelOptions):
+    """The model, a draft, and adapters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatModelOptions(AnsweringOptions):
+    """The model, which may be given by position, a draft, and adapters."""
 
     model: str | None = option(  # type: ignore[assignment]
         None, "The model by name.", "MODEL", "--model -m", group="Model"
@@ -239,10 +254,11 @@ def chat(model_options: ChatModelOptions, sampling_options: SamplingOptions, opt
     return talk(model_options, values, options.system, as_json=options.as_json)
 
 
-def talk(model_options: DraftedModelOptions, values: dict[str, Any], system: str | None, *, as_json: bool) -> int:
+def talk(model_options: AnsweringOptions, values: dict[str, Any], system: str | None, *, as_json: bool) -> int:
     """Loads the model, and has a conversation until its input ends; returns the exit code."""
+    adapter = chosen_adapter(model_options)
     with open_llm(model_options, max_seqs=1) as llm:
-        session = open_session(llm, values, system)
+        session = open_session(llm, values, system, adapter)
         is_interactive = sys.stdin.isatty() and not as_json
         if is_interactive:
             with _compiling_behind(llm) as is_typing:
@@ -278,8 +294,9 @@ def _compiling_behind(llm: "LLM") -> Iterator[threading.Event]:
         thread.join()
 
 
-def open_session(llm: "LLM", values: dict[str, Any], system: str | None) -> ChatSession:
-    """A conversation with a model. `values` are sampling parameters; `system` None takes the alias's system prompt.
+def open_session(llm: "LLM", values: dict[str, Any], system: str | None, adapter: str | None = None) -> ChatSession:
+    """A conversation with a model, or with an adapter of it. `values` are sampling parameters; `system` None takes the
+    alias's system prompt.
 
     Raises ValueError for a model without a chat template.
     """
@@ -292,7 +309,7 @@ def open_session(llm: "LLM", values: dict[str, Any], system: str | None) -> Chat
     if system is None:
         system = llm.client.system
     llm.client.system = None  # the session has it, where /system changes it
-    return ChatSession(llm.name, params, llm.max_model_len, system)
+    return ChatSession(llm.name, params, llm.max_model_len, system, adapter)
 
 
 def answer_once(llm: "LLM", session: ChatSession, text: str, *, as_json: bool) -> None:
@@ -420,7 +437,8 @@ def _answer(
     with _stoppable(stops) as is_stopped:
         write = (lambda text: None) if is_quiet else write_text
         formatted, splitter = llm.answer_format.params(params), llm.answer_format.splitter(prompt)
-        answer, output = stream_answer(llm, prompt, formatted, write, is_stopped=is_stopped, splitter=splitter)
+        more: dict[str, Any] = {"splitter": splitter, "adapter": session.adapter}
+        answer, output = stream_answer(llm, prompt, formatted, write, is_stopped=is_stopped, **more)
     if not is_quiet:
         end_line(answer)
     if output is not None:

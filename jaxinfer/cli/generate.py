@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, TextIO
 
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, say
 from jaxinfer.cli.options import (
+    AnswerAdapterOptions,
     DraftedServingOptions,
     HostsOptions,
     SamplingOptions,
     as_json,
+    chosen_adapter,
     follow,
     join_hosts,
     merge_params,
@@ -38,6 +40,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerateModelOptions(AnswerAdapterOptions, DraftedServingOptions):
+    """The model, the engine, a draft, and adapters."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     prompts: list[str] | None = argument(None, "Texts to continue; - reads one from standard input.", "PROMPT")
     file: Path | None = option(
@@ -52,7 +59,7 @@ class GenerateOptions:
 
 
 def generate(
-    model_options: DraftedServingOptions,
+    model_options: GenerateModelOptions,
     hosts_options: HostsOptions,
     sampling_options: SamplingOptions,
     options: GenerateOptions,
@@ -63,23 +70,23 @@ def generate(
     unchanged: for conversations with an assistant use [bold]chat[/bold]. Sampling options that are not given come from
     the checkpoint's generation_config.
     """
-    values = sampling_values(sampling_options)
+    values, adapter = sampling_values(sampling_options), chosen_adapter(model_options)
     if not join_hosts(hosts_options):
         return follow(model_options)
     lines = read_prompts(options.prompts or (), options.file)
     with open_output(options.output) as target:
         with open_llm(model_options) as llm:
-            outputs = llm.on_leader(lambda: _generate(llm, lines, values, target, options))
+            outputs = llm.on_leader(lambda: _generate(llm, lines, values, adapter, target, options))
         return _print_failures(lines, outputs or [])
 
 
 def _generate(
-    llm: "LLM", lines: list[PromptLine], values: dict, target: TextIO, options: GenerateOptions
+    llm: "LLM", lines: list[PromptLine], values: dict, adapter: str | None, target: TextIO, options: GenerateOptions
 ) -> list["RequestOutput"]:
     params = _params(llm, lines, values)
     if len(lines) == 1 and params[0].n == 1 and not options.as_json and options.output is None:
-        return [_stream(llm, lines[0], params[0], target)]
-    outputs = llm.generate([line.prompt for line in lines], params)
+        return [_stream(llm, lines[0], params[0], adapter, target)]
+    outputs = llm.generate([line.prompt for line in lines], params, adapter=adapter)
     for index, (output, own_params) in enumerate(zip(outputs, params, strict=True)):
         if options.as_json:
             write_json(request_data(index, output, own_params), target)
@@ -102,8 +109,10 @@ def _params(llm: "LLM", lines: list[PromptLine], values: dict) -> list["Sampling
     return params
 
 
-def _stream(llm: "LLM", line: PromptLine, params: "SamplingParams", file: TextIO) -> "RequestOutput":
-    text, output = stream_answer(llm, line.prompt, params, lambda text: write_text(text, file))
+def _stream(
+    llm: "LLM", line: PromptLine, params: "SamplingParams", adapter: str | None, file: TextIO
+) -> "RequestOutput":
+    text, output = stream_answer(llm, line.prompt, params, lambda text: write_text(text, file), adapter=adapter)
     assert output is not None
     end_line(text, file)
     write_logprobs(output, params, file)

@@ -104,14 +104,43 @@ class DraftedServingOptions(DraftOptions, ServingOptions):
     """The model, the engine, and a draft."""
 
 
+ADAPTERS = ("adapters", "max_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts", "base_model")
+
+
+@given(LLMOptions, ADAPTERS)
+class AdapterOptions:
+    """LoRA adapters, and the room for them."""
+
+
 @given(LLMOptions, ("tool_parser",))
-class ChatServingOptions(DraftedServingOptions):
-    """The model, the engine, a draft, and calls of tools."""
+class ChatServingOptions(AdapterOptions, DraftedServingOptions):
+    """The model, the engine, a draft, adapters, and calls of tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftedModelOptions(DraftOptions, ModelOptions):
     """The model and a draft."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerAdapterOptions(AdapterOptions):
+    """The adapters of a command that answers with one of them."""
+
+    use_adapter: str | None = option(
+        None, "The adapter that answers, where several are given; one alone answers.", "NAME", group="Adapters"
+    )
+
+
+def chosen_adapter(options: AnswerAdapterOptions) -> str | None:
+    """The name of the adapter that answers; None for the model without one. Raises UsageError where it is not known."""
+    names = list(given_values(options).get("adapters", {}))
+    name = options.use_adapter
+    if name is None and len(names) > 1:
+        raise UsageError(f"--use-adapter says which of {', '.join(names)} answers")
+    if name is not None and name not in names:
+        others = f", only {', '.join(names)}" if names else ": --adapter NAME=DIR gives one"
+        raise UsageError(f"--use-adapter {name}: there is no such adapter{others}")
+    return name or next(iter(names), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +234,12 @@ def merge_params(defaults: SamplingParams, values: dict[str, Any]) -> SamplingPa
     return SamplingParams.from_dict({**own, **our_names(values)})
 
 
+_NOT_OF_LLM = ("model", "as_json", "jobs", "use_adapter")
+
+
 def llm_arguments(options: ModelOptions) -> dict[str, Any]:
     """The given options as arguments of `LLM`, without the model. Raises UsageError for what cannot be read."""
-    return {name: value for name, value in given_values(options).items() if name not in ("model", "as_json", "jobs")}
+    return {name: value for name, value in given_values(options).items() if name not in _NOT_OF_LLM}
 
 
 def join_hosts(options: HostsOptions) -> bool:

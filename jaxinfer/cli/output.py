@@ -65,6 +65,7 @@ def stream_answer(
     is_stopped: Callable[[], bool] = lambda: False,
     shows_waiting: bool = True,
     splitter: "AnswerSplitter | None" = None,
+    adapter: str | None = None,
 ) -> "tuple[str, RequestOutput | None]":
     """Writes an answer as it is generated; returns its text, and the complete output unless it was stopped. With a
     `splitter`, reasoning is written before the text, which is returned without.
@@ -72,7 +73,7 @@ def stream_answer(
     Until the first token progress may use the current line, which must be empty. On a terminal, if programs were
     compiled for it or it took long, it is written with the second one: those that decode may be still to be compiled.
     """
-    deltas = llm.stream(prompt, params)
+    deltas = llm.stream(prompt, params, adapter=adapter)
     texts: list[str] = []
     output = None
     try:

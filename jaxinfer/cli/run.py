@@ -4,12 +4,12 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.cli.chat import answer_once, length_of_answers, open_session, talk
+from jaxinfer.cli.chat import AnsweringOptions, answer_once, length_of_answers, open_session, talk
 from jaxinfer.cli.command import OK, UsageError, say
 from jaxinfer.cli.options import (
-    DraftedModelOptions,
     SamplingOptions,
     as_json,
+    chosen_adapter,
     merge_params,
     model_argument,
     open_llm,
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunModelOptions(DraftedModelOptions):
-    """The model by position, and a draft."""
+class RunModelOptions(AnsweringOptions):
+    """The model by position, a draft, and adapters."""
 
     model: str = model_argument("user/model, user/model:Q4_K_M, qwen3:0.6b, an alias, a folder, a GGUF file, or demo.")
 
@@ -68,13 +68,15 @@ def _run(model_options: RunModelOptions, values: dict[str, Any], prompt: str | N
         _have(draft, None, options.yes)
     if prompt is None:
         return talk(model_options, values, options.system, as_json=options.as_json)
+    adapter = chosen_adapter(model_options)
     with open_llm(model_options, max_seqs=1) as llm:
         if llm.tokenizer is not None and llm.tokenizer.chat_template is None:
             if options.system is not None:
                 raise UsageError(f"{llm.name} has no chat template, so that it takes no --system")
-            _continue(llm, prompt, values, as_json=options.as_json)
+            _continue(llm, prompt, values, adapter, as_json=options.as_json)
         else:
-            answer_once(llm, open_session(llm, values, options.system), prompt, as_json=options.as_json)
+            session = open_session(llm, values, options.system, adapter)
+            answer_once(llm, session, prompt, as_json=options.as_json)
     return OK
 
 
@@ -100,9 +102,10 @@ def _have(model: str, revision: str | None, is_agreed: bool, quantize: str | Non
     download.fetch()
 
 
-def _continue(llm: "LLM", prompt: str, values: dict[str, Any], *, as_json: bool) -> None:
+def _continue(llm: "LLM", prompt: str, values: dict[str, Any], adapter: str | None, *, as_json: bool) -> None:
     params = merge_params(llm.default_params, {**length_of_answers(llm.default_params), **values})
-    text, output = stream_answer(llm, prompt, params, (lambda text: None) if as_json else write_text)
+    write = (lambda text: None) if as_json else write_text
+    text, output = stream_answer(llm, prompt, params, write, adapter=adapter)
     assert output is not None
     if as_json:
         write_json(request_data(0, output, params))

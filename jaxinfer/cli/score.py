@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import UsageError
-from jaxinfer.cli.options import LogitOptions, ServingOptions, as_json, open_llm, sampling_values
+from jaxinfer.cli.options import (
+    AnswerAdapterOptions,
+    LogitOptions,
+    ServingOptions,
+    as_json,
+    chosen_adapter,
+    open_llm,
+    sampling_values,
+)
 from jaxinfer.cli.output import brief, console, open_output, write_json, write_text
 from jaxinfer.cli.prompts import read_prompts, read_records
 from jaxinfer.options import option
@@ -18,6 +26,11 @@ if TYPE_CHECKING:
     from jaxinfer.engine.request import Score
 
 Named = dict[str, Any]  # {"text": ...} or {"prompt": ..., "continuation": ...}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreModelOptions(AnswerAdapterOptions, ServingOptions):
+    """The model, the engine, and adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +53,7 @@ class ScoreOptions:
     as_json: bool = as_json("JSON lines: one object for each text or pair.")
 
 
-def score(model_options: ServingOptions, logit_options: LogitOptions, options: ScoreOptions) -> None:
+def score(model_options: ScoreModelOptions, logit_options: LogitOptions, options: ScoreOptions) -> None:
     """Show how probable texts are under a model.
 
     Prints log-probabilities, in nats, of whole texts (--text, --texts) or of continuations after their prompts. The
@@ -49,10 +62,10 @@ def score(model_options: ServingOptions, logit_options: LogitOptions, options: S
     checkpoint's generation_config is not used. Prompt and continuation are tokenized separately.
     """
     params = SamplingParams.from_dict(sampling_values(logit_options))
-    items = _items(options)
+    items, adapter = _items(options), chosen_adapter(model_options)
     columns = [[item[name] for item in items] for name in items[0]]
     with open_output(options.output) as target, open_llm(model_options) as llm:
-        scores = llm.score(*columns, params=params)
+        scores = llm.score(*columns, params=params, adapter=adapter)
         pairs = enumerate(zip(items, scores, strict=True))
         data = [_data(llm, index, item, item_score) for index, (item, item_score) in pairs]
         if options.as_json:

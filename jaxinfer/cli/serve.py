@@ -38,7 +38,7 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
     except ImportError as error:
         raise ImportError(f"jaxinfer serve needs {error.name}: {install_hint('serve')}") from None
     from jaxinfer.api.async_engine import AsyncEngine
-    from jaxinfer.server.names import split_name
+    from jaxinfer.server.names import check_adapter_name, split_name
     from jaxinfer.server.service import Service
 
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -67,12 +67,16 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
             served = f"{service.default.name}, system_fingerprint {service.default.fingerprint}"
         say(f"ready: {served}{page}")
 
+    for adapter in arguments.get("adapters", ()):
+        check_adapter_name(adapter, (*first, name))
     if model and not (options.models or options.allow_any):
         for field in ("pin", "model_memory", "keep_alive"):
             if getattr(options, field) is not None:
                 flag = "--" + field.replace("_", "-")
                 raise UsageError(f"{flag} is for several models: add --model or --allow-any")
         return run_server(options, name, open_engine, model=model, on_listening=say_listening, on_ready=say_ready)
+    if options.adapter_routes or arguments.get("adapters") or arguments.get("max_adapters"):
+        raise UsageError("--adapter, --max-adapters and --adapter-routes are for a server of one model")
     if options.served_model_name is not None:
         raise UsageError("--served-model-name is for one model: several are named as in --model NAME=MODEL")
     service = several_models(model_options.model, arguments, options)

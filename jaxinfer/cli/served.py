@@ -38,7 +38,8 @@ def ps(options: ServerAddress) -> None:
     until it is unloaded if none comes.
     """
     models = ask(options.url, "GET", "/v1/models")["data"]
-    models = [model for model in models if model["status"]["value"] != "unloaded"]
+    # Adapters have no state of their own.
+    models = [model for model in models if "status" in model and model["status"]["value"] != "unloaded"]
     if options.as_json:
         write_json({"models": models})
         return

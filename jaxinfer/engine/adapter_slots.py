@@ -29,6 +29,11 @@ class AdapterSizes:
         """True for a part that has room."""
         return part in self.parts
 
+    @property
+    def has_tables(self) -> bool:
+        """True if the embedding or the head has room."""
+        return self.num_tokens > 0 or any(part.endswith(("embed", "lm_head")) for part in self.parts)
+
 
 @dataclass(eq=False)
 class LoadedAdapter:

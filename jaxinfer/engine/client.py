@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.adapters import AdapterRegistry
 from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.request import (
@@ -146,7 +147,8 @@ class Client(TakesPrompts):
         try:
             if self.adapters is None:
                 raise ValueError(f"{self.name} has no adapters, and {options.adapter!r} was asked for")
-            adapter = self.adapters.find(options.adapter)
+            given = options.adapter
+            adapter = given if isinstance(given, LoadedAdapter) else self.adapters.find(given)
             if adapter.invocation_tokens and self.engine.spec.ends_prompts:
                 policy = self.engine.spec.options.kv_policy
                 raise ValueError(f"adapter {adapter.name!r} has invocation tokens: not with kv_policy={policy!r}")

@@ -44,13 +44,14 @@ class RequestOptions:
       priority: lower goes first.
       timeout: seconds after which the request is aborted; None for no limit.
       cache_salt: requests of different salts share no cached prefix.
-      adapter: the name of a loaded adapter; None for the model without one.
+      adapter: the name of a loaded adapter, or the adapter itself, which may have been unloaded meanwhile; None for the
+        model without one.
     """
 
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
-    adapter: str | None = None
+    adapter: str | LoadedAdapter | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -62,7 +63,7 @@ class RequestOptions:
             raise ValueError(f"timeout must be positive seconds or None, got {timeout!r}")
         if not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt must be a text, got {self.cache_salt!r}")
-        if not (self.adapter is None or isinstance(self.adapter, str)):
+        if not (self.adapter is None or isinstance(self.adapter, (str, LoadedAdapter))):
             raise ValueError(f"adapter must be the name of a loaded adapter or None, got {self.adapter!r:.60}")
 
 

@@ -323,18 +323,52 @@ class ModelStatus(Answer):
 
 
 class Model(Answer):
+    """A model with its state, or an adapter with the model that it is for."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
-    status: ModelStatus
+    status: ModelStatus | UnsetType = UNSET
+    parent: str | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
 
 
 class Models(Answer):
     object: Literal["list"]
     data: list[Model]
+
+
+class LoraConfig(Answer):
+    max_loras: int
+    max_lora_rank: int
+
+
+class ParallelConfig(Answer):
+    data_parallel_size: int
+
+
+class ModelConfigFacts(Answer):
+    model: str
+    dtype: str
+    max_model_len: int
+
+
+class VLLMConfig(Answer):
+    """Facts under the names of vLLM's configuration; null for a server without room for adapters."""
+
+    lora_config: LoraConfig | None
+    parallel_config: ParallelConfig
+    model_config: ModelConfigFacts
+
+
+class ServerInfo(Answer):
+    vllm_config: VLLMConfig
+
+
+class Paused(Answer):
+    is_paused: bool
 
 
 class Status(Answer):

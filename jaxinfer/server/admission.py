@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 from jaxinfer.server.errors import APIError
 
@@ -28,8 +29,10 @@ _RECENT_SECONDS = 60.0  # that a key counts as one that may send another request
 class Ticket:
     """A request's place: waiting from `Admission.enter` on, running from its turn on, left with the `with` block."""
 
-    def __init__(self, admission: "Admission", key: str, num_answers: int, num_tokens: int, priority: int):
-        self._admission, self.key, self.priority = admission, key, priority
+    def __init__(
+        self, admission: "Admission", key: str, num_answers: int, num_tokens: int, priority: int, adapter: Any = None
+    ):
+        self._admission, self.key, self.priority, self.adapter = admission, key, priority, adapter
         self.num_answers, self.num_tokens = num_answers, num_tokens
         self.is_running = False
         self.rank, self.expected = 0, 0.0  # from its turn on: lower goes first; tokens that it was counted with
@@ -104,8 +107,9 @@ class Admission:
         self._together = [] if together is None else together
         self._together.append(self)
 
-    def enter(self, key: str, num_answers: int, num_tokens: int, priority: int = 0) -> Ticket:
-        """A place for a request. Raises APIError 429, with the seconds after which to try again, if too much waits."""
+    def enter(self, key: str, num_answers: int, num_tokens: int, priority: int = 0, adapter: Any = None) -> Ticket:
+        """A place for a request, which `adapter` answers. Raises APIError 429, with the seconds after which to try
+        again, if too much waits."""
         own = self._keys.setdefault(key, _Key())
         names = {name for admission in self._together for name, its in admission._keys.items() if its.num_inside}
         num_keys = len(names | {key})
@@ -120,7 +124,7 @@ class Admission:
         has_share = num_keys == 1 or own_tokens > self.max_queued_tokens // num_keys
         if num_waiting and num_waiting + num_tokens > self.max_queued_tokens and has_share:
             raise self._refusal("queue_full", f"{num_waiting} prompt tokens wait already")
-        ticket = Ticket(self, key, num_answers, num_tokens, priority)
+        ticket = Ticket(self, key, num_answers, num_tokens, priority, adapter)
         if own.num_inside == 0:  # it does not save turns up while it is away
             others = [other.served for other in self._keys.values() if other.num_inside]
             own.served = max(own.served, min(others, default=own.served))
@@ -129,6 +133,11 @@ class Admission:
         self._inside.add(ticket)
         self._count_waiting(ticket, 1)
         return ticket
+
+    @property
+    def waiting_adapters(self) -> set[Any]:
+        """Adapters of the requests that wait."""
+        return {ticket.adapter for ticket in self._inside if ticket.adapter is not None and not ticket.is_running}
 
     @property
     def retry_after(self) -> int:

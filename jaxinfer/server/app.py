@@ -13,11 +13,12 @@ from jaxinfer.openai.answers import ChatChunk, ChatCompletion, Completion, Compl
 from jaxinfer.openai.bodies import ChatRequest, CompletionRequest, EmbeddingsRequest, ResponsesRequest
 from jaxinfer.openai.response_types import ResponseEvent
 from jaxinfer.server import ollama, ollama_models, types
+from jaxinfer.server.adapter_routes import ADAPTER_ROUTES
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.completions import chat_completions, completions
 from jaxinfer.server.embeddings import embeddings, rerank, score
 from jaxinfer.server.errors import APIError
-from jaxinfer.server.http import json_response, read_body, using, while_connected
+from jaxinfer.server.http import json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.message_types import Message, MessageEvent, TokenCount
 from jaxinfer.server.messages import count_tokens, messages
 from jaxinfer.server.middleware import OPEN_PATHS, Guard
@@ -29,9 +30,16 @@ from jaxinfer.server.service import Service
 from jaxinfer.server.tokenize import detokenize, tokenize, tokenizer_info
 
 
-def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
-    """The ASGI application of a service; without keys it is open to all clients."""
+def make_app(service: Service, keys: Keys | None = None, admin_keys: Keys | None = None) -> ASGIApp:
+    """The ASGI application of a service; without keys it is open to all clients, but for the routes of administrators.
+
+    Raises ValueError for an admin key that is an API key too.
+    """
+    if admin_keys is not None and keys is not None:
+        admin_keys.check_apart(keys)
+    service.key_names = frozenset() if keys is None else keys.names
     entries = [*ROUTES, *([RouteEntry("GET", "/", page)] if service.options.ui else [])]
+    entries += ADAPTER_ROUTES if service.options.adapter_routes else ()
     is_strict = not service.options.ignore_unknown_fields
     described = openapi(entries, OPEN_PATHS, keys is not None, is_strict=is_strict)
 
@@ -42,7 +50,7 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
     entries.append(RouteEntry("GET", "/openapi.json", schema))
     routes = [Route(entry.path, _Application(entry.run, service), methods=[entry.method]) for entry in entries]
     router = Router(routes, redirect_slashes=False, default=_not_found)
-    return Guard(router, service, keys, [entry.path for entry in entries])
+    return Guard(router, service, keys, [entry.path for entry in entries], admin_keys)
 
 
 class _Application:
@@ -86,21 +94,25 @@ async def version(request: Request, service: Service) -> Response:
 
 async def metrics(request: Request, service: Service) -> Response:
     """Metrics in Prometheus' format."""
-    return Response(service.metrics.text(), 200, None, "text/plain; version=0.0.4; charset=utf-8")
+    record, adapters = record_of(request.scope), service.adapters
+    text = service.metrics.text(lambda adapter: adapters is None or adapters.is_seen(adapter, record))
+    return Response(text, 200, None, "text/plain; version=0.0.4; charset=utf-8")
 
 
 def _described(model: ServedModel) -> dict[str, object]:
-    return {**model.facts(), "status": model.status(time.monotonic())}
+    status = {} if model.adapter is not None else {"status": model.status(time.monotonic())}
+    return {**model.facts(), **status}
 
 
 async def models(request: Request, service: Service) -> Response:
-    """The models that may be named, and the state of each."""
-    return json_response({"object": "list", "data": [_described(known) for known in await service.models.all()]})
+    """The models that may be named, and the state of each; then their adapters."""
+    known = await service.all_models(record_of(request.scope))
+    return json_response({"object": "list", "data": [_described(model) for model in known]})
 
 
 async def model(request: Request, service: Service) -> Response:
-    """The model by name."""
-    return json_response(_described(await service.models.find(request.path_params["id"])))
+    """The model or adapter by name."""
+    return json_response(_described(await service.find(request.path_params["id"], record_of(request.scope))))
 
 
 async def load_model(request: Request, service: Service) -> Response:

@@ -111,8 +111,8 @@ async def run_vectors(
     start = time.perf_counter()
     service.generations.add(place)
     try:
-        with model.admission.enter(record.key, num_answers, estimate, priority or 0) as ticket:
-            salted = RequestOptions(cache_salt=service.salt(record.key, ""))
+        with model.admission.enter(record.key, num_answers, estimate, priority or 0, model.adapter) as ticket:
+            salted = RequestOptions(cache_salt=service.salt(record.key, ""), adapter=model.adapter)
             with client_errors(param):
                 job = await in_thread(record, lambda: make(options=salted))
             record.num_prompt = job.num_tokens

@@ -86,6 +86,12 @@ def refused(param: str, message: str) -> APIError:
     return APIError(400, message, param=param)
 
 
+def invalid_key(is_missing: bool, kind: str = "API") -> APIError:
+    """Status 401, for a request without a key, or with an unknown one."""
+    told = f"no {kind} key was given: send Authorization: Bearer KEY" if is_missing else f"the {kind} key is not known"
+    return APIError(401, told, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
 def unavailable(message: str, seconds: float) -> APIError:
     """Status 503, to be tried again after some seconds."""
     return APIError(503, message, headers={"retry-after": str(max(1, round(seconds)))})

@@ -80,7 +80,8 @@ class Generation:
         self._start = time.perf_counter()
         self._deadline = lease.deadline
         self._ticket: Ticket = self.model.admission.enter(
-            record.key, job.num_answers, job.num_estimated, job.asked.priority
+            *(record.key, job.num_answers, job.num_estimated, job.asked.priority),
+            adapter=self.model.adapter,
         )
         service.generations.add(self)
 
@@ -92,7 +93,7 @@ class Generation:
     def _prepare(self) -> list[Request]:
         llm, job = self.model.llm, self.job
         salt = self._service.salt(self.record.key, job.asked.cache_salt)
-        options = RequestOptions(job.asked.priority, self._seconds_left(), salt)
+        options = RequestOptions(job.asked.priority, self._seconds_left(), salt, self.model.adapter)
         try:
             return [
                 llm.prepare(prompt, params, options, what=job.name_of(number), keeps_answer=job.asked.num_kept != 0)

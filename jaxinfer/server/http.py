@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxinfer.openai import fields
 from jaxinfer.openai.errors import RequestError
+from jaxinfer.server.auth import OF_BROWSERS
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
 from jaxinfer.server.models import Lease, ServedModel
 from jaxinfer.server.record import RECORD, Record
@@ -27,7 +28,6 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _KEEP_ALIVE_SECONDS = 15.0
 _BODY_SECONDS = 60.0
 _FORM = "application/x-www-form-urlencoded"
-_OF_BROWSERS = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Result = TypeVar("Result")
@@ -51,7 +51,7 @@ async def read_body(request: Request, kind: type[Body], service: Service, *, use
     if uses_model:
         service.check_accepts()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    is_form = media_type == _FORM and not any(name in request.headers for name in _OF_BROWSERS)
+    is_form = media_type == _FORM and not any(name in OF_BROWSERS for name, _ in request.scope["headers"])
     if media_type != "application/json" and not is_form:
         raise _wrong_type(media_type)
     limit = service.options.max_body_bytes

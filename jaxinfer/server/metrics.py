@@ -2,6 +2,7 @@
 model that is served."""
 
 import contextlib
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -17,7 +18,9 @@ from jaxinfer.speculative.statistics import SpeculationStats
 
 if TYPE_CHECKING:
     from jaxinfer.api.async_engine import AsyncEngine
+    from jaxinfer.engine.adapter_slots import LoadedAdapter
     from jaxinfer.engine.model_runner import Flight
+    from jaxinfer.server.admission import Admission
 
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
@@ -107,6 +110,7 @@ class Metrics:
             "step_tokens": self._histogram("iteration_tokens_total", "Tokens that a dispatch computes.", _COUNTS),
             "num_prompt": self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _COUNTS),
             "num_output": self._histogram("request_generation_tokens", "Tokens generated for a request.", _COUNTS),
+            "adapter_loads": self._counter("adapter_loads", "Adapters loaded, at the start and over HTTP."),
             "loads": self._counter("model_loads", "How often the model was loaded."),
             "load_seconds": self._counter("model_load_seconds", "Seconds that loading it took, all loads together."),
         }
@@ -145,13 +149,13 @@ class Metrics:
             self._models[name] = ModelMetrics(name, self)
         return self._models[name]
 
-    def watch(self, name: str, engine: "AsyncEngine", num_queued: Callable[[], int]) -> None:
-        """Adds an engine's metrics under its model's name, in place of those of the engine before; `num_queued` answers
-        wait in the server."""
+    def watch(self, name: str, engine: "AsyncEngine", queue: "Admission") -> None:
+        """Adds an engine's metrics under its model's name, in place of those of the engine before; `queue` is where
+        requests wait in the server."""
         self.unwatch(name)
         self._engines.count_from_now()
         metrics = self.of(name)
-        watched = self._engines.watched[metrics.name] = _Watched(engine, num_queued)
+        watched = self._engines.watched[metrics.name] = _Watched(engine, queue)
         options = watched.schedulers[0].options
         watched.sizes = str(options.page_size), str(options.num_pages)
         self._cache.labels(metrics.name, *watched.sizes).set(1)
@@ -168,9 +172,11 @@ class Metrics:
         """Counts a request that has been answered."""
         self.of(record.model or self._default).count_request(record)
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus' format."""
-        return generate_latest(self._registry)
+    def text(self, is_seen: "Callable[[LoadedAdapter], bool]" = lambda adapter: True) -> bytes:
+        """All metrics in Prometheus' format. `is_seen`: whether the reader may know the name of an adapter."""
+        registry = CollectorRegistry()
+        registry.register(_AdapterCollector(self._engines.watched, is_seen))
+        return generate_latest(self._registry) + generate_latest(registry)
 
 
 class QuickHistogram(Collector):
@@ -208,8 +214,8 @@ class _QuickCounts:
 class _Watched:
     """A loaded model's engines; `sizes` are those of its cache, as labels."""
 
-    def __init__(self, engine: "AsyncEngine", num_queued: Callable[[], int]):
-        self.llm, self.num_queued = engine.llm, num_queued
+    def __init__(self, engine: "AsyncEngine", queue: "Admission"):
+        self.llm, self.queue = engine.llm, queue
         self.engines = engine.llm.engine.engines
         self.schedulers = [replica.scheduler for replica in self.engines]
         self.sizes: tuple[str, str] = ("", "")
@@ -218,7 +224,7 @@ class _Watched:
         """Name, meaning and value of each."""
         schedulers = self.schedulers
         yield "num_requests_running", "Answers that hold a slot.", sum(len(s.running) for s in schedulers)
-        num_waiting = self.num_queued() + sum(len(s.waiting) for s in schedulers)
+        num_waiting = self.queue.num_waiting + sum(len(s.waiting) for s in schedulers)
         yield "num_requests_waiting", "Answers that wait, in the server and the engine.", num_waiting
         shares = [max(1 - pool.num_available / (pool.num_pages - 1) for pool in s.pools.all) for s in schedulers]
         yield "kv_cache_usage_perc", "Share of the fullest pool in use, 0 to 1.", sum(shares) / len(shares)
@@ -227,11 +233,22 @@ class _Watched:
         num_owned = sum(pool.num_owned for pool, group in pools if group.window)
         yield "kv_cache_window_pages_owned", "Of these, pages of layers with a window.", num_owned
 
+        yield "adapters_loaded", "Adapters that requests can name.", len(self.llm.adapters)
         yield "host_cache_bytes", "Host memory for cached pages.", sum(s.tier.num_bytes for s in schedulers)
         yield "host_cache_used_bytes", "Of these, bytes in use.", sum(s.tier.used_bytes for s in schedulers)
 
+    def running_adapters(self) -> "set[LoadedAdapter]":
+        return {adapter for scheduler in self.schedulers for adapter in scheduler.adapters.running}
+
+    def waiting_adapters(self) -> "set[LoadedAdapter]":
+        """Adapters of requests that wait in the server and the engine."""
+        waiting = {sequence.request.adapter for scheduler in self.schedulers for sequence in list(scheduler.waiting)}
+        return self.queue.waiting_adapters | {adapter for adapter in waiting if not isinstance(adapter, int)}
+
     def counters(self) -> Iterator[tuple[str, str, float]]:
         """Name, meaning and value of each."""
+        moves = sum(scheduler.adapters.num_moved for scheduler in self.schedulers)
+        yield "adapter_moves", "Adapters written into a slot of the device.", moves
         counts = [s.counters for s in self.schedulers]
         yield "prefix_cache_queries", "Prompt tokens of all answers.", sum(c.prompt_tokens for c in counts)
         yield "prefix_cache_hits", "Prompt tokens found in the cache.", sum(c.reused_tokens for c in counts)
@@ -246,6 +263,25 @@ class _Watched:
         yield "spec_decode_num_drafts", "Rounds of drafting, of each answer.", stats.num_rounds
         yield "spec_decode_num_draft_tokens", "Drafted tokens.", stats.proposed
         yield "spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted
+
+
+class _AdapterCollector(Collector):
+    """The names of adapters in use, in labels of one gauge whose value is the time, as gateways read them of vLLM."""
+
+    def __init__(self, watched: "dict[str, _Watched]", is_seen: "Callable[[LoadedAdapter], bool]"):
+        self._watched, self._is_seen = watched, is_seen
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        family = GaugeMetricFamily(
+            "jaxinfer_lora_requests_info", "Adapters of requests that run and wait; when, in seconds.", labels=labels
+        )
+        for model, watched in list(self._watched.items()):
+            if num_slots := sum(scheduler.adapters.num_slots for scheduler in watched.schedulers):
+                pair = watched.running_adapters(), watched.waiting_adapters()
+                names = [",".join(sorted({each.name for each in kind if self._is_seen(each)})) for kind in pair]
+                family.add_metric((model, str(num_slots), *names), time.time())
+        yield family
 
 
 class _EngineCollector(Collector):

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.server.auth import Keys, key_in
-from jaxinfer.server.errors import APIError, as_api_error
+from jaxinfer.server.errors import APIError, as_api_error, invalid_key
 from jaxinfer.server.http import ClientLeftError
 from jaxinfer.server.record import RECORD, Record
 from jaxinfer.server.resume import new_answer_id
@@ -26,8 +26,10 @@ Headers = Sequence[tuple[bytes, bytes]]
 class Guard:
     """Checks a request before the routes see it, and answers with an error whatever they raise."""
 
-    def __init__(self, app: ASGIApp, service: Service, keys: Keys | None, routes: Sequence[str]):
-        self._app, self._service, self._keys = app, service, keys
+    def __init__(
+        self, app: ASGIApp, service: Service, keys: Keys | None, routes: Sequence[str], admin_keys: Keys | None = None
+    ):
+        self._app, self._service, self._keys, self._admin_keys = app, service, keys, admin_keys
         self._routes = frozenset(routes)
         options = service.options
         self._hosts, self._max_header_bytes = options.hosts, options.max_header_bytes
@@ -56,7 +58,7 @@ class Guard:
 
         try:
             if not await self._answer_preflight(scope, send_with_headers):
-                record.key = self._check(scope)
+                record.key, record.is_admin = self._check(scope)
                 await self._app(scope, receive, send_with_headers)
         except (ClientLeftError, ClientDisconnect):
             record.has_left, record.status = True, 499
@@ -71,8 +73,9 @@ class Guard:
     def _route(self, path: str) -> str:
         return path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
 
-    def _check(self, scope: Scope) -> str:
-        """The name of the request's key. Raises APIError for a request that is not allowed."""
+    def _check(self, scope: Scope) -> tuple[str, bool]:
+        """The name of the request's key, "" for none, and whether it is an admin key. Raises APIError for a request
+        that is not allowed."""
         headers: Headers = scope["headers"]
         if (size := sum(len(name) + len(value) for name, value in headers)) > self._max_header_bytes:
             raise APIError(431, f"the headers have {size:,} bytes, {self._max_header_bytes:,} are allowed")
@@ -81,14 +84,17 @@ class Guard:
         if self._hosts is not None and _host(headers) not in self._hosts:
             raise APIError(403, "this server does not answer for the host that the request names; see --allowed-host")
         # The path as the routes see it, not one that is put together with the Host header.
-        if self._keys is None or scope["path"] in OPEN_PATHS:
-            return ""
+        if scope["path"] in OPEN_PATHS:
+            return "", False
         key = key_in(headers)
+        if self._admin_keys is not None and key is not None and (name := self._admin_keys.name_of(key)) is not None:
+            return name, True
+        if self._keys is None:
+            return "", False
         name = None if key is None else self._keys.name_of(key)
         if name is None:
-            told = "no API key was given: send Authorization: Bearer KEY" if key is None else "the API key is not known"
-            raise APIError(401, told, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        return name
+            raise invalid_key(key is None)
+        return name, False
 
     # Web pages of other origins.
 

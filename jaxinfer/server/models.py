@@ -6,14 +6,17 @@ import json
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
 from jaxinfer import __version__
 from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.api.llm import LLM
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import unavailable
 from jaxinfer.server.metrics import Metrics
+from jaxinfer.server.names import check_adapter_name
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.text.reasoning import Family, family_of
 from jaxinfer.tool_calls import AnswerFormat
@@ -124,7 +127,10 @@ class ServedModel:
         loaded. is_leaving: whether requests that come now wait until it has been unloaded and loaded again.
       last_used: when a request last came or ended. load_seconds: what the last load took, None before the first.
       keep_alive: seconds after the last request until it is unloaded. expires: when that is, None while it is in use.
+      adapter: with which it answers; None but in an `AdaptedModel`.
     """
+
+    adapter: LoadedAdapter | None = None
 
     def __init__(self, source: ModelSource, options: ServerOptions, metrics: Metrics, admissions: list[Admission]):
         self.source = source
@@ -155,6 +161,11 @@ class ServedModel:
         return self.names[0]
 
     @property
+    def base_name(self) -> str:
+        """The name of the model without an adapter."""
+        return self.name
+
+    @property
     def template(self) -> str:
         """The chat template, "" where there is none."""
         return (None if self.llm.tokenizer is None else self.llm.tokenizer.chat_template) or ""
@@ -165,8 +176,10 @@ class ServedModel:
         return self.answers.reasoning
 
     def attach(self, engine: AsyncEngine) -> None:
-        """The model is loaded."""
+        """The model is loaded. Raises ValueError for an adapter with a name of the model."""
         llm = engine.llm
+        for name in llm.adapters:
+            check_adapter_name(name, self.names)
         llm.client.name = self.name  # in what clients are told, where it would be a path
         llm.embedder.default_pooling = self._pooling
         spec = llm.engine.spec
@@ -182,7 +195,8 @@ class ServedModel:
         self.answers = own if own.reasoning == family else AnswerFormat(llm.tokenizer, own.parser, family)
         self._engine = engine
         self._watched = self.name  # it may lose this name
-        self._all_metrics.watch(self._watched, engine, lambda: self.admission.num_waiting)
+        self._all_metrics.watch(self._watched, engine, self.admission)
+        self.metrics.adapter_loads.inc(len(llm.adapters))
         self.state, self.error = "ready", None
 
     def set_expiry(self, expires: float | None, on_expiry: Callable[[], None] = lambda: None) -> None:
@@ -261,6 +275,30 @@ class ServedModel:
             "load_seconds": None if self.load_seconds is None else round(self.load_seconds, 3),
             "error": None if self.error is None else self.error[:1000],
         }
+
+
+class AdaptedModel(ServedModel):
+    """A loaded model with one of its adapters, as a request has it: with a name and a fingerprint of its own."""
+
+    def __init__(self, base: ServedModel, adapter: LoadedAdapter):
+        self._base, self.adapter = base, adapter
+        self.names = [adapter.name]
+        digest = hashlib.sha256(f"{base.fingerprint} {adapter.fingerprint}".encode())
+        self.fingerprint = "fp_" + digest.hexdigest()[:16]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+    @property
+    def base_name(self) -> str:
+        """The name of the model without the adapter."""
+        return self._base.name
+
+    def facts(self) -> dict[str, Any]:
+        """The adapter in the list of models, in vLLM's form. `root` is the last part of its folder's path, if any."""
+        assert self.adapter is not None
+        root = PurePath(self.adapter.source).name or self.name
+        return {**self._base.facts(), "id": self.name, "root": root, "parent": self.base_name}
 
 
 class Lease:

@@ -43,6 +43,18 @@ def split_name(text: str) -> tuple[str, str]:
     return name, model
 
 
+def check_adapter_name(name: str, taken: Iterable[str]) -> None:
+    """Raises ValueError for what cannot name an adapter in requests: names of models are taken, and commas separate
+    names in metrics."""
+    if name in taken:
+        raise ValueError(f"adapter {name!r:.80} would have a name of the model itself")
+    if not (name and name.isprintable() and name == name.strip() and len(name) <= _MAX_NAME and "," not in name):
+        raise ValueError(
+            f"{name!r:.300} cannot name an adapter: a name has 1 to {_MAX_NAME} printable characters, no comma, and no "
+            "spaces at its ends"
+        )
+
+
 def public_name(model: str) -> str:
     """A model's name for clients, which does not show where it lies: of a folder, a GGUF file or a URL its last part,
     of any other model the text itself, such as a hub id or an alias."""

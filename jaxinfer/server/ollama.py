@@ -17,7 +17,7 @@ from jaxinfer.openai.requests import TextRequest
 from jaxinfer.server.answering import answer, bind, continuing, encode, reasoning_switch
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import json_response, read_body, using, while_connected
+from jaxinfer.server.http import json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
@@ -54,7 +54,7 @@ async def _load(
     request: Request, service: Service, body: OllamaChatRequest | OllamaGenerateRequest, answer: Mapping[str, Any]
 ) -> Response:
     """Loads the model; with keep_alive 0, unloads it. The body has a question, which only checks its options."""
-    body.model = await known_name(service, body.model)
+    body.model = await known_name(request, service, body.model)
     is_unloaded = body.keep_alive in (0, "0", "0s") and not service.is_one
     if is_unloaded:
         model = await while_connected(request.receive, service.models.unload(body.model))
@@ -67,7 +67,7 @@ async def _load(
 
 
 async def _answer(request: Request, service: Service, body: Any, lines: "type[_Lines]") -> Response:
-    body.model = await known_name(service, body.model)
+    body.model = await known_name(request, service, body.model)
     return await answer(
         *(request, service, body, lambda model: _read(body, model, service), lines),
         is_stream=body.stream is not False,
@@ -75,12 +75,12 @@ async def _answer(request: Request, service: Service, body: Any, lines: "type[_L
     )
 
 
-async def known_name(service: Service, name: str) -> str:
-    """The name of a model, which clients may give the tag "latest"."""
+async def known_name(request: Request, service: Service, name: str) -> str:
+    """The name of a model or adapter, which clients may give the tag "latest"."""
     short = name.removesuffix(":latest")
     if short != name:
         try:
-            await service.models.find(name)
+            await service.find(name, record_of(request.scope))
         except APIError:
             return short
     return name

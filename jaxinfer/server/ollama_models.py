@@ -44,7 +44,8 @@ async def version(request: Request, service: Service) -> Response:
 async def tags(request: Request, service: Service) -> Response:
     """The models that may be named, in Ollama's form."""
     stored = {entry.name: entry for entry in await asyncio.to_thread(store.list_models)}
-    entries = [_entry(name, model, stored) for model in await service.models.all() for name in model.names]
+    known = await service.all_models(record_of(request.scope))
+    entries = [_entry(name, model, stored) for model in known for name in model.names]
     return json_response({"models": entries})
 
 
@@ -65,7 +66,7 @@ async def ps(request: Request, service: Service) -> Response:
 async def show(request: Request, service: Service) -> Response:
     """A description of a model, in Ollama's form."""
     body = await read_body(request, OllamaModelRequest, service, uses_model=False)
-    model = await service.models.find(await known_name(service, _name(body)))
+    model = await service.find(await known_name(request, service, _name(body)), record_of(request.scope))
     is_loaded = model.state == "ready" and not model.is_dead
     try:
         stored = model.source.given or model.name
@@ -123,7 +124,7 @@ async def embed(request: Request, service: Service) -> Response:
             raise refused(name, f"{name} is not supported for embeddings")
     if body.dimensions is not None and not 1 <= body.dimensions < 2**31:
         raise refused("dimensions", f"dimensions={body.dimensions} must be at least 1, at most a vector's length")
-    body.model = await known_name(service, body.model)
+    body.model = await known_name(request, service, body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
     async with using(request, service, body) as model:
         record, start = record_of(request.scope), time.perf_counter()
@@ -145,7 +146,7 @@ async def copy(request: Request, service: Service) -> Response:
     _check_store(service)
     body = await read_body(request, OllamaCopyRequest, service, uses_model=False)
     try:
-        await asyncio.to_thread(store.copy_model, await known_name(service, body.source), body.destination)
+        await asyncio.to_thread(store.copy_model, await known_name(request, service, body.source), body.destination)
     except (ValueError, OSError) as error:
         raise _store_error(error) from None
     return json_response({"status": "success"})
@@ -155,7 +156,7 @@ async def delete(request: Request, service: Service) -> Response:
     """Removes an alias, or a model whose files no alias needs; one that is loaded is then unloaded."""
     _check_store(service)
     body = await read_body(request, OllamaModelRequest, service, uses_model=False)
-    name = await known_name(service, _name(body))
+    name = await known_name(request, service, _name(body))
     try:
         await while_connected(request.receive, service.models.drop(name, lambda: store.remove(name)))
     except (ValueError, OSError) as error:
@@ -186,15 +187,17 @@ def _store_error(error: Exception, message: str = "") -> APIError:
 
 
 def _entry(name: str, model: ServedModel, stored: Mapping[str, store.StoredModel]) -> dict[str, Any]:
-    local = stored.get(name)
+    adapter = model.adapter
+    local = stored.get(name) if adapter is None else None
     digest = hashlib.sha256(model.source.root.encode()).hexdigest() if local is None else local.digest
     modified = model.created if local is None else local.modified_at
+    size = model.needs.num_bytes if local is None else local.num_bytes
     return {
         "name": name,
         "model": name,
         "modified_at": time_text(datetime.fromtimestamp(modified, UTC)),
-        "size": model.needs.num_bytes if local is None else local.num_bytes,
-        "digest": digest,
+        "size": size if adapter is None else adapter.host.num_bytes,
+        "digest": digest if adapter is None else adapter.fingerprint,
         "details": _details(model),
     }
 
@@ -206,7 +209,7 @@ def _details(model: ServedModel) -> dict[str, Any]:
         family, count = model.llm.config.architecture, num_parameters(_shapes(model.llm))
         size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
     return {
-        "parent_model": "",
+        "parent_model": "" if model.adapter is None else model.base_name,
         "format": "gguf" if model.source.is_gguf else "safetensors",
         "family": family,
         "families": [family] if family else None,

@@ -28,7 +28,7 @@ class RouteEntry:
     Attributes:
       run: answers a request; its docstring describes the route. body, answer: types of JSON; None where any is meant.
       events: the type of the data of a stream's events.
-      errors: statuses besides those of all routes and of those with a body.
+      errors: statuses besides those of all routes and of those with a body. is_admin: whether it needs an admin key.
     """
 
     method: str
@@ -38,16 +38,20 @@ class RouteEntry:
     answer: Any = None
     events: Any = None
     errors: tuple[int, ...] = ()
+    is_admin: bool = False
 
 
 # OpenAI's older two routes end their streams with [DONE], and have errors among the chunks.
 _ENDS_WITH_DONE = ("/v1/chat/completions", "/v1/completions")
 _LINES = ("/api/chat", "/api/generate", "/api/pull")
-_TEXTS = {"/": "text/html", "/metrics": "text/plain"}
+_TEXTS = {
+    "/": "text/html",
+    **dict.fromkeys(("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "text/plain"),
+}
 _ERRORS = {
     400: "A field is wrong or not supported; the error names it",
     401: "The API key is missing or not known",
-    403: "The request is for a host, or comes from a web origin, that is not allowed",
+    403: "The request is for a host, comes from a web origin, or has a key, that is not allowed",
     404: "The model is not served here",
     408: "The body did not come in time, or the answer not within the timeout that the request set",
     409: "The stream cannot be resumed",
@@ -92,7 +96,7 @@ def openapi(
     for route in routes:
         about = (route.run.__doc__ or "").strip()
         operation: dict[str, Any] = {"summary": about, "responses": _responses(route, schema_of)}
-        if has_keys and route.path not in open_paths:
+        if route.is_admin or (has_keys and route.path not in open_paths):
             operation["security"] = [{"key": []}]
             operation["responses"]["401"] = _error(route.path, 401)
         if "{id" in route.path:
@@ -102,7 +106,7 @@ def openapi(
             operation["requestBody"] = {"required": True, "content": content}
         paths.setdefault(route.path.replace("{id:path}", "{id}"), {})[route.method.lower()] = operation
     described: dict[str, Any] = {"schemas": components}
-    if has_keys:
+    if has_keys or any(route.is_admin for route in routes):
         described["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     info = {"title": "jaxinfer", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": described}

@@ -22,6 +22,7 @@ _server = partial(option, group="Server")
 _access = partial(option, group="Access")
 _load = partial(option, group="Overload")
 _many = partial(option, group="Many models")
+_adapters = partial(option, group="Adapters over HTTP")
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -136,8 +137,35 @@ class ServerOptions:
         is_repeated=True,
     )
 
+    adapter_routes: bool = _adapters(
+        False,
+        "Routes that load and unload adapters while the server runs: /v1/load_lora_adapter, /v1/unload_lora_adapter, "
+        "/server_info, /pause and /resume. They need an admin key and --adapter-root.",
+    )
+    admin_keys: Path | None = _adapters(
+        None,
+        "File of keys for these routes, as that of --api-keys, none of them an API key; by default the one key in the "
+        "environment variable JAXINFER_ADMIN_KEY. They serve for all other routes too.",
+        "FILE",
+    )
+    adapter_roots: list[str] | None = _adapters(
+        None,
+        "Folder below which these routes read adapters, whatever links lead out of it.",
+        "DIR",
+        "--adapter-root",
+        is_repeated=True,
+    )
+    adapter_max_mib: int = _adapters(
+        1024, "MiB of all files in the folder of an adapter; a larger one is refused.", "MIB", min=1
+    )
+
     def __post_init__(self) -> None:
         _ = self.keep_alive_seconds, self.memory_bytes
+        if self.adapter_routes and not self.adapter_roots:
+            raise ValueError("adapter_routes needs adapter_roots (--adapter-root DIR), where adapters may be read")
+        for name in ("admin_keys", "adapter_roots"):
+            if getattr(self, name) and not self.adapter_routes:
+                raise ValueError(f"{name} is for adapter_routes (--adapter-routes), which is not given")
         if self.pooling not in (None, *POOLINGS):
             raise ValueError(f"pooling={self.pooling!r} is none of {', '.join(POOLINGS)}")
         if self.reasoning not in REASONING:

@@ -16,7 +16,8 @@ class Record:
 
     Attributes:
       request_id: the client's or ours. key: the name of its API key, "" for none. route: the template of its path.
-      model: the name of the one that answers, "" before that is known. num_bytes: of the body.
+      is_admin: whether that is an admin key. num_bytes: of the body.
+      model: the name of the one that answers, "" before that is known. adapter: of the one that it answers with.
       load_seconds: that the request waited for the model to be loaded.
       is_large: whether work on the body is done outside of the event loop. timings: in the engine, of each prompt.
       received_seconds: from the request's arrival until it was queued; `queued_seconds` and `first_token_seconds` count
@@ -28,7 +29,9 @@ class Record:
     start: float = 0.0
     route: str = "other"
     key: str = ""
+    is_admin: bool = False
     model: str = ""
+    adapter: str = ""
     num_bytes: int = 0
     status: int = 0
     is_stream: bool = False
@@ -64,6 +67,7 @@ class Record:
             "status": self.status,
             "key": self.key or None,
             "model": self.model or None,
+            "adapter": self.adapter or None,
             "seconds": round(self.total_seconds, 4),
             "stream": self.is_stream or None,
             "prompt_tokens": self.num_prompt or None,

@@ -19,7 +19,7 @@ from jaxinfer import progress
 from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.extras import install_hint
 from jaxinfer.server.app import make_app
-from jaxinfer.server.auth import Keys
+from jaxinfer.server.auth import Keys, read_admin_keys
 from jaxinfer.server.catalogue import locate, paths_of
 from jaxinfer.server.connection import limited_protocol
 from jaxinfer.server.errors import unavailable
@@ -84,11 +84,12 @@ def run_service(
     """
     options = service.options
     keys = None if options.api_keys is None else Keys.read(options.api_keys)
+    admin_keys = read_admin_keys(options.admin_keys, os.environ) if options.adapter_routes else None
+    server = _Server(service, keys, admin_keys, first, on_ready)
     tracer = _tracer(options, service.models.default_name or "")
     listener = _listen(options.host, options.port, options.send_timeout)
     host, port = listener.getsockname()[:2]
     on_listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-    server = _Server(service, keys, first, on_ready)
     if tracer is not None:
         service.on_finish = tracer.trace
     try:
@@ -144,13 +145,20 @@ def _listen(host: str, port: int, send_timeout: float) -> socket.socket:
 class _Server:
     """One run. `error`: why a first model could not be loaded."""
 
-    def __init__(self, service: Service, keys: Keys | None, first: Sequence[str], on_ready: Callable[[Service], None]):
+    def __init__(
+        self,
+        service: Service,
+        keys: Keys | None,
+        admin_keys: Keys | None,
+        first: Sequence[str],
+        on_ready: Callable[[Service], None],
+    ):
         self.error: BaseException | None = None
         self.exit_code = OK
         self._service, self._first, self._on_ready = service, first, on_ready
         self._stopping = asyncio.Event()  # a signal has come, or loading has failed
         self._num_signals = 0
-        self._uvicorn = make_uvicorn(service, keys)
+        self._uvicorn = make_uvicorn(service, keys, admin_keys)
 
     async def run(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -206,6 +214,8 @@ class _Server:
         if service.state == "ready":
             service.state = "draining"
         service.models.refuse_waiting(unavailable("the server is shutting down and takes no new requests", 5))
+        if service.is_one and service.default.state == "ready" and not service.default.is_dead:
+            service.default.engine.resume()  # answers that are paused would never end
         if service.generations:
             seconds = service.options.drain_timeout
             _LOG.info("%d answers have %g s to end; a second signal ends at once", len(service.generations), seconds)
@@ -263,10 +273,10 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def make_uvicorn(service: Service, keys: Keys | None = None) -> _Uvicorn:
-    """uvicorn for a service, to be given a listening socket."""
+def make_uvicorn(service: Service, keys: Keys | None = None, admin_keys: Keys | None = None) -> _Uvicorn:
+    """uvicorn for a service, to be given a listening socket. Raises as `make_app`."""
     config = uvicorn.Config(
-        make_app(service, keys),
+        make_app(service, keys, admin_keys),
         http=limited_protocol(service.options),
         ws="none",
         lifespan="off",

@@ -12,9 +12,10 @@ from typing import Any, Literal
 from starlette.requests import Request
 
 from jaxinfer.openai.requests import CHARS_PER_TOKEN, check_timeout
+from jaxinfer.server.adapters import AdapterFolders, ServedAdapters
 from jaxinfer.server.errors import refused, unavailable
 from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.models import Catalogue, Lease, OneModel
+from jaxinfer.server.models import AdaptedModel, Catalogue, Lease, OneModel, ServedModel
 from jaxinfer.server.options import ServerOptions, parse_duration
 from jaxinfer.server.pool import ModelPool
 from jaxinfer.server.record import RECORD, Record
@@ -32,7 +33,9 @@ class Service:
     name: of the default model, which requests mean that name none. catalogue: the models that may be named.
 
     Attributes:
-      default: the one model, where no other can be served.
+      default: the one model, where no other can be served. adapters: of it; None where several models are served.
+
+    Raises ValueError for folders of adapters that are none, and for routes of adapters of several models.
     """
 
     def __init__(self, options: ServerOptions, name: str | None, catalogue: Catalogue):
@@ -44,11 +47,16 @@ class Service:
         self.generations: set[object] = set()  # those that have not ended
         self.num_body_bytes = 0  # of large bodies that are being received
         self.max_model_len = DEFAULT_MAX_MODEL_LEN
+        self.key_names: frozenset[str] = frozenset()  # of API keys
         self._secret = secrets.token_bytes(32)
         self._unknown_fields: set[str] = set()
         self.on_finish: Callable[[Record], None] | None = None  # makes a trace
+        self.adapters: ServedAdapters | None = None
         if isinstance(catalogue, OneModel):
             self.default = self.models.add(catalogue.source)
+            self.adapters = ServedAdapters(self.default, AdapterFolders(options.adapter_roots, options.adapter_max_mib))
+        elif options.adapter_routes:
+            raise ValueError("adapter_routes are for a server of one model")
 
     # The models.
 
@@ -62,8 +70,9 @@ class Service:
         except ValueError as error:
             raise refused("keep_alive", f"keep_alive: {error}") from None
         start = time.perf_counter()
+        adapted = self.adapted(body.model, record)
         lease = await self.models.acquire(
-            body.model,
+            body.model if adapted is None else None,
             key=record.key,
             num_tokens=record.num_bytes // CHARS_PER_TOKEN + 1,
             priority=getattr(body, "priority", None) or 0,
@@ -73,7 +82,25 @@ class Service:
         )
         record.model = lease.model.name
         record.load_seconds = time.perf_counter() - start
+        if adapted is not None:
+            lease.model, record.adapter = adapted, adapted.name
         return lease
+
+    def adapted(self, name: str | None, record: Record) -> AdaptedModel | None:
+        """The model with the adapter of a name; None for a name that is not one of an adapter, and where the request's
+        key may not name it."""
+        if self.adapters is None or not name or (adapter := self.adapters.find(name, record)) is None:
+            return None
+        return AdaptedModel(self.default, adapter)
+
+    async def find(self, name: str | None, record: Record) -> ServedModel:
+        """The model of a name, or one with an adapter. Raises APIError as `ModelPool.find`."""
+        return self.adapted(name, record) or await self.models.find(name)
+
+    async def all_models(self, record: Record) -> list[ServedModel]:
+        """Every model that a request may name, then those with adapters."""
+        adapters = () if self.adapters is None else self.adapters.seen_by(record)
+        return [*await self.models.all(), *(AdaptedModel(self.default, adapter) for adapter in adapters)]
 
     def largest_model_len(self) -> int:
         """The largest max_model_len of the loaded models, and of others by default."""

@@ -58,7 +58,7 @@ async def detokenize(request: Request, service: Service) -> Response:
 async def tokenizer_info(request: Request, service: Service) -> Response:
     """The special tokens and the chat template, so that a client such as lm-eval needs no tokenizer of its own."""
     service.check_accepts()
-    model = await service.models.find(request.query_params.get("model"))
+    model = await service.find(request.query_params.get("model"), record_of(request.scope))
     if model.state != "ready":  # a GET must not load a model: any web page can make a visitor's browser send one
         raise APIError(409, f"{model.name} is not loaded: POST /models/load", param="model", code="model_not_loaded")
     with client_errors():

@@ -23,6 +23,26 @@ class LoadRequest(ModelRequest, kw_only=True):
     keep_alive: bodies.KeepAlive | None = None
 
 
+class LoadAdapterRequest(Struct, kw_only=True):
+    """The body of /v1/load_lora_adapter: vLLM's, with `keys`, the names of the API keys whose requests may name the
+    adapter; by default those of the adapter that it replaces, else all. What `is_3d_lora_weight` tells of the tensors
+    is read from their file."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+    is_3d_lora_weight: bool | None = None
+    keys: Annotated[list[str], bodies.described(minItems=1)] | None = None
+
+
+class UnloadAdapterRequest(bodies.Body, kw_only=True):
+    """The body of /v1/unload_lora_adapter. Adapters have no numbers here."""
+
+    NEUTRAL: ClassVar[bodies.Neutral] = {"lora_int_id": ()}
+
+    lora_name: str
+
+
 class TokenizeRequest(bodies.Body, kw_only=True):
     """The body of /tokenize: a prompt or messages."""
 

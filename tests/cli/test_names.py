@@ -26,7 +26,7 @@ def seen(monkeypatch):
         def on_leader(self, work):
             return work()
 
-        def generate(self, prompts, params):
+        def generate(self, prompts, params, adapter=None):
             found.append(prompts)
             found.append(params[0])
             raise ValueError("enough")

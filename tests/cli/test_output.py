@@ -45,7 +45,7 @@ def test_control_characters_are_shown_on_a_terminal_and_kept_in_a_pipe():
 def test_a_first_token_that_waits_for_programs_is_written_with_the_second(monkeypatch, is_terminal, is_cold, is_slow):
     events, counts = [], itertools.count()
 
-    def stream(prompt, params):
+    def stream(prompt, params, adapter):
         for text in "abc":
             events.append(f"made {text}")
             yield StreamDelta(0, text, [0])

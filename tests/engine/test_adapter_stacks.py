@@ -190,3 +190,35 @@ def test_an_invoked_adapter_starts_at_its_tokens(params):
             [alone] = llm.generate(prompt, GREEDY, adapter=name)
             assert alone.outputs[0].token_ids == answer.outputs[0].token_ids == again[name].outputs[0].token_ids
     assert len({tuple(answer.outputs[0].token_ids) for answer in answers.values()}) == 3
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("mesh", ["model=2", "data=2,model=2"])
+def test_a_mesh_gives_the_tokens_of_one_device(mesh):
+    config = replace(UNTIED, vocab_size=96)
+    params = random_params(config)
+    tokens = TokenRows((9, 44), np.random.default_rng(1).normal(size=(2, 32)).astype(np.float32))
+    adapters = {
+        "dora": with_magnitudes(params, random_adapter(params, 1)),
+        "tables": random_adapter(params, 2, names=lambda name: name in ("embed", "lm_head")),
+        "tokens": random_adapter(params, 3, rank=2, token_rows={"embed": tokens, "lm_head": tokens}),
+    }
+    names = [None, *adapters] * 2
+
+    def answers(mesh: str | None) -> list[list[int]]:
+        with LLM((config, params), adapters=adapters, max_adapters=2, mesh=mesh, **OPTIONS) as llm:
+            runner = llm.engine.engines[0].runner
+            parts = {len(array.sharding.device_set) for array in runner.weights.value}
+            assert parts == {1 if mesh is None else 2}
+            return [one.outputs[0].token_ids for one in llm.generate([PROMPTS[1]] * len(names), GREEDY, adapter=names)]
+
+    assert answers(mesh) == answers(None)
+
+
+@pytest.mark.alone
+def test_a_mesh_that_changes_shapes_is_refused(params):
+    with pytest.raises(ValueError, match=r"adapters have the model's own shapes, .*: num_kv_heads 2 become 4"):
+        LLM((TINY, params), mesh="model=4", max_adapters=2, **OPTIONS)
+    moe = random_params(LATENT_EXPERTS)
+    with pytest.raises(ValueError, match="adapters of experts are for one device, not for a mesh of 2"):
+        LLM((LATENT_EXPERTS, moe), mesh="model=2", max_adapters=2, adapter_parts=["experts"], **OPTIONS)

@@ -10,10 +10,10 @@ from jaxinfer.server.run import make_uvicorn
 
 
 @contextlib.contextmanager
-def served(service, keys=None):
+def served(service, keys=None, admin_keys=None):
     """Listens as `jaxinfer serve` does, and gives the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = make_uvicorn(service, keys)
+        server = make_uvicorn(service, keys, admin_keys)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
         thread.start()
         try:

@@ -99,7 +99,7 @@ def test_the_command_line_shows_reasoning_before_the_answer_and_keeps_the_answer
             continue
         pieces = [StreamDelta(0, text[at : at + 5], []) for at in range(0, len(text), 5)]
         pieces[-1] = dataclasses.replace(pieces[-1], finish_reason="stop")
-        llm = SimpleNamespace(stream=lambda prompt, params, pieces=pieces: (one for one in pieces))
+        llm = SimpleNamespace(stream=lambda prompt, params, pieces=pieces, **_: (one for one in pieces))
         shown = []
         found = stream_answer(llm, [5], None, shown.append, splitter=answers.splitter([5]))
         assert (found, "".join(shown)) == ((content, None), f"{reasoning}\n\n{content}")

@@ -8,6 +8,7 @@ READ = "tests/checkpoints_convert/adapters/test_read.py::"
 REFUSED = "tests/checkpoints_convert/adapters/test_refusals.py::"
 SAVED = "tests/checkpoints_convert/adapters/test_save.py::"
 WRITTEN = "tests/checkpoints_convert/adapters/test_checkpoint.py::"
+SERVED = "tests/server/test_adapters.py::"
 
 COMPUTED = (
     Fault(
@@ -63,7 +64,7 @@ COMPUTED = (
 KEPT_APART = (
     Fault(
         "adapters/scales-are-not-in-the-fingerprint",
-        ADAPTERS + "adapter.py",
+        "jaxinfer/models/adapter.py",
         '_add(digest, "low_rank", name, float(pair.scale).hex())',
         '_add(digest, "low_rank", name)',
         (READ + "test_the_fingerprint_changes_with_every_setting_that_matters",),
@@ -138,7 +139,129 @@ CONVERTED = (
     ),
 )
 
-FAULTS = (*COMPUTED, *KEPT_APART, *CONVERTED)
+GUARDED = (
+    Fault(
+        "adapters/any-key-loads",
+        "jaxinfer/server/adapter_routes.py",
+        "if not record.is_admin:",
+        "if not (record.is_admin or record.key):",
+        (SERVED + "test_the_routes_need_an_admin_key",),
+        "whoever may use the model replaces its adapters",
+    ),
+    Fault(
+        "adapters/an-admin-key-may-be-an-api-key",
+        "jaxinfer/server/app.py",
+        "        admin_keys.check_apart(keys)\n",
+        "        pass\n",
+        (SERVED + "test_an_admin_key_is_none_of_the_others",),
+        "a key that was given to users loads adapters",
+    ),
+    Fault(
+        "adapters/the-routes-are-always-there",
+        "jaxinfer/server/app.py",
+        "ADAPTER_ROUTES if service.options.adapter_routes else ()",
+        "ADAPTER_ROUTES",
+        (SERVED + "test_without_the_flag_there_are_no_such_routes",),
+        "a server whose operator never wanted them has routes that change answers",
+    ),
+    Fault(
+        "adapters/paths-outside-of-the-roots-are-read",
+        "jaxinfer/server/adapters.py",
+        "if any(root in real.parents for root in self._roots) and os.path.isdir(real):",
+        "if os.path.isdir(real):",
+        (SERVED + "test_folders_outside_of_the_roots_are_not_read",),
+        "the route reads any folder of the machine",
+    ),
+    Fault(
+        "adapters/links-out-of-a-root-are-followed",
+        "jaxinfer/server/adapters.py",
+        "real = Path(os.path.realpath(place))",
+        "real = Path(os.path.abspath(place))",
+        (SERVED + "test_folders_outside_of_the_roots_are_not_read",),
+        "a link in the trainer's folder reads others of the machine",
+    ),
+    Fault(
+        "adapters/a-folder-beside-a-root-is-below-it",
+        "jaxinfer/server/adapters.py",
+        "any(root in real.parents for root in self._roots)",
+        "any(str(real).startswith(str(root)) for root in self._roots)",
+        (SERVED + "test_folders_outside_of_the_roots_are_not_read",),
+        "a root named adapters opens adapters-private beside it",
+    ),
+    Fault(
+        "adapters/pipes-are-opened",
+        "jaxinfer/server/adapters.py",
+        "if not stat.S_ISREG(about.st_mode):",
+        "if False:",
+        (SERVED + "test_hostile_folders_give_one_error_and_load_nothing",),
+        "one load waits for ever, and all later ones for it",
+    ),
+    Fault(
+        "adapters/any-size-is-read",
+        "jaxinfer/server/adapters.py",
+        "if num_bytes > self._max_mib << 20:",
+        "if num_bytes > self._max_mib << 40:",
+        (SERVED + "test_hostile_folders_give_one_error_and_load_nothing",),
+        "a file of a terabyte without a byte on the disk ends the server",
+    ),
+    Fault(
+        "adapters/any-key-names-an-adapter",
+        "jaxinfer/server/adapters.py",
+        "keys is None or record.is_admin or record.key in keys",
+        "True",
+        (SERVED + "test_adapters_belong_to_the_keys_that_their_load_names",),
+        "a tenant is answered by the adapter of another",
+    ),
+    Fault(
+        "adapters/one-in-place-of-another-is-for-all",
+        "jaxinfer/server/adapters.py",
+        "                    self._keys[adapter] = self._keys[former]\n",
+        "                    pass\n",
+        (SERVED + "test_adapters_belong_to_the_keys_that_their_load_names",),
+        "the next version of a tenant's adapter can be named by all",
+    ),
+    Fault(
+        "adapters/one-is-for-all-until-its-load-has-ended",
+        "jaxinfer/server/adapters.py",
+        "        if name in self._before:\n            return self._before[name]\n",
+        "",
+        (SERVED + "test_an_adapter_in_place_of_another_answers_when_it_is_complete",),
+        "for a moment after its load all keys can name a tenant's adapter",
+    ),
+    Fault(
+        "adapters/an-answer-changes-adapters-with-the-name",
+        "jaxinfer/server/generation.py",
+        "self._seconds_left(), salt, self.model.adapter)",
+        "self._seconds_left(), salt, self.model.adapter and self.model.adapter.name)",
+        (SERVED + "test_a_request_has_the_adapter_that_its_key_may_name",),
+        "a request that waits is answered by what another tenant loaded under the name meanwhile",
+    ),
+    Fault(
+        "adapters/metrics-name-all",
+        "jaxinfer/server/app.py",
+        "lambda adapter: adapters is None or adapters.is_seen(adapter, record)",
+        "lambda adapter: True",
+        (SERVED + "test_metrics_name_adapters_that_run_and_wait",),
+        "a tenant reads the names of the others' adapters",
+    ),
+    Fault(
+        "adapters/a-stream-goes-on-with-another-adapter",
+        "jaxinfer/server/models.py",
+        'f"{base.fingerprint} {adapter.fingerprint}"',
+        'f"{base.fingerprint} {adapter.name}"',
+        (SERVED + "test_streams_are_those_of_the_adapter_and_are_resumed",),
+        "a resumed answer has its end from another version of the adapter",
+    ),
+    Fault(
+        "adapters/a-page-of-another-site-sends-the-password",
+        "jaxinfer/server/auth.py",
+        "return None if any(name in OF_BROWSERS for name, _ in headers) else password",
+        "return password",
+        (SERVED + "test_an_admin_key_is_taken_from_a_url_but_not_from_a_browser",),
+        "a page that an administrator visits pauses the server",
+    ),
+)
+
 
 SLOTS = "jaxinfer/engine/adapter_slots.py"
 SCHEDULER = "jaxinfer/engine/scheduler.py"
@@ -280,4 +403,4 @@ SCHEDULED_AND_BATCHED = (
     ),
 )
 
-FAULTS += SCHEDULED_AND_BATCHED
+FAULTS = (*COMPUTED, *KEPT_APART, *CONVERTED, *GUARDED, *SCHEDULED_AND_BATCHED)

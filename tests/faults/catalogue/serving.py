@@ -928,7 +928,7 @@ SERVER = (
     Fault(
         "server/what-waits-in-the-server-is-not-shown",
         "jaxinfer/server",
-        "num_waiting = self.num_queued() + sum(",
+        "num_waiting = self.queue.num_waiting + sum(",
         "num_waiting = sum(",
         ("tests/server/test_metrics.py",),
         "an overloaded server looks idle: only the few in the engine's queue are counted",
@@ -979,7 +979,7 @@ SECURITY = (
     Fault(
         "server/forms-of-other-sites-are-taken",
         "jaxinfer/server/http.py",
-        "any(name in request.headers for name in _OF_BROWSERS)",
+        'any(name in OF_BROWSERS for name, _ in request.scope["headers"])',
         "False",
         ("tests/server/test_security.py::test_json_is_taken_from_curl_as_a_form_and_from_no_browser",),
         "any web page that somebody opens on this machine uses, pulls and deletes models",

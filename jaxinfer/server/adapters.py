@@ -1,0 +1,158 @@
+"""Adapters of a server's model: which requests may name them, and the folders that they are read from over HTTP."""
+
+import asyncio
+import logging
+import os
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from weakref import WeakKeyDictionary
+
+from jaxinfer.engine.adapter_slots import LoadedAdapter
+from jaxinfer.server.errors import APIError, refused
+from jaxinfer.server.models import ServedModel
+from jaxinfer.server.names import check_adapter_name
+from jaxinfer.server.record import Record
+
+_LOG = logging.getLogger("jaxinfer.server")
+_MAX_PATH = 4096  # characters
+_NAME, _PATH = "lora_name", "lora_path"
+
+
+class AdapterFolders:
+    """Folders below `roots`, and no others, whose files have at most `max_mib` MiB together.
+
+    Raises ValueError for a root that is no folder.
+    """
+
+    def __init__(self, roots: Sequence[str] | None, max_mib: int):
+        self._max_mib = max_mib
+        self._roots = [Path(os.path.realpath(root)) for root in roots or ()]
+        for root in self._roots:
+            if not root.is_dir():
+                raise ValueError(f"adapter_roots: {root} is no folder")
+
+    def folder(self, given: str) -> Path:
+        """The real path of a folder, which is given as it is or from a root. Raises APIError 400.
+
+        What lies outside is not looked at: the error is that of a folder that there is not.
+        """
+        path = PurePath(given)
+        if given and len(given) <= _MAX_PATH and "\0" not in given and ".." not in path.parts:
+            for place in (path,) if path.is_absolute() else [root / path for root in self._roots]:
+                real = Path(os.path.realpath(place))
+                if any(root in real.parents for root in self._roots) and os.path.isdir(real):
+                    self._check_files(real, given)
+                    return real
+        raise refused(
+            _PATH,
+            f"{_PATH}={given!r:.300} is no folder below --adapter-root; links out of it and '..' are not followed, and "
+            "nothing is downloaded",
+        )
+
+    def _check_files(self, folder: Path, given: str) -> None:
+        num_bytes = 0
+        for entry in os.scandir(folder):
+            real = os.path.realpath(entry.path)
+            if folder not in Path(real).parents:
+                raise refused(_PATH, f"{given:.300}/{entry.name:.100} is a link out of its folder")
+            about = os.stat(real)
+            if stat.S_ISDIR(about.st_mode):
+                continue
+            if not stat.S_ISREG(about.st_mode):  # opening a pipe would wait for ever
+                raise refused(_PATH, f"{given:.300}/{entry.name:.100} is no file")
+            num_bytes += about.st_size
+        if num_bytes > self._max_mib << 20:
+            told = f"the files of {given:.300} have {num_bytes:,} bytes, --adapter-max-mib {self._max_mib} allows"
+            raise refused(_PATH, f"{told} {self._max_mib << 20:,}")
+
+
+class ServedAdapters:
+    """The adapters of a model as its clients see them. All but the reading of files runs in the event loop."""
+
+    def __init__(self, model: ServedModel, folders: AdapterFolders):
+        self._model, self._folders = model, folders
+        # Names of API keys that may name an adapter; it is for all of them if it is not here.
+        self._keys: WeakKeyDictionary[LoadedAdapter, frozenset[str]] = WeakKeyDictionary()
+        self._before: dict[str, LoadedAdapter | None] = {}  # by name, what it means until its load has ended
+        self._lock = asyncio.Lock()  # one is loaded at a time
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # What requests may name.
+
+    def find(self, name: str, record: Record) -> LoadedAdapter | None:
+        """The adapter of a name; None where there is none that the request's key may name."""
+        adapter = self._meant(name)
+        return adapter if adapter is not None and self.is_seen(adapter, record) else None
+
+    def seen_by(self, record: Record) -> list[LoadedAdapter]:
+        """The adapters that a request's key may name."""
+        names = list(self._model.llm.adapters) if self._is_ready else []
+        return [adapter for name in names if (adapter := self.find(name, record)) is not None]
+
+    def is_seen(self, adapter: LoadedAdapter, record: Record) -> bool:
+        """True if the request's key may name the adapter."""
+        keys = self._keys.get(adapter)
+        return keys is None or record.is_admin or record.key in keys
+
+    def _meant(self, name: str) -> LoadedAdapter | None:
+        if name in self._before:
+            return self._before[name]
+        return self._model.llm.adapters.get(name) if self._is_ready else None
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._model.state == "ready" and not self._model.is_dead
+
+    # What administrators change.
+
+    async def load(self, name: str, path: str, keys: Sequence[str] | None, *, replaces: bool) -> None:
+        """Loads an adapter from a folder, in a thread; a caller that leaves does not interrupt it. Without `keys` it
+        has those of the adapter that it replaces, or is for all.
+
+        Raises APIError 400, and then nothing has changed.
+        """
+        task = asyncio.ensure_future(self._load(name, path, keys, replaces))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
+
+    async def _load(self, name: str, path: str, keys: Sequence[str] | None, replaces: bool) -> None:
+        async with self._lock:
+            model, start = self._model, time.perf_counter()
+            llm = model.llm
+            self._check_name(name, replaces)
+            if not llm.engine.spec.options.max_adapters:
+                raise APIError(400, "there is no room for adapters: start the server with --max-adapters 8")
+            folder = await asyncio.to_thread(self._folders.folder, path)
+            former = self._before[name] = llm.adapters.get(name)
+            try:
+                adapter = await asyncio.to_thread(llm.load_adapter, name, folder, replace=replaces)
+                if keys is not None:
+                    self._keys[adapter] = frozenset(keys)
+                elif former is not None and former in self._keys:
+                    self._keys[adapter] = self._keys[former]
+            except (ValueError, OSError) as error:
+                told = model.source.without_paths(str(error).replace(str(folder), path))
+                raise refused(_PATH, told) from error
+            finally:
+                del self._before[name]
+            model.metrics.adapter_loads.inc()
+            _LOG.info("loaded the adapter %s from %s in %.2f s", name, folder, time.perf_counter() - start)
+
+    def _check_name(self, name: str, replaces: bool) -> None:
+        try:
+            check_adapter_name(name, {*self._model.names, *self._model.source.names})
+        except ValueError as error:
+            raise refused(_NAME, str(error)) from None
+        if name in self._model.llm.adapters and not replaces:
+            raise refused(_NAME, f"the adapter {name!r:.80} is loaded already; load_inplace=true replaces it")
+
+    async def unload(self, name: str) -> None:
+        """Takes an adapter away; requests that named it go on with it. Raises APIError 404 for an unknown one."""
+        async with self._lock:
+            if name not in self._model.llm.adapters:
+                raise APIError(404, f"the adapter {name!r:.80} is not loaded", param=_NAME, code="adapter_not_found")
+            self._model.llm.unload_adapter(name)
+            _LOG.info("unloaded the adapter %s", name)

@@ -1,0 +1,141 @@
+"""Adapters on the command line: the one that answers, and the room for them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from checkpoints_convert import open_checkpoint
+from checkpoints_convert.adapters import Adapter, LowRank, save_adapter
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.api.options import parse_adapters
+
+PROMPT = "What is it?"
+SHORT = ("--temperature", "0", "--max-tokens", "6")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, model):
+    """Two adapters of the tiny model, one of which calls its base another name."""
+    with open_checkpoint(model) as checkpoint:
+        config = checkpoint.config
+    root = tmp_path_factory.mktemp("lora")
+    for seed, (name, base) in enumerate({"one": "owner/tiny", "two": "owner/other"}.items()):
+        random, width = np.random.default_rng(seed), config.num_heads * config.head_dim
+        a, b = (random.standard_normal(shape).astype(np.float32) for shape in ((config.hidden_size, 4), (4, width)))
+        pairs = {f"layers.{layer}.attention.q_proj": LowRank(a, b, 2.0) for layer in range(config.num_layers)}
+        save_adapter(Adapter(pairs, base_model=base), root / name, config)
+    return root
+
+
+@pytest.fixture(scope="module")
+def expected(model, folders):
+    """The library's answers and scores, by the adapter's name."""
+    adapters = {"one": folders / "one", "two": folders / "two"}
+    with LLM(model, base_model="owner/tiny") as llm:
+        base = llm.generate(PROMPT, SamplingParams(max_tokens=6, temperature=0))[0].outputs[0].text
+    found = {None: base}
+    for name, folder in adapters.items():
+        with LLM(model, adapters={name: folder}, base_model=f"owner/{'tiny' if name == 'one' else 'other'}") as llm:
+            params = SamplingParams(max_tokens=6, temperature=0)
+            found[name] = llm.generate(PROMPT, params, adapter=name)[0].outputs[0].text
+    assert len(set(found.values())) == 3
+    return found
+
+
+def test_one_adapter_answers(jaxinfer, json_lines, model, folders, expected):
+    for name, *more in (("one",), ("two", "--base-model", "owner/other")):
+        given = ("--adapter", folders / name, *more)
+        result = jaxinfer("generate", PROMPT, "-m", model, *SHORT, *given)
+        assert (result.exit_code, result.stdout) == (0, expected[name] + "\n")
+        [row] = json_lines(jaxinfer("generate", PROMPT, "-m", model, *SHORT, *given, "--json").stdout)
+        assert row["outputs"][0]["text"] == expected[name]
+    assert jaxinfer("generate", PROMPT, "-m", model, *SHORT).stdout == expected[None] + "\n"
+
+
+def test_run_and_chat_talk_with_it(jaxinfer, json_lines, model, folders):
+    one, answers = ("--adapter", folders / "one"), {}
+    for name, more in {"base": (), "one": one}.items():
+        [turn] = json_lines(jaxinfer("chat", model, "--json", *SHORT, *more, input="hi\n").stdout)
+        [answer] = json_lines(jaxinfer("run", model, "hi", "--json", *SHORT, *more).stdout)
+        assert answer["message"] == turn["message"]
+        answers[name] = turn["message"]["content"]
+    assert answers["base"] != answers["one"]
+
+
+def test_run_without_a_template_continues_with_it(jaxinfer, model_without_template, folders):
+    texts = [
+        jaxinfer("run", model_without_template, PROMPT, *SHORT, *more, "--base-model", "owner/tiny").stdout
+        for more in ((), ("--adapter", folders / "one"))
+    ]
+    assert texts[0] != texts[1]
+
+
+def test_score_is_under_it(jaxinfer, json_lines, model, folders):
+    one, scores = ("--adapter", folders / "one"), []
+    for more in ((), one):
+        [row] = json_lines(jaxinfer("score", "-m", model, "--text", "some words", "--json", *more).stdout)
+        scores.append(row["raw_total"])
+    with LLM(model, adapters={"one": folders / "one"}) as llm:
+        assert [score.raw_total for score in llm.score(["some words"], adapter="one")] == pytest.approx(scores[1:])
+    assert scores[0] != scores[1]
+
+
+def test_of_several_one_is_chosen(jaxinfer, tmp_path, model, folders, expected):
+    two = tmp_path / "two"
+    save = json.loads((folders / "two" / "adapter_config.json").read_text())
+    two.mkdir()
+    (two / "adapter_config.json").write_text(json.dumps({**save, "base_model_name_or_path": "tiny"}))
+    (two / "adapter_model.safetensors").write_bytes((folders / "two" / "adapter_model.safetensors").read_bytes())
+    several = ("--adapter", f"a={folders / 'one'}", "--adapter", f"b={two}", "--max-adapters", "1")
+    for name, text in {"a": expected["one"], "b": expected["two"]}.items():
+        result = jaxinfer("generate", PROMPT, "-m", model, *SHORT, *several, "--use-adapter", name)
+        assert (result.exit_code, result.stdout) == (0, text + "\n")
+    for more, told in (
+        (several, "--use-adapter says which of a, b answers"),
+        ((*several, "--use-adapter", "c"), "--use-adapter c: there is no such adapter, only a, b"),
+        (("--use-adapter", "c"), "--adapter NAME=DIR gives one"),
+    ):
+        for command in (("generate", "x", "-m", model), ("score", "--text", "x", "-m", model), ("run", model, "x")):
+            result = jaxinfer(*command, *more)
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert told in result.stderr
+
+
+def test_errors_are_one_sentence(jaxinfer, model, folders, tmp_path):
+    for more, told in (
+        (("--adapter", tmp_path / "none"), "is not a folder"),
+        (("--adapter", folders / "two"), "--base-model owner/other"),
+        (("--adapter", folders / "one", "--max-adapter-rank", "2"), "its rank is 4, and there is room for 2"),
+        (("--adapter", folders / "one", "--adapter-modules", "v_proj"), "no room for adapters of"),
+        (("--adapter", folders / "one", "--max-adapters", "0"), "max_adapters=0"),
+        (("--adapter", "x="), "is no [NAME=]DIR"),
+        (("--adapter", "a=x", "--adapter", "a=y"), "both named 'a'"),
+    ):
+        result = jaxinfer("generate", "x", "-m", model, *more)
+        assert (result.exit_code in (1, 2), result.stdout, result.stderr.count("\n")) == (True, "", 1), result.stderr
+        assert told in result.stderr
+
+
+def test_names_of_adapters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=b").mkdir()
+    assert parse_adapters(["x/lora/", "n=y", "a=b"]) == {"lora": "x/lora/", "n": "y", "a=b": "a=b"}
+
+
+def test_serve_refuses_what_cannot_be_served_first(jaxinfer, model, tmp_path, monkeypatch):
+    monkeypatch.delenv("JAXINFER_ADMIN_KEY", raising=False)
+    for arguments, told in (
+        ((model, "--adapter", "tiny=x"), "would have a name of the model itself"),
+        ((model, "--served-model-name", "name", "--adapter", "name=x"), "would have a name of the model itself"),
+        (("--model", model, "--adapter", "a=x"), "are for a server of one model"),
+        (("--model", model, "--max-adapters", "4"), "are for a server of one model"),
+        ((model, "--adapter-routes"), "--adapter-root DIR"),
+        ((model, "--adapter-root", tmp_path), "is for adapter_routes"),
+        ((model, "--adapter-routes", "--adapter-root", tmp_path / "none"), "is no folder"),
+        ((model, "--adapter-routes", "--adapter-root", tmp_path), "--admin-keys FILE"),
+    ):
+        result = jaxinfer("serve", *arguments)
+        assert result.exit_code in (1, 2), result.stderr
+        assert told in result.stderr
+        assert "listening" not in result.stderr
