@@ -31,7 +31,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/cpu_kernels tests/pallas_kernels/test_cpu_calls.py tests/pallas_kernels/packed_matmul \
     tests/pallas_kernels/quantized_matmul/test_numba_cpu.py tests/pallas_kernels/paged_attention/test_numba_cpu.py
 
-.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-chip test-interpreters interpreters test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-heads golden-real on-chip on-chip-packages on-chip-archive on-chip-check docs notebooks readme clean
+.PHONY: help demo models tokenizers golden-tokenizers test test-real test-quick test-all test-browser pictures test-clients test-chip test-interpreters interpreters test-faults coverage test-newest test-oracle lint format report bench bench-real bench-ratios bench-batching bench-speculative quality bench-loading bench-stored golden golden-heads golden-adapters golden-real on-chip on-chip-packages on-chip-archive on-chip-check docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -140,7 +140,7 @@ test-newest:  ## Run `make test-quick` on a newer Python and JAX, if one is foun
 	@python="$$(sh tests/find_newest_python.sh)" || { echo "skipped: no Python 3.12 or newer found"; exit 0; }; \
 	$(MAKE) VENV=.venv-newest PYTHON="$$python" test-quick
 
-test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle .venv-heads/stamp  ## Compare with Hugging Face Transformers and speculators, live
+test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle .venv-heads/stamp .venv-peft/stamp  ## Compare with Hugging Face Transformers, speculators and PEFT, live
 	$(PYTEST) -n $(WORKERS) --dist worksteal -q --oracle --slow tests/oracle
 
 golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again, with Transformers
@@ -165,6 +165,17 @@ golden-tokenizers: $(VENV)/stamp-oracle tokenizers  ## Write the golden results 
 golden-heads: .venv-heads/stamp $(VENV)/stamp-test  ## Write the golden files of draft heads again, with speculators and Transformers (in .venv-heads)
 	.venv-heads/bin/python -m tests.oracle.make_head_golden
 	$(BIN)/python -m tests.oracle.make_speculators_golden
+
+# An environment of its own, without JAX, as that of draft heads.
+.venv-peft/stamp:
+	$(PYTHON) -m venv .venv-peft
+	.venv-peft/bin/python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu \
+	    torch==2.13.0 transformers==5.19.0 accelerate==1.15.0 psutil
+	.venv-peft/bin/python -m pip install --quiet --no-deps peft==0.21.2
+	@touch $@
+
+golden-adapters: .venv-peft/stamp  ## Write the golden adapters again, with PEFT and Transformers (in .venv-peft)
+	.venv-peft/bin/python -m tests.oracle.make_adapter_golden
 
 golden-real: $(VENV)/stamp-base $(VENV)/stamp-peers models  ## Write the golden token ids of real models again, with llama.cpp
 	$(BIN)/python -m tests.oracle.make_real_golden

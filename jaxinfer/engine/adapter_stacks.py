@@ -94,7 +94,7 @@ class AdapterStacks:
         if path[0] != "layers" or path[-1] != WEIGHT:
             return None
         is_module = sizes.modules is None or path[-2] in sizes.modules
-        if len(shape) == 2 and path[-2].endswith("_proj") and is_module:
+        if len(shape) == 2 and path[-2].endswith(("_proj", "router")) and is_module:
             vector = of(shape[1], dtype=float32)
             vectors = vector if sizes.has("dora") else None, vector if sizes.has("bias") else None
             return _Room(AdaptedWeight, AdapterStack(of(rank, shape[0]), of(rank, shape[1]), *vectors))
@@ -233,6 +233,8 @@ class _Check:
             changed = bias.astype(np.float32) - np.asarray(own, np.float32)
             offset = changed if offset is None else offset + changed
         if offset is not None and room.offset is None:
+            if room.b.shape[:-2] or room.a.shape[:-2]:
+                self.refuse(f"{name} has biases, which are not served for heads and experts")
             self.no_room("trained biases", "bias")
         self._check_finite(name, {"A": a, "B": b, "magnitudes": columns, "biases": offset})
         return AdapterStack(a, b, columns, offset)

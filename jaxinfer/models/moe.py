@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxinfer.models.basic import Norm, normal
 from jaxinfer.models.config import MoEConfig
 from jaxinfer.models.experts import Activation, Experts, route, run_experts
+from jaxinfer.quantization.adapted import base_of, with_adapters
 
 
 def clamped_swiglu(limit: float, slope: float, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -65,8 +66,9 @@ class Router(nnx.Module):
         """`route` for hidden states [T, D]."""
         if self.norm is not None and self.input_scale is not None:
             x = self.norm(x) * self.input_scale[...] * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
-        x, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)
-        logits = jnp.matmul(x, weight, precision=lax.Precision.HIGHEST)
+        weight = self.weight.get_value()
+        operands = x.astype(jnp.float32), base_of(weight).astype(jnp.float32)
+        (logits,) = with_adapters(x, [jnp.matmul(*operands, precision=lax.Precision.HIGHEST)], [weight])
         if self.bias is not None:
             logits = logits + self.bias[...].astype(jnp.float32)
         chosen, weights = route(self.moe, logits, None if self.correction is None else self.correction[...])

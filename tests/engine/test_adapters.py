@@ -1,0 +1,146 @@
+"""Rows with adapters have the same answers alone, beside others, in chunks, from a cached prefix and with drafts; rows
+without one have the bits of an engine without adapters."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.engine.adapter_slots import AdapterSizes
+from jaxinfer.engine.adapter_stacks import AdapterStacks
+from jaxinfer.models import MLAConfig, abstract_params, init_params
+from jaxinfer.models.adapter import Adapter, LowRank
+from jaxinfer.quantization import dequantize_params, quantize_params
+from jaxinfer.quantization.tree import is_quantized
+from tests.tiny import CONTIGUOUS_OPTIONS, OPTIONS, TINY
+
+NAMES = [f"a{number}" for number in range(9)]
+RANKS = (1, 2, 3, 4, 5, 8, 8, 3, 2)
+ROWS = [None, *NAMES[:5], None, *NAMES[5:]]
+PARAMS = SamplingParams(temperature=0, max_tokens=10, logprobs=0)
+# One text, of which no part is another adapter's or the base's.
+PROMPT = [3, 9, 4, 31, 7, 8, 9, 7, 8, 9, 50, 61, 7, 8, 9, 12, 2, 96, 3, 9, 4, 31, 7]
+
+
+def random_adapter(params, seed: int, rank: int) -> Adapter:
+    """Pairs of all linear layers."""
+    random = np.random.default_rng(seed)
+    pairs = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        *parts, last = (key.key for key in path)
+        if last == "weight" and parts[-1].endswith("_proj"):
+            inputs, outputs = leaf.shape
+            a, b = (random.normal(0, 0.4, shape).astype(np.float32) for shape in ((inputs, rank), (rank, outputs)))
+            pairs[".".join(parts)] = LowRank(a, b, 0.5)
+    return Adapter(pairs)
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny):
+    return {
+        name: random_adapter(tiny[1], seed, rank) for seed, (name, rank) in enumerate(zip(NAMES, RANKS, strict=True))
+    }
+
+
+def answers(llm: LLM, rows, prompt=PROMPT):
+    """Of each row: its tokens and their log-probabilities."""
+    outputs = llm.generate([prompt] * len(rows), PARAMS, adapter=rows, use_tqdm=False)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def tokens(found):
+    return [own for own, _ in found]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny, adapters):
+    """Tokens by adapter, each of a request that runs alone."""
+    with LLM(tiny, adapters=adapters, **OPTIONS) as llm:
+        found = {name: answers(llm, [name])[0][0] for name in (None, *NAMES)}
+    # The check would see the wrong adapter.
+    assert len(set(map(tuple, found.values()))) == len(found)
+    return found
+
+
+WAYS = {
+    "paged": OPTIONS,
+    "contiguous": CONTIGUOUS_OPTIONS,
+    "chunks": {**OPTIONS, "prefill_chunk": 5},
+    "many rows": {**OPTIONS, "max_seqs": 12},
+    "ngram": {**OPTIONS, "draft": "ngram", "num_draft_tokens": 3},
+    "deterministic": {**OPTIONS, "deterministic": True},
+}
+
+
+@pytest.mark.matrix("chunks", "ngram")
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_beside_others_have_the_tokens_that_they_have_alone(tiny, adapters, expected, way):
+    with LLM(tiny, adapters=adapters, **WAYS[way]) as llm:
+        first, again = answers(llm, ROWS), answers(llm, ROWS)
+        single = answers(llm, ["a1"])
+        stats = llm.speculation_stats()
+    with LLM(tiny, **WAYS[way]) as llm:
+        base = answers(llm, [None] * len(ROWS)), answers(llm, [None] * len(ROWS))
+    assert tokens(first) == tokens(again) == [expected[name] for name in ROWS]
+    assert tokens(single) == [expected["a1"]]
+    assert way != "ngram" or stats.proposed > 0
+    bases = [row for row, name in enumerate(ROWS) if name is None]
+    for own, plain in zip((first, again), base, strict=True):
+        assert [own[row] for row in bases] == [plain[row] for row in bases]
+
+
+def test_fewer_slots_than_adapters(tiny, adapters, expected):
+    with LLM(tiny, adapters=adapters, max_adapters=2, **OPTIONS) as llm:
+        for rows in (ROWS, ROWS[::-1]):
+            assert tokens(answers(llm, rows)) == [expected[name] for name in rows]
+
+
+def test_a_cached_prefix_is_that_of_its_adapter(tiny, adapters, expected):
+    with LLM(tiny, adapters=adapters, page_size=4, **OPTIONS) as llm:
+        for name in (None, "a3", "a4"):
+            cold, warm = (llm.generate(PROMPT, PARAMS, adapter=name)[0] for _ in range(2))
+            assert (cold.num_cached_tokens, warm.num_cached_tokens > 0) == (0, True)
+            assert cold.outputs[0].token_ids == warm.outputs[0].token_ids == expected[name]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("bias", "k_up has biases, which are not served"), ("magnitude", r"k_up has magnitudes \(DoRA\), which are not")],
+)
+def test_what_heads_cannot_have_is_refused(field, message):
+    mla = MLAConfig(latent_size=16, rope_size=8, nope_size=12, value_size=10, query_rank=20)
+    config = replace(
+        TINY, architecture="DeepseekV3ForCausalLM", num_kv_heads=1, head_dim=24, attention_scale=0.2, mla=mla
+    )
+    params = abstract_params(config)
+    heads, inputs, outputs = params["layers"]["0"]["attention"]["k_up"]["weight"].shape
+    pair = LowRank(np.ones((inputs, 2)), np.ones((heads, 2, outputs)), 1.0, **{field: np.ones((heads, outputs))})
+    stacks = AdapterStacks(config, params, AdapterSizes(1, 8, parts=frozenset(("dora", "bias"))))
+    with pytest.raises(ValueError, match=message):
+        stacks.prepared(Adapter({"layers.0.attention.k_up": pair}), params, what="'a'")
+
+
+@pytest.mark.matrix("int4-g128")
+@pytest.mark.parametrize("recipe", ["int8", "int4-g128"])
+def test_a_quantized_base_is_its_integers(recipe):
+    config = replace(TINY, hidden_size=256, intermediate_size=256)
+    params = init_params(config, jax.random.key(3))
+    params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim == 2 else leaf, params)
+    adapters = {name: random_adapter(params, seed, 4) for seed, name in enumerate(("a", "b"))}
+    quantized = quantize_params(params, recipe)
+    found = {}
+    for kind, base, options in (
+        ("integers", params, {"quantize": recipe}),
+        ("floats", dequantize_params(quantized), {}),
+    ):
+        with LLM((config, base), adapters=adapters, **OPTIONS, **options) as llm:
+            assert any(map(is_quantized, jax.tree.leaves(llm.params, is_leaf=is_quantized))) == (kind == "integers")
+            found[kind] = [
+                np.array(llm.score([PROMPT], adapter=name, use_tqdm=False)[0].raw) for name in (None, "a", "b")
+            ]
+    differences = [np.abs(one - other).max() for one, other in zip(*found.values(), strict=True)]
+    print(f"{recipe}: max |difference| {max(differences):.1e}")
+    assert max(differences) <= 1e-4
+    assert np.abs(found["integers"][1] - found["integers"][0]).max() > 0.1
