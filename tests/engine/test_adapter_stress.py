@@ -112,7 +112,7 @@ class Traffic:
 
     def load(self, name: str) -> None:
         adapter = self.rng.choice(self.adapters)
-        self.llm.load_adapter(name, adapter, replace=name in self.loaded, pinned=self.rng.random() < 0.02)
+        self.llm.load_adapter(name, adapter, replace=name in self.loaded, keep_on_device=self.rng.random() < 0.02)
         self.loaded[name] = adapter
 
     def change_names(self) -> None:
