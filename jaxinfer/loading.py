@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
@@ -211,8 +212,13 @@ def load_model(
     )
 
 
-def load_adapter(given: Any, config: ModelConfig, base_names: Sequence[str], what: str) -> tuple[Adapter, str]:
-    """An adapter, and the folder that it is from; "" for one of arrays.
+def load_adapter(
+    given: Any, config: ModelConfig, params: Params, base_names: Sequence[str], what: str
+) -> tuple[Adapter, str]:
+    """An adapter of a base with `params`, and the folder that it is from; "" for one of arrays.
+
+    Copies of the base's own tables are left out: PEFT saves them beside an adapter that has pairs for the embedding or
+    the head.
 
     Raises CheckpointError, a ValueError, as `read_adapter`, and for the adapter of another base model; TypeError for
     what is none.
@@ -224,7 +230,24 @@ def load_adapter(given: Any, config: ModelConfig, base_names: Sequence[str], wha
         raise TypeError(f"adapter {what}: a folder or a jaxinfer.models.adapter.Adapter is wanted, got {shown}")
     from checkpoints_convert.adapters import read_adapter
 
-    return read_adapter(given, config, base_model=base_names), str(given)
+    adapter = read_adapter(given, config, base_model=base_names)
+    tables = {"embed": "embed", "lm_head": "embed" if config.tie_word_embeddings else "lm_head"}
+    copies = {
+        name
+        for name, own in tables.items()
+        if name in adapter.replaced and _is_copy(adapter.replaced[name], params[own], is_transposed=name != own)
+    }
+    kept = {name: array for name, array in adapter.replaced.items() if name not in copies}
+    return (replace(adapter, replaced=kept) if copies else adapter), str(given)
+
+
+def _is_copy(array: np.ndarray, table: Any, *, is_transposed: bool) -> bool:
+    """True if an array is a table, or the transposed one, of the parameters."""
+    shape = table.shape[::-1] if is_transposed else table.shape
+    if array.shape != shape:
+        return False
+    own = np.asarray(table.dequantize() if is_weight(table) else table)
+    return np.array_equal(array.astype(np.float32), (own.T if is_transposed else own).astype(np.float32))
 
 
 def _live(

@@ -200,7 +200,7 @@ class LLM(Closable):
 
     def _read_adapter(self, given: Any, name: str, base_model: str | None = None) -> tuple[Adapter, str]:
         names = self._base_names if base_model is None else (base_model,)
-        return load_adapter(given, self.config, names, repr(name))
+        return load_adapter(given, self.config, self.params, names, repr(name))
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
         __getattr__ = unknown_attribute

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.model_runner import Flight, FlightResults
 from jaxinfer.engine.plans import DispatchPlan
 from jaxinfer.engine.request import SequenceState
@@ -65,7 +66,7 @@ class Speculation:
         self._num_until_told = TOLD_AFTER if self.draft.is_trained_for_target else None
         if spec.options.is_adaptive:
             drafting = sum(num_bytes(all_layers(params)) for _, params in spec.draft_models)
-            cost_ratio = drafting / num_bytes(all_layers(spec.params))
+            cost_ratio = drafting / num_bytes(spec.base_params)
             lengths, shared = [tree.depth for tree in spec.trees], None
             if spec.packs_rounds:
                 predicts = self.draft.predicts_acceptance
@@ -135,7 +136,7 @@ class Speculation:
         for sequence in sequences:
             if sequence not in self._estimates:
                 num_tokens = len(sequence.tokens) if self._catches_up else 0
-                self._estimates[sequence] = controller.new_estimate(num_tokens)
+                self._estimates[sequence] = controller.new_estimate(num_tokens, _adapter_of(sequence))
         return [self._estimates[sequence] for sequence in sequences]
 
     # After a dispatch.
@@ -254,3 +255,9 @@ class Speculation:
                 break
             count += 1
         return count * self.spec.page_size
+
+
+def _adapter_of(sequence: SequenceState) -> str:
+    """A name of the adapter that the target has for a sequence; "" for none."""
+    adapter = sequence.request.adapter
+    return adapter.fingerprint if isinstance(adapter, LoadedAdapter) else str(adapter or "")

@@ -34,6 +34,7 @@ CATCH_UP_EXCESS = 2.0  # usual dispatch times by which a catch-up may exceed its
 OUTLIER_FACTOR = 10.0  # a measurement this many times the estimate (a compilation, for example) must occur twice
 
 PRIOR_RATE, PRIOR_ROUNDS = 0.7, 4.0  # initial acceptance rate, and the number of rounds it weighs
+MOST_ADAPTERS = 256  # whose rates are kept
 ROW_DECAY, OVERALL_DECAY = 0.96, 0.995  # per round: about the last 25 rounds of a row count, and 200 of all rows
 
 
@@ -45,10 +46,16 @@ class AcceptanceEstimate:
     rows.
     """
 
-    def __init__(self, overall: "AcceptanceEstimate | None" = None, prior_rate: float = PRIOR_RATE):
+    def __init__(
+        self,
+        overall: "AcceptanceEstimate | None" = None,
+        prior_rate: float = PRIOR_RATE,
+        *,
+        is_of_row: bool = True,
+    ):
         self._overall = overall
         self._prior_rate = prior_rate
-        self._decay = OVERALL_DECAY if overall is None else ROW_DECAY
+        self._decay = ROW_DECAY if overall is not None and is_of_row else OVERALL_DECAY
         self._first = self._later = (0.0, 0.0)  # decayed counts: accepted, total
         self.num_rounds = 0
         self.num_behind = 0  # tokens that the draft model has not stored
@@ -187,11 +194,19 @@ class LengthController:
         self.cost_ratio = cost_ratio
         self.overall = AcceptanceEstimate(prior_rate=prior_rate)
         self._buckets: dict[int, _Bucket] = {}
+        self._by_adapter: dict[str, AcceptanceEstimate] = {}
         self._catch_ups: deque[float] = deque(maxlen=WINDOW)  # seconds per token
 
-    def new_estimate(self, num_tokens: int = 0) -> AcceptanceEstimate:
-        """The estimate of a new sequence of `num_tokens` tokens, which the draft model has not stored."""
-        estimate = AcceptanceEstimate(self.overall)
+    def new_estimate(self, num_tokens: int = 0, adapter: str = "") -> AcceptanceEstimate:
+        """The estimate of a new sequence of `num_tokens` tokens, which the draft model has not stored. Sequences of one
+        `adapter` of the target have a rate in common, since a draft without it guesses each of them more or less
+        well."""
+        overall = self.overall
+        if adapter:
+            if adapter not in self._by_adapter and len(self._by_adapter) >= MOST_ADAPTERS:
+                del self._by_adapter[next(iter(self._by_adapter))]
+            overall = self._by_adapter.setdefault(adapter, AcceptanceEstimate(self.overall, is_of_row=False))
+        estimate = AcceptanceEstimate(overall)
         estimate.num_behind = num_tokens
         return estimate
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints_convert.adapters import merged
+from checkpoints_convert.adapters import merged, save_adapter
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, init_params
 from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
@@ -15,7 +15,7 @@ from jaxinfer.quantization import dequantize_params
 from tests import tiny
 from tests.tiny import TINY
 
-UNTIED = replace(TINY, tie_word_embeddings=False)
+TIED = replace(TINY, tie_word_embeddings=True)
 LATENT_EXPERTS = replace(
     TINY,
     architecture="DeepseekV3ForCausalLM",
@@ -131,7 +131,7 @@ def test_biases():
     check(config, params, {"trained": trained, "of the pair": Adapter(pairs)})
 
 
-@pytest.mark.parametrize("config", [TINY, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("config", [TIED, TINY], ids=["tied", "untied"])
 def test_embedding_and_head(config):
     params, rng = random_params(config), np.random.default_rng(0)
     tables = random_adapter(params, 1, names=lambda name: name in ("embed", "lm_head"))
@@ -195,7 +195,7 @@ def test_an_invoked_adapter_starts_at_its_tokens(params):
 @pytest.mark.alone
 @pytest.mark.parametrize("mesh", ["model=2", "data=2,model=2"])
 def test_a_mesh_gives_the_tokens_of_one_device(mesh):
-    config = replace(UNTIED, vocab_size=96)
+    config = replace(TINY, vocab_size=96)
     params = random_params(config)
     tokens = TokenRows((9, 44), np.random.default_rng(1).normal(size=(2, 32)).astype(np.float32))
     adapters = {
@@ -222,3 +222,23 @@ def test_a_mesh_that_changes_shapes_is_refused(params):
     moe = random_params(LATENT_EXPERTS)
     with pytest.raises(ValueError, match="adapters of experts are for one device, not for a mesh of 2"):
         LLM((LATENT_EXPERTS, moe), mesh="model=2", max_adapters=2, adapter_parts=["experts"], **OPTIONS)
+
+
+def test_copies_of_the_bases_tables_take_no_room(tmp_path):
+    """PEFT saves them beside an adapter that has pairs for them."""
+    params = random_params(TIED)
+    own = np.asarray(params["embed"])
+    changed = own.copy()
+    changed[5] += 1
+    names = {"copy": {"embed": own, "lm_head": own.T}, "other": {"embed": changed, "lm_head": own.T}}
+    for name, tables in names.items():
+        save_adapter(random_adapter(params, 1, replaced=tables), tmp_path / name, TIED)
+    with LLM((TIED, params), adapters={"copy": tmp_path / "copy"}, **OPTIONS) as llm:
+        assert not llm.engine.spec.options.adapter_parts
+        with pytest.raises(
+            ValueError, match=r"no room for embed as a whole: adapter_parts=\('saved_embed',\) makes some"
+        ):
+            llm.load_adapter("other", tmp_path / "other")
+        assert list(llm.adapters) == ["copy"]
+    with LLM((TIED, params), adapters={"other": tmp_path / "other"}, **OPTIONS) as llm:
+        assert llm.engine.spec.options.adapter_parts == ("saved_embed",)

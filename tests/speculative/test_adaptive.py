@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jaxinfer.speculative.adaptive import (
     ALLOWANCE,
     MANY_SAMPLES,
+    MOST_ADAPTERS,
     SHARE,
     TRIAL_ROUNDS,
     AcceptanceEstimate,
@@ -376,3 +377,16 @@ def test_rows_are_not_shared_where_they_are_free():
 def test_shared_rows_are_of_two_choices():
     with pytest.raises(ValueError, match="is not made of two of"):
         LengthController((2, 4), shared=SharedRows(8, 4, above=1))
+
+
+def test_new_sequences_begin_with_the_rate_of_their_adapter():
+    controller = LengthController(CHOICES)
+    for _ in range(100):
+        controller.new_estimate(adapter="far").observe(4, 0)
+        controller.new_estimate(adapter="near").observe(4, 4)
+    rates = {name: controller.new_estimate(adapter=name).first_rate for name in ("far", "near", "", "new")}
+    assert rates["far"] < 0.15 < 0.4 < rates[""] < 0.6 < 0.85 < rates["near"]
+    assert rates["new"] == pytest.approx(rates[""], abs=0.05)
+    for number in range(MOST_ADAPTERS):
+        controller.new_estimate(adapter=f"later {number}")
+    assert controller.new_estimate(adapter="far").first_rate == pytest.approx(rates[""], abs=0.05), "it was forgotten"

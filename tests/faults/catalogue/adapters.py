@@ -403,4 +403,88 @@ SCHEDULED_AND_BATCHED = (
     ),
 )
 
-FAULTS = (*COMPUTED, *KEPT_APART, *CONVERTED, *GUARDED, *SCHEDULED_AND_BATCHED)
+STACKED = "tests/engine/test_adapter_stacks.py::"
+SERVED_TOGETHER = (
+    Fault(
+        "adapters/heads-have-the-changes-of-all-slots",
+        "jaxinfer/quantization/adapted.py",
+        "inner = jnp.where(is_own[..., None, :, None], inner, 0)",
+        "inner = jnp.where(is_own[..., None, :, None] | True, inner, 0)",
+        (STACKED + "test_latent_attention_and_experts",),
+        "latent attention of a request has the changes of every adapter on the device",
+    ),
+    Fault(
+        "adapters/experts-have-the-changes-of-the-first",
+        "jaxinfer/quantization/adapted.py",
+        "(ids - 1) * count + expert + 1",
+        "(ids - 1) * count + 1",
+        (STACKED + "test_latent_attention_and_experts",),
+        "all experts of an adapter have the pair of its first expert",
+    ),
+    Fault(
+        "adapters/logits-of-trained-tokens-are-those-of-the-next",
+        "jaxinfer/quantization/adapted_tables.py",
+        "jnp.where(tokens > 0, tokens - 1, width)",
+        "jnp.where(tokens > 0, tokens, width)",
+        (STACKED + "test_embedding_and_head[untied]",),
+        "a trained token's logit stands at the token after it",
+    ),
+    Fault(
+        "adapters/heads-of-others-stand-for-none",
+        "jaxinfer/quantization/adapted_tables.py",
+        "(ids == slot + 1) & stack.is_whole[slot]",
+        "ids == slot + 1",
+        (STACKED + "test_embedding_and_head[untied]",),
+        "where one adapter has a head of its own, the logits of all others are 0",
+    ),
+    Fault(
+        "adapters/invocation-is-ignored",
+        "jaxinfer/engine/programs/work.py",
+        "positions >= self.adapter_starts[slot]",
+        "positions >= 0",
+        (STACKED + "test_an_invoked_adapter_starts_at_its_tokens",),
+        "an adapter that is invoked late changes the tokens before",
+    ),
+    Fault(
+        "adapters/pages-after-an-invocation-are-shared",
+        "jaxinfer/engine/request.py",
+        "keys[first:] = [key + mark for key in keys[first:]]",
+        "pass",
+        (STACKED + "test_an_invoked_adapter_starts_at_its_tokens",),
+        "a request reads keys that another adapter made",
+    ),
+    Fault(
+        "adapters/magnitudes-are-over-the-base-alone",
+        "jaxinfer/engine/adapter_stacks.py",
+        "_dense(params, name) + scale * (",
+        "_dense(params, name) + 0 * (",
+        (STACKED + "test_magnitudes",),
+        "DoRA divides by the lengths of the base's columns",
+    ),
+    Fault(
+        "adapters/trained-biases-are-added-to-the-bases",
+        "jaxinfer/engine/adapter_stacks.py",
+        "changed = bias.astype(np.float32) - np.asarray(own, np.float32)",
+        "changed = bias.astype(np.float32)",
+        (STACKED + "test_biases",),
+        "a trained bias is added to the one that it stands in place of",
+    ),
+    Fault(
+        "adapters/changed-tables-are-taken-for-copies",
+        "jaxinfer/loading.py",
+        "    if array.shape != shape:\n        return False\n",
+        "    return array.shape == shape\n",
+        (STACKED + "test_copies_of_the_bases_tables_take_no_room",),
+        "a trained embedding is left out, since it has the base's shape",
+    ),
+    Fault(
+        "adapters/drafts-are-as-good-for-every-adapter",
+        "jaxinfer/speculative/adaptive.py",
+        "        if adapter:\n",
+        "        if False:\n",
+        ("tests/speculative/test_adaptive.py::test_new_sequences_begin_with_the_rate_of_their_adapter",),
+        "an adapter that no draft follows lowers the number of drafts of all requests, and its own is tried again",
+    ),
+)
+
+FAULTS = (*COMPUTED, *KEPT_APART, *CONVERTED, *GUARDED, *SCHEDULED_AND_BATCHED, *SERVED_TOGETHER)
