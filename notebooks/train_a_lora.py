@@ -222,7 +222,7 @@ assert max(differences) < 1e-3
 # %% [markdown]
 # ## A folder in PEFT's form
 #
-# `save_adapter` writes `adapter_config.json` and `adapter_model.safetensors`, which PEFT, vLLM and this package read.
+# `save_adapter` writes `adapter_config.json` and `adapter_model.safetensors`, the files of PEFT.
 # `base_model="demo"` above is the name that the configuration gives. On the command line it is
 #
 # ```
