@@ -13,7 +13,7 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.host_arrays import count_nonfinite
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.models.adapter import Adapter, LowRank
-from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization.tree import is_weight
 
 EMBEDDING_PATH, HEAD_PATH = (EMBEDDING,), (HEAD,)
 
@@ -37,8 +37,8 @@ def merged(config: ModelConfig, params: Params, adapter: Adapter) -> tuple[Model
     leaves = {tuple(key.key for key in path): leaf for path, leaf in _leaves(params)}
 
     def dense(path: ParamPath) -> Any:
-        if isinstance(leaves[path], QuantizedArray):
-            raise _refusal(f"{_name(path)!r} of the base is quantized")
+        if is_weight(leaves[path]):
+            raise _refusal(f"{_name(path)!r} of the base is quantized or packed: dequantize_params(params) first")
         return leaves[path]
 
     merge = Merge(config, adapter, dense)

@@ -569,7 +569,7 @@ class LLM(Closable):
         replace: bool = False,
         base_model: str | None = None,
     ) -> LoadedAdapter:
-        """Loads a LoRA adapter, which requests then name with `adapter=name`. No program is compiled.
+        """Loads a LoRA adapter, which requests then name with `adapter=name`. No program is compiled for it.
 
         Args:
           adapter: a folder as PEFT writes it, or an `Adapter` of arrays (`jaxinfer.models.adapter`), which are copied.

@@ -40,7 +40,8 @@ class LoadedAdapter:
     """An adapter that requests can name.
 
     Attributes:
-      name: by which it was loaded. fingerprint: a hash of its tensors and configuration, which salts prefixes.
+      name: by which it was loaded. fingerprint: a hash of its tensors, scales and invocation tokens, which
+        salts prefixes.
       host: its arrays in the host's memory. source: the folder that it was read from; "" for arrays.
       invocation_tokens: it changes only what comes from their last occurrence on (aLoRA); () where it changes all.
       is_pinned: whether it keeps its slot once it has one, unless all slots have pinned ones.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxinfer.checks import did_you_mean
 from jaxinfer.engine.adapter_slots import AdapterSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardings
 from jaxinfer.models.adapter import Adapter, LowRank
@@ -61,6 +62,7 @@ class AdapterStacks:
         self.config, self.sizes, self.dtype = config, sizes, jnp.dtype(compute_dtype(params))
         self._is_abstract = isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct)
         rooms = {_name(path): self._room(path, leaf) for path, leaf in _leaves(params)}
+        self.names = frozenset(rooms)  # of all parameters
         self._rooms = {name: room for name, room in rooms.items() if room is not None}
         if not self._rooms:
             wanted = "linear layers" if sizes.modules is None else ", ".join(sizes.modules)
@@ -206,6 +208,8 @@ class _Check:
         room: AdapterStack | None = self.stacks.room_of(name)
         if room is None and ".experts." in name:
             self.no_room(f"adapters of experts ({name})", "experts")
+        if room is None and name not in self.stacks.names:
+            self.refuse(f"the model has no weight {name!r}{did_you_mean(name, list(self.stacks.names))}")
         if room is None:
             modules = self.stacks.sizes.modules
             only = "" if modules is None else f"; adapter_modules={list(modules)}"
@@ -213,7 +217,7 @@ class _Check:
         dtype, scale = self.stacks.dtype, np.float32(1.0 if pair is None else pair.scale)
         a = b = columns = offset = None
         if pair is not None:
-            a = np.ascontiguousarray(np.swapaxes(pair.a, -1, -2), dtype)
+            a = np.array(np.swapaxes(pair.a, -1, -2), dtype, order="C")
             b = np.ascontiguousarray(scale * pair.b.astype(np.float32), dtype)
             self._check_shapes(name, a, b, room)
         if pair is not None and pair.magnitude is not None:
@@ -255,13 +259,13 @@ class _Check:
                 self.no_room(f"adapters of {which}", which)
             if pair.magnitude is not None or pair.bias is not None:
                 self.refuse(f"{which} has magnitudes or a bias, which are not served for it")
-            made["a"] = np.ascontiguousarray(pair.a if which == EMBED else pair.a.T, stacks.dtype)
+            made["a"] = np.array(pair.a if which == EMBED else pair.a.T, stacks.dtype, order="C")
             made["b"] = np.ascontiguousarray(np.float32(pair.scale) * pair.b.astype(np.float32), stacks.dtype)
         if rows is not None:
             if room.tokens is None or len(rows.tokens) > room.tokens.shape[0]:
                 self.no_room(f"{len(rows.tokens)} trained tokens", f"tokens:{len(rows.tokens)}")
             made["tokens"] = np.asarray(rows.tokens, np.int32) + 1
-            made["rows"] = np.ascontiguousarray(rows.rows, stacks.dtype)
+            made["rows"] = np.array(rows.rows, stacks.dtype, order="C")
         if whole is not None:
             if room.whole is None:
                 self.no_room(f"{which} as a whole", f"saved_{which}")
@@ -272,7 +276,7 @@ class _Check:
                     f"{which} has {own} tokens, the model {others}: added tokens are not served; merge it with "
                     f"jaxinfer convert --merge-lora"
                 )
-            made |= {"whole": np.ascontiguousarray(whole, stacks.dtype), "is_whole": np.True_}
+            made |= {"whole": np.array(whole, stacks.dtype, order="C"), "is_whole": np.True_}
         self._check_finite(which, {name: made.get(name) for name in ("a", "b", "rows", "whole")})
         return TableStack(**made)
 

@@ -55,7 +55,7 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
         if stacks is None:
             raise ValueError(f"adapter {name!r}: there is room for none; give max_adapters=8, or adapters at the start")
         host = stacks.prepared(adapter, self._params.value, what=repr(name))
-        loaded = LoadedAdapter(name, adapter.fingerprint, host, source, adapter.invocation_tokens, keep_on_device)
+        loaded = LoadedAdapter(name, host.fingerprint, host, source, adapter.invocation_tokens, keep_on_device)
         with self._lock:
             self._check_new(name, replace)
             old, self._loaded[name] = self._loaded.get(name), loaded

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,11 @@ class LowRank:
     bias: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        if self.a.shape[-1] != self.b.shape[-2]:
-            raise ValueError(f"A and B of shapes {self.a.shape} and {self.b.shape} have no common rank")
+        object.__setattr__(self, "scale", float(self.scale))
+        if min(self.a.ndim, self.b.ndim) < 2 or self.a.shape[-1] != self.b.shape[-2]:
+            raise ValueError(
+                f"A and B of shapes {self.a.shape} and {self.b.shape} have no common rank: A is [in, r], B [r, out]"
+            )
         outputs = (*self.b.shape[:-2], self.b.shape[-1])
         for name, array in (("magnitude", self.magnitude), ("bias", self.bias)):
             if array is not None and array.shape != outputs:
@@ -95,11 +97,12 @@ class Adapter:
         """Number of tokens, where the adapter brings an embedding of its own; else None."""
         return self.replaced["embed"].shape[0] if "embed" in self.replaced else None
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """SHA-256 over all that changes answers: every array and scale, and the invocation tokens.
 
-        It does not depend on the folder, on the order or the names of tensors in files, or on the base's name.
+        It is computed anew each time, of the arrays as they are. It does not depend on the folder, on the order or the
+        names of tensors in files, or on the base's name.
         """
         digest = hashlib.sha256()
         _add(digest, "jaxinfer adapter 1", list(self.invocation_tokens))
