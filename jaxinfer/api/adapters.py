@@ -10,7 +10,6 @@ from jaxinfer.api.options import LLMOptions
 from jaxinfer.models import MeshFit
 from jaxinfer.models.adapter import Adapter, TokenRows
 
-DEFAULT_RANK_STEP = 8  # the room for ranks is a multiple of it
 NO_ROWS = TokenRows((), np.zeros((0, 0), np.float32))
 
 
@@ -30,14 +29,14 @@ def check_adapters(options: LLMOptions, fit: MeshFit | None, has_hosts: bool) ->
 
 def with_room(options: LLMOptions, adapters: Sequence[Adapter]) -> LLMOptions:
     """The options with room for the adapters that are given at the start, in what is not set."""
-    if options.max_adapters is None:
+    if options.max_adapters is None and adapters:
         options = replace(options, max_adapters=len(adapters))
     if not adapters or not options.max_adapters:
         return options
     changes: dict[str, Any] = {}
     if options.max_adapter_rank is None:
         rank = max(adapter.max_rank for adapter in adapters)
-        changes["max_adapter_rank"] = max(-(-rank // DEFAULT_RANK_STEP), 1) * DEFAULT_RANK_STEP
+        changes["max_adapter_rank"] = max(rank, 1)
     if options.adapter_parts is None:
         parts = set().union(*map(parts_of, adapters))
         num_tokens = max(len(rows.tokens) for adapter in adapters for rows in (*adapter.token_rows.values(), NO_ROWS))

@@ -166,8 +166,8 @@ class LLM(Closable):
         check_adapters(chosen, loaded.fit, self._hosts is not None)
         run = loaded.runnable()
         self._copies, params = run.value[1], run.view(itemgetter(0))
-        engine = self._make_engine(loaded, params, replace(chosen, max_model_len=self.max_model_len))
-        self._adapters = AdapterRegistry(engine, params, (self.name,))
+        engine = self._make_engine(loaded, params, replace(chosen, max_model_len=self.max_model_len, adapters=None))
+        self._adapters = AdapterRegistry(engine, params, (self.name, Path(self.name).name))
         self.client = Client(
             engine,
             name=self.name,

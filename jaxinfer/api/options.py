@@ -182,6 +182,10 @@ class LLMOptions(EngineOptions):
                 raise TypeError(f'adapters must be a mapping such as {{"name": folder}}, got {self.adapters!r:.60}')
             if self.max_adapters == 0 and self.adapters:
                 raise ValueError(f"max_adapters=0 leaves no room for adapters={list(self.adapters)}")
+        if not self.adapters and self.max_adapters is None:
+            for name in ("max_adapter_rank", "adapter_modules", "adapter_parts"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"{name}={value!r} is for adapters: give some, or max_adapters=8")
         if (self.adapters or self.max_adapters) and self.offload:
             raise ValueError(f"adapters are for layers on the device, and offload={self.offload!r} is given")
         if self.offload and self.activations != "float32":

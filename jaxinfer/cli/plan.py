@@ -28,6 +28,7 @@ LOADING = ("dtype", "quantize", "requantize", "revision")
 SHARED = (
     *(*LOADING, "kv_dtype", "kv_policy"),
     *("page_size", "prefill_chunk", "memory_fraction", "draft", "num_draft_tokens", "offload"),
+    *("max_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts"),
 )
 
 
@@ -201,6 +202,7 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     if drafting is None and "num_draft_tokens" in values:
         raise UsageError(f"--num-draft-tokens {options.num_draft_tokens} needs --draft")
     names = ("page_size", "prefill_chunk", "memory_fraction", "kv_dtype", "kv_policy", "num_draft_tokens")
+    names += ("max_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts")
     engine_options = EngineOptions(
         max_model_len=length,
         max_seqs=options.max_seqs,

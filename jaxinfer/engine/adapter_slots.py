@@ -43,6 +43,7 @@ class LoadedAdapter:
       name: by which it was loaded. fingerprint: a hash of its tensors, scales and invocation tokens, which
         salts prefixes.
       host: its arrays in the host's memory. source: the folder that it was read from; "" for arrays.
+      owner: the registry that loaded it.
       invocation_tokens: it changes only what comes from their last occurrence on (aLoRA); () where it changes all.
       is_pinned: whether it keeps its slot once it has one, unless all slots have pinned ones.
       is_unloaded: whether no request can name it any more; those that did go on.
@@ -55,6 +56,7 @@ class LoadedAdapter:
     invocation_tokens: tuple[int, ...] = ()
     is_pinned: bool = False
     is_unloaded: bool = False
+    owner: Any = field(default=None, repr=False)
 
     def start_in(self, token_ids: Sequence[int]) -> int | None:
         """The index from which it changes the model, for a prompt; None if the prompt does not invoke it."""
@@ -83,6 +85,7 @@ class AdapterSlots:
         self._adapters: dict[int, LoadedAdapter] = {}
         self._num_running: dict[int, int] = {}  # by slot
         self._free = list(range(num_slots, 0, -1))
+        self._unwritten: set[int] = set()
         self.num_moved = 0
         self._lock = threading.RLock()
 
@@ -107,18 +110,22 @@ class AdapterSlots:
         with self._lock:
             return self.slot_of(adapter) is not None or self._victim() is not None
 
-    def take(self, adapter: LoadedAdapter) -> tuple[int, bool] | None:
+    def take(self, adapter: LoadedAdapter, *, is_promised: bool = False) -> tuple[int, bool] | None:
         """A slot for one more running sequence with the adapter, and whether the adapter has to be written into it.
-        None if all slots are in use."""
+        None if all slots are in use. `is_promised`: `can_take`
+        said that there is one; what it saw may have been unloaded since."""
         with self._lock:
-            is_new = (slot := self.slot_of(adapter)) is None
+            is_new = (slot := self.slot_of(adapter)) is None or slot in self._unwritten
             if slot is None:
-                if (slot := self._victim()) is None:
+                slot = self._victim()
+                slot = self._idle() if slot is None and is_promised else slot
+                if slot is None:
                     return None
                 self._place(adapter, slot)
             elif self._adapters[slot].is_unloaded or adapter.is_pinned:  # the same tensors, loaded again or twice
                 self._adapters[slot] = adapter
             self._slot[adapter.fingerprint] = self._slot.pop(adapter.fingerprint)  # now the most recently used
+            self._unwritten.discard(slot)
             self._num_running[slot] = self._num_running.get(slot, 0) + 1
             return slot, is_new
 
@@ -130,6 +137,12 @@ class AdapterSlots:
                 return None
             self._place(adapter, slot)
             return slot
+
+    def lost(self, slot: int) -> None:
+        """The adapter of a slot could not be written: it is, when a sequence takes it next."""
+        with self._lock:
+            if slot in self._adapters:
+                self._unwritten.add(slot)
 
     def give_back(self, slot: int) -> None:
         """A running sequence left its slot."""
@@ -176,6 +189,10 @@ class AdapterSlots:
             idle = [slot for slot in idle if not self._is_pinned(slot)]
         return idle[0] if idle else None  # a pinned one where all are: others would wait for ever
 
+    def _idle(self) -> int | None:
+        """The slot of the least recently used adapter that does not run, if there is one."""
+        return next((slot for slot in self._slot.values() if not self._num_running.get(slot)), None)
+
     def _is_pinned(self, slot: int) -> bool:
         return self._adapters[slot].is_pinned and not self._adapters[slot].is_unloaded
 
@@ -189,3 +206,4 @@ class AdapterSlots:
 
     def _remove(self, slot: int) -> None:
         del self._slot[self._adapters.pop(slot).fingerprint]
+        self._unwritten.discard(slot)

@@ -42,6 +42,12 @@ class HostAdapter:
     rank: int
 
     @property
+    def depends_on_base(self) -> bool:
+        """True if some of its arrays were computed from the base's."""
+        stacks = [stack for stack in self.stacks.values() if isinstance(stack, AdapterStack)]
+        return any(stack.columns is not None or stack.offset is not None for stack in stacks)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes in the host's memory."""
         return sum(array.nbytes for array in jax.tree.leaves(dict(self.stacks)))
@@ -64,9 +70,7 @@ class AdapterStacks:
         rooms = {_name(path): self._room(path, leaf) for path, leaf in _leaves(params)}
         self.names = frozenset(rooms)  # of all parameters
         self._rooms = {name: room for name, room in rooms.items() if room is not None}
-        if not self._rooms:
-            wanted = "linear layers" if sizes.modules is None else ", ".join(sizes.modules)
-            raise ValueError(f"adapters: {config.architecture} has no weights of {wanted}")
+        self._check_rooms()
         if mesh is not None and mesh.size > 1 and sizes.has("experts"):
             raise ValueError(f"adapters of experts are for one device, not for a mesh of {mesh.size}")
         stacked = partial(jax.tree.map, lambda of_slot: _stacked(sizes.num_slots, of_slot))
@@ -82,6 +86,18 @@ class AdapterStacks:
                 self._write = jax.jit(_written, donate_argnums=(0, 1), out_shardings=placed)
             make = partial(jax.tree.map, lambda of_all: jnp.zeros(of_all.shape, of_all.dtype), shapes)
             self._stacks, self._ranks = make() if placed is None else jax.jit(make, out_shardings=placed)()
+
+    def _check_rooms(self) -> None:
+        """Raises ValueError for modules and parts that the model does not have."""
+        sizes, architecture = self.sizes, self.config.architecture
+        known = {name.rpartition(".")[2] for name in self._rooms}
+        for module in sizes.modules or ():
+            if module not in known:
+                own = sorted({name.rpartition(".")[2] for name in self.names if name.startswith("layers.")})
+                nearest = did_you_mean(module, own)
+                raise ValueError(f"adapter_modules has {module!r}: {architecture} has no such linear layers{nearest}")
+        if sizes.has("experts") and not any(room.leaf is AdaptedExperts for room in self._rooms.values()):
+            raise ValueError(f"adapter_parts has 'experts', and {architecture} has none")
 
     def _room(self, path: Path, weight: Any) -> _Room | None:
         """The room of a parameter; None for one that has none."""
@@ -141,6 +157,11 @@ class AdapterStacks:
         written = self._write(self._stacks, self._ranks, np.int32(slot), arrays, np.int32(adapter.rank))
         self._stacks, self._ranks = written
 
+    def close(self) -> None:
+        """Frees the arrays' memory."""
+        for array in jax.tree.leaves((self._stacks, self._ranks)):
+            array.delete()
+
     def nothing(self) -> HostAdapter:
         """An adapter that changes nothing."""
         return HostAdapter("", {}, 0)
@@ -160,6 +181,8 @@ class AdapterStacks:
                 continue
             stacks[name] = check.stack(name, adapter.low_rank.get(name), biases.get(name), params)
         tables: dict[str, TableStacks] = {}
+        if of_tables := sorted({EMBED, HEAD} & biases.keys()):
+            check.refuse(f"{of_tables[0]} has a bias, which is not served")
         for which in (EMBED, HEAD):
             if (table := check.table(which)) is not None:
                 name = EMBED if self.config.tie_word_embeddings else which
@@ -214,6 +237,11 @@ class _Check:
             modules = self.stacks.sizes.modules
             only = "" if modules is None else f"; adapter_modules={list(modules)}"
             self.refuse(f"there is no room for adapters of {name}{only}")
+        if self.adapter.invocation_tokens and len(room.b.shape) > len(room.a.shape):
+            self.refuse(
+                f"it has invocation tokens and changes {name}, which queries are multiplied by: keys before them "
+                f"would change"
+            )
         dtype, scale = self.stacks.dtype, np.float32(1.0 if pair is None else pair.scale)
         a = b = columns = offset = None
         if pair is not None:
@@ -234,6 +262,8 @@ class _Check:
             own = _parent(params, name).get("bias")
             if own is None:
                 self.refuse(f"{name} has a bias, and the base has none")
+            if bias.shape != own.shape:
+                self.refuse(f"{name} has a bias of shape {list(bias.shape)}, the base's is {list(own.shape)}")
             changed = bias.astype(np.float32) - np.asarray(own, np.float32)
             offset = changed if offset is None else offset + changed
         if offset is not None and room.offset is None:
@@ -245,7 +275,7 @@ class _Check:
 
     def table(self, which: str) -> TableStack | None:
         """The arrays of changes of the embedding or the head; None for no change."""
-        adapter, stacks = self.adapter, self.stacks
+        adapter, stacks, config = self.adapter, self.stacks, self.stacks.config
         pair, whole = adapter.low_rank.get(which), adapter.replaced.get(which)
         rows = adapter.token_rows.get(which)
         if pair is whole is rows is None:
@@ -277,6 +307,15 @@ class _Check:
                     f"jaxinfer convert --merge-lora"
                 )
             made |= {"whole": np.array(whole, stacks.dtype, order="C"), "is_whole": np.True_}
+        shorter = {"a": 0 if which == HEAD else 1, "b": 0, "tokens": 0, "rows": 0}  # the axes of ranks and of tokens
+        for name, array in made.items():
+            own, given = list(getattr(room, name).shape), list(array.shape)
+            if name in shorter:
+                given[shorter[name]] = own[shorter[name]]
+            if own != given:
+                self.refuse(f"{which} has {name} of shape {list(array.shape)}, the model has room for {own}")
+        if rows is not None and not 0 <= min(rows.tokens, default=0) <= max(rows.tokens, default=0) < config.vocab_size:
+            self.refuse(f"{which} has the trained tokens {rows.tokens}, the vocabulary {config.vocab_size}")
         self._check_finite(which, {name: made.get(name) for name in ("a", "b", "rows", "whole")})
         return TableStack(**made)
 

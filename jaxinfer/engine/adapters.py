@@ -22,6 +22,25 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
         self._engine, self._params, self._taken = engine, params, taken
         self._loaded: dict[str, LoadedAdapter] = {}
         self._lock = threading.Lock()
+        params.root.add_user(self)
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return id(self)
+
+    @property
+    def has_work(self) -> bool:
+        """False: the engine has the requests."""
+        return False
+
+    def drop_prefixes(self) -> None:
+        """Nothing was computed with the weights."""
+
+    def check_replaced(self) -> None:
+        """Raises ValueError while adapters are loaded whose arrays were computed from the weights."""
+        if names := [name for name, adapter in self._loaded.items() if adapter.host.depends_on_base]:
+            raise ValueError(
+                f"adapter {names[0]!r} has magnitudes or biases for the weights as they are: unload it first"
+            )
 
     def __getitem__(self, name: str) -> LoadedAdapter:
         return self._loaded[name]
@@ -55,7 +74,9 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
         if stacks is None:
             raise ValueError(f"adapter {name!r}: there is room for none; give max_adapters=8, or adapters at the start")
         host = stacks.prepared(adapter, self._params.value, what=repr(name))
-        loaded = LoadedAdapter(name, host.fingerprint, host, source, adapter.invocation_tokens, keep_on_device)
+        loaded = LoadedAdapter(
+            name, host.fingerprint, host, source, adapter.invocation_tokens, keep_on_device, owner=self
+        )
         with self._lock:
             self._check_new(name, replace)
             old, self._loaded[name] = self._loaded.get(name), loaded

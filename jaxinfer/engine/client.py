@@ -149,6 +149,8 @@ class Client(TakesPrompts):
                 raise ValueError(f"{self.name} has no adapters, and {options.adapter!r} was asked for")
             given = options.adapter
             adapter = given if isinstance(given, LoadedAdapter) else self.adapters.find(given)
+            if adapter.owner is not self.adapters:
+                raise ValueError(f"adapter {adapter.name!r} was not loaded by this model")
             if adapter.invocation_tokens and self.engine.spec.ends_prompts:
                 policy = self.engine.spec.options.kv_policy
                 raise ValueError(f"adapter {adapter.name!r} has invocation tokens: not with kv_policy={policy!r}")
@@ -201,7 +203,8 @@ class Client(TakesPrompts):
         params = replace(params, n=1, max_tokens=None, prompt_logprobs=0, stop=(), logprobs=None)
         self._check_fits(what, len(ids), 0)
         bad_words = self._check_params(params)
-        fields: dict[str, Any] = {**self._adapter(options, ids, what), "options": options}
+        prompt_ids = ids if continuation is None else ids[:start]
+        fields: dict[str, Any] = {**self._adapter(options, prompt_ids, what), "options": options}
         fields |= {"bad_words": bad_words, "score_from": start}
         return Request(ids, params, 1, 0, eos_token_ids=self.eos_token_ids, **fields)
 

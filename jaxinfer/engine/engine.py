@@ -63,11 +63,11 @@ class Engine:
         mesh: Mesh | None = None,
         replica: int = 0,
     ):
-        weights = as_weights(params)
+        weights = base = as_weights(params)
         self.adapter_stacks: AdapterStacks | None = None
         if (sizes := options.adapter_sizes) is not None:
             self.adapter_stacks = AdapterStacks(config, weights.value, sizes, mesh)
-            weights = weights.view(self.adapter_stacks.on)
+            weights = base.view(self.adapter_stacks.on)
         spec = EngineSpec.of(config, weights.value, options, draft, mesh)
         self.replica, self.weights = replica, weights.root
         more = {"adapters": self.adapter_stacks, "kv_scales": kv_scales, "available": available}
@@ -79,7 +79,7 @@ class Engine:
         self.speculation = Speculation(self.spec, self.scheduler) if self.spec.trees else None
         self._features = tuple(feature for feature in [self.speculation] if feature is not None)
         self._planner = self.speculation or self.scheduler
-        self.prefix_store = None if options.prefix_store is None else PrefixStore(self.runner, self.scheduler)
+        self.prefix_store = None if options.prefix_store is None else PrefixStore(self.runner, self.scheduler, base)
         self._sequences: dict[SequenceState, None] = {}  # unfinished ones, in the order of their arrival
         self._num_with_logprobs = self._num_with_grammars = 0  # of the unfinished ones
         self._in_flight: deque[Flight] = deque()
@@ -174,7 +174,12 @@ class Engine:
             sequence.admitted = sequence.admitted or time.monotonic()
         if self._num_with_grammars:
             plan = replace(plan, grammar=self.grammars.plan(plan))
-        flight = self.runner.run(plan)
+        try:
+            flight = self.runner.run(plan)
+        except BaseException:
+            for move in plan.adapters:
+                self.scheduler.adapters.lost(move.slot)
+            raise
         if flight is not None:
             self._in_flight.append(flight)
             if self._observers:
@@ -336,7 +341,10 @@ class Engine:
         slot, is_new = taken
         try:
             if is_new:
+                slots.lost(slot)  # until it is written
                 self.runner.write_stacks(slot, adapter.host)
+                slots.take(adapter)
+                slots.give_back(slot)
             yield slot
         finally:
             slots.give_back(slot)
@@ -350,6 +358,9 @@ class Engine:
     def device(self) -> Any:
         """The first device."""
         return self.runner.device
+
+    def check_replaced(self) -> None:
+        """It goes on with any weights."""
 
     def drop_prefixes(self) -> None:
         """Gives up all cached beginnings that no sequence has, on the device and in host memory."""

@@ -168,6 +168,8 @@ class ModelRunner:
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
         rows = self._slots, self._batch, self._tables
+        if self.adapters is not None:
+            self.adapters.close()
         for leaf in jax.tree.leaves((rows, self._cache, self._saved, self._draft_cache)):
             leaf.delete()
 

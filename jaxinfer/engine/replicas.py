@@ -54,6 +54,9 @@ class Replicas:
         """Weights of all engines."""
         return self.engines[0].weights
 
+    def check_replaced(self) -> None:
+        """It goes on with any weights."""
+
     def drop_prefixes(self) -> None:
         """As `Engine.drop_prefixes`, of every engine."""
         for engine in self.engines:

@@ -468,7 +468,7 @@ class Scheduler:
         if (adapter := _loaded(sequence)) is None:
             sequence.adapter_slot = sequence.request.adapter  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            if (taken := self.adapters.take(adapter)) is None:
+            if (taken := self.adapters.take(adapter, is_promised=True)) is None:
                 raise RuntimeError(f"a sequence was admitted, and its adapter {adapter.name!r} has no slot")
             sequence.adapter_slot, is_new = taken
             if is_new:

@@ -205,7 +205,7 @@ class DeviceScorer:
         self, num_tokens: int, dtype: Any, has_adapters: bool = False
     ) -> tuple[Callable[[], Lowered], Callable[[], Lowered]]:
         """How the programs of raw and of processed scores are traced, for hidden states [num_tokens, D]."""
-        adapters, adapter = (np.zeros(num_tokens, np.int32), np.int32(0)) if has_adapters else (None, None)
+        adapters = np.zeros(num_tokens, np.int32) if has_adapters else None
 
         def arguments(*values: Any) -> tuple[Any, ...]:
             shape = (num_tokens, self._model.config.hidden_size)
@@ -218,7 +218,7 @@ class DeviceScorer:
         def lower_processed() -> Lowered:
             targets, vocab_size = np.zeros(num_tokens, np.int32), self._model.config.vocab_size
             row = make_batch([None], vocab_size), make_state([None], vocab_size)
-            return programs.score_processed.lower(*arguments(targets, np.zeros(2, np.int32), *row, adapter))
+            return programs.score_processed.lower(*arguments(targets, np.zeros(2, np.int32), *row, adapters))
 
         return lower_raw, lower_processed
 
@@ -234,9 +234,9 @@ class DeviceScorer:
             values = None
             if arguments is not None:
                 number, *arrays = arguments
-                rows, batch, adapter = self._placement.put((*arrays, work.adapters_at(arguments[1][0])))
+                rows, batch, adapters = self._placement.put((*arrays, work.adapters))
                 self._histories[number], values = programs.score_processed(
-                    self._model, self._weights.value, hidden, targets, rows, batch, self._histories[number], adapter
+                    self._model, self._weights.value, hidden, targets, rows, batch, self._histories[number], adapters
                 )
             processed.append(values)
         sums = logits = None

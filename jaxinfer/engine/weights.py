@@ -33,6 +33,9 @@ class WeightsUser(Protocol):
     def drop_prefixes(self) -> None:
         """Gives up what was computed with the weights before."""
 
+    def check_replaced(self) -> None:
+        """Raises ValueError if it cannot go on with other weights."""
+
 
 class WeightsView(Generic[T]):
     """A form of a model's weights, made by `make` from that of `source`.
@@ -119,6 +122,8 @@ class ModelWeights(WeightsView["StoredWeights"]):
         """
         if any(user.has_work for user in self._users):
             raise RuntimeError("weights are replaced while requests are unfinished")
+        for user in self._users:
+            user.check_replaced()
         old = self.value
         staged = self._staged(StoredWeights(_formed_like(plain(params), old.params)))
         for view, value in staged:

@@ -260,3 +260,29 @@ def test_check_finds_what_does_not_agree(running, message):
         slots.take(loaded("b"))
     with pytest.raises(RuntimeError, match=message.replace("{", "\\{")):
         slots.check(running)
+
+
+def test_an_adapter_that_was_not_written_is_written_next():
+    a, b = loaded("a"), loaded("b")
+    slots = filled(a)
+    slots.lost(1)
+    assert slots.take(a) == (1, True)
+    assert slots.take(a) == (1, False)
+    for _ in range(2):
+        slots.give_back(1)
+    slots.lost(1)
+    assert slots.take(b) == (1, True)  # its own write
+    assert slots.take(b) == (1, False)
+    slots.lost(2)  # of no adapter
+
+
+def test_a_slot_that_was_promised_is_given():
+    """Between the two calls another thread unloads the running one, without which not all have to stay."""
+    running, idle, third = loaded("r", is_pinned=True), loaded("i", is_pinned=True), loaded("t")
+    slots = filled(running, idle)
+    slots.take(running)
+    assert slots.can_take(third)
+    running.is_unloaded = True
+    slots.forget(running)
+    assert slots.take(third) is None
+    assert slots.take(third, is_promised=True) == (2, True)

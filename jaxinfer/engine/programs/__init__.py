@@ -119,19 +119,20 @@ def score_processed(
     rows: jax.Array,
     batch: SamplingBatch,
     history: SamplingState,
-    adapter: jax.Array | None = None,
+    adapters: jax.Array | None = None,
 ) -> tuple[SamplingState, jax.Array]:
     """Log-probabilities of the targets under one row's sampling parameters, each seeing the ones before it.
 
     hidden [T, D], targets int32[T]; `rows` int32[2], the first row that is scored and one past the last: the others do
-    not enter the history and get 0. One position at a time. `adapter`: an int32 scalar where weights hold any.
+    not enter the history and get 0. One position at a time. `adapters` int32 [T] where weights hold any.
     """
-    decoder = model.bind(weights).for_rows(adapter)
+    decoder = model.bind(weights)
 
     def one(row: jax.Array, carry: tuple[SamplingState, jax.Array]) -> tuple[SamplingState, jax.Array]:
         history, logprobs_so_far = carry
-        state, target = (lax.dynamic_slice_in_dim(values, row, 1) for values in (hidden, targets))
-        logprobs = processed_logprobs(decoder.logits(state), batch, history)
+        of_all = hidden, targets, adapters
+        state, target, own = jax.tree.map(lambda values: lax.dynamic_slice_in_dim(values, row, 1), of_all)
+        logprobs = processed_logprobs(decoder.for_rows(own).logits(state), batch, history)
         logprobs_so_far = lax.dynamic_update_slice_in_dim(logprobs_so_far, logprobs[0, target], row, 0)
         return advance(history, target, jnp.ones(1, bool)), logprobs_so_far
 

@@ -19,27 +19,28 @@ from jax import lax
 
 from jaxinfer import __version__
 from jaxinfer.engine.model_runner import ModelRunner
-from jaxinfer.engine.programs import Weights
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.tiers.page_files import PageFiles, PageWriter, chain
-from jaxinfer.models import host_layers
+from jaxinfer.engine.weights import WeightsView
+from jaxinfer.models import Params, host_layers
 from pallas_kernels.paged_attention import rotation
 
 
 class PrefixStore:
-    """Writes prompts' pages of one engine to a folder, and reads those that it lacks.
+    """Writes prompts' pages of one engine to a folder, and reads those that it lacks. `weights`: of the model, without
+    adapters, whose hashes are in the salts.
 
     Raises ValueError for models whose pages alone do not hold a prompt, and as `PageFiles`.
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler):
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, weights: WeightsView[Params]):
         spec = runner.spec
         check_store(spec)
         self._runner, self._scheduler, self._page_size = runner, scheduler, spec.page_size
         self._num_bytes = runner.host_pages.sizes[0].page_bytes
-        self.fingerprint = runner.weights.view(partial(fingerprint, runner))
+        self.fingerprint = weights.view(partial(fingerprint, runner))
         folder = Path(str(spec.options.prefix_store)).expanduser()
         self.files = PageFiles(folder, int(spec.options.prefix_store_gib * 2**30))
         self._writer = PageWriter(self.files)
@@ -107,7 +108,7 @@ def check_store(spec: EngineSpec) -> None:
         raise ValueError(f"{name} holds pages of one model: it cannot be combined with a draft model")
 
 
-def fingerprint(runner: ModelRunner, weights: Weights) -> bytes:
+def fingerprint(runner: ModelRunner, params: Params) -> bytes:
     """A hash of everything that a page's bytes depend on beside its tokens: the weights' bits (a checksum of 64 bits
     for each array, computed on the device), the model, types, layout, page size, mesh, platform and versions."""
     spec, digest = runner.spec, hashlib.sha256()
@@ -120,11 +121,11 @@ def fingerprint(runner: ModelRunner, weights: Weights) -> bytes:
         "stored": (spec.kv_dtype, spec.page_size, spec.layout_of(spec.config, spec.kv_dtype)),
         "levels": (rotation.LEVELS, rotation.LEVEL_STEP),
         "deterministic": spec.determinism.rows,
-        "weights": str(runner.model.structure),
+        "weights": str(jax.tree.structure(params)),
         "rows": [(row.shape, row.dtype.name) for row in runner.host_pages.rows_of(0)],
     }
     digest.update(repr(facts).encode())
-    for leaf in jax.tree.leaves((weights, runner.kv_scales)):
+    for leaf in jax.tree.leaves((params, runner.kv_scales)):
         digest.update(f"{leaf.shape} {leaf.dtype}".encode())
         for part in _on_device(leaf):
             digest.update(np.asarray(jax.device_get(_checksum(part))).tobytes())
