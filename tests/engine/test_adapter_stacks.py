@@ -277,3 +277,67 @@ def test_names_that_are_no_weights(params):
         with pytest.raises(ValueError, match=r"there is room for 16: max_adapter_rank=17 makes some"):
             llm.load_adapter("mine", random_adapter(params, 1, rank=17))
         assert not llm.adapters
+
+
+def test_preempted_requests_have_their_adapters_again(params):
+    adapters = {f"a{seed}": random_adapter(params, seed) for seed in range(4)}
+    names = [None, *adapters] * 2
+    longer = SamplingParams(temperature=0, max_tokens=40)
+    prompts = [PROMPTS[0][number:] for number in range(len(names))]
+    with LLM((TINY, params), adapters=adapters, max_adapters=2, **OPTIONS) as llm:
+        wanted = [
+            llm.generate(*pair, adapter=name)[0] for *pair, name in zip(prompts, [longer] * 10, names, strict=True)
+        ]
+    few = {**tiny.OPTIONS, "num_pages": 14}
+    with LLM((TINY, params), adapters=adapters, max_adapters=2, **few) as llm:
+        answers = llm.generate(prompts, longer, adapter=names)
+        assert llm.engine.scheduler.counters.num_preemptions > 2
+    assert [one.outputs[0].token_ids for one in answers] == [one.outputs[0].token_ids for one in wanted]
+
+
+def test_weights_that_adapters_were_computed_from_are_not_replaced(params):
+    adapters = {"plain": random_adapter(params, 1), "dora": with_magnitudes(params, random_adapter(params, 1))}
+    other = jax.tree.map(lambda leaf: 1.1 * leaf, params)
+    with LLM((TINY, params), adapters=adapters, **OPTIONS) as llm:
+        with pytest.raises(ValueError, match="adapter 'dora' has magnitudes or biases for the weights as they are"):
+            llm.engine.weights.replace(other)
+        llm.unload_adapter("dora")
+        llm.engine.weights.replace(other)
+        replaced = scores(llm, "plain")
+    with LLM((TINY, other), adapters={"plain": adapters["plain"]}, **OPTIONS) as llm:
+        assert scores(llm, "plain") == replaced
+
+
+def test_scores_of_a_late_adapter_follow_its_rows(params):
+    """Of prompt and continuation the prompt invokes, and the head is the adapter's from there on, in the middle of a
+    chunk too."""
+    head = random_adapter(params, 1, names=lambda name: name == "lm_head", invocation_tokens=(60,))
+    prompt, continuation = [*range(3, 30), 60, 7, 8], [9, 60, 5]
+    with LLM((TINY, params), adapters={"late": head}, **OPTIONS) as llm:
+        for processed in (SamplingParams(), SamplingParams(temperature=0.5)):
+            [score] = llm.score([prompt], params=processed, adapter="late")
+            if processed.temperature == 1.0:
+                assert score.raw == score.processed
+            base = llm.score([prompt], params=processed)[0]
+            assert score.processed[:27] == base.processed[:27]
+            assert score.processed[27:] != base.processed[27:]
+        [score] = llm.score([prompt], [continuation], adapter="late")
+        plain = replace(head, invocation_tokens=())
+        llm.load_adapter("plain", plain)
+        assert score.raw == llm.score([prompt], [continuation], adapter="plain")[0].raw
+
+
+def test_a_store_is_of_the_base(params, tmp_path):
+    """Pages on the disk have the names that they have without adapters in slots, and each adapter's are found again."""
+    options = {**tiny.OPTIONS, "host_cache_gib": 0.1, "prefix_store": str(tmp_path)}
+    adapters = {"one": random_adapter(params, 1), "two": random_adapter(params, 2)}
+    prompt = list(range(3, 90))
+    answers = []
+    for first in ("one", "two"):
+        with LLM((TINY, params), adapters=adapters, max_adapters=1, **options) as llm:
+            llm.generate([5, 6, 7], GREEDY, adapter=first)
+            before = llm.engine.scheduler.counters.reused_tokens
+            answers.append([llm.generate(prompt, GREEDY, adapter=name)[0].outputs[0] for name in (None, "one", "two")])
+            reused = llm.engine.scheduler.counters.reused_tokens - before
+    assert reused == 3 * 80
+    assert [one.token_ids for one in answers[0]] == [one.token_ids for one in answers[1]]

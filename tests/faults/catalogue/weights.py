@@ -527,8 +527,8 @@ REPLACED = (
     Fault(
         "engine/the-disk-tier-s-fingerprint-is-made-once",
         "jaxinfer/engine/tiers/prefix_store.py",
-        "runner.weights.view(partial(fingerprint, runner))",
-        "runner.weights.view(lambda _, made=fingerprint(runner, runner.weights.value): made)",
+        "weights.view(partial(fingerprint, runner))",
+        "weights.view(lambda _, made=fingerprint(runner, weights.value): made)",
         ("tests/engine/test_weights.py::test_the_disk_has_pages_of_the_new_weights_only",),
         "after an update pages are read, and written, under the name of the weights before",
     ),
