@@ -152,8 +152,14 @@ class AdapterStacks:
         return jax.tree_util.tree_map_with_path(adapted, params, is_leaf=is_weight)
 
     def write(self, slot: int, adapter: HostAdapter) -> None:
-        """Puts an adapter in the place of what a slot had. `on` has to be called again: the arrays before are gone."""
-        arrays = {name: _padded(room.stack, adapter.stacks.get(name)) for name, room in self._rooms.items()}
+        """Puts an adapter in the place of what a slot had. `on` has to be called again: the arrays before are gone.
+
+        Tables are as large as the vocabulary: those that it does not change are cleared without a copy.
+        """
+        rooms = {name: room.stack for name, room in self._rooms.items()}
+        if not any(isinstance(stack, TableStacks) for stack in adapter.stacks.values()):
+            rooms = {name: stack for name, stack in rooms.items() if not isinstance(stack, TableStacks)}
+        arrays = {name: _padded(stack, adapter.stacks.get(name)) for name, stack in rooms.items()}
         written = self._write(self._stacks, self._ranks, np.int32(slot), arrays, np.int32(adapter.rank))
         self._stacks, self._ranks = written
 
@@ -162,9 +168,11 @@ class AdapterStacks:
         for array in jax.tree.leaves((self._stacks, self._ranks)):
             array.delete()
 
-    def nothing(self) -> HostAdapter:
-        """An adapter that changes nothing."""
-        return HostAdapter("", {}, 0)
+    def nothing(self) -> list[HostAdapter]:
+        """Adapters that change nothing, one for each program that writes."""
+        tables = [name for name, room in self._rooms.items() if isinstance(room.stack, TableStacks)]
+        stacks = [{}, *([{tables[0]: TableStacks()}] if tables else [])]
+        return [HostAdapter("", own, 0) for own in stacks]
 
     def prepared(self, adapter: Adapter, params: Params, *, what: str) -> HostAdapter:
         """An adapter for these stacks. `params`: of the base, which DoRA and trained biases need; `what` names the
@@ -338,7 +346,26 @@ class _Check:
 
 
 def _written(stacks: Any, ranks: jax.Array, slot: jax.Array, arrays: Any, rank: jax.Array) -> Any:
-    return jax.tree.map(lambda stack, array: stack.at[slot].set(array), stacks, arrays), ranks.at[slot].set(rank)
+    def of_weight(stack: Any, given: Any) -> Any:
+        return jax.tree.map(lambda array, own: array.at[slot].set(own), stack, given)
+
+    own = {name: of_weight(stacks[name], given) for name, given in arrays.items()}
+    cleared = {name: _cleared(stack, slot) for name, stack in stacks.items() if name not in own}
+    return {name: (own | cleared)[name] for name in stacks}, ranks.at[slot].set(rank)
+
+
+def _cleared(tables: TableStacks, slot: jax.Array) -> TableStacks:
+    """Tables that a slot does not change: a pair with zeros in its smaller half, no tokens, and nothing whole."""
+
+    def without(stack: TableStack | None, *names: str) -> TableStack | None:
+        if stack is None:
+            return None
+        given = {name: getattr(stack, name) for name in (*names, "tokens", "is_whole")}
+        return stack._replace(
+            **{name: of.at[slot].set(jnp.zeros((), of.dtype)) for name, of in given.items() if of is not None}
+        )
+
+    return TableStacks(without(tables.embed, "b"), without(tables.lm_head, "a"))
 
 
 def _stacked(num_slots: int, of_slot: Any) -> Any:

@@ -599,7 +599,8 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
         self._has_decoded = True
         has_draft, has_draft_cache = bool(self.spec.trees), self._draft_cache is not None
-        num_small = 6 + has_draft + has_draft_cache + self.spec.has_adapters + (self.adapters is not None)
+        num_small = 6 + has_draft + has_draft_cache + self.spec.has_adapters
+        num_small += 0 if self.adapters is None else len(self.adapters.nothing())
         num_small += 2 * (self._saved is not None)
         self.caches, num_tiers = self.host_pages.warm_up(self.caches)
         return len(self.all_programs) + num_small + num_tiers
@@ -665,7 +666,8 @@ class ModelRunner:
             self._copy_states(saves, state_copies((), self.spec.max_seqs))
         if self.adapters is not None:
             # Behind the last slot, where nothing is stored: a slot may have an adapter.
-            self.write_stacks(self.adapters.sizes.num_slots + 1, self.adapters.nothing())
+            for adapter in self.adapters.nothing():
+                self.write_stacks(self.adapters.sizes.num_slots + 1, adapter)
         self._write_table(grammars.empty_block(self.spec.table_sizes))
         self._set_rows(
             grammars.empty_rows(self.spec.max_seqs, self.spec.config.vocab_size, self.spec.max_tokens_per_dispatch)

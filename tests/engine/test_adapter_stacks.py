@@ -341,3 +341,27 @@ def test_a_store_is_of_the_base(params, tmp_path):
             reused = llm.engine.scheduler.counters.reused_tokens - before
     assert reused == 3 * 80
     assert [one.token_ids for one in answers[0]] == [one.token_ids for one in answers[1]]
+
+
+@pytest.mark.parametrize("config", [TIED, TINY], ids=["tied", "untied"])
+def test_tables_of_the_adapter_before_are_cleared(config):
+    params, rng = random_params(config), np.random.default_rng(0)
+    rows = TokenRows((9, 44), rng.normal(size=(2, 32)).astype(np.float32))
+    whole = {
+        "embed": rng.normal(size=(97, 32)).astype(np.float32),
+        "lm_head": rng.normal(size=(32, 97)).astype(np.float32),
+    }
+    pairs = {"lm_head": LowRank(np.ones((32, 2), np.float32), np.ones((2, 97), np.float32), 1.0)}
+    pairs["embed"] = LowRank(np.ones((97, 2), np.float32), np.ones((2, 32), np.float32), 1.0)
+    adapters = {
+        "plain": random_adapter(params, 1),
+        "pairs": Adapter(pairs),
+        "tokens": Adapter({}, token_rows={"embed": rows, "lm_head": rows}),
+        "whole": Adapter({}, replaced=whole),
+    }
+    with LLM((config, params), adapters=adapters, max_adapters=1, **OPTIONS) as llm:
+        llm.warm_up()
+        first = scores(llm, "plain")
+        for before in ("pairs", "tokens", "whole"):
+            assert scores(llm, before) != first
+            assert scores(llm, "plain") == first
