@@ -20,7 +20,7 @@ CONFIG = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
 NATIVE_CONFIG = "jaxinfer_config.json"
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 PARAMS = "params"  # the folder of the arrays in the native form
 

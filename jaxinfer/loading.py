@@ -48,6 +48,7 @@ from jaxinfer.sampling.params import our_names
 from jaxinfer.speculative import OWN_HEAD, Draft, HeadDraft, ModelDraft, draft_by_name, head_for
 from jaxinfer.speculative.vocabularies import ModelTokens, TokenTables, token_tables
 from jaxinfer.store import FoundModel, StoreError, find_model
+from jaxinfer.store.names import parse_hub_name
 from jaxinfer.text import Tokenizer, check_same_tokens, has_same_tokens
 
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -215,7 +216,7 @@ def load_model(
 def load_adapter(
     given: Any, config: ModelConfig, params: Params, base_names: Sequence[str], what: str
 ) -> tuple[Adapter, str]:
-    """An adapter of a base with `params`, and the folder that it is from; "" for one of arrays.
+    """An adapter of a base with `params`, and the folder or hub id that it is from; "" for one of arrays.
 
     Copies of the base's own tables are left out: PEFT saves them beside an adapter that has pairs for the embedding or
     the head.
@@ -230,7 +231,10 @@ def load_adapter(
         raise TypeError(f"adapter {what}: a folder or a jaxinfer.models.adapter.Adapter is wanted, got {shown}")
     from checkpoints_convert.adapters import read_adapter
 
-    adapter = read_adapter(given, config, base_model=base_names)
+    source = str(given)
+    if isinstance(given, str) and not Path(given).expanduser().exists() and parse_hub_name(given) is not None:
+        given = find_model(given).path or given
+    adapter = read_adapter(Path(given).expanduser(), config, base_model=base_names)
     tables = {"embed": "embed", "lm_head": "embed" if config.tie_word_embeddings else "lm_head"}
     copies = {
         name
@@ -238,7 +242,7 @@ def load_adapter(
         if name in adapter.replaced and _is_copy(adapter.replaced[name], params[own], is_transposed=name != own)
     }
     kept = {name: array for name, array in adapter.replaced.items() if name not in copies}
-    return (replace(adapter, replaced=kept) if copies else adapter), str(given)
+    return (replace(adapter, replaced=kept) if copies else adapter), source
 
 
 def _is_copy(array: np.ndarray, table: Any, *, is_transposed: bool) -> bool:

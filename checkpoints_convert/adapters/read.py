@@ -11,13 +11,12 @@ from checkpoints_convert.adapters.modules import EMBEDDING, HEAD, BaseModules, M
 from checkpoints_convert.adapters.patterns import suffixes
 from checkpoints_convert.checkpoint import check_finite
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
-from checkpoints_convert.files import ADAPTER_CONFIG
+from checkpoints_convert.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from checkpoints_convert.host_arrays import count_nonfinite
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, SafetensorsFile, check_inside
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_FINGERPRINT = "base_fingerprint"
 """Key of the file's metadata."""
 PREFIX = "base_model.model."

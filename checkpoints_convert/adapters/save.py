@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 
 from checkpoints_convert.adapters.modules import EMBEDDING, HEAD, BaseModules, Module, join_outputs, name_of
 from checkpoints_convert.adapters.read import (
-    ADAPTER_WEIGHTS,
     BASE_FINGERPRINT,
     BASE_LAYER,
     EMBEDDING_PAIR,
@@ -23,7 +22,7 @@ from checkpoints_convert.adapters.read import (
 )
 from checkpoints_convert.checkpoint import ParamPath, check_finite, param_shapes
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import ADAPTER_CONFIG, write_json
+from checkpoints_convert.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_json
 from checkpoints_convert.host_arrays import count_nonfinite
 from jaxinfer.files import sync
 from jaxinfer.models import ModelConfig

@@ -74,9 +74,10 @@ def fits_here(download: "Download", quantize: str | None = None) -> dict[str, An
     """Counts if the model, with `quantize`, fits this machine, and which quantization makes it fit: a sentence as
     "text".
 
-    None where it cannot be told: for GGUF files, whose headers are not here, and where no device can be opened.
+    None where it cannot be told: for GGUF files, whose headers are not here, for adapters, and where no device can be
+    opened.
     """
-    if download.name.variant is not None:
+    if download.name.variant is not None or download.is_adapter:
         return None
     with Stage("counting what it needs"):
         try:

@@ -53,7 +53,9 @@ class LocalModels:
         return self.given is None
 
     def names(self) -> Sequence[str]:
-        return [stored.name for stored in list_models()] if self.given is None else tuple(self.given)
+        if self.given is not None:
+            return tuple(self.given)
+        return [stored.name for stored in list_models() if stored.kind != "adapter"]
 
     def find(self, name: str) -> ModelSource | None:
         if name not in self.names() and not (self.options.allow_any and "://" not in name):

@@ -19,7 +19,7 @@ class StoredModel:
     """A name that can be loaded without the hub.
 
     Attributes:
-      name: what loads it. kind: "pulled", "alias" or "embedded". path: as of `FoundModel`.
+      name: what loads it. kind: "pulled", "adapter" (pulled too), "alias" or "embedded". path: as of `FoundModel`.
       num_bytes: of its files. modified_at: when it was pulled or made, seconds since 1970.
       commit: of a repository. target: what an alias stands for. digest: tells models apart: of the name's files.
       options: what an alias sets, as of `Alias.to_dict`, without the model.
@@ -58,7 +58,8 @@ def list_models() -> tuple[StoredModel, ...]:
 
 def _pulled(name: str, model: PulledModel) -> StoredModel:
     digest = _digest(*(f"{file.name} {file.digest}" for file in model.files))
-    return StoredModel(name, "pulled", model.path, model.num_bytes, model.pulled_at, model.commit, None, digest, {})
+    kind = "adapter" if model.is_adapter else "pulled"
+    return StoredModel(name, kind, model.path, model.num_bytes, model.pulled_at, model.commit, None, digest, {})
 
 
 def _alias(alias: Alias) -> StoredModel | None:

@@ -21,6 +21,7 @@ from jaxinfer.store.pulled import (
     StoreError,
     find_pulled,
     gguf_name,
+    has_adapter,
     hub_cache,
     lock_repository,
     pulled_models,
@@ -50,6 +51,11 @@ class Download:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+    @property
+    def is_adapter(self) -> bool:
+        """True for a LoRA adapter of another model."""
+        return has_adapter(self.files)
 
     @property
     def configuration(self) -> Path:
@@ -168,6 +174,8 @@ def _checkpoint_files(name: HubName, commit: str, every: Sequence[PulledFile]) -
 
     names = {file.name for file in every}
     is_native = NATIVE_CONFIG in names
+    if has_adapter(every):
+        return _adapter_files(name, commit, every)
     if not is_native:
         _check_kind(name, every)
     describing = [file for file in every if _is_any(file.name, DESCRIBING)]
@@ -183,6 +191,22 @@ def _checkpoint_files(name: HubName, commit: str, every: Sequence[PulledFile]) -
     if not weights:
         raise no_safetensors(name.repository)
     return (*describing, *(file for file in weights if file not in describing))
+
+
+def _adapter_files(name: HubName, commit: str, every: Sequence[PulledFile]) -> tuple[PulledFile, ...]:
+    """The files of a LoRA adapter in PEFT's form."""
+    from checkpoints_convert import CheckpointError
+    from checkpoints_convert.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_of_tokenizer
+    from checkpoints_convert.hub import explained
+
+    if not any(file.name == ADAPTER_WEIGHTS for file in every):
+        raise CheckpointError(
+            name.repository, f"the adapter has no {ADAPTER_WEIGHTS}; pickled weights (.bin, .pt) are never opened"
+        )
+    describing = [file for file in every if file.name == ADAPTER_CONFIG or is_of_tokenizer(file.name)]
+    with lock_repository(name.repository), Stage(f"reading {name}") as stage, explained(name.repository, commit):
+        Transfer(name, commit, stage).run(describing, trusted=_checked(name))
+    return (*describing, *(file for file in every if file.name == ADAPTER_WEIGHTS))
 
 
 def _is_any(name: str, patterns: Sequence[str]) -> bool:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -64,6 +64,12 @@ class PulledFile:
     digest: str | None
 
 
+def has_adapter(files: Sequence[PulledFile]) -> bool:
+    """True for the files of a LoRA adapter in PEFT's form, without a model."""
+    names = {file.name for file in files}
+    return "adapter_config.json" in names and "config.json" not in names
+
+
 @dataclass(frozen=True)
 class PulledModel:
     """A manifest. The model is complete: all files were there, with the checksums of the hub, when it was written.
@@ -102,6 +108,11 @@ class PulledModel:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+    @property
+    def is_adapter(self) -> bool:
+        """True for a LoRA adapter of another model."""
+        return has_adapter(self.files)
 
     @property
     def pulled_on(self) -> str:

@@ -257,3 +257,40 @@ def test_killed_at_thirty_points(hub, files, worker, pulled_names):
     assert num_killed >= 25
     assert lost < len(weights)  # what the server had sent, and the killed process had not read
     assert pulled_names() == ["someone/large"]
+
+
+def test_an_adapter_is_pulled_and_served(hub, pulled_names, tmp_path):
+    from checkpoints_convert.adapters import save_adapter
+    from jaxinfer import LLM, SamplingParams
+    from tests.engine.test_adapter_stacks import random_adapter, random_params
+    from tests.tiny import OPTIONS, TINY
+
+    params = random_params(TINY)
+    adapter = random_adapter(params, 1)
+    folder = save_adapter(adapter, tmp_path / "lora", TINY)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub.push("someone/lora", {**files, "README.md": b"# lora", "adapter_model.bin": b"pickle", "tokenizer.json": b"{}"})
+    prepared = prepare("someone/lora")
+    assert prepared.is_adapter
+    assert (prepared.configuration / "adapter_config.json").is_file()
+    model = pull("someone/lora")
+    wanted = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
+    assert sorted(file.name for file in model.files) == wanted
+    assert [stored.kind for stored in list_models() if stored.name == "someone/lora"] == ["adapter"]
+    assert pulled_names() == []
+    hub.reset()
+    params_of = SamplingParams(temperature=0, max_tokens=4)
+    with LLM((TINY, params), adapters={"a": "someone/lora", "b": adapter}, **OPTIONS) as llm:
+        one, other = llm.generate([[3, 4, 5]] * 2, params_of, adapter=["a", "b"])
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert llm.adapters["a"].source == "someone/lora"
+    assert hub.requested == []
+    with pytest.raises(CheckpointError, match="holds an adapter, not a whole model"):
+        LLM("someone/lora")
+
+
+def test_a_pickled_adapter_is_not_pulled(hub):
+    hub.push("someone/pickled", {"adapter_config.json": b"{}", "adapter_model.bin": b"pickle"})
+    with pytest.raises(CheckpointError, match=r"the adapter has no adapter_model.safetensors; pickled weights"):
+        prepare("someone/pickled")
+    assert not [path for path in hub.requested if path.endswith(".bin")]
