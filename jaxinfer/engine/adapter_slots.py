@@ -8,6 +8,8 @@ from typing import Any
 
 from jaxinfer.checks import did_you_mean
 
+RANK_UNIT = 8
+
 
 @dataclass(frozen=True)
 class AdapterSizes:
@@ -28,6 +30,12 @@ class AdapterSizes:
     def has(self, part: str) -> bool:
         """True for a part that has room."""
         return part in self.parts
+
+    @property
+    def rank_room(self) -> int:
+        """Ranks of each slot: a multiple, so that sums over the columns of all slots do not depend on which slot an
+        adapter is in."""
+        return -(-self.max_rank // RANK_UNIT) * RANK_UNIT
 
     @property
     def has_tables(self) -> bool:

@@ -102,7 +102,7 @@ class AdapterStacks:
     def _room(self, path: Path, weight: Any) -> _Room | None:
         """The room of a parameter; None for one that has none."""
         sizes, shape, float32 = self.sizes, weight.shape, jnp.float32
-        rank = sizes.max_rank
+        rank = sizes.rank_room
 
         def of(*lengths: int, dtype: Any = self.dtype) -> Any:
             return jax.ShapeDtypeStruct(lengths, dtype)
@@ -125,7 +125,7 @@ class AdapterStacks:
 
     def _table_room(self, name: str, of: Callable[..., Any]) -> _Room | None:
         sizes, config = self.sizes, self.config
-        rank, width, count = sizes.max_rank, config.hidden_size, config.vocab_size
+        rank, width, count = sizes.rank_room, config.hidden_size, config.vocab_size
 
         def stack(which: str, a: Any, b: Any) -> TableStack | None:
             pair = (a, b) if sizes.has(which) else (None, None)

@@ -24,7 +24,7 @@ _speculation = partial(option, group=SPECULATION)
 _adapters = partial(option, group=ADAPTERS)
 ADAPTER_PARTS = ("dora", "bias", "experts", "embed", "lm_head", "tokens", "saved_embed", "saved_lm_head")
 DEFAULT_ADAPTER_TOKENS = 64
-DEFAULT_ADAPTER_RANK, RANK_UNIT = 16, 8
+DEFAULT_ADAPTER_RANK = 16
 
 
 def parse_draft_tokens(text: str) -> int | Literal["auto"]:
@@ -373,8 +373,7 @@ class EngineOptions(SpeculationOptions):
             name, _, counts[name] = part.partition(":")
         num_tokens = int(counts.pop("tokens") or DEFAULT_ADAPTER_TOKENS) if "tokens" in counts else 0
         modules = None if self.adapter_modules is None else tuple(self.adapter_modules)
-        # A multiple, so that sums over the columns of all slots do not depend on which slot an adapter is in.
-        rank = -(-(self.max_adapter_rank or DEFAULT_ADAPTER_RANK) // RANK_UNIT) * RANK_UNIT
+        rank = self.max_adapter_rank or DEFAULT_ADAPTER_RANK
         return AdapterSizes(self.max_adapters, rank, modules, frozenset(counts), num_tokens)
 
     def _check_sizes(self, name: str, unit: int) -> None:

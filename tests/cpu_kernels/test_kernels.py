@@ -18,6 +18,7 @@ import llvmlite.binding as llvm
 import numba
 from numba import types
 
+from cpu_kernels import adapter_matmul as adapter_kernel
 from cpu_kernels import frames, kernels, memory, zeros
 from cpu_kernels import quantized_matmul as matmul_kernel
 from cpu_kernels.packed_matmul import kernel as packed_kernel
@@ -31,6 +32,7 @@ MATMULS = ("int8", "int4", "float32", "transposed_int8", "transposed_int4", "tra
 SLOW_HANDLERS = {
     "packed_matmul": packed_kernel.packed_matmul,
     "paged_attention": attention_kernel.attention_handler,
+    "adapter_matmul": adapter_kernel.adapter_matmul,
     **{f"matmul_{name}": getattr(matmul_kernel, name) for name in MATMULS},
 }
 LOOPS = {name: lambda name=name: table.compile_loop(name) for name in table.PLACES}

@@ -19,7 +19,7 @@ TINY = replace(UNTIED, tie_word_embeddings=True)
 
 def facts_of(config, params):
     """Of an engine on a CPU, by what `_quantized_products` reads of its `EngineSpec`."""
-    spec: Any = SimpleNamespace(config=config, params=params, mesh=None, dtype="float32", max_seqs=4)
+    spec: Any = SimpleNamespace(config=config, base_params=params, mesh=None, dtype="float32", max_seqs=4)
     return _quantized_products(spec)
 
 
