@@ -45,7 +45,7 @@ RANK, SCALE = 8, 2.0  # scale = alpha / rank, with alpha = 16
 # ## The model, twice
 #
 # One engine answers throughout. It has room for two adapters of rank 8, which is made at the start. For training we take the
-# parameters out of it, as float arrays (see [the model in your own JAX code](own_code.ipynb)). They are never changed.
+# parameters out of it, as float arrays (see the notebook `own_code`). They are never changed.
 
 # %%
 llm = LLM("demo", max_seqs=16, max_model_len=128, max_adapters=2, max_adapter_rank=RANK)
