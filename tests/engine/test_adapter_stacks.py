@@ -11,7 +11,7 @@ from checkpoints_convert.adapters import merged, save_adapter
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, init_params
 from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
-from jaxinfer.quantization import dequantize_params
+from jaxinfer.quantization import dequantize_params, quantize_params
 from tests import tiny
 from tests.tiny import TINY
 
@@ -155,13 +155,11 @@ def test_embedding_and_head(config):
     check(config, params, adapters)
 
 
-def test_quantized_bases(params):
-    from jaxinfer.quantization import quantize_params
-
-    for recipe in ("int8", "int4-g128"):
-        quantized = quantize_params(params, recipe)
-        adapters = {"one": random_adapter(params, 1), "dora": with_magnitudes(params, random_adapter(params, 2))}
-        check(TINY, quantized, adapters)
+@pytest.mark.matrix
+@pytest.mark.parametrize("recipe", ["int4-g128", "int8"])
+def test_quantized_bases(params, recipe):
+    adapters = {"one": random_adapter(params, 1), "dora": with_magnitudes(params, random_adapter(params, 2))}
+    check(TINY, quantize_params(params, recipe), adapters)
 
 
 def test_an_invoked_adapter_starts_at_its_tokens(params):
