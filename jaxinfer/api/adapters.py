@@ -4,13 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.models import MeshFit
-from jaxinfer.models.adapter import Adapter, TokenRows
-
-NO_ROWS = TokenRows((), np.zeros((0, 0), np.float32))
+from jaxinfer.models.adapter import Adapter
 
 
 def check_adapters(options: LLMOptions, fit: MeshFit | None, has_hosts: bool) -> None:
@@ -39,7 +35,8 @@ def with_room(options: LLMOptions, adapters: Sequence[Adapter]) -> LLMOptions:
         changes["max_adapter_rank"] = max(rank, 1)
     if options.adapter_parts is None:
         parts = set().union(*map(parts_of, adapters))
-        num_tokens = max(len(rows.tokens) for adapter in adapters for rows in (*adapter.token_rows.values(), NO_ROWS))
+        counts = [len(rows.tokens) for adapter in adapters for rows in adapter.token_rows.values()]
+        num_tokens = max(counts, default=0)
         changes["adapter_parts"] = (*sorted(parts), *([f"tokens:{num_tokens}"] if num_tokens else []))
     return replace(options, **changes) if changes else options
 

@@ -120,8 +120,8 @@ class AdapterSlots:
 
     def take(self, adapter: LoadedAdapter, *, is_promised: bool = False) -> tuple[int, bool] | None:
         """A slot for one more running sequence with the adapter, and whether the adapter has to be written into it.
-        None if all slots are in use. `is_promised`: `can_take`
-        said that there is one; what it saw may have been unloaded since."""
+        None if all slots are in use. `is_promised`: `can_take` said that there is one; what it saw may have been
+        unloaded since."""
         with self._lock:
             is_new = (slot := self.slot_of(adapter)) is None or slot in self._unwritten
             if slot is None:
@@ -151,6 +151,10 @@ class AdapterSlots:
         with self._lock:
             if slot in self._adapters:
                 self._unwritten.add(slot)
+
+    def written(self, slot: int) -> None:
+        """The adapter of a slot that was `lost` is there."""
+        self._unwritten.discard(slot)
 
     def give_back(self, slot: int) -> None:
         """A running sequence left its slot."""

@@ -76,16 +76,18 @@ class AdapterStacks:
         stacked = partial(jax.tree.map, lambda of_slot: _stacked(sizes.num_slots, of_slot))
         shapes = {name: stacked(room.stack) for name, room in self._rooms.items()}, stacked(_RANK)
         self._stacks, self._ranks = shapes
-        self._write = jax.jit(_written, donate_argnums=(0, 1))
-        if not self._is_abstract:
-            placed = None
-            if mesh is not None:
-                plain = {_name(path): sharding for path, sharding in _leaves(parameter_shardings(mesh, config))}
-                pairs = {n: adapter_shardings(self._rooms[n].leaf, of, plain[n]) for n, of in shapes[0].items()}
-                placed = {name: stacks for name, (stacks, _) in pairs.items()}, next(iter(pairs.values()))[1]
-                self._write = jax.jit(_written, donate_argnums=(0, 1), out_shardings=placed)
-            make = partial(jax.tree.map, lambda of_all: jnp.zeros(of_all.shape, of_all.dtype), shapes)
-            self._stacks, self._ranks = make() if placed is None else jax.jit(make, out_shardings=placed)()
+        if self._is_abstract:
+            return
+        placed: dict[str, Any] = {} if mesh is None else {"out_shardings": self._shardings(mesh, shapes[0])}
+        self._write = jax.jit(_written, donate_argnums=(0, 1), **placed)
+        make = partial(jax.tree.map, lambda of_all: jnp.zeros(of_all.shape, of_all.dtype), shapes)
+        self._stacks, self._ranks = jax.jit(make, **placed)() if placed else make()
+
+    def _shardings(self, mesh: Mesh, stacks: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The shardings of all stacks, and of the ranks."""
+        plain = {_name(path): sharding for path, sharding in _leaves(parameter_shardings(mesh, self.config))}
+        pairs = {name: adapter_shardings(self._rooms[name].leaf, of, plain[name]) for name, of in stacks.items()}
+        return {name: own for name, (own, _) in pairs.items()}, next(iter(pairs.values()))[1]
 
     def _check_rooms(self) -> None:
         """Raises ValueError for modules and parts that the model does not have."""
@@ -182,15 +184,12 @@ class AdapterStacks:
         """
         check = _Check(self, adapter, what)
         check.rank()
-        stacks = {}
         biases = {name.removesuffix(".bias"): bias for name, bias in adapter.replaced.items() if name.endswith(".bias")}
-        for name in dict.fromkeys([*adapter.low_rank, *biases]):
-            if name in (EMBED, HEAD):
-                continue
-            stacks[name] = check.stack(name, adapter.low_rank.get(name), biases.get(name), params)
-        tables: dict[str, TableStacks] = {}
         if of_tables := sorted({EMBED, HEAD} & biases.keys()):
             check.refuse(f"{of_tables[0]} has a bias, which is not served")
+        names = [name for name in dict.fromkeys([*adapter.low_rank, *biases]) if name not in (EMBED, HEAD)]
+        stacks = {name: check.stack(name, adapter.low_rank.get(name), biases.get(name), params) for name in names}
+        tables: dict[str, TableStacks] = {}
         for which in (EMBED, HEAD):
             if (table := check.table(which)) is not None:
                 name = EMBED if self.config.tie_word_embeddings else which
@@ -288,8 +287,7 @@ class _Check:
         rows = adapter.token_rows.get(which)
         if pair is whole is rows is None:
             return None
-        is_tied = stacks.config.tie_word_embeddings
-        tables: TableStacks | None = stacks.room_of(EMBED if is_tied else which)
+        tables: TableStacks | None = stacks.room_of(EMBED if config.tie_word_embeddings else which)
         room: TableStack = (None if tables is None else getattr(tables, which)) or TableStack()
         made: dict[str, Any] = {}
         if pair is not None:

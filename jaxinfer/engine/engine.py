@@ -341,10 +341,9 @@ class Engine:
         slot, is_new = taken
         try:
             if is_new:
-                slots.lost(slot)  # until it is written
+                slots.lost(slot)  # unless it is written
                 self.runner.write_stacks(slot, adapter.host)
-                slots.take(adapter)
-                slots.give_back(slot)
+                slots.written(slot)
             yield slot
         finally:
             slots.give_back(slot)

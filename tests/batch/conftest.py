@@ -20,7 +20,7 @@ MAX_MODEL_LEN = 64
 
 
 class FakeLLM:
-    """What a job needs of a model. `order` decides which answers end first; `weights` which tokens come, and
+    """The part of a model that a job needs. `order` decides which answers end first; `weights` which tokens come, and
     `adapters`, fingerprints by name, where a row names one."""
 
     tokenizer = None

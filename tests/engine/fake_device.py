@@ -30,7 +30,7 @@ SCRATCH = 3  # tokens that a step of several stores beyond those that it may kee
 
 
 def stored(token: int, position: int, salt: str) -> int:
-    """What the cache holds for a token; `salt` is the text of a number, of a sequence with an adapter a hash."""
+    """The contents of the cache for a token; `salt` is the text of a number, of a sequence with an adapter a hash."""
     return (int(salt or "0", 16) << 40) | (position << 16) | token
 
 

@@ -90,7 +90,7 @@ class RandomWork:
             self.engine.add(prompt, max_tokens, leader=leader, **more)
 
     def more_arguments(self) -> dict[str, Any]:
-        """Of a request, chosen by a subclass."""
+        """More arguments of a request, chosen by a subclass."""
         return {}
 
     def tokens(self, count: int) -> list[int]:

@@ -86,7 +86,7 @@ class RandomSlots:
         self.running.append((slot, adapter))
 
     def expected_slot(self, adapter: LoadedAdapter, needed: tuple[LoadedAdapter, ...]) -> int | None:
-        """Where it is, any free slot, or that of the one that was used least recently."""
+        """Its own slot, any free one, or that of the one that was used least recently."""
         slots, resident = self.slots, self.slots.resident
         if (slot := slots.slot_of(adapter)) is not None:
             return slot

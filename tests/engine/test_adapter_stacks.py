@@ -307,7 +307,7 @@ def test_weights_that_adapters_were_computed_from_are_not_replaced(params):
 
 
 def test_scores_of_a_late_adapter_follow_its_rows(params):
-    """Of prompt and continuation the prompt invokes, and the head is the adapter's from there on, in the middle of a
+    """The prompt invokes, not its continuation, and the head is the adapter's from there on, in the middle of a
     chunk too."""
     head = random_adapter(params, 1, names=lambda name: name == "lm_head", invocation_tokens=(60,))
     prompt, continuation = [*range(3, 30), 60, 7, 8], [9, 60, 5]

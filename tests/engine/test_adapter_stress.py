@@ -192,7 +192,7 @@ def test_every_answer_is_that_of_its_adapter(tiny, name, num_adapters, num_reque
 
 
 def test_an_adapter_alone_answers_as_its_merged_model(tiny):
-    """What the answers above are compared with."""
+    """The answers that those above are compared with."""
     config, params = tiny
     with LLM(tiny, **OPTIONS) as llm:
         adapters = [make_adapter(number, shapes(llm)) for number in range(2)]

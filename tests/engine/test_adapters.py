@@ -45,7 +45,7 @@ def adapters(tiny):
 
 
 def answers(llm: LLM, rows, prompt=PROMPT):
-    """Of each row: its tokens and their log-probabilities."""
+    """For each row, its tokens and their log-probabilities."""
     outputs = llm.generate([prompt] * len(rows), PARAMS, adapter=rows, use_tqdm=False)
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 

@@ -50,7 +50,7 @@ class AdapterCall:
         return replace(self, x=self.x[which], products=products, ids=self.ids[which])
 
     def with_slots(self, slots: Sequence[int], num_slots: int) -> "AdapterCall":
-        """The same call with the adapters in other slots of `num_slots`, and other adapters in the rest."""
+        """This call with the adapters in other slots of `num_slots`, and other adapters in the rest."""
         ranks = np.full(num_slots, self.stacks[0][0].shape[1], np.int32)
         ranks[list(slots)] = self.ranks
         stacks = []

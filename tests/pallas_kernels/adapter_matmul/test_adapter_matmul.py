@@ -104,7 +104,7 @@ def changed(call: AdapterCall, kept: int) -> AdapterCall:
 @pytest.mark.parametrize("name", ["flat", "blocks", "many_rows"])
 @pytest.mark.optimized
 def test_a_row_has_the_same_bits_in_a_program(name, implementation):
-    """Of the same shapes, with XLA, too: other rows, and adapters in other slots."""
+    """With XLA for equal shapes, too: other rows, and adapters in other slots."""
     call = CALLS[name]
     together = call.results(implementation)
     assert_equal_rows(changed(call, 1).results(implementation), together, call.ids == 1)
@@ -141,7 +141,7 @@ def test_nan_stays_in_its_rows(name, implementation):
 @BOTH
 @pytest.mark.parametrize("name", ["blocks", "many_rows"])
 def test_ranks_beyond_an_adapter_s_have_no_effect(name, implementation):
-    """Where they are not read: those of another adapter that was there before, NaN included."""
+    """Values that are not read, such as those of another adapter that was there before, NaN included."""
     call = CALLS[name]
     stacks = [tuple(np.array(stack) for stack in pair) for pair in call.stacks]
     for pair in stacks:

@@ -1,4 +1,4 @@
-"""What the compilers of TPUs and GPUs make of adapters: stacks are read as they are, and no copy of one is made."""
+"""Programs of adapters by the compilers of TPUs and GPUs: stacks are read as they are, and no copy of one is made."""
 
 import math
 from functools import partial
