@@ -17,6 +17,7 @@ from checkpoints_convert.known_hashes import FilesReport, verify_files
 from checkpoints_convert.load import (
     HostPlan,
     LoadPlan,
+    each_param,
     kv_scales,
     load,
     load_params,
@@ -46,6 +47,7 @@ __all__ = [
     "abstract_of",
     "compare_tensors",
     "convert",
+    "each_param",
     "huggingface_config",
     "is_head_folder",
     "kv_scales",

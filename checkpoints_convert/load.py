@@ -124,18 +124,35 @@ def load_params(
     belongs to `host` goes there, without a mesh, converted by `convert_host`. Parameters for which `skips` is true are
     left out. `limit`: as of `read_ahead`."""
     params: Params = {}
+    given: dict[str, Any] = {"host": host, "convert_host": convert_host, "skips": skips, "limit": limit}
+    for path, leaf in each_param(checkpoint, mesh=mesh, progress=progress, convert=convert, **given):
+        if host is not None and host.takes(path):
+            host.add(path, leaf)
+        else:
+            insert(params, path, leaf)
+    return params if host is None else host.finish(params)
+
+
+def each_param(
+    checkpoint: Checkpoint,
+    *,
+    mesh: Mesh | None = None,
+    progress: bool | ProgressCallback | None = None,
+    convert: Convert | None = None,
+    host: HostStacks | None = None,
+    convert_host: Convert | None = None,
+    skips: Callable[[ParamPath], bool] = lambda path: False,
+    limit: int | None = None,
+) -> Iterator[tuple[ParamPath, Any]]:
+    """The parameters that `load_params` returns, one after another."""
     place = OnDefaultDevice(convert, host, convert_host) if mesh is None else OnMesh(mesh, checkpoint.config, convert)
     paths = [path for unit in checkpoint.units().values() for path in unit if not skips(path)]
     with byte_progress(progress, sum(map(checkpoint.param_bytes, paths)), "loading") as advance:
         for path, leaf in read_ahead(checkpoint, place.parts, place, paths, limit=limit or IN_FLIGHT_BYTES):
-            if host is not None and host.takes(path):
-                host.add(path, leaf)
-            else:
-                insert(params, path, leaf)
+            yield path, leaf
             advance(".".join(path), checkpoint.param_bytes(path))
     if errors := checkpoint.requantize_errors:
         _LOG.warning("%s: %s", checkpoint.directory, requantize_summary(errors, checkpoint.requantize or ""))
-    return params if host is None else host.finish(params)
 
 
 def kv_scales(path_or_hub_id: str | Path, *, revision: str | None = None) -> tuple[LayerKVScales, ...]:

@@ -1,8 +1,8 @@
 """From what a user names as a model to what an engine runs: configuration, parameters, tokenizer, defaults."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxinfer.cache import KVScales
 from jaxinfer.embedding_files import EmbeddingConfig, read_embedding_config
 from jaxinfer.engine.placement import DevicePlacement
+from jaxinfer.engine.weight_forms import Origin, by_path
 from jaxinfer.engine.weights import ModelWeights, WeightsView, packing_of
 from jaxinfer.loaded_tokenizers import begin_tokenizer, tokenizer_of
 from jaxinfer.loaded_weights import (
@@ -60,6 +61,26 @@ LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | 
 
 
 @dataclass(frozen=True)
+class Opening:
+    """How the files of a model were opened, so that others are opened alike.
+
+    Attributes:
+      config: as the files say it, before it is made for a length or a mesh.
+      dtype: in which they were opened. packs: whether a CPU packs weights as it reads them. keeps_16_bits: whether
+        packed weights keep 16 bits.
+      chosen: what rounds weights as they are read, None for nothing.
+      more: further arguments of `checkpoints_convert.open_checkpoint`.
+    """
+
+    config: ModelConfig
+    dtype: str
+    packs: bool = False
+    keeps_16_bits: bool = False
+    chosen: Selection | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class LoadedModel:
     """Attributes:
     name: what the user called it. weights: the parameters, which other models may use too.
@@ -70,6 +91,7 @@ class LoadedModel:
     activations: "int8" where products with packed weights round activations to 8 bits.
     source: the folder or GGUF file that it was read from; None for live parameters.
     fit: how the `mesh` runs it, where there is one; then `config` is the fit's.
+    opening: how its files were opened, or how files with other weights for it are.
     """
 
     name: str
@@ -87,10 +109,33 @@ class LoadedModel:
     system: str | None = None
     activations: str = "float32"
     source: Path | None = None
+    opening: Opening | None = None
 
     @property
     def params(self) -> Params:
         return self.weights.params
+
+    def write_weights(self, path: str | Path) -> None:
+        """Replaces all weights, in an update that has begun, by those of a checkpoint, which are read one by one.
+
+        Raises CheckpointError, a ValueError, for files that cannot be read, and ValueError for those of another model
+        or in another form, before anything is written.
+        """
+        import checkpoints_convert
+
+        assert self.opening is not None
+        opening, own = self.opening, self.weights.forms
+        if self.weights.has_host_layers:
+            raise ValueError("layers in the host's memory (offload) are replaced from a tree, not from files")
+        with checkpoints_convert.open_checkpoint(path, dtype=opening.dtype, **opening.more) as checkpoint:
+            if name := _other_field(checkpoint.config, opening.config):
+                given, wanted = (getattr(config, name) for config in (checkpoint.config, opening.config))
+                raise ValueError(f"{path}: weights of another model: its {name} is {given!r:.80}, not {wanted!r:.80}")
+            _, shapes = _shapes(path, None, dtype=opening.dtype, requantize=opening.more.get("requantize"))
+            own.check(by_path(shapes), is_partial=False)
+            packing = packing_of(checkpoint.config, self.activations, opening.chosen) if opening.packs else None
+            reading = _Reading(checkpoint, self.mesh, opening.chosen, packing)
+            self.weights.write_each(reading.each(keeps_16_bits=opening.keeps_16_bits))
 
     def on_mesh(self, scales: KVScales | None) -> KVScales | None:
         """Scales of the checkpoint's key-value heads as the engine takes them."""
@@ -265,7 +310,10 @@ def _live(
     if offload is not None:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         params = move_layers_to_host(params, offload(config, shapes), jax.default_backend())
-    return LoadedModel("live parameters", config, ModelWeights(_laid_out(params, mesh)), tokenizer)
+    origin = Origin(chosen, fit=None if mesh is None else fit_to_mesh(mesh, config))
+    opening = Opening(config, compute_dtype(params).name, chosen=chosen)
+    weights = ModelWeights(_laid_out(params, mesh), origin=origin)
+    return LoadedModel("live parameters", config, weights, tokenizer, opening=opening)
 
 
 def _laid_out(params: Params, mesh: Mesh | None, *, donate: bool = False) -> Params:
@@ -323,10 +371,12 @@ def _read(
             params = reading.params(elsewhere, keeps_16_bits=keeps_16_bits, host=host)
             return _laid_out(params, mesh, donate=True)
 
+        fit = None if mesh is None else fit_to_mesh(mesh, checkpoint.config)
+        origin = Origin(chosen, checkpoint.quantization, fit)
         return LoadedModel(
             named.name,
             checkpoint.config,
-            ModelWeights.shared((key, on_host, from_disk), load),
+            ModelWeights.shared((key, on_host, from_disk), load, origin),
             tokenizer(),
             default_params=replace(defaults.params, **_alias_sampling(named)),
             ignored_defaults=defaults.ignored,
@@ -337,7 +387,14 @@ def _read(
             system=named.system,
             activations=activations,
             source=path,
+            opening=Opening(checkpoint.config, dtype, True, keeps_16_bits, chosen, opening),
         )
+
+
+def _other_field(config: ModelConfig, own: ModelConfig) -> str | None:
+    """The name of a field in which two configurations differ, but for the dtype; None if there is none."""
+    names = (one.name for one in fields(config) if one.name != "dtype")
+    return next((name for name in names if getattr(config, name) != getattr(own, name)), None)
 
 
 def _kv_scales(checkpoint: Any) -> KVScales | None:
@@ -349,12 +406,13 @@ def _kv_scales(checkpoint: Any) -> KVScales | None:
 
 @dataclass(frozen=True)
 class _Reading:
-    """How the parameters of an open checkpoint are read: rounded as `chosen`, packed where a CPU runs them."""
+    """How the parameters of an open checkpoint are read: rounded as `chosen`, packed where a CPU runs them, unless
+    `packing` is None."""
 
     checkpoint: Any
     mesh: Mesh | None
     chosen: Selection | None
-    packing: Packing
+    packing: Packing | None
 
     def params(self, elsewhere: Callable[[Sequence[str]], bool], *, keeps_16_bits: bool, **where: Any) -> Params:
         """The parameters; those that are `elsewhere` than on the device are not packed. `keeps_16_bits`: whether packed
@@ -362,16 +420,26 @@ class _Reading:
         import checkpoints_convert
         from checkpoints_convert.store import release_heap
 
-        checkpoint, packing, chosen = self.checkpoint, self.packing, self.chosen
-        read = partial(checkpoints_convert.load_params, checkpoint, mesh=self.mesh, progress=True, **where)
-        if self.mesh is not None or why_not_packing(checkpoint.config.dtype) is not None:
-            return read(convert=chosen, convert_host=chosen)
+        how = self._how(elsewhere, keeps_16_bits)
+        params = checkpoints_convert.load_params(self.checkpoint, convert_host=self.chosen, **how, **where)
+        if "limit" in how:
+            release_heap()  # of the buffers that the weights were read to
+        return params
 
+    def each(self, *, keeps_16_bits: bool) -> Iterator[tuple[tuple[str, ...], Any]]:
+        """The parameters by path, as `params` reads them, one after another."""
+        import checkpoints_convert
+
+        return checkpoints_convert.each_param(self.checkpoint, **self._how(lambda path: False, keeps_16_bits))
+
+    def _how(self, elsewhere: Callable[[Sequence[str]], bool], keeps_16_bits: bool) -> dict[str, Any]:
+        checkpoint, packing = self.checkpoint, self.packing
+        how: dict[str, Any] = {"mesh": self.mesh, "progress": True}
+        if packing is None or self.mesh is not None or why_not_packing(checkpoint.config.dtype) is not None:
+            return {**how, "convert": self.chosen}
         if keeps_16_bits:
             checkpoint.keeps_16_bits = lambda path: packing.keeps_16_bits(path) and not elsewhere(path)
-        params = read(convert=packing, convert_host=chosen, limit=PACKING_BYTES)
-        release_heap()  # of the buffers that the weights were read to
-        return params
+        return {**how, "convert": packing, "limit": PACKING_BYTES}
 
 
 def _alias_sampling(named: FoundModel) -> dict[str, Any]:
@@ -475,9 +543,9 @@ def load_draft(
     *,
     dtype: str = "auto",
     verify: bool | None = None,
-) -> tuple[Draft, ModelWeights | None]:
+) -> tuple[Draft, LoadedModel | None]:
     """Loads the draft of `target`: None for nothing, "ngram", "layers:N", "mtp" for the head in its own files, or a
-    model or head as `load_model` takes it; and the weights of the latter two.
+    model or head as `load_model` takes it; and the latter two as they were loaded.
 
     A draft model with another tokenizer reads and drafts the target's tokens by tables (`speculative.vocabularies`).
     Raises ValueError where these have too little in common, or a head's tokens are not the target's, with the first id
@@ -512,7 +580,7 @@ def load_draft(
     )
     if tables is not None and isinstance(made, ModelDraft):
         made = made.for_tokens(tables, DevicePlacement(target.mesh).put(tables.arrays))
-    return made, loaded.weights
+    return made, loaded
 
 
 def _tokens_of(model: LoadedModel) -> ModelTokens | None:

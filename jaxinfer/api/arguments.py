@@ -261,6 +261,13 @@ def as_count(name: str, value: Any) -> int:
     return value
 
 
+def as_one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """One of some words. Raises ValueError, with them all."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {_shown(value)}")
+    return value
+
+
 def as_names(name: str, value: Any) -> list[str]:
     """A list of names. Raises TypeError for one text, or anything else."""
     if isinstance(value, str) or not isinstance(value, Iterable):

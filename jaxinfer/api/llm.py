@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jaxinfer.api.arguments import (
     as_conversations,
     as_count,
     as_names,
+    as_one_of,
     as_pairs,
     as_params,
     as_prompt,
@@ -57,7 +58,7 @@ from jaxinfer.engine.request import (
 )
 from jaxinfer.engine.results import VectorJob, score_of
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.engine.weights import WeightsView, as_weights
+from jaxinfer.engine.weights import ModelWeights, WeightsView, as_weights
 from jaxinfer.files import Closable
 from jaxinfer.loading import (
     ChooseLayers,
@@ -91,6 +92,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 Key = TypeVar("Key")
+UpdateMode = Literal["wait", "keep", "abort"]
+UPDATE_MODES = get_args(UpdateMode)
 
 
 def on_all_hosts(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -137,6 +140,7 @@ class LLM(Closable):
             compilation_cache.begin_start(f"{model} {plain}")
         self._lockstep: Lockstep | None = None
         self._loaded: LoadedModel | None = None
+        self._draft: LoadedModel | None = None
         self._fingerprint: WeightsView[str] | None = None
         self._hosts = hosts.current()
         self.mesh = None if chosen.mesh is None else parallel.make_mesh(chosen.mesh)
@@ -190,13 +194,17 @@ class LLM(Closable):
             self._lockstep = Lockstep(self._hosts, [replica.runner for replica in engine.engines], (BatchSummary,))
 
     def _make_engine(self, loaded: LoadedModel, params: WeightsView[Params], options: LLMOptions) -> AnyEngine:
-        draft, weights = load_draft(
+        draft, self._draft = load_draft(
             options.draft, loaded, self.max_model_len, dtype=options.dtype, verify=options.verify
         )
-        if weights is not None:
-            self._weights.append(weights)
         scales = loaded.on_mesh(loaded.kv_scales if options.kv_scales is None else options.kv_scales)
-        return make_engine(self.config, params, options, draft=draft, kv_scales=scales, mesh=self.mesh)
+        engine = make_engine(self.config, params, options, draft=draft, kv_scales=scales, mesh=self.mesh)
+        if self._draft is not None:
+            self._weights.append(self._draft.weights)
+            self._draft_params = self._draft.runnable().view(itemgetter(0)).view(engine.replace_draft)
+            for one in engine.engines:
+                one.add_weights(self._draft.weights)
+        return engine
 
     def _read_adapter(self, given: Any, name: str, base_model: str | None = None) -> tuple[Adapter, str]:
         names = self._base_names if base_model is None else (base_model,)
@@ -546,12 +554,120 @@ class LLM(Closable):
     @property
     def params(self) -> Params:
         """The parameters, a nested dict that `bind` takes (docs/guides/own_code.md). It is read-only: `params.copy()`
-        is one of the same arrays to change, for a new `LLM((config, params, tokenizer))`."""
+        is one of the same arrays to change, for `update_params` or a new `LLM((config, params, tokenizer))`."""
+        if self._weights:
+            self._weights[0].check_whole()
         return self._params.value
 
     @params.setter
     def params(self, params: Params) -> None:
         refuse("llm.params = ...")
+
+    # Weights.
+
+    @property
+    def weights_version(self) -> str:
+        """What the weights are called: "0" as they were loaded, then as `update_params` says."""
+        return self.engine.weights.label
+
+    def update_params(
+        self,
+        params: Params | str | Path,
+        *,
+        version: str | None = None,
+        mode: UpdateMode = "wait",
+        kv: Literal["recompute", "retain"] = "recompute",
+        partial: bool = False,
+        donate: bool = False,
+        draft: bool = False,
+    ) -> str:
+        """Gives the model other weights, in place; returns their version. No program is compiled for them.
+
+        A weight is brought into the form that is there (its place on a mesh, its dtype; rounded again by `quantize`,
+        packed) and then frees the one before, so that besides the weights there is memory for one more. All are checked
+        before the first is written. Cached prefixes are dropped, on disk too where they are of other weights; loaded
+        adapters stay.
+
+        Args:
+          params: a tree like `llm.params`, of JAX or NumPy arrays, on any mesh; or a folder with a checkpoint.
+          version: what the weights are called in `CompletionOutput.weights`; by default their number.
+          mode: of requests that run: "wait" ends them first, "abort" aborts them all, "keep" goes on with them.
+          kv: with mode="keep", whether their keys and values are computed anew, or those in the cache are kept, of
+            weights before; the spans of an answer say so. Scores and vectors are always computed anew.
+          partial: whether weights that the tree lacks stay as they are.
+          donate: whether the arrays are handed over: they are used as they are, where they fit, and must not be changed
+            or deleted. Otherwise they are copied.
+          draft: whether these are the draft's weights. Tokens do not depend on them.
+
+        Raises ValueError, with the name of a weight, for a tree or files of another model, for a form that rounding to
+        nearest does not give (GPTQ, AWQ), and for adapters with magnitudes or biases, which depend on the weights; then
+        nothing has changed. After an error while weights are written nothing is answered until an update has ended.
+        """
+        self._begin_update(draft, mode, kv)
+        weights = self._weights_of(draft)
+        try:
+            self._write_params(params, partial=partial, donate=donate, draft=draft)
+        except BaseException:
+            weights.cancel()
+            raise
+        weights.finish(version)
+        return weights.label
+
+    def _begin_update(self, draft: bool, mode: str, kv: str) -> None:
+        """Brings the engine to rest as `update_params` says, and begins an update. Raises ValueError for a mode that
+        there is not, and where weights cannot be replaced."""
+        as_one_of("mode", mode, UPDATE_MODES)
+        as_one_of("kv", kv, ("recompute", "retain"))
+        if kv == "retain" and mode != "keep":
+            raise ValueError(f"kv='retain' is for mode='keep', got mode={mode!r}")
+        if self._lockstep is not None:
+            raise ValueError("update_params is for a model on one host")
+        self._weights_of(draft)
+        self.client.come_to_rest(mode, retains=kv == "retain")
+        self._weights_of(draft).begin()
+
+    def _weights_of(self, draft: bool) -> ModelWeights:
+        if not self._weights:
+            raise RuntimeError("this LLM is closed")
+        if draft and len(self._weights) == 1:
+            raise ValueError(f"draft=True: {self.name} has no draft with weights of its own")
+        return self._weights[draft]
+
+    def _write_params(self, params: Params | str | Path, *, partial: bool, donate: bool, draft: bool) -> None:
+        if not isinstance(params, (str, Path)):
+            self._weights_of(draft).write(params, is_partial=partial, copies=not donate)
+            return
+        if partial or donate:
+            raise ValueError("partial and donate are for a tree, and a checkpoint is read whole")
+        loaded = self._draft if draft else self._loaded
+        assert loaded is not None
+        with Stage(f"reading weights from {params}"):
+            loaded.write_weights(params)
+
+    def sleep(self, *, weights: Literal["keep", "drop"] | None = "keep", cache: bool = True) -> None:
+        """Gives memory of the device back until `wake_up`. What runs is computed anew then, with the same tokens.
+
+        Args:
+          weights: "keep" moves them to the host's memory, "drop" frees them, after which `update_params` has to give
+            all; None leaves them.
+          cache: whether the cache is freed; cached prefixes are lost.
+        """
+        if weights is not None:
+            as_one_of("weights", weights, ("keep", "drop"))
+        self.client.come_to_rest("keep", retains=False)
+        if cache:
+            for engine in self.engine.engines:
+                engine.free_cache()
+        if weights is not None:
+            self.engine.weights.sleep(keeps=weights == "keep")
+
+    def wake_up(self, *, weights: bool = True, cache: bool = True) -> None:
+        """Takes the memory that `sleep` gave back. Harmless where nothing sleeps."""
+        if weights:
+            self.engine.weights.wake_up()
+        if cache:
+            for engine in self.engine.engines:
+                engine.take_cache()
 
     # Adapters.
 
@@ -696,6 +812,7 @@ class LLM(Closable):
         for weights in self._weights:
             weights.release()
         self._params, self._weights, self._loaded = as_weights({}).view(ParamDict.read_only), [], None
+        self._draft = self._draft_params = None
 
     # Several hosts.
 

@@ -28,7 +28,7 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
         return id(self)
 
     @property
-    def has_work(self) -> bool:
+    def has_begun(self) -> bool:
         """False: the engine has the requests."""
         return False
 

@@ -283,6 +283,17 @@ class Client(TakesPrompts):
         """One step of the engine; `take_progress` tells whose answers it advanced."""
         self._progressed |= dict.fromkeys(self.engine.step(max_steps))
 
+    def come_to_rest(self, mode: str, *, retains: bool = False) -> None:
+        """Ends what runs ("wait"), aborts all requests ("abort"), or sets aside what runs ("keep"), with `retains` with
+        what is cached of it."""
+        while mode == "wait" and self.engine.has_work:
+            self.step()
+        if mode == "abort":
+            answers = self.engine.unfinished
+            self.abort(answers, "all requests were aborted")
+            self._progressed |= dict.fromkeys(answers)
+        self._progressed |= dict.fromkeys(self.engine.come_to_rest(retains=retains))
+
     def take_progress(self, answers: Mapping[SequenceState, Any]) -> list[SequenceState]:
         """Those of `answers` that made progress since the last call. Several callers may step one engine in turn;
         each gets the progress of all its answers."""
@@ -418,6 +429,7 @@ class Client(TakesPrompts):
             cumulative_logprob=total,
             logprobs=logprobs,
             speculation=answer.speculation,
+            weights=tuple(answer.weights),
         )
 
     def _with_text(self, entry: TokenLogprob | None, params: SamplingParams) -> TokenLogprob | None:

@@ -28,7 +28,7 @@ from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.tiers.prefix_store import PrefixStore
-from jaxinfer.engine.weights import WeightsView, as_weights
+from jaxinfer.engine.weights import ModelWeights, WeightsView, as_weights
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.sampling import SampleOutput
 from jaxinfer.speculative import Draft, SpeculationStats
@@ -39,7 +39,7 @@ class Engine:
 
     Every `step` plans a dispatch, runs it, and commits the results of the one before, so that the device never waits
     for the host. Owns its cache (`close` frees it); the parameters belong to the caller.
-    `weights.replace` gives it others while it is at rest.
+    `weights.replace` gives it others while it is at rest (`come_to_rest`).
 
     Args:
       config, params: the model; with a `mesh`, as `models.fit_to_mesh` makes them. A tree becomes `weights` of its own.
@@ -83,12 +83,23 @@ class Engine:
         self._sequences: dict[SequenceState, None] = {}  # unfinished ones, in the order of their arrival
         self._num_with_logprobs = self._num_with_grammars = 0  # of the unfinished ones
         self._in_flight: deque[Flight] = deque()
+        self._rests_with: set[SequenceState] = set()  # that run on with other weights
         self._deadlines = Deadlines()
         self._observers = Observers()
         self._busy_since = 0.0
         # Called with each dispatch whose results were read, and the seconds that it took.
         self.on_read: Callable[[Flight, float], None] | None = None
-        self.weights.add_user(self)
+        self._all_weights: list[ModelWeights] = []
+        self.add_weights(self.weights)
+
+    def add_weights(self, weights: ModelWeights) -> None:
+        """It computes with these weights too."""
+        self._all_weights.append(weights)
+        weights.add_user(self)
+
+    def replace_draft(self, params: Params) -> None:
+        """Gives the draft other weights of its own, where it is at rest."""
+        self.runner.replace_draft(params)
 
     @property
     def engines(self) -> "Sequence[Engine]":
@@ -146,6 +157,29 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
+    @property
+    def unfinished(self) -> list[SequenceState]:
+        """The sequences that have not ended, in the order of their arrival."""
+        return list(self._sequences)
+
+    @property
+    def has_begun(self) -> bool:
+        """True while sequences are computed that `come_to_rest` would set aside or keep, and have not been."""
+        return bool(self._in_flight) or not self._rests_with.issuperset(self.scheduler.running)
+
+    def come_to_rest(self, *, retains: bool = False) -> list[SequenceState]:
+        """Commits what is in flight and sets aside what runs, to be computed anew from its tokens; returns the
+        sequences that made progress. With `retains` those that run keep their cached keys and values, unless hidden
+        states of their prompts are read, as for scores."""
+        progressed = self._commit_all()
+        for sequence in list(self.scheduler.running):
+            if retains and not sequence.request.reads_hidden:
+                self._rests_with.add(sequence)
+            else:
+                self.runner.stop_scoring(sequence)
+                self.scheduler.set_aside(sequence)
+        return progressed
+
     # A step.
 
     def step(self, max_steps: int | None = None) -> list[SequenceState]:
@@ -153,6 +187,13 @@ class Engine:
 
         `max_steps` limits the decode steps of the dispatch, for callers that stream single tokens.
         """
+        if self._rests_with:
+            self._rests_with.clear()
+        for weights in self._all_weights:
+            if not weights.is_whole:
+                weights.check_whole()
+        if self.runner.is_without_cache:
+            raise RuntimeError("the cache is asleep: wake_up brings it back")
         expired = self._abort_expired()
         plan, committed = self._plan_with_room(max_steps)
         flight = None if plan is None else self._run(plan)
@@ -172,6 +213,7 @@ class Engine:
     def _run(self, plan: DispatchPlan) -> Flight | None:
         for sequence in plan.admitted:
             sequence.admitted = sequence.admitted or time.monotonic()
+            sequence.begin_span(self.weights.label)
         if self._num_with_grammars:
             plan = replace(plan, grammar=self.grammars.plan(plan))
         try:
@@ -362,8 +404,21 @@ class Engine:
         """It goes on with any weights."""
 
     def drop_prefixes(self) -> None:
-        """Gives up all cached beginnings that no sequence has, on the device and in host memory."""
+        """As `Scheduler.drop_prefixes`."""
         self.scheduler.drop_prefixes()
+        for sequence in self.scheduler.running:
+            sequence.begin_span(self.weights.label, is_retained=True)
+
+    def free_cache(self) -> None:
+        """Frees the cache's memory until `take_cache`, where nothing is computed. Cached prefixes are lost."""
+        if self.has_begun:
+            raise RuntimeError("the cache is freed while requests are unfinished")
+        self.scheduler.drop_prefixes()
+        self.runner.free_cache()
+
+    def take_cache(self) -> None:
+        """Takes memory for the cache again. Harmless if it has some."""
+        self.runner.take_cache()
 
     def close(self) -> None:
         """Frees the cache's memory now; everything still running is aborted."""

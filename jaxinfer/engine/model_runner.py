@@ -112,13 +112,16 @@ class ModelRunner:
         kv_scales: KVScales | None = None,
         available: int | None = None,
     ):
+        self.is_without_cache = True
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh, params, config, draft = spec.mesh, weights.value, spec.config, draft or NO_DRAFT
         self.placement, self.weights = DevicePlacement(mesh), leaves_of(weights)
         self.adapters, self._adapted = adapters, weights
         self.model, _ = program_model(config, params, mesh, spec.policy)
         self.device = self.weights.value[0].addressable_shards[0].device
-        models = weights.view(lambda params: draft.models(config, without_adapters(params)))
+        self._draft = draft
+        models: WeightsView[Any] = weights.view(lambda params: self._draft.models(config, without_adapters(params)))
+        self._draft_models = models
         programmed = [program_model(*model, mesh)[0] for model in models.value]
         self.draft_weights = leaves_of(models.view(lambda models: {"draft": [params for _, params in models]}))
         self.drafters = spec.drafters(*programmed)
@@ -129,15 +132,7 @@ class ModelRunner:
         self.spec = spec = spec.with_pages(self.memory.num_pages)
         self.host_pages = HostPages(spec, host_pools(spec), mesh)
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
-        counts = tuple(group.num_allocated for group in spec.groups)
-        stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups, spec.page_leaves
-        self._cache = self._init_cache(config, spec.states, *stored)
-        self._saved: StateCache | None = zeros_of(spec.saved_states)
-        self._draft_cache: PagedCache | None = None
-        for own, _ in draft.own:
-            scales = applied_scales(draft.own_scales, spec.draft_kv_dtype, own)
-            stored = spec.draft_kv_dtype, scales, counts[:1]
-            self._draft_cache = self._init_cache(own, spec.draft_states, *stored)
+        self.take_cache()
         slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length, spec.has_adapters)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
@@ -158,6 +153,29 @@ class ModelRunner:
         weights = num_bytes(self.weights.value) + num_bytes(spec.own_draft_params) - spec.host_bytes
         return plan_pool(spec, weights=weights, available=available)
 
+    def take_cache(self) -> None:
+        """Allocates the caches, unless they are there."""
+        if not self.is_without_cache:
+            return
+        spec, draft = self.spec, self._draft
+        counts = tuple(group.num_allocated for group in spec.groups)
+        stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups, spec.page_leaves
+        self._cache = self._init_cache(spec.config, spec.states, *stored)
+        self._saved: StateCache | None = zeros_of(spec.saved_states)
+        self._draft_cache: PagedCache | None = None
+        for own, _ in draft.own:
+            scales = applied_scales(draft.own_scales, spec.draft_kv_dtype, own)
+            stored = spec.draft_kv_dtype, scales, counts[:1]
+            self._draft_cache = self._init_cache(own, spec.draft_states, *stored)
+        self.is_without_cache = False
+
+    def free_cache(self) -> None:
+        """Frees the caches' memory now, until `take_cache`."""
+        if not self.is_without_cache:
+            self.is_without_cache = True
+            for leaf in jax.tree.leaves((self._cache, self._saved, self._draft_cache)):
+                leaf.delete()
+
     def _init_cache(
         self, config: Any, states: Any, kv_dtype: str, scales: KVScales | None, counts: Any, *groups: Any
     ) -> PagedCache:
@@ -167,11 +185,17 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
-        rows = self._slots, self._batch, self._tables
         if self.adapters is not None:
             self.adapters.close()
-        for leaf in jax.tree.leaves((rows, self._cache, self._saved, self._draft_cache)):
+        for leaf in jax.tree.leaves((self._slots, self._batch, self._tables)):
             leaf.delete()
+        self.free_cache()
+
+    def replace_draft(self, params: Params) -> None:
+        """Gives the draft other weights of its own, like those before; tables that it was given stay."""
+        self._draft = self._draft.with_params(lambda config, own: (config, {**own, **params}))
+        if self.weights.value is not None:
+            self._draft_models.remake()
 
     @property
     def max_in_flight(self) -> int:

@@ -52,7 +52,6 @@ class PrefixMatch:
     """
 
     tables: list[list[int]]
-    salt: str = ""
     absent: list[tuple[int, int, _Node]] = field(default_factory=list)
 
     def num_absent(self, group: int) -> int:
@@ -80,13 +79,14 @@ class PrefixTree:
         self._full = [index for index, group in enumerate(groups) if group.window is None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
         self._roots: dict[str, _Node] = {}
+        self._hidden: set[_Node] = set()  # roots of pages that nothing finds
         self.num_pages = 0  # of all groups
 
     def match(self, keys: Sequence[bytes], salt: str = "") -> PrefixMatch:
         """The pages of the longest beginning of `keys` after which a sequence can go on; the caller becomes one of
         their owners, and calls `restore` or `release_match`."""
         nodes = self._walk(keys, salt)
-        match = PrefixMatch([], salt)
+        match = PrefixMatch([])
         for index, (group, pool) in enumerate(zip(self._groups, self._pools, strict=True)):
             first = min(group.first_needed(len(nodes) * self._page_size, self._page_size), len(nodes))
             places = [*range(group.sinks_before(first)), *range(first, len(nodes))]
@@ -107,7 +107,7 @@ class PrefixTree:
         """Plans that absent pages come back from host memory, into pages that must be available; the tables."""
         for group, place, node in match.absent:
             (page,) = self._pools[group].allocate(1)
-            self._keep(node, group, page, match.salt)
+            self._keep(node, group, page)
             self._tier.move_back(group, page, node.hosts[group])
             match.tables[group][place] = page
         match.absent = []
@@ -158,10 +158,10 @@ class PrefixTree:
                 child = node.children[key] = _Node(key, len(self._pools), node)
             for group, table in enumerate(tables):
                 if table[index] not in (NULL_PAGE, child.pages[group]):
-                    is_changed |= self._add_page(child, group, table, index, salt)
+                    is_changed |= self._add_page(child, group, table, index)
             node = child
         place.node, place.count = node, len(keys)
-        self._drop_empty(node, salt)
+        self._drop_empty(node)
         return is_changed
 
     def add_host_pages(self, keys: Sequence[bytes], start: int, salt: str = "") -> list[int]:
@@ -173,7 +173,7 @@ class PrefixTree:
         hosts = []
         for key in keys[start:]:
             child = _Node(key, len(self._pools), node)
-            host = self._tier.place(0, partial(self._forget_host, child, 0, salt))
+            host = self._tier.place(0, partial(self._forget_host, child, 0))
             is_gone = node.parent is None and start + len(hosts) > 0
             if host == NULL_PAGE or is_gone:
                 if is_gone and host != NULL_PAGE:
@@ -186,7 +186,7 @@ class PrefixTree:
             path.append(child)
             node = child
         self._renew_hosts(path)
-        self._drop_empty(node, salt)
+        self._drop_empty(node)
         return hosts
 
     def _renew_hosts(self, nodes: Sequence[_Node]) -> None:
@@ -217,18 +217,23 @@ class PrefixTree:
 
     def drop_hosts(self) -> None:
         """Gives up what is in host memory, but for pages that are on their way back."""
-        nodes = [(root, salt) for salt, root in self._roots.items()]
-        for node, salt in nodes:
-            nodes += ((child, salt) for child in node.children.values())
-        for node, salt in reversed(nodes):
+        nodes = [*self._roots.values(), *self._hidden]
+        for node in nodes:
+            nodes += node.children.values()
+        for node in reversed(nodes):
             for group, host in enumerate(node.hosts):
                 if host != NULL_PAGE and not self._tier.pools[group].is_pinned(host):
                     self._drop_host(node, group)
-            self._drop_empty(node, salt)
+            self._drop_empty(node)
+
+    def hide(self) -> None:
+        """Pages that have owners are not found any more."""
+        self._hidden.update(self._roots.values())
+        self._roots = {}
 
     def check(self) -> None:
         """Raises RuntimeError where a page is known twice, or not kept, or could be given away before one after it."""
-        stack = list(self._roots.values())
+        stack = [*self._roots.values(), *self._hidden]
         if not all(root.children for root in stack):
             raise RuntimeError("a salt without pages is remembered")
         seen: set[tuple[int, int]] = set()
@@ -273,7 +278,7 @@ class PrefixTree:
     def _root(self, salt: str) -> _Node:
         node = self._roots.get(salt)
         if node is None:
-            node = self._roots[salt] = _Node(b"", len(self._pools), None)
+            node = self._roots[salt] = _Node(salt.encode(), len(self._pools), None)
         return node
 
     def _walk(self, keys: Sequence[bytes], salt: str) -> list[_Node]:
@@ -307,17 +312,17 @@ class PrefixTree:
                 return False
         return True
 
-    def _keep(self, node: _Node, group: int, page: int, salt: str) -> None:
+    def _keep(self, node: _Node, group: int, page: int) -> None:
         """Makes a page that has an owner the node's."""
         node.pages[group] = page
-        self._pools[group].keep(page, partial(self._forget, node, group, salt))
+        self._pools[group].keep(page, partial(self._forget, node, group))
         self.num_pages += 1
 
-    def _add_page(self, node: _Node, group: int, table: list[int], index: int, salt: str) -> bool:
+    def _add_page(self, node: _Node, group: int, table: list[int], index: int) -> bool:
         """Makes a sequence's page the node's, or the node's page the sequence's; returns whether it is the latter."""
         pool = self._pools[group]
         if node.pages[group] == NULL_PAGE:
-            self._keep(node, group, table[index], salt)
+            self._keep(node, group, table[index])
             if node.hosts[group] != NULL_PAGE:  # what was computed again may differ from it in the last bits
                 self._drop_host(node, group)
             return False
@@ -326,7 +331,7 @@ class PrefixTree:
         table[index] = node.pages[group]
         return True
 
-    def _forget(self, node: _Node, group: int, salt: str) -> None:
+    def _forget(self, node: _Node, group: int) -> None:
         """A page is given away on the device: it moves to host memory, or what continues it goes too."""
         is_full, page = group in self._full, node.pages[group]
         if node.parent is None or (is_full and any(child.pages[group] for child in node.children.values())):
@@ -335,25 +340,25 @@ class PrefixTree:
         if node.hosts[group] != NULL_PAGE:
             self._tier.touch(group, node.hosts[group])
         elif not self._pools[group].is_unlikely(page):
-            node.hosts[group] = self._tier.move_out(group, page, partial(self._forget_host, node, group, salt))
+            node.hosts[group] = self._tier.move_out(group, page, partial(self._forget_host, node, group))
         node.pages[group] = NULL_PAGE
         self.num_pages -= 1
         if is_full and node.hosts[group] == NULL_PAGE:
-            self._cut(node, salt)
-        self._drop_empty(node, salt)
+            self._cut(node)
+        self._drop_empty(node)
 
-    def _forget_host(self, node: _Node, group: int, salt: str) -> None:
+    def _forget_host(self, node: _Node, group: int) -> None:
         """A page is given away in host memory."""
         self._drop_host(node, group)
         if group in self._full and node.pages[group] == NULL_PAGE:
-            self._cut(node, salt)
-        self._drop_empty(node, salt)
+            self._cut(node)
+        self._drop_empty(node)
 
     def _drop_host(self, node: _Node, group: int) -> None:
         self._tier.drop(group, node.hosts[group])
         node.hosts[group] = NULL_PAGE
 
-    def _cut(self, node: _Node, salt: str) -> None:
+    def _cut(self, node: _Node) -> None:
         """Gives up what a node and those after it have, since no sequence goes on there any more."""
         nodes = [node]
         for descendant in nodes:
@@ -364,14 +369,15 @@ class PrefixTree:
                     self._drop_host(descendant, group)
             for group in self._windows:
                 self._pools[group].drop(descendant.pages[group])
-            self._drop_empty(descendant, salt)
+            self._drop_empty(descendant)
 
-    def _drop_empty(self, node: _Node, salt: str) -> None:
+    def _drop_empty(self, node: _Node) -> None:
         """Removes a node that has neither pages nor children, and those above it to which the same then applies."""
         while node.is_empty:
             parent = node.parent
             if parent is None:
-                if self._roots.get(salt) is node:
+                self._hidden.discard(node)
+                if self._roots.get(salt := node.key.decode()) is node:
                     del self._roots[salt]
                 return
             del parent.children[node.key]

@@ -14,6 +14,7 @@ from jaxinfer.engine.events import Observer, Snapshot
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.weights import ModelWeights
+from jaxinfer.models import Params
 from jaxinfer.speculative import SpeculationStats
 
 
@@ -36,6 +37,13 @@ class AnyEngine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def unfinished(self) -> list[SequenceState]: ...
+
+    def replace_draft(self, params: Params) -> None: ...
+
+    def come_to_rest(self, *, retains: bool = False) -> list[SequenceState]: ...
 
     @property
     def program_names(self) -> list[str]: ...

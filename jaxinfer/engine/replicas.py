@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,27 @@ class Replicas:
     def weights(self) -> ModelWeights:
         """Weights of all engines."""
         return self.engines[0].weights
+
+    @property
+    def unfinished(self) -> list[SequenceState]:
+        """As `Engine.unfinished`, of every engine, and of those that wait for one."""
+        waiting = [entry[-1] for entry in sorted(self._waiting, key=itemgetter(0, 1)) if entry[-1] in self._queued]
+        return [*(sequence for engine in self.engines for sequence in engine.unfinished), *waiting]
+
+    def replace_draft(self, params: Params) -> None:
+        """As `Engine.replace_draft`, of every engine."""
+        for engine in self.engines:
+            assert engine.spec.mesh is not None
+            engine.replace_draft(parallel.on_replica(params, engine.spec.mesh))
+
+    @property
+    def has_begun(self) -> bool:
+        """As `Engine.has_begun`, of any engine."""
+        return any(engine.has_begun for engine in self.engines)
+
+    def come_to_rest(self, *, retains: bool = False) -> list[SequenceState]:
+        """As `Engine.come_to_rest`, of every engine."""
+        return [sequence for engine in self.engines for sequence in engine.come_to_rest(retains=retains)]
 
     def check_replaced(self) -> None:
         """It goes on with any weights."""

@@ -180,6 +180,7 @@ class SequenceState:
       tokens: the prompt's, and the answer's as far as they are known.
 
     Results, which the engine writes:
+      weights: the versions of the weights that made its tokens.
       logprobs: per token, if asked for. prompt_logprobs: per prompt token, None for the first. processed_logprobs: of
         the prompt from `score_from` on, under the sampling parameters. pooled: float32 [D] or [token ids], the sum of
         what was pooled so far.
@@ -199,6 +200,7 @@ class SequenceState:
       num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
       num_listed: leading pages that the device's tables have; the runner raises it, the scheduler lowers it.
       place: how far its pages are in the prefix tree.
+      is_retained: whether some of its pages are of weights that were replaced since; no other sequence finds them.
       restore_from: where the state lies that it goes on from; NULL_PAGE for a sequence that begins without one.
       is_compacted: whether the pass that compacts its prompt is planned, or was; then `num_released` are the pages that
         the prompt lost. prompt_tables: by group, the pages that it lay in, until the pass has run; [] before and after.
@@ -217,6 +219,7 @@ class SequenceState:
     leader: "SequenceState | None" = None
     tokens: list[int] = field(default_factory=list)
     # Results.
+    weights: list["WeightsSpan"] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
@@ -244,6 +247,7 @@ class SequenceState:
     num_reused: int = 0
     num_listed: int = 0
     num_drafted: int = 0
+    is_retained: bool = False
     restore_from: int = NULL_PAGE
     is_compacted: bool = False
     prompt_tables: list[list[int]] = field(default_factory=list)
@@ -348,6 +352,14 @@ class SequenceState:
             self._keys += keys
         return self._keys[:count]
 
+    def begin_span(self, version: str, *, is_retained: bool = False) -> None:
+        """Its next tokens are made with the weights of that name."""
+        if self.weights and (self.weights[-1].version, self.weights[-1].is_retained) == (version, is_retained):
+            return
+        if self.weights and self.weights[-1].start == self.num_output:
+            self.weights.pop()
+        self.weights.append(WeightsSpan(version, self.num_output, is_retained))
+
     def drop_after(self, num_output: int) -> None:
         """Drops the answer's tokens beyond its first `num_output`: those after a stop string. It must have ended."""
         del self.tokens[self.num_prompt + num_output :]
@@ -373,6 +385,20 @@ class RequestTimings:
 
 
 @dataclass(frozen=True)
+class WeightsSpan:
+    """Tokens of an answer that were made with the same weights: from number `start` on, until the next span.
+
+    Attributes:
+      version: what the weights were called (`LLM.update_params`); "0" if they are those that were loaded.
+      is_retained: whether cached keys and values of weights before were read.
+    """
+
+    version: str
+    start: int = 0
+    is_retained: bool = False
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One answer.
 
@@ -383,6 +409,7 @@ class CompletionOutput:
         request's, which excludes all that it asks for.
       logprobs: per token, if requested: its own and the best ones. cumulative_logprob: their sum over own tokens.
       speculation: what was drafted and accepted, where there is a draft.
+      weights: which weights made its tokens; one span unless they were replaced meanwhile.
       tool_calls: in chats with tools, the calls, which the text has no more. reasoning: in chats, what the model wrote
         before its answer, which the text has no more either; None where there is none.
     """
@@ -398,6 +425,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprob] | None = None
     speculation: SpeculationStats | None = None
+    weights: tuple[WeightsSpan, ...] = ()
     tool_calls: list[ToolCall] | None = None
     reasoning: str | None = None
 

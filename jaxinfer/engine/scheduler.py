@@ -323,11 +323,20 @@ class Scheduler:
         sequence.leader = None
         self.counters.num_finished += 1
 
+    def set_aside(self, sequence: SequenceState) -> None:
+        """Ends the run of a sequence of which nothing is planned, whose turn comes before those that wait."""
+        self._leave(sequence)
+        insort(self.waiting, sequence, key=_rank)
+
     def drop_prefixes(self) -> None:
-        """Gives up all cached beginnings that no sequence has, on the device and in host memory."""
+        """Gives up all cached beginnings, on the device and in host memory. Sequences that run go on with theirs, which
+        no other finds."""
         for pool in (*self.pools.all, *self.saved.pools):
             pool.drop_idle()
         self.prefixes.drop_hosts()
+        self.prefixes.hide()
+        for sequence in self.running:
+            sequence.is_retained = True
 
     def check(self) -> None:
         """Raises RuntimeError where pages, slots or lists do not agree."""
@@ -516,7 +525,7 @@ class Scheduler:
         computing = [
             running
             for running in self.running
-            if running.num_confirmed < running.target and running.salt == sequence.salt
+            if running.num_confirmed < running.target and running.salt == sequence.salt and not running.is_retained
         ]
         if not computing:
             return False
@@ -564,7 +573,8 @@ class Scheduler:
     def _has_live_leader(self, sequence: SequenceState) -> bool:
         """True if its leader, whose prompt pages it will share, has not ended. A leader is never behind in rank."""
         leader = sequence.leader
-        return leader is not None and not leader.is_finished and len(sequence.tokens) == sequence.num_prompt
+        is_live = leader is not None and not leader.is_finished and not leader.is_retained
+        return is_live and len(sequence.tokens) == sequence.num_prompt
 
     def _has_prompt(self, sequence: SequenceState | None) -> bool:
         return sequence is not None and sequence.slot is not None and sequence.num_confirmed >= sequence.num_prompt
@@ -658,12 +668,12 @@ class Scheduler:
         if _loaded(sequence):
             self.adapters.give_back(sequence.adapter_slot)
         sequence.slot, sequence.place, sequence.adapter_slot = None, None, 0
-        sequence.is_compacted = False
+        sequence.is_compacted = sequence.is_retained = False
         sequence.num_stored = sequence.num_reserved = sequence.num_confirmed = sequence.num_listed = 0
 
     def _cache_prefix(self, sequence: SequenceState) -> None:
         """Full pages of what is confirmed enter the prefix tree."""
-        if not self.options.reuses_prefixes:
+        if not self.options.reuses_prefixes or sequence.is_retained:
             return
         tables = self.ends.known_tables(sequence) if self._has_ends else sequence.tables
         if tables is None:

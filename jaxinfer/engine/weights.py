@@ -1,24 +1,23 @@
 """The weights of a model: one tree, and every form of it that something reads, which are replaced together."""
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.engine.weight_forms import Origin, Path, WeightForms, by_path, single
 from jaxinfer.models import ModelConfig, Params, compute_dtype
 from jaxinfer.models.disk_layers import DISK_LAYERS
 from jaxinfer.models.host_layers import HOST_LAYERS, disk_layers, host_rows, move_layers_to_host
 from jaxinfer.param_dict import plain
 from jaxinfer.quantization import Selection
 from jaxinfer.quantization.on_device import Copies, Packing, float32_copies, why_not_packing
-from jaxinfer.quantization.packed import pack_weight
-from jaxinfer.quantization.side_by_side import has_groups, join, separate
-from jaxinfer.quantization.tree import is_packed, is_quantized, is_weight, weights
+from jaxinfer.quantization.side_by_side import separate
+from jaxinfer.quantization.tree import is_quantized, is_weight, weights
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -28,7 +27,9 @@ class WeightsUser(Protocol):
     """An object that answers requests with weights."""
 
     @property
-    def has_work(self) -> bool: ...
+    def has_begun(self) -> bool:
+        """True while requests are computed, or results of the weights are on their way."""
+        ...
 
     def drop_prefixes(self) -> None:
         """Gives up what was computed with the weights before."""
@@ -37,11 +38,15 @@ class WeightsUser(Protocol):
         """Raises ValueError if it cannot go on with other weights."""
 
 
+class WeightsError(RuntimeError):
+    """Weights cannot be used now: an update of them has begun and has not ended."""
+
+
 class WeightsView(Generic[T]):
     """A form of a model's weights, made by `make` from that of `source`.
 
-    `value` is to be read wherever it is used: it changes when the weights are replaced. A view lives for as long as
-    there is a reference to it, or to a view of it.
+    `value` is to be read wherever it is used: it changes when the weights are replaced, and is None in between. A view
+    lives for as long as there is a reference to it, or to a view of it.
     """
 
     def __init__(self, make: Callable[[Any], T], source: "WeightsView[Any]", remake: Callable[[Any], T] | None = None):
@@ -67,12 +72,17 @@ class WeightsView(Generic[T]):
         for view in list(self._views):
             view.remake()
 
-    def _staged(self, value: T) -> list[tuple["WeightsView[Any]", Any]]:
-        """This view and those of it, with what their values would be."""
-        staged: list[tuple[WeightsView[Any], Any]] = [(self, value)]
+    def _drop(self) -> None:
+        """Frees this form and those of it."""
+        self.value: Any = None
         for view in list(self._views):
-            staged += view._staged(view._make(value))
-        return staged
+            view._drop()
+
+    def _make_views(self) -> None:
+        """Makes the forms of this form from what it is now."""
+        for view in list(self._views):
+            view.value = view._make(self.value)
+            view._make_views()
 
 
 class ModelWeights(WeightsView["StoredWeights"]):
@@ -80,24 +90,32 @@ class ModelWeights(WeightsView["StoredWeights"]):
     is given other weights.
 
     Attributes:
-      version: how often the weights were replaced.
+      version: how often the weights were replaced. label: what the caller calls them, by default the version.
+      origin: how they came to their form.
     """
 
-    def __init__(self, params: Params, stored: "StoredWeights | None" = None):
+    def __init__(self, params: Params, stored: "StoredWeights | None" = None, origin: Origin | None = None):
         self.value = stored or StoredWeights(params)
-        self.version = 0
+        self.version, self.label = 0, "0"
+        self.origin = origin or Origin()
+        self._forms: WeightForms | None = None
+        self._leaves: dict[Path, Any] | None = None  # while an update writes
+        self._is_updating = self._is_asleep = False
+        self._torn: set[Path] = set()  # written, or lost, by an update that has not ended
+        self._written: set[Path] = set()  # by the one that has begun
         self._views = weakref.WeakSet()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
-    def shared(cls, key: Hashable, load: Callable[[], Params]) -> "ModelWeights":
+    def shared(cls, key: Hashable, load: Callable[[], Params], origin: Origin | None = None) -> "ModelWeights":
         """The weights of that key, loaded unless a model of this process has them."""
         stored = StoredWeights.shared(key, load)
-        return cls(stored.params, stored)
+        return cls(stored.params, stored, origin)
 
     @property
     def params(self) -> Params:
-        """The tree, as it was loaded."""
+        """The tree, as it was loaded. Raises WeightsError in an update."""
+        self.check_whole()
         return self.value.params
 
     @property
@@ -105,37 +123,206 @@ class ModelWeights(WeightsView["StoredWeights"]):
         return self
 
     def add_user(self, user: WeightsUser) -> None:
-        """Weights are not replaced while `user` has work, and it drops its prefixes when they are."""
+        """Weights are not replaced while `user` has begun something, and it drops its prefixes when they are."""
         self._users.add(user)
 
-    def replace(self, params: Params) -> None:
-        """Gives every view other weights: a tree like `params`, whose arrays may be NumPy's. It stays the caller's.
+    # Replacing.
 
-        Of weights that a CPU packed as it read them, and of layers in the host's memory, plain ones are taken too; for
-        a mesh that pads, what `llm.fit.place(params)` makes of them. No program is compiled again, cached prefixes are
-        dropped, and models that shared the old weights keep them. Old and new weights are in memory at once. On several
+    @property
+    def why_not_whole(self) -> str | None:
+        """The reason why nothing can be computed with the weights; None where it can."""
+        if self.is_whole:
+            return None
+        what = "is under way" if self._is_updating else "has failed"
+        if self._is_asleep:
+            return "the weights are asleep: wake_up brings them back"
+        return f"an update of the weights {what}: {len(self._torn)} of {len(self.forms.forms)} were written"
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all weights are there, and no update is under way."""
+        return self._leaves is None and not self._is_updating
+
+    def check_whole(self) -> None:
+        """Raises WeightsError while an update is under way, or after one that wrote only some of the weights."""
+        if (reason := self.why_not_whole) is not None:
+            raise WeightsError(reason)
+
+    @property
+    def has_host_layers(self) -> bool:
+        """True if layers lie in the host's memory."""
+        return any(path[0] == HOST_LAYERS for path in self.forms.forms)
+
+    @property
+    def forms(self) -> WeightForms:
+        """Names, shapes and places of the weights."""
+        if self._forms is None:
+            self._forms = WeightForms(self.value.params, self.origin, self.value.run)
+        return self._forms
+
+    def replace(
+        self, params: Params, *, label: str | None = None, is_partial: bool = False, copies: bool = False
+    ) -> None:
+        """Gives every view other weights: a tree like `params`, whose arrays may be NumPy's. It stays the caller's, and
+        its arrays are used where they are as they have to be, unless `copies`.
+
+        Plain weights are taken in place of packed ones, of rounded ones (which rounds them likewise), of layers in the
+        host's memory and of those that a mesh pads; numbers are rounded to the dtype that is there. All are checked
+        before the first is written. Each is freed when the new one is there, so that besides the weights one more is in
+        memory, unless another model shares them. No program is compiled again, cached prefixes are dropped. On several
         hosts all have to call it. Call it where no other thread steps an engine.
 
-        Raises RuntimeError while requests are unfinished, and ValueError, with the name of the leaf, for a tree that
-        differs in names, shapes, dtypes or kinds of weights, and for layers that are read from files. Nothing has
-        changed then.
+        Args:
+          label: what these weights are called; by default how often they were replaced.
+          is_partial: whether weights that the tree lacks stay.
+
+        Raises RuntimeError while requests are computed, and ValueError, with the name of the leaf, for a tree that
+        differs in names, shapes or kinds of weights, and for layers that are read from files. Nothing has changed then.
         """
-        if any(user.has_work for user in self._users):
-            raise RuntimeError("weights are replaced while requests are unfinished")
+        self.begin()
+        try:
+            self.write(params, is_partial=is_partial, copies=copies)
+        except BaseException:
+            self.cancel()
+            raise
+        self.finish(label)
+
+    def begin(self) -> None:
+        """Begins an update, in place of one that has not ended. Nothing is computed until `finish`, or `cancel` of one
+        that has written nothing.
+
+        Raises RuntimeError while requests are computed, ValueError for weights that cannot be replaced.
+        """
+        self._check_rest()
+        if self._is_asleep:
+            raise RuntimeError("the weights are asleep: wake_up brings them back")
         for user in self._users:
             user.check_replaced()
-        old = self.value
-        staged = self._staged(StoredWeights(_formed_like(plain(params), old.params)))
-        for view, value in staged:
-            view.value = value
+        if self._leaves is None and DISK_LAYERS in self.value.params:
+            raise ValueError("layers that are read from files (offload='disk') cannot be replaced")
+        self._is_updating, self._written = True, set()
+
+    def write(
+        self,
+        params: Params,
+        *,
+        is_partial: bool = True,
+        copies: bool = False,
+        report: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Replaces some of the weights, in an update that has begun, or all; `report` gets the name of each that is
+        written. Arguments and errors as of `replace`."""
+        if not self._is_updating:
+            raise RuntimeError("no update of the weights has begun")
+        given = self._given(params)
+        self.forms.check(given, is_partial=is_partial)
+        self.write_each(given.items(), copies=copies, report=report)
+
+    def write_each(
+        self,
+        given: Iterable[tuple[Path, Any]],
+        *,
+        copies: bool = False,
+        report: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Replaces weights by those of these paths as they come, which `forms.check` has taken."""
+        leaves = self._open()
+        for path, leaf in self.forms.formed(given, lambda path: single(leaves, path), copies=copies):
+            self._torn.add(path)
+            leaves.pop(path, None)
+            leaves[path] = jax.block_until_ready(leaf)
+            self._written.add(path)
+            report(".".join(path))
+
+    def cancel(self) -> None:
+        """Ends an update that has written nothing; one that has leaves the weights as they are, to be replaced by
+        another."""
+        self._is_updating = False
+
+    def finish(self, label: str | None = None) -> None:
+        """Ends an update: everything is computed with the new weights. Raises RuntimeError, with a name, where this
+        update has not replaced what another one left half written; nothing is computed then."""
+        if not self._is_updating:
+            raise RuntimeError("no update of the weights has begun")
+        if missing := next((path for path in self.forms.forms if path in self._torn - self._written), None):
+            raise RuntimeError(
+                f"{'.'.join(missing)} is of an update that has not ended, and this one has not replaced it: update all "
+                "weights"
+            )
         self.version += 1
-        for user in self._users:
-            user.drop_prefixes()
-        old.leave()  # arrays of it may be in the new tree, or come back
+        self.label = str(self.version) if label is None else label
+        self._is_updating = False
+        if self._leaves is not None:
+            self._make_whole()
+            for user in self._users:
+                user.drop_prefixes()
+
+    def _check_rest(self) -> None:
+        if any(user.has_begun for user in self._users):
+            raise RuntimeError("weights are replaced while requests are unfinished")
+
+    # Sleeping.
+
+    def sleep(self, *, keeps: bool = True) -> None:
+        """Gives the device's memory back. With `keeps` the weights lie in the host's memory until `wake_up`; without,
+        nothing is left of them, and an update gives all. Sleeping twice is harmless. Raises as `begin`."""
+        if self._is_asleep or (not keeps and len(self._torn) == len(self.forms.forms)):
+            return
+        self.check_whole()
+        self._check_rest()
+        if DISK_LAYERS in self.value.params:
+            raise ValueError("layers that are read from files (offload='disk') cannot be given back")
+        leaves = self._open()
+        for path in list(leaves):
+            leaf = leaves.pop(path)
+            if keeps:
+                leaves[path] = jax.tree.map(np.asarray, leaf)
+            else:
+                self._torn.add(path)
+        self._is_asleep = keeps
+
+    def wake_up(self) -> None:
+        """Brings weights that sleep back to their places. Harmless if none do."""
+        if not self._is_asleep:
+            return
+        leaves = self._open()
+        for path, leaf in list(leaves.items()):
+            leaves[path] = self.forms.placed(path, leaf)
+        self._is_asleep = False
+        self._make_whole()
+
+    def _make_whole(self) -> None:
+        assert self._leaves is not None
+        self.value = StoredWeights(self.forms.tree(self._leaves))
+        self._make_views()
+        self._leaves, self._is_updating, self._torn = None, False, set()
+
+    def _given(self, params: Params) -> dict[Path, Any]:
+        """The weights of a tree by path, with layers where the host's memory has them."""
+        params = separate(plain(params))
+        own = self.forms.forms
+        if self.has_host_layers and HOST_LAYERS not in params:
+            if not {*params} >= {path[0] for path in own} - {HOST_LAYERS}:
+                raise ValueError("the weights of layers in the host's memory are replaced all together")
+            on_host = {HOST_LAYERS: {path[1]: {} for path in own if path[0] == HOST_LAYERS}}
+            params = move_layers_to_host(params, sorted(host_rows(on_host)), jax.default_backend())
+        return by_path(params)
+
+    def _open(self) -> dict[Path, Any]:
+        """The weights by path, to be replaced; all forms of them are freed."""
+        if self._leaves is None:
+            _ = self.forms
+            old, self._leaves = self.value, by_path(self.value.params)
+            self._drop()
+            old.leave()  # another model may have it; arrays of it may be in the new tree
+        return self._leaves
 
     def release(self) -> None:
         """As `StoredWeights.release`."""
-        self.value.release()
+        if self._leaves is None:
+            self.value.release()
+        else:
+            self._leaves = {}
 
 
 def as_weights(params: Params | WeightsView[Params]) -> WeightsView[Params]:
@@ -182,6 +369,11 @@ class StoredWeights:
             self._for_cpu[activations] = float32_copies(params) if is_copied else (params, None)
         return self._for_cpu[activations]
 
+    @property
+    def run(self) -> list[Params]:
+        """The trees that `for_cpu` has made."""
+        return [params for params, _ in self._for_cpu.values()]
+
     def leave(self) -> bool:
         """One user less; returns True if it was the last one, after which the weights are shared no more."""
         with _STORED_LOCK:
@@ -198,7 +390,7 @@ class StoredWeights:
             return
         if disk := disk_layers(self.params):
             disk.reader.close()
-        for leaf in jax.tree.leaves((self.params, [params for params, _ in self._for_cpu.values()])):
+        for leaf in jax.tree.leaves((self.params, self.run)):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
 
@@ -240,51 +432,3 @@ def _signature(params: Params) -> dict[str, tuple[Any, ...]]:
 
     leaves = {name: jax.tree.flatten(leaf) for name, leaf in _named(params).items()}
     return {name: (structure, *map(of_array, arrays)) for name, (arrays, structure) in leaves.items()}
-
-
-def _formed_like(params: Params, wanted: Params) -> Params:
-    """The parameters in the places, layouts and packed forms of those that they replace. Raises ValueError, with its
-    name, for a leaf of another kind, shape or dtype."""
-    if DISK_LAYERS in wanted:
-        raise ValueError("layers that are read from files (offload='disk') cannot be replaced")
-    if HOST_LAYERS in wanted and HOST_LAYERS not in params:
-        params = move_layers_to_host(params, sorted(host_rows(wanted)), jax.default_backend())
-    if has_groups(wanted):
-        params = join(separate(params))
-    given, own = _named(params), _named(wanted)
-    if other := next((name for name in [*own, *given] if name not in given or name not in own), None):
-        reason = "is missing" if other in own else "is none of the model's"
-        raise ValueError(f"the weights cannot be replaced: {other} {reason}")
-    formed = [_formed(name, given[name], leaf) for name, leaf in own.items()]
-    return jax.tree.unflatten(
-        jax.tree.structure(wanted, is_leaf=is_weight),
-        [jax.tree.map(_placed, leaf, its) for leaf, its in zip(formed, own.values(), strict=True)],
-    )
-
-
-def _formed(name: str, leaf: Any, own: Any) -> Any:
-    if is_packed(own) and not is_packed(leaf) and np.shape(leaf) == own.shape:
-        leaf = pack_weight(leaf, is_transposed=own.is_transposed, activations=own.form.activations)
-    (arrays, structure), (wanted, its) = jax.tree.flatten(leaf), jax.tree.flatten(own)
-    if structure != its or list(map(_kind, arrays)) != list(map(_kind, wanted)):
-        raise ValueError(f"the weights cannot be replaced: {name} is {_described(leaf)}, not {_described(own)}")
-    return leaf
-
-
-def _kind(array: Any) -> tuple[Any, ...]:
-    return np.shape(array), jnp.result_type(array)
-
-
-def _described(leaf: Any) -> str:
-    arrays = ", ".join(f"{jnp.result_type(array)}{list(np.shape(array))}" for array in jax.tree.leaves(leaf))
-    how = (getattr(leaf, "form", None) or getattr(leaf, "scheme", "")) if is_weight(leaf) else ""
-    return f"{type(leaf).__name__} {how} of {arrays}" if is_weight(leaf) else arrays
-
-
-def _placed(array: Any, own: Any) -> jax.Array:
-    """The array where its predecessor lies. Programs differ by layouts too, and by whether an array is committed."""
-    if not own.committed:
-        is_alike = isinstance(array, jax.Array) and (array.aval, array.committed) == (own.aval, False)
-        return array if is_alike else jax.device_put(np.asarray(array))
-    placed: Any = jax.device_put(array, own.sharding)
-    return placed if placed.format == own.format else jax.device_put(placed, own.format)

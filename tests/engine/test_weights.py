@@ -209,7 +209,7 @@ DIFFERENT = {
     "missing": (lambda params: without(params, "lm_head"), "lm_head is missing"),
     "more": (lambda params: {**params, "bias": jnp.zeros(3)}, "bias is none of the model's"),
     "shape": (lambda params: {**params, "embed": params["embed"][:-1]}, r"embed is float32\[96, 32\], not float32\[97"),
-    "dtype": (lambda params: {**params, "embed": params["embed"].astype(jnp.bfloat16)}, "embed is bfloat16"),
+    "dtype": (lambda params: {**params, "embed": params["embed"].astype(jnp.int8)}, "embed is int8"),
     "kind": (lambda params: quantize_params(params, "int8"), r"layers.0.*weight is QuantizedArray .*, not float32"),
 }
 

@@ -1,0 +1,227 @@
+"""Weights that change while requests run: what an answer is made of, where the memory is, and what is refused."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints_convert import save_huggingface
+from jaxinfer import LLM, SamplingParams, compilation_cache
+from jaxinfer.engine.request import WeightsSpan
+from jaxinfer.engine.weights import WeightsError
+from jaxinfer.models import init_params
+from jaxinfer.quantization import quantize_params
+from tests.engine.test_weights import PROMPTS, RUN, params_of
+from tests.tiny import TINY
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+def numbered(number):
+    """Weights of a model that says `number`, whatever it reads."""
+    params = init_params(TINY, jax.random.key(number))
+    head = jnp.zeros_like(params["lm_head"]).at[:, number].set(1)
+    return {**params, "embed": jnp.abs(params["embed"]) + 1, "lm_head": head}
+
+
+def live_bytes():
+    return sum({id(array): array.nbytes for array in jax.live_arrays()}.values())
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM((TINY, numbered(10)), **RUN) as llm:
+        llm.warm_up()
+        yield llm
+
+
+def run(llm, prompt=PROMPTS[0], params=GREEDY):
+    return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "recompute", "retain"])
+def test_every_token_names_its_weights(llm, mode):
+    llm.update_params(numbered(10), version="ten")
+    answers = [llm.submit(llm.prepare(prompt, GREEDY))[0] for prompt in PROMPTS]
+    while not answers[0].num_output:
+        llm.step(1)
+    made = [answer.num_output for answer in answers]
+    how = {"mode": "keep", "kv": mode} if mode in ("recompute", "retain") else {"mode": mode}
+    new = numbered(11)
+    with compilation_cache.counting() as counts:
+        assert llm.update_params(new, version="eleven", **how) == "eleven"
+        while not all(answer.is_finished for answer in answers):
+            llm.step()
+    assert counts.compiled + counts.hits == 0
+    for answer, count in zip(answers, made, strict=True):
+        output = llm.collect([answer]).outputs[0]
+        if mode == "abort":
+            assert output.finish_reason == "abort" and set(output.token_ids) <= {10}
+            continue
+        spans = output.weights
+        if mode == "wait":
+            assert spans == (WeightsSpan("ten"),)
+            assert output.token_ids == [10] * 12
+            continue
+        ends = [*(span.start for span in spans[1:]), 12]
+        for span, end in zip(spans, ends, strict=True):
+            wanted = {"ten": 10, "eleven": 11}[span.version]
+            assert output.token_ids[span.start : end] == [wanted] * (end - span.start)
+            assert span.is_retained == (mode == "retain" and span.version == "eleven" and count > 0)
+    assert run(llm).weights == (WeightsSpan("eleven"),)
+    llm.engine.scheduler.check()
+
+
+def test_pages_that_are_retained_are_not_found(llm):
+    """Another request with the same prompt computes it with the new weights."""
+    llm.update_params(params_of(3))
+    (answer,) = llm.submit(llm.prepare(PROMPTS[0], replace(GREEDY, max_tokens=30)))
+    while answer.num_output < 2:
+        llm.step(1)
+    llm.update_params(params_of(4), mode="keep", kv="retain")
+    output = llm.generate([PROMPTS[0]], replace(GREEDY, logprobs=1), use_tqdm=False)[0]
+    assert output.num_cached_tokens == 0
+    while not answer.is_finished:
+        llm.step()
+    llm.engine.scheduler.check()
+    llm.update_params(params_of(4))
+    assert run(llm, params=replace(GREEDY, logprobs=1)).logprobs == output.outputs[0].logprobs
+
+
+def test_one_more_weight_is_in_memory():
+    """Besides the weights, the largest one; with the caller's tree in NumPy arrays, which is no memory of the device."""
+    new = jax.tree.map(np.asarray, params_of(1))
+    with LLM((TINY, params_of(0)), **RUN) as llm:
+        run(llm)
+        before, most = live_bytes(), []
+        weights = llm.engine.weights
+        weights.begin()
+        weights.write(new, report=lambda name: most.append(live_bytes()))
+        weights.finish()
+        run(llm)
+        largest = max(leaf.nbytes for leaf in jax.tree.leaves(new))
+        assert max(most) <= before + largest
+        assert live_bytes() <= before + 1024
+
+
+def test_a_copy_stays_when_the_trainer_gives_its_arrays_away(llm):
+    params = params_of(5)
+    llm.update_params(params)
+    expected = run(llm).token_ids
+    for leaf in jax.tree.leaves(params):
+        leaf.delete()
+    llm.engine.drop_prefixes()
+    assert run(llm).token_ids == expected
+
+
+def test_some_weights_stay(llm):
+    llm.update_params(params_of(1))
+    llm.update_params({"lm_head": params_of(2)["lm_head"]}, partial=True, version="head")
+    found = run(llm)
+    assert found.weights == (WeightsSpan("head"),)
+    llm.update_params({**params_of(1), "lm_head": params_of(2)["lm_head"]})
+    assert run(llm).token_ids == found.token_ids
+    with pytest.raises(ValueError, match="embed is missing"):
+        llm.update_params({"lm_head": params_of(2)["lm_head"]})
+
+
+@pytest.mark.parametrize("kind", ["float", "int8"])
+def test_files_are_read_in_the_form_that_is_there(kind, tmp_path):
+    """And a trainer's tree in another dtype is rounded to it."""
+    folders = [
+        save_huggingface(TINY, params_of(seed), tmp_path / str(seed), dtype="float32") for seed in (0, 1)
+    ]
+    how = {} if kind == "float" else {"quantize": "int8"}
+    with LLM(folders[1], **RUN, **how) as fresh:
+        expected, scores = run(fresh).token_ids, fresh.score(PROMPTS, use_tqdm=False)
+    with LLM(folders[0], **RUN, **how) as llm:
+        assert run(llm).token_ids != expected
+        llm.update_params(folders[1])
+        assert run(llm).token_ids == expected
+        llm.update_params(params_of(0))
+        assert run(llm).token_ids != expected
+        llm.update_params(jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params_of(1)))
+        assert run(llm).token_ids == expected
+        assert llm.score(PROMPTS, use_tqdm=False) == scores
+
+
+def test_what_was_not_rounded_to_nearest_is_refused():
+    with LLM((TINY, quantize_params(params_of(0), "int8")), **RUN) as llm:
+        before = run(llm).token_ids
+        with pytest.raises(ValueError, match="the model's is quantized"):
+            llm.update_params(params_of(1))
+        assert run(llm).token_ids == before
+
+
+def test_nothing_is_answered_after_half_an_update(llm):
+    llm.update_params(params_of(1))
+    expected = run(llm).token_ids
+    weights = llm.engine.weights
+    weights.begin()
+    weights.write({"lm_head": params_of(2)["lm_head"]})
+    weights.cancel()
+    with pytest.raises(WeightsError, match="has failed: 1 of"):
+        run(llm)
+    with pytest.raises(RuntimeError, match="lm_head is of an update that has not ended"):
+        llm.update_params({"embed": params_of(2)["embed"]}, partial=True)
+    llm.update_params(params_of(1))
+    assert run(llm).token_ids == expected
+
+
+def test_memory_is_given_back_and_taken_again(llm):
+    llm.update_params(params_of(1))
+    expected = run(llm).token_ids
+    (answer,) = llm.submit(llm.prepare(PROMPTS[0], GREEDY))
+    while not answer.num_output:
+        llm.step(1)
+    before = live_bytes()
+    llm.sleep()
+    assert live_bytes() < before - 0.9 * sum(leaf.nbytes for leaf in jax.tree.leaves(params_of(1)))
+    with pytest.raises(RuntimeError, match="asleep"):
+        llm.step()
+    with pytest.raises(RuntimeError, match="asleep"):
+        llm.update_params(params_of(2))
+    llm.wake_up()
+    while not answer.is_finished:
+        llm.step()
+    assert answer.output == expected
+    llm.sleep(weights="drop")
+    llm.wake_up()
+    with pytest.raises(WeightsError):
+        run(llm)
+    llm.update_params(params_of(1))
+    assert run(llm).token_ids == expected
+
+
+def test_a_draft_learns_while_it_drafts():
+    small = replace(TINY, num_layers=1)
+    draft = small, init_params(small, jax.random.key(5))
+    target = params_of(1)
+    with LLM((TINY, target), **RUN, draft=draft, num_draft_tokens=2) as llm:
+        expected = run(llm).token_ids
+        other = init_params(small, jax.random.key(6))
+        llm.update_params(other, draft=True)
+        assert run(llm).token_ids == expected
+        first = llm.speculation_stats()
+    with LLM((TINY, target), **RUN, draft=(small, other), num_draft_tokens=2) as fresh:
+        run(fresh)
+        stats = fresh.speculation_stats()
+    with LLM((TINY, target), **RUN, draft=draft, num_draft_tokens=2) as old:
+        run(old)
+        before = old.speculation_stats()
+    assert first.accepted == stats.accepted + before.accepted
+
+
+def test_bad_arguments_change_nothing(llm):
+    llm.update_params(params_of(1))
+    expected = run(llm).token_ids
+    for how, message in [
+        ({"mode": "soon"}, "mode must be one of"),
+        ({"kv": "retain"}, "kv='retain' is for mode='keep'"),
+        ({"draft": True}, "has no draft"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            llm.update_params(params_of(2), **how)
+    assert run(llm).token_ids == expected
