@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextlib
 import logging
 import queue
@@ -9,13 +10,13 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxinfer.api.arguments import as_prompts, takes_other_names
+from jaxinfer.api.arguments import as_one_of, as_prompts, takes_other_names
 from jaxinfer.api.embedding import best_first
-from jaxinfer.api.llm import LLM
+from jaxinfer.api.llm import LLM, UPDATE_MODES, UpdateMode
 from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
@@ -28,11 +29,13 @@ from jaxinfer.engine.request import (
 )
 from jaxinfer.engine.results import VectorJob
 from jaxinfer.loading import LiveModel
+from jaxinfer.models import Params
 from jaxinfer.models.adapter import Adapter
 from jaxinfer.parallel import hosts
 from jaxinfer.sampling import SamplingParams
 
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_PENDING_BYTES = 2**20  # that a reader may be behind
 TOKEN_BYTES = 8  # of a token id on its way to a reader
@@ -62,6 +65,9 @@ class AsyncEngine:
         self._to_wake: list[_Reader] = []  # that have got something in this step
         self._death: BaseException | None = None
         self._is_closed = self._is_paused = False
+        self._is_stopped = False  # nothing is computed; touched by the engine's thread only, as the next two
+        self._when_idle: list[Callable[[], None]] = []  # calls that wait until no request is left
+        self._held: list[Callable[[], None]] = []  # requests that wait for these
         self._lock = threading.Lock()  # of being closed against commands that still come
         self._thread = threading.Thread(target=self._run, name="jaxinfer engine", daemon=True)
         self._thread.start()
@@ -106,27 +112,92 @@ class AsyncEngine:
         """As `LLM.unload_adapter`."""
         self.llm.unload_adapter(name)
 
-    async def pause(self) -> None:
-        """Keeps running and waiting requests as they are, after the step that runs, until `resume`; new ones wait.
-        Pausing twice is harmless."""
-        paused = asyncio.Event()
-        loop = asyncio.get_running_loop()
+    async def pause(self, mode: UpdateMode = "keep") -> None:
+        """Computes nothing until `resume`, and takes new requests, which wait. Pausing twice is harmless.
+
+        Args:
+          mode: of the requests that there are: "keep" keeps them as they are, after the step that runs; "wait" ends
+            them first; "abort" aborts them.
+        """
+        as_one_of("mode", mode, UPDATE_MODES)
 
         def stop() -> None:
+            if mode == "abort":
+                for reader in dict.fromkeys(self._readers.values()):
+                    self._abort(reader, "all requests were aborted")
             self._is_paused = True
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(paused.set)
 
-        self._send(stop)
-        await paused.wait()
+        await self._in_engine(stop, drains=mode == "wait")
 
     def resume(self) -> None:
-        """Goes on with the requests. Harmless if none was paused."""
+        """Goes on with the requests, unless an update of the weights has not ended. Harmless if none was paused."""
 
         def go_on() -> None:
             self._is_paused = False
 
         self._send(go_on)
+
+    async def update_params(self, params: Params | str | Path, *, mode: UpdateMode = "wait", **options: Any) -> str:
+        """As `LLM.update_params`: requests that come meanwhile wait."""
+        as_one_of("mode", mode, UPDATE_MODES)
+        if options.get("kv") == "retain" and mode != "keep":
+            raise ValueError(f"kv='retain' is for mode='keep', got mode={mode!r}")
+
+        def update() -> str:
+            if mode == "abort":
+                for reader in dict.fromkeys(self._readers.values()):
+                    self._abort(reader, "all requests were aborted")
+            return self.llm.update_params(params, mode="keep", **options)
+
+        return await self._in_engine(update, drains=mode == "wait")
+
+    async def begin_update(self, **options: Any) -> None:
+        """As `LLM.begin_update` with mode="keep"."""
+        await self._in_engine(lambda: self.llm.begin_update(mode="keep", **options))
+
+    async def write_update(self, params: Params | str | Path, **options: Any) -> None:
+        """As `LLM.write_update`."""
+        await self._in_engine(lambda: self.llm.write_update(params, **options))
+
+    async def finish_update(self, version: str | None = None, **options: Any) -> str:
+        """As `LLM.finish_update`."""
+        return await self._in_engine(lambda: self.llm.finish_update(version, **options))
+
+    async def sleep(self, **options: Any) -> None:
+        """As `LLM.sleep`: requests wait until `wake_up`."""
+        await self._in_engine(lambda: self.llm.sleep(**options))
+
+    async def wake_up(self, **options: Any) -> None:
+        """As `LLM.wake_up`."""
+        await self._in_engine(lambda: self.llm.wake_up(**options))
+
+    async def _in_engine(self, call: Callable[[], T], *, drains: bool = False) -> T:
+        """What `call` gives between two steps of the engine; with `drains` when no request is left. Those that come
+        meanwhile wait. A caller that leaves does not interrupt it."""
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                result.set_result(call())
+            except Exception as error:
+                result.set_exception(error)
+
+        def drain() -> None:
+            if self._is_stopped and self.llm.engine.has_work:
+                told = f"{self.why_not_ready}: what runs would never end; mode='keep' and mode='abort' do not wait"
+                result.set_exception(RuntimeError(told))
+            else:
+                self._when_idle.append(run)
+
+        self._send(drain if drains else run)
+        return await asyncio.shield(asyncio.wrap_future(result))
+
+    @property
+    def why_not_ready(self) -> str | None:
+        """The reason why requests wait, whatever their number; None where they are computed."""
+        engine = self.llm.engine
+        reasons = (reason for one in engine.engines if (reason := one.why_stopped) is not None)
+        return next(reasons, "answers are paused" if self._is_paused else None)
 
     @property
     def is_paused(self) -> bool:
@@ -274,9 +345,7 @@ class AsyncEngine:
         try:
             while self._take_commands():
                 self.llm.step()
-                for answer in self.llm.client.take_progress(self._readers):
-                    self._deliver(answer)
-                self._wake_readers()
+                self._deliver_progress()
         except BaseException as error:  # whatever it is, the readers must not wait for ever
             _LOG.critical("the engine has failed", exc_info=error)
             self._death = error
@@ -286,14 +355,35 @@ class AsyncEngine:
     def _take_commands(self) -> bool:
         """Runs the commands that have come, and waits for one without work or while it is paused; False when the engine
         is to be closed."""
-        while self._is_paused or not self.llm.engine.has_work or not self._commands.empty():
+        while True:
+            if self._when_idle and not self.llm.engine.has_work:
+                waiting, self._when_idle = self._when_idle, []
+                held, self._held = self._held, []
+                for command in (*waiting, *held):
+                    command()
+                self._after_command()
+            is_idle = self._is_stopped or not self.llm.engine.has_work
+            if not is_idle and self._commands.empty():
+                return True
             command = self._commands.get()
             if command is None:
                 return False
             command()
-        return True
+            self._after_command()
+
+    def _after_command(self) -> None:
+        self._is_stopped = self.why_not_ready is not None
+        self._deliver_progress()  # an update commits what was in flight
+
+    def _deliver_progress(self) -> None:
+        for answer in self.llm.client.take_progress(self._readers):
+            self._deliver(answer)
+        self._wake_readers()
 
     def _add(self, reader: "_Reader") -> None:
+        if self._when_idle:
+            self._held.append(lambda: self._add(reader))
+            return
         try:
             reader.answers = self.llm.submit(reader.request)
         except Exception as error:  # this request's own, of whatever type: the others go on
@@ -355,6 +445,8 @@ class AsyncEngine:
             self._is_closed = True
         try:
             self._wake_readers()
+            for command in (*self._when_idle, *self._held):
+                self._end_command(command)
             while not self._commands.empty():
                 command = self._commands.get()
                 if command is not None:

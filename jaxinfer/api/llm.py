@@ -603,19 +603,20 @@ class LLM(Closable):
         nearest does not give (GPTQ, AWQ), and for adapters with magnitudes or biases, which depend on the weights; then
         nothing has changed. After an error while weights are written nothing is answered until an update has ended.
         """
-        self._begin_update(draft, mode, kv)
-        weights = self._weights_of(draft)
+        self.begin_update(mode=mode, kv=kv, draft=draft)
         try:
-            self._write_params(params, partial=partial, donate=donate, draft=draft)
+            self.write_update(params, partial=partial, donate=donate, draft=draft)
         except BaseException:
-            weights.cancel()
+            self._weights_of(draft).cancel()
             raise
-        weights.finish(version)
-        return weights.label
+        return self.finish_update(version, draft=draft)
 
-    def _begin_update(self, draft: bool, mode: str, kv: str) -> None:
-        """Brings the engine to rest as `update_params` says, and begins an update. Raises ValueError for a mode that
-        there is not, and where weights cannot be replaced."""
+    def begin_update(
+        self, *, mode: UpdateMode = "wait", kv: Literal["recompute", "retain"] = "recompute", draft: bool = False
+    ) -> None:
+        """Begins an update of weights that come piece by piece: `write_update` takes them, as often as there are
+        pieces, and `finish_update` ends it. Nothing is answered in between. One that has not ended is given up; what it wrote
+        has to be written again. Arguments and errors as of `update_params`."""
         as_one_of("mode", mode, UPDATE_MODES)
         as_one_of("kv", kv, ("recompute", "retain"))
         if kv == "retain" and mode != "keep":
@@ -633,16 +634,26 @@ class LLM(Closable):
             raise ValueError(f"draft=True: {self.name} has no draft with weights of its own")
         return self._weights[draft]
 
-    def _write_params(self, params: Params | str | Path, *, partial: bool, donate: bool, draft: bool) -> None:
+    def write_update(
+        self, params: Params | str | Path, *, partial: bool = True, donate: bool = False, draft: bool = False
+    ) -> None:
+        """Replaces weights in an update that has begun: those of a tree, or all by those of a folder."""
         if not isinstance(params, (str, Path)):
             self._weights_of(draft).write(params, is_partial=partial, copies=not donate)
             return
-        if partial or donate:
-            raise ValueError("partial and donate are for a tree, and a checkpoint is read whole")
+        if donate:
+            raise ValueError("donate=True is for a tree, not for files")
         loaded = self._draft if draft else self._loaded
         assert loaded is not None
         with Stage(f"reading weights from {params}"):
             loaded.write_weights(params)
+
+    def finish_update(self, version: str | None = None, *, draft: bool = False) -> str:
+        """Ends an update; returns the version. Raises RuntimeError, with a name, for a weight that an update before has
+        written which did not end, and this one has not."""
+        weights = self._weights_of(draft)
+        weights.finish(version)
+        return weights.label
 
     def sleep(self, *, weights: Literal["keep", "drop"] | None = "keep", cache: bool = True) -> None:
         """Gives memory of the device back until `wake_up`. What runs is computed anew then, with the same tokens.

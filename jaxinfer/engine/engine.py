@@ -163,6 +163,12 @@ class Engine:
         return list(self._sequences)
 
     @property
+    def why_stopped(self) -> str | None:
+        """The reason why nothing can be computed, for which `step` raises; None where it can."""
+        reasons = (reason for weights in self._all_weights if (reason := weights.why_not_whole) is not None)
+        return next(reasons, "the cache is asleep: wake_up brings it back" if self.runner.is_without_cache else None)
+
+    @property
     def has_begun(self) -> bool:
         """True while sequences are computed that `come_to_rest` would set aside or keep, and have not been."""
         return bool(self._in_flight) or not self._rests_with.issuperset(self.scheduler.running)
@@ -193,7 +199,7 @@ class Engine:
             if not weights.is_whole:
                 weights.check_whole()
         if self.runner.is_without_cache:
-            raise RuntimeError("the cache is asleep: wake_up brings it back")
+            raise RuntimeError(self.why_stopped)
         expired = self._abort_expired()
         plan, committed = self._plan_with_room(max_steps)
         flight = None if plan is None else self._run(plan)

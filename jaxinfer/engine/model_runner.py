@@ -120,7 +120,7 @@ class ModelRunner:
         self.model, _ = program_model(config, params, mesh, spec.policy)
         self.device = self.weights.value[0].addressable_shards[0].device
         self._draft = draft
-        models: WeightsView[Any] = weights.view(lambda params: self._draft.models(config, without_adapters(params)))
+        models = weights.view(lambda params: self._draft.models(config, without_adapters(params)))
         self._draft_models = models
         programmed = [program_model(*model, mesh)[0] for model in models.value]
         self.draft_weights = leaves_of(models.view(lambda models: {"draft": [params for _, params in models]}))

@@ -51,7 +51,7 @@ class WeightsView(Generic[T]):
 
     def __init__(self, make: Callable[[Any], T], source: "WeightsView[Any]", remake: Callable[[Any], T] | None = None):
         self._make, self._source, self._make_again = make, source, remake or make
-        self.value = make(source.value)
+        self.value: T = make(source.value)
         self._views: weakref.WeakSet[WeightsView[Any]] = weakref.WeakSet()
         source._views.add(self)
 
@@ -74,7 +74,7 @@ class WeightsView(Generic[T]):
 
     def _drop(self) -> None:
         """Frees this form and those of it."""
-        self.value: Any = None
+        self.value = None  # pyright: ignore[reportAttributeAccessIssue]
         for view in list(self._views):
             view._drop()
 
