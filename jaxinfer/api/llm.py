@@ -615,8 +615,8 @@ class LLM(Closable):
         self, *, mode: UpdateMode = "wait", kv: Literal["recompute", "retain"] = "recompute", draft: bool = False
     ) -> None:
         """Begins an update of weights that come piece by piece: `write_update` takes them, as often as there are
-        pieces, and `finish_update` ends it. Nothing is answered in between. One that has not ended is given up; what it wrote
-        has to be written again. Arguments and errors as of `update_params`."""
+        pieces, and `finish_update` ends it. Nothing is answered in between. One that has not ended is given up; what it
+        wrote has to be written again. Arguments and errors as of `update_params`."""
         as_one_of("mode", mode, UPDATE_MODES)
         as_one_of("kv", kv, ("recompute", "retain"))
         if kv == "retain" and mode != "keep":
