@@ -389,7 +389,7 @@ class LLM(Closable):
         continuations: Prompt | Sequence[Prompt] | None = None,
         params: SamplingParams | None = None,
         *,
-        adapter: str | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[Score]:
         """Log-probabilities of texts, or of each continuation after its prompt: of each token, their sum, mean loss and
@@ -401,7 +401,8 @@ class LLM(Closable):
           continuations: as many; only their tokens are scored. They are tokenized apart from the prompts; give token
             ids to choose the split yourself.
           params: for `processed` log-probabilities beside `raw` ones; by default they are the same.
-          adapter: the name of a loaded adapter, under which the texts are scored.
+          adapter: the name of a loaded adapter, under which the texts are scored, or one for each; None for the model
+            without one.
           use_tqdm: as of `generate`.
 
         All run in one batch, in any number. Memory does not grow with length times vocabulary: logits exist for a few
@@ -413,9 +414,10 @@ class LLM(Closable):
             what, pairs = "text", [(text, None) for text in as_prompts(prompts, "text")]
         else:
             what, pairs = "pair", as_pairs(prompts, continuations)
+        each = enumerate(zip(pairs, adapters_of_each(adapter, len(pairs), f"{what}s"), strict=True))
         requests = [
-            self.client.prepare_score(*pair, params, RequestOptions(adapter=adapter), what=f"{what} {number}")
-            for number, pair in enumerate(pairs)
+            self.client.prepare_score(*pair, params, RequestOptions(adapter=name), what=f"{what} {number}")
+            for number, (pair, name) in each
         ]
         scores: dict[SequenceState, Score] = {}
 

@@ -403,6 +403,26 @@ SCHEDULED_AND_BATCHED = (
     ),
 )
 
+IN_FILES = "tests/cli/test_adapters.py::"
+ON_THE_COMMAND_LINE = (
+    Fault(
+        "adapters/null-in-a-line-is-the-adapter-that-answers",
+        "jaxinfer/cli/options.py",
+        "        adapters.append(name)\n",
+        "        adapters.append(name or chosen_adapter(options))\n",
+        (IN_FILES + "test_lines_of_a_file_name_their_adapters", IN_FILES + "test_lines_of_scores_name_their_adapters"),
+        "a comparison of an adapter with its base in one file compares it with itself",
+    ),
+    Fault(
+        "adapters/an-unknown-name-in-a-file-waits-for-the-model",
+        "jaxinfer/cli/options.py",
+        'not in names:\n            raise UsageError(f"{where}: adapter',
+        'not in names and not names:\n            raise UsageError(f"{where}: adapter',
+        (IN_FILES + "test_an_adapter_that_is_not_known_is_refused_before_the_model_is_loaded",),
+        "a typing error in a line is told after the minutes that a large model takes to load, and without its number",
+    ),
+)
+
 STACKED = "tests/engine/test_adapter_stacks.py::"
 SERVED_TOGETHER = (
     Fault(
@@ -503,4 +523,4 @@ SERVED_TOGETHER = (
     ),
 )
 
-FAULTS = (*COMPUTED, *KEPT_APART, *CONVERTED, *GUARDED, *SCHEDULED_AND_BATCHED, *SERVED_TOGETHER)
+FAULTS = (*COMPUTED, *KEPT_APART, *CONVERTED, *GUARDED, *SCHEDULED_AND_BATCHED, *ON_THE_COMMAND_LINE, *SERVED_TOGETHER)
