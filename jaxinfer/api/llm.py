@@ -581,8 +581,10 @@ class LLM(Closable):
 
         Raises ValueError, with names and numbers, for a name that is taken, an adapter that does not fit the model, and
         one for which there is no room (`max_adapters`, `max_adapter_rank`, `adapter_modules`, `adapter_parts`);
+        TooManyAdaptersError, a ValueError, where `max_loaded_adapters` are loaded;
         CheckpointError, a ValueError, for a folder that cannot be read. Nothing is loaded then.
         """
+        self._adapters.check_new(name, replace=replace)
         read, source = self._read_adapter(adapter, name, base_model)
         return self._adapters.load(name, read, source=source, keep_on_device=keep_on_device, replace=replace)
 
@@ -642,6 +644,7 @@ class LLM(Closable):
         explanation = explain_engine(
             self.engine,
             model={"name": self.name, "tokenizer": tokenizer, **weights},
+            loaded_adapters=(len(self._adapters), self._adapters.host_bytes),
             sampling={
                 "seed": self.seed,
                 "end-of-sequence ids": ", ".join(str(token) for token in self.eos_token_ids) or "none",

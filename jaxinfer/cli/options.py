@@ -105,7 +105,8 @@ class DraftedServingOptions(DraftOptions, ServingOptions):
 
 
 ADAPTER = "adapter"  # of a line of a file
-ADAPTERS = ("adapters", "max_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts", "base_model")
+ADAPTER_ROOM = ("max_adapters", "max_loaded_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts")
+ADAPTERS = ("adapters", *ADAPTER_ROOM, "base_model")
 
 
 @given(LLMOptions, ADAPTERS)

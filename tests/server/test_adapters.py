@@ -618,6 +618,20 @@ def test_adapters_for_which_there_is_no_room(engine, make, root):
     run(check())
 
 
+def test_no_more_adapters_are_loaded_than_may_be(engine, make, monkeypatch):
+    async def check():
+        client = Client(make(), authorization=ROOT)
+        monkeypatch.setattr(engine.llm.adapters, "max_loaded", 2)
+        refused = await client.post(LOAD, {"lora_name": "third", "lora_path": "third"})
+        told = "adapter 'third': 2 adapters are loaded, and max_loaded_adapters=2 may be; unload one first, or raise it"
+        assert (refused.status, refused.json["error"]["message"]) == (400, told)
+        assert (refused.json["error"]["param"], refused.json["error"]["code"]) == ("lora_name", "too_many_adapters")
+        monkeypatch.setattr(engine.llm.adapters, "max_loaded", 3)
+        assert (await client.post(LOAD, {"lora_name": "third", "lora_path": "third"})).status == 200
+
+    run(check())
+
+
 def test_a_template_in_a_folder_is_not_rendered(engine, make, root):
     (root / "third" / "chat_template.jinja").write_text("{{ 'rendered' * 1000 }}")
     (root / "third" / "tokenizer_config.json").write_text('{"chat_template": "{{ 1 / 0 }}"}')

@@ -403,6 +403,7 @@ SCHEDULED_AND_BATCHED = (
     ),
 )
 
+LIMITED = "tests/engine/test_adapters.py::test_no_more_are_loaded_than_the_hosts_memory_has_room_for"
 IN_FILES = "tests/cli/test_adapters.py::"
 ON_THE_COMMAND_LINE = (
     Fault(
@@ -420,6 +421,34 @@ ON_THE_COMMAND_LINE = (
         'not in names and not names:\n            raise UsageError(f"{where}: adapter',
         (IN_FILES + "test_an_adapter_that_is_not_known_is_refused_before_the_model_is_loaded",),
         "a typing error in a line is told after the minutes that a large model takes to load, and without its number",
+    ),
+)
+
+IN_THE_HOSTS_MEMORY = (
+    Fault(
+        "adapters/the-limit-is-checked-before-the-lock-only",
+        "jaxinfer/engine/adapters.py",
+        "            self.check_new(name, replace=replace)  # others may have been loaded meanwhile\n",
+        "",
+        (LIMITED,),
+        "two loads at once exceed the limit, or replace each other unasked",
+    ),
+    Fault(
+        "adapters/one-that-replaces-another-counts-twice",
+        "jaxinfer/engine/adapters.py",
+        "if name not in self._loaded and self.max_loaded is not None",
+        "if self.max_loaded is not None",
+        (LIMITED,),
+        "a trainer at the limit cannot replace its adapter by the next version",
+    ),
+    Fault(
+        "adapters/too-many-is-an-error-of-the-folder",
+        "jaxinfer/server/adapters.py",
+        "            except TooManyAdaptersError as error:\n"
+        '                raise APIError(400, str(error), param=_NAME, code="too_many_adapters") from error\n',
+        "",
+        (SERVED + "test_no_more_adapters_are_loaded_than_may_be",),
+        "a trainer cannot tell that it has to unload one from a folder that is broken",
     ),
 )
 
@@ -523,4 +552,13 @@ SERVED_TOGETHER = (
     ),
 )
 
-FAULTS = (*COMPUTED, *KEPT_APART, *CONVERTED, *GUARDED, *SCHEDULED_AND_BATCHED, *ON_THE_COMMAND_LINE, *SERVED_TOGETHER)
+FAULTS = (
+    *COMPUTED,
+    *KEPT_APART,
+    *CONVERTED,
+    *GUARDED,
+    *SCHEDULED_AND_BATCHED,
+    *ON_THE_COMMAND_LINE,
+    *IN_THE_HOSTS_MEMORY,
+    *SERVED_TOGETHER,
+)
