@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert import open_checkpoint
 from checkpoints_convert.adapters import Adapter, LowRank, save_adapter
@@ -148,6 +149,41 @@ def test_an_adapter_that_is_not_known_is_refused_before_the_model_is_loaded(jaxi
     result = jaxinfer("score", "--texts", path, *several)
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"{path} {told}" in result.stderr
+
+
+def test_show_tells_what_an_adapter_is(jaxinfer, json_lines, model, folders, tmp_path):
+    [facts] = json_lines(jaxinfer("show", folders / "one", "--base", model, "--json").stdout)
+    assert (facts["kind"], facts["rank"], facts["scales"], facts["modules"]) == ("adapter", 4, [2.0], {"q_proj": 2})
+    assert (facts["base model"], facts["base here"], facts["refused"]) == ("owner/tiny", model, [])
+    result = jaxinfer("show", folders / "one")
+    assert (result.exit_code, result.stderr) == (0, "")
+    rows = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
+    assert {"modules q_proj x 2", "tensors 4"} <= {" ".join(row) for row in rows}
+    assert "base here          no: tensors are not compared with it (--base MODEL)" in result.stdout
+
+    # What every base refuses, what this one does, and what is only merged.
+    config = json.loads((folders / "one" / "adapter_config.json").read_text())
+    tensors = load_file(folders / "one" / "adapter_model.safetensors")
+    for name, changes, more, told in (
+        ("a", {"use_bdlora": True}, {}, "use_bdlora (block-diagonal pairs) is not supported, and is True"),
+        ("b", {"r": 8}, {}, "has shape (4, 32), not (8, 32) (rank 8)"),
+        ("c", {"modules_to_save": ["model.norm"]}, {"base_model.model.model.norm.weight": np.ones(32)}, "--merge-lora"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+        save_file({**tensors, **more}, tmp_path / name / "adapter_model.safetensors")
+        [facts] = json_lines(jaxinfer("show", tmp_path / name, "--base", model, "--json").stdout)
+        assert any(told in reason for reason in facts["refused"]), facts["refused"]
+        result = jaxinfer("show", tmp_path / name, "--base", model)
+        assert (result.exit_code, "refused: " in result.stdout) == (0, True)
+    for arguments, told in (
+        (("show", folders / "one", "--template"), "is an adapter: its base has the chat template"),
+        (("show", model, "--base", model), "--base is for adapters"),
+        (("show", folders / "one", "--base", "owner/none"), "owner/none is not here"),
+    ):
+        result = jaxinfer(*arguments)
+        assert result.exit_code in (1, 2)
+        assert told in result.stderr
 
 
 def test_errors_are_one_sentence(jaxinfer, model, folders, tmp_path):

@@ -424,6 +424,28 @@ ON_THE_COMMAND_LINE = (
     ),
 )
 
+SHOWN = (
+    Fault(
+        "adapters/a-refused-configuration-is-shown-as-served",
+        "checkpoints_convert/adapters/facts.py",
+        "        refused += error.problems\n",
+        "        pass\n",
+        (
+            "tests/checkpoints_convert/adapters/test_facts.py::test_what_is_refused_is_told_beside_the_facts",
+            IN_FILES + "test_show_tells_what_an_adapter_is",
+        ),
+        "an adapter that no command takes is shown as one that can be served",
+    ),
+    Fault(
+        "adapters/show-does-not-try-the-base",
+        "jaxinfer/cli/store.py",
+        "            check_served(adapter, config)\n",
+        "            pass\n",
+        (IN_FILES + "test_show_tells_what_an_adapter_is",),
+        "an adapter that is only merged is shown as one that can be served",
+    ),
+)
+
 IN_THE_HOSTS_MEMORY = (
     Fault(
         "adapters/the-limit-is-checked-before-the-lock-only",
@@ -559,6 +581,7 @@ FAULTS = (
     *GUARDED,
     *SCHEDULED_AND_BATCHED,
     *ON_THE_COMMAND_LINE,
+    *SHOWN,
     *IN_THE_HOSTS_MEMORY,
     *SERVED_TOGETHER,
 )
