@@ -682,6 +682,8 @@ def test_metrics_name_adapters_that_run_and_wait(engine, make):
         await asyncio.gather(*(exchange.task for exchange in started), return_exceptions=True)
         text = (await client.get("/metrics", authorization=ALICE)).body.decode()
         assert 'jaxinfer_adapters_loaded{model_name="tiny"} 3.0' in text
+        host_bytes = sum(adapter.host.num_bytes for adapter in engine.llm.adapters.values())
+        assert f'jaxinfer_adapter_host_bytes{{model_name="tiny"}} {float(host_bytes)}' in text
         assert 'jaxinfer_adapter_loads_total{model_name="tiny"} 3.0' in text
         assert f'jaxinfer_adapter_moves_total{{model_name="tiny"}} {scheduler.adapters.num_moved}.0' in text
         assert "third" not in (await client.get("/metrics", authorization=BOB)).body.decode()

@@ -446,6 +446,25 @@ SHOWN = (
     ),
 )
 
+WATCHED = (
+    Fault(
+        "adapters/ps-shows-no-adapters",
+        "jaxinfer/cli/served.py",
+        'if model.get("parent") is not None]',
+        "if False]",
+        ("tests/cli/test_serve.py::test_ps_shows_adapters",),
+        "an administrator does not see which adapters a server has",
+    ),
+    Fault(
+        "adapters/host-bytes-count-adapters-on-the-device-only",
+        "jaxinfer/server/metrics.py",
+        "adapter.host.num_bytes for adapter in loaded)",
+        "adapter.host.num_bytes for s in self.schedulers for adapter in s.adapters.resident)",
+        (SERVED + "test_metrics_name_adapters_that_run_and_wait",),
+        "the host's memory is full of adapters, and the dashboard shows those of the device",
+    ),
+)
+
 IN_THE_HOSTS_MEMORY = (
     Fault(
         "adapters/the-limit-is-checked-before-the-lock-only",
@@ -582,6 +601,7 @@ FAULTS = (
     *SCHEDULED_AND_BATCHED,
     *ON_THE_COMMAND_LINE,
     *SHOWN,
+    *WATCHED,
     *IN_THE_HOSTS_MEMORY,
     *SERVED_TOGETHER,
 )
