@@ -112,7 +112,7 @@ def _show_adapter(facts: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _checked_with_base(facts: Mapping[str, Any], base: str | None) -> dict[str, Any]:
-    """What an adapter's base, if it is here, changes in its facts: its parts, and what is refused of it."""
+    """Facts that need an adapter's base, if that is here: its parts, and what is refused of it."""
     path = _base_path(facts["base model"], base)
     if path is None or facts["refused"]:
         return {"base here": path}
@@ -135,7 +135,7 @@ def _checked_with_base(facts: Mapping[str, Any], base: str | None) -> dict[str, 
 
 
 def _base_path(named: Any, given: str | None) -> Path | None:
-    """Where the base is; None if it is not here. Raises UnknownModelError for one that is `given` and is not."""
+    """The base's path; None if it is not here. Raises UnknownModelError for one that is `given` and is not."""
     from jaxinfer.store import UnknownModelError, find_model
 
     name = named if given is None else given

@@ -137,7 +137,7 @@ class EngineSpec:
 
     @property
     def host_adapter_bytes(self) -> int | None:
-        """What `max_loaded_adapters` take of the host's memory at most; None where any number may be loaded."""
+        """Bytes of the host's memory that `max_loaded_adapters` take at most; None where any number may be loaded."""
         most = self.options.max_loaded_adapters
         return None if most is None else most * self.slot_bytes
 
