@@ -165,6 +165,7 @@ _REFUSED: Mapping[Scope, Mapping[str, str]] = {
         "a model stays until llm.close()": "keep_alive",
         "see adapters (--adapter NAME=DIR) and max_adapters=": "enable_lora lora_paths lora adapter_path "
         "max_loras_per_batch",
+        "see max_loaded_adapters=, beyond which loading one is refused and none makes room": "max_cpu_loras",
         "see num_draft_tokens=": "draft_max",
         'see draft="ngram"': "ngram_prompt_lookup_max",
     },
@@ -257,6 +258,7 @@ _LLM = (
     _same("LLM", "n_ctx", LLAMA, "max_model_len"),
     _same("LLM", "ctx_size", LLAMA, "max_model_len"),
     _same("LLM", "max_loras", VLLM, "max_adapters"),
+    _same("LLM", "max_loaded_loras", SGLANG, "max_loaded_adapters"),
     _same("LLM", "max_lora_rank", f"{VLLM}, {SGLANG}", "max_adapter_rank"),
     _same("LLM", "enable_prefix_caching", VLLM, "prefix_cache", is_switch=True),
     OtherName("LLM", "disable_radix_cache", SGLANG, "prefix_cache", _opposite("prefix_cache"), is_switch=True),

@@ -31,7 +31,7 @@ PAIR = {"a": ".lora_A.weight", "b": ".lora_B.weight", "bias": ".lora_B.bias", "m
 EMBEDDING_PAIR = {"a": ".lora_embedding_A", "b": ".lora_embedding_B", "magnitude": ".lora_magnitude_vector"}
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 BASE_LAYER = ".base_layer"
-_KINDS = {ending: kind for kinds in (PAIR, EMBEDDING_PAIR) for kind, ending in kinds.items()}
+KINDS = {ending: kind for kinds in (PAIR, EMBEDDING_PAIR) for kind, ending in kinds.items()}
 
 
 def read_adapter(
@@ -55,7 +55,7 @@ def read_adapter(
     """
     folder = Path(folder)
     path = folder / ADAPTER_WEIGHTS
-    _check_files(folder)
+    check_files(folder)
     settings = read_config(folder / ADAPTER_CONFIG)
     _check_base(folder / ADAPTER_CONFIG, settings.base_model, base_model)
     with SafetensorsFile(path, max_header_bytes=MAX_HEADER_BYTES) as file:
@@ -65,7 +65,8 @@ def read_adapter(
         return _Reader(file, settings, config).adapter(trained_on)
 
 
-def _check_files(folder: Path) -> None:
+def check_files(folder: Path) -> None:
+    """Raises CheckpointError for a folder without the files of an adapter, and for links that lead out of it."""
     if not folder.is_dir():
         raise CheckpointNotFoundError(folder, "is not a folder")
     names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
@@ -164,7 +165,7 @@ class _Reader:
         """Sorts the names of all tensors by kind; those that no kind has are problems."""
         for stored in self.file.tensors:
             name = stored.removeprefix(PREFIX)
-            ending = next((ending for ending in _KINDS if name.endswith(ending)), None)
+            ending = next((ending for ending in KINDS if name.endswith(ending)), None)
             if ending is not None:
                 tensors = self.pairs.setdefault(name.removesuffix(ending), {})
                 self._check_once(tensors.get(ending), stored)
@@ -512,5 +513,5 @@ def _base_of(config: ModelConfig, names: Iterable[str]) -> BaseModules:
 
 
 def _module_of(name: str) -> str:
-    ending = next((ending for ending in (*_KINDS, TOKEN_ROWS, f"{BASE_LAYER}.weight") if name.endswith(ending)), "")
+    ending = next((ending for ending in (*KINDS, TOKEN_ROWS, f"{BASE_LAYER}.weight") if name.endswith(ending)), "")
     return name.removesuffix(ending).replace(BASE_LAYER, "")

@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxinfer.api.options import LLMOptions
-from jaxinfer.models import MeshFit
+from jaxinfer.engine.adapter_stacks import AdapterStacks
+from jaxinfer.models import MeshFit, ModelConfig, abstract_params
 from jaxinfer.models.adapter import Adapter
 
 
@@ -39,6 +43,17 @@ def with_room(options: LLMOptions, adapters: Sequence[Adapter]) -> LLMOptions:
         num_tokens = max(counts, default=0)
         changes["adapter_parts"] = (*sorted(parts), *([f"tokens:{num_tokens}"] if num_tokens else []))
     return replace(options, **changes) if changes else options
+
+
+def check_served(adapter: Adapter, config: ModelConfig) -> None:
+    """Raises ValueError, as `LLM.load_adapter` with as much room as the adapter needs.
+
+    No weights of the base are read: they count as ones.
+    """
+    sizes, shapes = with_room(LLMOptions(), [adapter]).adapter_sizes, abstract_params(config)
+    assert sizes is not None
+    ones = jax.tree.map(lambda leaf: np.broadcast_to(np.ones((), leaf.dtype), leaf.shape), shapes)
+    AdapterStacks(config, shapes, sizes).prepared(adapter, ones, what="to check")
 
 
 def parts_of(adapter: Adapter) -> set[str]:

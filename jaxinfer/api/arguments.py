@@ -181,18 +181,19 @@ def priorities_of_each(priority: Any, count: int) -> list[int]:
     return _of_each(each, count, "priorities") if is_list else each * count
 
 
-def adapters_of_each(adapter: Any, count: int) -> list[str | None]:
-    """The adapter's name, or None, of each of `count` prompts, from one for all or one for each."""
+def adapters_of_each(adapter: Any, count: int, what: str = "prompts") -> list[str | None]:
+    """The adapter's name, or None, of each of `count` prompts, or of what they are called, from one for all or one for
+    each."""
     if adapter is None or isinstance(adapter, str):
         return [adapter] * count
     if not isinstance(adapter, Sequence) or not all(name is None or isinstance(name, str) for name in adapter):
-        raise TypeError(f"adapter must be a name or None, or one for each prompt, got {_shown(adapter)}")
-    return _of_each(list(adapter), count, "adapters")
+        raise TypeError(f"adapter must be a name or None, or one for each of the {count} {what}, got {_shown(adapter)}")
+    return _of_each(list(adapter), count, "adapters", what)
 
 
-def _of_each(values: list[Any], count: int, name: str) -> list[Any]:
+def _of_each(values: list[Any], count: int, name: str, what: str = "prompts") -> list[Any]:
     if len(values) != count:
-        raise ValueError(f"{len(values)} {name} for {count} prompts: give one for all, or one for each")
+        raise ValueError(f"{len(values)} {name} for {count} {what}: give one for all, or one for each")
     return values
 
 

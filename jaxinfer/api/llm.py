@@ -397,7 +397,7 @@ class LLM(Closable):
         continuations: Prompt | Sequence[Prompt] | None = None,
         params: SamplingParams | None = None,
         *,
-        adapter: str | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[Score]:
         """Log-probabilities of texts, or of each continuation after its prompt: of each token, their sum, mean loss and
@@ -409,7 +409,8 @@ class LLM(Closable):
           continuations: as many; only their tokens are scored. They are tokenized apart from the prompts; give token
             ids to choose the split yourself.
           params: for `processed` log-probabilities beside `raw` ones; by default they are the same.
-          adapter: the name of a loaded adapter, under which the texts are scored.
+          adapter: the name of a loaded adapter, under which the texts are scored, or one for each; None for the model
+            without one.
           use_tqdm: as of `generate`.
 
         All run in one batch, in any number. Memory does not grow with length times vocabulary: logits exist for a few
@@ -421,9 +422,10 @@ class LLM(Closable):
             what, pairs = "text", [(text, None) for text in as_prompts(prompts, "text")]
         else:
             what, pairs = "pair", as_pairs(prompts, continuations)
+        each = enumerate(zip(pairs, adapters_of_each(adapter, len(pairs), f"{what}s"), strict=True))
         requests = [
-            self.client.prepare_score(*pair, params, RequestOptions(adapter=adapter), what=f"{what} {number}")
-            for number, pair in enumerate(pairs)
+            self.client.prepare_score(*pair, params, RequestOptions(adapter=name), what=f"{what} {number}")
+            for number, (pair, name) in each
         ]
         scores: dict[SequenceState, Score] = {}
 
@@ -706,8 +708,10 @@ class LLM(Closable):
 
         Raises ValueError, with names and numbers, for a name that is taken, an adapter that does not fit the model, and
         one for which there is no room (`max_adapters`, `max_adapter_rank`, `adapter_modules`, `adapter_parts`);
+        TooManyAdaptersError, a ValueError, where `max_loaded_adapters` are loaded;
         CheckpointError, a ValueError, for a folder that cannot be read. Nothing is loaded then.
         """
+        self._adapters.check_new(name, replace=replace)
         read, source = self._read_adapter(adapter, name, base_model)
         return self._adapters.load(name, read, source=source, keep_on_device=keep_on_device, replace=replace)
 
@@ -767,6 +771,7 @@ class LLM(Closable):
         explanation = explain_engine(
             self.engine,
             model={"name": self.name, "tokenizer": tokenizer, **weights},
+            loaded_adapters=(len(self._adapters), self._adapters.host_bytes),
             sampling={
                 "seed": self.seed,
                 "end-of-sequence ids": ", ".join(str(token) for token in self.eos_token_ids) or "none",

@@ -182,8 +182,11 @@ class LLMOptions(EngineOptions):
                 raise TypeError(f'adapters must be a mapping such as {{"name": folder}}, got {self.adapters!r:.60}')
             if self.max_adapters == 0 and self.adapters:
                 raise ValueError(f"max_adapters=0 leaves no room for adapters={list(self.adapters)}")
+            if self.max_loaded_adapters is not None and len(self.adapters) > self.max_loaded_adapters:
+                given, most = len(self.adapters), self.max_loaded_adapters
+                raise ValueError(f"{given} adapters are given, and max_loaded_adapters={most}: raise it, or give fewer")
         if not self.adapters and self.max_adapters is None:
-            for name in ("max_adapter_rank", "adapter_modules", "adapter_parts"):
+            for name in ("max_loaded_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts"):
                 if (value := getattr(self, name)) is not None:
                     raise ValueError(f"{name}={value!r} is for adapters: give some, or max_adapters=8")
         if (self.adapters or self.max_adapters) and self.offload:

@@ -10,8 +10,8 @@ from jaxinfer.cli.options import (
     DraftedServingOptions,
     HostsOptions,
     SamplingOptions,
+    adapters_of_lines,
     as_json,
-    chosen_adapter,
     follow,
     join_hosts,
     merge_params,
@@ -19,6 +19,7 @@ from jaxinfer.cli.options import (
     sampling_values,
 )
 from jaxinfer.cli.output import (
+    adapter_data,
     brief,
     describe,
     end_line,
@@ -50,7 +51,7 @@ class GenerateOptions:
     file: Path | None = option(
         None,
         'Prompts from a file (-: standard input), one per line; in .jsonl, {"prompt": "...", "seed": 1, ...} with '
-        "sampling parameters of its own.",
+        'sampling parameters of its own, and "adapter": the name of the one that answers it, or null.',
         "PATH",
         "--file -f",
     )
@@ -70,28 +71,35 @@ def generate(
     unchanged: for conversations with an assistant use [bold]chat[/bold]. Sampling options that are not given come from
     the checkpoint's generation_config.
     """
-    values, adapter = sampling_values(sampling_options), chosen_adapter(model_options)
+    values = sampling_values(sampling_options)
     if not join_hosts(hosts_options):
         return follow(model_options)
     lines = read_prompts(options.prompts or (), options.file)
+    adapters = adapters_of_lines(model_options, [(line.where, line.sampling) for line in lines])
     with open_output(options.output) as target:
         with open_llm(model_options) as llm:
-            outputs = llm.on_leader(lambda: _generate(llm, lines, values, adapter, target, options))
+            outputs = llm.on_leader(lambda: _generate(llm, lines, values, adapters, target, options))
         return _print_failures(lines, outputs or [])
 
 
 def _generate(
-    llm: "LLM", lines: list[PromptLine], values: dict, adapter: str | None, target: TextIO, options: GenerateOptions
+    llm: "LLM",
+    lines: list[PromptLine],
+    values: dict,
+    adapters: list[str | None],
+    target: TextIO,
+    options: GenerateOptions,
 ) -> list["RequestOutput"]:
     params = _params(llm, lines, values)
     if len(lines) == 1 and params[0].n == 1 and not options.as_json and options.output is None:
-        return [_stream(llm, lines[0], params[0], adapter, target)]
-    outputs = llm.generate([line.prompt for line in lines], params, adapter=adapter)
-    for index, (output, own_params) in enumerate(zip(outputs, params, strict=True)):
+        return [_stream(llm, lines[0], params[0], adapters[0], target)]
+    outputs = llm.generate([line.prompt for line in lines], params, adapter=adapters)
+    for index, (output, own_params, name) in enumerate(zip(outputs, params, adapters, strict=True)):
         if options.as_json:
-            write_json(request_data(index, output, own_params), target)
+            write_json(request_data(index, output, own_params) | adapter_data(llm, name), target)
         else:
-            _write_answers(output, own_params, target, heading=f"{index + 1}/{len(lines)}")
+            by = f", {'no adapter' if name is None else f'adapter {name}'}" if len(set(adapters)) > 1 else ""
+            _write_answers(output, own_params, target, heading=f"{index + 1}/{len(lines)}{by}")
     return outputs
 
 

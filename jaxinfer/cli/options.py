@@ -104,7 +104,9 @@ class DraftedServingOptions(DraftOptions, ServingOptions):
     """The model, the engine, and a draft."""
 
 
-ADAPTERS = ("adapters", "max_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts", "base_model")
+ADAPTER = "adapter"  # of a line of a file
+ADAPTER_ROOM = ("max_adapters", "max_loaded_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts")
+ADAPTERS = ("adapters", *ADAPTER_ROOM, "base_model")
 
 
 @given(LLMOptions, ADAPTERS)
@@ -138,9 +140,37 @@ def chosen_adapter(options: AnswerAdapterOptions) -> str | None:
     if name is None and len(names) > 1:
         raise UsageError(f"--use-adapter says which of {', '.join(names)} answers")
     if name is not None and name not in names:
-        others = f", only {', '.join(names)}" if names else ": --adapter NAME=DIR gives one"
-        raise UsageError(f"--use-adapter {name}: there is no such adapter{others}")
+        raise UsageError(f"--use-adapter {name}: {_no_such_adapter(names)}")
     return name or next(iter(names), None)
+
+
+def adapters_of_lines(options: AnswerAdapterOptions, lines: Sequence[tuple[str, dict[str, Any]]]) -> list[str | None]:
+    """The name of the adapter that answers each line of a file, given by its place and its values.
+
+    A line's "adapter" is taken out of its values; null is the model without one, and lines without it have that of
+    `chosen_adapter`. Raises UsageError, with the place, for a name that is not known.
+    """
+    names, adapters = list(given_values(options).get("adapters", {})), []
+    for where, values in lines:
+        if ADAPTER not in values:
+            try:
+                adapters.append(chosen_adapter(options))
+            except UsageError as error:
+                named = "" if options.use_adapter is not None else f"{where} names no adapter: "
+                raise UsageError(f"{named}{error}") from None
+            continue
+        name = values.pop(ADAPTER)
+        if name is not None and (not isinstance(name, str) or not name):
+            raise UsageError(f"{where}: adapter must be the name of an adapter or null, got {name!r:.60}")
+        if name is not None and name not in names:
+            raise UsageError(f"{where}: adapter {name!r:.80}: {_no_such_adapter(names)}")
+        adapters.append(name)
+    return adapters
+
+
+def _no_such_adapter(names: Sequence[str]) -> str:
+    known = f", only {', '.join(names)}" if names else ": --adapter NAME=DIR gives one"
+    return f"there is no such adapter{known}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -237,6 +237,11 @@ def request_data(index: int, output: "RequestOutput", params: "SamplingParams") 
     return data
 
 
+def adapter_data(llm: "LLM", name: str | None) -> dict[str, Any]:
+    """The adapter that answered, as a row of a batch's answers has it; nothing for the model without one."""
+    return {} if name is None else {"adapter": {"name": name, "fingerprint": llm.adapters[name].fingerprint}}
+
+
 def logprob_data(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
     """A token's log-probability, and in "top" the `num_top` most probable tokens in order, which may include it."""
     every = [

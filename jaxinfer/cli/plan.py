@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.cli.bench import check_picture, read_integers
 from jaxinfer.cli.command import UsageError, say
-from jaxinfer.cli.options import as_json, given, given_values, model_argument
+from jaxinfer.cli.options import ADAPTER_ROOM, as_json, given, given_values, model_argument
 from jaxinfer.cli.output import write_report
 from jaxinfer.extras import install_hint
 from jaxinfer.options import MISSING, option
@@ -28,7 +28,7 @@ LOADING = ("dtype", "quantize", "requantize", "revision")
 SHARED = (
     *(*LOADING, "kv_dtype", "kv_policy"),
     *("page_size", "prefill_chunk", "memory_fraction", "draft", "num_draft_tokens", "offload"),
-    *("max_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts"),
+    *ADAPTER_ROOM,
 )
 
 
@@ -199,10 +199,13 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     config, length = for_length(config, options.context, has_policy=extends_length(values.get("kv_policy")))
     if options.max_programs is not None and options.trace is None:
         raise UsageError(f"--max-programs {options.max_programs} needs --trace FILE")
+    for name in ADAPTER_ROOM if not values.get("max_adapters") else ():
+        if name != "max_adapters" and name in values:
+            raise UsageError(f"--{name.replace('_', '-')} needs --max-adapters N")
     if drafting is None and "num_draft_tokens" in values:
         raise UsageError(f"--num-draft-tokens {options.num_draft_tokens} needs --draft")
     names = ("page_size", "prefill_chunk", "memory_fraction", "kv_dtype", "kv_policy", "num_draft_tokens")
-    names += ("max_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts")
+    names += ADAPTER_ROOM
     engine_options = EngineOptions(
         max_model_len=length,
         max_seqs=options.max_seqs,

@@ -67,15 +67,18 @@ def read_chats(files: Sequence[Path]) -> list[list[dict[str, Any]]]:
     return chats
 
 
-def read_records(file: Path, required: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a JSON lines file with their places; each has exactly the `required` keys."""
+def read_records(
+    file: Path, required: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a JSON lines file with their places; each has the `required` keys, and no others but `optional`
+    ones."""
     records = []
     for number, text, _ in _lines(file):
         where = f"{file} line {number}"
         record = _object(text, where, required)
-        unknown = sorted(set(record) - set(required))
+        unknown = sorted(set(record) - {*required, *optional})
         if unknown:
-            raise UsageError(f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(required)}")
+            raise UsageError(f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join((*required, *optional))}")
         records.append((where, record))
     if not records:
         raise UsageError(f"{file} is empty")

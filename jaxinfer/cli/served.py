@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from jaxinfer.checks import format_bytes
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import as_json
-from jaxinfer.cli.output import console, write_json, write_report
+from jaxinfer.cli.output import console, write_json, write_report, write_text
 from jaxinfer.options import MISSING, argument, option
 from jaxinfer.tables import make_table
 
@@ -32,19 +32,24 @@ class StopOptions(ServerAddress):
 
 
 def ps(options: ServerAddress) -> None:
-    """Show the models that a server has loaded.
+    """Show the models that a server has loaded, and their LoRA adapters.
 
     Of each: its bytes, the requests that use it and those that wait for it, the seconds since the last one, and those
-    until it is unloaded if none comes.
+    until it is unloaded if none comes. Adapters are those that the API key may name.
     """
-    models = ask(options.url, "GET", "/v1/models")["data"]
-    # Adapters have no state of their own.
-    models = [model for model in models if "status" in model and model["status"]["value"] != "unloaded"]
+    listed = ask(options.url, "GET", "/v1/models")["data"]
+    # Adapters have no state of their own, and a parent.
+    models = [model for model in listed if "status" in model and model["status"]["value"] != "unloaded"]
+    adapters = [model for model in listed if model.get("parent") is not None]
     if options.as_json:
-        write_json({"models": models})
+        write_json({"models": models, "adapters": adapters})
         return
     titles = ("model", "state", "size", "requests", "waiting", "idle", "unloaded in")
     console().print(make_table(titles, map(_cells, models), num_left=len(titles)))
+    if adapters:
+        rows = [(adapter["id"], adapter["parent"], adapter["root"]) for adapter in adapters]
+        write_text("\n")
+        console().print(make_table(("adapter", "of", "folder"), rows, num_left=3))
 
 
 def _cells(model: Mapping[str, Any]) -> list[Any]:

@@ -1,5 +1,6 @@
 """`jaxinfer list`, `show`, `cp`, `create`, `rm`, `disk`: what is here, and what it is called."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -48,16 +49,30 @@ def list_(options: ListOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
-    name: str = argument(MISSING, "A model that is here, by any of its names.", "NAME")
+    name: str = argument(MISSING, "A model or a LoRA adapter that is here, by any of its names.", "NAME")
     template: bool = option(False, "Print the chat template alone.")
+    base: str | None = option(
+        None, "The model that an adapter is checked with; default: the one that it names, if that is here.", "MODEL"
+    )
     as_json: bool = as_json("One JSON object.")
 
 
 def show(options: ShowOptions) -> None:
-    """Print what a model is: size, license, configuration, quantization, chat template, aliases."""
+    """Print what a model is: size, license, configuration, quantization, chat template, aliases.
+
+    Of a LoRA adapter: rank, modules, parts, tensors, the base's name; and what is refused of it, by any base or by this
+    one.
+    """
     from jaxinfer.store import show_model
 
     facts = show_model(options.name)
+    if facts.get("kind") == "adapter":
+        if options.template:
+            raise UsageError(f"{options.name} is an adapter: its base has the chat template")
+        _show_adapter(facts | _checked_with_base(facts, options.base), as_json=options.as_json)
+        return
+    if options.base is not None:
+        raise UsageError(f"--base is for adapters, and {options.name} is a model")
     if options.as_json:
         write_json(facts)
         return
@@ -74,6 +89,68 @@ def show(options: ShowOptions) -> None:
     facts["aliases"] = ", ".join(facts["aliases"]) or None
     facts |= {name: _settings(facts[name]) for name in ("generation config", "alias") if facts.get(name)}
     write_text(facts_text({name: value for name, value in facts.items() if value is not None}))
+
+
+def _show_adapter(facts: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        write_json(facts)
+        return
+    for name in ("bytes", "tensor bytes"):
+        facts[name] = format_bytes(facts[name])
+    facts["modules"] = ", ".join(f"{name} x {count}" for name, count in facts["modules"].items())
+    facts["scales"] = ", ".join(f"{scale:g}" for scale in facts["scales"])
+    tokens = facts["invocation tokens"]
+    facts["invocation tokens"] = ", ".join(map(str, tokens)) or "none" if isinstance(tokens, list) else tokens
+    facts["parts"] = ", ".join(facts["parts"]) or "none"
+    refused = facts.pop("refused")
+    if facts["base here"] is None:
+        facts["base here"] = "no: tensors are not compared with it (--base MODEL)"
+    if not refused:
+        facts["refused"] = "nothing"
+    text = facts_text({name: value for name, value in facts.items() if value not in (None, "")})
+    write_text(text + "".join(f"refused: {reason}\n" for reason in refused))
+
+
+def _checked_with_base(facts: Mapping[str, Any], base: str | None) -> dict[str, Any]:
+    """Facts that need an adapter's base, if that is here: its parts, and what is refused of it."""
+    path = _base_path(facts["base model"], base)
+    if path is None or facts["refused"]:
+        return {"base here": path}
+    from checkpoints_convert import CheckpointError, abstract
+    from checkpoints_convert.adapters import read_adapter
+    from jaxinfer.api.adapters import check_served, parts_of
+
+    try:
+        config, _ = abstract(path)
+        adapter = read_adapter(facts["path"], config)
+        tokens = [part for part in facts["parts"] if part.startswith("tokens:")]
+        parts = [*sorted(parts_of(adapter)), *tokens]
+        try:
+            check_served(adapter, config)
+        except ValueError as error:
+            return {"base here": path, "parts": parts, "refused": [str(error).partition(": ")[2]]}
+        return {"base here": path, "parts": parts}
+    except CheckpointError as error:
+        return {"base here": path, "refused": list(error.problems)}
+
+
+def _base_path(named: Any, given: str | None) -> Path | None:
+    """The base's path; None if it is not here. Raises UnknownModelError for one that is `given` and is not."""
+    from jaxinfer.store import UnknownModelError, find_model
+
+    name = named if given is None else given
+    # An adapter comes from others: what it names is looked for here only.
+    if not isinstance(name, str) or (given is None and "://" in name):
+        return None
+    try:
+        path = find_model(name, fetch=False, offline=True).path
+    except (ValueError, OSError):
+        if given is not None:
+            raise
+        return None
+    if path is None and given is not None:
+        raise UnknownModelError(f"{given} is not here: jaxinfer pull {given}")
+    return path
 
 
 def _settings(values: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@ another adapter in a slot is other data for the same programs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import jax
@@ -47,7 +47,7 @@ class HostAdapter:
         stacks = [stack for stack in self.stacks.values() if isinstance(stack, AdapterStack)]
         return any(stack.columns is not None or stack.offset is not None for stack in stacks)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes in the host's memory."""
         return sum(array.nbytes for array in jax.tree.leaves(dict(self.stacks)))

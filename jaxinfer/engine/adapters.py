@@ -10,6 +10,10 @@ from jaxinfer.models import Params
 from jaxinfer.models.adapter import Adapter
 
 
+class TooManyAdaptersError(ValueError):
+    """As many adapters are loaded as `max_loaded_adapters` allows."""
+
+
 class AdapterRegistry(Mapping[str, LoadedAdapter]):
     """Adapters in the host's memory, by name. Any thread may call its methods.
 
@@ -21,6 +25,7 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
     def __init__(self, engine: AnyEngine, params: WeightsView[Params], taken: tuple[str, ...] = ()):
         self._engine, self._params, self._taken = engine, params, taken
         self._loaded: dict[str, LoadedAdapter] = {}
+        self.max_loaded = engine.engines[0].spec.options.max_loaded_adapters  # None for any number
         self._lock = threading.Lock()
         params.root.add_user(self)
 
@@ -63,13 +68,10 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
         """Loads an adapter into the host's memory, from where it moves to the device when requests name it.
 
         Requests that name an adapter which is replaced go on with it. Raises ValueError for a name that is taken or is
-        loaded already, unless `replace`, and as `AdapterStacks.prepared`; nothing has changed then.
+        loaded already, unless `replace`, and as `AdapterStacks.prepared`, TooManyAdaptersError where there are as many
+        as may be; nothing has changed then.
         """
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"an adapter's name must be a text, got {name!r:.60}")
-        if name in self._taken:
-            raise ValueError(f"adapter {name!r} would have the name of the model itself")
-        self._check_new(name, replace)
+        self.check_new(name, replace=replace)
         stacks = self._engine.engines[0].adapter_stacks
         if stacks is None:
             raise ValueError(f"adapter {name!r}: there is room for none; give max_adapters=8, or adapters at the start")
@@ -78,11 +80,16 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
             name, host.fingerprint, host, source, adapter.invocation_tokens, keep_on_device, owner=self
         )
         with self._lock:
-            self._check_new(name, replace)
+            self.check_new(name, replace=replace)  # others may have been loaded meanwhile
             old, self._loaded[name] = self._loaded.get(name), loaded
         if old is not None:
             self._forget(old)
         return loaded
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the loaded adapters in the host's memory."""
+        return sum(adapter.host.num_bytes for adapter in list(self._loaded.values()))
 
     def unload(self, name: str) -> None:
         """Takes an adapter away: requests that name it already go on with it, and then its memory is free. Raises
@@ -92,9 +99,19 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
             del self._loaded[name]
         self._forget(adapter)
 
-    def _check_new(self, name: str, replace: bool) -> None:
+    def check_new(self, name: str, *, replace: bool = False) -> None:
+        """Raises as `load`, as far as no tensor is needed: call it before files are read."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an adapter's name must be a text, got {name!r:.60}")
+        if name in self._taken:
+            raise ValueError(f"adapter {name!r} would have the name of the model itself")
         if name in self._loaded and not replace:
             raise ValueError(f"adapter {name!r} is loaded already; unload it first, or give replace=True")
+        if name not in self._loaded and self.max_loaded is not None and len(self._loaded) >= self.max_loaded:
+            raise TooManyAdaptersError(
+                f"adapter {name!r:.80}: {len(self._loaded)} adapters are loaded, and max_loaded_adapters="
+                f"{self.max_loaded} may be; unload one first, or raise it"
+            )
 
     def _forget(self, adapter: LoadedAdapter) -> None:
         adapter.is_unloaded = True

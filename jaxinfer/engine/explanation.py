@@ -18,7 +18,7 @@ from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.tiers.link_rates import transfer_rule
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.attend import attention_options
-from jaxinfer.models.host_layers import all_layers, disk_layers, host_rows
+from jaxinfer.models.host_layers import disk_layers, host_rows
 from jaxinfer.quantization.reads import MOST_READ, product_use
 from jaxinfer.quantization.side_by_side import separate
 from jaxinfer.quantization.tree import (
@@ -55,8 +55,11 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_engine(engine: AnyEngine, model: dict[str, Any], sampling: dict[str, Any]) -> Explanation:
-    """`model` and `sampling` are facts that the engine does not have; they come first and last."""
+def explain_engine(
+    engine: AnyEngine, model: dict[str, Any], sampling: dict[str, Any], loaded_adapters: tuple[int, int] = (0, 0)
+) -> Explanation:
+    """`model` and `sampling` are facts that the engine does not have; they come first and last. `loaded_adapters`: how
+    many there are, and their bytes in the host's memory."""
     first, num_replicas = engine.engines[0], len(engine.engines)
     spec, device = first.spec, first.device
     config, mesh = spec.config, spec.mesh
@@ -74,7 +77,7 @@ def explain_engine(engine: AnyEngine, model: dict[str, Any], sampling: dict[str,
                 **_describe_model(config),
                 "declared length": config.max_position_embeddings,
             },
-            **({} if spec.options.adapter_sizes is None else {"adapters": _describe_adapters(first)}),
+            **({} if spec.options.adapter_sizes is None else {"adapters": _describe_adapters(first, *loaded_adapters)}),
             "cache": _describe_cache(first),
             "programs": _describe_programs(spec),
             "kernels": {**_describe_kernels(spec), **_describe_recurrence(spec), **_products(spec)},
@@ -90,7 +93,7 @@ def explain_engine(engine: AnyEngine, model: dict[str, Any], sampling: dict[str,
     )
 
 
-def _describe_adapters(engine: Engine) -> dict[str, Any]:
+def _describe_adapters(engine: Engine, num_loaded: int, loaded_bytes: int) -> dict[str, Any]:
     spec, slots = engine.spec, engine.scheduler.adapters
     sizes = spec.options.adapter_sizes
     assert sizes is not None
@@ -99,7 +102,11 @@ def _describe_adapters(engine: Engine) -> dict[str, Any]:
         "rank, at most": sizes.max_rank,
         "linear layers": "all" if sizes.modules is None else ", ".join(sizes.modules),
         "other parts": ", ".join(sorted(sizes.parts)) or "none",
-        "adapter bytes": num_bytes(all_layers(spec.params)) - num_bytes(spec.base_params),
+        "adapter bytes": spec.adapter_bytes,
+        "loaded": num_loaded,
+        "loaded, host bytes": loaded_bytes,
+        "loaded, at most": spec.options.max_loaded_adapters or "any number",
+        **({} if spec.host_adapter_bytes is None else {"host bytes, at most": spec.host_adapter_bytes}),
         "in slots now": ", ".join(adapter.name for adapter in slots.resident) or "none",
         "moves to the device": slots.num_moved,
     }

@@ -278,6 +278,13 @@ class EngineOptions(SpeculationOptions):
         "N",
         min=0,
     )
+    max_loaded_adapters: int | None = _adapters(
+        None,
+        "LoRA adapters in the host's memory at once, those on the device among them; loading one more is refused until "
+        "another is unloaded. By default any number.",
+        "N",
+        min=1,
+    )
     max_adapter_rank: int | None = _adapters(
         None, "The largest rank of an adapter; by default the largest of those given at the start, or 16.", "N", min=1
     )
@@ -345,6 +352,12 @@ class EngineOptions(SpeculationOptions):
         if self.max_adapters is not None and not _is_count(self.max_adapters):
             raise ValueError(f"max_adapters must be 0 or a positive integer, got {self.max_adapters!r}")
         self._check_count("max_adapter_rank")
+        self._check_count("max_loaded_adapters")
+        if self.max_loaded_adapters is not None and self.max_loaded_adapters < (self.max_adapters or 0):
+            raise ValueError(
+                f"max_loaded_adapters={self.max_loaded_adapters} is less than max_adapters={self.max_adapters}: "
+                f"adapters on the device are in the host's memory too"
+            )
         for name in ("adapter_modules", "adapter_parts"):
             if (given := getattr(self, name)) is None:
                 continue
@@ -357,7 +370,7 @@ class EngineOptions(SpeculationOptions):
             if not is_known:
                 raise ValueError(f"adapter_parts has {part!r}: it may have {', '.join(ADAPTER_PARTS)} and tokens:N")
         if not self.max_adapters:
-            for name in ("max_adapter_rank", "adapter_modules", "adapter_parts"):
+            for name in ("max_loaded_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts"):
                 if (given := getattr(self, name)) is not None and self.max_adapters is not None:
                     raise ValueError(f"{name}={given!r} is for adapters, and max_adapters is {self.max_adapters}")
 

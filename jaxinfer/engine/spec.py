@@ -125,6 +125,22 @@ class EngineSpec:
         """The parameters of all layers without adapters."""
         return without_adapters(host_layers.all_layers(self.params))
 
+    @cached_property
+    def adapter_bytes(self) -> int:
+        """Bytes of the slots of adapters."""
+        return num_bytes(host_layers.all_layers(self.params)) - num_bytes(self.base_params)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: what a loaded adapter takes of the host's memory at most. 0 without any."""
+        return -(-self.adapter_bytes // self.options.max_adapters) if self.options.max_adapters else 0
+
+    @property
+    def host_adapter_bytes(self) -> int | None:
+        """Bytes of the host's memory that `max_loaded_adapters` take at most; None where any number may be loaded."""
+        most = self.options.max_loaded_adapters
+        return None if most is None else most * self.slot_bytes
+
     @property
     def has_adapters(self) -> bool:
         return self.num_adapters > 0

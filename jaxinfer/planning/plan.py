@@ -147,6 +147,7 @@ class MemoryPlan:
       counted: FLOPs and bytes by arithmetic. roofline: a decode step for each batch size, () if the chip's rates are
         unknown. rounds: speculative rounds, likewise. notes: what was measured and what was counted.
       seconds: how long planning took. buckets: sizes of programs for the request's trace; None without one.
+      adapters: how many there may be, with the bytes of their slots and of the host's memory; None without room.
     """
 
     request: PlanRequest
@@ -159,6 +160,7 @@ class MemoryPlan:
     notes: tuple[str, ...]
     seconds: float
     buckets: BucketChoice | None = None
+    adapters: dict[str, int | None] | None = None
 
     @property
     def fits(self) -> bool:
@@ -189,6 +191,7 @@ class MemoryPlan:
                 **_fields(memory, "total", "budget", "usable", "is_measured"),
                 "largest program": memory.peak,
             },
+            **({} if self.adapters is None else {"adapters": self.adapters}),
             "cache": {
                 **_fields(memory, "page_size", "page_bytes", "sequence_bytes", "pools", "policy"),
                 "tokens_planned": memory.planned_tokens,

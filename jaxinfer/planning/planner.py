@@ -120,8 +120,23 @@ def assemble(
         )
     notes += _notes(spec, programs, bool(points))
     buckets = choose_buckets(spec, request.trace, request.max_programs) if request.trace else None
-    seconds = time.perf_counter() - start
-    return MemoryPlan(request, layout, memory, programs, counted, points, rounds, tuple(notes), seconds, buckets)
+    return MemoryPlan(
+        *(request, layout, memory, programs, counted, points, rounds, tuple(notes)),
+        seconds=time.perf_counter() - start,
+        buckets=buckets,
+        adapters=_adapters(spec),
+    )
+
+
+def _adapters(spec: EngineSpec) -> dict[str, int | None] | None:
+    if not spec.slot_bytes:
+        return None
+    return {
+        "max_adapters": spec.options.max_adapters,
+        "max_loaded_adapters": spec.options.max_loaded_adapters,
+        "slot_bytes": spec.slot_bytes,
+        "host_bytes": spec.host_adapter_bytes,
+    }
 
 
 def _memory(spec: EngineSpec, programs: dict[str, CompiledProgram], usable: int) -> Memory:
@@ -216,6 +231,15 @@ def _notes(spec: EngineSpec, programs: dict[str, CompiledProgram], has_roofline:
         else:
             served = ", without reads that the cache serves" if spec.platform == "gpu" else ""
             notes.append(f"HBM bytes: from the compiled program{served}; attention's from its kernels at full length")
+    if spec.slot_bytes:
+        loaded, each = spec.options.max_loaded_adapters, format_bytes(spec.slot_bytes)
+        notes.append(
+            f"each loaded adapter takes up to {each} of the host's memory, and any number may be loaded: "
+            f"--max-loaded-adapters limits it"
+            if spec.host_adapter_bytes is None
+            else f"{loaded} loaded adapters take up to {format_bytes(spec.host_adapter_bytes)} of the host's memory, "
+            f"{each} each"
+        )
     if spec.arriving_bytes:
         layers = len(row_bytes(spec.params))
         notes.append(

@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from weakref import WeakKeyDictionary
 
 from jaxinfer.engine.adapter_slots import LoadedAdapter
+from jaxinfer.engine.adapters import TooManyAdaptersError
 from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.names import check_adapter_name
@@ -133,6 +134,8 @@ class ServedAdapters:
                     self._keys[adapter] = frozenset(keys)
                 elif former is not None and former in self._keys:
                     self._keys[adapter] = self._keys[former]
+            except TooManyAdaptersError as error:
+                raise APIError(400, str(error), param=_NAME, code="too_many_adapters") from error
             except (ValueError, OSError) as error:
                 told = model.source.without_paths(str(error).replace(str(folder), path))
                 raise refused(_PATH, told) from error

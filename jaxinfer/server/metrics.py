@@ -233,7 +233,10 @@ class _Watched:
         num_owned = sum(pool.num_owned for pool, group in pools if group.window)
         yield "kv_cache_window_pages_owned", "Of these, pages of layers with a window.", num_owned
 
-        yield "adapters_loaded", "Adapters that requests can name.", len(self.llm.adapters)
+        loaded = list(self.llm.adapters.values())
+        yield "adapters_loaded", "Adapters that requests can name.", len(loaded)
+        host_bytes = sum(adapter.host.num_bytes for adapter in loaded)
+        yield "adapter_host_bytes", "Host memory of these adapters.", host_bytes
         yield "host_cache_bytes", "Host memory for cached pages.", sum(s.tier.num_bytes for s in schedulers)
         yield "host_cache_used_bytes", "Of these, bytes in use.", sum(s.tier.used_bytes for s in schedulers)
 

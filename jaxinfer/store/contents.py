@@ -123,23 +123,20 @@ def pin_model(model: str) -> tuple[str, str | None]:
 
 def show_model(name: str) -> dict[str, Any]:
     """Facts about a model that is here, as JSON values: where it lies, its size, configuration, license, chat template,
-    quantization, and the aliases of it. Raises UnknownModelError, and CheckpointError for a damaged one."""
+    quantization, and the aliases of it; of an adapter those of `checkpoints_convert.adapters.adapter_facts`, with
+    "adapter" as its kind. Raises UnknownModelError, and CheckpointError for a damaged one."""
     from jax import tree
 
     import checkpoints_convert
+    from checkpoints_convert.adapters import adapter_facts, is_adapter
     from jaxinfer.models import abstract_params
     from jaxinfer.quantization.tree import num_bytes
 
     location = find_model(name, fetch=False)
     if location.path is None:
         raise UnknownModelError(f"{name} is not here: jaxinfer pull {name}")
-    config, params = checkpoints_convert.abstract(location.path)
-    alias = read_alias(name)
     pulled = None if location.hub is None else find_pulled(location.hub)
-    with checkpoints_convert.open_checkpoint(location.path) as checkpoint:
-        quantization = checkpoint.quantization
-        defaults = dict(checkpoint.generation_config)
-    facts: dict[str, Any] = {
+    place = {
         "name": name,
         "path": location.path,
         "repository": None if location.hub is None else location.hub.repository,
@@ -148,6 +145,16 @@ def show_model(name: str) -> dict[str, Any]:
         "files": len(pulled.files) if pulled is not None else None,
         "bytes": _size_and_time(location.path)[0] if pulled is None else pulled.num_bytes,
         "license": _license(location, pulled),
+    }
+    if is_adapter(location.path):
+        return {**place, "kind": "adapter", **adapter_facts(location.path)}
+    config, params = checkpoints_convert.abstract(location.path)
+    alias = read_alias(name)
+    with checkpoints_convert.open_checkpoint(location.path) as checkpoint:
+        quantization = checkpoint.quantization
+        defaults = dict(checkpoint.generation_config)
+    facts: dict[str, Any] = {
+        **place,
         "architecture": config.architecture,
         "parameters": sum(math.prod(leaf.shape) for leaf in tree.leaves(abstract_params(config))),
         "layers": config.num_layers,

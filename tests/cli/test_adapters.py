@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert import open_checkpoint
 from checkpoints_convert.adapters import Adapter, LowRank, save_adapter
@@ -34,7 +35,7 @@ def expected(model, folders):
     adapters = {"one": folders / "one", "two": folders / "two"}
     with LLM(model, base_model="owner/tiny") as llm:
         base = llm.generate(PROMPT, SamplingParams(max_tokens=6, temperature=0))[0].outputs[0].text
-    found = {None: base}
+    found: dict[str | None, str] = {None: base}
     for name, folder in adapters.items():
         with LLM(model, adapters={name: folder}, base_model=f"owner/{'tiny' if name == 'one' else 'other'}") as llm:
             params = SamplingParams(max_tokens=6, temperature=0)
@@ -100,6 +101,89 @@ def test_of_several_one_is_chosen(jaxinfer, tmp_path, model, folders, expected):
             result = jaxinfer(*command, *more)
             assert (result.exit_code, result.stdout) == (2, "")
             assert told in result.stderr
+
+
+def test_lines_of_a_file_name_their_adapters(jaxinfer, json_lines, model, folders, expected, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": PROMPT, "adapter": "one"}, {"prompt": PROMPT, "adapter": None}, {"prompt": PROMPT}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    given = ("--file", path, "-m", model, *SHORT, "--adapter", folders / "one")
+    rows = json_lines(jaxinfer("generate", *given, "--json").stdout)
+    assert [row["outputs"][0]["text"] for row in rows] == [expected["one"], expected[None], expected["one"]]
+    assert [row.get("adapter", {}).get("name") for row in rows] == ["one", None, "one"]
+    assert "=== 2/3, no adapter: " in jaxinfer("generate", *given).stdout
+
+
+def test_lines_of_scores_name_their_adapters(jaxinfer, json_lines, model, folders, tmp_path):
+    path = tmp_path / "scored.jsonl"
+    one, texts, totals = ("--adapter", folders / "one"), [{"text": "some words"}], []
+    for adapter in ("one", None):
+        path.write_text("\n".join(json.dumps({**text, "adapter": adapter}) for text in texts * 2))
+        rows = json_lines(jaxinfer("score", "-m", model, "--texts", path, "--json", *one).stdout)
+        assert [row.get("adapter", {}).get("name") for row in rows] == [adapter] * 2
+        totals.append(rows[0]["raw_total"])
+    assert totals[0] != totals[1]
+    pair = {"prompt": "some", "continuation": " words"}
+    path.write_text("\n".join(map(json.dumps, [{**pair, "adapter": None}, {**pair, "adapter": "one"}])))
+    result = jaxinfer("score", "-m", model, "--file", path, *one)
+    assert (result.exit_code, " adapter " in result.stdout, " one " in result.stdout) == (0, True, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"prompt": "a", "adapter": "c"}', "line 2: adapter 'c': there is no such adapter, only a, b"),
+        ('{"prompt": "a", "adapter": ["a"]}', "line 2: adapter must be the name of an adapter or null, got ['a']"),
+        ('{"prompt": "a", "adapter": ""}', "line 2: adapter must be the name of an adapter or null, got ''"),
+        ('{"prompt": "a"}', "line 2 names no adapter: --use-adapter says which of a, b answers"),
+    ],
+)
+def test_an_adapter_that_is_not_known_is_refused_before_the_model_is_loaded(jaxinfer, tmp_path, line, told):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "adapter": "a"}\n' + line + "\n")
+    several = ("-m", tmp_path / "no model", "--adapter", f"a={tmp_path}", "--adapter", f"b={tmp_path}")
+    result = jaxinfer("generate", "--file", path, *several)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{path} {told}" in result.stderr
+    path.write_text(path.read_text().replace('"prompt"', '"text"'))
+    result = jaxinfer("score", "--texts", path, *several)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{path} {told}" in result.stderr
+
+
+def test_show_tells_what_an_adapter_is(jaxinfer, json_lines, model, folders, tmp_path):
+    [facts] = json_lines(jaxinfer("show", folders / "one", "--base", model, "--json").stdout)
+    assert (facts["kind"], facts["rank"], facts["scales"], facts["modules"]) == ("adapter", 4, [2.0], {"q_proj": 2})
+    assert (facts["base model"], facts["base here"], facts["refused"]) == ("owner/tiny", model, [])
+    result = jaxinfer("show", folders / "one")
+    assert (result.exit_code, result.stderr) == (0, "")
+    rows = [line.split(maxsplit=1) for line in result.stdout.splitlines()]
+    assert {"modules q_proj x 2", "tensors 4"} <= {" ".join(row) for row in rows}
+    assert "base here          no: tensors are not compared with it (--base MODEL)" in result.stdout
+
+    # What every base refuses, what this one does, and what is only merged.
+    config = json.loads((folders / "one" / "adapter_config.json").read_text())
+    tensors = load_file(folders / "one" / "adapter_model.safetensors")
+    for name, changes, more, told in (
+        ("a", {"use_bdlora": True}, {}, "use_bdlora (block-diagonal pairs) is not supported, and is True"),
+        ("b", {"r": 8}, {}, "has shape (4, 32), not (8, 32) (rank 8)"),
+        ("c", {"modules_to_save": ["model.norm"]}, {"base_model.model.model.norm.weight": np.ones(32)}, "--merge-lora"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+        save_file({**tensors, **more}, tmp_path / name / "adapter_model.safetensors")
+        [facts] = json_lines(jaxinfer("show", tmp_path / name, "--base", model, "--json").stdout)
+        assert any(told in reason for reason in facts["refused"]), facts["refused"]
+        result = jaxinfer("show", tmp_path / name, "--base", model)
+        assert (result.exit_code, "refused: " in result.stdout) == (0, True)
+    for arguments, told in (
+        (("show", folders / "one", "--template"), "is an adapter: its base has the chat template"),
+        (("show", model, "--base", model), "--base is for adapters"),
+        (("show", folders / "one", "--base", "owner/none"), "owner/none is not here"),
+    ):
+        result = jaxinfer(*arguments)
+        assert result.exit_code in (1, 2)
+        assert told in result.stderr
 
 
 def test_errors_are_one_sentence(jaxinfer, model, folders, tmp_path):

@@ -44,6 +44,17 @@ def test_options_change_what_is_planned(jaxinfer, json_lines, config_alone):
     drafted = plan("--on", "h200x1", "--draft", config_alone, "--num-draft-tokens", 3)
     assert drafted["bytes"]["draft weights"] == drafted["bytes"]["weights"]
     assert drafted["rounds"][0]["num_draft_tokens"] == 3
+    assert "adapters" not in plain
+    adapted = plan("--on", "h200x1", "--max-adapters", 4, "--max-loaded-adapters", 32, "--max-adapter-rank", 8)
+    slot = adapted["adapters"]["slot_bytes"]
+    assert adapted["bytes"]["weights"] - large["bytes"]["weights"] <= 4 * slot < large["bytes"]["weights"]
+    assert adapted["adapters"] == {
+        "max_adapters": 4,
+        "max_loaded_adapters": 32,
+        "slot_bytes": slot,
+        "host_bytes": 32 * slot,
+    }
+    assert any(note.startswith("32 loaded adapters take up to ") for note in adapted["notes"])
 
 
 def test_the_sizes_for_a_trace_are_options_of_the_engine(jaxinfer, config_alone, tmp_path):
@@ -114,6 +125,7 @@ def test_a_picture(jaxinfer, config_alone, tmp_path):
         (("--on", "v5e:2x2", "--mesh", "model=2"), 1, "has 2 devices"),
         (("--on", "v5e:1x1", "--batch", "0"), 2, "not a list of positive numbers"),
         (("--on", "v5e:1x1", "--num-draft-tokens", "3"), 2, "needs --draft"),
+        (("--on", "v5e:1x1", "--max-loaded-adapters", "3"), 2, "--max-loaded-adapters needs --max-adapters N"),
         (("--on", "v5e:1x1", "--picture", "plan.bmp"), 2, "ends in neither"),
         (("--on", "v5e:1x1", "--max-programs", "9"), 2, "--max-programs 9 needs --trace FILE"),
         (("--on", "v5e:1x1", "--context", "4096"), 1, "more than the 2048 tokens"),

@@ -101,7 +101,7 @@ STATUS = {
 
 
 @contextlib.contextmanager
-def server():
+def server(*, has_adapter=False):
     """Answers as a server of one loaded and one unloaded model does; the requests that came, with their keys."""
     requests = []
 
@@ -110,7 +110,8 @@ def server():
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             requests.append((self.command, self.path, json.loads(body or b"null"), self.headers["authorization"]))
             models = [{"id": "a", "status": STATUS}, {"id": "b", "status": {**STATUS, "value": "unloaded"}}]
-            status, found = 200, {"data": models}
+            adapter = {"id": "sql", "root": "sql-v2", "parent": "a"}
+            status, found = 200, {"data": [*models, *([adapter] if has_adapter else [])]}
             if self.path == "/models/unload":
                 found = models[1]
                 if requests[-1][2]["model"] != "b":
@@ -132,6 +133,17 @@ def server():
         finally:
             listener.shutdown()
             thread.join()
+
+
+def test_ps_shows_adapters(monkeypatch):
+    monkeypatch.delenv("JAXINFER_API_KEY", raising=False)
+    with server(has_adapter=True) as (url, _):
+        lines = [line.split() for line in CliRunner().invoke(app, ["ps", "--url", url]).output.splitlines()]
+        assert lines[1][0] == "a"
+        assert lines[2:] == [[], ["adapter", "of", "folder"], ["sql", "a", "sql-v2"]]
+        found = json.loads(CliRunner().invoke(app, ["ps", "--url", url, "--json"]).output)
+        assert [model["id"] for model in found["models"]] == ["a"]
+        assert found["adapters"] == [{"id": "sql", "root": "sql-v2", "parent": "a"}]
 
 
 def test_ps_and_stop_ask_the_server(monkeypatch):

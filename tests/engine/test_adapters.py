@@ -1,6 +1,7 @@
 """Rows with adapters have the same answers alone, beside others, in chunks, from a cached prefix and with drafts; rows
 without one have the bits of an engine without adapters."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.adapter_slots import AdapterSizes
 from jaxinfer.engine.adapter_stacks import AdapterStacks
+from jaxinfer.engine.adapters import TooManyAdaptersError
 from jaxinfer.models import MLAConfig, abstract_params, init_params
 from jaxinfer.models.adapter import Adapter, LowRank
 from jaxinfer.quantization import dequantize_params, quantize_params
@@ -95,6 +97,57 @@ def test_fewer_slots_than_adapters(tiny, adapters, expected):
     with LLM(tiny, adapters=adapters, max_adapters=2, **OPTIONS) as llm:
         for rows in (ROWS, ROWS[::-1]):
             assert tokens(answers(llm, rows)) == [expected[name] for name in rows]
+
+
+def test_no_more_are_loaded_than_the_hosts_memory_has_room_for(tiny, adapters):
+    given = {name: adapters[name] for name in NAMES[:2]}
+    with LLM(tiny, adapters=given, max_adapters=1, max_loaded_adapters=2, max_adapter_rank=8, **OPTIONS) as llm:
+        facts = llm.explain().groups["adapters"]
+        own = [adapter.host.num_bytes for adapter in llm.adapters.values()]
+        assert (facts["loaded"], facts["loaded, host bytes"], facts["loaded, at most"]) == (2, sum(own), 2)
+        # A slot has room for a rank of 8.
+        assert max(own) < facts["adapter bytes"] == facts["host bytes, at most"] / 2
+        with pytest.raises(TooManyAdaptersError, match="'a5': 2 adapters are loaded, and max_loaded_adapters=2 may be"):
+            llm.load_adapter("a5", "a folder that is not read")
+        llm.load_adapter("a1", adapters["a5"], replace=True)
+        assert llm.explain().groups["adapters"]["loaded, host bytes"] == own[0] + llm.adapters["a1"].host.num_bytes
+        llm.unload_adapter("a0")
+        llm.load_adapter("a6", adapters["a6"])
+        assert list(llm.adapters) == ["a1", "a6"]
+
+        # Another is loaded while this one is prepared.
+        llm.unload_adapter("a1")
+        stacks = llm.engine.engines[0].adapter_stacks
+        prepared = stacks.prepared
+
+        def while_others_load(*arguments, **keywords):
+            stacks.prepared = prepared
+            llm.load_adapter("a7", adapters["a7"])
+            return prepared(*arguments, **keywords)
+
+        stacks.prepared = while_others_load
+        with pytest.raises(TooManyAdaptersError, match="2 adapters are loaded"):
+            llm.load_adapter("a8", adapters["a8"])
+        assert list(llm.adapters) == ["a6", "a7"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_adapters": 4, "max_loaded_adapters": 3}, "max_loaded_adapters=3 is less than max_adapters=4"),
+        ({"max_adapters": 4, "max_loaded_adapters": 0}, "max_loaded_adapters must be a positive integer, got 0"),
+        ({"max_adapters": 0, "max_loaded_adapters": 4}, "max_loaded_adapters=4 is for adapters, and max_adapters is 0"),
+        ({"max_loaded_adapters": 4}, "max_loaded_adapters=4 is for adapters: give some"),
+        (
+            {"max_loaded_adapters": 1, "adapters": {"a": "x", "b": "y"}},
+            "2 adapters are given, and max_loaded_adapters=1",
+        ),
+        ({"max_cpu_loras": 4}, "max_loaded_adapters=, beyond which loading one is refused and none makes room"),
+    ],
+)
+def test_what_the_limit_of_loaded_adapters_cannot_be(tiny, options, told):
+    with pytest.raises((ValueError, TypeError), match=re.escape(told)):
+        LLM(tiny, **options)
 
 
 def test_a_cached_prefix_is_that_of_its_adapter(tiny, adapters, expected):

@@ -618,6 +618,20 @@ def test_adapters_for_which_there_is_no_room(engine, make, root):
     run(check())
 
 
+def test_no_more_adapters_are_loaded_than_may_be(engine, make, monkeypatch):
+    async def check():
+        client = Client(make(), authorization=ROOT)
+        monkeypatch.setattr(engine.llm.adapters, "max_loaded", 2)
+        refused = await client.post(LOAD, {"lora_name": "third", "lora_path": "third"})
+        told = "adapter 'third': 2 adapters are loaded, and max_loaded_adapters=2 may be; unload one first, or raise it"
+        assert (refused.status, refused.json["error"]["message"]) == (400, told)
+        assert (refused.json["error"]["param"], refused.json["error"]["code"]) == ("lora_name", "too_many_adapters")
+        monkeypatch.setattr(engine.llm.adapters, "max_loaded", 3)
+        assert (await client.post(LOAD, {"lora_name": "third", "lora_path": "third"})).status == 200
+
+    run(check())
+
+
 def test_a_template_in_a_folder_is_not_rendered(engine, make, root):
     (root / "third" / "chat_template.jinja").write_text("{{ 'rendered' * 1000 }}")
     (root / "third" / "tokenizer_config.json").write_text('{"chat_template": "{{ 1 / 0 }}"}')
@@ -668,6 +682,8 @@ def test_metrics_name_adapters_that_run_and_wait(engine, make):
         await asyncio.gather(*(exchange.task for exchange in started), return_exceptions=True)
         text = (await client.get("/metrics", authorization=ALICE)).body.decode()
         assert 'jaxinfer_adapters_loaded{model_name="tiny"} 3.0' in text
+        host_bytes = sum(adapter.host.num_bytes for adapter in engine.llm.adapters.values())
+        assert f'jaxinfer_adapter_host_bytes{{model_name="tiny"}} {float(host_bytes)}' in text
         assert 'jaxinfer_adapter_loads_total{model_name="tiny"} 3.0' in text
         assert f'jaxinfer_adapter_moves_total{{model_name="tiny"}} {scheduler.adapters.num_moved}.0' in text
         assert "third" not in (await client.get("/metrics", authorization=BOB)).body.decode()

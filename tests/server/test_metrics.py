@@ -99,13 +99,22 @@ def dashboard():
 
 def test_the_dashboard_names_metrics_that_exist(client):
     names = {name.partition("{")[0] for name in samples(metrics_after(client, 1))}
-    # A counter with labels of its own has no sample before it counts.
-    names |= set(re.findall(r"^# TYPE (\w+) counter$", metrics_after(client, 0), re.MULTILINE))
+    # A counter with labels of its own has no sample before it counts, the gauge of adapters none without room for them.
+    names |= set(re.findall(r"^# TYPE (\w+) (?:counter|gauge)$", metrics_after(client, 0), re.MULTILINE))
     for panel in dashboard():
         for target in panel["targets"]:
             used = set(re.findall(r"\b(?:jaxinfer|process)_\w+", target["expr"]))
             assert used, panel["title"]
             assert used <= names, panel["title"]
+
+
+def test_the_dashboard_has_all_metrics_of_adapters(client):
+    names = set(
+        re.findall(r"^# TYPE (jaxinfer_(?:adapter|lora)\w+)(?<!_created) ", metrics_after(client, 0), re.MULTILINE)
+    )
+    text = " ".join(target["expr"] for panel in dashboard() for target in panel["targets"])
+    assert len(names) == 5
+    assert [name for name in names if name not in text] == []
 
 
 def test_the_dashboard_has_units_and_the_quantiles_of_each_histogram(client):

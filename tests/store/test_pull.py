@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from checkpoints_convert import CheckpointError, CheckpointNotFoundError
-from jaxinfer.store import StoreError, find_model, list_models, prepare, pull
+from jaxinfer.store import StoreError, find_model, list_models, prepare, pull, show_model
 from tests.store.conftest import REPOSITORY
 from tests.store.fake_hub import TOKEN
 
@@ -279,6 +279,9 @@ def test_an_adapter_is_pulled_and_served(hub, pulled_names, tmp_path):
     assert [stored.kind for stored in list_models() if stored.name == "someone/lora"] == ["adapter"]
     assert pulled_names() == []
     hub.reset()
+    facts = show_model("someone/lora")
+    assert (facts["kind"], facts["commit"], facts["files"]) == ("adapter", model.commit, 3)
+    assert (facts["rank"], facts["tensors"]) == (adapter.max_rank, 2 * len(adapter.low_rank))
     params_of = SamplingParams(temperature=0, max_tokens=4)
     with LLM((TINY, params), adapters={"a": "someone/lora", "b": adapter}, **OPTIONS) as llm:
         one, other = llm.generate([[3, 4, 5]] * 2, params_of, adapter=["a", "b"])

@@ -403,6 +403,96 @@ SCHEDULED_AND_BATCHED = (
     ),
 )
 
+LIMITED = "tests/engine/test_adapters.py::test_no_more_are_loaded_than_the_hosts_memory_has_room_for"
+IN_FILES = "tests/cli/test_adapters.py::"
+ON_THE_COMMAND_LINE = (
+    Fault(
+        "adapters/null-in-a-line-is-the-adapter-that-answers",
+        "jaxinfer/cli/options.py",
+        "        adapters.append(name)\n",
+        "        adapters.append(name or chosen_adapter(options))\n",
+        (IN_FILES + "test_lines_of_a_file_name_their_adapters", IN_FILES + "test_lines_of_scores_name_their_adapters"),
+        "a comparison of an adapter with its base in one file compares it with itself",
+    ),
+    Fault(
+        "adapters/an-unknown-name-in-a-file-waits-for-the-model",
+        "jaxinfer/cli/options.py",
+        'not in names:\n            raise UsageError(f"{where}: adapter',
+        'not in names and not names:\n            raise UsageError(f"{where}: adapter',
+        (IN_FILES + "test_an_adapter_that_is_not_known_is_refused_before_the_model_is_loaded",),
+        "a typing error in a line is told after the minutes that a large model takes to load, and without its number",
+    ),
+)
+
+SHOWN = (
+    Fault(
+        "adapters/a-refused-configuration-is-shown-as-served",
+        "checkpoints_convert/adapters/facts.py",
+        "        refused += error.problems\n",
+        "        pass\n",
+        (
+            "tests/checkpoints_convert/adapters/test_facts.py::test_what_is_refused_is_told_beside_the_facts",
+            IN_FILES + "test_show_tells_what_an_adapter_is",
+        ),
+        "an adapter that no command takes is shown as one that can be served",
+    ),
+    Fault(
+        "adapters/show-does-not-try-the-base",
+        "jaxinfer/cli/store.py",
+        "            check_served(adapter, config)\n",
+        "            pass\n",
+        (IN_FILES + "test_show_tells_what_an_adapter_is",),
+        "an adapter that is only merged is shown as one that can be served",
+    ),
+)
+
+WATCHED = (
+    Fault(
+        "adapters/ps-shows-no-adapters",
+        "jaxinfer/cli/served.py",
+        'if model.get("parent") is not None]',
+        "if False]",
+        ("tests/cli/test_serve.py::test_ps_shows_adapters",),
+        "an administrator does not see which adapters a server has",
+    ),
+    Fault(
+        "adapters/host-bytes-count-adapters-on-the-device-only",
+        "jaxinfer/server/metrics.py",
+        "adapter.host.num_bytes for adapter in loaded)",
+        "adapter.host.num_bytes for s in self.schedulers for adapter in s.adapters.resident)",
+        (SERVED + "test_metrics_name_adapters_that_run_and_wait",),
+        "the host's memory is full of adapters, and the dashboard shows those of the device",
+    ),
+)
+
+IN_THE_HOSTS_MEMORY = (
+    Fault(
+        "adapters/the-limit-is-checked-before-the-lock-only",
+        "jaxinfer/engine/adapters.py",
+        "            self.check_new(name, replace=replace)  # others may have been loaded meanwhile\n",
+        "",
+        (LIMITED,),
+        "two loads at once exceed the limit, or replace each other unasked",
+    ),
+    Fault(
+        "adapters/one-that-replaces-another-counts-twice",
+        "jaxinfer/engine/adapters.py",
+        "if name not in self._loaded and self.max_loaded is not None",
+        "if self.max_loaded is not None",
+        (LIMITED,),
+        "a trainer at the limit cannot replace its adapter by the next version",
+    ),
+    Fault(
+        "adapters/too-many-is-an-error-of-the-folder",
+        "jaxinfer/server/adapters.py",
+        "            except TooManyAdaptersError as error:\n"
+        '                raise APIError(400, str(error), param=_NAME, code="too_many_adapters") from error\n',
+        "",
+        (SERVED + "test_no_more_adapters_are_loaded_than_may_be",),
+        "a trainer cannot tell that it has to unload one from a folder that is broken",
+    ),
+)
+
 STACKED = "tests/engine/test_adapter_stacks.py::"
 SERVED_TOGETHER = (
     Fault(
@@ -503,4 +593,15 @@ SERVED_TOGETHER = (
     ),
 )
 
-FAULTS = (*COMPUTED, *KEPT_APART, *CONVERTED, *GUARDED, *SCHEDULED_AND_BATCHED, *SERVED_TOGETHER)
+FAULTS = (
+    *COMPUTED,
+    *KEPT_APART,
+    *CONVERTED,
+    *GUARDED,
+    *SCHEDULED_AND_BATCHED,
+    *ON_THE_COMMAND_LINE,
+    *SHOWN,
+    *WATCHED,
+    *IN_THE_HOSTS_MEMORY,
+    *SERVED_TOGETHER,
+)
