@@ -371,6 +371,19 @@ class Paused(Answer):
     is_paused: bool
 
 
+class Sleeping(Answer):
+    is_sleeping: bool
+
+
+class WorldSize(Answer):
+    world_size: int
+
+
+class WeightInfo(Answer):
+    weight_version: str
+    is_complete: bool
+
+
 class Status(Answer):
     status: str
 

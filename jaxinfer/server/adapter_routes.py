@@ -15,7 +15,7 @@ from jaxinfer.server.openapi import Endpoint, RouteEntry
 from jaxinfer.server.service import Service
 
 
-def _admin(run: Callable[..., Any]) -> Endpoint:
+def admin(run: Callable[..., Any]) -> Endpoint:
     """An endpoint that answers requests with an admin key only; it is checked before the body is read."""
 
     async def checked(request: Request, service: Service) -> Response:
@@ -38,7 +38,7 @@ def _text(text: str) -> Response:
     return Response(text, 200, None, "text/plain; charset=utf-8")
 
 
-@_admin
+@admin
 async def load(request: Request, service: Service) -> Response:
     """Loads an adapter from a folder of the server, and answers when requests can name it."""
     body = await read_body(request, types.LoadAdapterRequest, service)
@@ -52,7 +52,7 @@ async def load(request: Request, service: Service) -> Response:
     return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@_admin
+@admin
 async def unload(request: Request, service: Service) -> Response:
     """Takes an adapter away; requests that named it go on with it."""
     body = await read_body(request, types.UnloadAdapterRequest, service)
@@ -60,7 +60,7 @@ async def unload(request: Request, service: Service) -> Response:
     return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-@_admin
+@admin
 async def server_info(request: Request, service: Service) -> Response:
     """Facts that trainers ask for before they send adapters, under vLLM's names."""
     wanted = request.query_params.get("config_format", "json")
@@ -81,7 +81,7 @@ async def server_info(request: Request, service: Service) -> Response:
     return json_response(answers.ServerInfo(vllm_config=config))
 
 
-@_admin
+@admin
 async def pause(request: Request, service: Service) -> Response:
     """Keeps all answers as they are until /resume; `mode` must be keep."""
     mode = request.query_params.get("mode", "abort")
@@ -91,14 +91,14 @@ async def pause(request: Request, service: Service) -> Response:
     return json_response(answers.Paused(is_paused=True))
 
 
-@_admin
+@admin
 async def resume(request: Request, service: Service) -> Response:
     """Goes on with the answers that /pause has kept."""
     service.default.engine.resume()
     return json_response(answers.Paused(is_paused=False))
 
 
-@_admin
+@admin
 async def is_paused(request: Request, service: Service) -> Response:
     """True between /pause and /resume."""
     return json_response(answers.Paused(is_paused=service.default.engine.is_paused))

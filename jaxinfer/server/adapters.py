@@ -2,77 +2,26 @@
 
 import asyncio
 import logging
-import os
-import stat
 import time
 from collections.abc import Sequence
-from pathlib import Path, PurePath
 from weakref import WeakKeyDictionary
 
 from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.adapters import TooManyAdaptersError
 from jaxinfer.server.errors import APIError, refused
+from jaxinfer.server.folders import Folders
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.names import check_adapter_name
 from jaxinfer.server.record import Record
 
 _LOG = logging.getLogger("jaxinfer.server")
-_MAX_PATH = 4096  # characters
 _NAME, _PATH = "lora_name", "lora_path"
-
-
-class AdapterFolders:
-    """Folders below `roots`, and no others, whose files have at most `max_mib` MiB together.
-
-    Raises ValueError for a root that is no folder.
-    """
-
-    def __init__(self, roots: Sequence[str] | None, max_mib: int):
-        self._max_mib = max_mib
-        self._roots = [Path(os.path.realpath(root)) for root in roots or ()]
-        for root in self._roots:
-            if not root.is_dir():
-                raise ValueError(f"adapter_roots: {root} is no folder")
-
-    def folder(self, given: str) -> Path:
-        """The real path of a folder, which is given as it is or from a root. Raises APIError 400.
-
-        What lies outside is not looked at: the error is that of a folder that there is not.
-        """
-        path = PurePath(given)
-        if given and len(given) <= _MAX_PATH and "\0" not in given and ".." not in path.parts:
-            for place in (path,) if path.is_absolute() else [root / path for root in self._roots]:
-                real = Path(os.path.realpath(place))
-                if any(root in real.parents for root in self._roots) and os.path.isdir(real):
-                    self._check_files(real, given)
-                    return real
-        raise refused(
-            _PATH,
-            f"{_PATH}={given!r:.300} is no folder below --adapter-root; links out of it and '..' are not followed, and "
-            "nothing is downloaded",
-        )
-
-    def _check_files(self, folder: Path, given: str) -> None:
-        num_bytes = 0
-        for entry in os.scandir(folder):
-            real = os.path.realpath(entry.path)
-            if folder not in Path(real).parents:
-                raise refused(_PATH, f"{given:.300}/{entry.name:.100} is a link out of its folder")
-            about = os.stat(real)
-            if stat.S_ISDIR(about.st_mode):
-                continue
-            if not stat.S_ISREG(about.st_mode):  # opening a pipe would wait for ever
-                raise refused(_PATH, f"{given:.300}/{entry.name:.100} is no file")
-            num_bytes += about.st_size
-        if num_bytes > self._max_mib << 20:
-            told = f"the files of {given:.300} have {num_bytes:,} bytes, --adapter-max-mib {self._max_mib} allows"
-            raise refused(_PATH, f"{told} {self._max_mib << 20:,}")
 
 
 class ServedAdapters:
     """The adapters of a model as its clients see them. All but the reading of files runs in the event loop."""
 
-    def __init__(self, model: ServedModel, folders: AdapterFolders):
+    def __init__(self, model: ServedModel, folders: Folders):
         self._model, self._folders = model, folders
         # Names of API keys that may name an adapter; it is for all of them if it is not here.
         self._keys: WeakKeyDictionary[LoadedAdapter, frozenset[str]] = WeakKeyDictionary()

@@ -17,7 +17,7 @@ from jaxinfer.server.adapter_routes import ADAPTER_ROUTES
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.completions import chat_completions, completions
 from jaxinfer.server.embeddings import embeddings, rerank, score
-from jaxinfer.server.errors import APIError
+from jaxinfer.server.errors import APIError, unavailable
 from jaxinfer.server.http import json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.message_types import Message, MessageEvent, TokenCount
 from jaxinfer.server.messages import count_tokens, messages
@@ -28,10 +28,14 @@ from jaxinfer.server.page import chat_page
 from jaxinfer.server.responses import responses
 from jaxinfer.server.service import Service
 from jaxinfer.server.tokenize import detokenize, tokenize, tokenizer_info
+from jaxinfer.server.weight_routes import WEIGHT_ROUTES
 
 
-def make_app(service: Service, keys: Keys | None = None, admin_keys: Keys | None = None) -> ASGIApp:
+def make_app(
+    service: Service, keys: Keys | None = None, admin_keys: Keys | None = None, *, for_admins: bool = False
+) -> ASGIApp:
     """The ASGI application of a service; without keys it is open to all clients, but for the routes of administrators.
+    `for_admins`: with those that change weights, pause and sleep, for a listener of its own.
 
     Raises ValueError for an admin key that is an API key too.
     """
@@ -39,7 +43,12 @@ def make_app(service: Service, keys: Keys | None = None, admin_keys: Keys | None
         admin_keys.check_apart(keys)
     service.key_names = frozenset() if keys is None else keys.names
     entries = [*ROUTES, *([RouteEntry("GET", "/", page)] if service.options.ui else [])]
-    entries += ADAPTER_ROUTES if service.options.adapter_routes else ()
+    options = service.options
+    entries += ADAPTER_ROUTES if options.adapter_routes else ()
+    if options.weight_routes:  # nobody but on the listener of administrators pauses
+        paths = {entry.path for entry in WEIGHT_ROUTES}
+        entries = [entry for entry in entries if entry.path not in paths]
+        entries += WEIGHT_ROUTES if for_admins else ()
     is_strict = not service.options.ignore_unknown_fields
     described = openapi(entries, OPEN_PATHS, keys is not None, is_strict=is_strict)
 
@@ -82,8 +91,9 @@ async def health(request: Request, service: Service) -> Response:
 
 
 async def ready(request: Request, service: Service) -> Response:
-    """200 while new requests are taken; else 503."""
-    service.check_accepts()
+    """200 while new requests are answered; else 503, with the reason."""
+    if (why := service.why_not_ready) is not None:
+        raise unavailable(why, 5)
     return json_response({"status": "ready"})
 
 

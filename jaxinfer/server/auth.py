@@ -79,7 +79,8 @@ def read_admin_keys(path: Path | None, variables: Mapping[str, str]) -> Keys:
     if path is not None:
         return Keys.read(path, "admin")
     if not (key := variables.get(ADMIN_KEY, "")):
-        raise ValueError(f"adapter_routes needs an admin key: give admin_keys (--admin-keys FILE), or set {ADMIN_KEY}")
+        told = "routes of administrators need an admin key: give admin_keys (--admin-keys FILE)"
+        raise ValueError(f"{told}, or set {ADMIN_KEY}")
     if not _can_be_key(key) or " " in key:
         raise ValueError(f"{ADMIN_KEY}: a key has at least {_MIN_CHARS} printable ASCII characters without spaces")
     return Keys({key: "admin-1"})

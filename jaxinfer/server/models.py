@@ -150,7 +150,7 @@ class ServedModel:
         self.keep_alive = float("inf")
         self.expires: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.fingerprint = ""
+        self._fingerprint = -1, ""  # of weights of that version
         self.answers = AnswerFormat(None)
         self._reasoning, self._pooling, self._all_metrics = options.reasoning, options.pooling, metrics
         self._engine: AsyncEngine | None = None
@@ -175,6 +175,18 @@ class ServedModel:
         """The tags of the model's reasoning, where it has any."""
         return self.answers.reasoning
 
+    @property
+    def fingerprint(self) -> str:
+        """A short hash of what answers depend on besides the request; "" before the model is loaded."""
+        if self._engine is not None and not self.is_dead:
+            llm = self._engine.llm
+            weights, spec = llm.engine.weights, llm.engine.spec
+            if weights.version != self._fingerprint[0] and weights.is_whole:
+                facts = [llm.fingerprint(), llm.acceptance, spec.dtype.name, spec.determinism.rows, __version__]
+                digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+                self._fingerprint = weights.version, "fp_" + digest[:16]
+        return self._fingerprint[1]
+
     def attach(self, engine: AsyncEngine) -> None:
         """The model is loaded. Raises ValueError for an adapter with a name of the model."""
         llm = engine.llm
@@ -188,12 +200,11 @@ class ServedModel:
         self.admission.capacity = num_slots + max(1, num_slots // 4)
         if num_slots >= 16:  # of few slots one would be too much
             self.admission.num_unreserved = num_slots - num_slots // 16
-        facts = [llm.fingerprint(), llm.acceptance, spec.dtype.name, spec.determinism.rows, __version__]
-        self.fingerprint = "fp_" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         template = None if llm.tokenizer is None else llm.tokenizer.chat_template
         own, family = llm.answer_format, family_of(self._reasoning, template)
         self.answers = own if own.reasoning == family else AnswerFormat(llm.tokenizer, own.parser, family)
         self._engine = engine
+        _ = self.fingerprint  # before requests need it
         self._watched = self.name  # it may lose this name
         self._all_metrics.watch(self._watched, engine, self.admission)
         self.metrics.adapter_loads.inc(len(llm.adapters))
@@ -283,11 +294,16 @@ class AdaptedModel(ServedModel):
     def __init__(self, base: ServedModel, adapter: LoadedAdapter):
         self._base, self.adapter = base, adapter
         self.names = [adapter.name]
-        digest = hashlib.sha256(f"{base.fingerprint} {adapter.fingerprint}".encode())
-        self.fingerprint = "fp_" + digest.hexdigest()[:16]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)
+
+    @property
+    def fingerprint(self) -> str:
+        """As of the model, with the adapter."""
+        assert self.adapter is not None
+        digest = hashlib.sha256(f"{self._base.fingerprint} {self.adapter.fingerprint}".encode())
+        return "fp_" + digest.hexdigest()[:16]
 
     @property
     def base_name(self) -> str:

@@ -23,6 +23,7 @@ _access = partial(option, group="Access")
 _load = partial(option, group="Overload")
 _many = partial(option, group="Many models")
 _adapters = partial(option, group="Adapters over HTTP")
+_weights = partial(option, group="Weights over HTTP")
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -159,13 +160,34 @@ class ServerOptions:
         1024, "MiB of all files in the folder of an adapter; a larger one is refused.", "MIB", min=1
     )
 
+    weight_routes: bool = _weights(
+        False,
+        "Routes that replace the model's weights while the server runs, pause it and give its memory back: "
+        "/start_weight_update, /update_weights, /finish_weight_update, /pause, /resume, /sleep, /wake_up and others of "
+        "vLLM's. They need an admin key, and are on a port of their own at 127.0.0.1, which has all other routes too.",
+    )
+    weights_roots: list[str] | None = _weights(
+        None,
+        "Folder below which these routes read checkpoints, whatever links lead out of it.",
+        "DIR",
+        "--weights-root",
+        is_repeated=True,
+    )
+    admin_port: int = _weights(
+        0, "Port of these routes at 127.0.0.1; 0 is a free one, which is printed.", "PORT", min=0, max=65535
+    )
+
     def __post_init__(self) -> None:
         _ = self.keep_alive_seconds, self.memory_bytes
         if self.adapter_routes and not self.adapter_roots:
             raise ValueError("adapter_routes needs adapter_roots (--adapter-root DIR), where adapters may be read")
-        for name in ("admin_keys", "adapter_roots"):
-            if getattr(self, name) and not self.adapter_routes:
-                raise ValueError(f"{name} is for adapter_routes (--adapter-routes), which is not given")
+        if self.adapter_roots and not self.adapter_routes:
+            raise ValueError("adapter_roots is for adapter_routes (--adapter-routes), which is not given")
+        if self.admin_keys and not (self.adapter_routes or self.weight_routes):
+            raise ValueError("admin_keys is for adapter_routes (--adapter-routes) or weight_routes (--weight-routes)")
+        for name in ("weights_roots", "admin_port"):
+            if getattr(self, name) and not self.weight_routes:
+                raise ValueError(f"{name} is for weight_routes (--weight-routes), which is not given")
         if self.pooling not in (None, *POOLINGS):
             raise ValueError(f"pooling={self.pooling!r} is none of {', '.join(POOLINGS)}")
         if self.reasoning not in REASONING:

@@ -38,6 +38,7 @@ _FLUSH_SECONDS = 2.0  # for the last events of streams that were ended
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _ENGINE_THREADS = ("jaxinfer engine", "jaxinfer-compile")  # that run a request's programs, and compile for them
 _COMPILED_AFTER = 1.0  # seconds without a program: several follow one another
+_LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048  # connections that wait to be accepted
 
 OK, FAILED = 0, 1
@@ -84,19 +85,29 @@ def run_service(
     """
     options = service.options
     keys = None if options.api_keys is None else Keys.read(options.api_keys)
-    admin_keys = read_admin_keys(options.admin_keys, os.environ) if options.adapter_routes else None
+    has_admins = options.adapter_routes or options.weight_routes
+    admin_keys = read_admin_keys(options.admin_keys, os.environ) if has_admins else None
     server = _Server(service, keys, admin_keys, first, on_ready)
     tracer = _tracer(options, service.models.default_name or "")
-    listener = _listen(options.host, options.port, options.send_timeout)
-    host, port = listener.getsockname()[:2]
+    listeners = [_listen(options.host, options.port, options.send_timeout)]
+    if options.weight_routes:
+        try:
+            listeners.append(_listen(_LOOPBACK, options.admin_port, options.send_timeout))
+        except OSError:
+            listeners[0].close()
+            raise
+    host, port = listeners[0].getsockname()[:2]
     on_listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    for listener in listeners[1:]:
+        _LOG.info("routes of administrators are at http://%s:%d", *listener.getsockname()[:2])
     if tracer is not None:
         service.on_finish = tracer.trace
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(server.run(listener))
+            runner.run(server.run(listeners))
     finally:
-        listener.close()
+        for listener in listeners:
+            listener.close()
         if tracer is not None:
             tracer.close()
     if any(thread.is_alive() for thread in service.models.compiling):  # a compiler that outlives Python aborts
@@ -158,14 +169,18 @@ class _Server:
         self._service, self._first, self._on_ready = service, first, on_ready
         self._stopping = asyncio.Event()  # a signal has come, or loading has failed
         self._num_signals = 0
-        self._uvicorn = make_uvicorn(service, keys, admin_keys)
+        self._uvicorns = [make_uvicorn(service, keys, admin_keys)]
+        if service.options.weight_routes:
+            self._uvicorns.append(make_uvicorn(service, keys, admin_keys, for_admins=True))
 
-    async def run(self, listener: socket.socket) -> None:
+    async def run(self, listeners: Sequence[socket.socket]) -> None:
+        """Serves at the listener of clients and, if there is one, that of administrators."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not in the main thread
                 loop.add_signal_handler(number, self._on_signal)
-        serving = asyncio.create_task(self._uvicorn.serve([listener]))
+        pairs = zip(self._uvicorns, listeners, strict=True)
+        serving = asyncio.gather(*(server.serve([listener]) for server, listener in pairs))
         loading = asyncio.create_task(self._load())
         compilations = CompilationLog(self._service)
         try:
@@ -180,7 +195,8 @@ class _Server:
             await self._drain()
         finally:
             self._service.state = "stopped"
-            self._uvicorn.should_exit = True
+            for server in self._uvicorns:
+                server.should_exit = True
             await serving
             # Loading cannot be interrupted, and nothing would be lost.
             if (not loading.done() or self._service.models.is_loading) and self._num_signals:
@@ -273,10 +289,12 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def make_uvicorn(service: Service, keys: Keys | None = None, admin_keys: Keys | None = None) -> _Uvicorn:
-    """uvicorn for a service, to be given a listening socket. Raises as `make_app`."""
+def make_uvicorn(
+    service: Service, keys: Keys | None = None, admin_keys: Keys | None = None, *, for_admins: bool = False
+) -> _Uvicorn:
+    """uvicorn for a service, to be given a listening socket. Arguments and errors as of `make_app`."""
     config = uvicorn.Config(
-        make_app(service, keys, admin_keys),
+        make_app(service, keys, admin_keys, for_admins=for_admins),
         http=limited_protocol(service.options),
         ws="none",
         lifespan="off",

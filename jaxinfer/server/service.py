@@ -12,8 +12,9 @@ from typing import Any, Literal
 from starlette.requests import Request
 
 from jaxinfer.openai.requests import CHARS_PER_TOKEN, check_timeout
-from jaxinfer.server.adapters import AdapterFolders, ServedAdapters
+from jaxinfer.server.adapters import ServedAdapters
 from jaxinfer.server.errors import refused, unavailable
+from jaxinfer.server.folders import Folders
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.models import AdaptedModel, Catalogue, Lease, OneModel, ServedModel
 from jaxinfer.server.options import ServerOptions, parse_duration
@@ -47,6 +48,7 @@ class Service:
         self.generations: set[object] = set()  # those that have not ended
         self.num_body_bytes = 0  # of large bodies that are being received
         self.max_model_len = DEFAULT_MAX_MODEL_LEN
+        self.trees: dict[str, Any] = {}  # of a trainer in this process, by the name that /update_weights gives
         self.key_names: frozenset[str] = frozenset()  # of API keys
         self._secret = secrets.token_bytes(32)
         self._unknown_fields: set[str] = set()
@@ -54,9 +56,12 @@ class Service:
         self.adapters: ServedAdapters | None = None
         if isinstance(catalogue, OneModel):
             self.default = self.models.add(catalogue.source)
-            self.adapters = ServedAdapters(self.default, AdapterFolders(options.adapter_roots, options.adapter_max_mib))
-        elif options.adapter_routes:
-            raise ValueError("adapter_routes are for a server of one model")
+            limit = options.adapter_max_mib, "--adapter-max-mib"
+            folders = Folders(options.adapter_roots, "--adapter-root", "lora_path", limit)
+            self.adapters = ServedAdapters(self.default, folders)
+        elif options.adapter_routes or options.weight_routes:
+            raise ValueError("adapter_routes and weight_routes are for a server of one model")
+        self.weights_folders = Folders(options.weights_roots, "--weights-root", "update_info.path")
 
     # The models.
 
@@ -112,6 +117,13 @@ class Service:
     def is_healthy(self) -> bool:
         """True if the engine's thread runs, or is still to be started. One of several models is loaded again."""
         return not (self.is_one and self.default.is_dead)
+
+    @property
+    def why_not_ready(self) -> str | None:
+        """The reason why new requests are not answered now; None where they are."""
+        if (why := self._why_not()) is not None or not self.is_one or self.default.state != "ready":
+            return why
+        return self.default.engine.why_not_ready
 
     def check_accepts(self) -> None:
         """Raises APIError 503 unless new requests are taken."""

@@ -35,6 +35,32 @@ class LoadAdapterRequest(Struct, kw_only=True):
     keys: Annotated[list[str], bodies.described(minItems=1)] | None = None
 
 
+class InitTransferRequest(Struct, kw_only=True):
+    """The body of /init_weight_transfer_engine: {"backend": "path"} or {"backend": "process"}."""
+
+    init_info: dict[str, Any]
+
+
+class StartUpdateRequest(Struct, kw_only=True):
+    """The body of /start_weight_update: vLLM's, with `kv`: whether the keys and values of what runs are computed anew,
+    or kept."""
+
+    is_checkpoint_format: bool | None = None
+    kv: Literal["recompute", "retain"] | None = None
+
+
+class UpdateWeightsRequest(Struct, kw_only=True):
+    """The body of /update_weights: {"path": FOLDER}, or {"backend": "process", "name": NAME, "partial": false}."""
+
+    update_info: dict[str, Any]
+
+
+class FinishUpdateRequest(Struct, kw_only=True):
+    """The body of /finish_weight_update."""
+
+    weight_version: str | None = None
+
+
 class UnloadAdapterRequest(bodies.Body, kw_only=True):
     """The body of /v1/unload_lora_adapter. Adapters have no numbers here."""
 
