@@ -183,7 +183,7 @@ class LLMOptions(EngineOptions):
             if self.max_adapters == 0 and self.adapters:
                 raise ValueError(f"max_adapters=0 leaves no room for adapters={list(self.adapters)}")
         if not self.adapters and self.max_adapters is None:
-            for name in ("max_adapter_rank", "adapter_modules", "adapter_parts"):
+            for name in ("max_adapter_rank", "adapter_modules", "adapter_parts", "max_adapter_tokens"):
                 if (value := getattr(self, name)) is not None:
                     raise ValueError(f"{name}={value!r} is for adapters: give some, or max_adapters=8")
         if (self.adapters or self.max_adapters) and self.offload:

@@ -104,7 +104,10 @@ class DraftedServingOptions(DraftOptions, ServingOptions):
     """The model, the engine, and a draft."""
 
 
-ADAPTERS = ("adapters", "max_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts", "base_model")
+ADAPTERS = (
+    *("adapters", "max_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts", "max_adapter_tokens"),
+    "base_model",
+)
 
 
 @given(LLMOptions, ADAPTERS)

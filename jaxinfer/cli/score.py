@@ -22,8 +22,8 @@ from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
-    from jaxinfer.api.llm import LLM
     from jaxinfer.engine.request import Score
+    from jaxinfer.text import Tokenizer
 
 Named = dict[str, Any]  # {"text": ...} or {"prompt": ..., "continuation": ...}
 
@@ -67,7 +67,8 @@ def score(model_options: ScoreModelOptions, logit_options: LogitOptions, options
     with open_output(options.output) as target, open_llm(model_options) as llm:
         scores = llm.score(*columns, params=params, adapter=adapter)
         pairs = enumerate(zip(items, scores, strict=True))
-        data = [_data(llm, index, item, item_score) for index, (item, item_score) in pairs]
+        tokenizer = llm.client.prompts_of(adapter).tokenizer
+        data = [_data(tokenizer, index, item, item_score) for index, (item, item_score) in pairs]
         if options.as_json:
             for row in data:
                 write_json(row, target)
@@ -113,8 +114,7 @@ def _pairs(prompts: list[str], continuations: list[str], file: Path | None) -> l
     return [{"prompt": prompt, "continuation": continuation} for prompt, continuation in pairs]
 
 
-def _data(llm: "LLM", index: int, item: Named, score: "Score") -> dict[str, Any]:
-    tokenizer = llm.tokenizer
+def _data(tokenizer: "Tokenizer | None", index: int, item: Named, score: "Score") -> dict[str, Any]:
     texts = [None if tokenizer is None else tokenizer.decode([token], False) for token in score.token_ids]
     each = zip(score.token_ids, texts, score.raw, score.processed, strict=True)
     return {

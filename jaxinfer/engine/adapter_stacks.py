@@ -2,7 +2,7 @@
 another adapter in a slot is other data for the same programs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxinfer.checks import did_you_mean
 from jaxinfer.engine.adapter_slots import AdapterSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardings
-from jaxinfer.models.adapter import Adapter, LowRank
+from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
 from jaxinfer.models.sharding import adapter_shardings
 from jaxinfer.quantization.adapted import AdaptedExperts, AdaptedHeads, AdaptedWeight, AdapterStack
 from jaxinfer.quantization.adapted_tables import AdaptedTable, TableStack, TableStacks
@@ -34,12 +34,13 @@ class HostAdapter:
     Attributes:
       fingerprint: of the adapter, by which it is known. stacks: by the name of the weight, arrays as those of its stack
         without the axis of slots, and only as long as the adapter's rank; None for what it does not change.
-      rank: the largest one.
+      rank: the largest one. num_added: tokens that it adds to the vocabulary.
     """
 
     fingerprint: str
     stacks: Mapping[str, Any]
     rank: int
+    num_added: int = 0
 
     @property
     def depends_on_base(self) -> bool:
@@ -67,6 +68,7 @@ class AdapterStacks:
     def __init__(self, config: ModelConfig, params: Params, sizes: AdapterSizes, mesh: Mesh | None = None):
         self.config, self.sizes, self.dtype = config, sizes, jnp.dtype(compute_dtype(params))
         self._is_abstract = isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct)
+        self._check_added(mesh)
         rooms = {_name(path): self._room(path, leaf) for path, leaf in _leaves(params)}
         self.names = frozenset(rooms)  # of all parameters
         self._rooms = {name: room for name, room in rooms.items() if room is not None}
@@ -88,6 +90,18 @@ class AdapterStacks:
         plain = {_name(path): sharding for path, sharding in _leaves(parameter_shardings(mesh, self.config))}
         pairs = {name: adapter_shardings(self._rooms[name].leaf, of, plain[name]) for name, of in stacks.items()}
         return {name: own for name, (own, _) in pairs.items()}, next(iter(pairs.values()))[1]
+
+    def _check_added(self, mesh: Mesh | None) -> None:
+        """Raises ValueError for a model whose vocabulary adapters cannot make larger."""
+        config, name = self.config, f"max_adapter_tokens={self.sizes.num_added}"
+        if not self.sizes.num_added:
+            return
+        if mesh is not None and mesh.size > 1:
+            raise ValueError(f"{name}: tokens are added on one device, not on a mesh of {mesh.size}")
+        has_more = {"a bias of its head": config.lm_head_bias, "inputs of layers by token": config.layer_inputs}
+        for what, is_there in has_more.items():
+            if is_there:
+                raise ValueError(f"{name}: {config.architecture} has {what}, of which added tokens have none")
 
     def _check_rooms(self) -> None:
         """Raises ValueError for modules and parts that the model does not have."""
@@ -135,7 +149,8 @@ class AdapterStacks:
             tokens = (of(num_tokens, dtype=jnp.int32), of(num_tokens, width)) if num_tokens else (None, None)
             has_whole = sizes.has(f"saved_{which}")
             whole = (of(count, width), of(dtype=jnp.bool_)) if has_whole else (None, None)
-            parts = TableStack(*pair, *tokens, *whole)
+            added = (of(sizes.num_added, width), of(dtype=jnp.int32)) if sizes.num_added else (None, None)
+            parts = TableStack(*pair, *tokens, *whole, *added)
             return None if all(part is None for part in parts) else parts
 
         embed = stack(EMBED, of(count, rank), of(rank, width)) if name == EMBED else None
@@ -184,6 +199,7 @@ class AdapterStacks:
         """
         check = _Check(self, adapter, what)
         check.rank()
+        num_added = check.num_added()
         biases = {name.removesuffix(".bias"): bias for name, bias in adapter.replaced.items() if name.endswith(".bias")}
         if of_tables := sorted({EMBED, HEAD} & biases.keys()):
             check.refuse(f"{of_tables[0]} has a bias, which is not served")
@@ -195,7 +211,7 @@ class AdapterStacks:
                 name = EMBED if self.config.tie_word_embeddings else which
                 tables[name] = tables.get(name, TableStacks())._replace(**{which: table})
         check.whole_names()
-        return HostAdapter(adapter.fingerprint, {**stacks, **tables}, adapter.max_rank)
+        return HostAdapter(adapter.fingerprint, {**stacks, **tables}, adapter.max_rank, num_added)
 
     def room_of(self, name: str) -> Any:
         """The shapes of a weight's stack without the axis of slots; None for a weight without room."""
@@ -208,6 +224,12 @@ def with_room(config: ModelConfig, params: Params, sizes: AdapterSizes | None, p
         return params
     params = join(params) if platform == "gpu" else params
     return AdapterStacks(config, params, sizes).on(params)
+
+
+def widened(config: ModelConfig, sizes: AdapterSizes | None) -> ModelConfig:
+    """The configuration of programs, whose vocabulary has room for the tokens that adapters add."""
+    num_added = 0 if sizes is None else sizes.num_added
+    return replace(config, vocab_size=config.vocab_size + num_added) if num_added else config
 
 
 @dataclass(frozen=True)
@@ -227,6 +249,18 @@ class _Check:
     def rank(self) -> None:
         if (rank := self.adapter.max_rank) > (room := self.stacks.sizes.max_rank):
             self.refuse(f"its rank is {rank}, and there is room for {room}: max_adapter_rank={rank} makes some")
+
+    def num_added(self) -> int:
+        """How many tokens it adds, whose vectors are all there. What it can write it can read."""
+        size = self.stacks.config.vocab_size
+        num, of_head = (self.adapter.num_added(which, size) for which in (EMBED, HEAD))
+        if of_head > num:
+            self.refuse(f"{HEAD} has {of_head} added tokens, {EMBED} {num}")
+        if num > (room := self.stacks.sizes.num_added):
+            self.refuse(f"it adds {num} tokens, and there is room for {room}: max_adapter_tokens={num} makes some")
+        if num and self.adapter.invocation_tokens:
+            self.refuse(f"it has invocation tokens and adds {num} tokens, which the base cannot read before them")
+        return num
 
     def whole_names(self) -> None:
         """Refuses parameters that stand in place of the base's, but for the embedding, the head and biases."""
@@ -282,14 +316,15 @@ class _Check:
 
     def table(self, which: str) -> TableStack | None:
         """The arrays of changes of the embedding or the head; None for no change."""
-        adapter, stacks, config = self.adapter, self.stacks, self.stacks.config
-        pair, whole = adapter.low_rank.get(which), adapter.replaced.get(which)
-        rows = adapter.token_rows.get(which)
-        if pair is whole is rows is None:
+        stacks, config = self.stacks, self.stacks.config
+        pair, whole, rows, added = self._split(which)
+        if pair is whole is rows is added is None:
             return None
         tables: TableStacks | None = stacks.room_of(EMBED if config.tie_word_embeddings else which)
         room: TableStack = (None if tables is None else getattr(tables, which)) or TableStack()
         made: dict[str, Any] = {}
+        if added is not None:
+            made |= {"added": added.astype(stacks.dtype), "num_added": np.int32(len(added))}
         if pair is not None:
             if room.a is None:
                 self.no_room(f"adapters of {which}", which)
@@ -305,15 +340,16 @@ class _Check:
         if whole is not None:
             if room.whole is None:
                 self.no_room(f"{which} as a whole", f"saved_{which}")
-            whole = whole if which == EMBED else whole.T
             if whole.shape != room.whole.shape:
-                own, others = whole.shape[0], room.whole.shape[0]
-                self.refuse(
-                    f"{which} has {own} tokens, the model {others}: added tokens are not served; merge it with "
-                    f"jaxinfer convert --merge-lora"
-                )
+                self.refuse(f"{which} has {whole.shape[0]} tokens, the model {room.whole.shape[0]}")
             made |= {"whole": np.array(whole, stacks.dtype, order="C"), "is_whole": np.True_}
-        shorter = {"a": 0 if which == HEAD else 1, "b": 0, "tokens": 0, "rows": 0}  # the axes of ranks and of tokens
+        shorter = {
+            "a": 0 if which == HEAD else 1,
+            "b": 0,
+            "tokens": 0,
+            "rows": 0,
+            "added": 0,
+        }  # the axes of ranks and of tokens
         for name, array in made.items():
             own, given = list(getattr(room, name).shape), list(array.shape)
             if name in shorter:
@@ -322,8 +358,38 @@ class _Check:
                 self.refuse(f"{which} has {name} of shape {list(array.shape)}, the model has room for {own}")
         if rows is not None and not 0 <= min(rows.tokens, default=0) <= max(rows.tokens, default=0) < config.vocab_size:
             self.refuse(f"{which} has the trained tokens {rows.tokens}, the vocabulary {config.vocab_size}")
-        self._check_finite(which, {name: made.get(name) for name in ("a", "b", "rows", "whole")})
+        self._check_finite(which, {name: made.get(name) for name in ("a", "b", "rows", "whole", "added")})
         return TableStack(**made)
+
+    def _split(self, which: str) -> tuple[LowRank | None, np.ndarray | None, TokenRows | None, np.ndarray | None]:
+        """What changes the base's tokens in the embedding or the head: the pair, the whole table [V, D] and trained
+        tokens; and the rows [N, D] of those that are added, as these make them."""
+        adapter, size = self.adapter, self.stacks.config.vocab_size
+        pair, whole = adapter.low_rank.get(which), adapter.replaced.get(which)
+        rows = adapter.token_rows.get(which)
+        whole = whole if whole is None or which == EMBED else whole.T
+        if not (count := adapter.num_added(which, size)):
+            return pair, whole, rows, None
+        added, is_there = np.zeros((count, self.stacks.config.hidden_size), np.float32), np.zeros(count, np.bool_)
+        if whole is not None and len(whole) > size:
+            added[: len(whole) - size], is_there[: len(whole) - size] = whole[size:], True
+            whole = whole[:size]
+        if pair is not None:
+            own, other = (pair.a, pair.b) if which == EMBED else (pair.b.T, pair.a.T)
+            if len(own) > size:
+                if len(own) != size + count:
+                    self.refuse(f"{which} has a pair for {len(own)} tokens, and has {size + count} tokens")
+                added += np.float32(pair.scale) * (own[size:].astype(np.float32) @ other.astype(np.float32))
+                pair = replace(pair, **({"a": own[:size]} if which == EMBED else {"b": own[:size].T}))
+        if rows is not None:
+            for token, row in zip(rows.tokens, rows.rows, strict=True):
+                if token >= size:
+                    added[token - size], is_there[token - size] = row, True
+            kept = [number for number, token in enumerate(rows.tokens) if token < size]
+            rows = TokenRows(tuple(rows.tokens[number] for number in kept), rows.rows[kept]) if kept else None
+        if not is_there.all():
+            self.refuse(f"{which} has no vector of the added token {size + int(np.argmin(is_there))}")
+        return pair, whole, rows, added
 
     def _check_shapes(self, name: str, a: np.ndarray, b: np.ndarray, room: AdapterStack) -> None:
         """Raises where the arrays are not those of the room, but for ranks."""
@@ -358,7 +424,7 @@ def _cleared(tables: TableStacks, slot: jax.Array) -> TableStacks:
     def without(stack: TableStack | None, *names: str) -> TableStack | None:
         if stack is None:
             return None
-        given = {name: getattr(stack, name) for name in (*names, "tokens", "is_whole")}
+        given = {name: getattr(stack, name) for name in (*names, "tokens", "is_whole", "num_added")}
         return stack._replace(
             **{name: of.at[slot].set(jnp.zeros((), of.dtype)) for name, of in given.items() if of is not None}
         )

@@ -86,7 +86,8 @@ def adapter_shardings(kind: type, stack: Any, sharding: NamedSharding) -> tuple[
         a = of(parts.a, None, None, first) if is_head else of(parts.a, None, first)
         b = of(parts.b, None, None, second if is_head else width)
         rows = of(parts.tokens), of(parts.rows, None, None, width)
-        return TableStack(a, b, *rows, of(parts.whole, None, tokens, width), of(parts.is_whole))
+        added = of(parts.added, None, None, width), of(parts.num_added)
+        return TableStack(a, b, *rows, of(parts.whole, None, tokens, width), of(parts.is_whole), *added)
 
     ranks = NamedSharding(mesh, PartitionSpec())
     if kind is AdaptedTable:

@@ -22,6 +22,8 @@ class TableStack(NamedTuple):
       a, b: of an embedding [S, V, R] and [S, R, D], of a head [S, R, D] and [S, R, V]; the scale is in b.
       tokens: int32 [S, T], 1 + the ids of tokens whose rows [S, T, D] stand in place of the base's; 0 for none.
       whole: [S, V, D], in place of the base's where is_whole, bool [S].
+      added: [S, N, D], the rows of tokens V, V + 1, ... that adapters add, of which each has its first num_added,
+        int32 [S]. Logits then have V + N tokens, of which all that a row's adapter does not add are -inf.
     """
 
     a: Any = None
@@ -30,6 +32,8 @@ class TableStack(NamedTuple):
     rows: Any = None
     whole: Any = None
     is_whole: Any = None
+    added: Any = None
+    num_added: Any = None
 
 
 class TableStacks(NamedTuple):
@@ -46,7 +50,10 @@ class AdaptedTable(Adapted):
 
 
 def _read(table: AdaptedTable, indices: jax.Array, dtype: Any) -> jax.Array:
-    taken, stack = rows(table.base, indices, dtype), table.stack.embed
+    stack, place = table.stack.embed, None
+    if stack is not None and stack.added is not None:
+        place, indices = indices - table.shape[0], jnp.minimum(indices, table.shape[0] - 1)
+    taken = rows(table.base, indices, dtype)
     if table.ids is None or stack is None:
         return taken
     ids = table.ids_of(indices.shape)
@@ -62,13 +69,18 @@ def _read(table: AdaptedTable, indices: jax.Array, dtype: Any) -> jax.Array:
         is_token = stack.tokens[slots] == indices[..., None] + 1
         own = stack.rows[slots, jnp.argmax(is_token, axis=-1)].astype(jnp.float32)
         changed = jnp.where(jnp.any(is_token, axis=-1)[..., None], own, changed)
+    if stack.added is not None and place is not None:
+        own = stack.added[slots, jnp.maximum(place, 0)].astype(jnp.float32)
+        changed = jnp.where((place >= 0)[..., None], own, changed)
     return jnp.where((ids > 0)[..., None], changed.astype(taken.dtype), taken)
 
 
 def _logits(x: jax.Array, table: AdaptedTable, out_dtype: Any, *, is_transposed: bool = False) -> jax.Array:
     product, stack = matmul(x, table.base, out_dtype, is_transposed=is_transposed), table.stack.lm_head
-    if table.ids is None or stack is None:
+    if stack is None:
         return product
+    if table.ids is None:
+        return product if stack.added is None else _padded(product, stack.added.shape[1])
     ids, changed = table.ids_of(x.shape[:-1]), product
     if stack.whole is not None:
         changed = _by_whole(x, changed, stack, ids)
@@ -86,7 +98,21 @@ def _logits(x: jax.Array, table: AdaptedTable, out_dtype: Any, *, is_transposed:
             own.reshape(-1, own.shape[-1]).astype(flat.dtype), mode="drop"
         )
         changed = flat.reshape(changed.shape)
-    return jnp.where((ids > 0)[..., None], changed, product)
+    changed = jnp.where((ids > 0)[..., None], changed, product)
+    return changed if stack.added is None else _with_added(x, changed, stack, ids)
+
+
+def _padded(logits: jax.Array, count: int) -> jax.Array:
+    return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, count)], constant_values=-jnp.inf)
+
+
+def _with_added(x: jax.Array, logits: jax.Array, stack: TableStack, ids: jax.Array) -> jax.Array:
+    """Logits with those of the tokens that the rows' adapters add: -inf for what a row's does not."""
+    slots = jnp.maximum(ids - 1, 0)
+    by_slot = jnp.einsum("...d,snd->...sn", x, stack.added, precision=_EXACT, preferred_element_type=jnp.float32)
+    own = jnp.take_along_axis(by_slot, slots[..., None, None], axis=-2)[..., 0, :].astype(logits.dtype)
+    is_own = (ids > 0)[..., None] & (jnp.arange(own.shape[-1]) < stack.num_added[slots][..., None])
+    return jnp.concatenate([logits, jnp.where(is_own, own, -jnp.inf)], axis=-1)
 
 
 def _by_whole(x: jax.Array, product: jax.Array, stack: TableStack, ids: jax.Array) -> jax.Array:
