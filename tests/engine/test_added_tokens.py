@@ -1,4 +1,4 @@
-"""Tokens that an adapter adds: its requests have those of the merged model, and no other request can read or write one."""
+"""Tokens that an adapter adds: its requests have those of the merged model, and no other can read or write one."""
 
 from dataclasses import replace
 
@@ -30,14 +30,18 @@ def served():
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(np.float32)
 
-    embed = np.concatenate([np.asarray(params["embed"]), 3 * normal(2, 32)])
+    embed = np.asarray(params["embed"])
+    two, three = (np.concatenate([embed, 3 * normal(count, 32)]) for count in (2, 3))
     changed = np.concatenate([normal(97, 32), 3 * normal(3, 32)])
-    pair = {"embed": LowRank(normal(99, 2), normal(2, 32), 0.5), "lm_head": LowRank(normal(32, 2), normal(2, 99), 0.5)}
+    pair = {
+        "embed": LowRank(normal(100, 2), normal(2, 32), 0.5),
+        "lm_head": LowRank(normal(32, 2), normal(2, 100), 0.5),
+    }
     rows = TokenRows((9, 98), normal(2, 32))
     adapters = {
-        "two": random_adapter(params, 1, replaced={"embed": embed, "lm_head": embed.T}),
+        "two": random_adapter(params, 1, replaced={"embed": two, "lm_head": two.T}),
         "three": random_adapter(params, 2, replaced={"embed": changed, "lm_head": changed.T}),
-        "all": Adapter(pair, {"embed": embed, "lm_head": embed.T}, {"embed": rows, "lm_head": rows}),
+        "all": Adapter(pairs, {"embed": three, "lm_head": three.T}, {"embed": rows, "lm_head": rows}),
         "none": random_adapter(params, 3),
     }
     with LLM((SOFT, params), adapters=adapters, max_adapters=2, **OPTIONS) as llm:
@@ -50,19 +54,16 @@ def tokens_of(answers):
 
 def test_an_adapter_with_added_tokens_is_the_merged_model(served):
     llm, params, adapters = served
-    assert llm.engine.spec.options.max_adapter_tokens == 3
-    assert llm.config.vocab_size == 97
-    for name in ("two", "three", "all"):
+    assert (llm.engine.spec.options.max_adapter_tokens, llm.config.vocab_size) == (3, 97)
+    for name in ("three", "all"):
         config, own = merged(SOFT, params, adapters[name])
+        assert config.vocab_size == 97 + llm.adapters[name].num_added == 100
         with LLM((config, jax.tree.map(jnp.asarray, own)), **OPTIONS) as alone:
-            assert config.vocab_size == 97 + llm.adapters[name].num_added
-            for params_of in (GREEDY, SAMPLED, EAGER):
-                prompts = [ADDED, BASE]
-                assert tokens_of(llm.generate(prompts, params_of, adapter=name)) == tokens_of(
-                    alone.generate(prompts, params_of)
-                )
-            np.testing.assert_allclose(llm.score([ADDED], adapter=name)[0].raw, alone.score([ADDED])[0].raw, atol=2e-4)
-    assert tokens_of(llm.generate([BASE], EAGER, adapter="two")) == [[97] * 4]
+            for prompts, sampling in (([ADDED] * 2, [GREEDY, EAGER]), ([BASE, ADDED], [SAMPLED] * 2)):
+                want = tokens_of(alone.generate(prompts, sampling))
+                assert tokens_of(llm.generate(prompts, sampling, adapter=name)) == want
+            [got], [want] = llm.score([ADDED], adapter=name), alone.score([ADDED])
+            np.testing.assert_allclose(got.raw, want.raw, atol=2e-4)
 
 
 def test_others_have_their_bits_and_never_an_added_token(served):
