@@ -68,13 +68,11 @@ class AdapterStacks:
     def __init__(self, config: ModelConfig, params: Params, sizes: AdapterSizes, mesh: Mesh | None = None):
         self.config, self.sizes, self.dtype = config, sizes, jnp.dtype(compute_dtype(params))
         self._is_abstract = isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct)
-        self._check_added(mesh)
+        self._check_added()
         rooms = {_name(path): self._room(path, leaf) for path, leaf in _leaves(params)}
         self.names = frozenset(rooms)  # of all parameters
         self._rooms = {name: room for name, room in rooms.items() if room is not None}
         self._check_rooms()
-        if mesh is not None and mesh.size > 1 and sizes.has("experts"):
-            raise ValueError(f"adapters of experts are for one device, not for a mesh of {mesh.size}")
         stacked = partial(jax.tree.map, lambda of_slot: _stacked(sizes.num_slots, of_slot))
         shapes = {name: stacked(room.stack) for name, room in self._rooms.items()}, stacked(_RANK)
         self._stacks, self._ranks = shapes
@@ -91,13 +89,11 @@ class AdapterStacks:
         pairs = {name: adapter_shardings(self._rooms[name].leaf, of, plain[name]) for name, of in stacks.items()}
         return {name: own for name, (own, _) in pairs.items()}, next(iter(pairs.values()))[1]
 
-    def _check_added(self, mesh: Mesh | None) -> None:
+    def _check_added(self) -> None:
         """Raises ValueError for a model whose vocabulary adapters cannot make larger."""
         config, name = self.config, f"max_adapter_tokens={self.sizes.num_added}"
         if not self.sizes.num_added:
             return
-        if mesh is not None and mesh.size > 1:
-            raise ValueError(f"{name}: tokens are added on one device, not on a mesh of {mesh.size}")
         has_more = {"a bias of its head": config.lm_head_bias, "inputs of layers by token": config.layer_inputs}
         for what, is_there in has_more.items():
             if is_there:

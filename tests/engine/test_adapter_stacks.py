@@ -218,12 +218,30 @@ def test_a_mesh_gives_the_tokens_of_one_device(mesh):
 
 
 @pytest.mark.alone
+def test_experts_on_a_mesh_have_the_tokens_of_one_device():
+    config = replace(LATENT_EXPERTS, vocab_size=96)
+    params = random_params(config)
+    adapters = {"one": random_adapter(params, 1), "two": random_adapter(params, 2, rank=2)}
+    names = [None, *adapters, None]
+
+    def answers(mesh: str | None):
+        with LLM((config, params), adapters=adapters, mesh=mesh, **OPTIONS) as llm:
+            pairs = [array for array in llm.engine.engines[0].runner.weights.value if array.shape[:3] == (2, 4, 8)]
+            assert {array.addressable_shards[0].data.shape[1] for array in pairs} == {4 if mesh is None else 2}
+            outputs = llm.generate([PROMPTS[1]] * len(names), GREEDY, adapter=names)
+            return [one.outputs[0].token_ids for one in outputs], scores(llm, "one")
+
+    (own, own_scores), (wanted, wanted_scores) = answers("model=2"), answers(None)
+    assert own == wanted
+    assert len(set(map(tuple, own))) == 3
+    for one, other in zip(own_scores, wanted_scores, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-4)
+
+
+@pytest.mark.alone
 def test_a_mesh_that_changes_shapes_is_refused(params):
     with pytest.raises(ValueError, match=r"adapters have the model's own shapes, .*: num_kv_heads 2 become 4"):
         LLM((TINY, params), mesh="model=4", max_adapters=2, **OPTIONS)
-    moe = random_params(LATENT_EXPERTS)
-    with pytest.raises(ValueError, match="adapters of experts are for one device, not for a mesh of 2"):
-        LLM((LATENT_EXPERTS, moe), mesh="model=2", max_adapters=2, adapter_parts=["experts"], **OPTIONS)
 
 
 def test_copies_of_the_bases_tables_take_no_room(tmp_path):

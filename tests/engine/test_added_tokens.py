@@ -33,7 +33,7 @@ def served():
     embed = np.asarray(params["embed"])
     two, three = (np.concatenate([embed, 3 * normal(count, 32)]) for count in (2, 3))
     changed = np.concatenate([normal(97, 32), 3 * normal(3, 32)])
-    pair = {
+    pairs = {
         "embed": LowRank(normal(100, 2), normal(2, 32), 0.5),
         "lm_head": LowRank(normal(32, 2), normal(2, 100), 0.5),
     }
