@@ -275,10 +275,13 @@ def _without_copies(adapter: Adapter, base: AdapterBase) -> Adapter:
         table = replaced[which] if which == "embed" else replaced[which].T
         if not _is_copy(table[:size], base.params[own], is_transposed=own == "lm_head"):
             continue
+        added, pair = table[size:].astype(np.float32), pairs.get(which)
+        if len(added) and pair is not None and pair.magnitude is not None:
+            continue  # whose lengths are those of the whole table
         del replaced[which]
-        if len(added := table[size:].astype(np.float32)) == 0:
+        if not len(added):
             continue
-        if (pair := pairs.get(which)) is not None:
+        if pair is not None:
             of_tokens, other = (pair.a, pair.b) if which == "embed" else (pair.b.T, pair.a.T)
             added += np.float32(pair.scale) * (of_tokens[size:].astype(np.float32) @ other.astype(np.float32))
             pairs[which] = replace(pair, **({"a": pair.a[:size]} if which == "embed" else {"b": pair.b[:, :size]}))

@@ -24,6 +24,7 @@ from jaxinfer.quantization.tree import is_weight
 WEIGHT, EMBED, HEAD = "weight", "embed", "lm_head"
 _RANK = jax.ShapeDtypeStruct((), jnp.int32)
 _SHOWN = 3  # names in a message
+_BLOCK = 4096  # rows of a table that are made float32 at once
 Path = tuple[str, ...]
 
 
@@ -45,8 +46,11 @@ class HostAdapter:
     @property
     def depends_on_base(self) -> bool:
         """True if some of its arrays were computed from the base's."""
-        stacks = [stack for stack in self.stacks.values() if isinstance(stack, AdapterStack)]
-        return any(stack.columns is not None or stack.offset is not None for stack in stacks)
+        parts = [
+            part for stack in self.stacks.values() for part in (stack if isinstance(stack, TableStacks) else (stack,))
+        ]
+        computed = [getattr(part, name, None) for part in parts for name in ("columns", "offset")]
+        return any(array is not None for array in computed)
 
     @property
     def num_bytes(self) -> int:
@@ -124,15 +128,16 @@ class AdapterStacks:
         if path[0] != "layers" or path[-1] != WEIGHT:
             return None
         is_module = sizes.modules is None or path[-2] in sizes.modules
+        by_output = of(*shape[:-2], shape[-1], dtype=float32) if len(shape) > 1 and sizes.has("dora") else None
         if len(shape) == 2 and path[-2].endswith(("_proj", "router")) and is_module:
-            vector = of(shape[1], dtype=float32)
-            vectors = vector if sizes.has("dora") else None, vector if sizes.has("bias") else None
-            return _Room(AdaptedWeight, AdapterStack(of(rank, shape[0]), of(rank, shape[1]), *vectors))
+            offset = of(shape[1], dtype=float32) if sizes.has("bias") else None
+            return _Room(AdaptedWeight, AdapterStack(of(rank, shape[0]), of(rank, shape[1]), by_output, offset))
         if path[-2] in ("k_up", "v_up") and is_module:
-            return _Room(AdaptedHeads, AdapterStack(of(rank, shape[1]), of(shape[0], rank, shape[2])))
+            pair = of(rank, shape[1]), of(shape[0], rank, shape[2])
+            return _Room(AdaptedHeads, AdapterStack(*pair, by_output))
         if len(shape) == 3 and "experts" in path and sizes.has("experts"):
             pair = of(shape[0], rank, shape[1]), of(shape[0], rank, shape[2])
-            return _Room(AdaptedExperts, AdapterStack(*pair))
+            return _Room(AdaptedExperts, AdapterStack(*pair, by_output))
         return None
 
     def _table_room(self, name: str, of: Callable[..., Any]) -> _Room | None:
@@ -140,7 +145,8 @@ class AdapterStacks:
         rank, width, count = sizes.rank_room, config.hidden_size, config.vocab_size
 
         def stack(which: str, a: Any, b: Any) -> TableStack | None:
-            pair = (a, b) if sizes.has(which) else (None, None)
+            columns = of(width if which == EMBED else count, dtype=jnp.float32) if sizes.has("dora") else None
+            pair = (a, b, columns) if sizes.has(which) else (None, None, None)
             num_tokens = sizes.num_tokens
             tokens = (of(num_tokens, dtype=jnp.int32), of(num_tokens, width)) if num_tokens else (None, None)
             has_whole = sizes.has(f"saved_{which}")
@@ -203,7 +209,7 @@ class AdapterStacks:
         stacks = {name: check.stack(name, adapter.low_rank.get(name), biases.get(name), params) for name in names}
         tables: dict[str, TableStacks] = {}
         for which in (EMBED, HEAD):
-            if (table := check.table(which)) is not None:
+            if (table := check.table(which, params)) is not None:
                 name = EMBED if self.config.tie_word_embeddings else which
                 tables[name] = tables.get(name, TableStacks())._replace(**{which: table})
         check.whole_names()
@@ -287,12 +293,9 @@ class _Check:
             self._check_shapes(name, a, b, room)
         if pair is not None and pair.magnitude is not None:
             if room.columns is None:
-                if room.b.shape[:-2] or room.a.shape[:-2]:
-                    self.refuse(f"{name} has magnitudes (DoRA), which are not served for heads and experts")
                 self.no_room("magnitudes (DoRA)", "dora")
             weight = _dense(params, name) + scale * (pair.a.astype(np.float32) @ pair.b.astype(np.float32))
-            with np.errstate(divide="ignore", invalid="ignore"):
-                columns = pair.magnitude.astype(np.float32) / np.linalg.norm(weight, axis=0) - 1
+            columns = _columns(pair, np.linalg.norm(weight, axis=-2))
         if pair is not None and pair.bias is not None:
             offset = scale * pair.bias.astype(np.float32)
         if bias is not None:
@@ -310,10 +313,11 @@ class _Check:
         self._check_finite(name, {"A": a, "B": b, "magnitudes": columns, "biases": offset})
         return AdapterStack(a, b, columns, offset)
 
-    def table(self, which: str) -> TableStack | None:
+    def table(self, which: str, params: Params) -> TableStack | None:
         """The arrays of changes of the embedding or the head; None for no change."""
         stacks, config = self.stacks, self.stacks.config
-        pair, whole, rows, added = self._split(which)
+        columns = self._columns_of_table(which, params)
+        pair, whole, rows, added = self._split(which, columns)
         if pair is whole is rows is added is None:
             return None
         tables: TableStacks | None = stacks.room_of(EMBED if config.tie_word_embeddings else which)
@@ -324,8 +328,12 @@ class _Check:
         if pair is not None:
             if room.a is None:
                 self.no_room(f"adapters of {which}", which)
-            if pair.magnitude is not None or pair.bias is not None:
-                self.refuse(f"{which} has magnitudes or a bias, which are not served for it")
+            if pair.bias is not None:
+                self.refuse(f"{which} has a bias, which is not served for it")
+            if columns is not None:
+                if room.columns is None:
+                    self.no_room(f"magnitudes (DoRA) of {which}", "dora")
+                made["columns"] = columns[: room.columns.shape[0]]
             made["a"] = np.array(pair.a if which == EMBED else pair.a.T, stacks.dtype, order="C")
             made["b"] = np.ascontiguousarray(np.float32(pair.scale) * pair.b.astype(np.float32), stacks.dtype)
         if rows is not None:
@@ -354,10 +362,29 @@ class _Check:
                 self.refuse(f"{which} has {name} of shape {list(array.shape)}, the model has room for {own}")
         if rows is not None and not 0 <= min(rows.tokens, default=0) <= max(rows.tokens, default=0) < config.vocab_size:
             self.refuse(f"{which} has the trained tokens {rows.tokens}, the vocabulary {config.vocab_size}")
-        self._check_finite(which, {name: made.get(name) for name in ("a", "b", "rows", "whole", "added")})
+        self._check_finite(which, {name: made.get(name) for name in ("a", "b", "columns", "rows", "whole", "added")})
         return TableStack(**made)
 
-    def _split(self, which: str) -> tuple[LowRank | None, np.ndarray | None, TokenRows | None, np.ndarray | None]:
+    def _columns_of_table(self, which: str, params: Params) -> np.ndarray | None:
+        """The factors less 1 of a table's outputs, with those of added tokens; None for a pair without magnitudes."""
+        pair, whole = self.adapter.low_rank.get(which), self.adapter.replaced.get(which)
+        if pair is None or pair.magnitude is None:
+            return None
+        if whole is None:  # a tied head is the embedding
+            whole = _dense_table(params, which if which in params else EMBED)
+            whole = whole.T if which not in params else whole
+        scaled, squares = np.float32(pair.scale) * pair.b.astype(np.float32), np.zeros(pair.b.shape[-1], np.float32)
+        if whole.shape != (len(pair.a), pair.b.shape[-1]):
+            self.refuse(f"{which} has magnitudes and a pair for {len(pair.a)} by {pair.b.shape[-1]}, not {whole.shape}")
+        for start in range(0, len(whole), _BLOCK):  # of which a float32 copy is small
+            block = slice(start, start + _BLOCK)
+            changed = whole[block].astype(np.float32) + pair.a[block].astype(np.float32) @ scaled
+            squares += np.square(changed).sum(axis=0)
+        return _columns(pair, np.sqrt(squares))
+
+    def _split(
+        self, which: str, columns: np.ndarray | None
+    ) -> tuple[LowRank | None, np.ndarray | None, TokenRows | None, np.ndarray | None]:
         """What changes the base's tokens in the embedding or the head: the pair, the whole table [V, D] and trained
         tokens; and the rows [N, D] of those that are added, as these make them."""
         adapter, size = self.adapter, self.stacks.config.vocab_size
@@ -376,7 +403,10 @@ class _Check:
                 if len(own) != size + count:
                     self.refuse(f"{which} has a pair for {len(own)} tokens, and has {size + count} tokens")
                 added += np.float32(pair.scale) * (own[size:].astype(np.float32) @ other.astype(np.float32))
-                pair = replace(pair, **({"a": own[:size]} if which == EMBED else {"b": own[:size].T}))
+                if columns is not None:
+                    added *= 1 + (columns if which == EMBED else columns[size:, None])
+                cut = {"a": own[:size]} if which == EMBED else {"b": own[:size].T, "magnitude": None}
+                pair = replace(pair, **cut)
         if rows is not None:
             for token, row in zip(rows.tokens, rows.rows, strict=True):
                 if token >= size:
@@ -420,7 +450,7 @@ def _cleared(tables: TableStacks, slot: jax.Array) -> TableStacks:
     def without(stack: TableStack | None, *names: str) -> TableStack | None:
         if stack is None:
             return None
-        given = {name: getattr(stack, name) for name in (*names, "tokens", "is_whole", "num_added")}
+        given = {name: getattr(stack, name) for name in (*names, "columns", "tokens", "is_whole", "num_added")}
         return stack._replace(
             **{name: of.at[slot].set(jnp.zeros((), of.dtype)) for name, of in given.items() if of is not None}
         )
@@ -467,6 +497,19 @@ def _dense(params: Params, name: str) -> np.ndarray:
     """float32 [K, N] of a weight of any kind."""
     weight = weight_at(params, [*name.split("."), WEIGHT])
     return np.asarray(weight.dequantize(jnp.float32) if is_weight(weight) else weight, np.float32)
+
+
+def _dense_table(params: Params, name: str) -> np.ndarray:
+    """The embedding [V, D] or the head [D, V], of any kind; in its own dtype where it is an array."""
+    table = params[name]
+    return np.asarray(table.dequantize(jnp.float32) if is_weight(table) else table)
+
+
+def _columns(pair: LowRank, lengths: np.ndarray) -> np.ndarray:
+    """The magnitudes of a pair over the lengths of the changed weight's columns, less 1."""
+    assert pair.magnitude is not None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return pair.magnitude.astype(np.float32) / lengths - 1
 
 
 def _listed(names: Sequence[str]) -> str:

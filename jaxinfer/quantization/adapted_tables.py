@@ -20,6 +20,7 @@ class TableStack(NamedTuple):
 
     Attributes:
       a, b: of an embedding [S, V, R] and [S, R, D], of a head [S, R, D] and [S, R, V]; the scale is in b.
+      columns: float32 [S, D] of an embedding, [S, V] of a head: factors less 1 of what the pairs change (DoRA).
       tokens: int32 [S, T], 1 + the ids of tokens whose rows [S, T, D] stand in place of the base's; 0 for none.
       whole: [S, V, D], in place of the base's where is_whole, bool [S].
       added: [S, N, D], the rows of tokens V, V + 1, ... that adapters add, of which each has its first num_added,
@@ -28,6 +29,7 @@ class TableStack(NamedTuple):
 
     a: Any = None
     b: Any = None
+    columns: Any = None
     tokens: Any = None
     rows: Any = None
     whole: Any = None
@@ -65,6 +67,8 @@ def _read(table: AdaptedTable, indices: jax.Array, dtype: Any) -> jax.Array:
         is_own = jnp.arange(len(b)) == ids[..., None] - 1
         by_slot = jnp.where(is_own[..., None], inner[..., None, :], 0)
         changed = changed + jnp.einsum("...sr,srd->...d", by_slot, b, precision=_EXACT)
+    if stack.columns is not None:
+        changed = changed + changed * stack.columns[slots]
     if stack.tokens is not None:
         is_token = stack.tokens[slots] == indices[..., None] + 1
         own = stack.rows[slots, jnp.argmax(is_token, axis=-1)].astype(jnp.float32)
@@ -86,6 +90,10 @@ def _logits(x: jax.Array, table: AdaptedTable, out_dtype: Any, *, is_transposed:
         changed = _by_whole(x, changed, stack, ids)
     if stack.a is not None:
         (changed,) = add_adapters(x, [changed], [(stack.a, stack.b)], ids, table.ranks)
+    if stack.columns is not None:
+        wide = changed.astype(jnp.float32)
+        columns = _fitting(stack.columns[jnp.maximum(ids - 1, 0)], changed.shape[-1])
+        changed = (wide + wide * columns).astype(changed.dtype)
     if stack.tokens is not None:
         slots = jnp.maximum(ids - 1, 0)
         by_slot = jnp.einsum("...d,std->...st", x, stack.rows, precision=_EXACT, preferred_element_type=jnp.float32)
@@ -100,6 +108,11 @@ def _logits(x: jax.Array, table: AdaptedTable, out_dtype: Any, *, is_transposed:
         changed = flat.reshape(changed.shape)
     changed = jnp.where((ids > 0)[..., None], changed, product)
     return changed if stack.added is None else _with_added(x, changed, stack, ids)
+
+
+def _fitting(array: jax.Array, width: int) -> jax.Array:
+    """An array [..., V] with zeros for what a wider product has behind the vocabulary."""
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])])
 
 
 def _padded(logits: jax.Array, count: int) -> jax.Array:
@@ -124,7 +137,7 @@ def _by_whole(x: jax.Array, product: jax.Array, stack: TableStack, ids: jax.Arra
         def own(logits: jax.Array) -> jax.Array:
             head = lax.dynamic_index_in_dim(stack.whole, slot, keepdims=False)
             its = matmul(x, head, logits.dtype, is_transposed=True)
-            its = jnp.pad(its, [(0, 0)] * (its.ndim - 1) + [(0, logits.shape[-1] - its.shape[-1])])
+            its = _fitting(its, logits.shape[-1])
             return jnp.where(is_own[..., None], its, logits)
 
         return lax.cond(jnp.any(is_own), own, lambda logits: logits, logits)

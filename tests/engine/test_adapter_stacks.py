@@ -101,7 +101,7 @@ def test_linear_layers_of_different_ranks(params):
 
 def test_latent_attention_and_experts():
     params = random_params(LATENT_EXPERTS)
-    adapters = {"one": random_adapter(params, 1), "two": random_adapter(params, 2, rank=2)}
+    adapters = {"one": random_adapter(params, 1), "dora": with_magnitudes(params, random_adapter(params, 2, rank=2))}
     assert any(".experts." in name for name in adapters["one"].low_rank)
     check(LATENT_EXPERTS, params, adapters, atol=5e-4)
 
@@ -110,7 +110,8 @@ def with_magnitudes(params, adapter: Adapter) -> Adapter:
     rng = np.random.default_rng(9)
 
     def changed(pair: LowRank) -> LowRank:
-        return replace(pair, magnitude=(1 + rng.random(pair.b.shape[-1])).astype(np.float32))
+        shape = (*pair.b.shape[:-2], pair.b.shape[-1])
+        return replace(pair, magnitude=(1 + rng.random(shape)).astype(np.float32))
 
     return replace(adapter, low_rank={name: changed(pair) for name, pair in adapter.low_rank.items()})
 
@@ -147,6 +148,7 @@ def test_embedding_and_head(config):
         whole["lm_head"] = rng.normal(size=(32, 97)).astype(np.float32)
     adapters = {
         "pairs": tables,
+        "dora": with_magnitudes(params, tables),
         "of the head": Adapter(head),
         "tokens": random_adapter(params, 2, token_rows=of_embed),
         "tokens of the head": Adapter({}, token_rows={"lm_head": rows}),
@@ -369,6 +371,7 @@ def test_tables_of_the_adapter_before_are_cleared(config):
     }
     pairs = {"lm_head": LowRank(np.ones((32, 2), np.float32), np.ones((2, 97), np.float32), 1.0)}
     pairs["embed"] = LowRank(np.ones((97, 2), np.float32), np.ones((2, 32), np.float32), 1.0)
+    pairs = with_magnitudes(params, Adapter(pairs)).low_rank
     adapters = {
         "plain": random_adapter(params, 1),
         "pairs": Adapter(pairs),
