@@ -158,7 +158,10 @@ class AdapterStacks:
         embed = stack(EMBED, of(count, rank), of(rank, width)) if name == EMBED else None
         has_head = name == HEAD or config.tie_word_embeddings
         head = stack(HEAD, of(rank, width), of(rank, count)) if has_head else None
-        return None if embed is head is None else _Room(AdaptedTable, TableStacks(embed, head))
+        if embed is head is None:
+            return None
+        embed = TableStack() if name == EMBED and embed is None else embed  # which tells a tied embedding from a head
+        return _Room(AdaptedTable, TableStacks(embed, head))
 
     def on(self, params: Params) -> Params:
         """The parameters with the stacks at their weights, as they are now."""

@@ -92,8 +92,7 @@ def adapter_shardings(kind: type, stack: Any, sharding: NamedSharding) -> tuple[
 
     ranks = NamedSharding(mesh, PartitionSpec())
     if kind is AdaptedTable:
-        is_embedding = stack.embed is not None or stack.lm_head is None
-        tokens, width = names[:2] if is_embedding else names[1::-1]
+        tokens, width = names[1::-1] if stack.embed is None else names[:2]
         tables = table(stack.embed, tokens, width, is_head=False), table(stack.lm_head, tokens, width, is_head=True)
         return TableStacks(*tables), ranks
     if kind is AdaptedHeads:

@@ -39,7 +39,8 @@ class TableStack(NamedTuple):
 
 
 class TableStacks(NamedTuple):
-    """Changes of the table where tokens are read, and where logits are computed; None for no change."""
+    """Changes of the table where tokens are read, and where logits are computed. None for what a table is not used for,
+    and for no change; an embedding on a mesh has no None for `embed`."""
 
     embed: TableStack | None = None
     lm_head: TableStack | None = None
@@ -56,7 +57,7 @@ def _read(table: AdaptedTable, indices: jax.Array, dtype: Any) -> jax.Array:
     if stack is not None and stack.added is not None:
         place, indices = indices - table.shape[0], jnp.minimum(indices, table.shape[0] - 1)
     taken = rows(table.base, indices, dtype)
-    if table.ids is None or stack is None:
+    if table.ids is None or stack is None or all(part is None for part in stack):
         return taken
     ids = table.ids_of(indices.shape)
     slots, changed = jnp.maximum(ids - 1, 0), taken.astype(jnp.float32)

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.adapters import merged, save_adapter
-from jaxinfer import LLM, SamplingParams
-from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, init_params
+from jaxinfer import LLM, SamplingParams, parallel
+from jaxinfer.engine.adapter_slots import AdapterSizes
+from jaxinfer.engine.adapter_stacks import AdapterStacks
+from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, init_params, parameter_shardings
 from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
+from jaxinfer.models.sharding import leaf_shardings
 from jaxinfer.quantization import dequantize_params, quantize_params
 from tests import tiny
 from tests.tiny import TINY
@@ -238,6 +241,23 @@ def test_experts_on_a_mesh_have_the_tokens_of_one_device():
     assert len(set(map(tuple, own))) == 3
     for one, other in zip(own_scores, wanted_scores, strict=True):
         np.testing.assert_allclose(one, other, atol=5e-4)
+
+
+@pytest.mark.alone
+def test_a_tied_head_alone_is_cut_as_the_embedding():
+    """By tokens on two devices, as the head of a model that has one."""
+    sizes, specs = AdapterSizes(2, 8, parts=frozenset(("lm_head",))), []
+    for tied in (True, False):
+        config = replace(TINY, vocab_size=96, tie_word_embeddings=tied)
+        mesh = parallel.make_mesh("model=2")
+        params = jax.device_put(init_params(config, jax.random.key(0)), parameter_shardings(mesh, config))
+        params = AdapterStacks(config, params, sizes, mesh).on(params)
+        table = params["embed" if tied else "lm_head"]
+        own = table.stack.lm_head
+        specs.append([array.sharding.shard_shape(array.shape) for array in (own.a, own.b)])
+        shardings = leaf_shardings(table, table.base.sharding)
+        assert shardings.stack.lm_head.b == own.b.sharding
+    assert specs[0] == specs[1] == [(2, 8, 32), (2, 8, 48)]
 
 
 @pytest.mark.alone
