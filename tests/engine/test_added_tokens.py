@@ -91,12 +91,13 @@ def test_others_have_their_bits_and_never_an_added_token(served):
 
 
 def test_an_adapter_without_them_is_cleared_of_those_before(served):
-    """A slot whose former adapter added three tokens."""
+    """In the slots whose former adapters added tokens."""
     llm, _, _ = served
     many = SamplingParams(temperature=50.0, max_tokens=60, seed=1)
-    for name in ("three", "two", "none", "three", "none"):
-        llm.generate([BASE], many, adapter=name)
-    assert max(max(tokens) for tokens in tokens_of(llm.generate([BASE] * 4, many, adapter="two"))) == 98
+    for before in (["three", "two"], ["two", "three"]):
+        for name in before:
+            llm.generate([BASE], GREEDY, adapter=name)
+        assert max(max(tokens) for tokens in tokens_of(llm.generate([BASE] * 2, many, adapter="none"))) < 97
 
 
 def test_adapters_for_which_there_is_no_room(served):

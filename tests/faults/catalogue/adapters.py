@@ -464,8 +464,8 @@ SERVED_TOGETHER = (
     Fault(
         "adapters/a-cap-makes-tokens-possible",
         "jaxinfer/models/modules.py",
-        "            scaled = jnp.where(jnp.isneginf(logits), logits, scaled)\n",
-        "",
+        "scaled = jnp.where(jnp.isneginf(logits), logits, scaled)",
+        "scaled = jnp.where(jnp.isnan(logits), logits, scaled)",
         (ADDED + "test_others_have_their_bits_and_never_an_added_token",),
         "models that cap their logits answer with tokens that only others' adapters have",
     ),
@@ -482,7 +482,7 @@ SERVED_TOGETHER = (
         "jaxinfer/server/adapters.py",
         '"uses_tokenizer": False',
         '"uses_tokenizer": True',
-        (SERVED + "test_a_tokenizer_in_the_folder_is_not_used",),
+        (SERVED + "test_a_template_in_a_folder_is_not_rendered",),
         "templates that were loaded over HTTP render the prompts of others",
     ),
     Fault(
