@@ -96,19 +96,6 @@ def params():
     return random_params(TINY)
 
 
-def test_linear_layers_of_different_ranks(params):
-    adapters = {"four": random_adapter(params, 1), "two": random_adapter(params, 2, rank=2)}
-    adapters["queries"] = random_adapter(params, 3, rank=8, names=lambda name: name.endswith("q_proj"))
-    check(TINY, params, adapters)
-
-
-def test_latent_attention_and_experts():
-    params = random_params(LATENT_EXPERTS)
-    adapters = {"one": random_adapter(params, 1), "dora": with_magnitudes(params, random_adapter(params, 2, rank=2))}
-    assert any(".experts." in name for name in adapters["one"].low_rank)
-    check(LATENT_EXPERTS, params, adapters, atol=5e-4)
-
-
 def with_magnitudes(params, adapter: Adapter) -> Adapter:
     rng = np.random.default_rng(9)
 
@@ -119,26 +106,32 @@ def with_magnitudes(params, adapter: Adapter) -> Adapter:
     return replace(adapter, low_rank={name: changed(pair) for name, pair in adapter.low_rank.items()})
 
 
-def test_magnitudes(params):
-    check(
-        TINY, params, {"dora": with_magnitudes(params, random_adapter(params, 1)), "plain": random_adapter(params, 2)}
-    )
-
-
-def test_biases():
+def test_linear_layers():
+    """Pairs of several ranks, magnitudes, and biases of the pair and of the base."""
     config = replace(TINY, qkv_bias=True)
-    params = random_params(config)
-    rng = np.random.default_rng(3)
+    params, rng = random_params(config), np.random.default_rng(3)
+    adapters = {"four": random_adapter(params, 1), "two": random_adapter(params, 2, rank=2)}
+    adapters["queries"] = random_adapter(params, 3, rank=8, names=lambda name: name.endswith("q_proj"))
+    adapters["dora"] = with_magnitudes(params, random_adapter(params, 4))
     bias = {"layers.0.attention.k_proj.bias": rng.normal(size=16).astype(np.float32)}
-    trained = random_adapter(params, 1, replaced=bias)
+    adapters["trained"] = random_adapter(params, 5, replaced=bias)
     pairs = {
         name: replace(pair, bias=rng.normal(size=pair.b.shape[-1]).astype(np.float32))
-        for name, pair in random_adapter(params, 2).low_rank.items()
+        for name, pair in random_adapter(params, 6).low_rank.items()
         if name.endswith(("q_proj", "v_proj"))
     }
-    check(config, params, {"trained": trained, "of the pair": Adapter(pairs)})
+    adapters["of the pair"] = Adapter(pairs)
+    check(config, params, adapters)
 
 
+def test_latent_attention_and_experts():
+    params = random_params(LATENT_EXPERTS)
+    adapters = {"one": random_adapter(params, 1), "dora": with_magnitudes(params, random_adapter(params, 2, rank=2))}
+    assert any(".experts." in name for name in adapters["one"].low_rank)
+    check(LATENT_EXPERTS, params, adapters, atol=5e-4)
+
+
+@pytest.mark.matrix("untied")
 @pytest.mark.parametrize("config", [TIED, TINY], ids=["tied", "untied"])
 def test_embedding_and_head(config):
     params, rng = random_params(config), np.random.default_rng(0)
@@ -381,6 +374,7 @@ def test_a_store_is_of_the_base(params, tmp_path):
     assert [one.token_ids for one in answers[0]] == [one.token_ids for one in answers[1]]
 
 
+@pytest.mark.matrix("tied")
 @pytest.mark.parametrize("config", [TIED, TINY], ids=["tied", "untied"])
 def test_tables_of_the_adapter_before_are_cleared(config):
     params, rng = random_params(config), np.random.default_rng(0)

@@ -530,7 +530,7 @@ SERVED_TOGETHER = (
         "jaxinfer/engine/adapter_stacks.py",
         "_dense(params, name) + scale * (",
         "_dense(params, name) + 0 * (",
-        (STACKED + "test_magnitudes",),
+        (STACKED + "test_linear_layers",),
         "DoRA divides by the lengths of the base's columns",
     ),
     Fault(
@@ -538,7 +538,7 @@ SERVED_TOGETHER = (
         "jaxinfer/engine/adapter_stacks.py",
         "changed = bias.astype(np.float32) - np.asarray(own, np.float32)",
         "changed = bias.astype(np.float32)",
-        (STACKED + "test_biases",),
+        (STACKED + "test_linear_layers",),
         "a trained bias is added to the one that it stands in place of",
     ),
     Fault(
