@@ -67,7 +67,7 @@ class _Worker:
             "fingerprint": llm.fingerprint(),
             "adapters": {name: one.identity for name, one in llm.adapters.items()},
             "texts of adapters": [
-                (one.name, one.fingerprint, one.num_added, one.tokenizer) for one in llm.adapters.values()
+                (own.name, own.fingerprint, own.num_added, own.tokenizer) for own in llm.adapters.values()
             ],
             "max_seqs": llm.engine.spec.max_seqs,
             "vocab_size": llm.config.vocab_size,

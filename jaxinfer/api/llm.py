@@ -199,11 +199,8 @@ class LLM(Closable):
         scales = loaded.on_mesh(loaded.kv_scales if options.kv_scales is None else options.kv_scales)
         return make_engine(self.config, params, options, draft=draft, kv_scales=scales, mesh=self.mesh)
 
-    def _read_adapter(
-        self, given: Any, name: str, base_model: str | None = None, *, uses_tokenizer: bool = True
-    ) -> ReadAdapter:
-        names = self._base_names if base_model is None else (base_model,)
-        return load_adapter(given, self, names, repr(name), uses_tokenizer=uses_tokenizer)
+    def _read_adapter(self, given: Any, name: str, base_model: str | None = None, **options: bool) -> ReadAdapter:
+        return load_adapter(given, self, (base_model,) if base_model else self._base_names, repr(name), **options)
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
         __getattr__ = unknown_attribute
@@ -323,8 +320,7 @@ class LLM(Closable):
 
     def text_model(self, adapter: str | LoadedAdapter | None) -> TextModel:
         """The model as texts of requests with an adapter are read. Raises ValueError for one that is not loaded."""
-        prompts = self.client.prompts_of(adapter)
-        return self if prompts is self.client else AdapterTexts(prompts, self.default_params)
+        return AdapterTexts(self.client.prompts_of(adapter), self.default_params)
 
     @takes_other_names
     def stream(

@@ -388,7 +388,7 @@ class _Check:
     def _split(
         self, which: str, columns: np.ndarray | None
     ) -> tuple[LowRank | None, np.ndarray | None, TokenRows | None, np.ndarray | None]:
-        """What changes the base's tokens in the embedding or the head: the pair, the whole table [V, D] and trained
+        """Changes of the base's tokens in the embedding or the head: the pair, the whole table [V, D] and trained
         tokens; and the rows [N, D] of those that are added, as these make them."""
         adapter, size = self.adapter, self.stacks.config.vocab_size
         pair, whole = adapter.low_rank.get(which), adapter.replaced.get(which)

@@ -142,7 +142,7 @@ class Client(TakesPrompts):
         )
 
     def prompts_of(self, adapter: str | LoadedAdapter | None) -> TakesPrompts:
-        """What takes the prompts of requests with an adapter: those with a tokenizer of their own, or with ids that it
+        """Takes the prompts of requests with an adapter: it may have a tokenizer of its own, and ids that it
         adds. Raises ValueError for a name that is not loaded."""
         if isinstance(adapter, str):
             adapter = self.adapters.find(adapter) if self.adapters is not None else None

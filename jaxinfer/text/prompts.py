@@ -70,7 +70,7 @@ class TakesPrompts:
         return self.tokenizer
 
     def with_tokens(self, tokenizer: Tokenizer | None, num_added: int) -> "Prompts":
-        """The same for prompts with so many more token ids, and with a tokenizer of their own if one is given."""
+        """Takes prompts with so many more token ids, and with a tokenizer of their own if there is one."""
         own = self.tokenizer if tokenizer is None else tokenizer
         return Prompts(self.name, own, self.vocab_size + num_added, self.max_model_len, self.system)
 
