@@ -20,6 +20,7 @@ Shapes use the legend of jaxinfer/README.md, with E experts and C experts of a t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,31 +119,50 @@ def run_experts(
     if form == "packed" and not is_packed:
         raise NotImplementedError("form='packed' reads packed experts, which these are not all")
     run = partial(_RUN[form], activation)
+    adapters: tuple[_Adapters, ...] = ()  # none or one
     if has_adapters:
-        if form in ("dense", "gathered") or over is not None:
-            raise NotImplementedError(f"form={form!r} takes no adapters, nor does a mesh; 'tiles' does, on one device")
+        if form in ("dense", "gathered"):
+            raise NotImplementedError(f"form={form!r} takes no adapters; 'tiles' does")
         ids = _row_adapters(adapted, len(x) // rows_of_token)
-        return run(x, chosen, weights, experts, _Adapters(adapted, jnp.repeat(ids, rows_of_token))).astype(x.dtype)
+        adapters = (_Adapters(Experts(*map(_without_base, adapted)), jnp.repeat(ids, rows_of_token)),)
     if over is None:
-        return run(x, chosen, weights, experts).astype(x.dtype)
+        return run(x, chosen, weights, experts, *adapters).astype(x.dtype)
     mesh, axis = over
 
-    def run_local(x, chosen, weights, experts):
+    def run_local(x, chosen, weights, experts, *adapters):
         count = experts.up.shape[0]
         local = chosen - lax.axis_index(axis) * count
         is_local = (local >= 0) & (local < count)
-        partial_sum = run(x, jnp.where(is_local, local, count), jnp.where(is_local, weights, 0), experts)
+        partial_sum = run(x, jnp.where(is_local, local, count), jnp.where(is_local, weights, 0), experts, *adapters)
         return lax.psum(partial_sum, axis)
 
     replicated = PartitionSpec()
     run_sharded = jax.shard_map(
         run_local,
         mesh=mesh,
-        in_specs=(replicated, replicated, replicated, Experts(*(stack_specs(stack, axis) for stack in experts))),
+        in_specs=(
+            *(replicated, replicated, replicated, Experts(*(stack_specs(stack, axis) for stack in experts))),
+            *(_adapter_specs(own, axis) for own in adapters),
+        ),
         out_specs=replicated,
         check_vma=False,  # the initial carry of the loop is the same on all devices
     )
-    return run_sharded(x, chosen, weights, experts).astype(x.dtype)
+    return run_sharded(x, chosen, weights, experts, *adapters).astype(x.dtype)
+
+
+def _without_base(stack: Any) -> Any:
+    """A stack's adapters alone; None for one without."""
+    return replace(stack, base=None, ids=None) if isinstance(stack, AdaptedExperts) else None
+
+
+def _adapter_specs(adapters: _Adapters, axis: str) -> _Adapters:
+    """`PartitionSpec`s that shard the pairs by expert, as the stacks that they belong to."""
+    pairs, whole = PartitionSpec(None, axis), PartitionSpec()
+
+    def specs(own: AdaptedExperts | None) -> Any:
+        return None if own is None else replace(own, stack=jax.tree.map(lambda _: pairs, own.stack), ranks=whole)
+
+    return _Adapters(Experts(*map(specs, adapters.experts)), whole)  # pyright: ignore[reportArgumentType]
 
 
 def _has_adapters(experts: Experts) -> bool:
@@ -155,7 +175,7 @@ def _row_adapters(experts: Experts, num_rows: int) -> jax.Array:
 
 
 class _Adapters(NamedTuple):
-    """Adapters of experts, and int32 [T] that of each row of x."""
+    """Adapters of experts, None for a stack without, and int32 [T] that of each row of x."""
 
     experts: Experts
     ids: jax.Array

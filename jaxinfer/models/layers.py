@@ -410,6 +410,7 @@ class HeadStack(nnx.Module):
     def _product(self, equation: str, x: jax.Array, *, is_transposed: bool) -> jax.Array:
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         weight = self.weight.get_value()
+        x = weight.scaled(x) if is_transposed and isinstance(weight, AdaptedHeads) else x
         product = jnp.einsum(equation, x, base_of(weight), precision=precision, preferred_element_type=x.dtype)
         return weight.add(product, x, is_transposed=is_transposed) if isinstance(weight, AdaptedHeads) else product
 

@@ -13,6 +13,7 @@ from jaxinfer import __version__
 from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.api.llm import LLM
 from jaxinfer.engine.adapter_slots import LoadedAdapter
+from jaxinfer.openai.requests import TextModel
 from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import unavailable
 from jaxinfer.server.metrics import Metrics
@@ -161,6 +162,11 @@ class ServedModel:
         return self.names[0]
 
     @property
+    def texts(self) -> TextModel:
+        """The model as the texts of its requests are read."""
+        return self.llm.text_model(self.adapter)
+
+    @property
     def base_name(self) -> str:
         """The name of the model without an adapter."""
         return self.name
@@ -283,7 +289,7 @@ class AdaptedModel(ServedModel):
     def __init__(self, base: ServedModel, adapter: LoadedAdapter):
         self._base, self.adapter = base, adapter
         self.names = [adapter.name]
-        digest = hashlib.sha256(f"{base.fingerprint} {adapter.fingerprint}".encode())
+        digest = hashlib.sha256(f"{base.fingerprint} {adapter.identity}".encode())
         self.fingerprint = "fp_" + digest.hexdigest()[:16]
 
     def __getattr__(self, name: str) -> Any:
