@@ -144,7 +144,7 @@ class ModelRunner:
         self._rows = PageTableRows(spec.groups, spec.max_seqs, spec.pages_per_sequence)
         self._sent_tables: PageTables | None = None  # what the device has, None where the host's are newer
         self._scorer = PromptScorer(spec.config.vocab_size, spec.max_seqs, self, spec.has_adapters)
-        self._scores = DeviceScorer(self.model, self.weights, self.placement)
+        self._scores = DeviceScorer(self.model, self.weights, self.placement, spec.head_rows)
         self._hidden: jax.Array | None = None  # final hidden states of the step just sent, where they are scored
         self._read_at = 0.0
         self._has_decoded = False
