@@ -45,6 +45,7 @@ from jaxinfer.quantization.adapted import without_adapters
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SampleOutput, SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
 from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft
+from jaxinfer.training.fixed_forward import FixedShape, refusal
 
 COPIES = 8  # pages of one copy program
 
@@ -237,13 +238,15 @@ class ModelRunner:
     def hidden_states(
         self, tokens: list[int], taps: tuple[str, ...], adapter: int = 0, start: int = 0
     ) -> dict[str, np.ndarray]:
-        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache. `adapter`: the
-        number of the one that changes the model from position `start` on."""
+        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache; of a deterministic
+        engine with the bits of its passes, unless `refusal` has a reason. `adapter`: the number of the one that changes
+        the model from position `start` on."""
         stored, own = (self.spec.kv_dtype, self.kv_scales), None
         if self.spec.has_adapters:
             own = np.full(len(tokens), adapter, np.int32)
             own[:start] = 0
-        return tapped_states(self.model, self.weights.value, tokens, taps, *stored, own)
+        shape = None if refusal(self.spec) else FixedShape.of(self.spec)
+        return tapped_states(self.model, self.weights.value, tokens, taps, *stored, own, shape)
 
     # Before a dispatch: slots and page table.
 

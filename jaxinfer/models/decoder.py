@@ -127,7 +127,6 @@ class Decoder:
         attend.update(number, own.state)
         return x
 
-
     def _recomputed(
         self, number: int, params: Params, x: Hidden, shared: _Pass, attend: Attend, tap: Tap | None
     ) -> Hidden:

@@ -303,8 +303,10 @@ def _run_tiles(
     return lax.fori_loop(0, tiles.ends[-1], run_block, out)
 
 
-# The number of blocks is not known when a program is traced: JAX does not differentiate such a loop.
-_tiled = jax.custom_vjp(_run_tiles, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tiled(activation: Activation, x: jax.Array, experts: Experts, order: _Order) -> jax.Array:
+    """`_run_tiles` with a gradient: JAX differentiates no loop whose length is not known when it is traced."""
+    return _run_tiles(activation, x, experts, order)
 
 
 def _tiled_forward(activation: Activation, x: jax.Array, experts: Experts, order: _Order):

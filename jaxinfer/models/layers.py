@@ -244,7 +244,7 @@ class DecoderLayer(nnx.Module):
         layer_input: jax.Array | None = None,
     ) -> jax.Array:
         """Hidden states [..., D] after the layer. The taps "attention" and "mlp" are the terms added to the
-        residual, "experts" the numbers of a token's experts. `layer_input` [..., P] is of a model with `layer_inputs`."""
+        residual, "experts" is as of `SparseMoE`. `layer_input` [..., P] is of a model with `layer_inputs`."""
         return summed(self.run(x, positions, attend, tap, layer_input))
 
     def run(

@@ -62,15 +62,23 @@ class FixedShape:
 
     @classmethod
     def of(cls, spec: Any) -> FixedShape:
-        """The sizes of an engine (`llm.engine.spec`). Raises ValueError, with the reason, for an engine whose numbers
-        no fixed forward pass gives: one that is not deterministic, or has a policy of the cache or several devices."""
-        if not spec.is_deterministic:
-            raise ValueError(f"the engine is not deterministic ({spec.determinism}): open it with deterministic=True")
-        if spec.options.kv_policy is not None:
-            raise ValueError(f"kv_policy={spec.options.kv_policy!r} drops keys, and a fixed forward pass keeps all")
-        if spec.num_devices > 1:
-            raise ValueError(f"a fixed forward pass is for one device, and the engine has {spec.num_devices}")
+        """The sizes of an engine (`llm.engine.spec`). Raises ValueError with what `refusal` says."""
+        if (reason := refusal(spec)) is not None:
+            raise ValueError(f"there is no fixed forward pass for this engine: {reason}")
         return cls(spec.determinism.num_rows, spec.head_rows, spec.page_size, spec.options.kv_dtype)
+
+
+def refusal(spec: Any) -> str | None:
+    """The reason why no fixed forward pass has an engine's numbers, or None."""
+    options = spec.options
+    reasons = {
+        f"it is not deterministic ({spec.determinism}), open it with deterministic=True": not spec.is_deterministic,
+        f"kv_policy={options.kv_policy!r} drops or skips keys": options.kv_policy is not None,
+        f"kv_dtype={options.kv_dtype!r} is none of {', '.join(_KV_DTYPES)}": options.kv_dtype not in _KV_DTYPES,
+        f"it runs on {spec.num_devices} devices": spec.num_devices > 1,
+        "its weights hold adapters, which tokens have or have not": spec.has_adapters,
+    }
+    return next((text for text, is_so in reasons.items() if is_so), None)
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ def forward_fixed(
         end are those of a hidden state of zeros and pass no gradient on.
       shape: of the engine, `FixedShape.of(llm.engine.spec)`.
       chunk: tokens of a sequence in a pass, at most `shape.num_rows`, its default. It changes no bit.
-      return_routes: return (logits, routes) with the experts int32 [B, T, C] of the tokens by layer ("layers.3.experts").
+      return_routes: return (logits, routes), with the tokens' experts int32 [B, T, C] by layer ("layers.3.experts").
 
     A loss needs no [B, T, V]: `logprobs_fixed`. Raises ValueError for shapes that do not fit.
     """
@@ -211,8 +219,8 @@ def _check_plain(params: Params) -> None:
 def _hidden(
     static: _Static, params: Params, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[Float[Array, "B T D"], States]:
-    """Final hidden states, zeros behind a sequence's end, and what `taps` name."""
-    routed = replace(static, taps=(*static.taps, *(name for name in route_names(static.config) if name not in static.taps)))
+    """Final hidden states, zeros behind a sequence's end, and the routes if `taps` name them."""
+    routed = replace(static, taps=route_names(static.config))
 
     @jax.custom_vjp
     def function(params: Params, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, States]:
@@ -221,8 +229,7 @@ def _hidden(
     def forward(params: Params, tokens: jax.Array, lengths: jax.Array) -> Any:
         _check_plain(params)
         hidden, states = _fixed_hidden(routed, params, tokens, lengths)
-        routes = {name: states[name] for name in route_names(static.config)}
-        return (hidden, {name: states[name] for name in static.taps}), (params, tokens, lengths, routes)
+        return (hidden, states if static.taps else {}), (params, tokens, lengths, states)
 
     def backward(given: Any, cotangents: Any) -> Any:
         params, *others = given

@@ -27,13 +27,14 @@ from jaxinfer.sampling import (
     processed_logprobs,
     token_logprobs,
 )
+from jaxinfer.training.fixed_forward import FixedShape, states_fixed
 
 if TYPE_CHECKING:
     from jaxinfer.models.draft_head import DraftHead
 
 SCORE_ELEMENTS = 2**24  # logits held at once while scoring: 64 MiB of float32
-# Rows of a product with the output layer in a deterministic engine, at least: XLA:CPU sums the product of one row with a
-# bfloat16 matrix in another order than those of several.
+# Rows of a product with the output layer in a deterministic engine, at least: XLA:CPU sums the product of one row with
+# a bfloat16 matrix in another order than those of several.
 MIN_HEAD_ROWS = 2
 
 
@@ -223,6 +224,16 @@ def hidden_states(
     return {name: value[0] for name, value in tapped.items()}
 
 
+@partial(jax.jit, static_argnums=(0, 3, 4))
+def uniform_states(
+    model: ProgramModel, weights: Weights, tokens: jax.Array, taps: tuple[str, ...], shape: FixedShape
+) -> dict[str, jax.Array]:
+    """As `hidden_states`, with the bits of a deterministic engine of that shape."""
+    params = jax.tree.unflatten(model.structure, weights)
+    states = states_fixed(model.config, params, tokens[None], taps, shape=shape)
+    return {name: value[0] for name, value in states.items()}
+
+
 def tapped_states(
     model: ProgramModel,
     weights: Weights,
@@ -231,14 +242,18 @@ def tapped_states(
     kv_dtype: str,
     scales: KVScales | None = None,
     adapters: np.ndarray | None = None,
+    shape: FixedShape | None = None,
 ) -> dict[str, np.ndarray]:
     """The tapped hidden states [len(tokens), D] on the host; lengths are rounded up to few programs. `adapters`: int32
-    [len(tokens)] where weights hold any."""
+    [len(tokens)] where weights hold any. `shape`: of a deterministic engine, for `uniform_states`."""
     size = 32
     while size < len(tokens):
         size *= 2
-    own = None if adapters is None else jnp.asarray(padded(adapters, size))
-    tapped = hidden_states(model, weights, jnp.asarray(padded(tokens, size)), taps, kv_dtype, scales, own)
+    own, rows = None if adapters is None else jnp.asarray(padded(adapters, size)), jnp.asarray(padded(tokens, size))
+    if shape is not None:
+        tapped = uniform_states(model, weights, rows, taps, shape)
+    else:
+        tapped = hidden_states(model, weights, rows, taps, kv_dtype, scales, own)
     return {name: np.asarray(value)[: len(tokens)] for name, value in tapped.items()}
 
 
