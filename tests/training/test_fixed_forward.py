@@ -115,13 +115,14 @@ SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=0)
 def test_every_bit_is_that_of_the_engine(dtype, slots):
     """Of answers that are decoded together with drafts of n-grams, of prompts in chunks, of prefix hits, and of scores;
     one slot's product with the output layer has a row less than any other."""
-    own, prompts = model("Llama", dtype), [[5, 6, 7] * 9, *random_prompts(2, 70, seed=4)]
+    own, prompts = model("Llama", dtype), [[5, 6, 7] * 9, random_tokens(61, seed=4).tolist()]
+    params = [replace(SAMPLED, temperature=0, max_tokens=40), SAMPLED]
     with LLM(own, **OPTIONS | {"max_seqs": slots}, prefill_chunk=24, draft="ngram", num_draft_tokens=3) as llm:
         shape = FixedShape.of(llm.engine.spec)
-        sequences, decoded = reported(llm, prompts, SAMPLED)
-        again, after_hits = reported(llm, prompts, SAMPLED)
+        sequences, decoded = reported(llm, prompts, params)
+        again, after_hits = reported(llm, prompts, params)
         assert llm.engine.scheduler.counters.reused_tokens > 0
-        _, with_prompts = reported(llm, prompts, replace(SAMPLED, prompt_logprobs=0))
+        _, with_prompts = reported(llm, prompts, [replace(one, prompt_logprobs=0) for one in params])
         scores = llm.score(sequences)
         stats = llm.speculation_stats()
     assert stats is not None
