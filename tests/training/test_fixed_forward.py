@@ -211,6 +211,18 @@ def test_routes_are_those_of_the_engine():
     np.testing.assert_array_equal(states["final_norm"][0], output.taps["final_norm"])
 
 
+def test_chunks_change_no_bit_of_recurrent_layers():
+    """In float32, where XLA:CPU would round a convolution's inputs from the state otherwise than those of the pass."""
+    config = replace(model("Qwen3.5", "float32")[0], num_layers=2, layer_kinds=("gated_delta", "attention"))
+    noise = jax.random.normal(jax.random.key(4), (64,))
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.15 * jnp.resize(noise, leaf.shape), init_params(config, jax.random.key(0))
+    )
+    tokens = random_tokens(2, 60, seed=8)
+    found = [_logprobs(config, params, tokens, shape=FixedShape(num_rows=128), chunk=chunk) for chunk in (60, 7)]
+    np.testing.assert_array_equal(*found)
+
+
 def test_what_does_not_fit_is_refused():
     config, params = model("Llama", "float32")
     tokens = np.zeros((2, 8), np.int32)
