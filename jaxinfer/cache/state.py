@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from jaxinfer.models import ModelConfig, Params, bind_layer, compute_dtype
 from jaxinfer.models.host_layers import layer_of
-from pallas_kernels.cpu_calls import materialized
 from pallas_kernels.recurrence import (
     RaggedBatch,
     RecurrentTokens,
@@ -176,10 +175,6 @@ class LayerStates:
     ) -> Float[Array, "T C"]:
         """The convolution of the rows, after which the state has their last inputs."""
         out = causal_conv(x, weight, self.state.columns, self.batch, bias)
-        if self.options.is_uniform:
-            # XLA:CPU computes it once more in each fusion that reads it, and rounds what comes from the state otherwise
-            # than what comes from the pass: in float32 a row's bits would depend on where its pass begins.
-            out = materialized(out)
         kept, columns = self.batch.query_lengths, self.state.columns
         if self.options.defers:
             kept = jnp.where(kept <= self.options.short_tokens, 0, kept)

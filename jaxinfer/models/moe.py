@@ -113,13 +113,8 @@ class SparseMoE(nnx.Module):
     def __call__(self, x: jax.Array, routed: jax.Array | None = None, tap: Tap | None = None) -> jax.Array:
         """[..., D] of hidden states [..., D]; the router reads `routed` [..., D], if given. The tap is as of `Router`,
         with experts int32 [..., C]."""
-        rows, own = x.reshape(-1, x.shape[-1]), None
-        if tap is not None:
-
-            def own(name: str, chosen: jax.Array) -> jax.Array | None:
-                replayed = tap(name, chosen.reshape(*x.shape[:-1], -1))
-                return None if replayed is None else replayed.reshape(chosen.shape)
-
+        rows = x.reshape(-1, x.shape[-1])
+        own = None if tap is None else partial(_tap_rows, tap, x.shape[:-1])
         chosen, weights = self.router(rows if routed is None else routed.reshape(rows.shape), own)
         run = partial(run_experts, experts=self.experts(), activation=self.activation, over=self.over)
         if self.scales_input:
@@ -133,6 +128,12 @@ class SparseMoE(nnx.Module):
             gate = jnp.matmul(x, self.shared_gate[...], precision=lax.Precision.HIGHEST)
             shared = jax.nn.sigmoid(gate) * shared
         return out + shared
+
+
+def _tap_rows(tap: Tap, lead: tuple[int, ...], name: str, chosen: jax.Array) -> jax.Array | None:
+    """The tap of experts [T, C] as those [*lead, C] of tokens with these leading axes."""
+    replayed = tap(name, chosen.reshape(*lead, -1))
+    return None if replayed is None else replayed.reshape(chosen.shape)
 
 
 def _run_scaled(run: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:

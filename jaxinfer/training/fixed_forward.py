@@ -286,9 +286,9 @@ def _passes(static: _Static, params: Params, tokens: jax.Array, lengths: jax.Arr
         ends = jnp.where(counts > 0, start + counts, 0)
         attend = attend_ragged(cache, (table,), first_rows, counts, ends, is_uniform=True)
         positions = jnp.broadcast_to(start + jnp.arange(chunk, dtype=jnp.int32), tokens.shape)
-        rows = (jnp.pad(x.reshape(-1), (0, padding)) for x in (tokens, positions))
+        token_rows, position_rows = (jnp.pad(x.reshape(-1), (0, padding)) for x in (tokens, positions))
         tapped, tap = collect(static.taps)
-        hidden = decoder(*rows, attend, tap if static.taps else None)
+        hidden = decoder(token_rows, position_rows, attend, tap if static.taps else None)
         own = jax.tree.map(lambda x: x[: size * chunk].reshape(size, chunk, *x.shape[1:]), (hidden, tapped))
         return attend.cache, own
 

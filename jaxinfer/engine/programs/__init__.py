@@ -150,7 +150,8 @@ def score_processed(
 
     def block(number: jax.Array, carry: tuple[SamplingState, jax.Array]) -> tuple[SamplingState, jax.Array]:
         first = number * size
-        states, own = (None if x is None else lax.dynamic_slice_in_dim(x, first, size) for x in (hidden, adapters))
+        of_all = hidden, adapters
+        states, own = jax.tree.map(lambda rows: lax.dynamic_slice_in_dim(rows, first, size), of_all)
         logits = decoder.for_rows(own).logits(states)
 
         def one(row: jax.Array, carry: tuple[SamplingState, jax.Array]) -> tuple[SamplingState, jax.Array]:

@@ -119,12 +119,4 @@ FAULTS = (
         ("tests/models/test_moe.py::test_a_tap_may_replace_the_experts",),
         "a pass that replays another's experts weighs them as those that it would have chosen",
     ),
-    Fault(
-        "determinism/convolutions-are-computed-where-they-are-read",
-        "jaxinfer/cache/state.py",
-        "out = materialized(out)",
-        "pass",
-        ("tests/training/test_fixed_forward.py::test_chunks_change_no_bit_of_recurrent_layers",),
-        "in float32 a recurrent layer's bits depend on where a prompt is cut",
-    ),
 )
