@@ -117,7 +117,8 @@ def test_every_bit_is_that_of_the_engine(dtype, slots):
     one slot's product with the output layer has a row less than any other."""
     own, prompts = model("Llama", dtype), [[5, 6, 7] * 9, random_tokens(61, seed=4).tolist()]
     params = [replace(SAMPLED, temperature=0, max_tokens=40), SAMPLED]
-    with LLM(own, **OPTIONS | {"max_seqs": slots}, prefill_chunk=24, draft="ngram", num_draft_tokens=3) as llm:
+    drafting: dict[str, Any] = {"draft": "ngram", "num_draft_tokens": 3, "prefill_chunk": 24}
+    with LLM(own, **{**OPTIONS, **drafting, "max_seqs": slots}) as llm:
         shape = FixedShape.of(llm.engine.spec)
         sequences, decoded = reported(llm, prompts, params)
         again, after_hits = reported(llm, prompts, params)
@@ -239,7 +240,7 @@ def test_what_does_not_fit_is_refused():
     ],
 )
 def test_engines_without_a_fixed_forward_pass_say_why(options, reason):
-    with LLM(model("Llama", "float32"), **OPTIONS | options) as llm:
+    with LLM(model("Llama", "float32"), **{**OPTIONS, **options}) as llm:
         assert refusal(llm.engine.spec)
         with pytest.raises(ValueError, match=reason):
             FixedShape.of(llm.engine.spec)
