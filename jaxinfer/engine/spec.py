@@ -37,7 +37,7 @@ from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.determinism import Determinism, decide
 from jaxinfer.engine.options import EngineOptions, most_tokens
-from jaxinfer.engine.programs import ProgramModel, Weights
+from jaxinfer.engine.programs import MIN_HEAD_ROWS, ProgramModel, Weights
 from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.programs.work import Slots
 from jaxinfer.grammar.device import GrammarTables, TableSizes
@@ -398,6 +398,11 @@ class EngineSpec:
         largest = most_tokens(self.prefill_chunk, self.max_seqs)
         sizes = buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
         return tuple(size for size in sizes if size == largest or 1.05 * size < largest)
+
+    @property
+    def head_rows(self) -> int | None:
+        """Rows of every product with the output layer, where all passes have one shape."""
+        return max(self.max_seqs, MIN_HEAD_ROWS) if self.is_deterministic else None
 
     @property
     def steps_per_dispatch(self) -> int:
