@@ -54,7 +54,8 @@ def check_served(adapter: Adapter, config: ModelConfig) -> None:
 
     No weights of the base are read: they count as ones.
     """
-    sizes, shapes = with_room(LLMOptions(), [adapter]).adapter_sizes, abstract_params(config)
+    options = with_room(LLMOptions(), [adapter], config.vocab_size)
+    sizes, shapes = options.adapter_sizes, abstract_params(config)
     assert sizes is not None
     ones = jax.tree.map(lambda leaf: np.broadcast_to(np.ones((), leaf.dtype), leaf.shape), shapes)
     AdapterStacks(config, shapes, sizes).prepared(adapter, ones, what="to check")

@@ -23,8 +23,8 @@ from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
+    from jaxinfer.api.llm import LLM
     from jaxinfer.engine.request import Score
-    from jaxinfer.text import Tokenizer
 
 Named = dict[str, Any]  # {"text": ...} or {"prompt": ..., "continuation": ...}, and "adapter" in lines of files
 
