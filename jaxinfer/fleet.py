@@ -19,6 +19,7 @@ from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, RequestOptions
 from jaxinfer.extras import install_hint
 from jaxinfer.files import Closable
+from jaxinfer.openai.requests import AdapterTexts, TextModel
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.seeds import derive_seed
 from jaxinfer.text.prompts import TakesPrompts
@@ -64,7 +65,10 @@ class _Worker:
             "default_params": llm.default_params,
             "acceptance": llm.acceptance,
             "fingerprint": llm.fingerprint(),
-            "adapters": {name: one.fingerprint for name, one in llm.adapters.items()},
+            "adapters": {name: one.identity for name, one in llm.adapters.items()},
+            "texts of adapters": [
+                (own.name, own.fingerprint, own.num_added, own.tokenizer) for own in llm.adapters.values()
+            ],
             "max_seqs": llm.engine.spec.max_seqs,
             "vocab_size": llm.config.vocab_size,
             "max_model_len": llm.max_model_len,
@@ -125,8 +129,10 @@ class RayPool(TakesPrompts, Closable):
         self.name, self.seed, self.acceptance = (self._facts[name] for name in ("name", "seed", "acceptance"))
         self.default_params: SamplingParams = self._facts["default_params"]
         self.vocab_size, self.max_model_len = self._facts["vocab_size"], self._facts["max_model_len"]
-        pairs = self._facts["adapters"].items()
-        self._adapters = {name: LoadedAdapter(name, fingerprint, None) for name, fingerprint in pairs}
+        self._adapters = {
+            name: LoadedAdapter(name, fingerprint, None, num_added=num_added, tokenizer=tokenizer)
+            for name, fingerprint, num_added, tokenizer in self._facts["texts of adapters"]
+        }
         self.num_lost = 0  # workers, since the start
 
     @property
@@ -151,6 +157,12 @@ class RayPool(TakesPrompts, Closable):
     def adapters(self) -> Mapping[str, LoadedAdapter]:
         """Those that every worker was given, without their tensors."""
         return self._adapters
+
+    def text_model(self, adapter: LoadedAdapter | None) -> TextModel:
+        """As of `LLM`."""
+        if adapter is None or (adapter.tokenizer is None and not adapter.num_added):
+            return self
+        return AdapterTexts(self.with_tokens(adapter.tokenizer, adapter.num_added), self.default_params)
 
     @property
     def client(self) -> TakesPrompts:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jaxinfer.loaded_weights import (
     tell_what_is_slower,
 )
 from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, compute_dtype, fit_to_mesh, keeps_float32
-from jaxinfer.models.adapter import Adapter
+from jaxinfer.models.adapter import Adapter, TokenRows
 from jaxinfer.models.disk_layers import DISK_LAYERS, DiskLayers, LayerReader
 from jaxinfer.models.host_layers import HostStacks, disk_layers, move_layers_to_host, moved_layers
 from jaxinfer.option_names import check_format
@@ -50,7 +50,13 @@ from jaxinfer.speculative import OWN_HEAD, Draft, HeadDraft, ModelDraft, draft_b
 from jaxinfer.speculative.vocabularies import ModelTokens, TokenTables, token_tables
 from jaxinfer.store import FoundModel, StoreError, find_model
 from jaxinfer.store.names import parse_hub_name
-from jaxinfer.text import Tokenizer, check_same_tokens, has_same_tokens
+from jaxinfer.text import (
+    Tokenizer,
+    TokenizerNotFoundError,
+    check_same_tokens,
+    has_same_tokens,
+    read_tokenizer_files,
+)
 
 DEFAULT_MAX_MODEL_LEN = 4096
 # The numbers of the layers whose weights go to the host's memory, of a configuration and abstract parameters.
@@ -258,19 +264,38 @@ def load_model(
     )
 
 
+class AdapterBase(Protocol):
+    """The part of `LLM` that adapters are read for."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+
+    @property
+    def params(self) -> Params: ...
+
+
+class ReadAdapter(NamedTuple):
+    """An adapter as it was read: the folder or hub id that it is from, "" for arrays, and the tokenizer in its folder,
+    None for one that does as the base's."""
+
+    adapter: Adapter
+    source: str = ""
+    tokenizer: Tokenizer | None = None
+
+
 def load_adapter(
-    given: Any, config: ModelConfig, params: Params, base_names: Sequence[str], what: str
-) -> tuple[Adapter, str]:
-    """An adapter of a base with `params`, and the folder or hub id that it is from; "" for one of arrays.
+    given: Any, base: AdapterBase, base_names: Sequence[str], what: str, *, uses_tokenizer: bool = True
+) -> ReadAdapter:
+    """Reads an adapter of a base. `uses_tokenizer`: whether the tokenizer and chat template in its folder count.
 
     Copies of the base's own tables are left out: PEFT saves them beside an adapter that has pairs for the embedding or
-    the head.
+    the head, and whole where tokens were added.
 
     Raises CheckpointError, a ValueError, as `read_adapter`, and for the adapter of another base model; TypeError for
     what is none.
     """
     if isinstance(given, Adapter):
-        return given, ""
+        return ReadAdapter(given)
     if not isinstance(given, (str, Path)) or not str(given):
         shown = f"{type(given).__name__} {given!r:.60}"
         raise TypeError(f"adapter {what}: a folder or a jaxinfer.models.adapter.Adapter is wanted, got {shown}")
@@ -279,24 +304,75 @@ def load_adapter(
     source = str(given)
     if isinstance(given, str) and not Path(given).expanduser().exists() and parse_hub_name(given) is not None:
         given = find_model(given).path or given
-    adapter = read_adapter(Path(given).expanduser(), config, base_model=base_names)
-    tables = {"embed": "embed", "lm_head": "embed" if config.tie_word_embeddings else "lm_head"}
-    copies = {
-        name
-        for name, own in tables.items()
-        if name in adapter.replaced and _is_copy(adapter.replaced[name], params[own], is_transposed=name != own)
-    }
-    kept = {name: array for name, array in adapter.replaced.items() if name not in copies}
-    return (replace(adapter, replaced=kept) if copies else adapter), source
+    folder = Path(given).expanduser()
+    adapter = _without_copies(read_adapter(folder, base.config, base_model=base_names), base)
+    return ReadAdapter(adapter, source, _own_tokenizer(folder, adapter, base) if uses_tokenizer else None)
 
 
-def _is_copy(array: np.ndarray, table: Any, *, is_transposed: bool) -> bool:
-    """True if an array is a table, or the transposed one, of the parameters."""
-    shape = table.shape[::-1] if is_transposed else table.shape
-    if array.shape != shape:
+def _without_copies(adapter: Adapter, base: AdapterBase) -> Adapter:
+    """The adapter without tables whose first tokens have the base's vectors: of those the added tokens stay, as trained
+    ones, with what a pair changes in them."""
+    size, is_tied = base.config.vocab_size, base.config.tie_word_embeddings
+    pairs, replaced, rows = dict(adapter.low_rank), dict(adapter.replaced), dict(adapter.token_rows)
+    for which, own in {"embed": "embed", "lm_head": "embed" if is_tied else "lm_head"}.items():
+        if which not in replaced:
+            continue
+        table = replaced[which] if which == "embed" else replaced[which].T
+        if not _is_copy(table[:size], base.params[own], is_transposed=own == "lm_head"):
+            continue
+        added, pair = table[size:].astype(np.float32), pairs.get(which)
+        if len(added) and pair is not None and pair.magnitude is not None:
+            continue  # whose lengths are those of the whole table
+        del replaced[which]
+        if not len(added):
+            continue
+        if pair is not None:
+            of_tokens, other = (pair.a, pair.b) if which == "embed" else (pair.b.T, pair.a.T)
+            added += np.float32(pair.scale) * (of_tokens[size:].astype(np.float32) @ other.astype(np.float32))
+            pairs[which] = replace(pair, **({"a": pair.a[:size]} if which == "embed" else {"b": pair.b[:, :size]}))
+        tokens = {size + number: row for number, row in enumerate(added)}
+        if (trained := rows.get(which)) is not None:
+            tokens |= dict(zip(trained.tokens, trained.rows.astype(np.float32), strict=True))
+        rows[which] = TokenRows(tuple(tokens), np.stack([*tokens.values()]))
+    return replace(adapter, low_rank=pairs, replaced=replaced, token_rows=rows)
+
+
+def _is_copy(rows: np.ndarray, table: Any, *, is_transposed: bool) -> bool:
+    """True if rows [V, D] are a table, or the transposed one, of the parameters."""
+    if rows.shape != (table.shape[::-1] if is_transposed else table.shape):
         return False
     own = np.asarray(table.dequantize() if is_weight(table) else table)
-    return np.array_equal(array.astype(np.float32), (own.T if is_transposed else own).astype(np.float32))
+    return np.array_equal(rows.astype(np.float32), (own.T if is_transposed else own).astype(np.float32))
+
+
+def _own_tokenizer(folder: Path, adapter: Adapter, base: AdapterBase) -> Tokenizer | None:
+    """The tokenizer in an adapter's folder, with the base's chat template where it has none; None where there is none,
+    and for one that does as the base's.
+
+    Raises CheckpointError for a file that cannot be read, and for tokens of which neither has a vector.
+    """
+    from checkpoints_convert import CheckpointError
+
+    common = base.tokenizer
+    try:
+        files = read_tokenizer_files(folder)
+        templates = {} if common is None else common.chat_templates
+        files = replace(files, chat_templates=files.chat_templates or templates)
+        if common is not None and (files.digest, files.chat_templates) == (common.digest, templates):
+            return None
+        own = Tokenizer(files)
+    except TokenizerNotFoundError:
+        return None
+    except ValueError as error:
+        raise CheckpointError(folder, f"its tokenizer cannot be read: {error}") from None
+    size = base.config.vocab_size + adapter.num_added("embed", base.config.vocab_size)
+    for number, token in sorted(own.tokens_by_id().items()):
+        if number >= size and not (common is not None and common.has_id(number)):
+            raise CheckpointError(
+                folder,
+                f"its tokenizer has the token {token!r} with the id {number}, the model with it has {size} tokens",
+            )
+    return own
 
 
 def _live(

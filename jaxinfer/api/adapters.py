@@ -27,8 +27,9 @@ def check_adapters(options: LLMOptions, fit: MeshFit | None, has_hosts: bool) ->
         raise ValueError(f"adapters have the model's own shapes, which this mesh changes: {told}")
 
 
-def with_room(options: LLMOptions, adapters: Sequence[Adapter]) -> LLMOptions:
-    """The options with room for the adapters that are given at the start, in what is not set."""
+def with_room(options: LLMOptions, adapters: Sequence[Adapter], vocab_size: int) -> LLMOptions:
+    """The options with room for the adapters that are given at the start, in what is not set. `vocab_size`: of the
+    model."""
     if options.max_adapters is None and adapters:
         options = replace(options, max_adapters=len(adapters))
     if not adapters or not options.max_adapters:
@@ -39,9 +40,12 @@ def with_room(options: LLMOptions, adapters: Sequence[Adapter]) -> LLMOptions:
         changes["max_adapter_rank"] = max(rank, 1)
     if options.adapter_parts is None:
         parts = set().union(*map(parts_of, adapters))
-        counts = [len(rows.tokens) for adapter in adapters for rows in adapter.token_rows.values()]
-        num_tokens = max(counts, default=0)
+        all_rows = [rows for adapter in adapters for rows in adapter.token_rows.values()]
+        num_tokens = max((sum(token < vocab_size for token in rows.tokens) for rows in all_rows), default=0)
         changes["adapter_parts"] = (*sorted(parts), *([f"tokens:{num_tokens}"] if num_tokens else []))
+    if options.max_adapter_tokens is None:
+        num_added = max(adapter.num_added("embed", vocab_size) for adapter in adapters)
+        changes["max_adapter_tokens"] = num_added or None
     return replace(options, **changes) if changes else options
 
 
@@ -50,7 +54,8 @@ def check_served(adapter: Adapter, config: ModelConfig) -> None:
 
     No weights of the base are read: they count as ones.
     """
-    sizes, shapes = with_room(LLMOptions(), [adapter]).adapter_sizes, abstract_params(config)
+    options = with_room(LLMOptions(), [adapter], config.vocab_size)
+    sizes, shapes = options.adapter_sizes, abstract_params(config)
     assert sizes is not None
     ones = jax.tree.map(lambda leaf: np.broadcast_to(np.ones((), leaf.dtype), leaf.shape), shapes)
     AdapterStacks(config, shapes, sizes).prepared(adapter, ones, what="to check")

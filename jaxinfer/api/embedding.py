@@ -16,6 +16,7 @@ from jaxinfer.engine.results import VectorJob
 from jaxinfer.engine.scheduler import RequestTooLargeError
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.text import Tokenizer
+from jaxinfer.text.prompts import TakesPrompts
 
 # Of Qwen3-Reranker's model card. The tokens of the middle are those of one text, in which no control token is read.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -68,8 +69,11 @@ class Embedder:
         if prompt is not None and prompt_name is not None:
             raise ValueError(f"give either prompt or prompt_name, got prompt={prompt!r:.40} and {prompt_name=}")
         before = config.prompt(prompt_name) if prompt is None else prompt
-        start = 0 if config.includes_prompt or not before else self._num_prompt_tokens(before)
-        ids = [self._ids(text, before, config, truncate, f"{what} {number}") for number, text in enumerate(texts)]
+        prompts = self._client.prompts_of(options.adapter)
+        start = 0 if config.includes_prompt or not before else _num_prompt_tokens(prompts, before)
+        ids = [
+            self._ids(prompts, text, before, config, truncate, f"{what} {number}") for number, text in enumerate(texts)
+        ]
         # As in sentence-transformers, "cls" takes the first token where the text has none beside the prompt's.
         least = 1 if config.pooling == "cls" else start + 1
         for number, tokens in enumerate(ids):
@@ -109,30 +113,26 @@ class Embedder:
             raise ValueError(f"{self._client.name} scores pairs of texts and does not pool: use rerank")
         return config
 
-    def _ids(self, text: Any, before: str, config: EmbeddingConfig, truncate: bool, what: str) -> list[int]:
+    def _ids(
+        self, prompts: TakesPrompts, text: Any, before: str, config: EmbeddingConfig, truncate: bool, what: str
+    ) -> list[int]:
         limit = min(self._client.max_model_len, config.max_length or self._client.max_model_len)
         if not isinstance(text, str):
             if before:
                 raise ValueError(f"{what}: a prompt goes before texts, not before token ids")
-            ids = self._client.tokenize(text, what=what)[1]
+            ids = prompts.tokenize(text, what=what)[1]
         else:
             whole = before + text
             whole = whole.lower() if config.lower_case else whole
             if truncate:
-                return _truncated(self._client.need_tokenizer("truncation"), whole, limit)
-            ids = self._client.tokenize(whole, what=what)[1]
+                return _truncated(prompts.need_tokenizer("truncation"), whole, limit)
+            ids = prompts.tokenize(whole, what=what)[1]
         if len(ids) > limit and not truncate:
             why = f"max_model_len={self._client.max_model_len}"
             if limit < self._client.max_model_len:
                 why = f"the checkpoint's max_seq_length is {limit}"
             raise RequestTooLargeError(f"{what} has {len(ids)} tokens, but {why}; set truncate to cut it")
         return ids[:limit]
-
-    def _num_prompt_tokens(self, prompt: str) -> int:
-        """Number of tokens of the prompt alone, without a special token at its end, which stands after the text."""
-        tokenizer = self._client.need_tokenizer("a prompt")
-        ids = tokenizer.encode(prompt)
-        return len(ids) - (bool(ids) and ids[-1] in tokenizer.special_ids)
 
     def _request(self, ids: list[int], pooling: Pooling, options: RequestOptions, what: str) -> Request:
         return self._client.prepare_pooled(ids, _PARAMS, pooling, options, what=what)
@@ -227,6 +227,13 @@ def best_first(scores: np.ndarray, top_n: int | None) -> list[tuple[int, float]]
         raise ValueError(f"top_n={top_n!r} must be a positive integer or None")
     order = np.argsort(-scores, kind="stable")[:top_n]
     return [(int(index), float(scores[index])) for index in order]
+
+
+def _num_prompt_tokens(prompts: TakesPrompts, prompt: str) -> int:
+    """Number of tokens of the prompt alone, without a special token at its end, which stands after the text."""
+    tokenizer = prompts.need_tokenizer("a prompt")
+    ids = tokenizer.encode(prompt)
+    return len(ids) - (bool(ids) and ids[-1] in tokenizer.special_ids)
 
 
 def _truncated(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:

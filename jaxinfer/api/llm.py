@@ -64,6 +64,7 @@ from jaxinfer.loading import (
     ChooseLayers,
     LiveModel,
     LoadedModel,
+    ReadAdapter,
     draft_of,
     for_length,
     load_adapter,
@@ -75,7 +76,7 @@ from jaxinfer.models import ModelConfig, Params, check_taps
 from jaxinfer.models.adapter import Adapter
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.openai.fields import check_message_names
-from jaxinfer.openai.requests import TextRequest
+from jaxinfer.openai.requests import AdapterTexts, TextModel, TextRequest
 from jaxinfer.parallel import hosts
 from jaxinfer.param_dict import ParamDict, refuse
 from jaxinfer.progress import Stage
@@ -166,7 +167,7 @@ class LLM(Closable):
         source = None if loaded.source is None else str(loaded.source)
         self._base_names = () if source is None else tuple(filter(None, (chosen.base_model, self.name, source)))
         given = {name: self._read_adapter(adapter, name) for name, adapter in dict(chosen.adapters or {}).items()}
-        chosen = with_room(chosen, [adapter for adapter, _ in given.values()])
+        chosen = with_room(chosen, [read.adapter for read in given.values()], self.config.vocab_size)
         check_adapters(chosen, loaded.fit, self._hosts is not None)
         run = loaded.runnable()
         self._copies, params = run.value[1], run.view(itemgetter(0))
@@ -183,8 +184,8 @@ class LLM(Closable):
             system=loaded.system,
             adapters=self._adapters,
         )
-        for name, (adapter, folder) in given.items():
-            self._adapters.load(name, adapter, source=folder)
+        for name, (adapter, folder, tokenizer) in given.items():
+            self._adapters.load(name, adapter, source=folder, tokenizer=tokenizer)
         self.embedder = Embedder(self.client, loaded.embedding)
         if self._hosts is not None:
             from jaxinfer.batch import BatchSummary
@@ -206,9 +207,8 @@ class LLM(Closable):
                 one.add_weights(self._draft.weights)
         return engine
 
-    def _read_adapter(self, given: Any, name: str, base_model: str | None = None) -> tuple[Adapter, str]:
-        names = self._base_names if base_model is None else (base_model,)
-        return load_adapter(given, self.config, self.params, names, repr(name))
+    def _read_adapter(self, given: Any, name: str, base_model: str | None = None, **options: bool) -> ReadAdapter:
+        return load_adapter(given, self, (base_model,) if base_model else self._base_names, repr(name), **options)
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
         __getattr__ = unknown_attribute
@@ -298,11 +298,12 @@ class LLM(Closable):
         given = {"tools": as_tools(tools), "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
         each = params_of_each(params, self.default_params, len(conversations))
         shared = TextRequest(template_kwargs=template_kwargs, **given)  # in which the tools are read once for all
+        models = [self.text_model(name) for name in adapters_of_each(adapter, len(conversations))]
         requests = [
-            shared.with_messages(conversation).bind(self, answers, given=vars(its))
-            for conversation, its in zip(conversations, each, strict=True)
+            shared.with_messages(conversation).bind(model, answers, given=vars(its))
+            for model, conversation, its in zip(models, conversations, each, strict=True)
         ]
-        inputs = [request.inputs(self, answers)[0] for request in requests]
+        inputs = [request.inputs(model, answers)[0] for model, request in zip(models, requests, strict=True)]
         outputs = self.generate(
             [prompt for prompt, _ in inputs],
             [sampling for _, sampling in inputs],
@@ -316,12 +317,18 @@ class LLM(Closable):
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        adapter: str | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation, ready for `generate` or `stream`. Raises ValueError, with the place, for a name
-        in a message that neither the chat template nor jaxinfer reads."""
-        check_message_names(messages, self.tokenizer)
-        return self.client.tokenize_chat(messages, tools, template_kwargs)
+        """Token ids of a conversation, ready for `generate` or `stream` with the same adapter. Raises ValueError, with
+        the place, for a name in a message that neither the chat template nor jaxinfer reads."""
+        prompts = self.client.prompts_of(adapter)
+        check_message_names(messages, prompts.tokenizer)
+        return prompts.tokenize_chat(messages, tools, template_kwargs)
+
+    def text_model(self, adapter: str | LoadedAdapter | None) -> TextModel:
+        """The model as texts of requests with an adapter are read. Raises ValueError for one that is not loaded."""
+        return AdapterTexts(self.client.prompts_of(adapter), self.default_params)
 
     @takes_other_names
     def stream(
@@ -697,6 +704,7 @@ class LLM(Closable):
         keep_on_device: bool = False,
         replace: bool = False,
         base_model: str | None = None,
+        uses_tokenizer: bool = True,
     ) -> LoadedAdapter:
         """Loads a LoRA adapter, which requests then name with `adapter=name`. No program is compiled for it.
 
@@ -705,15 +713,17 @@ class LLM(Closable):
           keep_on_device: whether it stays on the device once it is there, unless all slots have such adapters.
           replace: whether an adapter of that name may be there; requests that named it go on with it.
           base_model: the model's name in the adapter's configuration, where that is not what it is opened by.
+          uses_tokenizer: whether a tokenizer and chat template in its folder are for its requests; else the model's.
 
         Raises ValueError, with names and numbers, for a name that is taken, an adapter that does not fit the model, and
-        one for which there is no room (`max_adapters`, `max_adapter_rank`, `adapter_modules`, `adapter_parts`);
-        TooManyAdaptersError, a ValueError, where `max_loaded_adapters` are loaded;
+        one for which there is no room (`max_adapters`, `max_adapter_rank`, `adapter_modules`, `adapter_parts`,
+        `max_adapter_tokens`); TooManyAdaptersError, a ValueError, where `max_loaded_adapters` are loaded;
         CheckpointError, a ValueError, for a folder that cannot be read. Nothing is loaded then.
         """
         self._adapters.check_new(name, replace=replace)
-        read, source = self._read_adapter(adapter, name, base_model)
-        return self._adapters.load(name, read, source=source, keep_on_device=keep_on_device, replace=replace)
+        read, source, tokenizer = self._read_adapter(adapter, name, base_model, uses_tokenizer=uses_tokenizer)
+        more = {"keep_on_device": keep_on_device, "replace": replace}
+        return self._adapters.load(name, read, source=source, tokenizer=tokenizer, **more)
 
     def unload_adapter(self, name: str) -> None:
         """Takes an adapter away; requests that named it go on with it. Raises ValueError for one that is not loaded."""

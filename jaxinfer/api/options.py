@@ -186,7 +186,10 @@ class LLMOptions(EngineOptions):
                 given, most = len(self.adapters), self.max_loaded_adapters
                 raise ValueError(f"{given} adapters are given, and max_loaded_adapters={most}: raise it, or give fewer")
         if not self.adapters and self.max_adapters is None:
-            for name in ("max_loaded_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts"):
+            for name in (
+                *("max_loaded_adapters", "max_adapter_rank", "max_adapter_tokens"),
+                *("adapter_modules", "adapter_parts"),
+            ):
                 if (value := getattr(self, name)) is not None:
                     raise ValueError(f"{name}={value!r} is for adapters: give some, or max_adapters=8")
         if (self.adapters or self.max_adapters) and self.offload:

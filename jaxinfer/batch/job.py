@@ -47,6 +47,8 @@ class BatchModel(TextModel, Protocol):
     @property
     def adapters(self) -> Mapping[str, LoadedAdapter]: ...
 
+    def text_model(self, adapter: LoadedAdapter | None) -> TextModel: ...
+
     def fingerprint(self) -> str: ...
 
     def generate_each(
@@ -228,7 +230,7 @@ class Job:
             self._defaults.seed,
             asked,
             table=self.scan.table,
-            adapters={name: self._adapters[name].fingerprint for name in sorted(named & self._adapters.keys())} or None,
+            adapters={name: self._adapters[name].identity for name in sorted(named & self._adapters.keys())} or None,
         )
 
     def _serve(self, stage: Stage) -> None:
@@ -262,8 +264,9 @@ class Job:
                 continue
             request = None
             try:
-                request = self._defaults.bind(row, self._model)
-                inputs = request.inputs(self._model, answers)
+                model = self._model.text_model(adapter)
+                request = self._defaults.bind(row, model, answers)
+                inputs = request.inputs(model, answers)
             except ValueError as error:
                 self._fail(row, error if request is None else request.refused(error), stage)
                 continue
@@ -362,7 +365,7 @@ class Job:
                 job_id=self._identity.job_id,
                 model=self._model.name,
                 fingerprint=self._identity.model_sha256,
-                tokenizer=self._model.tokenizer,
+                tokenizer=self._model.text_model(pending.adapter).tokenizer,
             )
         except RequestError as error:
             self._fail(pending.row, error, stage)
@@ -435,12 +438,12 @@ class Defaults:
         own_seed = given.pop("seed", None)
         return cls(checkpoint, given, seed if own_seed is None else own_seed)
 
-    def bind(self, row: BatchRow, model: BatchModel) -> BoundRequest:
+    def bind(self, row: BatchRow, model: TextModel, answers: AnswerFormat) -> BoundRequest:
         """The request of one row, with its seed. Raises RequestError or SamplingParamsError."""
         asked = row.request.text
         if row.is_table and asked.is_chat:
             asked = replace(asked, has_openai_limits=True)
-        return asked.bind(model, model.answer_format, lambda params: derive_seed(self.seed, row.number), self.given)
+        return asked.bind(model, answers, lambda params: derive_seed(self.seed, row.number), self.given)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that answers depend on, as JSON values."""

@@ -300,7 +300,8 @@ def open_session(llm: "LLM", values: dict[str, Any], system: str | None, adapter
 
     Raises ValueError for a model without a chat template.
     """
-    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+    tokenizer = llm.client.prompts_of(adapter).tokenizer
+    if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError(
             f"{llm.name} has no chat template, so it cannot chat: use jaxinfer generate, "
             "or add a chat_template.jinja to its folder"
@@ -432,7 +433,7 @@ def _answer(
     With `stops`, Ctrl-C ends the answer.
     """
     messages = session.ask(text, is_again=is_again)
-    prompt = llm.chat_prompt(messages)
+    prompt = llm.chat_prompt(messages, adapter=session.adapter)
     params, is_cut = session.fit(len(prompt))
     with _stoppable(stops) as is_stopped:
         write = (lambda text: None) if is_quiet else write_text

@@ -105,7 +105,10 @@ class DraftedServingOptions(DraftOptions, ServingOptions):
 
 
 ADAPTER = "adapter"  # of a line of a file
-ADAPTER_ROOM = ("max_adapters", "max_loaded_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts")
+ADAPTER_ROOM = (
+    *("max_adapters", "max_loaded_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts"),
+    "max_adapter_tokens",
+)
 ADAPTERS = ("adapters", *ADAPTER_ROOM, "base_model")
 
 

@@ -70,7 +70,8 @@ def _run(model_options: RunModelOptions, values: dict[str, Any], prompt: str | N
         return talk(model_options, values, options.system, as_json=options.as_json)
     adapter = chosen_adapter(model_options)
     with open_llm(model_options, max_seqs=1) as llm:
-        if llm.tokenizer is not None and llm.tokenizer.chat_template is None:
+        tokenizer = llm.client.prompts_of(adapter).tokenizer
+        if tokenizer is not None and tokenizer.chat_template is None:
             if options.system is not None:
                 raise UsageError(f"{llm.name} has no chat template, so that it takes no --system")
             _continue(llm, prompt, values, adapter, as_json=options.as_json)

@@ -123,7 +123,7 @@ def _pairs(prompts: list[str], continuations: list[str], file: Path | None) -> l
 
 
 def _data(llm: "LLM", index: int, item: Named, score: "Score", adapter: str | None) -> dict[str, Any]:
-    tokenizer = llm.tokenizer
+    tokenizer = llm.client.prompts_of(adapter).tokenizer
     texts = [None if tokenizer is None else tokenizer.decode([token], False) for token in score.token_ids]
     each = zip(score.token_ids, texts, score.raw, score.processed, strict=True)
     return {

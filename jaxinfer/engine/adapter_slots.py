@@ -1,5 +1,7 @@
 """Which adapter is in which slot of the device. Plain Python: no JAX here."""
 
+import hashlib
+import json
 import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -19,6 +21,7 @@ class AdapterSizes:
       num_slots: adapters at once. max_rank: of each.
       modules: last parts of the names of the linear layers that have room, such as "q_proj"; None for all of them.
       parts: what else has room (`engine.options.ADAPTER_PARTS`). num_tokens: trained tokens of an adapter.
+      num_added: tokens that an adapter adds to the vocabulary.
     """
 
     num_slots: int
@@ -26,6 +29,7 @@ class AdapterSizes:
     modules: tuple[str, ...] | None = None
     parts: frozenset[str] = frozenset()
     num_tokens: int = 0
+    num_added: int = 0
 
     def has(self, part: str) -> bool:
         """True for a part that has room."""
@@ -40,7 +44,9 @@ class AdapterSizes:
     @property
     def has_tables(self) -> bool:
         """True if the embedding or the head has room."""
-        return self.num_tokens > 0 or any(part.endswith(("embed", "lm_head")) for part in self.parts)
+        return (
+            self.num_tokens > 0 or self.num_added > 0 or any(part.endswith(("embed", "lm_head")) for part in self.parts)
+        )
 
 
 @dataclass(eq=False)
@@ -53,6 +59,7 @@ class LoadedAdapter:
       host: its arrays in the host's memory. source: the folder that it was read from; "" for arrays.
       owner: the registry that loaded it.
       invocation_tokens: it changes only what comes from their last occurrence on (aLoRA); () where it changes all.
+      num_added: tokens that it adds to the vocabulary. tokenizer: of texts for it; None for the base's.
       is_pinned: whether it keeps its slot once it has one, unless all slots have pinned ones.
       is_unloaded: whether no request can name it any more; those that did go on.
     """
@@ -63,8 +70,18 @@ class LoadedAdapter:
     source: str = ""
     invocation_tokens: tuple[int, ...] = ()
     is_pinned: bool = False
+    num_added: int = 0
+    tokenizer: Any = field(default=None, repr=False)
     is_unloaded: bool = False
     owner: Any = field(default=None, repr=False)
+
+    @property
+    def identity(self) -> str:
+        """A hash of all that its answers depend on beside the model: the fingerprint, unless it has a tokenizer."""
+        if self.tokenizer is None:
+            return self.fingerprint
+        parts = [self.fingerprint, self.tokenizer.digest, dict(self.tokenizer.chat_templates)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def start_in(self, token_ids: Sequence[int]) -> int | None:
         """The index from which it changes the model, for a prompt; None if the prompt does not invoke it."""

@@ -2,7 +2,7 @@
 another adapter in a slot is other data for the same programs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxinfer.checks import did_you_mean
 from jaxinfer.engine.adapter_slots import AdapterSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardings
-from jaxinfer.models.adapter import Adapter, LowRank
+from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
 from jaxinfer.models.sharding import adapter_shardings
 from jaxinfer.quantization.adapted import AdaptedExperts, AdaptedHeads, AdaptedWeight, AdapterStack
 from jaxinfer.quantization.adapted_tables import AdaptedTable, TableStack, TableStacks
@@ -24,6 +24,7 @@ from jaxinfer.quantization.tree import is_weight
 WEIGHT, EMBED, HEAD = "weight", "embed", "lm_head"
 _RANK = jax.ShapeDtypeStruct((), jnp.int32)
 _SHOWN = 3  # names in a message
+_BLOCK = 4096  # rows of a table that are made float32 at once
 Path = tuple[str, ...]
 
 
@@ -34,18 +35,22 @@ class HostAdapter:
     Attributes:
       fingerprint: of the adapter, by which it is known. stacks: by the name of the weight, arrays as those of its stack
         without the axis of slots, and only as long as the adapter's rank; None for what it does not change.
-      rank: the largest one.
+      rank: the largest one. num_added: tokens that it adds to the vocabulary.
     """
 
     fingerprint: str
     stacks: Mapping[str, Any]
     rank: int
+    num_added: int = 0
 
     @property
     def depends_on_base(self) -> bool:
         """True if some of its arrays were computed from the base's."""
-        stacks = [stack for stack in self.stacks.values() if isinstance(stack, AdapterStack)]
-        return any(stack.columns is not None or stack.offset is not None for stack in stacks)
+        parts = [
+            part for stack in self.stacks.values() for part in (stack if isinstance(stack, TableStacks) else (stack,))
+        ]
+        computed = [getattr(part, name, None) for part in parts for name in ("columns", "offset")]
+        return any(array is not None for array in computed)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -67,12 +72,11 @@ class AdapterStacks:
     def __init__(self, config: ModelConfig, params: Params, sizes: AdapterSizes, mesh: Mesh | None = None):
         self.config, self.sizes, self.dtype = config, sizes, jnp.dtype(compute_dtype(params))
         self._is_abstract = isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct)
+        self._check_added()
         rooms = {_name(path): self._room(path, leaf) for path, leaf in _leaves(params)}
         self.names = frozenset(rooms)  # of all parameters
         self._rooms = {name: room for name, room in rooms.items() if room is not None}
         self._check_rooms()
-        if mesh is not None and mesh.size > 1 and sizes.has("experts"):
-            raise ValueError(f"adapters of experts are for one device, not for a mesh of {mesh.size}")
         stacked = partial(jax.tree.map, lambda of_slot: _stacked(sizes.num_slots, of_slot))
         shapes = {name: stacked(room.stack) for name, room in self._rooms.items()}, stacked(_RANK)
         self._stacks, self._ranks = shapes
@@ -88,6 +92,16 @@ class AdapterStacks:
         plain = {_name(path): sharding for path, sharding in _leaves(parameter_shardings(mesh, self.config))}
         pairs = {name: adapter_shardings(self._rooms[name].leaf, of, plain[name]) for name, of in stacks.items()}
         return {name: own for name, (own, _) in pairs.items()}, next(iter(pairs.values()))[1]
+
+    def _check_added(self) -> None:
+        """Raises ValueError for a model whose vocabulary adapters cannot make larger."""
+        config, name = self.config, f"max_adapter_tokens={self.sizes.num_added}"
+        if not self.sizes.num_added:
+            return
+        has_more = {"a bias of its head": config.lm_head_bias, "inputs of layers by token": config.layer_inputs}
+        for what, is_there in has_more.items():
+            if is_there:
+                raise ValueError(f"{name}: {config.architecture} has {what}, of which added tokens have none")
 
     def _check_rooms(self) -> None:
         """Raises ValueError for modules and parts that the model does not have."""
@@ -114,15 +128,16 @@ class AdapterStacks:
         if path[0] != "layers" or path[-1] != WEIGHT:
             return None
         is_module = sizes.modules is None or path[-2] in sizes.modules
+        by_output = of(*shape[:-2], shape[-1], dtype=float32) if len(shape) > 1 and sizes.has("dora") else None
         if len(shape) == 2 and path[-2].endswith(("_proj", "router")) and is_module:
-            vector = of(shape[1], dtype=float32)
-            vectors = vector if sizes.has("dora") else None, vector if sizes.has("bias") else None
-            return _Room(AdaptedWeight, AdapterStack(of(rank, shape[0]), of(rank, shape[1]), *vectors))
+            offset = of(shape[1], dtype=float32) if sizes.has("bias") else None
+            return _Room(AdaptedWeight, AdapterStack(of(rank, shape[0]), of(rank, shape[1]), by_output, offset))
         if path[-2] in ("k_up", "v_up") and is_module:
-            return _Room(AdaptedHeads, AdapterStack(of(rank, shape[1]), of(shape[0], rank, shape[2])))
+            pair = of(rank, shape[1]), of(shape[0], rank, shape[2])
+            return _Room(AdaptedHeads, AdapterStack(*pair, by_output))
         if len(shape) == 3 and "experts" in path and sizes.has("experts"):
             pair = of(shape[0], rank, shape[1]), of(shape[0], rank, shape[2])
-            return _Room(AdaptedExperts, AdapterStack(*pair))
+            return _Room(AdaptedExperts, AdapterStack(*pair, by_output))
         return None
 
     def _table_room(self, name: str, of: Callable[..., Any]) -> _Room | None:
@@ -130,18 +145,23 @@ class AdapterStacks:
         rank, width, count = sizes.rank_room, config.hidden_size, config.vocab_size
 
         def stack(which: str, a: Any, b: Any) -> TableStack | None:
-            pair = (a, b) if sizes.has(which) else (None, None)
+            columns = of(width if which == EMBED else count, dtype=jnp.float32) if sizes.has("dora") else None
+            pair = (a, b, columns) if sizes.has(which) else (None, None, None)
             num_tokens = sizes.num_tokens
             tokens = (of(num_tokens, dtype=jnp.int32), of(num_tokens, width)) if num_tokens else (None, None)
             has_whole = sizes.has(f"saved_{which}")
             whole = (of(count, width), of(dtype=jnp.bool_)) if has_whole else (None, None)
-            parts = TableStack(*pair, *tokens, *whole)
+            added = (of(sizes.num_added, width), of(dtype=jnp.int32)) if sizes.num_added else (None, None)
+            parts = TableStack(*pair, *tokens, *whole, *added)
             return None if all(part is None for part in parts) else parts
 
         embed = stack(EMBED, of(count, rank), of(rank, width)) if name == EMBED else None
         has_head = name == HEAD or config.tie_word_embeddings
         head = stack(HEAD, of(rank, width), of(rank, count)) if has_head else None
-        return None if embed is head is None else _Room(AdaptedTable, TableStacks(embed, head))
+        if embed is head is None:
+            return None
+        embed = TableStack() if name == EMBED and embed is None else embed  # which tells a tied embedding from a head
+        return _Room(AdaptedTable, TableStacks(embed, head))
 
     def on(self, params: Params) -> Params:
         """The parameters with the stacks at their weights, as they are now."""
@@ -184,6 +204,7 @@ class AdapterStacks:
         """
         check = _Check(self, adapter, what)
         check.rank()
+        num_added = check.num_added()
         biases = {name.removesuffix(".bias"): bias for name, bias in adapter.replaced.items() if name.endswith(".bias")}
         if of_tables := sorted({EMBED, HEAD} & biases.keys()):
             check.refuse(f"{of_tables[0]} has a bias, which is not served")
@@ -191,11 +212,11 @@ class AdapterStacks:
         stacks = {name: check.stack(name, adapter.low_rank.get(name), biases.get(name), params) for name in names}
         tables: dict[str, TableStacks] = {}
         for which in (EMBED, HEAD):
-            if (table := check.table(which)) is not None:
+            if (table := check.table(which, params)) is not None:
                 name = EMBED if self.config.tie_word_embeddings else which
                 tables[name] = tables.get(name, TableStacks())._replace(**{which: table})
         check.whole_names()
-        return HostAdapter(adapter.fingerprint, {**stacks, **tables}, adapter.max_rank)
+        return HostAdapter(adapter.fingerprint, {**stacks, **tables}, adapter.max_rank, num_added)
 
     def room_of(self, name: str) -> Any:
         """The shapes of a weight's stack without the axis of slots; None for a weight without room."""
@@ -208,6 +229,12 @@ def with_room(config: ModelConfig, params: Params, sizes: AdapterSizes | None, p
         return params
     params = join(params) if platform == "gpu" else params
     return AdapterStacks(config, params, sizes).on(params)
+
+
+def widened(config: ModelConfig, sizes: AdapterSizes | None) -> ModelConfig:
+    """The configuration of programs, whose vocabulary has room for the tokens that adapters add."""
+    num_added = 0 if sizes is None else sizes.num_added
+    return replace(config, vocab_size=config.vocab_size + num_added) if num_added else config
 
 
 @dataclass(frozen=True)
@@ -227,6 +254,18 @@ class _Check:
     def rank(self) -> None:
         if (rank := self.adapter.max_rank) > (room := self.stacks.sizes.max_rank):
             self.refuse(f"its rank is {rank}, and there is room for {room}: max_adapter_rank={rank} makes some")
+
+    def num_added(self) -> int:
+        """How many tokens it adds, whose vectors are all there. What it can write it can read."""
+        size = self.stacks.config.vocab_size
+        num, of_head = (self.adapter.num_added(which, size) for which in (EMBED, HEAD))
+        if of_head > num:
+            self.refuse(f"{HEAD} has {of_head} added tokens, {EMBED} {num}")
+        if num > (room := self.stacks.sizes.num_added):
+            self.refuse(f"it adds {num} tokens, and there is room for {room}: max_adapter_tokens={num} makes some")
+        if num and self.adapter.invocation_tokens:
+            self.refuse(f"it has invocation tokens and adds {num} tokens, which the base cannot read before them")
+        return num
 
     def whole_names(self) -> None:
         """Refuses parameters that stand in place of the base's, but for the embedding, the head and biases."""
@@ -257,12 +296,9 @@ class _Check:
             self._check_shapes(name, a, b, room)
         if pair is not None and pair.magnitude is not None:
             if room.columns is None:
-                if room.b.shape[:-2] or room.a.shape[:-2]:
-                    self.refuse(f"{name} has magnitudes (DoRA), which are not served for heads and experts")
                 self.no_room("magnitudes (DoRA)", "dora")
             weight = _dense(params, name) + scale * (pair.a.astype(np.float32) @ pair.b.astype(np.float32))
-            with np.errstate(divide="ignore", invalid="ignore"):
-                columns = pair.magnitude.astype(np.float32) / np.linalg.norm(weight, axis=0) - 1
+            columns = _columns(pair, np.linalg.norm(weight, axis=-2))
         if pair is not None and pair.bias is not None:
             offset = scale * pair.bias.astype(np.float32)
         if bias is not None:
@@ -280,21 +316,27 @@ class _Check:
         self._check_finite(name, {"A": a, "B": b, "magnitudes": columns, "biases": offset})
         return AdapterStack(a, b, columns, offset)
 
-    def table(self, which: str) -> TableStack | None:
+    def table(self, which: str, params: Params) -> TableStack | None:
         """The arrays of changes of the embedding or the head; None for no change."""
-        adapter, stacks, config = self.adapter, self.stacks, self.stacks.config
-        pair, whole = adapter.low_rank.get(which), adapter.replaced.get(which)
-        rows = adapter.token_rows.get(which)
-        if pair is whole is rows is None:
+        stacks, config = self.stacks, self.stacks.config
+        columns = self._columns_of_table(which, params)
+        pair, whole, rows, added = self._split(which, columns)
+        if pair is whole is rows is added is None:
             return None
         tables: TableStacks | None = stacks.room_of(EMBED if config.tie_word_embeddings else which)
         room: TableStack = (None if tables is None else getattr(tables, which)) or TableStack()
         made: dict[str, Any] = {}
+        if added is not None:
+            made |= {"added": added.astype(stacks.dtype), "num_added": np.int32(len(added))}
         if pair is not None:
             if room.a is None:
                 self.no_room(f"adapters of {which}", which)
-            if pair.magnitude is not None or pair.bias is not None:
-                self.refuse(f"{which} has magnitudes or a bias, which are not served for it")
+            if pair.bias is not None:
+                self.refuse(f"{which} has a bias, which is not served for it")
+            if columns is not None:
+                if room.columns is None:
+                    self.no_room(f"magnitudes (DoRA) of {which}", "dora")
+                made["columns"] = columns[: room.columns.shape[0]]
             made["a"] = np.array(pair.a if which == EMBED else pair.a.T, stacks.dtype, order="C")
             made["b"] = np.ascontiguousarray(np.float32(pair.scale) * pair.b.astype(np.float32), stacks.dtype)
         if rows is not None:
@@ -305,15 +347,16 @@ class _Check:
         if whole is not None:
             if room.whole is None:
                 self.no_room(f"{which} as a whole", f"saved_{which}")
-            whole = whole if which == EMBED else whole.T
             if whole.shape != room.whole.shape:
-                own, others = whole.shape[0], room.whole.shape[0]
-                self.refuse(
-                    f"{which} has {own} tokens, the model {others}: added tokens are not served; merge it with "
-                    f"jaxinfer convert --merge-lora"
-                )
+                self.refuse(f"{which} has {whole.shape[0]} tokens, the model {room.whole.shape[0]}")
             made |= {"whole": np.array(whole, stacks.dtype, order="C"), "is_whole": np.True_}
-        shorter = {"a": 0 if which == HEAD else 1, "b": 0, "tokens": 0, "rows": 0}  # the axes of ranks and of tokens
+        shorter = {
+            "a": 0 if which == HEAD else 1,
+            "b": 0,
+            "tokens": 0,
+            "rows": 0,
+            "added": 0,
+        }  # the axes of ranks and of tokens
         for name, array in made.items():
             own, given = list(getattr(room, name).shape), list(array.shape)
             if name in shorter:
@@ -322,8 +365,60 @@ class _Check:
                 self.refuse(f"{which} has {name} of shape {list(array.shape)}, the model has room for {own}")
         if rows is not None and not 0 <= min(rows.tokens, default=0) <= max(rows.tokens, default=0) < config.vocab_size:
             self.refuse(f"{which} has the trained tokens {rows.tokens}, the vocabulary {config.vocab_size}")
-        self._check_finite(which, {name: made.get(name) for name in ("a", "b", "rows", "whole")})
+        self._check_finite(which, {name: made.get(name) for name in ("a", "b", "columns", "rows", "whole", "added")})
         return TableStack(**made)
+
+    def _columns_of_table(self, which: str, params: Params) -> np.ndarray | None:
+        """The factors less 1 of a table's outputs, with those of added tokens; None for a pair without magnitudes."""
+        pair, whole = self.adapter.low_rank.get(which), self.adapter.replaced.get(which)
+        if pair is None or pair.magnitude is None:
+            return None
+        if whole is None:  # a tied head is the embedding
+            whole = _dense_table(params, which if which in params else EMBED)
+            whole = whole.T if which not in params else whole
+        scaled, squares = np.float32(pair.scale) * pair.b.astype(np.float32), np.zeros(pair.b.shape[-1], np.float32)
+        if whole.shape != (len(pair.a), pair.b.shape[-1]):
+            self.refuse(f"{which} has magnitudes and a pair for {len(pair.a)} by {pair.b.shape[-1]}, not {whole.shape}")
+        for start in range(0, len(whole), _BLOCK):  # of which a float32 copy is small
+            block = slice(start, start + _BLOCK)
+            changed = whole[block].astype(np.float32) + pair.a[block].astype(np.float32) @ scaled
+            squares += np.square(changed).sum(axis=0)
+        return _columns(pair, np.sqrt(squares))
+
+    def _split(
+        self, which: str, columns: np.ndarray | None
+    ) -> tuple[LowRank | None, np.ndarray | None, TokenRows | None, np.ndarray | None]:
+        """Changes of the base's tokens in the embedding or the head: the pair, the whole table [V, D] and trained
+        tokens; and the rows [N, D] of those that are added, as these make them."""
+        adapter, size = self.adapter, self.stacks.config.vocab_size
+        pair, whole = adapter.low_rank.get(which), adapter.replaced.get(which)
+        rows = adapter.token_rows.get(which)
+        whole = whole if whole is None or which == EMBED else whole.T
+        if not (count := adapter.num_added(which, size)):
+            return pair, whole, rows, None
+        added, is_there = np.zeros((count, self.stacks.config.hidden_size), np.float32), np.zeros(count, np.bool_)
+        if whole is not None and len(whole) > size:
+            added[: len(whole) - size], is_there[: len(whole) - size] = whole[size:], True
+            whole = whole[:size]
+        if pair is not None:
+            own, other = (pair.a, pair.b) if which == EMBED else (pair.b.T, pair.a.T)
+            if len(own) > size:
+                if len(own) != size + count:
+                    self.refuse(f"{which} has a pair for {len(own)} tokens, and has {size + count} tokens")
+                added += np.float32(pair.scale) * (own[size:].astype(np.float32) @ other.astype(np.float32))
+                if columns is not None:
+                    added *= 1 + (columns if which == EMBED else columns[size:, None])
+                cut = {"a": own[:size]} if which == EMBED else {"b": own[:size].T, "magnitude": None}
+                pair = replace(pair, **cut)
+        if rows is not None:
+            for token, row in zip(rows.tokens, rows.rows, strict=True):
+                if token >= size:
+                    added[token - size], is_there[token - size] = row, True
+            kept = [number for number, token in enumerate(rows.tokens) if token < size]
+            rows = TokenRows(tuple(rows.tokens[number] for number in kept), rows.rows[kept]) if kept else None
+        if not is_there.all():
+            self.refuse(f"{which} has no vector of the added token {size + int(np.argmin(is_there))}")
+        return pair, whole, rows, added
 
     def _check_shapes(self, name: str, a: np.ndarray, b: np.ndarray, room: AdapterStack) -> None:
         """Raises where the arrays are not those of the room, but for ranks."""
@@ -358,7 +453,7 @@ def _cleared(tables: TableStacks, slot: jax.Array) -> TableStacks:
     def without(stack: TableStack | None, *names: str) -> TableStack | None:
         if stack is None:
             return None
-        given = {name: getattr(stack, name) for name in (*names, "tokens", "is_whole")}
+        given = {name: getattr(stack, name) for name in (*names, "columns", "tokens", "is_whole", "num_added")}
         return stack._replace(
             **{name: of.at[slot].set(jnp.zeros((), of.dtype)) for name, of in given.items() if of is not None}
         )
@@ -405,6 +500,19 @@ def _dense(params: Params, name: str) -> np.ndarray:
     """float32 [K, N] of a weight of any kind."""
     weight = weight_at(params, [*name.split("."), WEIGHT])
     return np.asarray(weight.dequantize(jnp.float32) if is_weight(weight) else weight, np.float32)
+
+
+def _dense_table(params: Params, name: str) -> np.ndarray:
+    """The embedding [V, D] or the head [D, V], of any kind; in its own dtype where it is an array."""
+    table = params[name]
+    return np.asarray(table.dequantize(jnp.float32) if is_weight(table) else table)
+
+
+def _columns(pair: LowRank, lengths: np.ndarray) -> np.ndarray:
+    """The magnitudes of a pair over the lengths of the changed weight's columns, less 1."""
+    assert pair.magnitude is not None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return pair.magnitude.astype(np.float32) / lengths - 1
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from jaxinfer.engine.protocol import AnyEngine
 from jaxinfer.engine.weights import WeightsView
 from jaxinfer.models import Params
 from jaxinfer.models.adapter import Adapter
+from jaxinfer.text import Tokenizer
 
 
 class TooManyAdaptersError(ValueError):
@@ -63,22 +64,28 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
         return adapter
 
     def load(
-        self, name: str, adapter: Adapter, *, source: str = "", keep_on_device: bool = False, replace: bool = False
+        self,
+        name: str,
+        adapter: Adapter,
+        *,
+        source: str = "",
+        tokenizer: Tokenizer | None = None,
+        keep_on_device: bool = False,
+        replace: bool = False,
     ) -> LoadedAdapter:
         """Loads an adapter into the host's memory, from where it moves to the device when requests name it.
 
-        Requests that name an adapter which is replaced go on with it. Raises ValueError for a name that is taken or is
-        loaded already, unless `replace`, and as `AdapterStacks.prepared`, TooManyAdaptersError where there are as many
-        as may be; nothing has changed then.
+        Requests that name an adapter which is replaced go on with it. `tokenizer`: of texts for it; None for the
+        model's. Raises ValueError for a name that is taken or is loaded already, unless `replace`, and as
+        `AdapterStacks.prepared`, TooManyAdaptersError where there are as many as may be; nothing has changed then.
         """
         self.check_new(name, replace=replace)
         stacks = self._engine.engines[0].adapter_stacks
         if stacks is None:
             raise ValueError(f"adapter {name!r}: there is room for none; give max_adapters=8, or adapters at the start")
         host = stacks.prepared(adapter, self._params.value, what=repr(name))
-        loaded = LoadedAdapter(
-            name, host.fingerprint, host, source, adapter.invocation_tokens, keep_on_device, owner=self
-        )
+        more = {"num_added": host.num_added, "tokenizer": tokenizer, "owner": self}
+        loaded = LoadedAdapter(name, host.fingerprint, host, source, adapter.invocation_tokens, keep_on_device, **more)
         with self._lock:
             self.check_new(name, replace=replace)  # others may have been loaded meanwhile
             old, self._loaded[name] = self._loaded.get(name), loaded

@@ -106,9 +106,11 @@ class Client(TakesPrompts):
         beside the prompt."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"{what}: params must be SamplingParams, got {type(params).__name__}")
-        if params.stop and self.tokenizer is None:
+        options = self._with_adapter(options, what)
+        prompts = self.prompts_of(options.adapter)
+        if params.stop and prompts.tokenizer is None:
             raise ValueError(f"{what}: stop strings need a tokenizer; use stop_token_ids")
-        text, ids = self.tokenize(prompt, what=what)
+        text, ids = prompts.tokenize(prompt, what=what)
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(self.max_model_len - len(ids), 1)
@@ -119,7 +121,7 @@ class Client(TakesPrompts):
                 f"{what}: n={params.n} is more than max_seqs={self.engine.spec.max_seqs} and max_waiting={limit} can "
                 f"take together"
             )
-        bad_words = self._check_params(params)
+        bad_words = self._check_params(params, prompts)
         grammar, gate = (None, None) if params.structured is None else self._compile(params.structured, ids)
         seed = params.seed
         if seed is None:
@@ -130,20 +132,33 @@ class Client(TakesPrompts):
             max_tokens,
             seed,
             text=text,
-            eos_token_ids=self.eos_token_ids,
+            eos_token_ids=self._eos_of(prompts),
             bad_words=bad_words,
             grammar=grammar,
             gate=gate,
-            **self._adapter(options, ids, what),
+            **_adapter(options, ids),
             options=options,
             deadline=_deadline(options),
         )
 
-    def _adapter(self, options: RequestOptions, token_ids: Sequence[int], what: str) -> dict[str, Any]:
-        """The adapter that a request names, and where it starts; nothing for none, and for a prompt that does not
-        invoke it."""
+    def prompts_of(self, adapter: str | LoadedAdapter | None) -> TakesPrompts:
+        """Takes the prompts of requests with an adapter: it may have a tokenizer of its own, and ids that it
+        adds. Raises ValueError for a name that is not loaded."""
+        if isinstance(adapter, str):
+            adapter = self.adapters.find(adapter) if self.adapters is not None else None
+        if adapter is None or (adapter.tokenizer is None and not adapter.num_added):
+            return self
+        return self.with_tokens(adapter.tokenizer, adapter.num_added)
+
+    def _eos_of(self, prompts: TakesPrompts) -> tuple[int, ...]:
+        """The ids that end answers: the model's, and that of an adapter's tokenizer."""
+        own = None if prompts.tokenizer in (None, self.tokenizer) else prompts.tokenizer.eos_token_id
+        return self.eos_token_ids if own is None else tuple(sorted({*self.eos_token_ids, own}))
+
+    def _with_adapter(self, options: RequestOptions, what: str) -> RequestOptions:
+        """The options with the adapter itself in place of its name. Raises ValueError for one that cannot be served."""
         if options.adapter is None:
-            return {}
+            return options
         try:
             if self.adapters is None:
                 raise ValueError(f"{self.name} has no adapters, and {options.adapter!r} was asked for")
@@ -156,8 +171,7 @@ class Client(TakesPrompts):
                 raise ValueError(f"adapter {adapter.name!r} has invocation tokens: not with kv_policy={policy!r}")
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
-        start = adapter.start_in(token_ids)
-        return {} if start is None else {"adapter": adapter, "adapter_start": start}
+        return replace(options, adapter=adapter)
 
     def _compile(self, structured: StructuredOutputs, prompt: Sequence[int]) -> tuple[Grammar, Gate | None]:
         """The grammar that the answers to a prompt must match, and the gate where it begins; raises
@@ -170,7 +184,7 @@ class Client(TakesPrompts):
         try:
             with self._compiler_lock:
                 if self._compiler is None:
-                    self._compiler = make_compiler(tokenizer, self.config.vocab_size, self.eos_token_ids)
+                    self._compiler = make_compiler(tokenizer, self.engine.spec.config.vocab_size, self.eos_token_ids)
             grammar = self._compiler.compile(structured)
         except ValueError as error:
             raise SamplingParamsError("structured", f"structured: {error}") from None
@@ -189,10 +203,12 @@ class Client(TakesPrompts):
     ) -> Request:
         """A request that scores `continuation` after `prompt`, tokenized apart; without one, all tokens of the prompt
         but its first."""
-        _, ids = self.tokenize(prompt, what=what)
+        options = self._with_adapter(options, what)
+        prompts = self.prompts_of(options.adapter)
+        _, ids = prompts.tokenize(prompt, what=what)
         start = 1
         if continuation is not None:
-            _, more = self.tokenize(continuation, add_special_tokens=False, what=f"the continuation of {what}")
+            _, more = prompts.tokenize(continuation, add_special_tokens=False, what=f"the continuation of {what}")
             if not ids or not more:
                 raise ValueError(f"{what}: {len(ids)} prompt and {len(more)} continuation tokens; both need one")
             start, ids = len(ids), [*ids, *more]
@@ -202,11 +218,11 @@ class Client(TakesPrompts):
             raise SamplingParamsError("structured", f"{what}: a score is not taken under structured output")
         params = replace(params, n=1, max_tokens=None, prompt_logprobs=0, stop=(), logprobs=None)
         self._check_fits(what, len(ids), 0)
-        bad_words = self._check_params(params)
+        bad_words = self._check_params(params, prompts)
         prompt_ids = ids if continuation is None else ids[:start]
-        fields: dict[str, Any] = {**self._adapter(options, prompt_ids, what), "options": options}
+        fields: dict[str, Any] = {**_adapter(options, prompt_ids), "options": options}
         fields |= {"bad_words": bad_words, "score_from": start}
-        return Request(ids, params, 1, 0, eos_token_ids=self.eos_token_ids, **fields)
+        return Request(ids, params, 1, 0, eos_token_ids=self._eos_of(prompts), **fields)
 
     def prepare_pooled(
         self, token_ids: Sequence[int], params: SamplingParams, pooling: Pooling, options: RequestOptions, *, what: str
@@ -215,21 +231,22 @@ class Client(TakesPrompts):
         if pooling.token_ids and not self.has_head:
             raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no scores of pairs")
         self._check_fits(what, len(token_ids), 0)
-        fields: dict[str, Any] = {**self._adapter(options, token_ids, what), "options": options}
+        options = self._with_adapter(options, what)
+        fields: dict[str, Any] = {**_adapter(options, token_ids), "options": options}
         return Request(list(token_ids), params, 1, 0, pooling=pooling, deadline=_deadline(options), **fields)
 
-    def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    def _check_params(self, params: SamplingParams, prompts: TakesPrompts) -> tuple[tuple[int, ...], ...]:
         """Checks sampling parameters against the model; returns the token sequences of `bad_words`."""
-        params.validate_for_model(self.config.vocab_size, self.max_model_len)
+        params.validate_for_model(prompts.vocab_size, self.max_model_len)
         if not self.has_head:
             raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no tokens")
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
-            tokenizer = self.need_tokenizer("bad_words")
+            tokenizer = prompts.need_tokenizer("bad_words")
             bad_words = tokenize_bad_words(params.bad_words, lambda text: tokenizer.encode(text, False))
         if params.allowed_token_ids is not None or params.bad_words or params.logit_bias:
-            request = Request((), params, 1, 0, eos_token_ids=self.eos_token_ids, bad_words=bad_words)
-            make_batch([request.row(0)], self.config.vocab_size)  # raises here rather than among running requests
+            request = Request((), params, 1, 0, eos_token_ids=self._eos_of(prompts), bad_words=bad_words)
+            make_batch([request.row(0)], prompts.vocab_size)  # raises here rather than among running requests
         return bad_words
 
     def _check_fits(self, what: str, num_prompt: int, max_tokens: int | None) -> None:
@@ -260,7 +277,7 @@ class Client(TakesPrompts):
         try:
             for index in range(request.params.n):
                 answer = SequenceState(request, index, leader=answers[0] if answers else None)
-                answer.reader = _TextReader(answer, self.tokenizer)
+                answer.reader = _TextReader(answer, self._tokenizer_of(request))
                 self.engine.add(answer)
                 answers.append(answer)
         except BaseException:
@@ -309,7 +326,7 @@ class Client(TakesPrompts):
         logprobs = None
         if answer.params.logprobs is not None:
             logprobs = [
-                self._with_text(entry, answer.params) or {} for entry in answer.logprobs[first : answer.num_read]
+                self._with_text(entry, answer.request) or {} for entry in answer.logprobs[first : answer.num_read]
             ]
         if matched is not None:
             # It may have ended otherwise after the stop string.
@@ -398,7 +415,7 @@ class Client(TakesPrompts):
         request = answers[0].request
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
-            prompt_logprobs = [self._with_text(entry, request.params) for entry in answers[0].prompt_logprobs]
+            prompt_logprobs = [self._with_text(entry, request) for entry in answers[0].prompt_logprobs]
         return RequestOutput(
             request_id=str(next(self._request_ids)),
             prompt=request.text,
@@ -415,7 +432,7 @@ class Client(TakesPrompts):
         logprobs = total = None
         if answer.params.logprobs is not None:
             total = float(sum(next(iter(entry.values())).logprob for entry in answer.logprobs))
-            logprobs = [self._with_text(entry, answer.params) or {} for entry in answer.logprobs]
+            logprobs = [self._with_text(entry, answer.request) or {} for entry in answer.logprobs]
         seed = answer.row.seed if answer.row.seed is not None else answer.params.seed
         return CompletionOutput(
             index=answer.index,
@@ -432,10 +449,15 @@ class Client(TakesPrompts):
             weights=tuple(answer.weights),
         )
 
-    def _with_text(self, entry: TokenLogprob | None, params: SamplingParams) -> TokenLogprob | None:
-        if entry is None or (texts := self.tokenizer) is None:
+    def _tokenizer_of(self, request: Request) -> Tokenizer | None:
+        adapter = request.options.adapter
+        own = adapter.tokenizer if isinstance(adapter, LoadedAdapter) else None
+        return self.tokenizer if own is None else own
+
+    def _with_text(self, entry: TokenLogprob | None, request: Request) -> TokenLogprob | None:
+        if entry is None or (texts := self._tokenizer_of(request)) is None:
             return entry
-        skip = params.skip_special_tokens
+        skip = request.params.skip_special_tokens
         return entry | {
             token: replace(
                 logprob, decoded_token=texts.decode([token], False), token_bytes=texts.token_bytes(token, skip)
@@ -498,6 +520,13 @@ class _TextReader:
             if matched is None:
                 rest += self._stops.flush()
         return text + rest, matched
+
+
+def _adapter(options: RequestOptions, token_ids: Sequence[int]) -> dict[str, Any]:
+    """The adapter of the options, and where it starts; nothing for none, and for a prompt that does not invoke it."""
+    adapter = options.adapter
+    start = adapter.start_in(token_ids) if isinstance(adapter, LoadedAdapter) else None
+    return {} if start is None else {"adapter": adapter, "adapter_start": start}
 
 
 def _deadline(options: RequestOptions) -> float | None:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxinfer.cache import KVScales
 from jaxinfer.engine import results
 from jaxinfer.engine.adapter_slots import LoadedAdapter
-from jaxinfer.engine.adapter_stacks import AdapterStacks
+from jaxinfer.engine.adapter_stacks import AdapterStacks, widened
 from jaxinfer.engine.compiling import Report, default_jobs
 from jaxinfer.engine.events import Dispatch, Observer, Observers, SlotWork, Snapshot
 from jaxinfer.engine.grammars import Grammars
@@ -67,7 +67,7 @@ class Engine:
         self.adapter_stacks: AdapterStacks | None = None
         if (sizes := options.adapter_sizes) is not None:
             self.adapter_stacks = AdapterStacks(config, weights.value, sizes, mesh)
-            weights = base.view(self.adapter_stacks.on)
+            weights, config = base.view(self.adapter_stacks.on), widened(config, sizes)
         spec = EngineSpec.of(config, weights.value, options, draft, mesh)
         self.replica, self.weights = replica, weights.root
         more = {"adapters": self.adapter_stacks, "kv_scales": kv_scales, "available": available}

@@ -45,6 +45,7 @@ from jaxinfer.quantization.adapted import without_adapters
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SampleOutput, SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
 from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft
+from jaxinfer.training.fixed_forward import FixedShape, refusal
 
 COPIES = 8  # pages of one copy program
 
@@ -139,7 +140,7 @@ class ModelRunner:
         self._rows = PageTableRows(spec.groups, spec.max_seqs, spec.pages_per_sequence)
         self._sent_tables: PageTables | None = None  # what the device has, None where the host's are newer
         self._scorer = PromptScorer(spec.config.vocab_size, spec.max_seqs, self, spec.has_adapters)
-        self._scores = DeviceScorer(self.model, self.weights, self.placement)
+        self._scores = DeviceScorer(self.model, self.weights, self.placement, spec.head_rows)
         self._hidden: jax.Array | None = None  # final hidden states of the step just sent, where they are scored
         self._read_at = 0.0
         self._has_decoded = False
@@ -261,13 +262,15 @@ class ModelRunner:
     def hidden_states(
         self, tokens: list[int], taps: tuple[str, ...], adapter: int = 0, start: int = 0
     ) -> dict[str, np.ndarray]:
-        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache. `adapter`: the
-        number of the one that changes the model from position `start` on."""
+        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache; of a deterministic
+        engine with the bits of its passes, unless `refusal` has a reason. `adapter`: the number of the one that changes
+        the model from position `start` on."""
         stored, own = (self.spec.kv_dtype, self.kv_scales), None
         if self.spec.has_adapters:
             own = np.full(len(tokens), adapter, np.int32)
             own[:start] = 0
-        return tapped_states(self.model, self.weights.value, tokens, taps, *stored, own)
+        shape = None if refusal(self.spec) else FixedShape.of(self.spec)
+        return tapped_states(self.model, self.weights.value, tokens, taps, *stored, own, shape)
 
     # Before a dispatch: slots and page table.
 

@@ -302,6 +302,13 @@ class EngineOptions(SpeculationOptions):
         "NAMES",
         parse=parse_names,
     )
+    max_adapter_tokens: int | None = _adapters(
+        None,
+        "Tokens that an adapter may add to the vocabulary; only its own requests read and write them. By default as "
+        "many as one of those given at the start adds.",
+        "N",
+        min=0,
+    )
     shuffle_seed: int | None = option(None, "Orders the pages at random, for tests; by default in order.", "N")
 
     def __post_init__(self) -> None:
@@ -358,6 +365,8 @@ class EngineOptions(SpeculationOptions):
                 f"max_loaded_adapters={self.max_loaded_adapters} is less than max_adapters={self.max_adapters}: "
                 f"adapters on the device are in the host's memory too"
             )
+        if self.max_adapter_tokens is not None and not _is_count(self.max_adapter_tokens):
+            raise ValueError(f"max_adapter_tokens must be 0 or a positive integer, got {self.max_adapter_tokens!r}")
         for name in ("adapter_modules", "adapter_parts"):
             if (given := getattr(self, name)) is None:
                 continue
@@ -370,7 +379,10 @@ class EngineOptions(SpeculationOptions):
             if not is_known:
                 raise ValueError(f"adapter_parts has {part!r}: it may have {', '.join(ADAPTER_PARTS)} and tokens:N")
         if not self.max_adapters:
-            for name in ("max_loaded_adapters", "max_adapter_rank", "adapter_modules", "adapter_parts"):
+            for name in (
+                *("max_loaded_adapters", "max_adapter_rank", "max_adapter_tokens"),
+                *("adapter_modules", "adapter_parts"),
+            ):
                 if (given := getattr(self, name)) is not None and self.max_adapters is not None:
                     raise ValueError(f"{name}={given!r} is for adapters, and max_adapters is {self.max_adapters}")
 
@@ -387,7 +399,8 @@ class EngineOptions(SpeculationOptions):
         num_tokens = int(counts.pop("tokens") or DEFAULT_ADAPTER_TOKENS) if "tokens" in counts else 0
         modules = None if self.adapter_modules is None else tuple(self.adapter_modules)
         rank = self.max_adapter_rank or DEFAULT_ADAPTER_RANK
-        return AdapterSizes(self.max_adapters, rank, modules, frozenset(counts), num_tokens)
+        num_added = self.max_adapter_tokens or 0
+        return AdapterSizes(self.max_adapters, rank, modules, frozenset(counts), num_tokens, num_added)
 
     def _check_sizes(self, name: str, unit: int) -> None:
         if (given := getattr(self, name)) is None:

@@ -187,10 +187,18 @@ class PromptScorer:
 
 
 class DeviceScorer:
-    """Scores on the device, with the histories that processed scores need, by number."""
+    """Scores on the device, with the histories that processed scores need, by number. `head_rows`: positions whose
+    logits are one product, of a deterministic engine, whose decode steps have products of as many rows."""
 
-    def __init__(self, model: ProgramModel, weights: WeightsView[Weights], placement: DevicePlacement):
+    def __init__(
+        self,
+        model: ProgramModel,
+        weights: WeightsView[Weights],
+        placement: DevicePlacement,
+        head_rows: int | None = None,
+    ):
         self._model, self._weights, self._placement = model, weights, placement
+        self._head_rows = head_rows
         self._histories: dict[int, SamplingState] = {}
 
     def start(self, number: int, history: SamplingState) -> None:
@@ -213,12 +221,14 @@ class DeviceScorer:
 
         def lower_raw() -> Lowered:
             targets = np.zeros(num_tokens, np.int32)
-            return programs.score.lower(*arguments(targets, np.int32(0)), MAX_LOGPROBS, self._placement.put(adapters))
+            static = MAX_LOGPROBS, self._placement.put(adapters), self._head_rows
+            return programs.score.lower(*arguments(targets, np.int32(0)), *static)
 
         def lower_processed() -> Lowered:
             targets, vocab_size = np.zeros(num_tokens, np.int32), self._model.config.vocab_size
             row = make_batch([None], vocab_size), make_state([None], vocab_size)
-            return programs.score_processed.lower(*arguments(targets, np.zeros(2, np.int32), *row, adapters))
+            rows = np.zeros(2, np.int32)
+            return programs.score_processed.lower(*arguments(targets, rows, *row, adapters), self._head_rows)
 
         return lower_raw, lower_processed
 
@@ -228,16 +238,16 @@ class DeviceScorer:
         (targets, num_rows), raw = self._placement.put((work.targets, np.int32(work.num_rows))), None
         if work.wants_raw:
             adapters = self._placement.put(work.adapters)
-            raw = programs.score(self._model, self._weights.value, hidden, targets, num_rows, MAX_LOGPROBS, adapters)
+            given = hidden, targets, num_rows, MAX_LOGPROBS, adapters, self._head_rows
+            raw = programs.score(self._model, self._weights.value, *given)
         processed: list[jax.Array | None] = []
         for arguments in work.processed:
             values = None
             if arguments is not None:
                 number, *arrays = arguments
                 rows, batch, adapters = self._placement.put((*arrays, work.adapters))
-                self._histories[number], values = programs.score_processed(
-                    self._model, self._weights.value, hidden, targets, rows, batch, self._histories[number], adapters
-                )
+                given = hidden, targets, rows, batch, self._histories[number], adapters, self._head_rows
+                self._histories[number], values = programs.score_processed(self._model, self._weights.value, *given)
             processed.append(values)
         sums = logits = None
         if work.pooled is not None:

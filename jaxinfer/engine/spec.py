@@ -37,7 +37,7 @@ from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.determinism import Determinism, decide
 from jaxinfer.engine.options import EngineOptions, most_tokens
-from jaxinfer.engine.programs import ProgramModel, Weights
+from jaxinfer.engine.programs import MIN_HEAD_ROWS, ProgramModel, Weights
 from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.programs.work import Slots
 from jaxinfer.grammar.device import GrammarTables, TableSizes
@@ -67,7 +67,7 @@ class EngineSpec:
     """A model, an engine's options and, if it speculates, a draft; all arrays are `jax.ShapeDtypeStruct`s.
 
     Attributes:
-      config, params: of the model, as the mesh runs it.
+      config, params: of the model, as the mesh runs it; the vocabulary has room for tokens that adapters add.
       platform: "tpu", "gpu" or "cpu".
       mesh: the devices of one replica, or for counting an `AbstractMesh` of as many; None for one device whose programs
         are compiled without a mesh.
@@ -142,6 +142,12 @@ class EngineSpec:
         return None if most is None else most * self.slot_bytes
 
     @property
+    def base_config(self) -> ModelConfig:
+        """The configuration of the model without what adapters add."""
+        num_added = self.options.max_adapter_tokens or 0
+        return replace(self.config, vocab_size=self.config.vocab_size - num_added) if num_added else self.config
+
+    @property
     def has_adapters(self) -> bool:
         return self.num_adapters > 0
 
@@ -157,6 +163,10 @@ class EngineSpec:
     def _check_adapters(self) -> None:
         if self.has_adapters and self.mesh is not None and self.options.adapter_sizes is None:
             raise ValueError(f"weights with adapters run without a mesh, not on one of {self.num_devices} devices")
+        if (num := self.options.max_adapter_tokens) and self.draft.models(self.base_config, self.base_params):
+            raise ValueError(
+                f"max_adapter_tokens={num}: draft {self.draft.name!r} cannot read added tokens; draft=ngram can"
+            )
         if any(num_adapters(params) for _, params in self.draft.own):
             raise ValueError(
                 f"draft {self.draft.name!r} has weights with adapters, which only the model itself may have"
@@ -388,6 +398,11 @@ class EngineSpec:
         largest = most_tokens(self.prefill_chunk, self.max_seqs)
         sizes = buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
         return tuple(size for size in sizes if size == largest or 1.05 * size < largest)
+
+    @property
+    def head_rows(self) -> int | None:
+        """Rows of every product with the output layer, where all passes have one shape."""
+        return max(self.max_seqs, MIN_HEAD_ROWS) if self.is_deterministic else None
 
     @property
     def steps_per_dispatch(self) -> int:

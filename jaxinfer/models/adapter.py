@@ -97,6 +97,13 @@ class Adapter:
         """Number of tokens, where the adapter brings an embedding of its own; else None."""
         return self.replaced["embed"].shape[0] if "embed" in self.replaced else None
 
+    def num_added(self, which: str, vocab_size: int) -> int:
+        """How many tokens after the first `vocab_size` it has vectors for in "embed" or "lm_head"."""
+        whole, rows = self.replaced.get(which), self.token_rows.get(which)
+        of_whole = 0 if whole is None else whole.shape[0 if which == "embed" else 1]
+        last = max(rows.tokens, default=-1) if rows is not None else -1
+        return max(of_whole, last + 1, vocab_size) - vocab_size
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 over all that changes answers: every array and scale, and the invocation tokens.

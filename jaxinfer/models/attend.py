@@ -17,7 +17,8 @@ from pallas_kernels.recurrence import RecurrentTokens, conv_of_sequences, recurr
 # default: scale=float, soft_cap=float, sinks=float32 [Hq], as in `flash_attention`. A layer gets it with its number
 # already bound.
 Attend = Callable[..., jax.Array]
-Tap = Callable[[str, jax.Array], None]
+# A tap gets hidden states by name. For a token's experts it may return others, which then take their place.
+Tap = Callable[[str, jax.Array], jax.Array | None]
 
 
 class Taps:
@@ -34,15 +35,27 @@ class Taps:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def __call__(self, name: str, value: jax.Array) -> None:
+    def __call__(self, name: str, value: jax.Array) -> jax.Array | None:
         if name in self:
             self.states[name] = value
+        return None
 
     def inside(self, layer: int) -> Tap | None:
         """The tap of a layer, by the names of its parts; None where only states between layers are wanted."""
         if all(number != str(layer) or part == "residual" for number, part in self._split):
             return None
         return lambda name, value: self(f"layers.{layer}.{name}", value)
+
+
+class Replay(Taps):
+    """A tap that gives tokens the experts int32 [..., C] of another pass, by name ("layers.N.experts")."""
+
+    def __init__(self, experts: dict[str, jax.Array]):
+        super().__init__(experts)
+        self._experts = experts
+
+    def __call__(self, name: str, value: jax.Array) -> jax.Array | None:
+        return self._experts.get(name)
 
 
 class LayerAttend(Protocol):

@@ -62,10 +62,16 @@ class Decoder:
         return params if self._adapters is None else for_rows(params, self._adapters)
 
     def __call__(
-        self, tokens: Int[Array, "*rows"], positions: Int[Array, "*rows"], attend: Attend, tap: Taps | None = None
+        self,
+        tokens: Int[Array, "*rows"],
+        positions: Int[Array, "*rows"],
+        attend: Attend,
+        tap: Taps | None = None,
+        recomputes: bool = False,
     ) -> Float[Array, "*rows D"]:
         """Final hidden states [..., D] of int32 tokens [...] at int32 positions [...]; `tap` (`collect`) gets
-        those that it names."""
+        those that it names. With `recomputes`, for gradients and an `attend` without a cache, layers are computed once
+        more backwards, so that the states between them are all that is kept."""
         with jax.named_scope("embed"):
             x = self._embedding(tokens, positions, self.final_norm.weight.get_value().dtype)
             layer_inputs = self._embedding.layer_inputs(tokens, positions, x)
@@ -76,7 +82,8 @@ class Decoder:
             with jax.named_scope(f"layers.{number}"):
                 own_tap = None if tap is None else tap.inside(number)
                 params = self._for_rows(layers.take(number, jax.tree.leaves(x)[-1]))
-                x = self._run_layer(number, params, x, shared, attend, own_tap)
+                run = self._recomputed if recomputes else self._run_layer
+                x = run(number, params, x, shared, attend, own_tap)
             if tap is not None and (name := f"layers.{number}.residual") in tap:
                 x = summed(x)
                 tap(name, x)
@@ -118,6 +125,25 @@ class Decoder:
             raise ValueError(f"{type(attend).__name__} has no states for recurrent layers")
         x = layer.run(x, shared.positions, own, tap)
         attend.update(number, own.state)
+        return x
+
+    def _recomputed(
+        self, number: int, params: Params, x: Hidden, shared: _Pass, attend: Attend, tap: Tap | None
+    ) -> Hidden:
+        """As `_run_layer`, of an `attend` that is a function. The layer's inputs are all that is kept for gradients."""
+        config, kept = self.config, shared.kept.get(self.config.kv_source(number))
+
+        @jax.checkpoint
+        def run(params: Params, x: Hidden, positions: Positions, layer_inputs: Any, kept: Any) -> Any:
+            own = _Pass(positions, layer_inputs)
+            if kept is not None:
+                own.kept[config.kv_source(number)] = kept
+            x = self._run_layer(number, params, x, own, attend, tap)
+            return x, own.kept.get(number) if config.is_kv_source(number) else None
+
+        x, made = run(params, x, Positions(shared.positions.positions), shared.layer_inputs, kept)
+        if made is not None:
+            shared.kept[number] = made
         return x
 
 
@@ -230,10 +256,11 @@ def logical_axes(config: ModelConfig) -> Params:
 
 
 def tap_names(config: ModelConfig) -> list[str]:
-    """Names of the hidden states that a forward pass can return."""
+    """Names of the hidden states that a forward pass can return, and of the tokens' experts."""
     layers = []
     for i in range(config.num_layers):
         parts = {"attention": config.layer_kind(i) != "none", "mlp": config.has_mlp(i), "residual": True}
+        parts["experts"] = config.experts_of(i) is not None
         layers += [f"layers.{i}.{name}" for name, is_there in parts.items() if is_there]
     return ["embed", *layers, "final_norm"]
 

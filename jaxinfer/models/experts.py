@@ -20,6 +20,7 @@ Shapes use the legend of jaxinfer/README.md, with E experts and C experts of a t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,31 +119,50 @@ def run_experts(
     if form == "packed" and not is_packed:
         raise NotImplementedError("form='packed' reads packed experts, which these are not all")
     run = partial(_RUN[form], activation)
+    adapters: tuple[_Adapters, ...] = ()  # none or one
     if has_adapters:
-        if form in ("dense", "gathered") or over is not None:
-            raise NotImplementedError(f"form={form!r} takes no adapters, nor does a mesh; 'tiles' does, on one device")
+        if form in ("dense", "gathered"):
+            raise NotImplementedError(f"form={form!r} takes no adapters; 'tiles' does")
         ids = _row_adapters(adapted, len(x) // rows_of_token)
-        return run(x, chosen, weights, experts, _Adapters(adapted, jnp.repeat(ids, rows_of_token))).astype(x.dtype)
+        adapters = (_Adapters(Experts(*map(_without_base, adapted)), jnp.repeat(ids, rows_of_token)),)
     if over is None:
-        return run(x, chosen, weights, experts).astype(x.dtype)
+        return run(x, chosen, weights, experts, *adapters).astype(x.dtype)
     mesh, axis = over
 
-    def run_local(x, chosen, weights, experts):
+    def run_local(x, chosen, weights, experts, *adapters):
         count = experts.up.shape[0]
         local = chosen - lax.axis_index(axis) * count
         is_local = (local >= 0) & (local < count)
-        partial_sum = run(x, jnp.where(is_local, local, count), jnp.where(is_local, weights, 0), experts)
+        partial_sum = run(x, jnp.where(is_local, local, count), jnp.where(is_local, weights, 0), experts, *adapters)
         return lax.psum(partial_sum, axis)
 
     replicated = PartitionSpec()
     run_sharded = jax.shard_map(
         run_local,
         mesh=mesh,
-        in_specs=(replicated, replicated, replicated, Experts(*(stack_specs(stack, axis) for stack in experts))),
+        in_specs=(
+            *(replicated, replicated, replicated, Experts(*(stack_specs(stack, axis) for stack in experts))),
+            *(_adapter_specs(own, axis) for own in adapters),
+        ),
         out_specs=replicated,
         check_vma=False,  # the initial carry of the loop is the same on all devices
     )
-    return run_sharded(x, chosen, weights, experts).astype(x.dtype)
+    return run_sharded(x, chosen, weights, experts, *adapters).astype(x.dtype)
+
+
+def _without_base(stack: Any) -> Any:
+    """A stack's adapters alone; None for one without."""
+    return replace(stack, base=None, ids=None) if isinstance(stack, AdaptedExperts) else None
+
+
+def _adapter_specs(adapters: _Adapters, axis: str) -> _Adapters:
+    """`PartitionSpec`s that shard the pairs by expert, as the stacks that they belong to."""
+    pairs, whole = PartitionSpec(None, axis), PartitionSpec()
+
+    def specs(own: AdaptedExperts | None) -> Any:
+        return None if own is None else replace(own, stack=jax.tree.map(lambda _: pairs, own.stack), ranks=whole)
+
+    return _Adapters(Experts(*map(specs, adapters.experts)), whole)  # pyright: ignore[reportArgumentType]
 
 
 def _has_adapters(experts: Experts) -> bool:
@@ -155,7 +175,7 @@ def _row_adapters(experts: Experts, num_rows: int) -> jax.Array:
 
 
 class _Adapters(NamedTuple):
-    """Adapters of experts, and int32 [T] that of each row of x."""
+    """Adapters of experts, None for a stack without, and int32 [T] that of each row of x."""
 
     experts: Experts
     ids: jax.Array
@@ -275,34 +295,105 @@ def _packed(activation: Activation, x, chosen, weights, experts: Any, adapters: 
 def _tiles(
     activation: Activation, x, chosen, weights, experts: Experts, adapters: _Adapters | None = None
 ) -> jax.Array:
-    num_experts, num_rows = experts.up.shape[0], chosen.size
-    order = _sort(chosen, num_experts)
-    size = tile_rows(num_rows, num_experts)
-    ends = jnp.cumsum(-(-order.counts // size))
-    # Blocks are written in order: the next one overwrites the rows beyond a block's expert.
-    tokens = jnp.pad(order.token, (0, size))
+    order = _sort(chosen, experts.up.shape[0])
+    if adapters is None:
+        return _combine(_tiled(activation, x, experts, order), order, weights)
+    return _combine(_run_tiles(activation, x, experts, order, adapters), order, weights)
+
+
+def _run_tiles(
+    activation: Activation, x: jax.Array, experts: Experts, order: _Order, adapters: _Adapters | None = None
+) -> jax.Array:
+    """The outputs [M, D] of the sorted rows, and further ones that are unspecified."""
+    tiles = _Tiles.of(order)
 
     def run_block(index, out):
-        expert = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-        first = jnp.where(expert == 0, 0, ends[expert - 1])
-        row = order.starts[expert] + (index - first) * size
-        own_tokens = lax.dynamic_slice_in_dim(tokens, row, size)
-        block = x[own_tokens]
+        expert, row, own_tokens, _ = tiles.at(index)
 
-        def bias(rows, biases):
-            return rows if biases is None else rows + _of_expert(biases, expert).astype(rows.dtype)
-
-        def product(rows, stack):
-            out = matmul(rows, _of_expert(stack, expert))
+        def added(rows, product, stack):
             if adapters is None:
-                return out
-            return adapters.added(rows, out, stack, experts, adapters.ids[own_tokens], expert)
+                return product
+            return adapters.added(rows, product, stack, experts, adapters.ids[own_tokens], expert)
 
-        result = _feed_forward(activation, block, experts, product, bias)
+        result = _feed_tile(activation, x[own_tokens], experts, partial(_of_expert, expert=expert), added)
         return lax.dynamic_update_slice_in_dim(out, result, row, axis=0)
 
-    out = jnp.zeros((num_rows + size, experts.down.shape[-1]), x.dtype)
-    return _combine(lax.fori_loop(0, ends[-1], run_block, out), order, weights)
+    out = jnp.zeros((order.token.size + tiles.size, experts.down.shape[-1]), x.dtype)
+    # Blocks are written in order: the next one overwrites the rows beyond a block's expert.
+    return lax.fori_loop(0, tiles.ends[-1], run_block, out)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tiled(activation: Activation, x: jax.Array, experts: Experts, order: _Order) -> jax.Array:
+    """`_run_tiles` with a gradient: JAX differentiates no loop whose length is not known when it is traced."""
+    return _run_tiles(activation, x, experts, order)
+
+
+def _tiled_forward(activation: Activation, x: jax.Array, experts: Experts, order: _Order):
+    return _run_tiles(activation, x, experts, order), (x, experts, order)
+
+
+def _tiled_backward(activation: Activation, operands: tuple[jax.Array, Experts, _Order], d_out: jax.Array):
+    """Blocks of rows once more, each with the gradient of its products, summed in float32."""
+    x, experts, order = operands
+    if any(map(is_weight, experts)):
+        raise NotImplementedError("quantized and packed experts have no gradient: give plain ones (dequantize_params)")
+    tiles = _Tiles.of(order)
+
+    def run_block(index, carry):
+        d_x, d_experts = carry
+        expert, row, own_tokens, is_own = tiles.at(index)
+
+        def feed(rows, own):
+            return _feed_tile(activation, rows, own, lambda stack: stack, lambda rows, product, stack: product)
+
+        _, pull = jax.vjp(feed, x[own_tokens], _of_expert(experts, expert))
+        d_block, d_own = pull(jnp.where(is_own[:, None], lax.dynamic_slice_in_dim(d_out, row, tiles.size), 0))
+        d_x = d_x.at[own_tokens].add(d_block.astype(jnp.float32))
+        return d_x, jax.tree.map(lambda sums, new: sums.at[expert].add(new.astype(jnp.float32)), d_experts, d_own)
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (x, experts))
+    sums = lax.fori_loop(0, tiles.ends[-1], run_block, zeros)
+    return *jax.tree.map(lambda leaf, total: total.astype(leaf.dtype), (x, experts), sums), None
+
+
+_tiled.defvjp(_tiled_forward, _tiled_backward)
+
+
+class _Tiles(NamedTuple):
+    """Blocks of `size` sorted rows of one expert; `ends` int32 [E] is the number of blocks up to each expert's last,
+    and `tokens` the token of each row, padded by a block."""
+
+    order: _Order
+    tokens: jax.Array
+    ends: jax.Array
+    size: int
+
+    @classmethod
+    def of(cls, order: _Order) -> _Tiles:
+        size = tile_rows(order.token.size, order.counts.size)
+        return cls(order, jnp.pad(order.token, (0, size)), jnp.cumsum(-(-order.counts // size)), size)
+
+    def at(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """The expert of a block, its first row, the tokens int32 [size] of its rows, and which of these are its."""
+        order = self.order
+        expert = jnp.searchsorted(self.ends, index, side="right").astype(jnp.int32)
+        first = jnp.where(expert == 0, 0, self.ends[expert - 1])
+        row = order.starts[expert] + (index - first) * self.size
+        is_own = row + jnp.arange(self.size) < order.starts[expert] + order.counts[expert]
+        return expert, row, lax.dynamic_slice_in_dim(self.tokens, row, self.size), is_own
+
+
+def _feed_tile(activation: Activation, rows: jax.Array, experts: Experts, own: Callable, added: Callable) -> jax.Array:
+    """The outputs of rows of one expert, whose part of a stack `own` takes; `added` adds what adapters do."""
+
+    def product(rows, stack):
+        return added(rows, matmul(rows, own(stack)), stack)
+
+    def bias(rows, biases):
+        return rows if biases is None else rows + own(biases).astype(rows.dtype)
+
+    return _feed_forward(activation, rows, experts, product, bias)
 
 
 def _gathered(activation: Activation, x, chosen, weights, experts: Experts) -> jax.Array:
@@ -378,35 +469,43 @@ _RUN = {"ragged": _ragged, "tiles": _tiles, "dense": _dense, "gathered": _gather
 
 
 def route(
-    moe: MoEConfig, logits: Float[Array, "T E"], correction: Float[Array, " E"] | None = None
+    moe: MoEConfig,
+    logits: Float[Array, "T E"],
+    correction: Float[Array, " E"] | None = None,
+    chosen: Int[Array, "T C"] | None = None,
 ) -> tuple[Int[Array, "T C"], Float[Array, "T C"]]:
     """The experts of each token, int32 [T, C], best first, and their weights, float32 [T, C].
 
     logits: float32 [T, E]. correction: float32 [E], see `MoEConfig.has_correction_bias`. Of equal scores, the expert
-    with the lower index is chosen. A NaN logit makes weights NaN.
+    with the lower index is chosen. `chosen`: the experts, where they are given, as in a pass that replays another's. A
+    NaN logit makes weights NaN.
     """
     if moe.scoring in ("softmax_of_chosen", "sigmoid_of_chosen"):
-        best, chosen = lax.top_k(logits, moe.num_experts_per_token)
+        if chosen is None:
+            best, chosen = lax.top_k(logits, moe.num_experts_per_token)
+        else:
+            best = jnp.take_along_axis(logits, chosen, axis=-1)
         best = jax.nn.softmax(best, axis=-1) if moe.scoring == "softmax_of_chosen" else jax.nn.sigmoid(best)
         return chosen, best * moe.scale
     if moe.scoring == "sparsemixer":
-        chosen, weights = _sparsemixer(logits, moe.jitter)
+        chosen, weights = _sparsemixer(logits, moe.jitter, chosen)
         return chosen, weights * moe.scale
     scores = jax.nn.sigmoid(logits) if moe.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-    choice = scores if correction is None else scores + correction
-    if moe.num_groups > 1:
-        choice = _within_groups(moe, choice)
-    _, chosen = lax.top_k(choice, moe.num_experts_per_token)
+    if chosen is None:
+        choice = scores if correction is None else scores + correction
+        if moe.num_groups > 1:
+            choice = _within_groups(moe, choice)
+        _, chosen = lax.top_k(choice, moe.num_experts_per_token)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if moe.normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return chosen, weights * moe.scale
 
 
-def _sparsemixer(logits: jax.Array, jitter: float) -> tuple[jax.Array, jax.Array]:
+def _sparsemixer(logits: jax.Array, jitter: float, chosen: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """SparseMixer-v2 without sampling (Liu et al. 2024, GRIN): the two best experts, each with its softmax over the
     experts whose logits are near its own; the second's is taken without the first."""
-    _, chosen = lax.top_k(logits, 2)
+    chosen = lax.top_k(logits, 2)[1] if chosen is None else chosen
 
     def weight(candidates: jax.Array, expert: jax.Array) -> jax.Array:
         best = jnp.take_along_axis(candidates, expert, axis=-1)

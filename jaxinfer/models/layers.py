@@ -193,9 +193,9 @@ class ExpertsBeside(nnx.Module):
         self.moe = SparseMoE(moe, config.hidden_size, activation, shared=None, **kwargs)
         self.mlp_norm, self.input_norm, self.output_norm = (hidden_norm(config, dtype) for _ in range(3))
 
-    def __call__(self, x: jax.Array, fed: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, fed: jax.Array, tap: Tap | None = None) -> jax.Array:
         """[..., D] of hidden states [..., D] and what the MLP made of them."""
-        return self.mlp_norm(fed) + self.output_norm(self.moe(self.input_norm(x), x))
+        return self.mlp_norm(fed) + self.output_norm(self.moe(self.input_norm(x), x, tap))
 
 
 class LayerInput(nnx.Module):
@@ -244,7 +244,7 @@ class DecoderLayer(nnx.Module):
         layer_input: jax.Array | None = None,
     ) -> jax.Array:
         """Hidden states [..., D] after the layer. The taps "attention" and "mlp" are the terms added to the
-        residual. `layer_input` [..., P] is of a model with `layer_inputs`."""
+        residual, "experts" is as of `SparseMoE`. `layer_input` [..., P] is of a model with `layer_inputs`."""
         return summed(self.run(x, positions, attend, tap, layer_input))
 
     def run(
@@ -268,7 +268,7 @@ class DecoderLayer(nnx.Module):
             read = read if self.mlp_norm is None else self.mlp_norm(x)
             x = x + attended
         with jax.named_scope("mlp"):
-            fed = self.mlp(read) if self.beside is None else self.beside(x, self.mlp(read))
+            fed = self._fed(read, tap) if self.beside is None else self.beside(x, self.mlp(read), tap)
         x = self._with_term(x, self._residual_term("mlp", fed, self.mlp_post_norm, tap))
         if self.layer_input is not None and layer_input is not None:
             with jax.named_scope("layer_input"):
@@ -292,9 +292,13 @@ class DecoderLayer(nnx.Module):
         if self.mlp is not None and self.mlp_norm is not None:
             x, read = normed(self.mlp_norm, x)
             with jax.named_scope("mlp"):
-                fed = self.mlp(read)
+                fed = self._fed(read, tap)
             x = self._with_term(x, self._residual_term("mlp", fed, None, tap))
         return x
+
+    def _fed(self, read: jax.Array, tap: Tap | None) -> jax.Array:
+        """[..., D] that the MLP, or the experts, make of hidden states [..., D]."""
+        return self.mlp(read, tap=tap) if isinstance(self.mlp, SparseMoE) else self.mlp(read)
 
     def _with_term(self, x: jax.Array, term: jax.Array) -> Hidden:
         """The sum, left to the next norm where a kernel of the layer's own norms would compute it."""
@@ -410,6 +414,7 @@ class HeadStack(nnx.Module):
     def _product(self, equation: str, x: jax.Array, *, is_transposed: bool) -> jax.Array:
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         weight = self.weight.get_value()
+        x = weight.scaled(x) if is_transposed and isinstance(weight, AdaptedHeads) else x
         product = jnp.einsum(equation, x, base_of(weight), precision=precision, preferred_element_type=x.dtype)
         return weight.add(product, x, is_transposed=is_transposed) if isinstance(weight, AdaptedHeads) else product
 

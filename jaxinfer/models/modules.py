@@ -21,6 +21,7 @@ from jaxinfer.models.draft_head import DraftHead, Ends, layer_kind
 from jaxinfer.models.hidden import Hidden
 from jaxinfer.models.layers import DecoderLayer
 from jaxinfer.models.moe import SparseMoE
+from jaxinfer.quantization.adapted import is_adapted
 from jaxinfer.quantization.matmul import matmul, rows
 
 # Nested dict of arrays or `QuantizedArray`s, with the modules' names as keys; layers by their number as a string.
@@ -101,10 +102,15 @@ class Head(nnx.Module):
         `token_map` those of the other tokenizer's tokens, -inf for one that is no own token."""
         config = self.config
         is_tied = config.tie_word_embeddings
-        logits = matmul(hidden, embed if is_tied else self.lm_head.get_value(), jnp.float32, is_transposed=is_tied)
+        table = embed if is_tied else self.lm_head.get_value()
+        logits = matmul(hidden, table, jnp.float32, is_transposed=is_tied)
         if self.lm_head_bias is not None:
             logits = logits + self.lm_head_bias[...].astype(jnp.float32)
-        logits = scaled_logits(config, logits[..., : config.vocab_size])  # on a mesh the vocabulary may be padded
+        logits = logits[..., : config.vocab_size]  # on a mesh the vocabulary may be padded
+        scaled = scaled_logits(config, logits)
+        if config.logit_softcap is not None and is_adapted(table):  # a token that no adapter of the row adds stays -inf
+            scaled = jnp.where(jnp.isneginf(logits), logits, scaled)
+        logits = scaled
         return logits if config.token_map is None else logits_at(logits, self.token_index[...])
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxinfer.models.attend import Tap
 from jaxinfer.models.basic import Norm, normal
 from jaxinfer.models.config import MoEConfig
 from jaxinfer.models.experts import Activation, Experts, route, run_experts
@@ -62,8 +63,8 @@ class Router(nnx.Module):
         self.expert_scale = nnx.Param(np.ones((moe.num_experts,), dtype), axes=(None,)) if has_scales else None
         self.moe = moe
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`route` for hidden states [T, D]."""
+    def __call__(self, x: jax.Array, tap: Tap | None = None) -> tuple[jax.Array, jax.Array]:
+        """`route` for hidden states [T, D]. The tap "experts" gets the chosen ones, and may return others for them."""
         if self.norm is not None and self.input_scale is not None:
             x = self.norm(x) * self.input_scale[...] * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         weight = self.weight.get_value()
@@ -71,7 +72,10 @@ class Router(nnx.Module):
         (logits,) = with_adapters(x, [jnp.matmul(*operands, precision=lax.Precision.HIGHEST)], [weight])
         if self.bias is not None:
             logits = logits + self.bias[...].astype(jnp.float32)
-        chosen, weights = route(self.moe, logits, None if self.correction is None else self.correction[...])
+        correction = None if self.correction is None else self.correction[...]
+        chosen, weights = route(self.moe, logits, correction)
+        if tap is not None and (replayed := tap("experts", chosen)) is not None:
+            chosen, weights = route(self.moe, logits, correction, replayed)
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[...].astype(jnp.float32)[chosen]
         return chosen, weights
@@ -106,10 +110,12 @@ class SparseMoE(nnx.Module):
         if moe.clamp is not None:
             self.activation = partial(clamped_swiglu, moe.clamp, moe.clamp_slope)
 
-    def __call__(self, x: jax.Array, routed: jax.Array | None = None) -> jax.Array:
-        """[..., D] of hidden states [..., D]; the router reads `routed` [..., D], if given."""
+    def __call__(self, x: jax.Array, routed: jax.Array | None = None, tap: Tap | None = None) -> jax.Array:
+        """[..., D] of hidden states [..., D]; the router reads `routed` [..., D], if given. The tap is as of `Router`,
+        with experts int32 [..., C]."""
         rows = x.reshape(-1, x.shape[-1])
-        chosen, weights = self.router(rows if routed is None else routed.reshape(rows.shape))
+        own = None if tap is None else partial(_tap_rows, tap, x.shape[:-1])
+        chosen, weights = self.router(rows if routed is None else routed.reshape(rows.shape), own)
         run = partial(run_experts, experts=self.experts(), activation=self.activation, over=self.over)
         if self.scales_input:
             out = _run_scaled(run, rows, chosen, weights).reshape(x.shape)
@@ -122,6 +128,12 @@ class SparseMoE(nnx.Module):
             gate = jnp.matmul(x, self.shared_gate[...], precision=lax.Precision.HIGHEST)
             shared = jax.nn.sigmoid(gate) * shared
         return out + shared
+
+
+def _tap_rows(tap: Tap, lead: tuple[int, ...], name: str, chosen: jax.Array) -> jax.Array | None:
+    """The tap of experts [T, C] as those [*lead, C] of tokens with these leading axes."""
+    replayed = tap(name, chosen.reshape(*lead, -1))
+    return None if replayed is None else replayed.reshape(chosen.shape)
 
 
 def _run_scaled(run: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:

@@ -85,20 +85,22 @@ def adapter_shardings(kind: type, stack: Any, sharding: NamedSharding) -> tuple[
         first, second = (width, tokens) if is_head else (tokens, None)
         a = of(parts.a, None, None, first) if is_head else of(parts.a, None, first)
         b = of(parts.b, None, None, second if is_head else width)
+        columns = of(parts.columns, None, tokens if is_head else width)
         rows = of(parts.tokens), of(parts.rows, None, None, width)
-        return TableStack(a, b, *rows, of(parts.whole, None, tokens, width), of(parts.is_whole))
+        added = of(parts.added, None, None, width), of(parts.num_added)
+        return TableStack(a, b, columns, *rows, of(parts.whole, None, tokens, width), of(parts.is_whole), *added)
 
     ranks = NamedSharding(mesh, PartitionSpec())
     if kind is AdaptedTable:
-        is_embedding = stack.embed is not None or stack.lm_head is None
-        tokens, width = names[:2] if is_embedding else names[1::-1]
+        tokens, width = names[1::-1] if stack.embed is None else names[:2]
         tables = table(stack.embed, tokens, width, is_head=False), table(stack.lm_head, tokens, width, is_head=True)
         return TableStacks(*tables), ranks
     if kind is AdaptedHeads:
-        return AdapterStack(of(stack.a, None, None, names[1]), of(stack.b, None, names[0], None, names[2])), ranks
+        pair = of(stack.a, None, None, names[1]), of(stack.b, None, names[0], None, names[2])
+        return AdapterStack(*pair, of(stack.columns, None, names[0], names[2])), ranks
     if kind is AdaptedExperts:
         pair = of(stack.a, None, names[0], None, names[1]), of(stack.b, None, names[0], None, names[2])
-        return AdapterStack(*pair), ranks
+        return AdapterStack(*pair, of(stack.columns, None, names[0], names[2])), ranks
     pair = of(stack.a, None, None, names[0]), of(stack.b, None, None, names[1])
     return AdapterStack(*pair, of(stack.columns, None, names[1]), of(stack.offset, None, names[1])), ranks
 

@@ -34,7 +34,8 @@ CHARS_PER_TOKEN = 4  # of English text, about; for limits that are checked befor
 class TextModel(Protocol):
     """The part of `LLM` that requests are bound to."""
 
-    default_params: SamplingParams
+    @property
+    def default_params(self) -> SamplingParams: ...
 
     @property
     def client(self) -> "TakesPrompts": ...
@@ -44,6 +45,22 @@ class TextModel(Protocol):
 
     @property
     def tokenizer(self) -> "Tokenizer | None": ...
+
+
+@dataclass(frozen=True)
+class AdapterTexts:
+    """A model as texts for one of its adapters are read, with the tokenizer and chat template of that adapter."""
+
+    client: "TakesPrompts"
+    default_params: SamplingParams
+
+    @property
+    def max_model_len(self) -> int:
+        return self.client.max_model_len
+
+    @property
+    def tokenizer(self) -> "Tokenizer | None":
+        return self.client.tokenizer
 
 
 @dataclass(frozen=True)

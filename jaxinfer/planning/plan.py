@@ -9,7 +9,7 @@ import jax
 
 from jaxinfer.checks import format_bytes
 from jaxinfer.chips import Chip
-from jaxinfer.engine.adapter_stacks import with_room
+from jaxinfer.engine.adapter_stacks import widened, with_room
 from jaxinfer.engine.offload import Offload, layers_for_host, with_host_layers
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
@@ -66,7 +66,8 @@ class PlanRequest:
         config, params = _fitted(mesh, self.config, self.params)
         draft = (self.draft or NO_DRAFT).with_params(partial(_fitted, mesh))
         chip = self.place.chip
-        params = with_room(config, params, self.options.adapter_sizes, chip.platform)
+        sizes = self.options.adapter_sizes
+        config, params = widened(config, sizes), with_room(config, params, sizes, chip.platform)
         spec = EngineSpec(config, params, self.options, chip.platform, mesh, draft, chip=chip.name)
         return with_host_layers(spec, layers_for_host(spec, self.offload, self.place.device_bytes))
 

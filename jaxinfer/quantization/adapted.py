@@ -26,8 +26,9 @@ class AdapterStack(NamedTuple):
     Attributes:
       a: [S, R, K]. b: [S, R, N], the scale in it. What is beyond an adapter's rank is 0. Of a stack of experts
         [S, E, R, K] and [S, E, R, N]; of a matrix for each head, which share A, b is [S, H, R, N].
-      columns: float32 [S, N], factors of the outputs (DoRA) less 1; None where no adapter has any.
-      offset: float32 [S, N], added to the outputs; None likewise.
+      columns: float32 [S, N], factors of the outputs (DoRA) less 1; None where no adapter has any. Of a stack of
+        experts [S, E, N], of a matrix for each head [S, H, N].
+      offset: float32 [S, N], added to the outputs; None likewise, and of experts and heads.
     """
 
     a: Any
@@ -87,9 +88,15 @@ class AdaptedWeight(Adapted):
 class AdaptedHeads(Adapted):
     """A matrix [H, K, N] for each head, with an `AdapterStack`. A pytree."""
 
+    def scaled(self, x: jax.Array) -> jax.Array:
+        """x [..., H, N] by the factors of the rows' adapters, which go before a product with transposed matrices."""
+        if self.ids is None or self.stack.columns is None:
+            return x
+        return _by_columns(x, self.stack.columns, self.ids_of(x.shape[:-2]), 2)
+
     def add(self, product: jax.Array, x: jax.Array, *, is_transposed: bool) -> jax.Array:
         """The product [..., H, N] of x [..., H, K] with the matrices, or [..., H, K] of x [..., H, N] where they are
-        transposed, with those of the rows' adapters."""
+        transposed and x is `scaled`, with those of the rows' adapters."""
         if self.ids is None:
             return product
         ids = self.ids_of(x.shape[:-2])
@@ -107,7 +114,9 @@ class AdaptedHeads(Adapted):
         is_own = jnp.arange(a.shape[0]) == ids[..., None] - 1
         inner = jnp.where(is_own[..., None, :, None], inner, 0)
         changed = product.astype(jnp.float32) + jnp.einsum(second, inner, other, precision=_EXACT)
-        return jnp.where((ids > 0)[..., None, None], changed.astype(product.dtype), product)
+        changed = jnp.where((ids > 0)[..., None, None], changed.astype(product.dtype), product)
+        columns = None if is_transposed else self.stack.columns
+        return changed if columns is None else _by_columns(changed, columns, ids, 2)
 
 
 @register
@@ -125,7 +134,9 @@ class AdaptedExperts(Adapted):
         # To the kernel an expert of an adapter is an adapter.
         own = jnp.where((ids > 0) & (expert < count), (ids - 1) * count + expert + 1, 0)
         pair = a.reshape(slots * count, *a.shape[2:]), b.reshape(slots * count, *b.shape[2:])
-        return add_adapters(x, [product], [pair], own, jnp.repeat(self.ranks, count))[0]
+        (changed,) = add_adapters(x, [product], [pair], own, jnp.repeat(self.ranks, count))
+        columns = self.stack.columns
+        return changed if columns is None else _by_columns(changed, columns.reshape(slots * count, -1), own, 1)
 
 
 def is_adapted(leaf: Any) -> bool:
@@ -168,6 +179,14 @@ def _finished(product: jax.Array, stack: AdapterStack, ids: jax.Array) -> jax.Ar
     if stack.offset is not None:
         changed = changed + stack.offset[slots]
     return jnp.where((ids > 0)[..., None], changed.astype(product.dtype), product)
+
+
+def _by_columns(product: jax.Array, columns: jax.Array, ids: jax.Array, num_axes: int) -> jax.Array:
+    """A product, whose last `num_axes` axes are those of factors less 1, by the factors of its rows' adapters."""
+    changed = product.astype(jnp.float32)
+    changed = changed + changed * columns[jnp.maximum(ids - 1, 0)]
+    is_own = (ids > 0).reshape(*ids.shape, *(1,) * num_axes)
+    return jnp.where(is_own, changed.astype(product.dtype), product)
 
 
 def _matmul(x: jax.Array, weight: AdaptedWeight, out_dtype, *, is_transposed: bool = False) -> jax.Array:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from jaxinfer.engine.adapter_slots import LoadedAdapter
@@ -78,7 +79,11 @@ class ServedAdapters:
             folder = await asyncio.to_thread(self._folders.folder, path)
             former = self._before[name] = llm.adapters.get(name)
             try:
-                adapter = await asyncio.to_thread(llm.load_adapter, name, folder, replace=replaces)
+                options = {
+                    "replace": replaces,
+                    "uses_tokenizer": False,
+                }  # of a client no template
+                adapter = await asyncio.to_thread(partial(llm.load_adapter, name, folder, **options))
                 if keys is not None:
                     self._keys[adapter] = frozenset(keys)
                 elif former is not None and former in self._keys:

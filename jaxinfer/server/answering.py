@@ -108,7 +108,7 @@ def bind(
     max_n = service.options.max_n if isinstance(body, SamplingFields) else 1
     _check_sizes(body, model, max_n)
     asked = read(model)
-    bound = asked.bind(model.llm, model.answers, _seed)
+    bound = asked.bind(model.texts, model.answers, _seed)
     service.log_unknown(bound.ignored, record_of(request.scope).route)
     if bound.num_answers > max_n:
         told = f"{bound.num_prompts} prompts times n={bound.params.n} are more than the server's limit of {max_n}"
@@ -133,7 +133,7 @@ def _check_sizes(body: Any, model: ServedModel, max_n: int = 1) -> None:
         for ids in prompt if several else [prompt]:
             if isinstance(ids, list) and getattr(body, "truncate_prompt_tokens", None) is None:
                 check_length(len(ids), "token ids of the prompt", llm.max_model_len)
-    num_allowed, vocab_size = len(getattr(body, "allowed_token_ids", None) or ()), llm.client.config.vocab_size
+    num_allowed, vocab_size = len(getattr(body, "allowed_token_ids", None) or ()), model.texts.client.vocab_size
     if num_allowed > vocab_size:
         raise refused("allowed_token_ids", f"allowed_token_ids has {num_allowed:,} ids, the vocabulary {vocab_size:,}")
 

@@ -17,7 +17,7 @@ from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.cache.policy.kinds import extends_length
 from jaxinfer.checks import format_bytes
-from jaxinfer.engine.adapter_stacks import with_room
+from jaxinfer.engine.adapter_stacks import widened, with_room
 from jaxinfer.engine.memory import OutOfMemoryError, activation_bytes, available_bytes
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.loaded_weights import weights_key
@@ -190,6 +190,7 @@ def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int, dic
         copied = _copied_bytes(params)
         draft_copied = sum(_copied_bytes(params) for _, params in draft.own)
     adapted = with_room(config, params, options.adapter_sizes, platform)
+    config = widened(config, options.adapter_sizes)
     spec = EngineSpec(config, adapted, replace(options, max_model_len=length), platform, mesh, draft)
     how: Any = {"dtype": options.dtype, "verify": options.verify, "mesh": whole}
     opened = options.revision, options.quantize, options.requantize

@@ -97,7 +97,7 @@ class Generation:
         try:
             return [
                 llm.prepare(prompt, params, options, what=job.name_of(number), keeps_answer=job.asked.num_kept != 0)
-                for number, (prompt, params) in enumerate(job.inputs(llm, self.model.answers))
+                for number, (prompt, params) in enumerate(job.inputs(self.model.texts, self.model.answers))
             ]
         except (ValueError, TypeError) as error:
             raise job.refused(error) from error
@@ -109,7 +109,7 @@ class Generation:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self.model.llm.tokenizer
+        return self.model.texts.tokenizer
 
     async def run(self) -> list[RequestOutput]:
         """The outputs of the whole job. Raises APIError if an answer failed."""

@@ -40,7 +40,7 @@ async def count_tokens(request: Request, service: Service) -> Response:
     async with using(request, service, body) as model:
 
         def read() -> int:
-            (ids,) = bind(request, service, body, lambda model: _read(body, model), model).prompts(model.llm)
+            (ids,) = bind(request, service, body, lambda model: _read(body, model), model).prompts(model.texts)
             return len(ids)
 
         with client_errors("messages"):

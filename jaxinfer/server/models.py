@@ -13,6 +13,7 @@ from jaxinfer import __version__
 from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.api.llm import LLM
 from jaxinfer.engine.adapter_slots import LoadedAdapter
+from jaxinfer.openai.requests import TextModel
 from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import unavailable
 from jaxinfer.server.metrics import Metrics
@@ -161,6 +162,11 @@ class ServedModel:
         return self.names[0]
 
     @property
+    def texts(self) -> TextModel:
+        """The model as the texts of its requests are read."""
+        return self.llm.text_model(self.adapter)
+
+    @property
     def base_name(self) -> str:
         """The name of the model without an adapter."""
         return self.name
@@ -302,7 +308,7 @@ class AdaptedModel(ServedModel):
     def fingerprint(self) -> str:
         """As of the model, with the adapter."""
         assert self.adapter is not None
-        digest = hashlib.sha256(f"{self._base.fingerprint} {self.adapter.fingerprint}".encode())
+        digest = hashlib.sha256(f"{self._base.fingerprint} {self.adapter.identity}".encode())
         return "fp_" + digest.hexdigest()[:16]
 
     @property

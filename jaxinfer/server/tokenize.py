@@ -26,7 +26,7 @@ async def tokenize(request: Request, service: Service) -> Response:
             ids = _ids(request, service, body, model)
             answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
             if body.return_token_strs:
-                tokenizer = llm.get_tokenizer()
+                tokenizer = model.texts.client.need_tokenizer("return_token_strs")
                 answer["token_strs"] = [tokenizer.id_to_token(token_id) for token_id in ids]
             return answer
 
@@ -38,10 +38,10 @@ def _ids(request: Request, service: Service, body: TokenizeRequest, model: Serve
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give exactly one of prompt and messages", "prompt")
     if body.messages is None:
-        return model.llm.client.tokenize(body.prompt or "", body.add_special_tokens is not False)[1]
+        return model.texts.client.tokenize(body.prompt or "", body.add_special_tokens is not False)[1]
     ignores, kwargs = service.options.ignore_unknown_fields, template_kwargs(body)
     asked = TextRequest(messages=body.messages, tools=body.tools, ignore_unknown=ignores, template_kwargs=kwargs)
-    (ids,) = bind(request, service, body, lambda model: asked, model).prompts(model.llm)
+    (ids,) = bind(request, service, body, lambda model: asked, model).prompts(model.texts)
     return list(ids)  # type: ignore[arg-type]
 
 
@@ -50,7 +50,7 @@ async def detokenize(request: Request, service: Service) -> Response:
     body = await read_body(request, DetokenizeRequest, service)
     async with using(request, service, body) as model:
         with client_errors("tokens"):
-            tokenizer = model.llm.get_tokenizer()
+            tokenizer = model.texts.client.need_tokenizer("detokenize")
             text = await in_thread(record_of(request.scope), lambda: tokenizer.decode(body.tokens, False))
     return json_response({"prompt": text})
 
@@ -62,7 +62,7 @@ async def tokenizer_info(request: Request, service: Service) -> Response:
     if model.state != "ready":  # a GET must not load a model: any web page can make a visitor's browser send one
         raise APIError(409, f"{model.name} is not loaded: POST /models/load", param="model", code="model_not_loaded")
     with client_errors():
-        tokenizer = model.llm.get_tokenizer()
+        tokenizer = model.texts.client.need_tokenizer("tokenizer_info")
     ids = {name: getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
     tokens = {name: None if token_id is None else tokenizer.id_to_token(token_id) for name, token_id in ids.items()}
     about = {"chat_template": tokenizer.chat_template, "model_max_length": model.llm.max_model_len}

@@ -1,6 +1,7 @@
 """From what a user gives as a prompt to token ids of at most the model's length."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.text.length import TextTooLongError
@@ -67,3 +68,19 @@ class TakesPrompts:
         if self.tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer, and {self.name} has none: pass token ids or tokenizer=...")
         return self.tokenizer
+
+    def with_tokens(self, tokenizer: Tokenizer | None, num_added: int) -> "Prompts":
+        """Takes prompts with so many more token ids, and with a tokenizer of their own if there is one."""
+        own = self.tokenizer if tokenizer is None else tokenizer
+        return Prompts(self.name, own, self.vocab_size + num_added, self.max_model_len, self.system)
+
+
+@dataclass(frozen=True)
+class Prompts(TakesPrompts):
+    """Takes prompts, and nothing else."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_model_len: int
+    system: str | None

@@ -22,19 +22,22 @@ def unsupported(spec: DenseSpec, platform: str) -> str | None:
         return f"a weight has two axes, not {spec.num_axes}"
     if 0 in (spec.rows, spec.inputs, spec.outputs):
         return "the product is empty"
-    if spec.is_transposed:
-        return f"inputs are a multiple of {UNIT}, not {spec.inputs}" if spec.inputs % UNIT else None
-    return f"it takes whole blocks of {STEP} inputs, not {spec.inputs}" if spec.inputs % STEP else None
+    return None
 
 
 def matmul(x: jax.Array, weight: jax.Array, spec: DenseSpec) -> jax.Array:
-    """A derivative is XLA's."""
+    """A derivative is XLA's. Inputs that are no whole blocks get zeros after them, as where weights are packed: each
+    row has the same bits in both, and XLA's would depend on how many rows there are."""
+    inputs = spec.inputs + -spec.inputs % (UNIT if spec.is_transposed else STEP)
 
     @jax.custom_jvp
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         shape = jax.ShapeDtypeStruct((spec.rows, spec.outputs), jnp.float32)
         name = register("float32", is_transposed=spec.is_transposed)
-        rows = cpu_calls.call(name, shape, (x.reshape(spec.rows, -1), weight), group=spec.inputs)
+        missing = (0, inputs - spec.inputs)
+        rows = jnp.pad(x.reshape(spec.rows, -1), ((0, 0), missing))
+        weight = jnp.pad(weight, ((0, 0), missing) if spec.is_transposed else (missing, (0, 0)))
+        rows = cpu_calls.call(name, shape, (rows, weight), group=inputs)
         return rows.reshape(*x.shape[:-1], spec.outputs)
 
     @product.defjvp

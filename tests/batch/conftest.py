@@ -48,6 +48,9 @@ class FakeLLM:
     def fingerprint(self) -> str:
         return hashlib.sha256(self.weights.encode()).hexdigest()
 
+    def text_model(self, adapter):
+        return self
+
     @property
     def client(self):
         return self

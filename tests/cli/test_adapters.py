@@ -1,11 +1,13 @@
 """Adapters on the command line: the one that answers, and the room for them."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import checkpoints_convert
 from checkpoints_convert import open_checkpoint
 from checkpoints_convert.adapters import Adapter, LowRank, save_adapter
 from jaxinfer import LLM, SamplingParams
@@ -223,3 +225,53 @@ def test_serve_refuses_what_cannot_be_served_first(jaxinfer, model, tmp_path, mo
         assert result.exit_code in (1, 2), result.stderr
         assert told in result.stderr
         assert "listening" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def with_tokens(tmp_path_factory, model):
+    """An adapter with two tokens of its own, and a tokenizer and chat template that have them; the second ends
+    answers."""
+    config, params = checkpoints_convert.load(model)
+    folder, random = tmp_path_factory.mktemp("added") / "tools", np.random.default_rng(1)
+    rows = random.standard_normal((2, config.hidden_size)).astype(np.float32)
+    table = np.concatenate([np.asarray(params["embed"], np.float32), rows])
+    save_adapter(Adapter({}, {"embed": table, "lm_head": table.T}, base_model="owner/tiny"), folder, config)
+    flags = {"special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
+    written = json.loads((Path(model) / "tokenizer.json").read_text())
+    written["added_tokens"] += [
+        {"id": config.vocab_size + number, "content": text, **flags} for number, text in enumerate(("<tool>", "<end>"))
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    template = "<tool>{{ messages[0]['content'] }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": template}))
+    return folder, config.vocab_size
+
+
+def test_an_adapter_with_its_own_tokens_has_its_own_tokenizer(jaxinfer, json_lines, model, with_tokens):
+    folder, size = with_tokens
+    short, chat = {"max_tokens": 2, "temperature": 0, "logprobs": 0}, [{"role": "user", "content": "hi"}]
+    writes = SamplingParams(**short, logit_bias={size: 100.0}, skip_special_tokens=False)
+    with LLM(model, adapters={"tools": folder}, max_seqs=4) as llm:
+        options = llm.engine.spec.options
+        assert (options.max_adapter_tokens, options.adapter_parts) == (2, ())  # the other rows are the base's
+        llm.load_adapter("texts", folder, uses_tokenizer=False)
+        assert llm.adapters["texts"].identity != llm.adapters["tools"].identity
+        ends = SamplingParams(**short, logit_bias={size + 1: 100.0})
+        answers = llm.generate(["hi <tool>"] * 4, [writes, writes, ends, ends], adapter=["tools", "texts"] * 2)
+        own, texts, ended, goes_on = (answer.outputs[0] for answer in answers)
+        assert [max(answer.prompt_token_ids) - size >= 0 for answer in answers] == [True, False] * 2
+        assert (own.text, texts.text, texts.token_ids) == ("<tool>" * 2, "", [size] * 2)
+        assert own.logprobs[0][size].decoded_token == "<tool>"
+        assert (ended.finish_reason, len(ended.token_ids), goes_on.finish_reason) == ("stop", 1, "length")
+        [answer] = llm.chat(chat, writes, adapter="tools")
+        assert answer.prompt_token_ids == llm.chat_prompt(chat, adapter="tools")
+        assert (answer.prompt_token_ids[0], size in llm.chat_prompt(chat)) == (size, False)
+    with LLM(model, max_adapters=1) as llm, pytest.raises(ValueError, match="max_adapter_tokens=2 makes some"):
+        llm.load_adapter("tools", folder)
+    [row] = json_lines(jaxinfer("score", "-m", model, "--text", "<tool>hi", "--json", "--adapter", folder).stdout)
+    assert [token["token"] for token in row["tokens"]] == ["h", "i"]
+    written = json.loads((folder / "tokenizer.json").read_text())
+    written["added_tokens"].append({**written["added_tokens"][-1], "id": size + 2, "content": "<more>"})
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    with LLM(model, max_adapters=1) as llm, pytest.raises(ValueError, match=f"'<more>' with the id {size + 2}, the"):
+        llm.load_adapter("tools", folder)

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.adapters import merged, save_adapter
-from jaxinfer import LLM, SamplingParams
-from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, init_params
+from jaxinfer import LLM, SamplingParams, parallel
+from jaxinfer.engine.adapter_slots import AdapterSizes
+from jaxinfer.engine.adapter_stacks import AdapterStacks
+from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, init_params, parameter_shardings
 from jaxinfer.models.adapter import Adapter, LowRank, TokenRows
+from jaxinfer.models.sharding import leaf_shardings
 from jaxinfer.quantization import dequantize_params, quantize_params
 from tests import tiny
 from tests.tiny import TINY
@@ -93,48 +96,42 @@ def params():
     return random_params(TINY)
 
 
-def test_linear_layers_of_different_ranks(params):
-    adapters = {"four": random_adapter(params, 1), "two": random_adapter(params, 2, rank=2)}
-    adapters["queries"] = random_adapter(params, 3, rank=8, names=lambda name: name.endswith("q_proj"))
-    check(TINY, params, adapters)
-
-
-def test_latent_attention_and_experts():
-    params = random_params(LATENT_EXPERTS)
-    adapters = {"one": random_adapter(params, 1), "two": random_adapter(params, 2, rank=2)}
-    assert any(".experts." in name for name in adapters["one"].low_rank)
-    check(LATENT_EXPERTS, params, adapters, atol=5e-4)
-
-
 def with_magnitudes(params, adapter: Adapter) -> Adapter:
     rng = np.random.default_rng(9)
 
     def changed(pair: LowRank) -> LowRank:
-        return replace(pair, magnitude=(1 + rng.random(pair.b.shape[-1])).astype(np.float32))
+        shape = (*pair.b.shape[:-2], pair.b.shape[-1])
+        return replace(pair, magnitude=(1 + rng.random(shape)).astype(np.float32))
 
     return replace(adapter, low_rank={name: changed(pair) for name, pair in adapter.low_rank.items()})
 
 
-def test_magnitudes(params):
-    check(
-        TINY, params, {"dora": with_magnitudes(params, random_adapter(params, 1)), "plain": random_adapter(params, 2)}
-    )
-
-
-def test_biases():
+def test_linear_layers():
+    """Pairs of several ranks, magnitudes, and biases of the pair and of the base."""
     config = replace(TINY, qkv_bias=True)
-    params = random_params(config)
-    rng = np.random.default_rng(3)
+    params, rng = random_params(config), np.random.default_rng(3)
+    adapters = {"four": random_adapter(params, 1), "two": random_adapter(params, 2, rank=2)}
+    adapters["queries"] = random_adapter(params, 3, rank=8, names=lambda name: name.endswith("q_proj"))
+    adapters["dora"] = with_magnitudes(params, random_adapter(params, 4))
     bias = {"layers.0.attention.k_proj.bias": rng.normal(size=16).astype(np.float32)}
-    trained = random_adapter(params, 1, replaced=bias)
+    adapters["trained"] = random_adapter(params, 5, replaced=bias)
     pairs = {
         name: replace(pair, bias=rng.normal(size=pair.b.shape[-1]).astype(np.float32))
-        for name, pair in random_adapter(params, 2).low_rank.items()
+        for name, pair in random_adapter(params, 6).low_rank.items()
         if name.endswith(("q_proj", "v_proj"))
     }
-    check(config, params, {"trained": trained, "of the pair": Adapter(pairs)})
+    adapters["of the pair"] = Adapter(pairs)
+    check(config, params, adapters)
 
 
+def test_latent_attention_and_experts():
+    params = random_params(LATENT_EXPERTS)
+    adapters = {"one": random_adapter(params, 1), "dora": with_magnitudes(params, random_adapter(params, 2, rank=2))}
+    assert any(".experts." in name for name in adapters["one"].low_rank)
+    check(LATENT_EXPERTS, params, adapters, atol=5e-4)
+
+
+@pytest.mark.matrix("untied")
 @pytest.mark.parametrize("config", [TIED, TINY], ids=["tied", "untied"])
 def test_embedding_and_head(config):
     params, rng = random_params(config), np.random.default_rng(0)
@@ -147,6 +144,7 @@ def test_embedding_and_head(config):
         whole["lm_head"] = rng.normal(size=(32, 97)).astype(np.float32)
     adapters = {
         "pairs": tables,
+        "dora": with_magnitudes(params, tables),
         "of the head": Adapter(head),
         "tokens": random_adapter(params, 2, token_rows=of_embed),
         "tokens of the head": Adapter({}, token_rows={"lm_head": rows}),
@@ -218,12 +216,47 @@ def test_a_mesh_gives_the_tokens_of_one_device(mesh):
 
 
 @pytest.mark.alone
+def test_experts_on_a_mesh_have_the_tokens_of_one_device():
+    config = replace(LATENT_EXPERTS, vocab_size=96)
+    params = random_params(config)
+    adapters = {"one": random_adapter(params, 1), "two": random_adapter(params, 2, rank=2)}
+    names = [None, *adapters, None]
+
+    def answers(mesh: str | None):
+        with LLM((config, params), adapters=adapters, mesh=mesh, **OPTIONS) as llm:
+            pairs = [array for array in llm.engine.engines[0].runner.weights.value if array.shape[:3] == (2, 4, 8)]
+            assert {array.addressable_shards[0].data.shape[1] for array in pairs} == {4 if mesh is None else 2}
+            outputs = llm.generate([PROMPTS[1]] * len(names), GREEDY, adapter=names)
+            return [one.outputs[0].token_ids for one in outputs], scores(llm, "one")
+
+    (own, own_scores), (wanted, wanted_scores) = answers("model=2"), answers(None)
+    assert own == wanted
+    assert len(set(map(tuple, own))) == 3
+    for one, other in zip(own_scores, wanted_scores, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-4)
+
+
+@pytest.mark.alone
+def test_a_tied_head_alone_is_cut_as_the_embedding():
+    """By tokens on two devices, as the head of a model that has one."""
+    sizes, specs = AdapterSizes(2, 8, parts=frozenset(("lm_head",))), []
+    for tied in (True, False):
+        config = replace(TINY, vocab_size=96, tie_word_embeddings=tied)
+        mesh = parallel.make_mesh("model=2")
+        params = jax.device_put(init_params(config, jax.random.key(0)), parameter_shardings(mesh, config))
+        params = AdapterStacks(config, params, sizes, mesh).on(params)
+        table = params["embed" if tied else "lm_head"]
+        own = table.stack.lm_head
+        specs.append([array.sharding.shard_shape(array.shape) for array in (own.a, own.b)])
+        shardings = leaf_shardings(table, table.base.sharding)
+        assert shardings.stack.lm_head.b == own.b.sharding
+    assert specs[0] == specs[1] == [(2, 8, 32), (2, 8, 48)]
+
+
+@pytest.mark.alone
 def test_a_mesh_that_changes_shapes_is_refused(params):
     with pytest.raises(ValueError, match=r"adapters have the model's own shapes, .*: num_kv_heads 2 become 4"):
         LLM((TINY, params), mesh="model=4", max_adapters=2, **OPTIONS)
-    moe = random_params(LATENT_EXPERTS)
-    with pytest.raises(ValueError, match="adapters of experts are for one device, not for a mesh of 2"):
-        LLM((LATENT_EXPERTS, moe), mesh="model=2", max_adapters=2, adapter_parts=["experts"], **OPTIONS)
 
 
 def test_copies_of_the_bases_tables_take_no_room(tmp_path):
@@ -341,6 +374,7 @@ def test_a_store_is_of_the_base(params, tmp_path):
     assert [one.token_ids for one in answers[0]] == [one.token_ids for one in answers[1]]
 
 
+@pytest.mark.matrix("tied")
 @pytest.mark.parametrize("config", [TIED, TINY], ids=["tied", "untied"])
 def test_tables_of_the_adapter_before_are_cleared(config):
     params, rng = random_params(config), np.random.default_rng(0)
@@ -351,6 +385,7 @@ def test_tables_of_the_adapter_before_are_cleared(config):
     }
     pairs = {"lm_head": LowRank(np.ones((32, 2), np.float32), np.ones((2, 97), np.float32), 1.0)}
     pairs["embed"] = LowRank(np.ones((97, 2), np.float32), np.ones((2, 32), np.float32), 1.0)
+    pairs = with_magnitudes(params, Adapter(pairs)).low_rank
     adapters = {
         "plain": random_adapter(params, 1),
         "pairs": Adapter(pairs),

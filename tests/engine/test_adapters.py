@@ -12,7 +12,7 @@ from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.adapter_slots import AdapterSizes
 from jaxinfer.engine.adapter_stacks import AdapterStacks
 from jaxinfer.engine.adapters import TooManyAdaptersError
-from jaxinfer.models import MLAConfig, abstract_params, init_params
+from jaxinfer.models import MLAConfig, MoEConfig, abstract_params, init_params
 from jaxinfer.models.adapter import Adapter, LowRank
 from jaxinfer.quantization import dequantize_params, quantize_params
 from jaxinfer.quantization.tree import is_quantized
@@ -158,21 +158,46 @@ def test_a_cached_prefix_is_that_of_its_adapter(tiny, adapters, expected):
             assert cold.outputs[0].token_ids == warm.outputs[0].token_ids == expected[name]
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [("bias", "k_up has biases, which are not served"), ("magnitude", r"k_up has magnitudes \(DoRA\), which are not")],
+MLA = MLAConfig(latent_size=16, rope_size=8, nope_size=12, value_size=10, query_rank=20)
+LATENT_EXPERTS = replace(
+    TINY,
+    architecture="DeepseekV3ForCausalLM",
+    num_kv_heads=1,
+    head_dim=24,
+    attention_scale=0.2,
+    mla=MLA,
+    moe=MoEConfig(4, 2, 24, (1,), "sigmoid", has_correction_bias=True, shared_size=24),
 )
-def test_what_heads_cannot_have_is_refused(field, message):
-    mla = MLAConfig(latent_size=16, rope_size=8, nope_size=12, value_size=10, query_rank=20)
-    config = replace(
-        TINY, architecture="DeepseekV3ForCausalLM", num_kv_heads=1, head_dim=24, attention_scale=0.2, mla=mla
-    )
-    params = abstract_params(config)
+
+
+def test_what_heads_cannot_have_is_refused():
+    params = abstract_params(LATENT_EXPERTS)
     heads, inputs, outputs = params["layers"]["0"]["attention"]["k_up"]["weight"].shape
-    pair = LowRank(np.ones((inputs, 2)), np.ones((heads, 2, outputs)), 1.0, **{field: np.ones((heads, outputs))})
-    stacks = AdapterStacks(config, params, AdapterSizes(1, 8, parts=frozenset(("dora", "bias"))))
-    with pytest.raises(ValueError, match=message):
+    pair = LowRank(np.ones((inputs, 2)), np.ones((heads, 2, outputs)), 1.0, bias=np.ones((heads, outputs)))
+    stacks = AdapterStacks(LATENT_EXPERTS, params, AdapterSizes(1, 8, parts=frozenset(("dora", "bias"))))
+    with pytest.raises(ValueError, match="k_up has biases, which are not served"):
         stacks.prepared(Adapter({"layers.0.attention.k_up": pair}), params, what="'a'")
+
+
+@pytest.mark.parametrize("name", ["embed", "lm_head", "layers.0.attention.k_up", "layers.1.mlp.experts.up_proj"])
+def test_factors_of_magnitudes(name):
+    """m / ||W + scale A B||, in float64."""
+    params, random = init_params(LATENT_EXPERTS, jax.random.key(1)), np.random.default_rng(0)
+    weight = params if name in params else params["layers"]
+    for part in name.removeprefix("layers.").split("."):
+        weight = weight[part]
+    weight = np.asarray(weight if name in params else weight["weight"], np.float64)
+    *lead, inputs, outputs = weight.shape
+    own = lead if "experts" in name else []
+    a, b = random.normal(size=(*own, inputs, 3)), random.normal(size=(*lead, 3, outputs))
+    magnitude = random.random((*lead, outputs))
+    parts = frozenset(("dora", "experts", "embed", "lm_head"))
+    stacks = AdapterStacks(LATENT_EXPERTS, jax.eval_shape(lambda: params), AdapterSizes(1, 8, parts=parts))
+    host = stacks.prepared(Adapter({name: LowRank(a, b, 0.5, magnitude)}), params, what="'a'")
+    stack = host.stacks[name] if name not in params else getattr(host.stacks[name], name)
+    wanted = magnitude / np.linalg.norm(weight + 0.5 * a @ b, axis=-2) - 1
+    np.testing.assert_allclose(stack.columns, wanted, rtol=1e-5, atol=1e-6)
+    assert host.depends_on_base
 
 
 @pytest.mark.matrix("int4-g128")

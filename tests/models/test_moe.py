@@ -323,3 +323,40 @@ def test_forms_by_platform_and_number_of_tokens():
 def test_what_does_not_fit_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         MoEConfig(**{"num_experts": E, "num_experts_per_token": C, "expert_size": F, "layers": (0,), **options})
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_blocks_of_experts_have_the_gradients_of_one_product(is_gated):
+    """The loop over blocks has a gradient of its own: of x, the weights of the choices, all stacks and biases."""
+    x, weights = random(T, D), np.abs(random(T, C, seed=1))
+    chosen = np.argsort(random(T, E - 1, seed=2), axis=-1)[:, :C].astype(np.int32)  # the last expert has no token
+    stacks = (random(E, D, F, seed=3) if is_gated else None, random(E, D, F, seed=4), random(E, F, D, seed=5))
+    biases = (random(E, F, seed=6) if is_gated else None, random(E, F, seed=7), random(E, D, seed=8))
+
+    def activation(gate, up):
+        return jax.nn.silu(up) if gate is None else jax.nn.silu(gate) * up
+
+    def loss(form, x, weights, experts):
+        return jnp.sum(jnp.sin(run_experts(x, chosen, weights, experts, activation, form=form)))
+
+    gradients = (jax.jit(jax.grad(partial(loss, form), (0, 1, 2))) for form in ("tiles", "ragged"))
+    found, expected = (gradient(x, weights, Experts(*stacks, *biases)) for gradient in gradients)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "softmax_of_chosen", "sigmoid"])
+def test_a_tap_may_replace_the_experts(scoring):
+    """Their weights are then those of the experts that it gives."""
+    router = Router(replace(PLAIN, scoring=scoring), D, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    x, others = random(T, D), np.argsort(random(T, E, seed=2), axis=-1)[:, :C].astype(np.int32)
+    tapped = {}
+    chosen, own_weights = router(x, lambda name, chosen: tapped.update({name: chosen}))
+    np.testing.assert_array_equal(tapped["experts"], chosen)
+    np.testing.assert_array_equal(router(x, lambda name, _: chosen)[1], own_weights)
+    replaced, weights = router(x, lambda name, _: jnp.asarray(others))
+    np.testing.assert_array_equal(replaced, others)
+    logits = x @ np.asarray(router.weight[...])
+    scores = 1 / (1 + np.exp(-logits)) if scoring == "sigmoid" else softmax(logits)
+    expected = np.take_along_axis(scores, others, -1)
+    np.testing.assert_allclose(weights, expected / expected.sum(-1, keepdims=True), rtol=1e-4)

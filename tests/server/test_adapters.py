@@ -633,6 +633,7 @@ def test_no_more_adapters_are_loaded_than_may_be(engine, make, monkeypatch):
 
 
 def test_a_template_in_a_folder_is_not_rendered(engine, make, root):
+    (root / "third" / "tokenizer.json").write_text(engine.llm.tokenizer._files.tokenizer_json)
     (root / "third" / "chat_template.jinja").write_text("{{ 'rendered' * 1000 }}")
     (root / "third" / "tokenizer_config.json").write_text('{"chat_template": "{{ 1 / 0 }}"}')
 

@@ -27,11 +27,15 @@ from jaxinfer.sampling import (
     processed_logprobs,
     token_logprobs,
 )
+from jaxinfer.training.fixed_forward import FixedShape, states_fixed
 
 if TYPE_CHECKING:
     from jaxinfer.models.draft_head import DraftHead
 
 SCORE_ELEMENTS = 2**24  # logits held at once while scoring: 64 MiB of float32
+# Rows of a product with the output layer in a deterministic engine, at least: XLA:CPU sums the product of one row with
+# a bfloat16 matrix in another order than those of several.
+MIN_HEAD_ROWS = 2
 
 
 Weights = tuple[jax.Array, ...]
@@ -77,7 +81,17 @@ def program_model(
     return _program_model(config, structure, mesh, policy), tuple(leaves)
 
 
-@partial(jax.jit, static_argnums=(0, 5))
+def uniform_logits(decoder: Decoder, hidden: jax.Array, adapters: jax.Array | None) -> jax.Array:
+    """Logits float32 [S, V] of hidden states [S, D] of rows with the adapters int32 [S], or None, by a product of at
+    least `MIN_HEAD_ROWS` rows."""
+    count = hidden.shape[0]
+    missing = max(MIN_HEAD_ROWS - count, 0)
+    hidden = jnp.pad(hidden, ((0, missing), (0, 0)))
+    adapters = None if adapters is None else jnp.pad(adapters, (0, missing))
+    return decoder.for_rows(adapters).logits(hidden)[:count]
+
+
+@partial(jax.jit, static_argnums=(0, 5, 7))
 def score(
     model: ProgramModel,
     weights: Weights,
@@ -86,14 +100,16 @@ def score(
     num_rows: jax.Array,
     num_top: int,
     adapters: jax.Array | None = None,
+    head_rows: int | None = None,
 ) -> TokenLogprobs:
     """Raw log-probabilities of int32 targets [T] under the final hidden states [T, D] that predict them; zeros well
     beyond the first `num_rows` (an int32 scalar). `adapters` int32 [T] where weights hold any.
 
-    Logits exist for `SCORE_ELEMENTS` / V positions at a time, whatever T and V are.
+    Logits exist for `head_rows` positions at a time, or for `SCORE_ELEMENTS` / V, whatever T and V are.
     """
-    decoder = model.bind(weights)
-    size = _score_block(model.config, hidden.shape[0])
+    decoder, num_tokens = model.bind(weights), hidden.shape[0]
+    size = head_rows or _score_block(model.config, num_tokens)
+    hidden, targets, adapters = _whole_blocks(size, (hidden, targets, adapters))
 
     def block(number: jax.Array) -> TokenLogprobs:
         of_all = hidden, targets, adapters
@@ -107,10 +123,11 @@ def score(
 
     shapes = jax.eval_shape(block, jnp.int32(0))
     scores = jax.tree.map(lambda leaf: jnp.zeros((hidden.shape[0], *leaf.shape[1:]), leaf.dtype), shapes)
-    return lax.fori_loop(0, (num_rows + size - 1) // size, add, scores)
+    scores = lax.fori_loop(0, (num_rows + size - 1) // size, add, scores)
+    return jax.tree.map(lambda leaf: leaf[:num_tokens], scores)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 8))
 def score_processed(
     model: ProgramModel,
     weights: Weights,
@@ -120,23 +137,35 @@ def score_processed(
     batch: SamplingBatch,
     history: SamplingState,
     adapters: jax.Array | None = None,
+    head_rows: int | None = None,
 ) -> tuple[SamplingState, jax.Array]:
     """Log-probabilities of the targets under one row's sampling parameters, each seeing the ones before it.
 
     hidden [T, D], targets int32[T]; `rows` int32[2], the first row that is scored and one past the last: the others do
-    not enter the history and get 0. One position at a time. `adapters` int32 [T] where weights hold any.
+    not enter the history and get 0. Logits exist for `head_rows` positions at a time, or for one. `adapters` int32 [T]
+    where weights hold any.
     """
-    decoder = model.bind(weights)
+    decoder, num_tokens, size = model.bind(weights), hidden.shape[0], head_rows or 1
+    hidden, targets, adapters = _whole_blocks(size, (hidden, targets, adapters))
 
-    def one(row: jax.Array, carry: tuple[SamplingState, jax.Array]) -> tuple[SamplingState, jax.Array]:
-        history, logprobs_so_far = carry
-        of_all = hidden, targets, adapters
-        state, target, own = jax.tree.map(lambda values: lax.dynamic_slice_in_dim(values, row, 1), of_all)
-        logprobs = processed_logprobs(decoder.for_rows(own).logits(state), batch, history)
-        logprobs_so_far = lax.dynamic_update_slice_in_dim(logprobs_so_far, logprobs[0, target], row, 0)
-        return advance(history, target, jnp.ones(1, bool)), logprobs_so_far
+    def block(number: jax.Array, carry: tuple[SamplingState, jax.Array]) -> tuple[SamplingState, jax.Array]:
+        first = number * size
+        of_all = hidden, adapters
+        states, own = jax.tree.map(lambda rows: lax.dynamic_slice_in_dim(rows, first, size), of_all)
+        logits = decoder.for_rows(own).logits(states)
 
-    return lax.fori_loop(rows[0], rows[1], one, (history, jnp.zeros(targets.shape, jnp.float32)))
+        def one(row: jax.Array, carry: tuple[SamplingState, jax.Array]) -> tuple[SamplingState, jax.Array]:
+            history, logprobs_so_far = carry
+            target = lax.dynamic_slice_in_dim(targets, row, 1)
+            logprobs = processed_logprobs(lax.dynamic_slice_in_dim(logits, row - first, 1), batch, history)
+            logprobs_so_far = lax.dynamic_update_slice_in_dim(logprobs_so_far, logprobs[0, target], row, 0)
+            return advance(history, target, jnp.ones(1, bool)), logprobs_so_far
+
+        return lax.fori_loop(jnp.maximum(rows[0], first), jnp.minimum(rows[1], first + size), one, carry)
+
+    carry = history, jnp.zeros(targets.shape, jnp.float32)
+    history, logprobs = lax.fori_loop(rows[0] // size, (rows[1] + size - 1) // size, block, carry)
+    return history, logprobs[:num_tokens]
 
 
 @jax.jit
@@ -196,6 +225,16 @@ def hidden_states(
     return {name: value[0] for name, value in tapped.items()}
 
 
+@partial(jax.jit, static_argnums=(0, 3, 4))
+def uniform_states(
+    model: ProgramModel, weights: Weights, tokens: jax.Array, taps: tuple[str, ...], shape: FixedShape
+) -> dict[str, jax.Array]:
+    """As `hidden_states`, with the bits of a deterministic engine of that shape."""
+    params = jax.tree.unflatten(model.structure, weights)
+    states = states_fixed(model.config, params, tokens[None], taps, shape=shape)
+    return {name: value[0] for name, value in states.items()}
+
+
 def tapped_states(
     model: ProgramModel,
     weights: Weights,
@@ -204,14 +243,18 @@ def tapped_states(
     kv_dtype: str,
     scales: KVScales | None = None,
     adapters: np.ndarray | None = None,
+    shape: FixedShape | None = None,
 ) -> dict[str, np.ndarray]:
     """The tapped hidden states [len(tokens), D] on the host; lengths are rounded up to few programs. `adapters`: int32
-    [len(tokens)] where weights hold any."""
+    [len(tokens)] where weights hold any. `shape`: of a deterministic engine, for `uniform_states`."""
     size = 32
     while size < len(tokens):
         size *= 2
-    own = None if adapters is None else jnp.asarray(padded(adapters, size))
-    tapped = hidden_states(model, weights, jnp.asarray(padded(tokens, size)), taps, kv_dtype, scales, own)
+    own, rows = None if adapters is None else jnp.asarray(padded(adapters, size)), jnp.asarray(padded(tokens, size))
+    if shape is not None:
+        tapped = uniform_states(model, weights, rows, taps, shape)
+    else:
+        tapped = hidden_states(model, weights, rows, taps, kv_dtype, scales, own)
     return {name: np.asarray(value)[: len(tokens)] for name, value in tapped.items()}
 
 
@@ -220,6 +263,11 @@ def padded(tokens: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
     array = np.zeros(size, np.int32)
     array[: len(tokens)] = tokens
     return array
+
+
+def _whole_blocks(size: int, rows: Any) -> Any:
+    """Arrays [T, ...] with zeros after their rows, up to a multiple of `size`."""
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, -x.shape[0] % size), *[(0, 0)] * (x.ndim - 1))), rows)
 
 
 def _score_block(config: ModelConfig, num_tokens: int) -> int:

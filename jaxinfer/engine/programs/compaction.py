@@ -15,7 +15,7 @@ from jaxinfer.cache.policy.contract import CachePolicy, EndWork
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.compiling import LargeProgram
 from jaxinfer.engine.plans import GroupMove
-from jaxinfer.engine.programs import ProgramModel, Weights, padded
+from jaxinfer.engine.programs import MIN_HEAD_ROWS, ProgramModel, Weights, padded
 from jaxinfer.models import collect
 from jaxinfer.speculative import ObservedRows, ObservingDraft
 
@@ -102,7 +102,8 @@ def compact_prompt(
         place = work.observed[:1], work.observed[1:], work.prompts[0].page_table[None]
         seen = ObservedRows(*rows, *place, taps)
         own = observer.bind(model.config.vocab_size).observe(own, seen)
-    logits = decoder.logits(jnp.broadcast_to(hidden[-1], (num_slots, hidden.shape[-1])))
+    num_rows = max(num_slots, MIN_HEAD_ROWS) if is_uniform else num_slots
+    logits = decoder.logits(jnp.broadcast_to(hidden[-1], (num_rows, hidden.shape[-1])))[:num_slots]
     if num_hidden is not None and num_hidden > window:
         hidden = jnp.pad(hidden, ((0, num_hidden - window), (0, 0)))
     return attend.cache, logits, hidden, own

@@ -19,7 +19,7 @@ from jaxinfer import parallel
 from jaxinfer.cache import PagedCache, PageTables, StateCache
 from jaxinfer.cache.policy.contract import SlotRows, StepRows
 from jaxinfer.engine.compiling import LargeProgram
-from jaxinfer.engine.programs import ProgramModel, Weights
+from jaxinfer.engine.programs import ProgramModel, Weights, uniform_logits
 from jaxinfer.engine.programs.work import (
     INVALID_LOGITS,
     NO_TOKEN,
@@ -171,10 +171,16 @@ def _one_pass(
         pass_rows = tokens, positions, rows.query_starts, lengths
         own = _observe(model, observer, own, slots, pass_rows, work.page_tables, observed)
     last = jnp.clip(rows.query_starts + lengths - 1, 0, num_tokens - 1)
-    logits = decoder.for_rows(slots.adapters).logits(hidden[last])
+    head = uniform_logits if is_uniform else _logits
+    logits = head(decoder, hidden[last], slots.adapters)
     if model.mesh is not None:
         logits = lax.with_sharding_constraint(logits, logits_sharding(model.mesh, logits))
     return (attend.cache, own), logits, hidden
+
+
+def _logits(decoder: Decoder, hidden: jax.Array, adapters: jax.Array | None) -> jax.Array:
+    """As `uniform_logits`, by a product of as many rows."""
+    return decoder.for_rows(adapters).logits(hidden)
 
 
 def _observe(

@@ -19,7 +19,7 @@ from jax import lax
 from jaxinfer.cache import PagedCache, PageTables
 from jaxinfer.cache.policy.contract import SlotRows
 from jaxinfer.engine.compiling import LargeProgram
-from jaxinfer.engine.programs import ProgramModel, Weights
+from jaxinfer.engine.programs import ProgramModel, Weights, uniform_logits
 from jaxinfer.engine.programs.paged import constrain_sharding, replicate, take_rows, write_rows
 from jaxinfer.engine.programs.work import INVALID_LOGITS, NO_TOKEN, Slots, StepOutput
 from jaxinfer.grammar.device import GrammarTables
@@ -266,8 +266,7 @@ def _logits_at(
     """The logits float32[S, V] at a node int32[S] of each slot. Those of all rows are computed in one pass over the
     head, unless every bit has to be that of plain decoding, whose product has S rows."""
     if is_uniform:
-        own = target.for_rows(rows.adapters)
-        return lambda node: own.logits(hidden[nodes.at(node)])
+        return lambda node: uniform_logits(target, hidden[nodes.at(node)], rows.adapters)
     logits = target.for_rows(rows.adapters, nodes.slots).logits(hidden)
     return lambda node: logits[nodes.at(node)]
 

@@ -117,7 +117,7 @@ def fingerprint(runner: ModelRunner, params: Params) -> bytes:
         "jax": jax.__version__,
         "device": (spec.platform, runner.device.device_kind),
         "mesh": None if spec.mesh is None else tuple(spec.mesh.shape.items()),
-        "config": spec.config,
+        "config": spec.base_config,
         "stored": (spec.kv_dtype, spec.page_size, spec.layout_of(spec.config, spec.kv_dtype)),
         "levels": (rotation.LEVELS, rotation.LEVEL_STEP),
         "deterministic": spec.determinism.rows,

@@ -247,7 +247,7 @@ GUARDED = (
     Fault(
         "adapters/a-stream-goes-on-with-another-adapter",
         "jaxinfer/server/models.py",
-        'f"{base.fingerprint} {adapter.fingerprint}"',
+        'f"{base.fingerprint} {adapter.identity}"',
         'f"{base.fingerprint} {adapter.name}"',
         (SERVED + "test_streams_are_those_of_the_adapter_and_are_resumed",),
         "a resumed answer has its end from another version of the adapter",
@@ -372,7 +372,7 @@ SCHEDULED_AND_BATCHED = (
     Fault(
         "adapters/another-adapter-continues-a-batch",
         JOB,
-        "adapters={name: self._adapters[name].fingerprint for name in sorted(named & self._adapters.keys())} or None",
+        "adapters={name: self._adapters[name].identity for name in sorted(named & self._adapters.keys())} or None",
         "adapters=None",
         (IN_BATCHES + "test_a_job_continues_with_the_same_adapters_only",),
         "half of the answers are those of the adapter before it was trained further",
@@ -493,7 +493,7 @@ IN_THE_HOSTS_MEMORY = (
     ),
 )
 
-STACKED = "tests/engine/test_adapter_stacks.py::"
+STACKED, ADDED = "tests/engine/test_adapter_stacks.py::", "tests/engine/test_added_tokens.py::"
 SERVED_TOGETHER = (
     Fault(
         "adapters/heads-have-the-changes-of-all-slots",
@@ -536,6 +536,62 @@ SERVED_TOGETHER = (
         "an adapter has the trained tokens of the one that was in its slot before",
     ),
     Fault(
+        "adapters/everyone-writes-added-tokens",
+        "jaxinfer/quantization/adapted_tables.py",
+        "is_own = (ids > 0)[..., None] & (jnp.arange(own.shape[-1]) < stack.num_added[slots][..., None])",
+        "is_own = jnp.arange(own.shape[-1]) < stack.num_added[slots][..., None]",
+        (ADDED + "test_others_have_their_bits_and_never_an_added_token",),
+        "requests without an adapter answer with tokens that the adapter in the first slot adds",
+    ),
+    Fault(
+        "adapters/added-tokens-outlive-their-adapter",
+        "jaxinfer/engine/adapter_stacks.py",
+        '(*names, "columns", "tokens", "is_whole", "num_added")',
+        '(*names, "columns", "tokens", "is_whole")',
+        (ADDED + "test_an_adapter_without_them_is_cleared_of_those_before",),
+        "an adapter writes the added tokens of the one that was in its slot before",
+    ),
+    Fault(
+        "adapters/a-cap-makes-tokens-possible",
+        "jaxinfer/models/modules.py",
+        "scaled = jnp.where(jnp.isneginf(logits), logits, scaled)",
+        "scaled = jnp.where(jnp.isnan(logits), logits, scaled)",
+        (ADDED + "test_others_have_their_bits_and_never_an_added_token",),
+        "models that cap their logits answer with tokens that only others' adapters have",
+    ),
+    Fault(
+        "adapters/every-prompt-may-have-added-tokens",
+        "jaxinfer/engine/client.py",
+        "        return self.with_tokens(adapter.tokenizer, adapter.num_added)",
+        "        return self.with_tokens(adapter.tokenizer, 3)",
+        (ADDED + "test_others_have_their_bits_and_never_an_added_token",),
+        "a prompt has tokens that its adapter has no vector of",
+    ),
+    Fault(
+        "adapters/a-client-brings-a-template",
+        "jaxinfer/server/adapters.py",
+        '"uses_tokenizer": False',
+        '"uses_tokenizer": True',
+        (SERVED + "test_a_template_in_a_folder_is_not_rendered",),
+        "templates that were loaded over HTTP render the prompts of others",
+    ),
+    Fault(
+        "adapters/queries-are-scaled-by-no-magnitudes",
+        "jaxinfer/models/layers.py",
+        "x = weight.scaled(x) if is_transposed and isinstance(weight, AdaptedHeads) else x",
+        "x = x if is_transposed and isinstance(weight, AdaptedHeads) else x",
+        (STACKED + "test_latent_attention_and_experts",),
+        "DoRA of kv_b_proj changes values and not keys",
+    ),
+    Fault(
+        "adapters/experts-on-a-mesh-have-the-pairs-of-the-first",
+        "jaxinfer/models/experts.py",
+        "pairs, whole = PartitionSpec(None, axis), PartitionSpec()",
+        "pairs, whole = PartitionSpec(), PartitionSpec()",
+        (STACKED + "test_experts_on_a_mesh_have_the_tokens_of_one_device",),
+        "every device takes the adapters of the first experts",
+    ),
+    Fault(
         "adapters/a-failed-write-counts-as-written",
         "jaxinfer/engine/adapter_slots.py",
         "                self._unwritten.add(slot)\n",
@@ -564,7 +620,7 @@ SERVED_TOGETHER = (
         "jaxinfer/engine/adapter_stacks.py",
         "_dense(params, name) + scale * (",
         "_dense(params, name) + 0 * (",
-        (STACKED + "test_magnitudes",),
+        (STACKED + "test_linear_layers",),
         "DoRA divides by the lengths of the base's columns",
     ),
     Fault(
@@ -572,14 +628,14 @@ SERVED_TOGETHER = (
         "jaxinfer/engine/adapter_stacks.py",
         "changed = bias.astype(np.float32) - np.asarray(own, np.float32)",
         "changed = bias.astype(np.float32)",
-        (STACKED + "test_biases",),
+        (STACKED + "test_linear_layers",),
         "a trained bias is added to the one that it stands in place of",
     ),
     Fault(
         "adapters/changed-tables-are-taken-for-copies",
         "jaxinfer/loading.py",
-        "    if array.shape != shape:\n        return False\n",
-        "    return array.shape == shape\n",
+        "    return np.array_equal(rows.astype(np.float32), (own.T if is_transposed else own).astype(np.float32))",
+        "    return True",
         (STACKED + "test_copies_of_the_bases_tables_take_no_room",),
         "a trained embedding is left out, since it has the base's shape",
     ),
