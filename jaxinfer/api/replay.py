@@ -1,24 +1,45 @@
 """Answers made again from their coordinates, whole or from the middle, and compared token by token.
 
 A range of an answer is made by a sequence that begins with the answer's tokens before it, as one that was preempted
-there: seeds, penalties, grammars and stop strings are where they were. With `draft="claimed"` the tokens of the range are
-drafts, which the engine's own verification accepts where the sampler chooses them.
+there: seeds, penalties, grammars and stop strings are where they were. With `draft="claimed"` the tokens of the range
+are drafts, which the engine's own verification accepts where the sampler chooses them.
 """
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from jaxinfer import __version__
 from jaxinfer.api.coordinate import Coordinate, WeightsOrigin
+from jaxinfer.engine.adapter_slots import LoadedAdapter
+from jaxinfer.engine.client import Client
 from jaxinfer.engine.explanation import program_facts
 from jaxinfer.engine.grammars import ClaimRefusedError
-from jaxinfer.engine.request import CompletionOutput, Request, RequestOptions, SequenceState
+from jaxinfer.engine.protocol import AnyEngine
+from jaxinfer.engine.request import CompletionOutput, Prompt, Request, RequestOptions, SequenceState
 from jaxinfer.engine.scheduler import QueueFullError
+from jaxinfer.models import ModelConfig
 from jaxinfer.progress import Stage
+from jaxinfer.sampling import SamplingParams
 
-if TYPE_CHECKING:
-    from jaxinfer.api.llm import LLM
+
+class ReplayModel(Protocol):
+    """The part of `LLM` by which answers are made again."""
+
+    client: Client
+    config: ModelConfig
+
+    @property
+    def engine(self) -> AnyEngine: ...
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]: ...
+    @property
+    def is_alone(self) -> bool: ...
+    @property
+    def weights_version(self) -> str: ...
+    def fingerprint_of(self, version: str) -> str | None: ...
+    def prepare(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Request: ...
+
 
 _ENDS = ("stop", "length")  # by which an answer ends again; others came from outside
 
@@ -85,10 +106,9 @@ class AnswerCheck:
         return self.difference is None and not self.refused
 
 
-def program_of(llm: "LLM") -> dict[str, Any]:
+def program_of(llm: ReplayModel) -> dict[str, Any]:
     """Facts of a model's programs, as coordinates have them."""
-    package = importlib.import_module("jaxinfer")  # an import of its name would close a circle
-    return {"jaxinfer": package.__version__, **program_facts(llm.engine)}
+    return {"jaxinfer": __version__, **program_facts(llm.engine)}
 
 
 def program_differences(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -126,9 +146,9 @@ class _Part:
             if output[position] != claimed[position]:
                 return self._differs(position, claimed[position], output[position])
             self.compared += 1
+        if self.has_end and len(output) > self.end:
+            return self._differs(self.end, None, output[self.end], "the answer goes on")
         if not answer.is_finished:
-            if self.has_end and len(output) > self.end:
-                return self._differs(self.end, None, output[self.end], "the answer goes on")
             return None
         if answer.finish_reason not in _ENDS:
             told = f"the answer ended with {answer.finish_reason!r} after {len(output)} tokens: {answer.error}"
@@ -157,7 +177,7 @@ def ends_again(coordinate: Coordinate) -> bool:
 
 
 def check_claims(
-    llm: "LLM", claims: Sequence[Claim], *, force: bool = False, use_tqdm: bool | None = None
+    llm: ReplayModel, claims: Sequence[Claim], *, force: bool = False, use_tqdm: bool | None = None
 ) -> list[AnswerCheck]:
     """Makes the tokens of claims again, all in one batch. `force`: with the weights and adapters that are there,
     whatever those of the answers were."""
@@ -189,7 +209,7 @@ def _merged(checks: Sequence[AnswerCheck]) -> AnswerCheck:
 
 
 def _parts_of(
-    llm: "LLM", number: int, claim: Claim, loaded: WeightsOrigin, *, force: bool
+    llm: ReplayModel, number: int, claim: Claim, loaded: WeightsOrigin, *, force: bool
 ) -> Iterator[_Part | AnswerCheck]:
     """The parts of a claim that can be made again, and a refusal for each span that cannot."""
     coordinate = claim.coordinate
@@ -245,7 +265,7 @@ def _early_end(request: Request, coordinate: Coordinate, start: int) -> AnswerCh
     return None
 
 
-def _request_of(llm: "LLM", claim: Claim, *, force: bool) -> Request:
+def _request_of(llm: ReplayModel, claim: Claim, *, force: bool) -> Request:
     """The request of an answer alone. Raises ValueError where this model cannot answer it."""
     coordinate, name = claim.coordinate, None
     if (use := coordinate.adapter) is not None:
@@ -265,7 +285,7 @@ def _request_of(llm: "LLM", claim: Claim, *, force: bool) -> Request:
     return replace(request, claimed=coordinate.token_ids) if claim.drafts else request
 
 
-def _run(llm: "LLM", parts: Sequence[_Part]) -> Iterator[tuple[_Part, AnswerCheck]]:
+def _run(llm: ReplayModel, parts: Sequence[_Part]) -> Iterator[tuple[_Part, AnswerCheck]]:
     """Runs the sequences of parts, as many at once as there is room for; yields the result of each."""
     client, running = llm.client, dict[SequenceState, _Part]()
     waiting, limit = list(reversed(parts)), 2 * llm.engine.spec.max_seqs + 4

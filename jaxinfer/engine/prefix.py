@@ -16,10 +16,11 @@ from jaxinfer.engine.tiers.host_tier import HostTier
 
 
 class _Node:
-    __slots__ = ("children", "hosts", "key", "pages", "parent")
+    __slots__ = ("children", "hosts", "key", "pages", "parent", "salt")
 
-    def __init__(self, key: bytes, num_groups: int, parent: "_Node | None"):
+    def __init__(self, key: bytes, num_groups: int, parent: "_Node | None", salt: str | None = None):
         self.key, self.parent = key, parent
+        self.salt = salt  # of a root; None for others, also when they have left the tree
         self.pages = [NULL_PAGE] * num_groups
         self.hosts = [NULL_PAGE] * num_groups
         self.children: dict[bytes, _Node] = {}
@@ -278,7 +279,7 @@ class PrefixTree:
     def _root(self, salt: str) -> _Node:
         node = self._roots.get(salt)
         if node is None:
-            node = self._roots[salt] = _Node(salt.encode(), len(self._pools), None)
+            node = self._roots[salt] = _Node(b"", len(self._pools), None, salt)
         return node
 
     def _walk(self, keys: Sequence[bytes], salt: str) -> list[_Node]:
@@ -377,8 +378,8 @@ class PrefixTree:
             parent = node.parent
             if parent is None:
                 self._hidden.discard(node)
-                if self._roots.get(salt := node.key.decode()) is node:
-                    del self._roots[salt]
+                if node.salt is not None and self._roots.get(node.salt) is node:
+                    del self._roots[node.salt]
                 return
             del parent.children[node.key]
             node.parent = None
