@@ -188,7 +188,7 @@ def _within(value: Any) -> Iterator[Any]:
             yield from _within(item)
         return
     body = value
-    if isinstance(value, Mapping) and isinstance(response := value.get("response"), Mapping):
+    if isinstance(value, Mapping) and isinstance(response := value.get("response"), Mapping) and NAMED[0] not in value:
         body = response.get("body")  # a row of a batch in OpenAI's form
     if not isinstance(body, Mapping):
         yield None

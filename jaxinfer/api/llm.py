@@ -386,7 +386,7 @@ class LLM(Closable):
 
         Args:
           params: for what rows do not say, whole or only some fields; its seed, or the LLM's, is the job's.
-          files: as of `jaxinfer.batch.open_job`: errors, resume, overwrite, retry_errors, sort; for tables
+          files: as of `jaxinfer.batch.open_job`: errors, resume, overwrite, retry_errors, sort, coordinates; for tables
             prompt_column, prompt, chat, keep, adapter_column.
 
         Raises:

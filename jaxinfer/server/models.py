@@ -188,7 +188,8 @@ class ServedModel:
         self.admission.capacity = num_slots + max(1, num_slots // 4)
         if num_slots >= 16:  # of few slots one would be too much
             self.admission.num_unreserved = num_slots - num_slots // 16
-        facts = [llm.fingerprint(), llm.acceptance, spec.dtype.name, spec.determinism.rows, __version__]
+        model = llm.fingerprint_of(llm.weights_version) or llm.fingerprint()  # kept, for coordinates
+        facts = [model, llm.acceptance, spec.dtype.name, spec.determinism.rows, __version__]
         self.fingerprint = "fp_" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         template = None if llm.tokenizer is None else llm.tokenizer.chat_template
         own, family = llm.answer_format, family_of(self._reasoning, template)
