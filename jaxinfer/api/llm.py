@@ -169,9 +169,9 @@ class LLM(Closable):
         self._params = loaded.weights.view(lambda stored: ParamDict.read_only(stored.params))
         self._fingerprints = Fingerprints(self.fingerprint, loaded.weights.label)
         defaults = {field.name: field.default for field in fields(LLMOptions)}
-        chosen_values = {name: getattr(chosen, name) for name in _OF_TOKENS}
-        self._options_of_tokens = {name: value for name, value in chosen_values.items() if value != defaults[name]}
-        self._options_of_tokens |= {"max_model_len": self.max_model_len}
+        given = {name: value for name in _OF_TOKENS if (value := getattr(chosen, name)) != defaults[name]}
+        plain = {name: value if isinstance(value, (bool, int)) else str(value) for name, value in given.items()}
+        self._options_of_tokens: dict[str, Any] = {**plain, "max_model_len": self.max_model_len}
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
         self.default_params, self.ignored_generation_config = loaded.default_params, loaded.ignored_defaults
         self.eos_token_ids, self._weights = loaded.eos_token_ids, [loaded.weights]
