@@ -16,7 +16,7 @@ from tests.api.test_llm import train_tokenizer
 from tests.engine.test_adapter_stress import RANK, make_adapter, shapes
 
 OPTIONS = {"max_model_len": 128, "max_adapters": 2, "max_adapter_rank": RANK}
-# Of answers, of the engine that repeats them, and of the one that checks claims.
+# Of answers, of an engine that repeats them, and of one that checks claims, and repeats answers too.
 MADE = {"max_seqs": 3, "page_size": 8, "prefill_chunk": 16, "draft": "ngram", "draft_lengths": (3,)}
 AGAIN = {"max_seqs": 5, "page_size": 16, "prefill_chunk": 48}
 CHECKED = {"max_seqs": 4, "page_size": 16, "draft": "claimed", "num_draft_tokens": 7}
@@ -91,21 +91,20 @@ def corrupted(coordinate: Coordinate, rng: random.Random, vocab_size: int) -> tu
     return replace(coordinate, token_ids=tuple(tokens)), position
 
 
-def test_answers_are_made_again_by_another_engine(model, made):
-    with open_model(model, **AGAIN) as llm:
-        llm.generate(["other pages first"] * 3)
-        checks = llm.replay(list(reversed(made)))
-        assert [check.is_equal for check in checks] == [True] * len(made)
-        assert sum(check.num_checked for check in checks) == sum(len(coordinate.token_ids) for coordinate in made)
-        assert {coordinate.finish_reason for coordinate in made} == {"stop", "length"}
-        wrong, position = corrupted(made[0], random.Random(1), llm.config.vocab_size)
-        difference = llm.replay([wrong])[0].difference
-        assert difference is not None
-        assert (difference.position, difference.claimed, difference.made) == (
-            *(position, wrong.token_ids[position], made[0].token_ids[position]),
-        )
-        facts = program_differences(made[0].program, llm.coordinate(llm.generate("a")[0]).program)
-        assert facts.keys() == {"page_size"}
+def test_answers_are_made_again_by_another_engine(checking, made):
+    checking.generate(["other pages first"] * 3)
+    checks = checking.replay(list(reversed(made)))
+    assert [check.is_equal for check in checks] == [True] * len(made)
+    assert sum(check.num_checked for check in checks) == sum(len(coordinate.token_ids) for coordinate in made)
+    assert {coordinate.finish_reason for coordinate in made} == {"stop", "length"}
+    wrong, position = corrupted(made[0], random.Random(1), checking.config.vocab_size)
+    difference = checking.replay([wrong])[0].difference
+    assert difference is not None
+    assert (difference.position, difference.claimed, difference.made) == (
+        *(position, wrong.token_ids[position], made[0].token_ids[position]),
+    )
+    facts = program_differences(made[0].program, checking.coordinate(checking.generate("a")[0]).program)
+    assert facts.keys() == {"page_size"}
 
 
 def test_any_range_of_a_claim_is_checked_in_few_passes(checking, made):
@@ -141,7 +140,7 @@ def test_what_cannot_be_made_again_is_refused_by_name(model, made):
     plain, adapted = made[0], next(coordinate for coordinate in made if coordinate.adapter)
     config, params, tokenizer = model
     other = (config, {**params, "final_norm": jax.tree.map(lambda leaf: leaf * 2, params["final_norm"])}, tokenizer)
-    with open_model(other, with_adapter=False, **AGAIN) as llm:
+    with open_model(other, with_adapter=False, **CHECKED) as llm:
         [weights, adapter] = llm.replay([plain, adapted])
         assert "weights '0' (" in weights.refused[0]
         assert f"adapter 'one' ({adapted.adapter.fingerprint[:12]}) is not loaded: none is" in adapter.refused[0]
@@ -161,7 +160,7 @@ def test_spans_of_several_weights(model):
     asked = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True)
     new = {**params, "final_norm": jax.tree.map(lambda leaf: leaf * 2, params["final_norm"])}
     made = []
-    with open_model(model, with_adapter=False, **AGAIN) as llm:
+    with open_model(model, with_adapter=False, **CHECKED) as llm:
         llm.fingerprint_of("0")
         for kv in ("recompute", "retain"):
             answers = llm.submit(llm.prepare("the quick brown fox", asked))
