@@ -33,6 +33,7 @@ PARAMS = [
     {"temperature": 1.0, "stop": ["o"], "min_tokens": 2, "max_tokens": 30},
     {"temperature": 0.8, "allowed_token_ids": [40, 41, 42, 43, 44, 0], "ignore_eos": True, "max_tokens": 12},
     {"temperature": 0, "max_tokens": None, "stop_token_ids": [7]},
+    {"temperature": 1.0, "structured": {"grammar": 'start: "(" start ")" | /[a-z]{1,3}/'}, "max_tokens": 24},
 ]
 PROMPTS = ["the quick brown fox", "the lazy dog, and", "jumps over", [5, 6, 7, 8, 9, 10]]
 
@@ -123,6 +124,24 @@ def test_any_range_of_a_claim_is_checked_in_few_passes(checking, made):
         assert check.difference is not None
         assert check.difference.position == position
         assert checking.verify_answer(wrong, 0, position).is_equal
+
+
+def test_tokens_before_a_range_are_taken_as_they_are(checking, made):
+    plain, position = made[0], 5
+    begun = [*plain.token_ids[:position], plain.token_ids[position] ^ 1]
+    prompt, asked = [*plain.prompt_token_ids, *begun], SamplingParams(temperature=0, max_tokens=6)
+    following = checking.generate(prompt, asked)[0].outputs[0].token_ids
+    assert following != list(plain.token_ids[len(begun) :][:6])
+    claim = replace(plain, token_ids=(*begun, *following), finish_reason=None)
+    assert checking.verify_answer(claim, position + 1).num_checked == 6
+    assert checking.verify_answer(claim).difference.position == position
+    for kind in ("regex", "grammar"):
+        coordinate = next(answer for answer in made if getattr(answer.params.structured, kind, None))
+        refused = checking.tokenizer.encode("#", False)[0]
+        claim = replace(coordinate, token_ids=(refused, *coordinate.token_ids[1:]))
+        difference = checking.verify_answer(claim, 2).difference
+        assert difference.position == 0
+        assert difference.reason == f"the grammar refuses token {refused} at position 0 of the answer"
 
 
 def test_an_end_is_checked_too(checking, made):

@@ -96,7 +96,9 @@ def test_rows_may_ask_for_them(jaxinfer, model, tmp_path):
     assert result.exit_code == 0
     assert result.stdout.endswith("· 1 without a coordinate\n")
     path.write_text('{"prompt": "a", "return_coordinate": 1}\n')
-    assert "return_coordinate must be true or false, got 1" in jaxinfer("batch", path, tmp_path / "o", "-m", model).stderr
+    assert (
+        "return_coordinate must be true or false, got 1" in jaxinfer("batch", path, tmp_path / "o", "-m", model).stderr
+    )
 
 
 @pytest.mark.parametrize(
