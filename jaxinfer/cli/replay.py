@@ -147,8 +147,8 @@ def _report(
     here = program_of(llm)
     program: dict[str, dict[str, Any]] = {}
     for _, coordinate in coordinates:
-        for name, (recorded, found) in program_differences(coordinate.program, here).items():
-            entry = program.setdefault(name, {"recorded": [], "here": found})
+        for name, (recorded, own) in program_differences(coordinate.program, here).items():
+            entry = program.setdefault(name, {"recorded": [], "here": own})
             entry["recorded"] += [recorded] if recorded not in entry["recorded"] else []
     differing = sum(check.difference is not None for check in checks)
     refused = sum(bool(check.refused) for check in checks)

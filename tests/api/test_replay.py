@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import jax
 import pytest
@@ -17,9 +18,9 @@ from tests.engine.test_adapter_stress import RANK, make_adapter, shapes
 
 OPTIONS = {"max_model_len": 128, "max_adapters": 2, "max_adapter_rank": RANK}
 # Of answers, of an engine that repeats them, and of one that checks claims, and repeats answers too.
-MADE = {"max_seqs": 3, "page_size": 8, "prefill_chunk": 16, "draft": "ngram", "draft_lengths": (3,)}
-AGAIN = {"max_seqs": 5, "page_size": 16, "prefill_chunk": 48}
-CHECKED = {"max_seqs": 4, "page_size": 16, "draft": "claimed", "num_draft_tokens": 7}
+MADE: dict[str, Any] = {"max_seqs": 3, "page_size": 8, "prefill_chunk": 16, "draft": "ngram", "draft_lengths": (3,)}
+AGAIN: dict[str, Any] = {"max_seqs": 5, "page_size": 16, "prefill_chunk": 48}
+CHECKED: dict[str, Any] = {"max_seqs": 4, "page_size": 16, "draft": "claimed", "num_draft_tokens": 7}
 PARAMS = [
     {"temperature": 0, "max_tokens": 20},
     {"temperature": 1.0, "seed": 5, "n": 2, "max_tokens": 12},
@@ -53,7 +54,7 @@ def model(tmp_path_factory):
     return config, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params), tokenizer
 
 
-def open_model(model, *, with_adapter: bool = True, **options) -> LLM:
+def open_model(model, *, with_adapter: bool = True, **options: Any) -> LLM:
     llm = LLM(model, **OPTIONS, **options)
     if with_adapter:
         llm.load_adapter("one", make_adapter(1, shapes(llm)))
@@ -200,7 +201,8 @@ def test_spans_of_several_weights(model):
         assert recomputed.refused[0].startswith(f"tokens 0 to {start}: weights '0' (")
         assert llm.verify_answer(made[0], start).is_equal
         wrong = replace(made[0], token_ids=(*made[0].token_ids[:-1], made[0].token_ids[-1] ^ 1))
-        assert llm.replay([wrong])[0].difference.position == 23
+        assert (difference := llm.replay([wrong])[0].difference) is not None
+        assert difference.position == 23
         assert "kv='retain'" in retained.refused[-1]
 
 

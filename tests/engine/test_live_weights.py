@@ -130,7 +130,9 @@ def test_some_weights_stay(llm):
 @pytest.mark.parametrize("kind", ["float", "int8"])
 def test_files_are_read_in_the_form_that_is_there(kind, tmp_path):
     """And a trainer's tree in another dtype is rounded to it."""
-    folders = [save_huggingface(TINY, params_of(seed), tmp_path / str(seed), dtype="float32") for seed in (0, 1)]
+    folders = [
+        save_huggingface(TINY, params_of(seed), tmp_path / str(seed), dtype="float32") for seed in (0, 1)
+    ]
     how = {} if kind == "float" else {"quantize": "int8"}
     with LLM(folders[1], **RUN, **how) as fresh:
         expected, scores = run(fresh).token_ids, fresh.score(PROMPTS, use_tqdm=False)
