@@ -11,8 +11,10 @@ import pytest
 from jaxinfer import LLM, ModelConfig, RopeConfig, SamplingParams, Tokenizer
 from jaxinfer.api.coordinate import Coordinate, CoordinateError, Fingerprints, read_coordinates
 from jaxinfer.api.replay import program_differences
+from jaxinfer.engine.lockstep import CLASSES
 from jaxinfer.engine.request import CompletionOutput, RequestOutput
 from jaxinfer.models import init_params
+from jaxinfer.parallel.wire import Codec
 from tests.api.test_llm import train_tokenizer
 from tests.engine.test_adapter_stress import RANK, make_adapter, shapes
 
@@ -238,6 +240,15 @@ def test_forms_of_files(made, tmp_path):
     rows.write_text("{\nx")
     with pytest.raises(CoordinateError, match="line 1 is not JSON"):
         list(read_coordinates(rows))
+
+
+def test_outputs_that_were_sent_have_the_same_coordinate(checking):
+    params = [SamplingParams.from_dict(PARAMS[number]) for number in (6, 8)]
+    outputs = checking.generate(PROMPTS[:2], params, adapter="one")
+    codec = Codec(CLASSES)
+    for output in outputs:
+        expected = checking.coordinate(output)
+        assert checking.coordinate(codec.decode(codec.encode(output))) == expected
 
 
 def test_outputs_of_elsewhere_have_no_coordinate(checking):
