@@ -265,7 +265,7 @@ def test_outputs_of_elsewhere_have_no_coordinate(checking):
 @pytest.mark.timeout(1800)
 def test_many_answers_and_every_corruption(model, checking):
     with open_model(model, **MADE) as llm:
-        made = answers_of(llm, 462, seed=7)
+        made = answers_of(llm, 470, seed=7)
     assert len(made) >= 500
     with open_model(model, **AGAIN) as llm:
         assert all(check.is_equal for check in llm.replay(made))
