@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxinfer.api.async_engine import AsyncEngine
+    from jaxinfer.api.coordinate import Coordinate
     from jaxinfer.api.llm import LLM
     from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score, StreamDelta
     from jaxinfer.models import ModelConfig, RopeConfig
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "jaxinfer.api.llm",
     "AsyncEngine": "jaxinfer.api.async_engine",
+    "Coordinate": "jaxinfer.api.coordinate",
     "StreamDelta": "jaxinfer.engine.request",
     "SamplingParams": "jaxinfer.sampling",
     "CompletionOutput": "jaxinfer.engine.request",
@@ -37,6 +39,7 @@ __all__ = [
     "LLM",
     "AsyncEngine",
     "CompletionOutput",
+    "Coordinate",
     "Logprob",
     "ModelConfig",
     "RequestOutput",

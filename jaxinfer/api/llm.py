@@ -31,8 +31,10 @@ from jaxinfer.api.arguments import (
     takes_other_names,
     unknown_attribute,
 )
+from jaxinfer.api.coordinate import Coordinate, Fingerprints, WeightsOrigin, own_params
 from jaxinfer.api.embedding import Embedder, best_first
 from jaxinfer.api.options import ON_LOADING, LLMOptions, documented
+from jaxinfer.api.replay import AnswerCheck, Claim, check_claims, end_of, program_of
 from jaxinfer.cache.policy.kinds import extends_length
 from jaxinfer.chips import chip_of_kind
 from jaxinfer.engine.abstract_work import shapes_of
@@ -55,6 +57,7 @@ from jaxinfer.engine.request import (
     Score,
     SequenceState,
     StreamDelta,
+    WeightsSpan,
 )
 from jaxinfer.engine.results import VectorJob, score_of
 from jaxinfer.engine.spec import EngineSpec
@@ -95,6 +98,10 @@ R = TypeVar("R")
 Key = TypeVar("Key")
 UpdateMode = Literal["wait", "keep", "abort"]
 UPDATE_MODES = get_args(UpdateMode)
+# Options that change tokens, or how near to those of another program they are.
+_OF_TOKENS = (
+    *("dtype", "quantize", "requantize", "activations", "kv_dtype", "kv_policy", "deterministic", "tool_parser"),
+)
 
 
 def on_all_hosts(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -161,6 +168,11 @@ class LLM(Closable):
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
         self.answer_format = AnswerFormat(self.tokenizer, chosen.tool_parser)
         self._params = loaded.weights.view(lambda stored: ParamDict.read_only(stored.params))
+        self._fingerprints = Fingerprints(self.fingerprint, loaded.weights.label)
+        defaults = {field.name: field.default for field in fields(LLMOptions)}
+        given = {name: value for name in _OF_TOKENS if (value := getattr(chosen, name)) != defaults[name]}
+        plain = {name: value if isinstance(value, (bool, int)) else str(value) for name, value in given.items()}
+        self._options_of_tokens: dict[str, Any] = {**plain, "max_model_len": self.max_model_len}
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
         self.default_params, self.ignored_generation_config = loaded.default_params, loaded.ignored_defaults
         self.eos_token_ids, self._weights = loaded.eos_token_ids, [loaded.weights]
@@ -381,7 +393,7 @@ class LLM(Closable):
 
         Args:
           params: for what rows do not say, whole or only some fields; its seed, or the LLM's, is the job's.
-          files: as of `jaxinfer.batch.open_job`: errors, resume, overwrite, retry_errors, sort; for tables
+          files: as of `jaxinfer.batch.open_job`: errors, resume, overwrite, retry_errors, sort, coordinates; for tables
             prompt_column, prompt, chat, keep, adapter_column.
 
         Raises:
@@ -632,7 +644,9 @@ class LLM(Closable):
             raise ValueError(f"kv='retain' is for mode='keep', got mode={mode!r}")
         if self._lockstep is not None:
             raise ValueError("update_params is for a model on one host")
-        self._weights_of(draft)
+        weights = self._weights_of(draft)
+        if not draft and self._fingerprints.is_used and weights.is_whole:
+            self._fingerprints.keep(weights.label)
         self.client.come_to_rest(mode, retains=kv == "retain")
         self._weights_of(draft).begin()
 
@@ -662,6 +676,8 @@ class LLM(Closable):
         written which did not end, and this one has not."""
         weights = self._weights_of(draft)
         weights.finish(version)
+        if not draft:
+            self._fingerprints.named(weights.label)
         return weights.label
 
     def sleep(self, *, weights: Literal["keep", "drop"] | None = "keep", cache: bool = True) -> None:
@@ -821,6 +837,79 @@ class LLM(Closable):
 
         return model_fingerprint(self, self.params) if self._fingerprint is None else self._fingerprint.value
 
+    # Answers made again.
+
+    def fingerprint_of(self, version: str) -> str | None:
+        """`fingerprint` of the model with the weights of that version, computed once for each of them. None for weights
+        that are not there, if it was not computed before, and for several of one name."""
+        if version == self.weights_version and self.engine.weights.is_whole:
+            self._fingerprints.keep(version)
+        return self._fingerprints.of(version)
+
+    def coordinate(self, answers: RequestOutput | Request, index: int = 0) -> Coordinate:
+        """Everything that the tokens of answer `index` of a request follow from, and the tokens (docs/replay.md); of a
+        `Request` without tokens, as it would be answered now.
+
+        The fingerprint of the weights is computed once for each version of them, the first time in some tenths of a
+        second. That of weights which were replaced before any coordinate was made is not known. Raises ValueError for
+        a request without such an answer, and for a vector or a score.
+        """
+        if isinstance(answers, Request):
+            origin, prompt, output = answers.origin, answers.token_ids, None
+            if answers.pooling is not None or not 0 <= index < answers.params.n:
+                raise ValueError(f"index={index}: the request has no such answer, of n={answers.params.n}")
+            seed = answers.row(index).seed
+        else:
+            origin, prompt = answers.origin, answers.prompt_token_ids
+            output = next((output for output in answers.outputs if output.index == index), None)
+            if output is None or answers.pooled is not None:
+                raise ValueError(f"index={index}: the request has no such answer, only {len(answers.outputs)}")
+            seed = output.seed
+        if origin is None:
+            raise ValueError("the output does not say what it follows from: only those of an LLM do")
+        spans = (WeightsSpan(self.weights_version),) if output is None else output.weights
+        return Coordinate(
+            model=self.name,
+            prompt_token_ids=tuple(prompt),
+            params=own_params(origin, seed or 0),
+            weights=tuple(
+                WeightsOrigin(span.version, self.fingerprint_of(span.version), span.start, span.is_retained)
+                for span in spans
+            ),
+            index=index,
+            adapter=origin.adapter,
+            options=self._options_of_tokens,
+            program=program_of(self),
+            **({} if output is None else end_of(output)),
+        )
+
+    @takes_other_names
+    def replay(
+        self, coordinates: Sequence[Coordinate], *, force: bool = False, use_tqdm: bool | None = None
+    ) -> list[AnswerCheck]:
+        """Generates answers again, all in one batch, each up to its first token that differs.
+
+        Args:
+          coordinates: of the answers. force: whether they are made again with other weights, or another adapter of the
+            same name, than theirs; what these made is not checked otherwise, and the result says so.
+          use_tqdm: as of `generate`.
+        """
+        claims = [Claim(coordinate) for coordinate in coordinates]
+        return check_claims(self, claims, force=force, use_tqdm=use_tqdm)
+
+    @takes_other_names
+    def verify_answer(
+        self, coordinate: Coordinate, start: int = 0, end: int | None = None, *, force: bool = False
+    ) -> AnswerCheck:
+        """Checks that each token of an answer from `start` up to `end` is the one that the sampler chooses there, after
+        the prompt and the answer's tokens before it, under all of its parameters.
+
+        The tokens before `start` are taken as they are. With `draft="claimed"` up to 31 tokens are checked in a pass
+        over the model, otherwise one. Raises ValueError for no such range.
+        """
+        claim = Claim(coordinate, start, end, drafts=True)
+        return check_claims(self, [claim], force=force, use_tqdm=False)[0]
+
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, as `llm.tokenizer`. Raises ValueError for a model without one."""
         return self.client.need_tokenizer("get_tokenizer")
@@ -846,6 +935,11 @@ class LLM(Closable):
     def is_leader(self) -> bool:
         """True on host 0, which reads, writes and shows things; so is a host alone."""
         return self._hosts is None or self._hosts.is_leader
+
+    @property
+    def is_alone(self) -> bool:
+        """True for a model on one host."""
+        return self._lockstep is None
 
     def on_leader(self, work: Callable[[], R]) -> R | None:
         """Runs `work`, which may call any method, on host 0, while the others follow and return None. What it raises,

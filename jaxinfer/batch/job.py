@@ -14,7 +14,7 @@ from jaxinfer.batch.errors import BatchError, BatchWriteError
 from jaxinfer.batch.input import Scan, scan
 from jaxinfer.batch.ledger import Identity, Ledger
 from jaxinfer.batch.responses import embeddings_line, error_line, result_line
-from jaxinfer.batch.rows import ADAPTER, BadRow, BatchRow
+from jaxinfer.batch.rows import ADAPTER, COORDINATE, BadRow, BatchRow
 from jaxinfer.batch.table import TableOptions
 from jaxinfer.engine.adapter_slots import LoadedAdapter, not_loaded
 from jaxinfer.openai.errors import RequestError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("jaxinfer.batch")
+_NO_COORDINATE = "coordinates of answers need a model in this process: leave out --ray"
 Key = tuple[int, int]  # line, number of the prompt among the row's
 
 
@@ -98,6 +99,7 @@ def open_job(
     chat: bool = False,
     keep: Sequence[str] = (),
     adapter_column: str | None = None,
+    coordinates: bool = False,
     on_line: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator["Job"]:
     """Reads the input and the results of earlier runs. No model is needed, and no results change before `Job.run`.
@@ -113,6 +115,8 @@ def open_job(
       prompt: instead, a template filled from columns, such as "Translate: {text}"; {{ and }} are braces.
       chat: prompts of a table are users' messages for the chat template. keep: columns copied to the answers' lines.
       adapter_column: the column of a table that names each row's adapter.
+      coordinates: whether lines have the coordinates of their answers (docs/replay.md), not only where rows ask for
+        them with "return_coordinate".
       on_line: called with each line, of a result or an error, once it is written.
 
     Raises BatchError: two rows with the same custom_id; results of another job; files that another process has locked;
@@ -122,7 +126,7 @@ def open_job(
     rows = scan(Path(path_in), TableOptions(prompt_column, prompt, chat, keep, adapter_column))
     ledger = Ledger(rows, Path(path_out), path_errors, resume=resume, overwrite=overwrite, retry_errors=retry_errors)
     with contextlib.closing(ledger):
-        yield Job(rows, ledger, on_line, sort=sort)
+        yield Job(rows, ledger, on_line, sort=sort, coordinates=coordinates)
 
 
 @dataclass
@@ -147,9 +151,10 @@ class Job:
         on_line: Callable[[dict[str, Any]], None] | None = None,
         *,
         sort: bool = False,
+        coordinates: bool = False,
     ):
         self.scan = rows
-        self._sort = sort
+        self._sort, self._has_coordinates = sort, coordinates
         self._ledger = ledger
         self._on_line = on_line or (lambda record: None)
         self._pending: dict[int, _Pending] = {}
@@ -184,6 +189,8 @@ class Job:
         """
         if getattr(model, "acceptance", "exact") != "exact":
             raise ValueError("acceptance='maximal' gives other tokens after a resume: a batch needs acceptance='exact'")
+        if self._has_coordinates and not hasattr(model, "coordinate"):
+            raise ValueError(_NO_COORDINATE)
         self._model, self._adapters = model, dict(model.adapters)
         self._defaults = Defaults.of(model.default_params, params, model.seed)
         self._identity = self._identify()
@@ -358,6 +365,7 @@ class Job:
             outputs = [scored(output) for output in outputs]
         outputs = [request.read(output, self._model.answer_format) for output in outputs]
         try:
+            coordinates = self._coordinates(request, outputs)
             record = result_line(
                 pending.row,
                 request,
@@ -366,11 +374,30 @@ class Job:
                 model=self._model.name,
                 fingerprint=self._identity.model_sha256,
                 tokenizer=self._model.text_model(pending.adapter).tokenizer,
+                coordinates=coordinates,
             )
+            record |= self._weights_of(outputs)
         except RequestError as error:
             self._fail(pending.row, error, stage)
             return
         self._write(pending, record, msgspec.to_builtins(usage(outputs)), stage)
+
+    def _coordinates(self, request: BoundRequest, outputs: list["RequestOutput"]) -> list[dict[str, Any]] | None:
+        """The coordinates of a row's answers, if they are wanted. Raises RequestError for workers elsewhere."""
+        if not (self._has_coordinates or request.asked.return_coordinate):
+            return None
+        if (make := getattr(self._model, "coordinate", None)) is None:
+            raise RequestError(_NO_COORDINATE, COORDINATE)
+        return [make(output, answer.index).to_dict() for output in outputs for answer in output.outputs]
+
+    def _weights_of(self, outputs: list["RequestOutput"]) -> dict[str, Any]:
+        """The weights that made a row's last tokens, by what they are called and by the fingerprint of the model."""
+        spans = [span for output in outputs for answer in output.outputs for span in answer.weights[-1:]]
+        if not spans:
+            return {}
+        version, known = spans[-1].version, getattr(self._model, "fingerprint_of", None)
+        fingerprint = self._identity.model_sha256 if known is None else known(version)
+        return {"weights": {"version": version, "fingerprint": fingerprint}}
 
     def _finish_vectors(
         self, pending: _Pending, vectors: "VectorJob", outputs: list["RequestOutput"], stage: Stage

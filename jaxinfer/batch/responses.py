@@ -29,21 +29,25 @@ def result_line(
     model: str,
     fingerprint: str,
     tokenizer: "Tokenizer | None",
+    coordinates: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The line of a successful row; `outputs` has one entry for each of its prompts. Raises RequestError."""
+    """The line of a successful row; `outputs` has one entry for each of its prompts. `coordinates`: of its answers, for
+    the line. Raises RequestError."""
+    told = {} if coordinates is None else {"coordinates": coordinates}
     if row.is_plain:
-        return _plain_line(row, request, outputs[0])
+        return _plain_line(row, request, outputs[0]) | told
     answer_id, form = _hashed(job_id, row.custom_id), row.request.form
     prefix = {"chat": "chatcmpl-", "completions": "cmpl-"}.get(form, "")
     about = {"id": f"{prefix}{answer_id}", "created": int(time.time()), "model": request.asked.model or model}
     if form == "responses":
         body = ResponseWriter(row.request.body, request, about, tokenizer).whole(outputs[0])
+        return _line(row.custom_id, answer_id, 200, msgspec.to_builtins(body), None) | told
     else:
         about["system_fingerprint"] = f"fp_{fingerprint[:12]}"
         if form == "chat":
-            body = writer.chat_completion(request, outputs[0], about)
+            body = writer.chat_completion(request, outputs[0], about, coordinates=coordinates)
         else:
-            body = writer.completion(request, outputs, about, tokenizer)
+            body = writer.completion(request, outputs, about, tokenizer, coordinates=coordinates)
     return _line(row.custom_id, answer_id, 200, msgspec.to_builtins(body), None)
 
 
@@ -95,9 +99,14 @@ def _plain_line(row: BatchRow, request: BoundRequest, output: "RequestOutput") -
             "error",
             "excludes_itself",
             "tool_calls",
+            "weights",
             *(() if completion.reasoning else ("reasoning",)),
         }
         answer = {name: value for name, value in vars(completion).items() if name not in left_out}
+        if completion.speculation is not None:
+            answer["speculation"] = vars(completion.speculation)
+        if len(completion.weights) > 1:
+            answer["weights"] = [vars(span) for span in completion.weights]
         if completion.tool_calls is not None:
             answer["tool_calls"] = [vars(call) for call in completion.tool_calls]
         if completion.logprobs is not None:

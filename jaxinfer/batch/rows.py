@@ -28,7 +28,7 @@ FORMS_BY_URL: dict[str, Form] = {
 _SAMPLING = tuple(param.name for param in fields(SamplingParams))
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _CHAT = ("messages", *_TOOLS, "chat_template_kwargs")
-ADAPTER = "adapter"
+ADAPTER, COORDINATE = "adapter", "return_coordinate"
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 
 
@@ -211,12 +211,15 @@ def read_plain(record: Mapping[str, Any]) -> BatchRequest:
     given = {name: value for name, value in record.items() if not reader.is_unset(name, value)}
     record = _our_names(given)
     is_chat = "messages" in record
-    known = (*(_CHAT if is_chat else ("prompt",)), *_SAMPLING, ADAPTER)
+    known = (*(_CHAT if is_chat else ("prompt",)), *_SAMPLING, ADAPTER, COORDINATE)
     for name in record:
         if name not in known:
             raise unknown_field(name, known)
     sampling = {name: record[name] for name in _SAMPLING if name in record} | reader.structured_of(record)
-    asked, adapter = TextRequest(sampling, has_openai_limits=False), record.get(ADAPTER)
+    if not isinstance(wanted := record.get(COORDINATE, False), bool):
+        raise RequestError(f"{COORDINATE} must be true or false, got {wanted!r:.60}", COORDINATE)
+    asked = TextRequest(sampling, has_openai_limits=False, return_coordinate=wanted)
+    adapter = record.get(ADAPTER)
     if adapter is not None and (not isinstance(adapter, str) or not adapter):
         raise RequestError(f"adapter must be the name of a loaded adapter, got {adapter!r:.60}", ADAPTER)
     if is_chat:

@@ -57,6 +57,7 @@ class BatchOptions:
     )
     retry_errors: bool = _files(False, "Run rows again that failed in an earlier run.")
     overwrite: bool = _files(False, "Delete the answers in OUT and start again.")
+    coordinates: bool = _files(False, "Write with each answer all that it follows from, for jaxinfer replay.")
     prompt_column: str | None = _table(None, "The column that has the prompts; default: prompt.", "NAME")
     prompt: str | None = _table(
         None,
@@ -172,7 +173,7 @@ def _opened_job(options: BatchOptions) -> "Iterator[Job]":
     from jaxinfer.batch.errors import BatchError
 
     path_in, path_out = _paths(options)
-    names = ("errors", "resume", "overwrite", "retry_errors", "sort", "prompt_column", "prompt", "chat")
+    names = ("errors", "resume", "overwrite", "retry_errors", "sort", "prompt_column", "prompt", "chat", "coordinates")
     flags = {**{name: getattr(options, name) for name in names}, "keep": options.keep or ()}
     flags["adapter_column"] = options.adapter_column
     on_line = None

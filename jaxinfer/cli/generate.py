@@ -96,7 +96,9 @@ def _generate(
     outputs = llm.generate([line.prompt for line in lines], params, adapter=adapters)
     for index, (output, own_params, name) in enumerate(zip(outputs, params, adapters, strict=True)):
         if options.as_json:
-            write_json(request_data(index, output, own_params) | adapter_data(llm, name), target)
+            coordinates = [llm.coordinate(output, answer.index).to_dict() for answer in output.outputs]
+            told = request_data(index, output, own_params) | adapter_data(llm, name)
+            write_json({**told, "coordinates": coordinates}, target)
         else:
             by = f", {'no adapter' if name is None else f'adapter {name}'}" if len(set(adapters)) > 1 else ""
             _write_answers(output, own_params, target, heading=f"{index + 1}/{len(lines)}{by}")

@@ -25,6 +25,7 @@ from jaxinfer.cli.plan import plan
 from jaxinfer.cli.profile import profile
 from jaxinfer.cli.pull import pull
 from jaxinfer.cli.quantize import quantize
+from jaxinfer.cli.replay import replay, verify_answer
 from jaxinfer.cli.run import run
 from jaxinfer.cli.score import score
 from jaxinfer.cli.serve import serve
@@ -48,6 +49,8 @@ jaxinfer generate "def read_lines(path):" --model demo --max-tokens 64
 jaxinfer generate --model ./checkpoint --file prompts.txt --json > answers.jsonl
 
 jaxinfer batch requests.jsonl answers.jsonl --model ./checkpoint
+
+jaxinfer replay answers.jsonl --model ./checkpoint
 
 jaxinfer chat ./checkpoint --temperature 0.7
 
@@ -89,7 +92,7 @@ app = typer.Typer(
 
 GROUPS = {
     "Generate": {"demo": demo, "run": run, "generate": generate, "batch": batch, "chat": chat, "score": score}
-    | {"serve": serve, "ps": ps, "stop": stop},
+    | {"replay": replay, "verify-answer": verify_answer, "serve": serve, "ps": ps, "stop": stop},
     "Models": {"pull": pull, "list": list_, "show": show, "create": create, "cp": copy, "rm": remove, "disk": disk},
     "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},
     "Planning": {"advise": advise, "plan": plan, "kv-report": kv_report, "warm": warm},

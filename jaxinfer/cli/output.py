@@ -218,6 +218,8 @@ def request_data(index: int, output: "RequestOutput", params: "SamplingParams") 
     answers = []
     for answer in output.outputs:
         data = {name: value for name, value in vars(answer).items() if name != "logprobs"}
+        data["weights"] = [vars(span) for span in answer.weights]
+        data["speculation"] = None if answer.speculation is None else vars(answer.speculation)
         if answer.logprobs is not None:
             data["logprobs"] = [logprob_data(entry, params.logprobs or 0) for entry in answer.logprobs]
         answers.append(data)

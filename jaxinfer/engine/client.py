@@ -285,6 +285,14 @@ class Client(TakesPrompts):
             raise
         return answers
 
+    def submit_begun(self, request: Request, begun: Sequence[int]) -> SequenceState:
+        """Queues the only answer of a request, which goes on after the tokens `begun`: fewer than it may have. Raises
+        ClaimRefusedError where its grammar refuses one of them, QueueFullError where the queue is full."""
+        answer = SequenceState(request, tokens=[*request.token_ids, *begun])
+        answer.reader = _TextReader(answer, self.tokenizer)
+        self.engine.add(answer)
+        return answer
+
     def abort(self, answers: Sequence[SequenceState], error: str | None = None) -> None:
         """Ends those that still run with finish_reason "abort"."""
         for answer in answers:
@@ -426,6 +434,7 @@ class Client(TakesPrompts):
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=min(answers[0].num_reused, request.num_prompt),
             pooled=pooled_of(answers[0]) if request.pooling is not None and answers[0].is_finished else None,
+            origin=request.origin,
         )
 
     def _completion(self, answer: SequenceState) -> CompletionOutput:

@@ -118,14 +118,14 @@ class Engine:
         Raises QueueFullError when max_waiting sequences wait, and ValueError for an adapter that there is not.
         """
         self.spec.check_adapter(sequence.request.adapter)
+        if sequence.request.grammar is not None:
+            self.grammars.add(sequence)  # may refuse tokens that it begins with
         self.scheduler.add(sequence)
         if sequence.leader not in self._sequences:
             sequence.leader = None
         if self.prefix_store is not None:
             self.prefix_store.load(sequence)
-        if sequence.request.grammar is not None:
-            self.grammars.add(sequence)
-            self._num_with_grammars += 1
+        self._num_with_grammars += sequence.grammar is not None
         for feature in self._features:
             feature.add(sequence)
         sequence.arrived = sequence.arrived or time.monotonic()

@@ -215,6 +215,29 @@ def _describe_programs(spec: EngineSpec) -> dict[str, Any]:
     }
 
 
+def program_facts(engine: AnyEngine) -> dict[str, str | int | bool | None]:
+    """Facts of an engine's programs that change the bits of numbers, and so may change which of two nearly equally
+    probable tokens is chosen."""
+    first = engine.engines[0]
+    spec, device = first.spec, first.device
+    chosen = {**_describe_kernels(spec), **_describe_recurrence(spec), **_products(spec)}
+    reasons = ("  ", "weight bytes")  # why it is no other kernel, and sizes
+    kernels = {name: value for name, value in chosen.items() if not name.startswith(reasons)}
+    mesh = None if spec.mesh is None else ", ".join(f"{name} {size}" for name, size in spec.mesh.shape.items())
+    return {
+        "jax": jax.__version__,
+        "platform": device.platform,
+        "device": device.device_kind,
+        "mesh": mesh,
+        "dtype": str(spec.dtype),
+        "kv_dtype": kv_dtype_name(spec.kv_dtype),
+        "deterministic": spec.is_deterministic,
+        "page_size": spec.page_size,
+        "acceptance": spec.options.acceptance if spec.trees else "exact",
+        "kernels": "; ".join(f"{name}: {value}" for name, value in kernels.items()),
+    }
+
+
 def _describe_kernels(spec: EngineSpec) -> dict[str, str]:
     kernels, tokens = {}, spec.token_buckets[-1]
     if spec.config.mla is not None and spec.config.mla.has_indexer:

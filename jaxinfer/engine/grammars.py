@@ -44,6 +44,14 @@ RECOVERY = 0.005  # and a dispatch of one step, which tells nothing: after some 
 NO_END = 2**30  # min_tokens of an answer that may not end yet
 
 
+class ClaimRefusedError(ValueError):
+    """A token with which an answer begins is not of its grammar. `position`: its number in the answer."""
+
+    def __init__(self, token: int, position: int):
+        super().__init__(f"the grammar refuses token {token} at position {position} of the answer")
+        self.position = position
+
+
 @dataclass
 class AnswerGrammar:
     """A running answer's place in its grammar.
@@ -97,7 +105,8 @@ class Grammars:
         self.tables = TablePool(spec.table_sizes)
 
     def add(self, sequence: SequenceState) -> None:
-        """A new answer, at the beginning of its request's grammar."""
+        """A new answer, at the beginning of its request's grammar, or after the tokens that it has. Raises
+        ClaimRefusedError for one that the grammar refuses."""
         grammar: Grammar | None = sequence.request.grammar
         if grammar is None:
             return
@@ -105,7 +114,11 @@ class Grammars:
         cuts = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         cuts |= bool(self._spec.trees) and self._spec.options.acceptance == "maximal"
         gate = copy.copy(sequence.request.gate)
-        sequence.grammar = AnswerGrammar(grammar, grammar.start(), params.is_greedy or not cuts, gate)
+        answer = AnswerGrammar(grammar, grammar.start(), params.is_greedy or not cuts, gate)
+        for position, token in enumerate(sequence.output):
+            if not self._num_kept(answer, [token]):
+                raise ClaimRefusedError(token, position)
+        sequence.grammar = answer
 
     def end(self, sequence: SequenceState) -> None:
         """Its table may give way to others."""

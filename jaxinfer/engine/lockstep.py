@@ -17,6 +17,8 @@ from jaxinfer.cache.paged import PromptPages
 from jaxinfer.engine.programs.compaction import CompactionWork
 from jaxinfer.engine.programs.grammar import GrammarRows, TableBlock
 from jaxinfer.engine.request import (
+    AdapterUse,
+    AnswerOrigin,
     CompletionOutput,
     Logprob,
     Prompt,
@@ -26,14 +28,18 @@ from jaxinfer.engine.request import (
     RequestTimings,
     Score,
     StreamDelta,
+    WeightsSpan,
 )
 from jaxinfer.engine.scoring import ScoreWork
+from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.wire import Codec
 from jaxinfer.sampling import SamplingBatch, SamplingParams, SamplingState
 from jaxinfer.speculative import SpeculationStats
 
 CLASSES = (
+    AdapterUse,
+    AnswerOrigin,
     CompletionOutput,
     CompactionWork,
     GrammarRows,
@@ -42,12 +48,15 @@ CLASSES = (
     RequestOutput,
     RequestTimings,
     SamplingBatch,
+    SamplingParams,
     SamplingState,
     Score,
     ScoreWork,
     SpeculationStats,
     StreamDelta,
+    StructuredOutputs,
     TableBlock,
+    WeightsSpan,
 )
 _RAISED = (ValueError, TypeError, RuntimeError, FloatingPointError, FileNotFoundError, OSError, KeyboardInterrupt)
 P = ParamSpec("P")

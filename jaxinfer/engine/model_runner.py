@@ -312,7 +312,8 @@ class ModelRunner:
         else:
             self._write_row(slot, rows, history)
         if (length := self.spec.draft_length) is not None:
-            self._write_draft_row(slot, padded(sequence.tokens[:length], length), sequence.num_drafted)
+            tokens = [*sequence.tokens, *sequence.request.claimed[sequence.num_output :]]
+            self._write_draft_row(slot, padded(tokens[:length], length), sequence.num_drafted)
         if self.spec.has_adapters:
             self._write_adapter(slot, sequence.adapter_slot, sequence.request.adapter_start)
 

@@ -18,9 +18,9 @@ from jaxinfer.engine.tiers.host_tier import HostTier
 class _Node:
     __slots__ = ("children", "hosts", "key", "pages", "parent", "salt")
 
-    def __init__(self, key: bytes, num_groups: int, parent: "_Node | None", salt: str = ""):
+    def __init__(self, key: bytes, num_groups: int, parent: "_Node | None", salt: str | None = None):
         self.key, self.parent = key, parent
-        self.salt = salt  # of a root
+        self.salt = salt  # of a root; None for others, also when they have left the tree
         self.pages = [NULL_PAGE] * num_groups
         self.hosts = [NULL_PAGE] * num_groups
         self.children: dict[bytes, _Node] = {}
@@ -378,7 +378,7 @@ class PrefixTree:
             parent = node.parent
             if parent is None:
                 self._hidden.discard(node)
-                if self._roots.get(node.salt) is node:
+                if node.salt is not None and self._roots.get(node.salt) is node:
                     del self._roots[node.salt]
                 return
             del parent.children[node.key]

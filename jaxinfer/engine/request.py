@@ -68,6 +68,32 @@ class RequestOptions:
 
 
 DEFAULT_REQUEST_OPTIONS = RequestOptions()
+
+
+@dataclass(frozen=True)
+class AdapterUse:
+    """The adapter that answers were made with: its name, the hash of its tensors, and the token from which it changes
+    the model."""
+
+    name: str
+    fingerprint: str
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class AnswerOrigin:
+    """Everything that the answers of a request follow from, beside its prompt, their seeds and the weights.
+
+    Attributes:
+      params: sampling parameters. max_tokens: of an answer at most, where `params` leave it open too.
+      adapter: None for the model without one.
+    """
+
+    params: SamplingParams
+    max_tokens: int
+    adapter: AdapterUse | None = None
+
+
 PoolingKind = Literal["last", "mean", "cls"]
 
 
@@ -115,6 +141,7 @@ class Request:
       adapter: the one that it is answered with; a number of one that the model's weights hold as they are; 0 for none.
       adapter_start: the token from which it changes the model.
       options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
+      claimed: tokens of an answer that is checked, which `draft="claimed"` proposes.
     """
 
     token_ids: Sequence[int]
@@ -132,6 +159,16 @@ class Request:
     adapter_start: int = 0
     options: RequestOptions = DEFAULT_REQUEST_OPTIONS
     deadline: float | None = None
+    claimed: Sequence[int] = ()
+
+    @property
+    def origin(self) -> AnswerOrigin | None:
+        """Everything that its answers follow from; None for an adapter that only a number names."""
+        adapter = self.adapter
+        if isinstance(adapter, LoadedAdapter):
+            use = AdapterUse(adapter.name, adapter.fingerprint, self.adapter_start)
+            return AnswerOrigin(self.params, self.max_tokens, use)
+        return None if adapter else AnswerOrigin(self.params, self.max_tokens)
 
     @property
     def num_prompt(self) -> int:
@@ -440,6 +477,7 @@ class RequestOutput:
       num_cached_tokens: of the prompt, whose keys and values were found in the cache.
       taps: hidden states by name, float arrays [tokens, D] over prompt and first answer, if asked for.
       pooled: the vector float32 [D] of a request with `pooling`.
+      origin: what the answers follow from, for `LLM.coordinate`.
     """
 
     request_id: str
@@ -452,6 +490,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     taps: dict[str, np.ndarray] | None = None
     pooled: np.ndarray | None = None
+    origin: AnswerOrigin | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

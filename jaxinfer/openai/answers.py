@@ -34,6 +34,9 @@ class _Generated(Answer):
     system_fingerprint: str
 
 
+Coordinates = list[dict[str, Any]] | UnsetType  # of the choices in their order, if they are requested
+
+
 class ErrorFields(Answer):
     message: str
     type: str
@@ -121,6 +124,7 @@ class ChatCompletion(_Generated):
     seed: int
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[ChatTokenLogprobs | None] | UnsetType = UNSET
+    coordinates: Coordinates = UNSET
 
 
 class FunctionDelta(Answer):
@@ -165,6 +169,7 @@ class ChatChunk(_Generated):
     usage: Usage | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    coordinates: Coordinates = UNSET
 
 
 class CompletionLogprobs(Answer):
@@ -205,6 +210,7 @@ class Completion(_Generated):
     choices: list[CompletionChoice]
     usage: Usage
     seed: int
+    coordinates: Coordinates = UNSET
 
 
 class CompletionChunk(_Generated):
@@ -213,6 +219,7 @@ class CompletionChunk(_Generated):
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    coordinates: Coordinates = UNSET
 
 
 # Embeddings.

@@ -173,6 +173,7 @@ class SamplingFields(OpenAIFields, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_coordinate: bool | None = None
     request_id: str | None = None
     response_format: Any = None
     structured_outputs: dict[str, Any] | None = None

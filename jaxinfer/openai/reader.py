@@ -107,8 +107,10 @@ def _check_common(body: SamplingFields) -> None:
 
 
 def _common(body: SamplingFields) -> dict[str, Any]:
-    ids = bool(body.return_token_ids)
-    return {"truncate_to": body.truncate_prompt_tokens, "return_token_ids": ids, **scheduling(body)}
+    if body.return_coordinate and body.max_tokens == 0:
+        raise RequestError("return_coordinate is of an answer, and max_tokens=0 makes none", "return_coordinate")
+    wanted = {name: bool(getattr(body, name)) for name in ("return_token_ids", "return_coordinate")}
+    return {"truncate_to": body.truncate_prompt_tokens, **wanted, **scheduling(body)}
 
 
 def scheduling(body: Any) -> dict[str, Any]:

@@ -79,7 +79,8 @@ class TextRequest:
       adds_special_tokens: as of a tokenizer. priority, timeout, cache_salt: as of `RequestOptions`.
       max_length: tokens of a prompt with its answer, where that is less than the model's length. length_name: its
         field.
-      model, echo, return_token_ids: of the body. has_openai_limits: whether the default of max_tokens is OpenAI's.
+      model, echo, return_token_ids, return_coordinate: of the body. has_openai_limits: whether the default of
+        max_tokens is OpenAI's.
       ignored: what the body has that is not supported and changes nothing, for a log.
     """
 
@@ -109,6 +110,7 @@ class TextRequest:
     model: str | None = None
     echo: bool = False
     return_token_ids: bool = False
+    return_coordinate: bool = False
     has_openai_limits: bool = True
     ignored: tuple[str, ...] = ()
     _offers: dict[AnswerFormat, ToolOffer | None] = field(init=False, repr=False, compare=False, default_factory=dict)

@@ -26,7 +26,12 @@ LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lac
 
 
 def chat_completion(
-    request: BoundRequest, output: "RequestOutput", about: Mapping[str, Any], *, has_cached: bool = False
+    request: BoundRequest,
+    output: "RequestOutput",
+    about: Mapping[str, Any],
+    *,
+    has_cached: bool = False,
+    coordinates: list[dict[str, Any]] | None = None,
 ) -> types.ChatCompletion:
     """The answer of a chat, whose output has reasoning and calls apart. `about`: id, time, model and fingerprint."""
     params, has_ids = request.params, request.asked.return_token_ids
@@ -37,6 +42,7 @@ def chat_completion(
         seed=params.seed or 0,
         prompt_token_ids=list(output.prompt_token_ids) if has_ids else UNSET,
         prompt_logprobs=UNSET if output.prompt_logprobs is None else prompt_entries(output, params),
+        coordinates=UNSET if coordinates is None else coordinates,
         **about,
     )
 
@@ -48,6 +54,7 @@ def completion(
     tokenizer: "Tokenizer | None",
     *,
     has_cached: bool = False,
+    coordinates: list[dict[str, Any]] | None = None,
 ) -> types.Completion:
     """Continuations of prompts, an output for each. Raises RequestError for an echo that cannot be made."""
     choices = [
@@ -60,6 +67,7 @@ def completion(
         choices=choices,
         usage=usage(outputs, has_cached=has_cached),
         seed=request.params.seed or 0,
+        coordinates=UNSET if coordinates is None else coordinates,
         **about,
     )
 

@@ -93,10 +93,13 @@ class _Form:
         return chunks
 
     def finish(self) -> bytes:
+        told = b""
+        if (coordinates := self._generation.coordinates) is not None:
+            told = b'%b,"choices":[],"coordinates":%b%b' % (self._head, encode(coordinates), self._end)
         if not self._has_usage:
-            return _DONE
+            return told + _DONE
         counted = encode(usage(self._generation.outputs, has_cached=True))
-        return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head, counted, _DONE)
+        return told + b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head, counted, _DONE)
 
     def error_event(self, error: APIError) -> bytes:
         return b"data: %b\n\n" % encode(error.openai())
@@ -122,7 +125,8 @@ class _ChatForm(_Form):
 
     def whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
-        return chat_completion(self._generation.job, self._generation.read(output), self._about, has_cached=True)
+        job, told = self._generation.job, {"has_cached": True, "coordinates": self._generation.coordinates}
+        return chat_completion(job, self._generation.read(output), self._about, **told)
 
     def begin(self) -> bytes:
         """The role of each choice; in the first chunk, what else the client should know."""
@@ -153,7 +157,8 @@ class _CompletionForm(_Form):
         self._lists = [LogprobLists(generation.tokenizer, skips, sent.num_chars) for sent in position.choices]
 
     def whole(self, outputs: list[RequestOutput]) -> Completion:
-        return completion(self._generation.job, outputs, self._about, self._generation.tokenizer, has_cached=True)
+        job, told = self._generation.job, {"has_cached": True, "coordinates": self._generation.coordinates}
+        return completion(job, outputs, self._about, self._generation.tokenizer, **told)
 
     def _logprobs(self, delta: StreamDelta) -> CompletionLogprobs:
         lists = self._lists[delta.index]

@@ -72,6 +72,7 @@ class Generation:
         self._hidden = answers.hidden_with(job.offer) if is_read and job.params.skip_special_tokens else None
         self.requests: list[Request] = []
         self.outputs: list[RequestOutput] = []
+        self.coordinates: list[dict[str, Any]] | None = None  # of the choices, where the body asks for them
         self._streams: list[AnswerStream] = []
         self._merged: MergedStreams | None = None
         self._outputs: list[RequestOutput | None] = []
@@ -117,7 +118,9 @@ class Generation:
         while not source.is_done:
             for delta in await source.read():
                 self._receive(delta)
-        return self._end()
+        self._end()
+        await self._make_coordinates()
+        return self.outputs
 
     async def events(self, form: AnswerForm) -> AsyncIterator[bytes]:
         """Events of what is new, as it comes. Raises APIError if an answer failed."""
@@ -137,6 +140,7 @@ class Generation:
             if chunk:
                 yield chunk
         self._end()
+        await self._make_coordinates()
         yield form.finish()
 
     def _echoed(self, form: AnswerForm) -> bytes:
@@ -253,12 +257,22 @@ class Generation:
         message = f"the answer was not complete within {self.job.asked.timeout} s, the limit that the request set"
         return APIError(408, message, param="timeout", code="deadline_exceeded", headers=headers)
 
-    def _end(self) -> list[RequestOutput]:
+    async def _make_coordinates(self) -> None:
+        if not self.job.asked.return_coordinate:
+            return
+        llm, outputs = self.model.llm, self.outputs
+
+        def make() -> list[dict[str, Any]]:
+            made = [llm.coordinate(output, answer.index) for output in outputs for answer in output.outputs]
+            return [replace(coordinate, model=self.model.name).to_dict() for coordinate in made]
+
+        self.coordinates = await in_thread(self.record, make)  # the first one of a model's weights takes a while
+
+    def _end(self) -> None:
         self.outputs = [output for output in self._outputs if output is not None]
         if self.job.asked.num_kept == 0:
             self.outputs = [scored(output) for output in self.outputs]
         self.record.end(self.outputs)
-        return self.outputs
 
     def read(self, output: RequestOutput) -> RequestOutput:
         """A whole output with its answers told apart."""

@@ -188,7 +188,8 @@ class ServedModel:
             llm = self._engine.llm
             weights, spec = llm.engine.weights, llm.engine.spec
             if weights.version != self._fingerprint[0] and weights.is_whole:
-                facts = [llm.fingerprint(), llm.acceptance, spec.dtype.name, spec.determinism.rows, __version__]
+                model = llm.fingerprint_of(llm.weights_version) or llm.fingerprint()  # kept, for coordinates
+                facts = [model, llm.acceptance, spec.dtype.name, spec.determinism.rows, __version__]
                 digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
                 self._fingerprint = weights.version, "fp_" + digest[:16]
         return self._fingerprint[1]

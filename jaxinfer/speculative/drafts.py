@@ -1,5 +1,5 @@
-"""The contract of a draft, and its kinds: a smaller model, a trained head, n-grams of the sequence, or the target's
-first layers.
+"""The contract of a draft, and its kinds: a smaller model, a trained head, n-grams of the sequence, the target's first
+layers, or the tokens of an answer that is checked.
 
 `Draft` itself drafts nothing. What proposes tokens inside the jitted round is a draft's `proposer`; here is no JAX.
 """
@@ -186,6 +186,24 @@ class NgramDraft(Draft):
 
 
 @dataclass(frozen=True)
+class ClaimedDraft(Draft):
+    """Drafts the tokens that an answer is claimed to have (`Request.claimed`), so that all of a round are checked in
+    one pass: those that the sampler chooses are accepted. Requests without a claim get worthless drafts."""
+
+    lengths: ClassVar[tuple[int, ...]] = (7, 15, 31)
+    has_branches: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return "claimed"
+
+    def proposer(self, *models: Any) -> Proposer:
+        from jaxinfer.speculative.proposers import ClaimedProposer
+
+        return ClaimedProposer()
+
+
+@dataclass(frozen=True)
 class LayersDraft(Draft):
     """The target's first layers with its final norm and head (Elhoushi et al. 2024, LayerSkip, section 4.3).
 
@@ -346,7 +364,11 @@ def _layers_draft(number: str, config: ModelConfig, params: Params) -> LayersDra
 OWN_HEAD = "mtp"  # what `draft` names the head in the target's own files by
 
 # By its name, with a colon if a text comes after it, what makes a draft of the text for a target.
-_KINDS: dict[str, Maker] = {"layers:": _layers_draft, "ngram": lambda *_: NgramDraft()}
+_KINDS: dict[str, Maker] = {
+    "layers:": _layers_draft,
+    "ngram": lambda *_: NgramDraft(),
+    "claimed": lambda *_: ClaimedDraft(),
+}
 
 
 def register_draft(name: str, make: Maker) -> None:

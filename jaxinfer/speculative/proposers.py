@@ -212,6 +212,21 @@ class NgramProposer(Proposer, BoundProposer):
 
 
 @dataclass(frozen=True)
+class ClaimedProposer(Proposer, BoundProposer):
+    """As `ClaimedDraft`: the host writes the claimed tokens into the sequences, after their newest tokens."""
+
+    def bind(self, weights: Any, vocab_size: int, is_maximal: bool) -> BoundProposer:
+        del weights, vocab_size, is_maximal
+        return self
+
+    def propose(self, state: DraftState, rows: DraftRows, tree: TokenTree) -> tuple[DraftState, Proposal]:
+        sequence = state.slots.sequence
+        places = rows.positions[:, None] + jnp.arange(tree.num_nodes)
+        tokens = jnp.take_along_axis(sequence, jnp.minimum(places, sequence.shape[1] - 1), axis=1)
+        return state, Proposal(tokens, rows.num_nodes)
+
+
+@dataclass(frozen=True)
 class ModelProposer(Proposer):
     """A model with pages of its own."""
 

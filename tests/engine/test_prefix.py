@@ -171,6 +171,17 @@ def test_a_salt_is_forgotten_with_its_last_page():
     tree.check()
 
 
+def test_keys_and_salts_may_be_any():
+    """A page that leaves the tree is taken for no root, whatever the bytes of its tokens are."""
+    pool = PagePool(4)
+    tree = single_tree(pool)
+    pages = pool.allocate(2)
+    tree.insert([b"\xb1\x00", b"\xff\x00"], [pages], "\ud800")
+    pool.release(pages)
+    pool.drop_idle()
+    assert (tree._roots, tree.num_pages) == ({}, 0)
+
+
 # Groups of layers with windows.
 
 WINDOW = 6  # a token after n others sees n - 5 and on: of pages of 4 tokens, the last two

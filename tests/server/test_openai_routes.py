@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from jaxinfer.api.coordinate import Coordinate
 from jaxinfer.server.app import ROUTES, make_app
 from tests.server.asgi import Client
 from tests.server.conftest import is_idle, offline, until
@@ -406,3 +407,29 @@ def test_extremes_are_refused_with_the_value_to_use(client, path):
             assert use in (error if isinstance(error, str) else error["message"])
 
     run(ask())
+
+
+def test_answers_have_their_coordinates_if_the_body_asks(engine, client):
+    """Those of a stream come with its end, and are the same."""
+    asked = {"model": "tiny", "prompt": [PROMPT, "x"], "n": 2, "seed": 5, "max_tokens": 5, "return_coordinate": True}
+    chat = {"model": "tiny", "messages": MESSAGES, "seed": 4, "max_completion_tokens": 4, "return_coordinate": True}
+    usage = {"stream_options": {"include_usage": True}}
+
+    async def ask():
+        answers = [await client.post(COMPLETIONS, asked), await client.post(CHAT, chat)]
+        streams = [await client.stream(COMPLETIONS, asked), await client.stream(CHAT, {**chat, **usage})]
+        return answers, streams, await client.post(COMPLETIONS, {**asked, "max_tokens": 0})
+
+    answers, streams, refused = run(ask())
+    assert [len(answer.json["coordinates"]) for answer in answers] == [4, 1]
+    for answer, events in zip(answers, streams, strict=True):
+        (told,) = [event.data for event in events if "coordinates" in (event.data or {})]
+        assert told["coordinates"] == answer.json["coordinates"]
+        assert told["choices"] == []
+    given = [entry for answer in answers for entry in answer.json["coordinates"]]
+    assert {entry["model"] for entry in given} == {"tiny"}
+    coordinates = [Coordinate.from_dict(entry) for entry in given]
+    assert {len(coordinate.token_ids) for coordinate in coordinates} == {4, 5}
+    checks = engine.llm.replay(coordinates)  # it is idle
+    assert all(check.is_equal for check in checks)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "return_coordinate")
