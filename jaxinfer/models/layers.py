@@ -298,7 +298,8 @@ class DecoderLayer(nnx.Module):
 
     def _fed(self, read: jax.Array, tap: Tap | None) -> jax.Array:
         """[..., D] that the MLP, or the experts, make of hidden states [..., D]."""
-        return self.mlp(read, tap=tap) if isinstance(self.mlp, SparseMoE) else self.mlp(read)
+        mlp: Any = self.mlp
+        return mlp(read, tap=tap) if isinstance(mlp, SparseMoE) else mlp(read)
 
     def _with_term(self, x: jax.Array, term: jax.Array) -> Hidden:
         """The sum, left to the next norm where a kernel of the layer's own norms would compute it."""

@@ -41,7 +41,8 @@ def test_answers_beside_updates(mode):
             return [await task for task in tasks]
 
     *outputs, last = asyncio.run(main())
-    assert last.weights == (WeightsSpan("12"),) and last.token_ids == [12] * 20
+    assert last.weights == (WeightsSpan("12"),)
+    assert last.token_ids == [12] * 20
     for output in outputs:
         assert output.token_ids == made_by(output)
         assert output.finish_reason == "length" or mode == "abort"
@@ -68,7 +69,8 @@ def test_nothing_is_computed_between_the_steps_of_an_update():
             await engine.sleep()
             asleep = asyncio.ensure_future(answer(engine, PROMPTS[2]))
             await asyncio.sleep(0.1)
-            assert "asleep" in engine.why_not_ready and not asleep.done()
+            assert "asleep" in engine.why_not_ready
+            assert not asleep.done()
             await engine.wake_up()
             return [*outputs, await asleep]
 

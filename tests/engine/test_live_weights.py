@@ -58,7 +58,8 @@ def test_every_token_names_its_weights(llm, mode):
     for answer, count in zip(answers, made, strict=True):
         output = llm.collect([answer]).outputs[0]
         if mode == "abort":
-            assert output.finish_reason == "abort" and set(output.token_ids) <= {10}
+            assert output.finish_reason == "abort"
+            assert set(output.token_ids) <= {10}
             continue
         spans = output.weights
         if mode == "wait":
@@ -91,7 +92,7 @@ def test_pages_that_are_retained_are_not_found(llm):
 
 
 def test_one_more_weight_is_in_memory():
-    """Besides the weights, the largest one; with the caller's tree in NumPy arrays, which is no memory of the device."""
+    """Besides the weights, the largest one. The caller's tree is in NumPy arrays, which are no memory of the device."""
     new = jax.tree.map(np.asarray, params_of(1))
     with LLM((TINY, params_of(0)), **RUN) as llm:
         run(llm)
@@ -130,9 +131,7 @@ def test_some_weights_stay(llm):
 @pytest.mark.parametrize("kind", ["float", "int8"])
 def test_files_are_read_in_the_form_that_is_there(kind, tmp_path):
     """And a trainer's tree in another dtype is rounded to it."""
-    folders = [
-        save_huggingface(TINY, params_of(seed), tmp_path / str(seed), dtype="float32") for seed in (0, 1)
-    ]
+    folders = [save_huggingface(TINY, params_of(seed), tmp_path / str(seed), dtype="float32") for seed in (0, 1)]
     how = {} if kind == "float" else {"quantize": "int8"}
     with LLM(folders[1], **RUN, **how) as fresh:
         expected, scores = run(fresh).token_ids, fresh.score(PROMPTS, use_tqdm=False)

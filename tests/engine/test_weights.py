@@ -247,9 +247,9 @@ def test_weights_are_not_replaced_while_requests_run(kind):
     with LLM((TINY, params_of(0)), **RUN, **KINDS[kind]) as llm:
         (answer,) = llm.submit(llm.prepare(PROMPTS[0], PARAMS[2]))
         for _ in range(2):
+            llm.step(1)
             with pytest.raises(RuntimeError, match="while requests are unfinished"):
                 llm.engine.weights.replace(params_of(1))
-            llm.step()
         while not answer.is_finished:
             llm.step()
         found = llm.collect([answer]).outputs[0].token_ids

@@ -115,7 +115,8 @@ def test_a_client_that_dies_leaves_a_model_that_waits(clients):
             for path, body in steps[: last + 1]:
                 assert (await admin.post(path, body)).status == 200
             ready = await user.get("/ready")
-            assert ready.status == 503 and "an update of the weights is under way" in ready.body.decode()
+            assert ready.status == 503
+            assert "an update of the weights is under way" in ready.body.decode()
             waiting = asyncio.ensure_future(ask(user))
             await admin.post("/resume", {})
             await asyncio.sleep(0.05)
@@ -140,7 +141,8 @@ def test_a_client_that_dies_leaves_a_model_that_waits(clients):
 )
 def test_what_cannot_be_done_is_refused(clients, path, body, status, told):
     answer = asyncio.run(clients[0].post(path, body))
-    assert answer.status == status and told in answer.body.decode()
+    assert answer.status == status
+    assert told in answer.body.decode()
 
 
 def test_only_folders_below_the_root_are_read(clients, root):
@@ -150,7 +152,8 @@ def test_only_folders_below_the_root_are_read(clients, root):
         assert (await admin.post(START, {})).status == 200
         for info in ({"path": "../outside"}, {"path": str(root.parent / "outside")}, {"path": "link"}, {"path": "no"}):
             answer = await admin.post(UPDATE, {"update_info": info})
-            assert answer.status == 400 and "is no folder below --weights-root" in answer.body.decode(), info
+            assert answer.status == 400, info
+            assert "is no folder below --weights-root" in answer.body.decode()
         assert (await admin.post(UPDATE, {"update_info": {"backend": "process", "name": "policy"}})).status == 400
         assert (await admin.post(FINISH, {})).status == 200
 

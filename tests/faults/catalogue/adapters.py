@@ -198,9 +198,9 @@ GUARDED = (
     ),
     Fault(
         "adapters/any-size-is-read",
-        "jaxinfer/server/adapters.py",
-        "if num_bytes > self._max_mib << 20:",
-        "if num_bytes > self._max_mib << 40:",
+        "jaxinfer/server/folders.py",
+        "(limit := self._max_mib[0] << 20)",
+        "(limit := self._max_mib[0] << 40)",
         (SERVED + "test_hostile_folders_give_one_error_and_load_nothing",),
         "a file of a terabyte without a byte on the disk ends the server",
     ),
@@ -247,8 +247,8 @@ GUARDED = (
     Fault(
         "adapters/a-stream-goes-on-with-another-adapter",
         "jaxinfer/server/models.py",
-        'f"{base.fingerprint} {adapter.identity}"',
-        'f"{base.fingerprint} {adapter.name}"',
+        'f"{self._base.fingerprint} {self.adapter.identity}"',
+        'f"{self._base.fingerprint} {self.adapter.name}"',
         (SERVED + "test_streams_are_those_of_the_adapter_and_are_resumed",),
         "a resumed answer has its end from another version of the adapter",
     ),

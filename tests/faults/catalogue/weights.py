@@ -508,8 +508,8 @@ REPLACED = (
     Fault(
         "engine/a-draft-of-layers-keeps-the-weights-before",
         "jaxinfer/engine/model_runner.py",
-        "models = weights.view(lambda params: draft.models(",
-        "models = weights.view(lambda _: draft.models(",
+        "models = weights.view(lambda params: self._draft.models(config, without_adapters(params)))",
+        "models = weights.view(lambda params, first=weights.value: self._draft.models(config, first))",
         ("tests/engine/test_weights.py::test_a_draft_of_layers_follows",),
         "after an update a draft guesses as the weights before, and little is accepted",
     ),
@@ -543,10 +543,62 @@ REPLACED = (
     Fault(
         "engine/weights-are-replaced-under-requests",
         "jaxinfer/engine/weights.py",
-        "if any(user.has_work for user in self._users):",
+        "if any(user.has_begun for user in self._users):",
         "if False:",
         ("tests/engine/test_weights.py::test_weights_are_not_replaced_while_requests_run",),
         "an answer is begun with some weights and ended with others",
+    ),
+)
+
+LIVE = "tests/engine/test_live_weights.py::"
+REPLACED_IN_PLACE = (
+    Fault(
+        "live/kept-pages-are-found-by-others",
+        "jaxinfer/engine/scheduler.py",
+        "        self.prefixes.hide()\n",
+        "",
+        (LIVE + "test_pages_that_are_retained_are_not_found",),
+        "a request reads keys of weights before its own",
+    ),
+    Fault(
+        "live/the-old-weights-stay-until-the-end",
+        "jaxinfer/engine/weights.py",
+        "            self._drop()\n            old.leave()",
+        "            self._old = old\n            old.leave()",
+        (LIVE + "test_one_more_weight_is_in_memory",),
+        "an update needs room for the model twice",
+    ),
+    Fault(
+        "live/the-trainers-arrays-are-taken",
+        "jaxinfer/engine/weight_forms.py",
+        "return jnp.array(array, copy=True) if copies else array",
+        "return array",
+        (LIVE + "test_a_copy_stays_when_the_trainer_gives_its_arrays_away",),
+        "the trainer's next step frees the engine's weights",
+    ),
+    Fault(
+        "live/half-an-update-is-served",
+        "jaxinfer/engine/weights.py",
+        "if path in self._torn - self._written",
+        "if False",
+        (LIVE + "test_nothing_is_answered_after_half_an_update",),
+        "answers are made with the weights of two versions",
+    ),
+    Fault(
+        "live/tokens-are-those-of-the-first-version",
+        "jaxinfer/engine/engine.py",
+        "            sequence.begin_span(self.weights.label, is_retained=True)\n",
+        "            pass\n",
+        (LIVE + "test_every_token_names_its_weights",),
+        "tokens made with new weights are said to be of the old ones",
+    ),
+    Fault(
+        "live/everyone-may-replace-weights",
+        "jaxinfer/server/weight_routes.py",
+        "        if not record_of(request.scope).is_admin:\n",
+        "        if False:\n",
+        ("tests/server/test_weights.py::test_nobody_else_sees_the_routes",),
+        "any client replaces the model",
     ),
 )
 
@@ -641,4 +693,14 @@ OFFLOAD = (
     ),
 )
 
-FAULTS = (*QUANTIZATION, *CHECKPOINTS, *CALIBRATION, *TRAINING, *PARALLEL, *ADAPTERS, *REPLACED, *OFFLOAD)
+FAULTS = (
+    *QUANTIZATION,
+    *CHECKPOINTS,
+    *CALIBRATION,
+    *TRAINING,
+    *PARALLEL,
+    *ADAPTERS,
+    *REPLACED,
+    *REPLACED_IN_PLACE,
+    *OFFLOAD,
+)
