@@ -469,7 +469,7 @@ def _read(
 
 def _other_field(config: ModelConfig, own: ModelConfig) -> str | None:
     """The name of a field in which two configurations differ, but for the dtype; None if there is none."""
-    names = (one.name for one in fields(config) if one.name != "dtype")
+    names = (entry.name for entry in fields(config) if entry.name != "dtype")
     return next((name for name in names if getattr(config, name) != getattr(own, name)), None)
 
 

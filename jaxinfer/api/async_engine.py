@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxinfer.api.arguments import as_one_of, as_prompts, takes_other_names
 from jaxinfer.api.embedding import best_first
-from jaxinfer.api.llm import LLM, UPDATE_MODES, UpdateMode
+from jaxinfer.api.live_weights import UPDATE_MODES, UpdateMode
+from jaxinfer.api.llm import LLM
 from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
@@ -172,8 +173,8 @@ class AsyncEngine:
         await self._in_engine(lambda: self.llm.wake_up(**options))
 
     async def _in_engine(self, call: Callable[[], T], *, drains: bool = False) -> T:
-        """What `call` gives between two steps of the engine; with `drains` when no request is left. Those that come
-        meanwhile wait. A caller that leaves does not interrupt it."""
+        """Calls `call` between two steps of the engine, with `drains` when no request is left; returns its result.
+        Requests that come meanwhile wait. A caller that leaves does not interrupt it."""
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -195,8 +196,7 @@ class AsyncEngine:
     @property
     def why_not_ready(self) -> str | None:
         """The reason why requests wait, whatever their number; None where they are computed."""
-        engine = self.llm.engine
-        reasons = (reason for one in engine.engines if (reason := one.why_stopped) is not None)
+        reasons = (reason for engine in self.llm.engine.engines if (reason := engine.why_stopped) is not None)
         return next(reasons, "answers are paused" if self._is_paused else None)
 
     @property

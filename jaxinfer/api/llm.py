@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -18,7 +18,6 @@ from jaxinfer.api.arguments import (
     as_conversations,
     as_count,
     as_names,
-    as_one_of,
     as_pairs,
     as_params,
     as_prompt,
@@ -31,10 +30,11 @@ from jaxinfer.api.arguments import (
     takes_other_names,
     unknown_attribute,
 )
-from jaxinfer.api.coordinate import Coordinate, Fingerprints, WeightsOrigin, own_params
+from jaxinfer.api.coordinate import Fingerprints
 from jaxinfer.api.embedding import Embedder, best_first
+from jaxinfer.api.live_weights import LiveWeights
 from jaxinfer.api.options import ON_LOADING, LLMOptions, documented
-from jaxinfer.api.replay import AnswerCheck, Claim, check_claims, end_of, program_of
+from jaxinfer.api.replayed_answers import ReplayedAnswers
 from jaxinfer.cache.policy.kinds import extends_length
 from jaxinfer.chips import chip_of_kind
 from jaxinfer.engine.abstract_work import shapes_of
@@ -57,11 +57,10 @@ from jaxinfer.engine.request import (
     Score,
     SequenceState,
     StreamDelta,
-    WeightsSpan,
 )
 from jaxinfer.engine.results import VectorJob, score_of
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.engine.weights import ModelWeights, WeightsView, as_weights
+from jaxinfer.engine.weights import WeightsView, as_weights
 from jaxinfer.files import Closable
 from jaxinfer.loading import (
     ChooseLayers,
@@ -76,7 +75,6 @@ from jaxinfer.loading import (
     load_model,
 )
 from jaxinfer.models import ModelConfig, Params, check_taps
-from jaxinfer.models.adapter import Adapter
 from jaxinfer.models.host_layers import all_layers
 from jaxinfer.openai.fields import check_message_names
 from jaxinfer.openai.requests import AdapterTexts, TextModel, TextRequest
@@ -96,8 +94,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 Key = TypeVar("Key")
-UpdateMode = Literal["wait", "keep", "abort"]
-UPDATE_MODES = get_args(UpdateMode)
 # Options that change tokens, or how near to those of another program they are.
 _OF_TOKENS = (
     *("dtype", "quantize", "requantize", "activations", "kv_dtype", "kv_policy", "deterministic", "tool_parser"),
@@ -116,7 +112,7 @@ def on_all_hosts(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatena
     return run
 
 
-class LLM(Closable):
+class LLM(LiveWeights, ReplayedAnswers, Closable):
     """A model ready to generate.
 
     Args:
@@ -215,8 +211,8 @@ class LLM(Closable):
         if self._draft is not None:
             self._weights.append(self._draft.weights)
             self._draft_params = self._draft.runnable().view(itemgetter(0)).view(engine.replace_draft)
-            for one in engine.engines:
-                one.add_weights(self._draft.weights)
+            for replica in engine.engines:
+                replica.add_weights(self._draft.weights)
         return engine
 
     def _read_adapter(self, given: Any, name: str, base_model: str | None = None, **options: bool) -> ReadAdapter:
@@ -584,167 +580,6 @@ class LLM(Closable):
     def params(self, params: Params) -> None:
         refuse("llm.params = ...")
 
-    # Weights.
-
-    @property
-    def weights_version(self) -> str:
-        """What the weights are called: "0" as they were loaded, then as `update_params` says."""
-        return self.engine.weights.label
-
-    def update_params(
-        self,
-        params: Params | str | Path,
-        *,
-        version: str | None = None,
-        mode: UpdateMode = "wait",
-        kv: Literal["recompute", "retain"] = "recompute",
-        partial: bool = False,
-        donate: bool = False,
-        draft: bool = False,
-    ) -> str:
-        """Gives the model other weights, in place; returns their version. No program is compiled for them.
-
-        A weight is brought into the form that is there (its place on a mesh, its dtype; rounded again by `quantize`,
-        packed) and then frees the one before, so that besides the weights there is memory for one more. All are checked
-        before the first is written. Cached prefixes are dropped, on disk too where they are of other weights; loaded
-        adapters stay.
-
-        Args:
-          params: a tree like `llm.params`, of JAX or NumPy arrays, on any mesh; or a folder with a checkpoint.
-          version: what the weights are called in `CompletionOutput.weights`; by default their number.
-          mode: of requests that run: "wait" ends them first, "abort" aborts them all, "keep" goes on with them.
-          kv: with mode="keep", whether their keys and values are computed anew, or those in the cache are kept, of
-            weights before; the spans of an answer say so. Scores and vectors are always computed anew.
-          partial: whether weights that the tree lacks stay as they are.
-          donate: whether the arrays are handed over: they are used as they are, where they fit, and must not be changed
-            or deleted. Otherwise they are copied.
-          draft: whether these are the draft's weights. Tokens do not depend on them.
-
-        Raises ValueError, with the name of a weight, for a tree or files of another model, for a form that rounding to
-        nearest does not give (GPTQ, AWQ), and for adapters with magnitudes or biases, which depend on the weights; then
-        nothing has changed. After an error while weights are written nothing is answered until an update has ended.
-        """
-        self.begin_update(mode=mode, kv=kv, draft=draft)
-        try:
-            self.write_update(params, partial=partial, donate=donate, draft=draft)
-        except BaseException:
-            self._weights_of(draft).cancel()
-            raise
-        return self.finish_update(version, draft=draft)
-
-    def begin_update(
-        self, *, mode: UpdateMode = "wait", kv: Literal["recompute", "retain"] = "recompute", draft: bool = False
-    ) -> None:
-        """Begins an update of weights that come piece by piece: `write_update` takes them, as often as there are
-        pieces, and `finish_update` ends it. Nothing is answered in between. One that has not ended is given up; what it
-        wrote has to be written again. Arguments and errors as of `update_params`."""
-        as_one_of("mode", mode, UPDATE_MODES)
-        as_one_of("kv", kv, ("recompute", "retain"))
-        if kv == "retain" and mode != "keep":
-            raise ValueError(f"kv='retain' is for mode='keep', got mode={mode!r}")
-        if self._lockstep is not None:
-            raise ValueError("update_params is for a model on one host")
-        weights = self._weights_of(draft)
-        if not draft and self._fingerprints.is_used and weights.is_whole:
-            self._fingerprints.keep(weights.label)
-        self.client.come_to_rest(mode, retains=kv == "retain")
-        self._weights_of(draft).begin()
-
-    def _weights_of(self, draft: bool) -> ModelWeights:
-        if not self._weights:
-            raise RuntimeError("this LLM is closed")
-        if draft and len(self._weights) == 1:
-            raise ValueError(f"draft=True: {self.name} has no draft with weights of its own")
-        return self._weights[draft]
-
-    def write_update(
-        self, params: Params | str | Path, *, partial: bool = True, donate: bool = False, draft: bool = False
-    ) -> None:
-        """Replaces weights in an update that has begun: those of a tree, or all by those of a folder."""
-        if not isinstance(params, (str, Path)):
-            self._weights_of(draft).write(params, is_partial=partial, copies=not donate)
-            return
-        if donate:
-            raise ValueError("donate=True is for a tree, not for files")
-        loaded = self._draft if draft else self._loaded
-        assert loaded is not None
-        with Stage(f"reading weights from {params}"):
-            loaded.write_weights(params)
-
-    def finish_update(self, version: str | None = None, *, draft: bool = False) -> str:
-        """Ends an update; returns the version. Raises RuntimeError, with a name, for a weight that an update before has
-        written which did not end, and this one has not."""
-        weights = self._weights_of(draft)
-        weights.finish(version)
-        if not draft:
-            self._fingerprints.named(weights.label)
-        return weights.label
-
-    def sleep(self, *, weights: Literal["keep", "drop"] | None = "keep", cache: bool = True) -> None:
-        """Gives memory of the device back until `wake_up`. What runs is computed anew then, with the same tokens.
-
-        Args:
-          weights: "keep" moves them to the host's memory, "drop" frees them, after which `update_params` has to give
-            all; None leaves them.
-          cache: whether the cache is freed; cached prefixes are lost.
-        """
-        if weights is not None:
-            as_one_of("weights", weights, ("keep", "drop"))
-        self.client.come_to_rest("keep", retains=False)
-        if cache:
-            for engine in self.engine.engines:
-                engine.free_cache()
-        if weights is not None:
-            self.engine.weights.sleep(keeps=weights == "keep")
-
-    def wake_up(self, *, weights: bool = True, cache: bool = True) -> None:
-        """Takes the memory that `sleep` gave back. Harmless where nothing sleeps."""
-        if weights:
-            self.engine.weights.wake_up()
-        if cache:
-            for engine in self.engine.engines:
-                engine.take_cache()
-
-    # Adapters.
-
-    @property
-    def adapters(self) -> Mapping[str, LoadedAdapter]:
-        """Adapters that requests can name."""
-        return self._adapters
-
-    def load_adapter(
-        self,
-        name: str,
-        adapter: str | Path | Adapter,
-        *,
-        keep_on_device: bool = False,
-        replace: bool = False,
-        base_model: str | None = None,
-        uses_tokenizer: bool = True,
-    ) -> LoadedAdapter:
-        """Loads a LoRA adapter, which requests then name with `adapter=name`. No program is compiled for it.
-
-        Args:
-          adapter: a folder as PEFT writes it, or an `Adapter` of arrays (`jaxinfer.models.adapter`), which are copied.
-          keep_on_device: whether it stays on the device once it is there, unless all slots have such adapters.
-          replace: whether an adapter of that name may be there; requests that named it go on with it.
-          base_model: the model's name in the adapter's configuration, where that is not what it is opened by.
-          uses_tokenizer: whether a tokenizer and chat template in its folder are for its requests; else the model's.
-
-        Raises ValueError, with names and numbers, for a name that is taken, an adapter that does not fit the model, and
-        one for which there is no room (`max_adapters`, `max_adapter_rank`, `adapter_modules`, `adapter_parts`,
-        `max_adapter_tokens`); TooManyAdaptersError, a ValueError, where `max_loaded_adapters` are loaded;
-        CheckpointError, a ValueError, for a folder that cannot be read. Nothing is loaded then.
-        """
-        self._adapters.check_new(name, replace=replace)
-        read, source, tokenizer = self._read_adapter(adapter, name, base_model, uses_tokenizer=uses_tokenizer)
-        more = {"keep_on_device": keep_on_device, "replace": replace}
-        return self._adapters.load(name, read, source=source, tokenizer=tokenizer, **more)
-
-    def unload_adapter(self, name: str) -> None:
-        """Takes an adapter away; requests that named it go on with it. Raises ValueError for one that is not loaded."""
-        self._adapters.unload(name)
-
     def save(
         self, folder: str | Path, *, dtype: str = "auto", dequantize: bool = False, overwrite: bool = False
     ) -> Path:
@@ -837,79 +672,6 @@ class LLM(Closable):
 
         return model_fingerprint(self, self.params) if self._fingerprint is None else self._fingerprint.value
 
-    # Answers made again.
-
-    def fingerprint_of(self, version: str) -> str | None:
-        """`fingerprint` of the model with the weights of that version, computed once for each of them. None for weights
-        that are not there, if it was not computed before, and for several of one name."""
-        if version == self.weights_version and self.engine.weights.is_whole:
-            self._fingerprints.keep(version)
-        return self._fingerprints.of(version)
-
-    def coordinate(self, answers: RequestOutput | Request, index: int = 0) -> Coordinate:
-        """Everything that the tokens of answer `index` of a request follow from, and the tokens (docs/replay.md); of a
-        `Request` without tokens, as it would be answered now.
-
-        The fingerprint of the weights is computed once for each version of them, the first time in some tenths of a
-        second. That of weights which were replaced before any coordinate was made is not known. Raises ValueError for
-        a request without such an answer, and for a vector or a score.
-        """
-        if isinstance(answers, Request):
-            origin, prompt, output = answers.origin, answers.token_ids, None
-            if answers.pooling is not None or not 0 <= index < answers.params.n:
-                raise ValueError(f"index={index}: the request has no such answer, of n={answers.params.n}")
-            seed = answers.row(index).seed
-        else:
-            origin, prompt = answers.origin, answers.prompt_token_ids
-            output = next((output for output in answers.outputs if output.index == index), None)
-            if output is None or answers.pooled is not None:
-                raise ValueError(f"index={index}: the request has no such answer, only {len(answers.outputs)}")
-            seed = output.seed
-        if origin is None:
-            raise ValueError("the output does not say what it follows from: only those of an LLM do")
-        spans = (WeightsSpan(self.weights_version),) if output is None else output.weights
-        return Coordinate(
-            model=self.name,
-            prompt_token_ids=tuple(prompt),
-            params=own_params(origin, seed or 0),
-            weights=tuple(
-                WeightsOrigin(span.version, self.fingerprint_of(span.version), span.start, span.is_retained)
-                for span in spans
-            ),
-            index=index,
-            adapter=origin.adapter,
-            options=self._options_of_tokens,
-            program=program_of(self),
-            **({} if output is None else end_of(output)),
-        )
-
-    @takes_other_names
-    def replay(
-        self, coordinates: Sequence[Coordinate], *, force: bool = False, use_tqdm: bool | None = None
-    ) -> list[AnswerCheck]:
-        """Generates answers again, all in one batch, each up to its first token that differs.
-
-        Args:
-          coordinates: of the answers. force: whether they are made again with other weights, or another adapter of the
-            same name, than theirs; what these made is not checked otherwise, and the result says so.
-          use_tqdm: as of `generate`.
-        """
-        claims = [Claim(coordinate) for coordinate in coordinates]
-        return check_claims(self, claims, force=force, use_tqdm=use_tqdm)
-
-    @takes_other_names
-    def verify_answer(
-        self, coordinate: Coordinate, start: int = 0, end: int | None = None, *, force: bool = False
-    ) -> AnswerCheck:
-        """Checks that each token of an answer from `start` up to `end` is the one that the sampler chooses there, after
-        the prompt and the answer's tokens before it, under all of its parameters.
-
-        The tokens before `start` are taken as they are. With `draft="claimed"` up to 31 tokens are checked in a pass
-        over the model, otherwise one. Raises ValueError for no such range.
-        """
-        claim = Claim(coordinate, start, end, drafts=True)
-        return check_claims(self, [claim], force=force, use_tqdm=False)[0]
-
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, as `llm.tokenizer`. Raises ValueError for a model without one."""
         return self.client.need_tokenizer("get_tokenizer")
@@ -981,11 +743,6 @@ class LLM(Closable):
     def collect(self, answers: Sequence[SequenceState]) -> RequestOutput:
         """The output of a request, from its answers as they stand."""
         return self.client.collect(answers)
-
-    @property
-    def engine(self) -> AnyEngine:
-        """The engine that runs the requests. Raises RuntimeError once closed."""
-        return self.client.engine
 
 
 LLM.__doc__ = documented(LLM.__doc__)

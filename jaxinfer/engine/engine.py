@@ -193,14 +193,7 @@ class Engine:
 
         `max_steps` limits the decode steps of the dispatch, for callers that stream single tokens.
         """
-        if self._rests_with:
-            self._rests_with.clear()
-        for weights in self._all_weights:
-            if not weights.is_whole:
-                weights.check_whole()
-        if self.runner.is_without_cache:
-            raise RuntimeError(self.why_stopped)
-        expired = self._abort_expired()
+        expired = self._begin_step()
         plan, committed = self._plan_with_room(max_steps)
         flight = None if plan is None else self._run(plan)
         if self._in_flight and (flight is None or len(self._in_flight) >= self.runner.max_in_flight):
@@ -302,6 +295,18 @@ class Engine:
             if (end := results.end_of(sequence, token)) is not None:
                 self.finish(sequence, *end)
                 return
+
+    def _begin_step(self) -> list[SequenceState]:
+        """Ends the sequences whose deadlines have passed; returns them. Raises RuntimeError where weights or cache are
+        not there."""
+        for weights in self._all_weights:
+            if not weights.is_whole:
+                weights.check_whole()
+        if self.runner.is_without_cache:
+            raise RuntimeError(self.why_stopped)
+        if self._rests_with:
+            self._rests_with.clear()
+        return self._abort_expired()
 
     def _abort_expired(self) -> list[SequenceState]:
         expired = self._deadlines.pop_expired(self._sequences)

@@ -19,15 +19,15 @@ Rounding = Callable[[Path, Any], Any]  # `quantization.Selection`
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a program knows of an array, and where the array lies."""
+class ArrayPlace:
+    """Facts of an array that programs are compiled for, and the place where it lies."""
 
     aval: Any
     format: Format
     committed: bool
 
     @classmethod
-    def of(cls, array: Any) -> "Place":
+    def of(cls, array: Any) -> "ArrayPlace":
         """The place of an array."""
         return cls(array.aval, array.format, array.committed)
 
@@ -51,7 +51,7 @@ class Place:
         """The array here. Programs differ by layouts too, and by whether an array is committed. `copies`: never the
         array itself, which its owner may free."""
         if not self.committed:
-            if isinstance(array, jax.Array) and Place.of(array) == self:
+            if isinstance(array, jax.Array) and ArrayPlace.of(array) == self:
                 return jnp.array(array, copy=True) if copies else array
             return jnp.array(np.asarray(array), copy=True) if copies else jax.device_put(np.asarray(array))
         placed: Any = jax.device_put(array, self.format.sharding, may_alias=False if copies else None)
@@ -77,7 +77,7 @@ class WeightForms:
     """The forms of all weights of a tree. `run`: trees of the same weights, some of them packed, that programs take.
 
     Attributes:
-      forms: by path, each weight with `Place`s in place of its arrays.
+      forms: by path, each weight with `ArrayPlace`s in place of its arrays.
     """
 
     def __init__(self, params: Params, origin: Origin, run: Sequence[Params] = ()):
@@ -149,7 +149,7 @@ class WeightForms:
         """Each of the given weights, brought into its form, as it comes; those that lie side by side when all of a
         group have come, or at the end.
 
-        `current`: the weight that is there, for one of a group that is not given. `copies` as of `Place.put`.
+        `current`: the weight that is there, for one of a group that is not given. `copies` as of `ArrayPlace.put`.
         """
         groups: dict[Path, dict[Path, Any]] = {}
         for path, leaf in given:
@@ -223,7 +223,7 @@ class WeightForms:
 
 
 def _forms_of(params: Params) -> dict[Path, Any]:
-    return {path: jax.tree.map(Place.of, leaf) for path, leaf in by_path(params).items()}
+    return {path: jax.tree.map(ArrayPlace.of, leaf) for path, leaf in by_path(params).items()}
 
 
 def by_path(params: Params) -> dict[Path, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.api.llm import UPDATE_MODES
+from jaxinfer.api.live_weights import UPDATE_MODES
 from jaxinfer.openai import answers
 from jaxinfer.server import types
 from jaxinfer.server.adapter_routes import server_info

@@ -159,14 +159,14 @@ GUARDED = (
     Fault(
         "adapters/the-routes-are-always-there",
         "jaxinfer/server/app.py",
-        "ADAPTER_ROUTES if service.options.adapter_routes else ()",
+        "ADAPTER_ROUTES if options.adapter_routes else ()",
         "ADAPTER_ROUTES",
         (SERVED + "test_without_the_flag_there_are_no_such_routes",),
         "a server whose operator never wanted them has routes that change answers",
     ),
     Fault(
         "adapters/paths-outside-of-the-roots-are-read",
-        "jaxinfer/server/adapters.py",
+        "jaxinfer/server/folders.py",
         "if any(root in real.parents for root in self._roots) and os.path.isdir(real):",
         "if os.path.isdir(real):",
         (SERVED + "test_folders_outside_of_the_roots_are_not_read",),
@@ -174,7 +174,7 @@ GUARDED = (
     ),
     Fault(
         "adapters/links-out-of-a-root-are-followed",
-        "jaxinfer/server/adapters.py",
+        "jaxinfer/server/folders.py",
         "real = Path(os.path.realpath(place))",
         "real = Path(os.path.abspath(place))",
         (SERVED + "test_folders_outside_of_the_roots_are_not_read",),
@@ -182,7 +182,7 @@ GUARDED = (
     ),
     Fault(
         "adapters/a-folder-beside-a-root-is-below-it",
-        "jaxinfer/server/adapters.py",
+        "jaxinfer/server/folders.py",
         "any(root in real.parents for root in self._roots)",
         "any(str(real).startswith(str(root)) for root in self._roots)",
         (SERVED + "test_folders_outside_of_the_roots_are_not_read",),
@@ -190,7 +190,7 @@ GUARDED = (
     ),
     Fault(
         "adapters/pipes-are-opened",
-        "jaxinfer/server/adapters.py",
+        "jaxinfer/server/folders.py",
         "if not stat.S_ISREG(about.st_mode):",
         "if False:",
         (SERVED + "test_hostile_folders_give_one_error_and_load_nothing",),
