@@ -14,7 +14,8 @@ AREAS = {
     "adapters",
     *("batch", "cache", "calibration", "checkpoints", "cli", "determinism", "doors", "engine"),
     *("grammar", "heads", "histories", "kernels", "measure", "on_chip"),
-    *("models", "parallel", "planning", "policies", "quantization", "sampling", "schemas", "server", "speculative"),
+    *("models", "parallel", "planning", "policies", "quantization", "replays", "sampling", "schemas", "server"),
+    "speculative",
     *("store", "text", "tool-calls", "training", "training_heads", "vocabularies"),
 }
 

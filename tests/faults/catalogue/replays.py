@@ -5,7 +5,7 @@ from tests.faults.fault import Fault
 FAULTS = (
     Fault(
         "replays/the-coordinate-has-the-seed-of-the-request",
-        "jaxinfer/api/llm.py",
+        "jaxinfer/api/replayed_answers.py",
         "            seed = output.seed\n",
         "            seed = origin.params.seed\n",
         ("tests/api/test_replay.py::test_answers_are_made_again_by_another_engine",),

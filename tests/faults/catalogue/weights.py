@@ -553,7 +553,7 @@ REPLACED = (
 LIVE = "tests/engine/test_live_weights.py::"
 REPLACED_IN_PLACE = (
     Fault(
-        "live/kept-pages-are-found-by-others",
+        "engine/live-kept-pages-are-found-by-others",
         "jaxinfer/engine/scheduler.py",
         "        self.prefixes.hide()\n",
         "",
@@ -561,7 +561,7 @@ REPLACED_IN_PLACE = (
         "a request reads keys of weights before its own",
     ),
     Fault(
-        "live/the-old-weights-stay-until-the-end",
+        "engine/live-the-old-weights-stay-until-the-end",
         "jaxinfer/engine/weights.py",
         "            self._drop()\n            old.leave()",
         "            self._old = old\n            old.leave()",
@@ -569,7 +569,7 @@ REPLACED_IN_PLACE = (
         "an update needs room for the model twice",
     ),
     Fault(
-        "live/the-trainers-arrays-are-taken",
+        "engine/live-the-trainers-arrays-are-taken",
         "jaxinfer/engine/weight_forms.py",
         "return jnp.array(array, copy=True) if copies else array",
         "return array",
@@ -577,7 +577,7 @@ REPLACED_IN_PLACE = (
         "the trainer's next step frees the engine's weights",
     ),
     Fault(
-        "live/half-an-update-is-served",
+        "engine/live-half-an-update-is-served",
         "jaxinfer/engine/weights.py",
         "if path in self._torn - self._written",
         "if False",
@@ -585,7 +585,7 @@ REPLACED_IN_PLACE = (
         "answers are made with the weights of two versions",
     ),
     Fault(
-        "live/tokens-are-those-of-the-first-version",
+        "engine/live-tokens-are-those-of-the-first-version",
         "jaxinfer/engine/engine.py",
         "            sequence.begin_span(self.weights.label, is_retained=True)\n",
         "            pass\n",
@@ -593,7 +593,7 @@ REPLACED_IN_PLACE = (
         "tokens made with new weights are said to be of the old ones",
     ),
     Fault(
-        "live/everyone-may-replace-weights",
+        "engine/live-everyone-may-replace-weights",
         "jaxinfer/server/weight_routes.py",
         "        if not record_of(request.scope).is_admin:\n",
         "        if False:\n",
