@@ -141,7 +141,7 @@ class LoadedModel:
             own.check(by_path(shapes), is_partial=False)
             packing = packing_of(checkpoint.config, self.activations, opening.chosen) if opening.packs else None
             reading = _Reading(checkpoint, self.mesh, opening.chosen, packing)
-            self.weights.write_each(reading.each(keeps_16_bits=opening.keeps_16_bits))
+            self.weights.write_each(reading.each(keeps_16_bits=opening.keeps_16_bits), own.forms.keys())
 
     def on_mesh(self, scales: KVScales | None) -> KVScales | None:
         """Scales of the checkpoint's key-value heads as the engine takes them."""

@@ -29,6 +29,7 @@ from jaxinfer.engine.request import (
     StreamDelta,
 )
 from jaxinfer.engine.results import VectorJob
+from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.loading import LiveModel
 from jaxinfer.models import Params
 from jaxinfer.models.adapter import Adapter
@@ -67,8 +68,8 @@ class AsyncEngine:
         self._death: BaseException | None = None
         self._is_closed = self._is_paused = False
         self._is_stopped = False  # nothing is computed; touched by the engine's thread only, as the next two
-        self._when_idle: list[Callable[[], None]] = []  # calls that wait until no request is left
-        self._held: list[Callable[[], None]] = []  # requests that wait for these
+        self._when_idle: list[tuple[Callable[[], None], concurrent.futures.Future]] = []  # wait for no request
+        self._held: dict[_Reader, None] = {}  # whose requests wait for these calls
         self._lock = threading.Lock()  # of being closed against commands that still come
         self._thread = threading.Thread(target=self._run, name="jaxinfer engine", daemon=True)
         self._thread.start()
@@ -124,8 +125,7 @@ class AsyncEngine:
 
         def stop() -> None:
             if mode == "abort":
-                for reader in dict.fromkeys(self._readers.values()):
-                    self._abort(reader, "all requests were aborted")
+                self._abort_all()
             self._is_paused = True
 
         await self._in_engine(stop, drains=mode == "wait")
@@ -146,8 +146,7 @@ class AsyncEngine:
 
         def update() -> str:
             if mode == "abort":
-                for reader in dict.fromkeys(self._readers.values()):
-                    self._abort(reader, "all requests were aborted")
+                self._abort_all()
             return self.llm.update_params(params, mode="keep", **options)
 
         return await self._in_engine(update, drains=mode == "wait")
@@ -188,7 +187,7 @@ class AsyncEngine:
                 told = f"{self.why_not_ready}: what runs would never end; mode='keep' and mode='abort' do not wait"
                 result.set_exception(RuntimeError(told))
             else:
-                self._when_idle.append(run)
+                self._when_idle.append((run, result))
 
         self._send(drain if drains else run)
         return await asyncio.shield(asyncio.wrap_future(result))
@@ -358,9 +357,9 @@ class AsyncEngine:
         while True:
             if self._when_idle and not self.llm.engine.has_work:
                 waiting, self._when_idle = self._when_idle, []
-                held, self._held = self._held, []
-                for command in (*waiting, *held):
-                    command()
+                for call, _ in waiting:
+                    call()
+                self._add_held()
                 self._after_command()
             is_idle = self._is_stopped or not self.llm.engine.has_work
             if not is_idle and self._commands.empty():
@@ -381,8 +380,14 @@ class AsyncEngine:
         self._wake_readers()
 
     def _add(self, reader: "_Reader") -> None:
+        if reader.has_left:
+            return
         if self._when_idle:
-            self._held.append(lambda: self._add(reader))
+            most = self.llm.engine.spec.options.max_waiting
+            if most is not None and len(self._held) >= most:
+                reader.fail(QueueFullError(f"{len(self._held)} requests wait already, the limit is max_waiting={most}"))
+            else:
+                self._held[reader] = None
             return
         try:
             reader.answers = self.llm.submit(reader.request)
@@ -391,6 +396,18 @@ class AsyncEngine:
             return
         self._readers |= dict.fromkeys(reader.answers, reader)
         reader.take()
+
+    def _add_held(self) -> None:
+        held, self._held = self._held, {}
+        for reader in held:
+            self._add(reader)
+
+    def _abort_all(self) -> None:
+        waiting, self._when_idle = self._when_idle, []
+        self._add_held()
+        self._when_idle = waiting
+        for reader in dict.fromkeys(self._readers.values()):
+            self._abort(reader, "all requests were aborted")
 
     def _deliver(self, answer: SequenceState) -> None:
         if (reader := self._readers.get(answer)) is None:  # aborted with another answer of its request
@@ -420,6 +437,8 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(_arrive, others)
 
     def _abort(self, reader: "_Reader", why: str) -> None:
+        reader.has_left |= not reader.answers  # its request may not be queued yet
+        self._held.pop(reader, None)
         for answer in reader.answers:
             if self._readers.pop(answer, None) is not None:
                 self.llm.client.abort([answer], why)
@@ -445,8 +464,10 @@ class AsyncEngine:
             self._is_closed = True
         try:
             self._wake_readers()
-            for command in (*self._when_idle, *self._held):
-                self._end_command(command)
+            waiting, self._when_idle = self._when_idle, []
+            for _, result in waiting:
+                result.set_exception(EngineDeadError("the engine is closed"))
+            self._end_command(self._add_held)
             while not self._commands.empty():
                 command = self._commands.get()
                 if command is not None:
@@ -509,7 +530,7 @@ class _Reader:
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop):
         self.request = request
         self.answers: list[SequenceState] = []  # once submitted
-        self.is_done = False
+        self.is_done = self.has_left = False
         self.loop, self._taken = loop, asyncio.Event()
         self._has_arrived = False  # this and the waiter are touched in the event loop only
         self._waiter: asyncio.Future[None] | None = None

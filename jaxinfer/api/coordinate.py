@@ -123,6 +123,7 @@ class Fingerprints:
         self._compute = compute
         self._labels, self._repeated = {label}, set[str]()
         self._known: dict[str, str] = {}
+        self._num_named = 0
 
     @property
     def is_used(self) -> bool:
@@ -131,13 +132,17 @@ class Fingerprints:
 
     def named(self, label: str) -> None:
         """Other weights are there, which are called so."""
+        self._num_named += 1
         (self._repeated if label in self._labels else self._labels).add(label)
         self._known.pop(label, None)
 
     def keep(self, label: str) -> None:
         """Computes that of the weights that are there, unless it is known."""
         if label not in self._known and label not in self._repeated:
-            self._known[label] = self._compute()
+            count = self._num_named
+            computed = self._compute()
+            if count == self._num_named:  # others may have come meanwhile
+                self._known[label] = computed
 
     def of(self, label: str) -> str | None:
         """That of weights; None if it was not computed while they were there."""

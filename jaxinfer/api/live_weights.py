@@ -142,12 +142,14 @@ class LiveWeights:
         """
         if weights is not None:
             as_one_of("weights", weights, ("keep", "drop"))
+        if self._lockstep is not None:
+            raise ValueError("sleep is for a model on one host")
         self.client.come_to_rest("keep", retains=False)
+        if weights is not None:  # first, since it may be refused
+            self.engine.weights.sleep(keeps=weights == "keep")
         if cache:
             for engine in self.engine.engines:
                 engine.free_cache()
-        if weights is not None:
-            self.engine.weights.sleep(keeps=weights == "keep")
 
     def wake_up(self, *, weights: bool = True, cache: bool = True) -> None:
         """Takes the memory that `sleep` gave back. Harmless where nothing sleeps."""

@@ -275,6 +275,11 @@ def _request_of(llm: ReplayModel, claim: Claim, *, force: bool) -> Request:
             told = f"another one of that name is ({llm.adapters[use.name].fingerprint[:12]})" if has_name else "none is"
             raise ValueError(f"adapter {use.name!r} ({use.fingerprint[:12]}) is not loaded: {told}")
         name = use.name if use.name in alike or not alike else alike[0]
+    num_prompt, num_tokens = len(coordinate.prompt_token_ids), len(coordinate.token_ids)
+    if (most := coordinate.params.max_tokens) is not None and num_tokens > most:
+        raise ValueError(f"the answer has {num_tokens} tokens, and max_tokens={most}")
+    if num_prompt + num_tokens > (limit := llm.engine.spec.max_model_len):
+        raise ValueError(f"{num_prompt} prompt tokens and {num_tokens} of the answer are more than {limit}")
     vocab_size = llm.config.vocab_size
     for token in coordinate.token_ids:
         if not 0 <= token < vocab_size:

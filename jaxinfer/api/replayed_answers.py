@@ -1,5 +1,6 @@
 """The methods of `LLM` that tell what an answer follows from, and make it again."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ from jaxinfer.api.arguments import takes_other_names
 from jaxinfer.api.coordinate import Coordinate, Fingerprints, WeightsOrigin, own_params
 from jaxinfer.api.replay import AnswerCheck, Claim, ReplayModel, check_claims, end_of, program_of
 from jaxinfer.engine.request import Request, RequestOutput, WeightsSpan
+from jaxinfer.engine.weights import WeightsError
 
 
 class ReplayedAnswers(ReplayModel if TYPE_CHECKING else object):
@@ -20,7 +22,8 @@ class ReplayedAnswers(ReplayModel if TYPE_CHECKING else object):
         """`fingerprint` of the model with the weights of that version, computed once for each of them. None for weights
         that are not there, if it was not computed before, and for several of one name."""
         if version == self.weights_version and self.engine.weights.is_whole:
-            self._fingerprints.keep(version)
+            with contextlib.suppress(WeightsError):  # an update has begun meanwhile
+                self._fingerprints.keep(version)
         return self._fingerprints.of(version)
 
     def coordinate(self, answers: RequestOutput | Request, index: int = 0) -> Coordinate:

@@ -43,7 +43,9 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
 
     def check_replaced(self) -> None:
         """Raises ValueError while adapters are loaded whose arrays were computed from the weights."""
-        if names := [name for name, adapter in self._loaded.items() if adapter.host.depends_on_base]:
+        used = (sequence.request.adapter for sequence in self._engine.unfinished)  # unloaded, but in use
+        adapters = [*self._loaded.values(), *(adapter for adapter in used if isinstance(adapter, LoadedAdapter))]
+        if names := [adapter.name for adapter in adapters if adapter.host.depends_on_base]:
             raise ValueError(
                 f"adapter {names[0]!r} has magnitudes or biases for the weights as they are: unload it first"
             )
@@ -83,11 +85,17 @@ class AdapterRegistry(Mapping[str, LoadedAdapter]):
         stacks = self._engine.engines[0].adapter_stacks
         if stacks is None:
             raise ValueError(f"adapter {name!r}: there is room for none; give max_adapters=8, or adapters at the start")
-        host = stacks.prepared(adapter, self._params.value, what=repr(name))
+        weights, told = self._params.root, f"adapter {name!r}: the weights are being updated; load it again then"
+        version, params = weights.version, self._params.value
+        if not weights.is_whole or params is None:
+            raise ValueError(told)
+        host = stacks.prepared(adapter, params, what=repr(name))
         more = {"num_added": host.num_added, "tokenizer": tokenizer, "owner": self}
         loaded = LoadedAdapter(name, host.fingerprint, host, source, adapter.invocation_tokens, keep_on_device, **more)
         with self._lock:
             self.check_new(name, replace=replace)  # others may have been loaded meanwhile
+            if host.depends_on_base and not (weights.is_whole and weights.version == version):
+                raise ValueError(told)
             old, self._loaded[name] = self._loaded.get(name), loaded
         if old is not None:
             self._forget(old)

@@ -234,8 +234,10 @@ def by_path(params: Params) -> dict[Path, Any]:
 
 def single(leaves: Mapping[Path, Any], path: Path) -> Any:
     """A weight on its own, of weights that may lie side by side."""
-    parent = {other[-2]: {WEIGHT: leaf} for other, leaf in leaves.items() if other[:-2] == path[:-2]}
-    return weight_at(parent, path[-2:])
+    beside = {other: leaf for other, leaf in leaves.items() if other[:-2] == path[:-2] and other[-1] == WEIGHT}
+    if path not in beside:
+        raise ValueError(f"{'.'.join(path)} was dropped, and has to come together with those beside it")
+    return weight_at({other[-2]: {WEIGHT: leaf} for other, leaf in beside.items()}, path[-2:])
 
 
 def _sibling(path: Path, module: str) -> Path:

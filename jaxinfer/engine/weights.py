@@ -1,7 +1,7 @@
 """The weights of a model: one tree, and every form of it that something reads, which are replaced together."""
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from operator import attrgetter
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
@@ -212,38 +212,55 @@ class ModelWeights(WeightsView["StoredWeights"]):
     ) -> None:
         """Replaces some of the weights, in an update that has begun, or all; `report` gets the name of each that is
         written. Arguments and errors as of `replace`."""
-        if not self._is_updating:
-            raise RuntimeError("no update of the weights has begun")
+        self._check_begun()
         given = self._given(params)
         self.forms.check(given, is_partial=is_partial)
-        self.write_each(given.items(), copies=copies, report=report)
+        self.write_each(given.items(), given.keys(), copies=copies, report=report)
 
     def write_each(
         self,
         given: Iterable[tuple[Path, Any]],
+        paths: Collection[Path],
         *,
         copies: bool = False,
         report: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """Replaces weights by those of these paths as they come, which `forms.check` has taken."""
-        leaves = self._open()
-        for path, leaf in self.forms.formed(given, lambda path: single(leaves, path), copies=copies):
-            self._torn.add(path)
-            leaves.pop(path, None)
-            leaves[path] = jax.block_until_ready(leaf)
-            self._written.add(path)
-            report(".".join(path))
+        """Replaces the weights of `paths` by those that are `given`, as they come; `forms.check` has taken them. After
+        an error that left some of them written, all of them are to be written again."""
+        self._check_begun()
+        leaves, num_before = self._open(), len(self._written | self._torn)
+        come: set[Path] = set()
+
+        def marked() -> Iterator[tuple[Path, Any]]:
+            for path, leaf in given:
+                come.add(path)
+                yield path, leaf
+
+        try:
+            for path, leaf in self.forms.formed(marked(), lambda path: single(leaves, path), copies=copies):
+                if path in come:  # others are those beside it
+                    self._torn.add(path)
+                leaves[path] = jax.block_until_ready(leaf)
+                if path in come:
+                    self._written.add(path)
+                report(".".join(path))
+        except BaseException:
+            if len(self._written | self._torn) > num_before or self._torn & set(paths):
+                self._torn |= set(paths)
+                self._written -= set(paths)
+            raise
 
     def cancel(self) -> None:
         """Ends an update that has written nothing; one that has leaves the weights as they are, to be replaced by
         another."""
         self._is_updating = False
+        if self._leaves is not None and not self._torn and not self._is_asleep:
+            self._make_whole()
 
     def finish(self, label: str | None = None) -> None:
         """Ends an update: everything is computed with the new weights. Raises RuntimeError, with a name, where this
         update has not replaced what another one left half written; nothing is computed then."""
-        if not self._is_updating:
-            raise RuntimeError("no update of the weights has begun")
+        self._check_begun()
         if missing := next((path for path in self.forms.forms if path in self._torn - self._written), None):
             raise RuntimeError(
                 f"{'.'.join(missing)} is of an update that has not ended, and this one has not replaced it: update all "
@@ -256,6 +273,10 @@ class ModelWeights(WeightsView["StoredWeights"]):
             self._make_whole()
             for user in self._users:
                 user.drop_prefixes()
+
+    def _check_begun(self) -> None:
+        if not self._is_updating:
+            raise RuntimeError("no update of the weights has begun")
 
     def _check_rest(self) -> None:
         if any(user.has_begun for user in self._users):
@@ -273,13 +294,13 @@ class ModelWeights(WeightsView["StoredWeights"]):
         if DISK_LAYERS in self.value.params:
             raise ValueError("layers that are read from files (offload='disk') cannot be given back")
         leaves = self._open()
+        if not keeps:
+            self._torn.update(leaves)
+            leaves.clear()
+            return
+        self._is_asleep = True
         for path in list(leaves):
-            leaf = leaves.pop(path)
-            if keeps:
-                leaves[path] = jax.tree.map(np.asarray, leaf)
-            else:
-                self._torn.add(path)
-        self._is_asleep = keeps
+            leaves[path] = jax.tree.map(np.array, leaves[path])
 
     def wake_up(self) -> None:
         """Brings weights that sleep back to their places. Harmless if none do."""
@@ -314,15 +335,15 @@ class ModelWeights(WeightsView["StoredWeights"]):
             _ = self.forms
             old, self._leaves = self.value, by_path(self.value.params)
             self._drop()
-            old.leave()  # another model may have it; arrays of it may be in the new tree
+            old.lend()
         return self._leaves
 
     def release(self) -> None:
         """As `StoredWeights.release`."""
-        if self._leaves is None:
+        if self.value is not None:
             self.value.release()
-        else:
-            self._leaves = {}
+        self._leaves = None
+        self._drop()
 
 
 def as_weights(params: Params | WeightsView[Params]) -> WeightsView[Params]:
@@ -355,7 +376,7 @@ class StoredWeights:
 
     def __init__(self, params: Params, key: Hashable = None):
         self.params, self.key = params, key
-        self._num_users = 1
+        self._num_users, self._is_lent = 1, False
         self._for_cpu: dict[str, tuple[Params, Copies | None]] = {}
 
     def for_cpu(self, config: ModelConfig, activations: str) -> tuple[Params, Copies | None]:
@@ -383,10 +404,15 @@ class StoredWeights:
             _STORED.pop(self.key, None)
         return True
 
+    def lend(self) -> None:
+        """One user less, who has arrays of it for as long as it likes."""
+        self._is_lent = True
+        self.leave()
+
     def release(self) -> None:
         """One user less. After the last one the device memory of the weights is free, even if references to the
         arrays are left."""
-        if not self.leave():
+        if not self.leave() or self._is_lent:
             return
         if disk := disk_layers(self.params):
             disk.reader.close()

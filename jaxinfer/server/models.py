@@ -1,6 +1,7 @@
 """One served model: its names, its engine while it is loaded, and what answers say of it."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import time
@@ -13,6 +14,7 @@ from jaxinfer import __version__
 from jaxinfer.api.async_engine import AsyncEngine
 from jaxinfer.api.llm import LLM
 from jaxinfer.engine.adapter_slots import LoadedAdapter
+from jaxinfer.engine.weights import WeightsError
 from jaxinfer.openai.requests import TextModel
 from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import unavailable
@@ -187,11 +189,14 @@ class ServedModel:
         if self._engine is not None and not self.is_dead:
             llm = self._engine.llm
             weights, spec = llm.engine.weights, llm.engine.spec
-            if weights.version != self._fingerprint[0] and weights.is_whole:
-                model = llm.fingerprint_of(llm.weights_version) or llm.fingerprint()  # kept, for coordinates
-                facts = [model, llm.acceptance, spec.dtype.name, spec.determinism.rows, __version__]
-                digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-                self._fingerprint = weights.version, "fp_" + digest[:16]
+            version = weights.version
+            with contextlib.suppress(WeightsError):  # an update has begun: the next request asks again
+                if version != self._fingerprint[0] and weights.is_whole:
+                    model = llm.fingerprint_of(llm.weights_version) or llm.fingerprint()  # kept, for coordinates
+                    facts = [model, llm.acceptance, spec.dtype.name, spec.determinism.rows, __version__]
+                    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+                    if weights.version == version:
+                        self._fingerprint = version, "fp_" + digest[:16]
         return self._fingerprint[1]
 
     def attach(self, engine: AsyncEngine) -> None:

@@ -135,7 +135,7 @@ async def finish_update(request: Request, service: Service) -> Response:
     body = await read_body(request, types.FinishUpdateRequest, service)
     try:
         label = await service.default.engine.finish_update(body.weight_version)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise _conflict(error) from error
     return json_response(answers.WeightInfo(weight_version=label, is_complete=True))
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from jaxinfer import AsyncEngine, SamplingParams
+from jaxinfer.api.async_engine import EngineDeadError
 from jaxinfer.engine.request import WeightsSpan
 from tests.engine.test_live_weights import numbered
 from tests.engine.test_weights import RUN
@@ -95,3 +96,22 @@ def test_pausing_until_all_have_ended_holds_new_requests():
             return len((await after).token_ids)
 
     assert asyncio.run(main()) == 20
+
+
+def test_closing_while_requests_end_first_ends_them_all():
+    async def main():
+        engine = AsyncEngine((TINY, numbered(10)), **RUN)
+        running = asyncio.ensure_future(answer(engine, PROMPTS[0]))
+        await asyncio.sleep(0.05)
+        updating = asyncio.ensure_future(engine.update_params(numbered(11)))
+        await asyncio.sleep(0)
+        held, left = (asyncio.ensure_future(answer(engine, PROMPTS[1])) for _ in range(2))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.sleep(0)
+        await engine.close()
+        return await asyncio.wait_for(asyncio.gather(running, updating, held, return_exceptions=True), 30)
+
+    results = asyncio.run(main())
+    for result in results:
+        assert isinstance(result, (EngineDeadError, str)) or result.finish_reason in ("abort", "length")

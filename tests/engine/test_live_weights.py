@@ -10,6 +10,7 @@ import pytest
 from checkpoints_convert import save_huggingface
 from jaxinfer import LLM, SamplingParams, compilation_cache
 from jaxinfer.engine.request import WeightsSpan
+from jaxinfer.engine.weight_forms import by_path
 from jaxinfer.engine.weights import WeightsError
 from jaxinfer.models import init_params
 from jaxinfer.quantization import quantize_params
@@ -224,3 +225,43 @@ def test_bad_arguments_change_nothing(llm):
         with pytest.raises(ValueError, match=message):
             llm.update_params(params_of(2), **how)
     assert run(llm).token_ids == expected
+
+
+def test_weights_that_another_model_shares_are_not_deleted_with_it(tmp_path):
+    folder = save_huggingface(TINY, params_of(0), tmp_path / "model", dtype="float32")
+    with LLM(folder, **RUN) as llm:
+        with LLM(folder, **RUN):
+            llm.update_params({"lm_head": params_of(2)["lm_head"]}, partial=True)
+            expected = run(llm).token_ids
+        llm.engine.drop_prefixes()
+        assert run(llm).token_ids == expected
+
+
+def test_an_update_whose_files_break_has_to_be_made_again(llm):
+    """Also where it ends as if nothing had happened."""
+    llm.update_params(params_of(1))
+    expected = run(llm).token_ids
+    weights = llm.engine.weights
+    given = list(by_path(params_of(2)).items())
+
+    def broken():
+        yield from given[:3]
+        raise OSError("the disk is gone")
+
+    weights.begin()
+    with pytest.raises(OSError, match="gone"):
+        weights.write_each(broken(), [path for path, _ in given])
+    with pytest.raises(RuntimeError, match="has not replaced it"):
+        weights.finish()
+    llm.update_params(params_of(1))
+    assert run(llm).token_ids == expected
+
+
+def test_memory_is_free_once_it_is_closed(tmp_path):
+    folder = save_huggingface(TINY, params_of(0), tmp_path / "model", dtype="float32")
+    new = jax.tree.map(np.asarray, params_of(1))
+    before = live_bytes()
+    with LLM(folder, **RUN) as llm:
+        llm.update_params(new)
+        run(llm)
+    assert live_bytes() <= before + 1024

@@ -49,7 +49,7 @@ class PrefixStore:
     def load(self, sequence: SequenceState) -> None:
         """Reads pages of a sequence that is about to wait, as far as they are on the disk and not in memory."""
         scheduler = self._scheduler
-        if not scheduler.can_reuse(sequence) or sequence.leader is not None:
+        if not scheduler.can_reuse(sequence) or sequence.leader is not None or self.fingerprint.value is None:
             return
         keys = sequence.keys(self._page_size, len(sequence.tokens) - 1)
         start = scheduler.prefixes.num_stored(keys, sequence.salt)
