@@ -100,6 +100,7 @@ class ModelWeights(WeightsView["StoredWeights"]):
         self.origin = origin or Origin()
         self._forms: WeightForms | None = None
         self._leaves: dict[Path, Any] | None = None  # while an update writes
+        self._lender: StoredWeights | None = None
         self._is_updating = self._is_asleep = False
         self._torn: set[Path] = set()  # written, or lost, by an update that has not ended
         self._written: set[Path] = set()  # by the one that has begun
@@ -315,6 +316,9 @@ class ModelWeights(WeightsView["StoredWeights"]):
     def _make_whole(self) -> None:
         assert self._leaves is not None
         self.value = StoredWeights(self.forms.tree(self._leaves))
+        if self._lender is not None:
+            self._lender.leave_with(self.value.params)
+            self._lender = None
         self._make_views()
         self._leaves, self._is_updating, self._torn = None, False, set()
 
@@ -335,11 +339,16 @@ class ModelWeights(WeightsView["StoredWeights"]):
             _ = self.forms
             old, self._leaves = self.value, by_path(self.value.params)
             self._drop()
-            old.lend()
+            if old.is_shared:
+                self._lender = old  # until it is known whether the new tree has arrays of it
+            else:
+                old.leave()
         return self._leaves
 
     def release(self) -> None:
         """As `StoredWeights.release`."""
+        if self._lender is not None:
+            self._lender.release()
         if self.value is not None:
             self.value.release()
         self._leaves = None
@@ -404,9 +413,15 @@ class StoredWeights:
             _STORED.pop(self.key, None)
         return True
 
-    def lend(self) -> None:
-        """One user less, who has arrays of it for as long as it likes."""
-        self._is_lent = True
+    @property
+    def is_shared(self) -> bool:
+        """True if other models use it too."""
+        return self._num_users > 1
+
+    def leave_with(self, params: Params) -> None:
+        """One user less, who goes on with this tree: its arrays are not deleted with the last user."""
+        own = {id(array) for array in jax.tree.leaves(self.params)}
+        self._is_lent |= any(id(array) in own for array in jax.tree.leaves(params))
         self.leave()
 
     def release(self) -> None:

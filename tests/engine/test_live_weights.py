@@ -42,6 +42,7 @@ def run(llm, prompt=PROMPTS[0], params=GREEDY):
     return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
 
 
+@pytest.mark.matrix("recompute", "retain")
 @pytest.mark.parametrize("mode", ["wait", "abort", "recompute", "retain"])
 def test_every_token_names_its_weights(llm, mode):
     llm.update_params(numbered(10), version="ten")
@@ -129,6 +130,7 @@ def test_some_weights_stay(llm):
         llm.update_params({"lm_head": params_of(2)["lm_head"]})
 
 
+@pytest.mark.matrix("int8")
 @pytest.mark.parametrize("kind", ["float", "int8"])
 def test_files_are_read_in_the_form_that_is_there(kind, tmp_path):
     """And a trainer's tree in another dtype is rounded to it."""
@@ -195,6 +197,7 @@ def test_memory_is_given_back_and_taken_again(llm):
     assert run(llm).token_ids == expected
 
 
+@pytest.mark.slow
 def test_a_draft_learns_while_it_drafts():
     small = replace(TINY, num_layers=1)
     draft = small, init_params(small, jax.random.key(5))

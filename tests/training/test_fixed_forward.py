@@ -159,6 +159,7 @@ GRADIENTS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", GRADIENTS)
 def test_gradients_are_those_of_the_ordinary_forward_pass(family):
     """Of a weighted sum of log-probabilities, with sequences of several lengths, and no bit of the values changes."""
@@ -195,6 +196,7 @@ def test_logits_are_those_of_the_log_probabilities_and_have_a_gradient():
     assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_routes_are_those_of_the_engine():
     """The experts that a tap of the engine returns; others would be chosen for other hidden states."""
     own = model("Qwen3-MoE", "bfloat16")
