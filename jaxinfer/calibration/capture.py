@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxinfer.cache import attend_without_cache
 from jaxinfer.models import ModelConfig, Params, abstract_params, bind_layer
-from jaxinfer.models.attend import LayerView
+from jaxinfer.models.attend import LayerView, Tap
 from jaxinfer.models.basic import Linear
 from jaxinfer.models.experts import tile_rows
 from jaxinfer.models.layers import DecoderLayer
@@ -273,8 +273,8 @@ class _RoutedRecorder(nnx.Module):
         self._router = router
         self._record = lambda x, chosen: inputs.update({ROUTER: x, _CHOSEN: chosen})
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        chosen, weights = self._router(x)
+    def __call__(self, x: jax.Array, tap: Tap | None = None) -> tuple[jax.Array, jax.Array]:
+        chosen, weights = self._router(x, tap)
         self._record(x, chosen)
         return chosen, weights
 

@@ -17,8 +17,8 @@ CHECKPOINT = SamplingParams(temperature=0.6, top_k=20, max_tokens=96)
 def params(given=None, form="plain", line=1, seed=0, echo=False, checkpoint=CHECKPOINT, **sampling):
     has = {"messages": [{"role": "user", "content": "x"}]} if form == "chat" else {"prompts": ("x",)}
     text = TextRequest(sampling, echo=echo, has_openai_limits=form != "plain", **has)
-    model = FakeLLM(**vars(checkpoint))
-    return Defaults.of(checkpoint, given, seed).bind(BatchRow(line, "a", BatchRequest(form, text)), model).params
+    model, row = FakeLLM(**vars(checkpoint)), BatchRow(line, "a", BatchRequest(form, text))
+    return Defaults.of(checkpoint, given, seed).bind(row, model, model.answer_format).params
 
 
 def test_the_row_goes_before_the_job_before_the_checkpoint():

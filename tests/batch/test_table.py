@@ -283,8 +283,10 @@ def test_chats_of_a_table_have_as_many_tokens_as_fit(tmp_path):
     path = write(tmp_path / "in.csv", "prompt\nx\n")
     for chat, expected in ((True, None), (False, 16)):
         (row,) = scan(path, TableOptions(chat=chat)).rows()
-        assert Defaults.of(SamplingParams(), None, 0).bind(row, FakeLLM()).params.max_tokens == expected
-        assert Defaults.of(SamplingParams(), {"max_tokens": 5}, 0).bind(row, FakeLLM()).params.max_tokens == 5
+        model = FakeLLM()
+        for given, tokens in ((None, expected), ({"max_tokens": 5}, 5)):
+            bound = Defaults.of(SamplingParams(), given, 0).bind(row, model, model.answer_format)
+            assert bound.params.max_tokens == tokens
 
 
 def test_answers_are_not_written_to_a_table(tmp_path, run, write_rows):

@@ -196,7 +196,6 @@ def test_logits_are_those_of_the_log_probabilities_and_have_a_gradient():
     assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
 
 
-@pytest.mark.slow
 def test_routes_are_those_of_the_engine():
     """The experts that a tap of the engine returns; others would be chosen for other hidden states."""
     own = model("Qwen3-MoE", "bfloat16")

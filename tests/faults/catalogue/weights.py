@@ -535,8 +535,8 @@ REPLACED = (
     Fault(
         "engine/an-update-frees-what-another-model-shares",
         "jaxinfer/engine/weights.py",
-        "        old.leave()  #",
-        "        old.leave() or old.release()  #",
+        "                self._lender = old  #",
+        "                self._lender = old.release()  #",
         ("tests/engine/test_weights.py::test_a_model_that_shares_weights_detaches",),
         "another model of the same files dies at its next request",
     ),
@@ -563,8 +563,8 @@ REPLACED_IN_PLACE = (
     Fault(
         "engine/live-the-old-weights-stay-until-the-end",
         "jaxinfer/engine/weights.py",
-        "            self._drop()\n            old.leave()",
-        "            self._old = old\n            old.leave()",
+        "            self._drop()\n            if old.is_shared:",
+        "            self._old = old\n            if old.is_shared:",
         (LIVE + "test_one_more_weight_is_in_memory",),
         "an update needs room for the model twice",
     ),
