@@ -154,7 +154,7 @@ def test_a_gpu_s_weights_lie_side_by_side_and_are_freed_and_replaced(params, mon
     weights.replace(other)
     assert same(separate(weights.params), other)
     other["layers"]["1"]["attention"]["v_proj"]["weight"] = jnp.zeros((32, 17))
-    with pytest.raises(ValueError, match=r"cannot be replaced: layers\.1\.attention\.q_proj\.weight"):
+    with pytest.raises(ValueError, match=r"cannot be replaced: layers\.1\.attention\.v_proj\.weight"):
         weights.replace(other)
 
 

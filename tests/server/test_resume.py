@@ -93,7 +93,7 @@ def test_an_answer_that_differs_is_not_joined(client):
 
 def test_other_weights_or_options_are_told_apart(make_service, client):
     other = make_service()
-    other.default.fingerprint = "fp_other"
+    other.default._fingerprint = other.default.llm.engine.weights.version, "fp_other"
 
     async def ask():
         whole = await client.stream(COMPLETIONS, BODY)

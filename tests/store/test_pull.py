@@ -260,6 +260,8 @@ def test_killed_at_thirty_points(hub, files, worker, pulled_names):
 
 
 def test_an_adapter_is_pulled_and_served(hub, pulled_names, tmp_path):
+    import tokenizers
+
     from checkpoints_convert.adapters import save_adapter
     from jaxinfer import LLM, SamplingParams
     from tests.engine.test_adapter_stacks import random_adapter, random_params
@@ -269,7 +271,9 @@ def test_an_adapter_is_pulled_and_served(hub, pulled_names, tmp_path):
     adapter = random_adapter(params, 1)
     folder = save_adapter(adapter, tmp_path / "lora", TINY)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    hub.push("someone/lora", {**files, "README.md": b"# lora", "adapter_model.bin": b"pickle", "tokenizer.json": b"{}"})
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"t{number}": number for number in range(97)}, "t0"))
+    files |= {"README.md": b"# lora", "adapter_model.bin": b"pickle", "tokenizer.json": tokenizer.to_str().encode()}
+    hub.push("someone/lora", files)
     prepared = prepare("someone/lora")
     assert prepared.is_adapter
     assert (prepared.configuration / "adapter_config.json").is_file()
