@@ -113,7 +113,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=0)
 
 @pytest.mark.parametrize(("dtype", "slots"), [("float32", 4), ("bfloat16", 1)])
 def test_every_bit_is_that_of_the_engine(dtype, slots):
-    """Of answers that are decoded together with drafts of n-grams, of prompts in chunks, of prefix hits, and of scores;
+    """Answers decoded together with drafts of n-grams, prompts in chunks, prefix hits, and scores are compared;
     one slot's product with the output layer has a row less than any other."""
     own, prompts = model("Llama", dtype), [[5, 6, 7] * 9, random_tokens(61, seed=4).tolist()]
     params = [replace(SAMPLED, temperature=0, max_tokens=40), SAMPLED]
@@ -162,7 +162,7 @@ GRADIENTS = [
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", GRADIENTS)
 def test_gradients_are_those_of_the_ordinary_forward_pass(family):
-    """Of a weighted sum of log-probabilities, with sequences of several lengths, and no bit of the values changes."""
+    """Gradients are of a weighted sum of log-probabilities, of several lengths, and no bit of the values changes."""
     config, params = model(family, "float32")
     tokens, lengths = random_tokens(2, 40, seed=2), np.array([40, 23], np.int32)
     shares = jax.random.normal(jax.random.key(3), tokens.shape)
