@@ -51,7 +51,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def clients(engine, root):
-    """Clients of the listener for administrators, with an admin key and with an API key, and one of the other listener."""
+    """Clients of the administrators' listener, with an admin key and with an API key, and one of the other listener."""
     service = service_of(engine, weight_routes=True, weights_roots=[str(root)])
     apps = [make_app(service, Keys(KEYS), Keys(ADMIN), for_admins=is_own) for is_own in (True, False)]
     yield Client(apps[0], authorization=ROOT), Client(apps[0], authorization=ALICE), Client(apps[1], authorization=ROOT)

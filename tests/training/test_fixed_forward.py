@@ -113,7 +113,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=0)
 
 @pytest.mark.parametrize(("dtype", "slots"), [("float32", 4), ("bfloat16", 1)])
 def test_every_bit_is_that_of_the_engine(dtype, slots):
-    """Answers decoded together with drafts of n-grams, prompts in chunks, prefix hits, and scores are compared;
+    """Answers decoded with drafts of n-grams, prompts in chunks, prefix hits, and scores are compared;
     one slot's product with the output layer has a row less than any other."""
     own, prompts = model("Llama", dtype), [[5, 6, 7] * 9, random_tokens(61, seed=4).tolist()]
     params = [replace(SAMPLED, temperature=0, max_tokens=40), SAMPLED]
