@@ -35,6 +35,7 @@ class PagePools:
             self._num_held, self._most_held, self.write_offset = _num_tokens, _num_tokens, _num_stored
         self._ends = [group.at_end for group in groups if group.at_end is not None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
+        self.gives_back = bool(self._windows) or policy.moves_in_place  # pages of sequences that still run
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -170,7 +170,7 @@ class Request:
             return AnswerOrigin(self.params, self.max_tokens, use)
         return None if adapter else AnswerOrigin(self.params, self.max_tokens)
 
-    @property
+    @cached_property
     def num_prompt(self) -> int:
         """Tokens of the prompt."""
         return len(self.token_ids)
@@ -313,7 +313,7 @@ class SequenceState:
         """The sampler's parameters."""
         return self.request.row(self.index)
 
-    @property
+    @cached_property
     def num_prompt(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.token_ids)
@@ -349,7 +349,7 @@ class SequenceState:
             return False
         return self.grammar is None or not self.grammar.is_on_host or self.num_stored == len(self.tokens) - 1
 
-    @property
+    @cached_property
     def num_storable(self) -> int:
         """Tokens that are ever stored: all but the last."""
         return self.num_prompt + self.request.max_tokens - 1

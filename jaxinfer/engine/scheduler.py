@@ -255,9 +255,10 @@ class Scheduler:
             decodes = [sequence for sequence in self.running if sequence.can_decode]
             is_busy = any(not sequence.is_decoding for sequence in self.running) or self._can_admit()
             steps = 1 if is_busy else self._num_steps(decodes, max_steps)
-            if is_busy or not self._allocate_pages(decodes, steps * width + num_scratch):
+            has_pages = not is_busy and self._allocate_pages(decodes, steps * width + num_scratch)
+            if not has_pages:
                 steps = width = 1
-            if steps * width > 1 or self._allocate_pages(decodes, 1):
+            if has_pages or self._allocate_pages(decodes, 1):
                 admitted: list[SequenceState] = []
                 copies: list[PageCopy] = []
                 chunks = self._plan_prompts(admitted, copies, len(decodes))
@@ -687,7 +688,7 @@ class Scheduler:
 
     def _release_behind_windows(self) -> None:
         """Gives back pages that nothing reads any more; what may be reused of them is in the prefix tree first."""
-        for sequence in self.running:
+        for sequence in self.running if self.pools.gives_back else ():
             self.pools.release_evicted(sequence)
             if self.pools.has_behind(sequence):
                 self._cache_prefix(sequence)
