@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from jaxinfer import AsyncEngine, SamplingParams
+from jaxinfer import AsyncEngine, SamplingParams, compilation_cache
 from jaxinfer.api.async_engine import EngineDeadError
 from jaxinfer.engine.request import WeightsSpan
-from tests.engine.test_live_weights import numbered
+from tests.engine.test_live_weights import live_bytes, numbered
 from tests.engine.test_weights import RUN
 from tests.tiny import TINY
 
@@ -24,7 +24,7 @@ async def answer(engine, prompt):
 
 def made_by(output):
     """The number that each token's weights say, by the spans."""
-    ends = [*(span.start for span in output.weights[1:]), len(output.token_ids)]
+    ends = [*(span.start for span in output.weights[1:]), len(output.token_ids)][: len(output.weights)]
     return [int(span.version) for span, end in zip(output.weights, ends, strict=True) for _ in range(end - span.start)]
 
 
@@ -49,6 +49,49 @@ def test_answers_beside_updates(mode):
         assert output.token_ids == made_by(output)
         assert output.finish_reason == "length" or mode == "abort"
         assert mode == "keep" or len(output.weights) <= 1
+
+
+@pytest.mark.slow
+def test_200_updates_under_32_requests():
+    modes = [{"mode": "wait"}, {"mode": "keep"}, {"mode": "abort"}, {"mode": "keep", "kv": "retain"}]
+    trees = {number: numbered(number) for number in range(10, 18)}
+    outputs, sizes, is_over = [], [], False
+
+    async def client(engine, number):
+        while not is_over:
+            outputs.append(await answer(engine, PROMPTS[number % len(PROMPTS)] + [number + 1]))
+            await asyncio.sleep(0)
+
+    async def main():
+        nonlocal is_over
+        async with AsyncEngine((TINY, trees[10]), **{**RUN, "max_seqs": 32, "num_pages": 400}) as engine:
+            engine.llm.warm_up()
+            await engine.update_params(trees[10], version="10")
+            with compilation_cache.counting() as counts:
+                clients = [asyncio.ensure_future(client(engine, number)) for number in range(32)]
+                for update in range(200):
+                    await asyncio.sleep(0.02)
+                    number = 10 + update % 8
+                    await engine.update_params(trees[number], version=str(number), **modes[update % 4])
+                    sizes.append(live_bytes())
+                is_over = True
+                await asyncio.gather(*clients)
+            engine.llm.engine.scheduler.check()
+            return counts.compiled + counts.hits
+
+    compiled = asyncio.run(main())
+    mixed = [output for output in outputs if len(output.weights) > 1]
+    num_aborted = sum(output.finish_reason == "abort" for output in outputs)
+    print(
+        f"{len(outputs)} answers, {num_aborted} aborted, {len(mixed)} of several versions, {compiled} compiled, "
+        f"{max(sizes[100:]) - max(sizes[:100])} bytes more"
+    )
+    assert compiled == 0
+    assert max(sizes[100:]) <= max(sizes[:100])
+    assert mixed
+    for output in outputs:
+        assert output.token_ids == made_by(output)
+        assert output.finish_reason == "abort" or len(output.token_ids) == 20
 
 
 def test_nothing_is_computed_between_the_steps_of_an_update():

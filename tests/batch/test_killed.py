@@ -61,6 +61,8 @@ def test_killed_at_random_moments(tmp_path):
             for path in tmp_path.glob("out.*"):
                 path.unlink()
         process = start(path_in, out)
+        while num_resumed % 4 == 1 and process.poll() is None and not (out.exists() and out.stat().st_size):
+            time.sleep(0.01)  # until there is a result that another job can be refused for
         time.sleep(rng.uniform(0, seconds / 3))
         process.kill()
         code, _ = end(process)
