@@ -51,13 +51,13 @@ def client(service):
     return Client(make_app(service))
 
 
-def offline(engine, prompt, **params):
+def offline(engine, prompt, adapter=None, **params):
     """The answer without a server. The engine must be idle."""
     base = {one.name: getattr(engine.llm.default_params, one.name) for one in dataclasses.fields(SamplingParams)}
     params = SamplingParams.from_dict({**base, **params})
 
     async def run():
-        async for delta in engine.generate(prompt, params):
+        async for delta in engine.generate(prompt, params, adapter=adapter):
             if delta.output is not None:
                 return delta.output
 

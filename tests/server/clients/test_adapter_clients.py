@@ -9,7 +9,7 @@ from jaxinfer import AsyncEngine
 from jaxinfer.server.auth import Keys
 from tests.server.adapter_folders import make_adapter, write_adapter
 from tests.server.clients.test_clients import ENVIRONMENTS, use
-from tests.server.conftest import OPTIONS, tiny_model
+from tests.server.conftest import OPTIONS, offline, tiny_model
 from tests.server.services import service_of
 from tests.server.sockets import served
 
@@ -47,6 +47,11 @@ def test_trls_client_sends_adapters(engine, port, tmp_path):
     for version in (1, 2, 3, 4):
         write_adapter(tmp_path / "root" / f"policy-v{version}", 10 + version)
     found = json.loads(use("trl", "clients", f"http://admin:{ADMIN}@127.0.0.1:{port}", tmp_path / "root"))
-    assert found == {"versions": 4}
+    assert found["versions"] == 4
+    params = {"max_tokens": 24, "temperature": 1.0, "seed": 2**62 + 12345, "logprobs": 0}
+    own = offline(engine, [5, 17, 29, 41], adapter="policy-v4", **params).outputs[0]
+    assert found["tokens"] == own.token_ids
+    expected = [entry[token].logprob for token, entry in zip(own.token_ids, own.logprobs, strict=True)]
+    assert found["logprobs"] == pytest.approx(expected, abs=1e-6)
     assert set(engine.llm.adapters) == {"first", "policy-v3", "policy-v4"}
     assert engine.llm.adapters["policy-v4"].fingerprint == make_adapter(14).fingerprint

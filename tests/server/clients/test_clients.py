@@ -99,6 +99,22 @@ def score(engine, context, continuation):
     return sum(one.logprob for one in found), all(one.rank == 1 for one in found)
 
 
+def rolled(engine, text, length):
+    """The log-probability of a text in pieces of `length` tokens, as lm-eval cuts it: each token counts once, the first
+    after the token that begins texts, the others after what is before them in `length` tokens."""
+    tokenizer = engine.llm.tokenizer
+    tokens, total, done = engine.llm.client.tokenize(text, False)[1], 0.0, 0
+    while done < len(tokens):
+        end = min(done + length, len(tokens))
+        context = tokens[max(end - length - 1, 0) : done] or [tokenizer.eos_token_id]
+        ids = [*context, *tokens[done:end]]
+        entries = offline(engine, ids, temperature=0, max_tokens=1, prompt_logprobs=0).prompt_logprobs
+        scored = zip(ids[len(context) :], entries[len(context) :], strict=True)
+        total += sum(entry[token].logprob for token, entry in scored)
+        done = end
+    return total
+
+
 @pytest.mark.timeout(900)
 def test_scores_of_lm_eval_are_those_of_the_library(server, engine, tmp_path):
     questions = ["def read_lines(path):", "class Reader:", "for line in lines:", "if __name__ =="]
@@ -108,6 +124,9 @@ def test_scores_of_lm_eval_are_those_of_the_library(server, engine, tmp_path):
         for number, question in enumerate(questions)
     ]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = "def read_lines(path):\n    with open(path) as file:\n        return [line.rstrip() for line in file]\n"
+    texts = [source[:end] for end in (3, 60, 100)] + [source * count for count in (1, 2, 5)]  # up to six pieces
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     use("lm_eval", "litellm", server, tmp_path / "found.json", cwd=tmp_path, HF_HOME=str(tmp_path / "cache"))
     found = json.loads((tmp_path / "found.json").read_text())
 
@@ -122,6 +141,11 @@ def test_scores_of_lm_eval_are_those_of_the_library(server, engine, tmp_path):
             answers = [answer for (answer,) in sample["answers"]]
             assert [answer[0] for answer in answers] == pytest.approx([one[0] for one in row], abs=1e-3)
             assert [answer[1] for answer in answers] == [one[1] for one in row]
+
+    for name in ("ids", "batches"):
+        answers = [one["answers"] for one in found[name]["samples"]["jaxinfer_roll"]]
+        sums = [answer[0][0] if isinstance(answer[0], list) else answer[0] for answer in answers]
+        assert [float(one) for one in sums] == pytest.approx([rolled(engine, text, 32) for text in texts], abs=1e-3)
 
     for name in ("ids", "batches", "texts", "chat"):
         for sample, question in zip(found[name]["samples"]["jaxinfer_write"], questions, strict=True):

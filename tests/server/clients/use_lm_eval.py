@@ -1,4 +1,5 @@
-"""lm-eval against a server at sys.argv[1], by both of its models, on questions.jsonl in the working directory.
+"""lm-eval against a server at sys.argv[1], by both of its models, on questions.jsonl and texts.jsonl in the working
+directory.
 
 Writes what it asked, what it made of the answers, and its scores to the file sys.argv[2]; the test compares them with
 the library's own.
@@ -37,4 +38,8 @@ answers = {
     "texts": evaluate("local-completions", "/v1/completions", BOTH, tokenized_requests=False),
     "chat": evaluate("local-chat-completions", "/v1/chat/completions", BOTH[1:], is_chat=True),
 }
+# Texts that are longer than the length that it is told, in pieces.
+for name, more in {"ids": {}, "batches": {"batch_size": 3, "num_concurrent": 2}}.items():
+    rolled = evaluate("local-completions", "/v1/completions", ["jaxinfer_roll"], **{"max_length": 33, **more})
+    answers[name]["samples"] |= rolled["samples"]
 Path(sys.argv[2]).write_text(json.dumps(answers, default=str))

@@ -13,6 +13,8 @@ import os
 import sys
 import types
 
+import requests
+
 URL, ROOT = sys.argv[1:]
 MAX_STALENESS = 1
 
@@ -59,4 +61,22 @@ for name, path, told in (("policy-v3", "x", "Request failed: 400"), ("new", "/et
     except Exception as error:
         message = str(error)
     assert told in message, message
-print(json.dumps({"versions": version}))
+
+# A rollout, as `AsyncRolloutWorker` of trl/experimental/async_grpo/async_rollout_worker.py asks for it and reads it.
+body = {
+    "model": f"policy-v{version}",
+    "prompt": [5, 17, 29, 41],
+    "max_tokens": 24,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "repetition_penalty": 1.0,
+    "n": 1,
+    "return_token_ids": True,
+    "logprobs": 0,
+    "seed": 2**62 + 12345,
+}
+choices = [requests.post(f"{URL}/v1/completions", json=body, timeout=60).json()["choices"][0] for _ in range(2)]
+rollouts = [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+assert rollouts[0] == rollouts[1]
+print(json.dumps({"versions": version, "tokens": rollouts[0][0], "logprobs": rollouts[0][1]}))
