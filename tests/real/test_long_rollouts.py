@@ -1,5 +1,5 @@
 """Rollouts at 16,000 tokens, where two engines of the field differ by 0.59 in the probability of a token (marin#7555):
-Gemma 3 270M's greedy tokens are those that the trainer's forward pass gives the highest log-probability, bit for bit."""
+Gemma 3 270M's greedy tokens have the highest log-probability of the trainer's forward pass, bit for bit."""
 
 from functools import partial
 
