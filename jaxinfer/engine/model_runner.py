@@ -48,6 +48,7 @@ from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft
 from jaxinfer.training.fixed_forward import FixedShape, refusal
 
 COPIES = 8  # pages of one copy program
+UPDATE_WAIT = 0.1  # seconds until programs are compiled ahead again, where weights were being replaced
 
 
 @dataclass(frozen=True)
@@ -634,11 +635,21 @@ class ModelRunner:
         return len(self.all_programs) + num_small + num_tiers
 
     def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
-        """Compiles every program, one after another, and runs none: in another thread, while requests run."""
+        """Compiles every program, one after another, and runs none: in another thread, while requests run. It waits
+        while the weights are being replaced."""
+        weights = self._adapted.root
         for program in self.all_programs:
-            if is_stopped():
+            while not is_stopped():
+                version = weights.version
+                try:
+                    program.lower().compile()
+                    break
+                except Exception:
+                    if weights.is_whole and weights.version == version:
+                        raise
+                    time.sleep(UPDATE_WAIT)
+            else:
                 return
-            program.lower().compile()
 
     @operation
     def _compile(self, num_jobs: int, report: Report = lambda name: None, runs: bool = False) -> None:

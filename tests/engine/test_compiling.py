@@ -136,6 +136,27 @@ def test_programs_are_compiled_in_another_thread_while_requests_run(tiny):
     engine.close()
 
 
+def test_compiling_ahead_waits_while_weights_are_replaced(tiny):
+    engine, failed = Engine(*tiny, EngineOptions(**OPTIONS)), []
+
+    def compile_ahead() -> None:
+        try:
+            engine.compile_ahead(lambda: False)
+        except Exception as error:
+            failed.append(error)
+
+    engine.weights.begin()
+    engine.weights.write({"lm_head": tiny[1]["lm_head"] * 2}, copies=True)
+    thread = threading.Thread(target=compile_ahead)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    engine.weights.finish()
+    thread.join()
+    assert not failed
+    engine.close()
+
+
 def test_a_gpu_sums_each_product_at_once():
     """XLA:GPU cuts the sums of a product with few columns into parts, each of them an array as large as the result."""
     if (reason := ahead_of_time.missing_compiler("h100")) is not None:
