@@ -40,23 +40,37 @@ def test_what_it_imports_exists_and_takes_the_keywords_it_gives(path):
                 assert not unknown, f"line {node.lineno}: {node.func.id} takes no {unknown}"
 
 
+def run(path, folder, seconds):
+    """Runs a script in a process of its own, and returns what it printed."""
+    root = str(NOTEBOOKS[0].parent.parent)  # where the package is not installed, too
+    environment = {**os.environ, "MPLBACKEND": "Agg", "JAX_NUM_CPU_DEVICES": "1", "TMPDIR": str(folder)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, str(path)]
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom(path, tmp_path):
     pytest.importorskip("matplotlib", reason=f"notebooks plot: {install_hint('notebooks')}")
-    root = str(path.parent.parent)  # a process of its own: found where the package is not installed, too
-    environment = {**os.environ, "MPLBACKEND": "Agg", "JAX_NUM_CPU_DEVICES": "1", "TMPDIR": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run(path, tmp_path, 280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_reward_grows_from_other_seeds(seed, tmp_path):
+    """The notebook has an assertion: at least 0.25 more on held-out prompts."""
+    pytest.importorskip("matplotlib", reason=f"notebooks plot: {install_hint('notebooks')}")
+    text = (NOTEBOOKS[0].parent / "grpo.py").read_text(encoding="utf-8")
+    assert text.count("SEED = 0\n") == 1
+    script = tmp_path / "grpo.py"
+    script.write_text(text.replace("SEED = 0\n", f"SEED = {seed}\n"), encoding="utf-8")
+    print(run(script, tmp_path, 600))
 
 
 @pytest.mark.matrix
