@@ -118,7 +118,8 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
     Args:
       model: a folder with a Hugging Face or converted checkpoint, the URL of the former (gs://, s3://), a GGUF file, a
         hub id, an alias, "demo" or "demo-draft" (the embedded pair), or live `(ModelConfig, params)` or
-        `(ModelConfig, params, tokenizer)`; live parameters are used as they are and stay the caller's.
+        `(ModelConfig, params, tokenizer)`; live parameters are used as they are and stay the caller's. They may be a
+        tree of Tunix, Gemma in Flax or MaxText (docs/live_weights.md).
       **options: the fields of `LLMOptions`, listed below and in docs/options.md. Names of other engines, such as
         `tensor_parallel_size`, are applied where they mean the same, and refused with the name to use elsewhere.
 
