@@ -128,7 +128,7 @@ class LoadedModel:
         Raises ValueError, with names, as `ModelWeights.write` and `OtherTree.check`, before anything is written.
         """
         assert self.opening is not None
-        other = _other_tree(tree, self.opening.config)
+        other = other_tree(tree, self.opening.config)
         if other is None:
             self.weights.write(tree, is_partial=is_partial, copies=copies)
             return
@@ -718,7 +718,7 @@ def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenize
     if len(model) not in (2, 3):
         raise TypeError("a live model is (ModelConfig, params) or (ModelConfig, params, tokenizer)")
     config = own_config(model[0])
-    params = side_by_side.separate(plain(_own_params(model[1], config)))
+    params = side_by_side.separate(plain(own_params(model[1], config)))
     wanted = jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
     given = jax.tree.map(jnp.shape, params, is_leaf=is_weight)
     if wanted != given:
@@ -760,16 +760,16 @@ def own_config(config: Any) -> ModelConfig:
     return config_of(config)
 
 
-def _other_tree(tree: Any, config: ModelConfig) -> Any:
+def other_tree(tree: Any, config: ModelConfig) -> Any:
     """A tree of another library, as `checkpoints_convert.trees` reads it; None for one of ours."""
     from checkpoints_convert.trees import read_tree
 
     return read_tree(tree, config)
 
 
-def _own_params(tree: Any, config: ModelConfig) -> Params:
+def own_params(tree: Any, config: ModelConfig) -> Params:
     """Live parameters under our names. Raises ValueError as `OtherTree.check`."""
-    other = _other_tree(tree, config)
+    other = other_tree(tree, config)
     if other is None:
         return tree
     other.check()

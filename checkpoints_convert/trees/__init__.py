@@ -16,11 +16,14 @@ __all__ = ["FORMS", "OtherTree", "TreeWeight", "config_of", "read_tree"]
 
 
 def read_tree(tree: object, config: ModelConfig) -> OtherTree | None:
-    """The weights of another library's tree under our names; None for a tree that has none of its names, as ours.
+    """The weights of another library's tree under our names; None for a tree that has none of its names, as ours. A tree
+    that was read is returned as it is.
 
     Nothing is computed: a weight is made when it is taken. Raises ValueError for a model that the library's form is not
     known for.
     """
+    if isinstance(tree, OtherTree):
+        return tree
     arrays = named_arrays(tree)
     counts = {form: sum(form.knows(name) for name in arrays) for form in FORMS}
     form = max(FORMS, key=counts.__getitem__)

@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_convert.trees.rules import LORA_A, LORA_B, TreeForm, TreeRule, base_name
@@ -108,14 +109,15 @@ class OtherTree:
         """Shapes and dtypes of the weights by path."""
         return {path: weight.shape_dtype for path, weight in self.weights.items()}
 
-    def params(self) -> Params:
-        """All weights as a tree of ours."""
+    def params(self, *, copies: bool = False) -> Params:
+        """All weights as a tree of ours. `copies`: also of arrays that stay as they are, which their owner may free."""
         params: Params = {}
         for path, weight in self.each():
             node = params
             for name in path[:-1]:
                 node = node.setdefault(name, {})
-            node[path[-1]] = weight
+            is_theirs = weight is self.weights[path].array
+            node[path[-1]] = jnp.array(weight, copy=True) if copies and is_theirs else weight
         return params
 
     def adapter(self, scale: float) -> Adapter:

@@ -73,6 +73,8 @@ from jaxinfer.loading import (
     load_draft,
     load_draft_shapes,
     load_model,
+    own_config,
+    own_params,
 )
 from jaxinfer.models import ModelConfig, Params, check_taps
 from jaxinfer.models.host_layers import all_layers
@@ -757,15 +759,18 @@ def _layers_chooser(options: LLMOptions, model: Any) -> ChooseLayers | None:
 
     def choose(config: ModelConfig, params: Params) -> tuple[int, ...]:
         config, length = for_length(config, options.max_model_len)
-        own = {field.name: getattr(options, field.name) for field in fields(EngineOptions)}
+        own_options = {field.name: getattr(options, field.name) for field in fields(EngineOptions)}
         given: Any = options.draft
         if is_live:
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given[1])
-            draft = draft_of("live parameters", given[0], shapes, config, length)
+            own = own_config(given[0])
+            shapes = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), own_params(given[1], own)
+            )
+            draft = draft_of("live parameters", own, shapes, config, length)
         else:
             draft = load_draft_shapes(given, model, config, params, length, options.dtype)
         platform = jax.default_backend()
-        spec = EngineSpec(config, params, EngineOptions(**{**own, "max_model_len": length}), platform, None, draft)
+        spec = EngineSpec(config, params, EngineOptions(**{**own_options, "max_model_len": length}), platform, None, draft)
         total = available_bytes(jax.devices()[0]) if options.offload == "auto" else None
         if total is not None and is_live:
             total += sum(num_bytes(params) for _, params in draft.own)
