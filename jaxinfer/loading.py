@@ -401,6 +401,10 @@ def _live(
         params = quantize_params(params, chosen.recipe)
     if mesh is not None:
         params = fit_to_mesh(mesh, config).place(unpack_params(params))
+    else:
+        params = jax.tree.map(
+            lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, params, is_leaf=is_weight
+        )
     if offload is not None:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         params = move_layers_to_host(params, offload(config, shapes), jax.default_backend())

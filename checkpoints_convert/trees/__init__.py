@@ -1,7 +1,7 @@
 """Trees of other libraries in, (ModelConfig, params) out: Tunix, Gemma in Flax, MaxText.
 
-A tree is nested dicts, an `nnx.State` or an `nnx.Module`. None of the libraries is imported; what a tree is follows from
-the names of its arrays.
+A tree is nested dicts, an `nnx.State` or an `nnx.Module`. None of the libraries is imported: the names of its arrays
+say which one a tree is of.
 """
 
 from checkpoints_convert.trees.gemma import GEMMA
@@ -16,8 +16,8 @@ __all__ = ["FORMS", "OtherTree", "TreeWeight", "config_of", "read_tree"]
 
 
 def read_tree(tree: object, config: ModelConfig) -> OtherTree | None:
-    """The weights of another library's tree under our names; None for a tree that has none of its names, as ours. A tree
-    that was read is returned as it is.
+    """The weights of another library's tree under our names; None for a tree that has none of its names, as ours. A
+    tree that was read is returned as it is.
 
     Nothing is computed: a weight is made when it is taken. Raises ValueError for a model that the library's form is not
     known for.

@@ -1,5 +1,5 @@
-"""Gemma 1 to 3 in Flax: the NNX modules of flax/examples/gemma and of `tunix.models.gemma3`, and the Linen parameters of
-google-deepmind/gemma (`gemma.gm`), in its nested form and that of its checkpoints."""
+"""Gemma 1 to 3 in Flax: the NNX modules of flax/examples/gemma and of `tunix.models.gemma3`, and the Linen parameters
+of google-deepmind/gemma (`gemma.gm`), in its nested form and that of its checkpoints."""
 
 from checkpoints_convert.trees.rules import TreeForm, TreeRule, numbered
 

@@ -1,6 +1,6 @@
 """MaxText's parameters of Llama, Qwen3 (dense and of experts) and Gemma 3, scanned (layers on axis 1) or not.
 
-Its form is that of `checkpoint_conversion/utils/param_mapping.py`: Llama's and Gemma's numbers differ from Hugging Face's.
+The form is that of `checkpoint_conversion/utils/param_mapping.py`: Llama's and Gemma's numbers are not Hugging Face's.
 """
 
 import math

@@ -22,8 +22,8 @@ _NUM_NAMED = 4
 
 @dataclass(frozen=True)
 class TreeWeight:
-    """A weight of ours that is made of an array of theirs when it is called. `index` is its place on the array's axis of
-    layers, None without one."""
+    """A weight of ours that is made of an array of theirs when it is called. `index` is its place on the array's axis
+    of layers, None without one."""
 
     name: str
     array: Any
@@ -83,11 +83,13 @@ class OtherTree:
     missing: Sequence[str]
 
     def check(self, *, is_partial: bool = False, has_pairs: bool = False) -> None:
-        """Raises ValueError, with names and counts, for arrays that have no place in the model, weights that are missing
-        unless `is_partial`, other shapes, and LoRA pairs unless `has_pairs`."""
+        """Raises ValueError, with names and counts, for arrays that have no place in the model, weights that are
+        missing unless `is_partial`, other shapes, and LoRA pairs unless `has_pairs`."""
         problems = []
         if self.left_over:
-            problems.append(f"{len(self.left_over)} of its {self.num_arrays} arrays have no place: {_few(self.left_over)}")
+            problems.append(
+                f"{len(self.left_over)} of its {self.num_arrays} arrays have no place: {_few(self.left_over)}"
+            )
         if self.missing and not is_partial:
             count = len(self.missing) + len(self.weights)
             problems.append(f"{len(self.missing)} of the model's {count} weights are missing: {_few(self.missing)}")
@@ -135,8 +137,8 @@ class OtherTree:
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
-    """The arrays of a tree by their names, joined by dots, without the dicts around it and the states of random numbers.
-    Of an `nnx.Module` its parameters."""
+    """The arrays of a tree by their names, joined by dots, without the dicts around it and the states of random
+    numbers; of an `nnx.Module` its parameters."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(tree, nnx.Module):
         tree = nnx.state(tree, nnx.Param)
@@ -194,8 +196,8 @@ def read_as(form: TreeForm, arrays: Mapping[str, Any], config: ModelConfig) -> O
             own = shape[:1] + shape[2:] if is_stacked else shape
             if is_stacked and (len(shape) < 2 or shape[1] != len(numbers)):
                 raise ValueError(
-                    f"{form.name}'s {name!r} has shape {list(shape)}, and is of {len(numbers)} layers, which are read on "
-                    "its axis 1 (param_scan_axis=1)"
+                    f"{form.name}'s {name!r} has shape {list(shape)}, and is of {len(numbers)} layers, which are read "
+                    "on its axis 1 (param_scan_axis=1)"
                 )
             for index, number in enumerate(numbers):
                 for rule in _fitting(rules, config, number, own):

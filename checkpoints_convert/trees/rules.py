@@ -14,8 +14,8 @@ Change = Callable[[Any, ModelConfig], Any]
 class TreeRule:
     """A weight of ours in an array of theirs.
 
-    Axes have the letters of jaxinfer/README.md, and G for the inner width of an expert; a number is an axis of that size.
-    `Hq*K` is one axis.
+    Axes have the letters of jaxinfer/README.md, and G for the inner width of an expert; a number is an axis of that
+    size. `Hq*K` is one axis.
 
     Attributes:
       source: name of the array, below its layer if it has one. target: our name, below ours.
@@ -47,8 +47,8 @@ class TreeRule:
         return array if self.change is None else self.change(array, config)
 
     def read_pair(self, a: Any, b: Any, config: ModelConfig, layer: int | None) -> tuple[Any, Any]:
-        """LoRA's A [in, r] and B [r, out] of our weight, from those of theirs: A has its contracted axes before the rank,
-        B the others after it. Raises ValueError for other sizes, and for what is no matrix of ours."""
+        """LoRA's A [in, r] and B [r, out] of our weight, from those of theirs: A has its contracted axes before the
+        rank, B the others after it. Raises ValueError for other sizes, and for what is no matrix of ours."""
         sizes, groups = _sizes(config, layer), (self.ours or self.theirs).split()
         if len(groups) != 2:
             raise ValueError(f"LoRA of {self.target!r}, with axes {self.theirs!r}, is not supported")

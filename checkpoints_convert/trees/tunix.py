@@ -76,8 +76,8 @@ def config_of(config: Any) -> ModelConfig:
     if config.rope_theta != ROPE_THETA:
         warnings.warn(
             f"{type(config).__module__}: rope_theta={config.rope_theta} is not what this model of Tunix 0.1.7 rotates "
-            f"with, which is {ROPE_THETA}: that is taken, so that both compute alike. Pass a ModelConfig of jaxinfer for "
-            "another one",
+            f"with, which is {ROPE_THETA}: that is taken, so that both compute alike. Give a ModelConfig of jaxinfer "
+            "for another one",
             stacklevel=2,
         )
     is_tied = config.weight_tying if hasattr(config, "weight_tying") else config.use_tied_embedding

@@ -763,14 +763,14 @@ def _layers_chooser(options: LLMOptions, model: Any) -> ChooseLayers | None:
         given: Any = options.draft
         if is_live:
             own = own_config(given[0])
-            shapes = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), own_params(given[1], own)
-            )
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), own_params(given[1], own))
             draft = draft_of("live parameters", own, shapes, config, length)
         else:
             draft = load_draft_shapes(given, model, config, params, length, options.dtype)
         platform = jax.default_backend()
-        spec = EngineSpec(config, params, EngineOptions(**{**own_options, "max_model_len": length}), platform, None, draft)
+        spec = EngineSpec(
+            config, params, EngineOptions(**{**own_options, "max_model_len": length}), platform, None, draft
+        )
         total = available_bytes(jax.devices()[0]) if options.offload == "auto" else None
         if total is not None and is_live:
             total += sum(num_bytes(params) for _, params in draft.own)

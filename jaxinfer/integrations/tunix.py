@@ -1,4 +1,4 @@
-"""`JaxinferRollout`: the rollout engine of Tunix's reinforcement learning (`tunix.rl.rollout.base_rollout`, google-tunix
+"""`JaxinferRollout`: a rollout engine for Tunix's reinforcement learning (`tunix.rl.rollout.base_rollout`, google-tunix
 0.1.7)."""
 
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ class JaxinferRollout(BaseRollout):
     """Answers and log-probabilities for `RLCluster`, with weights that follow its trainer.
 
     Give it to the cluster as `ClusterConfig(rollout_engine=functools.partial(JaxinferRollout, ...))`, which passes the
-    first four arguments. The actor's parameters are copied. Where it has LoRA, the base stays as it is and the pairs are
-    an adapter, as in the trainer: nothing is merged, and an update moves the pairs alone.
+    first four arguments. The actor's parameters are copied. Where it has LoRA, the base stays as it is and the pairs
+    are an adapter, as in the trainer: nothing is merged, and an update moves the pairs alone.
 
     Args:
       rollout_actor: the model of Tunix, Llama 3, Qwen 2 or 3 or Gemma 3.
       tokenizer: as Tunix takes it.
       mesh: its devices, over which the model is sharded along "model"; None for the default device. The option `mesh`
         says it in another way.
-      rollout_config: Tunix's `RolloutConfig`. `data_type` is the dtype; `kv_cache_size`, or the longest prompt and answer
-        if that is more, is `max_model_len`.
+      rollout_config: Tunix's `RolloutConfig`. `data_type` is the dtype; `kv_cache_size`, or the longest prompt and
+        answer if that is more, is `max_model_len`.
       config: a ModelConfig of jaxinfer, in place of what the actor's own says.
       lora_scale: alpha / rank of LoRA, which the parameters do not say.
       keep_eos: whether answers have the token that ended them, as with Tunix's vLLM; its vanilla rollout leaves it out.
@@ -87,14 +87,16 @@ class JaxinferRollout(BaseRollout):
 
     def _adapter(self, tree: Any) -> Any:
         if self._lora_scale is None:
-            raise ValueError(f"the model has LoRA pairs of {len(tree.pairs)} weights: lora_scale=alpha / rank is needed")
+            raise ValueError(
+                f"the model has LoRA pairs of {len(tree.pairs)} weights: lora_scale=alpha / rank is needed"
+            )
         return tree.adapter(self._lora_scale)
 
     def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
         """A `RolloutOutput` of one answer for each prompt; equal prompts are computed once, and sampled apart.
 
-        A temperature of 0 is greedy. `seed`, an integer or a key, gives the same answers to the same prompts; without one
-        each call gives others. Log-probabilities, if wanted, are of the logits divided by the temperature, before
+        A temperature of 0 is greedy. `seed`, an integer or a key, gives the same answers to the same prompts; without
+        one each call gives others. Log-probabilities, if wanted, are of the logits divided by the temperature, before
         `top_p` and `top_k`, as the trainer's.
 
         Raises TypeError for further keywords, ValueError for a prompt that is too long, with its number.
@@ -181,7 +183,9 @@ class JaxinferRollout(BaseRollout):
         tree = self._read(params)
         tree.check(is_partial=filter_types is not None or not tree.weights, has_pairs=True)
         if bool(tree.pairs) and not self._has_adapter:
-            raise ValueError(f"the parameters have LoRA pairs of {len(tree.pairs)} weights, the model had none at first")
+            raise ValueError(
+                f"the parameters have LoRA pairs of {len(tree.pairs)} weights, the model had none at first"
+            )
         # Tunix forbids transfers on a CPU meanwhile, which is where packed weights are made.
         with jax.transfer_guard("allow"):
             adapter = self._adapter(tree) if tree.pairs else None
