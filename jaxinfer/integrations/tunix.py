@@ -15,18 +15,19 @@ from jaxinfer.loading import other_tree, own_config
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.sampling.params import MAX_N
 
+_MISSING: ImportError | None = None
+_interface: Any = None
 try:
-    from tunix.rl.rollout.base_rollout import BaseRollout, RolloutOutput  # pyright: ignore[reportMissingImports]
+    from tunix.rl.rollout import base_rollout as _interface  # pyright: ignore[reportMissingImports]
 except ImportError as error:
-    BaseRollout, RolloutOutput, _MISSING = object, None, error
-else:
-    _MISSING = None
+    _MISSING = error
+_Base: Any = object if _interface is None else _interface.BaseRollout
 
 # The name of the adapter that LoRA's pairs are served as.
 _ADAPTER = "tunix-lora"
 
 
-class JaxinferRollout(BaseRollout):
+class JaxinferRollout(_Base):
     """Answers and log-probabilities for `RLCluster`, with weights that follow its trainer.
 
     Give it to the cluster as `ClusterConfig(rollout_engine=functools.partial(JaxinferRollout, ...))`, which passes the
@@ -44,6 +45,9 @@ class JaxinferRollout(BaseRollout):
       lora_scale: alpha / rank of LoRA, which the parameters do not say.
       keep_eos: whether answers have the token that ended them, as with Tunix's vLLM; its vanilla rollout leaves it out.
       **options: of `LLM`, as `max_seqs` or `quantize`.
+
+    Attributes:
+      llm: what answers. num_updates: how often the trainer's parameters were taken.
 
     Raises ImportError without google-tunix, ValueError as `LLM`, and for LoRA without its scale.
     """
@@ -78,7 +82,7 @@ class JaxinferRollout(BaseRollout):
         if self._has_adapter:
             defaults["adapters"] = {_ADAPTER: self._adapter(tree)}
         self.llm = LLM((self._config, tree.params(copies=True)), **{**defaults, **options})
-        self._num_updates = 0
+        self.num_updates = 0
 
     def _read(self, tree: Any) -> Any:
         if (other := other_tree(tree, self._config)) is None:
@@ -141,7 +145,7 @@ class JaxinferRollout(BaseRollout):
             ]
             if temperature not in (0.0, 1.0):
                 logprobs = self._scores(ids, tokens, SamplingParams(temperature=temperature))
-        return RolloutOutput(  # pyright: ignore[reportOptionalCall]
+        return _interface.RolloutOutput(
             text=[self._tokenizer.decode(own) for own in tokens],
             logits=None,
             tokens=[np.asarray(own, np.int32) for own in tokens],
@@ -176,25 +180,24 @@ class JaxinferRollout(BaseRollout):
 
     def update_params(self, params: Any, filter_types: Any = None) -> None:
         """Takes the trainer's parameters, or those of `filter_types`, an `nnx.State`; LoRA's pairs become the adapter.
-        Nothing is compiled. The version of the weights is the number of the update.
+        Nothing is compiled. The weights' version is the number of the update, unless it was of the pairs alone.
 
         Raises ValueError, with names and counts, for parameters that are not the model's; nothing has changed then.
         """
         tree = self._read(params)
         tree.check(is_partial=filter_types is not None or not tree.weights, has_pairs=True)
-        if bool(tree.pairs) and not self._has_adapter:
+        if tree.pairs and not self._has_adapter:
             raise ValueError(
                 f"the parameters have LoRA pairs of {len(tree.pairs)} weights, the model had none at first"
             )
         # Tunix forbids transfers on a CPU meanwhile, which is where packed weights are made.
         with jax.transfer_guard("allow"):
-            adapter = self._adapter(tree) if tree.pairs else None
-            self._num_updates += 1
+            if tree.pairs:
+                self.llm.load_adapter(_ADAPTER, self._adapter(tree), replace=True)
             if tree.weights:
-                weights, is_partial = replace(tree, pairs={}), filter_types is not None
-                self.llm.update_params(weights, version=str(self._num_updates), partial=is_partial)
-            if adapter is not None:
-                self.llm.load_adapter(_ADAPTER, adapter, replace=True)
+                version, weights = str(self.num_updates + 1), replace(tree, pairs={})
+                self.llm.update_params(weights, version=version, partial=filter_types is not None)
+        self.num_updates += 1
 
     def pad_id(self) -> int:
         """The padding token's id."""
