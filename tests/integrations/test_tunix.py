@@ -194,6 +194,6 @@ def test_lora_needs_its_scale_and_filters_choose_what_is_updated():
     ours.update_params(nnx.state(model))  # everything, as a cluster that offloads its models gives it
     check_equal(ours, model)
     assert (ours.num_updates, ours.llm.weights_version) == (2, "2")
-    with pytest.raises(ValueError, match="1 of its 2 arrays have no place: layers.0.attn.q_proj.v"):
+    with pytest.raises(ValueError, match=r"1 of its 2 arrays have no place: layers.0.attn.q_proj.v"):
         ours.update_params({"layers": {0: {"attn": {"q_proj": {"v": jnp.ones(3), "w": jnp.ones((32, 4, 8))}}}}})
     ours.close()

@@ -1,4 +1,4 @@
-"""`JaxinferRollout` without Tunix: its module is importable, and with a stand-in for the interface it answers as `LLM`."""
+"""`JaxinferRollout` without Tunix: its module is importable, and with a stand-in for the interface it answers."""
 
 import abc
 import dataclasses
@@ -165,7 +165,7 @@ def test_answers_scores_and_updates_are_those_of_the_merged_weights(module):
         np.testing.assert_allclose(rows[1, :3], scores[1][:3], atol=1e-5)
         assert not rows[1, 4:].any()
     check_sampling(ours, ids)
-    with pytest.raises(ValueError, match="1 of its 2 arrays have no place: layers.0.attn.v"):
+    with pytest.raises(ValueError, match=r"1 of its 2 arrays have no place: layers.0.attn.v"):
         ours.update_params(nested({"layers.0.attn.v": np.ones(3), "final_norm.w": np.ones(32)}))
     ours.close()
 

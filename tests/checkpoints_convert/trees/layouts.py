@@ -39,11 +39,11 @@ MORE = {
         "moe_intermediate_size": 16,
     },
     "gemma": {"architectures": ["GemmaForCausalLM"], "tie_word_embeddings": True, "num_key_value_heads": 4},
-    # A whole pattern of windows, and one layer more.
+    # Two patterns of windows, and one layer more.
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "tie_word_embeddings": True,
-        "num_hidden_layers": 7,
+        "num_hidden_layers": 13,
         "sliding_window": 8,
         "query_pre_attn_scalar": 8,
     },
