@@ -1,6 +1,7 @@
 """`JaxinferRollout`: a rollout engine for Tunix's reinforcement learning (`tunix.rl.rollout.base_rollout`, google-tunix
 0.1.7)."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -82,6 +83,7 @@ class JaxinferRollout(_Base):
         if self._has_adapter:
             defaults["adapters"] = {_ADAPTER: self._adapter(tree)}
         self.llm = LLM((self._config, tree.params(copies=True)), **{**defaults, **options})
+        self._lock = threading.Lock()  # a cluster whose trainer has other devices generates in a thread
         self.num_updates = 0
 
     def _read(self, tree: Any) -> Any:
@@ -130,7 +132,10 @@ class JaxinferRollout(_Base):
             replace(params, n=1 if params.is_greedy else len(equal), seed=_seed_of(given.seed, number))
             for number, (_, equal) in enumerate(groups)
         ]
-        outputs = self.llm.generate([list(prompt) for prompt, _ in groups], each, adapter=self._name, use_tqdm=False)
+        with self._lock:
+            outputs = self.llm.generate(
+                [list(prompt) for prompt, _ in groups], each, adapter=self._name, use_tqdm=False
+            )
         answers: list[Any] = [None] * len(ids)
         for (_, equal), output in zip(groups, outputs, strict=True):
             for place, number in enumerate(equal):
@@ -173,7 +178,8 @@ class JaxinferRollout(_Base):
         scores = [np.zeros(0, np.float32)] * len(rows)
         if full:
             pairs = [list(prompts[number]) for number in full], [list(rows[number]) for number in full]
-            of_rows = self.llm.score(*pairs, params, adapter=self._name, use_tqdm=False)
+            with self._lock:
+                of_rows = self.llm.score(*pairs, params, adapter=self._name, use_tqdm=False)
             for number, score in zip(full, of_rows, strict=True):
                 scores[number] = np.asarray(score.processed, np.float32)
         return scores
@@ -191,7 +197,7 @@ class JaxinferRollout(_Base):
                 f"the parameters have LoRA pairs of {len(tree.pairs)} weights, the model had none at first"
             )
         # Tunix forbids transfers on a CPU meanwhile, which is where packed weights are made.
-        with jax.transfer_guard("allow"):
+        with self._lock, jax.transfer_guard("allow"):
             if tree.pairs:
                 self.llm.load_adapter(_ADAPTER, self._adapter(tree), replace=True)
             if tree.weights:

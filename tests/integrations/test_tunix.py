@@ -114,10 +114,10 @@ def test_a_theta_that_the_model_does_not_use_is_told():
         LLM((config, model), max_model_len=64, max_seqs=2).close()
 
 
-def cluster_of(actor, reference, **options):
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+def cluster_of(actor, reference, device=0, **options):
+    meshes = [Mesh(np.array([own]).reshape(1, 1), ("fsdp", "tp")) for own in jax.devices()]
     config = ClusterConfig(
-        role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
+        role_to_mesh={Role.ACTOR: meshes[0], Role.REFERENCE: meshes[0], Role.ROLLOUT: meshes[device]},
         rollout_engine=functools.partial(JaxinferRollout, max_seqs=4, **options),
         training_config=RLTrainingConfig(actor_optimizer=optax.adam(1e-2), eval_every_n_steps=100, max_steps=20),
         rollout_config=ROLLOUT,
@@ -173,6 +173,20 @@ def test_twenty_steps_of_grpo(has_lora):
     assert [count for count, _ in seen] == [4] * 20
     assert len({texts for _, texts in seen}) == 20  # answers are sampled anew at each step, and each apart
     assert check_equal(ours, cluster.actor_trainer.model) != before
+    ours.close()
+    cluster.close()
+
+
+def test_the_rollout_has_devices_of_its_own():
+    """The trainer is on the first device, the rollout on the second, and generates in a thread of the learner."""
+    cluster = cluster_of(random_model("qwen3"), random_model("qwen3"), device=1)
+    ours = cluster.rollout
+    assert {device for leaf in jax.tree.leaves(ours.llm.params) for device in leaf.devices()} == {jax.devices()[1]}
+    learner = GRPOLearner(cluster, GRPOConfig(num_generations=2), lambda prompts, completions, **more: [1.0, 0.0] * 2)
+    assert learner.can_enable_async_rollout
+    learner.train([{"prompts": np.array(["abc", "hello"])} for _ in range(3)])
+    assert (cluster.global_steps, ours.num_updates, ours.llm.weights_version) == (3, 3, "3")
+    check_equal(ours, cluster.actor_trainer.model)
     ours.close()
     cluster.close()
 
