@@ -766,6 +766,8 @@ def own_config(config: Any) -> ModelConfig:
 
 def other_tree(tree: Any, config: ModelConfig) -> Any:
     """A tree of another library, as `checkpoints_convert.trees` reads it; None for one of ours."""
+    if isinstance(tree, Mapping) and "embed" in tree:  # ours as a whole: its names need not be looked through
+        return None
     from checkpoints_convert.trees import read_tree
 
     return read_tree(tree, config)
