@@ -63,7 +63,7 @@ DEFAULT_MAX_MODEL_LEN = 4096
 ChooseLayers = Callable[[ModelConfig, Params], Sequence[int]]
 # Bytes of host buffers in flight while weights are packed: more than the packed weights would be of a small model.
 PACKING_BYTES = 32 * 2**20
-LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
+LiveModel = tuple[Any, Any] | tuple[Any, Any, Tokenizer | None]
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,24 @@ class LoadedModel:
     @property
     def params(self) -> Params:
         return self.weights.params
+
+    def write_tree(self, tree: Any, *, is_partial: bool, copies: bool) -> None:
+        """Replaces weights, in an update that has begun, by those of a tree like `params`, or of one of another library
+        (`checkpoints_convert.trees`), whose weights are made one by one.
+
+        Raises ValueError, with names, as `ModelWeights.write` and `OtherTree.check`, before anything is written.
+        """
+        assert self.opening is not None
+        other = other_tree(tree, self.opening.config)
+        if other is None:
+            self.weights.write(tree, is_partial=is_partial, copies=copies)
+            return
+        other.check(is_partial=is_partial)
+        if self.weights.has_host_layers:
+            self.weights.write(other.params(), is_partial=is_partial, copies=copies)
+            return
+        self.weights.forms.check(other.shapes(), is_partial=is_partial)
+        self.weights.write_each(other.each(), other.weights.keys(), copies=copies)
 
     def write_weights(self, path: str | Path) -> None:
         """Replaces all weights, in an update that has begun, by those of a checkpoint, which are read one by one.
@@ -383,6 +401,10 @@ def _live(
         params = quantize_params(params, chosen.recipe)
     if mesh is not None:
         params = fit_to_mesh(mesh, config).place(unpack_params(params))
+    else:
+        params = jax.tree.map(
+            lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, params, is_leaf=is_weight
+        )
     if offload is not None:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         params = move_layers_to_host(params, offload(config, shapes), jax.default_backend())
@@ -697,9 +719,10 @@ def draft_of(
 
 
 def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenizer | None]:
-    if len(model) not in (2, 3) or not isinstance(model[0], ModelConfig):
+    if len(model) not in (2, 3):
         raise TypeError("a live model is (ModelConfig, params) or (ModelConfig, params, tokenizer)")
-    config, params = model[0], side_by_side.separate(plain(model[1]))
+    config = own_config(model[0])
+    params = side_by_side.separate(plain(own_params(model[1], config)))
     wanted = jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
     given = jax.tree.map(jnp.shape, params, is_leaf=is_weight)
     if wanted != given:
@@ -725,6 +748,38 @@ def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenize
 
         params = jax.tree_util.tree_map_with_path(cast, params, is_leaf=is_weight)
     return config, params, model[2] if len(model) == 3 else None
+
+
+def own_config(config: Any) -> ModelConfig:
+    """A live model's configuration: ours, or that of a model of Tunix. Raises TypeError for anything else."""
+    if isinstance(config, ModelConfig):
+        return config
+    if not type(config).__module__.startswith("tunix."):
+        raise TypeError(
+            "a live model is (ModelConfig, params) or (ModelConfig, params, tokenizer), with a configuration of "
+            f"jaxinfer or of a model of Tunix, not with {type(config).__name__} {config!r:.60}"
+        )
+    from checkpoints_convert.trees import config_of
+
+    return config_of(config)
+
+
+def other_tree(tree: Any, config: ModelConfig) -> Any:
+    """A tree of another library, as `checkpoints_convert.trees` reads it; None for one of ours."""
+    if isinstance(tree, Mapping) and "embed" in tree:  # ours as a whole: its names need not be looked through
+        return None
+    from checkpoints_convert.trees import read_tree
+
+    return read_tree(tree, config)
+
+
+def own_params(tree: Any, config: ModelConfig) -> Params:
+    """Live parameters under our names. Raises ValueError as `OtherTree.check`."""
+    other = other_tree(tree, config)
+    if other is None:
+        return tree
+    other.check()
+    return other.params()
 
 
 def _keeps_dtype(path: Sequence[str], leaf: Any) -> bool:

@@ -62,7 +62,8 @@ class LiveWeights:
         adapters stay.
 
         Args:
-          params: a tree like `llm.params`, of JAX or NumPy arrays, on any mesh; or a folder with a checkpoint.
+          params: a tree like `llm.params`, of JAX or NumPy arrays, on any mesh; one of Tunix, Gemma in Flax or MaxText
+            (docs/live_weights.md); or a folder with a checkpoint.
           version: what the weights are called in `CompletionOutput.weights`; by default their number.
           mode: of requests that run: "wait" ends them first, "abort" aborts them all, "keep" goes on with them.
           kv: with mode="keep", whether their keys and values are computed anew, or those in the cache are kept, of
@@ -113,13 +114,14 @@ class LiveWeights:
         self, params: Params | str | Path, *, partial: bool = True, donate: bool = False, draft: bool = False
     ) -> None:
         """Replaces weights in an update that has begun: those of a tree, or all by those of a folder."""
+        self._weights_of(draft)
+        loaded = self._draft if draft else self._loaded
+        assert loaded is not None
         if not isinstance(params, (str, Path)):
-            self._weights_of(draft).write(params, is_partial=partial, copies=not donate)
+            loaded.write_tree(params, is_partial=partial, copies=not donate)
             return
         if donate:
             raise ValueError("donate=True is for a tree, not for files")
-        loaded = self._draft if draft else self._loaded
-        assert loaded is not None
         with Stage(f"reading weights from {params}"):
             loaded.write_weights(params)
 

@@ -73,6 +73,8 @@ from jaxinfer.loading import (
     load_draft,
     load_draft_shapes,
     load_model,
+    own_config,
+    own_params,
 )
 from jaxinfer.models import ModelConfig, Params, check_taps
 from jaxinfer.models.host_layers import all_layers
@@ -118,7 +120,8 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
     Args:
       model: a folder with a Hugging Face or converted checkpoint, the URL of the former (gs://, s3://), a GGUF file, a
         hub id, an alias, "demo" or "demo-draft" (the embedded pair), or live `(ModelConfig, params)` or
-        `(ModelConfig, params, tokenizer)`; live parameters are used as they are and stay the caller's.
+        `(ModelConfig, params, tokenizer)`; live parameters are used as they are and stay the caller's. They may be a
+        tree of Tunix, Gemma in Flax or MaxText (docs/live_weights.md).
       **options: the fields of `LLMOptions`, listed below and in docs/options.md. Names of other engines, such as
         `tensor_parallel_size`, are applied where they mean the same, and refused with the name to use elsewhere.
 
@@ -756,15 +759,18 @@ def _layers_chooser(options: LLMOptions, model: Any) -> ChooseLayers | None:
 
     def choose(config: ModelConfig, params: Params) -> tuple[int, ...]:
         config, length = for_length(config, options.max_model_len)
-        own = {field.name: getattr(options, field.name) for field in fields(EngineOptions)}
+        own_options = {field.name: getattr(options, field.name) for field in fields(EngineOptions)}
         given: Any = options.draft
         if is_live:
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given[1])
-            draft = draft_of("live parameters", given[0], shapes, config, length)
+            own = own_config(given[0])
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), own_params(given[1], own))
+            draft = draft_of("live parameters", own, shapes, config, length)
         else:
             draft = load_draft_shapes(given, model, config, params, length, options.dtype)
         platform = jax.default_backend()
-        spec = EngineSpec(config, params, EngineOptions(**{**own, "max_model_len": length}), platform, None, draft)
+        spec = EngineSpec(
+            config, params, EngineOptions(**{**own_options, "max_model_len": length}), platform, None, draft
+        )
         total = available_bytes(jax.devices()[0]) if options.offload == "auto" else None
         if total is not None and is_live:
             total += sum(num_bytes(params) for _, params in draft.own)

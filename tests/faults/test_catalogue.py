@@ -16,7 +16,7 @@ AREAS = {
     *("grammar", "heads", "histories", "kernels", "measure", "on_chip"),
     *("models", "parallel", "planning", "policies", "quantization", "replays", "sampling", "schemas", "server"),
     "speculative",
-    *("store", "text", "tool-calls", "training", "training_heads", "vocabularies"),
+    *("store", "text", "tool-calls", "training", "training_heads", "trees", "vocabularies"),
 }
 
 

@@ -24,6 +24,7 @@ from tests.faults.catalogue import (
     store,
     tool_calls,
     training_heads,
+    trees,
     vocabularies,
     weights,
 )
@@ -52,6 +53,7 @@ FAULTS: tuple[Fault, ...] = (
     *histories.FAULTS,
     *heads.FAULTS,
     *training_heads.FAULTS,
+    *trees.FAULTS,
     *vocabularies.FAULTS,
     *kept.FAULTS,
     *on_chip.FAULTS,
