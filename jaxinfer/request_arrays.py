@@ -4,6 +4,7 @@ The engine holds one array [S, *shape] for each name, of S slots; a request's ar
 slot (`engine.programs.paged.write_arrays`). An engine that declares none has none.
 """
 
+import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,28 @@ def default_rows(specs: RequestArrays, num_slots: int) -> dict[str, np.ndarray]:
 def row_of(specs: RequestArrays, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The rows [1, *shape] of one request: its checked arrays, and the defaults of the others."""
     return {name: given.get(name, spec.default)[None] for name, spec in specs.items()}
+
+
+def to_plain(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
+    """Arrays as JSON values, bit for bit."""
+
+    def plain(array: np.ndarray) -> dict[str, Any]:
+        content = base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
+        return {"dtype": array.dtype.name, "shape": list(array.shape), "base64": content}
+
+    return {name: plain(array) for name, array in arrays.items()}
+
+
+def from_plain(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The inverse. Raises ValueError, with the name, for what is none."""
+    read = {}
+    for name, plain in arrays.items():
+        try:
+            dtype, content = np.dtype(plain["dtype"]), base64.b64decode(plain["base64"], validate=True)
+            read[name] = np.frombuffer(content, dtype.newbyteorder("<")).astype(dtype).reshape(plain["shape"])
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"array {name!r:.60} is damaged: {error}") from None
+    return read
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:

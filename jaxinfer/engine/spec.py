@@ -44,7 +44,7 @@ from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
 from jaxinfer.quantization.adapted import without_adapters
 from jaxinfer.quantization.tree import num_adapters, num_bytes
-from jaxinfer.sampling import BoundProcessors, SamplingBatch
+from jaxinfer.sampling import BoundProcessors, SamplingBatch, as_processors
 from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft, TokenTree
 from pallas_kernels.paged_attention import Pages, platform_layout
 from pallas_kernels.recurrence import BLOCK_TOKENS
@@ -106,7 +106,7 @@ class EngineSpec:
             object.__setattr__(self, "determinism", decide(self))
         options.check_buckets(self.prefill_chunk, self.max_seqs)
         if options.processors and self.processors is None:
-            bound = BoundProcessors(options.processors, self.config.vocab_size, self.max_model_len)
+            bound = BoundProcessors(as_processors(options.processors), self.config.vocab_size, self.max_model_len)
             object.__setattr__(self, "processors", bound)
 
     @classmethod

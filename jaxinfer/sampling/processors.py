@@ -144,7 +144,8 @@ def _row(traced: Callable[..., list[jax.Array]], *row: Any) -> jax.Array:
 
 def _traced(processor: Processor, vocab_size: int, length: int) -> core.ClosedJaxpr:
     """The trace of a processor over one row, checked."""
-    name, row = f"processor {processor.name!r}", partial(jax.ShapeDtypeStruct, dtype=np.int32)
+    name = f"processor {processor.name!r}"
+    row: Any = partial(jax.ShapeDtypeStruct, dtype=np.int32)
     history = TokenHistory(row((1, length)), row((1,)), row((1,)))
     arrays = {key: jax.ShapeDtypeStruct((1, *each.shape), each.dtype) for key, each in processor.arrays.items()}
     given = jax.ShapeDtypeStruct((1, vocab_size), np.float32), history, arrays
