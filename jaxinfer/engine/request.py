@@ -94,7 +94,7 @@ class AnswerOrigin:
     params: SamplingParams
     max_tokens: int
     adapter: AdapterUse | None = None
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
 
 PoolingKind = Literal["last", "mean", "cls"]

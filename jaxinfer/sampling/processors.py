@@ -1,7 +1,8 @@
 """Functions of users in the sampler's chain: declared, checked, traced once, and applied to each row by itself.
 
 A function is traced when an engine is made, and every program has that trace: what the function reads of Python later
-changes nothing. It is called for one row at a time, under `jax.vmap`, so that no row can depend on another.
+changes nothing. It is called for one row at a time, under `jax.vmap` or, on a CPU, in a loop, so that no row can depend
+on another.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 from jaxinfer.request_arrays import RequestArray
@@ -122,8 +124,11 @@ class BoundProcessors:
         that a processor gave NaN or +inf is NaN throughout, which `sample` reports."""
         is_forbidden = logits == -jnp.inf
         for names, traced in self._traced:
-            given = history, {name: arrays[name] for name in names}
-            logits = jax.vmap(partial(_row, core.jaxpr_as_fun(traced)))(logits, *given)
+            row, given = (
+                partial(_row, core.jaxpr_as_fun(traced)),
+                (logits, history, {name: arrays[name] for name in names}),
+            )
+            logits = lax.platform_dependent(*given, cpu=partial(_in_turn, row), default=jax.vmap(row))
         logits = jnp.where(is_forbidden, -jnp.inf, logits)
         is_valid = jnp.all(logits < jnp.inf, axis=-1)  # false for NaN too
         return jnp.where(is_valid[:, None], logits, jnp.nan)
@@ -140,6 +145,11 @@ class ProcessorRows:
 
 def _row(traced: Callable[..., list[jax.Array]], *row: Any) -> jax.Array:
     return traced(*(leaf[None] for leaf in jax.tree.leaves(row)))[0][0]
+
+
+def _in_turn(row: Callable[..., jax.Array], *rows: Any) -> jax.Array:
+    """As `jax.vmap(row)`, with the same bits for any number of rows: XLA:CPU sums several in another order than one."""
+    return lax.map(lambda each: row(*each), rows)
 
 
 def _traced(processor: Processor, vocab_size: int, length: int) -> core.ClosedJaxpr:

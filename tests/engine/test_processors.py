@@ -117,7 +117,7 @@ def recurrent_answer(prompt: list[int], factor: int, count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("variant", quick(VARIANTS, "layers"))
+@pytest.mark.parametrize("variant", quick(VARIANTS, "n-grams, host masks, few pages"))
 def test_a_processor_sees_all_tokens_before_each_that_is_chosen(tiny, variant):
     """Oracle: the same recurrence in Python. Drafts, preempted answers and several answers of a request included."""
     processor = Processor(recurrence, {"factor": RequestArray((), "int32", 1)})
