@@ -195,7 +195,9 @@ def arrays_of_each(arrays: Any, count: int) -> list[Mapping[str, Any] | None]:
     """The arrays for processors of each of `count` prompts, from those for all or a list with one for each."""
     if arrays is None or isinstance(arrays, Mapping):
         return [arrays] * count
-    if not isinstance(arrays, (list, tuple)) or not all(one is None or isinstance(one, Mapping) for one in arrays):
+    if not isinstance(arrays, (list, tuple)) or not all(
+        given is None or isinstance(given, Mapping) for given in arrays
+    ):
         told = 'arrays must be a mapping such as {"name": array}, or one for each prompt'
         raise TypeError(f"{told}, got {_shown(arrays)}")
     return _of_each(list(arrays), count, "mappings of arrays")

@@ -108,8 +108,8 @@ class BoundProcessors:
     def __init__(self, processors: Sequence[Processor], vocab_size: int, length: int):
         self.length = length
         self.names = tuple(processor.name for processor in processors)
-        self.arrays = {name: declared for one in processors for name, declared in one.arrays.items()}
-        self._traced = [(tuple(one.arrays), _traced(one, vocab_size, length)) for one in processors]
+        self.arrays = dict(array for processor in processors for array in processor.arrays.items())
+        self._traced = [(tuple(each.arrays), _traced(each, vocab_size, length)) for each in processors]
 
     @property
     def fingerprints(self) -> dict[str, str]:

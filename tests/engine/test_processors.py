@@ -1,6 +1,5 @@
 """Processors in the engine: its own parameters written as functions, and tokens so far, in every kind of step."""
 
-import dataclasses
 from dataclasses import replace
 
 import jax
@@ -27,11 +26,11 @@ PROMPTS = random_prompts(NUM_REQUESTS, 30, seed=5)
 VARIANTS = {
     "steps": ({}, ""),
     "one step a dispatch": ({"steps_per_dispatch": 1}, ""),
-    "few pages": ({"num_pages": 14}, ""),
+    "few pages": ({"num_pages": 11}, ""),
     "contiguous": ({"cache": "contiguous"}, ""),
     "deterministic": ({"deterministic": True}, ""),
     "n-grams": ({"num_draft_tokens": 3}, "n-grams"),
-    "n-grams, host masks, few pages": ({"grammar_memory": 0, "num_pages": 14}, "n-grams"),
+    "n-grams, host masks, few pages": ({"grammar_memory": 0, "num_pages": 11}, "n-grams"),
     "model": ({"num_draft_tokens": 3}, "model"),
     "model, adaptive": ({}, "model"),
     "layers": ({"num_draft_tokens": 3}, "layers"),
@@ -123,8 +122,8 @@ def test_a_processor_sees_all_tokens_before_each_that_is_chosen(tiny, variant):
     processor = Processor(recurrence, {"factor": RequestArray((), "int32", 1)})
     engine = open_engine(tiny, variant, processors=[processor], shuffle_seed=1)
     sequences = []
-    for number, prompt in enumerate(PROMPTS):
-        params = SamplingParams(n=1 + number % 2, max_tokens=5 + 2 * number, **SAMPLED, seed=number)
+    for number, prompt in enumerate(PROMPTS[:16]):
+        params = SamplingParams(n=1 + number % 2, max_tokens=8 + 3 * number, **SAMPLED, seed=number)
         given = {} if number % 3 == 0 else {"factor": number % 5}
         arrays = check_arrays(engine.spec.processors.arrays, given, "processors")
         request = Request(prompt, params, params.max_tokens or 16, number, arrays=arrays)
@@ -176,5 +175,4 @@ def test_an_engine_without_processors_has_no_arrays_for_them(tiny):
     runner = engine.runner
     assert runner._batch.processors is None
     assert runner._slots.history.sequence is None
-    assert {field.name for field in dataclasses.fields(runner._batch)} >= {"processors"}
     engine.close()
