@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -111,7 +111,7 @@ class BoundProcessors:
         self.arrays = dict(array for processor in processors for array in processor.arrays.items())
         self._traced = [(tuple(each.arrays), _traced(each, vocab_size, length)) for each in processors]
 
-    @property
+    @cached_property
     def fingerprints(self) -> dict[str, str]:
         """A hash of each function's operations and constants, and of its defaults, by its name."""
         return {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import Processor, RequestArray, SamplingParams
+from jaxinfer.engine import kept_programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.request import Request, SequenceState
@@ -176,3 +177,13 @@ def test_an_engine_without_processors_has_no_arrays_for_them(tiny):
     assert runner._batch.processors is None
     assert runner._slots.history.sequence is None
     engine.close()
+
+
+def test_programs_with_processors_are_not_kept_between_processes(tiny):
+    """Their functions are of this process: a later one may have others of the same names."""
+    for processors, is_kept in (((), True), ([MIN_P], False)):
+        engine = open_engine(tiny, "steps", processors=processors)
+        leaves, structure = jax.tree.flatten([engine.runner._batch])
+        key = kept_programs._key("sample_step", (engine.runner._batch,), (), leaves, structure)
+        assert (key is not None) == is_kept
+        engine.close()
