@@ -14,12 +14,14 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.models import init_params
 from jaxinfer.request_arrays import check_arrays
-from jaxinfer.speculative import NO_DRAFT, Draft, LayersDraft, ModelDraft, NgramDraft
+from jaxinfer.speculative import NO_DRAFT, Draft, HeadDraft, LayersDraft, ModelDraft, NgramDraft, head_for
 from tests import compilation
 from tests.engine.grammars import make_compiler, make_sequence, random_params, run
 from tests.engine.mixed_requests import random_prompts
 from tests.pallas_kernels.quick import quick
 from tests.sampling.test_processors import MIN_P, REPETITION
+from tests.speculative.tiny_heads import config_of
+from tests.speculative.tiny_heads import random_params as random_params_of_head
 from tests.tiny import CONTIGUOUS_OPTIONS, OPTIONS
 
 NUM_REQUESTS = 24
@@ -37,6 +39,7 @@ VARIANTS = {
     "layers": ({"num_draft_tokens": 3}, "layers"),
     "a tree of a model": ({"draft_tree": (2, 2, 1)}, "model"),
     "a tree of layers": ({"draft_tree": (2, 2, 1)}, "layers"),
+    "a head": ({"num_draft_tokens": 3}, "head"),
 }
 GREEDY, SAMPLED = {"temperature": 0}, {"temperature": 1}
 
@@ -46,6 +49,9 @@ def draft_of(tiny, name: str) -> Draft:
         config = replace(tiny[0], num_layers=1)
         params = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, init_params(config, jax.random.key(1)))
         return ModelDraft("small", config, params)
+    if name == "head":
+        config, taps = head_for(config_of("eagle3", tiny[0]), tiny[0])
+        return HeadDraft("eagle3", config, random_params_of_head(config), taps)
     return {"": NO_DRAFT, "n-grams": NgramDraft(), "layers": LayersDraft(1)}[name]
 
 
