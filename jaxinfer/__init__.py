@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score, StreamDelta
     from jaxinfer.models import ModelConfig, RopeConfig
     from jaxinfer.parallel.hosts import initialize_hosts
-    from jaxinfer.sampling import SamplingParams
+    from jaxinfer.request_arrays import RequestArray
+    from jaxinfer.sampling import Processor, SamplingParams, TokenHistory
     from jaxinfer.text import Tokenizer
 
 __version__ = "0.1.0"
@@ -24,6 +25,9 @@ _HOMES = {
     "Coordinate": "jaxinfer.api.coordinate",
     "StreamDelta": "jaxinfer.engine.request",
     "SamplingParams": "jaxinfer.sampling",
+    "Processor": "jaxinfer.sampling",
+    "TokenHistory": "jaxinfer.sampling",
+    "RequestArray": "jaxinfer.request_arrays",
     "CompletionOutput": "jaxinfer.engine.request",
     "Logprob": "jaxinfer.engine.request",
     "RequestOutput": "jaxinfer.engine.request",
@@ -42,12 +46,15 @@ __all__ = [
     "Coordinate",
     "Logprob",
     "ModelConfig",
+    "Processor",
+    "RequestArray",
     "RequestOutput",
     "RequestTimings",
     "RopeConfig",
     "SamplingParams",
     "Score",
     "StreamDelta",
+    "TokenHistory",
     "Tokenizer",
     "initialize_hosts",
 ]

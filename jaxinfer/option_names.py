@@ -136,6 +136,7 @@ def _do_sample(value: Any) -> Values:
 # Names without a counterpart, by what to do instead.
 _REFUSED: Mapping[Scope, Mapping[str, str]] = {
     "LLM": {
+        "see processors=, functions of other arguments": "logits_processors",
         "leave it out": "disable_log_stats load_format use_safetensors tokenizer_mode attn_implementation flash_attn",
         "a checkpoint's own format is found from its files; quantize= rounds plain weights, `jaxinfer quantize "
         "--method awq` calibrates": "load_in_8bit load_in_4bit quantization_config",
@@ -182,7 +183,8 @@ _REFUSED: Mapping[Scope, Mapping[str, str]] = {
         "see logprobs=": "top_logprobs output_scores",
         "see prompt_logprobs=": "echo",
         "see seed=": "generator",
-        "see bad_words=, allowed_token_ids= and logit_bias=": "bad_words_ids suppress_tokens logits_processor "
+        "see bad_words=, allowed_token_ids= and logit_bias=": "bad_words_ids suppress_tokens",
+        "see bad_words=, allowed_token_ids= and logit_bias=, and LLM(processors=) for functions": "logits_processor "
         "logits_processors",
         "see structured=": "force_words_ids format grammar",
         "pass the token ids to keep": "truncate_prompt_tokens",

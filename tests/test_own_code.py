@@ -60,6 +60,8 @@ def guide(params):
     assert "LLM(" in blocks[0]
     found = dict(given)
     for number, block in enumerate(blocks[1:], 2):
+        if 'LLM("demo"' in block:  # tests/cli/test_newcomer.py runs these
+            continue
         exec(compile(block, f"own_code.md, block {number}", "exec"), found)  # noqa: S102  # our own document
         found[f"cache of {number}"] = found.get("cache")
     return found

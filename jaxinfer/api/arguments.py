@@ -191,6 +191,18 @@ def adapters_of_each(adapter: Any, count: int, what: str = "prompts") -> list[st
     return _of_each(list(adapter), count, "adapters", what)
 
 
+def arrays_of_each(arrays: Any, count: int) -> list[Mapping[str, Any] | None]:
+    """The arrays for processors of each of `count` prompts, from those for all or a list with one for each."""
+    if arrays is None or isinstance(arrays, Mapping):
+        return [arrays] * count
+    if not isinstance(arrays, (list, tuple)) or not all(
+        given is None or isinstance(given, Mapping) for given in arrays
+    ):
+        told = 'arrays must be a mapping such as {"name": array}, or one for each prompt'
+        raise TypeError(f"{told}, got {_shown(arrays)}")
+    return _of_each(list(arrays), count, "mappings of arrays")
+
+
 def _of_each(values: list[Any], count: int, name: str, what: str = "prompts") -> list[Any]:
     if len(values) != count:
         raise ValueError(f"{len(values)} {name} for {count} {what}: give one for all, or one for each")

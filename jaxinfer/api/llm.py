@@ -15,6 +15,7 @@ from jaxinfer import compilation_cache, parallel
 from jaxinfer.api.adapters import check_adapters, with_room
 from jaxinfer.api.arguments import (
     adapters_of_each,
+    arrays_of_each,
     as_conversations,
     as_count,
     as_names,
@@ -180,6 +181,10 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         given = {name: self._read_adapter(adapter, name) for name, adapter in dict(chosen.adapters or {}).items()}
         chosen = with_room(chosen, [read.adapter for read in given.values()], self.config.vocab_size)
         check_adapters(chosen, loaded.fit, self._hosts is not None)
+        if chosen.processors and not loaded.has_head:
+            raise ValueError(f"processors change logits, and {self.name} has no head: it makes vectors only")
+        if chosen.processors and self._hosts is not None:
+            raise ValueError("processors are for one process, and this model runs on several hosts")
         run = loaded.runnable()
         self._copies, params = run.value[1], run.view(itemgetter(0))
         engine = self._make_engine(loaded, params, replace(chosen, max_model_len=self.max_model_len, adapters=None))
@@ -239,6 +244,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         timeout: float | None = None,
         cache_salt: str = "",
         adapter: str | Sequence[str | None] | None = None,
+        arrays: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in their order.
 
@@ -251,6 +257,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
           timeout: seconds after which what is not done ends with finish_reason "abort".
           cache_salt: requests of different salts share no cached prefix.
           adapter: the name of a loaded adapter for all prompts, or one for each; None for the model without one.
+          arrays: by name, those that the `processors` declare, for all prompts, or a mapping for each.
 
         Raises TypeError for an argument of a wrong type, ValueError for any prompt or parameter that cannot be served,
         with its number; nothing is generated then.
@@ -262,8 +269,10 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         if taps and (policy := self.engine.spec.policy).drops:
             raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy='{policy}'")
         per_prompt = params_of_each(params, self.default_params, len(prompts))
-        each = zip(priorities_of_each(priority, len(prompts)), adapters_of_each(adapter, len(prompts)), strict=True)
-        options = [RequestOptions(rank, timeout, cache_salt, name) for rank, name in each]
+        count = len(prompts)
+        own = priorities_of_each(priority, count), adapters_of_each(adapter, count), arrays_of_each(arrays, count)
+        each = zip(*own, strict=True)
+        options = [RequestOptions(rank, timeout, cache_salt, name, given) for rank, name, given in each]
         requests = [
             self.prepare(prompt, sampling, own, what=f"prompt {number}")
             for number, (prompt, sampling, own) in enumerate(zip(prompts, per_prompt, options, strict=True))
@@ -295,15 +304,16 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
         adapter: str | Sequence[str | None] | None = None,
+        arrays: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation, `[{"role": "user", "content": "..."}, ...]`, or to a list of conversations.
 
         The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
         becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two. Calls are in
-        an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). `adapter` is
-        as of `generate`. Raises TypeError for what is no conversation, ValueError as `generate`, and for tools that
-        cannot be served.
+        an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). `adapter` and
+        `arrays` are as of `generate`. Raises TypeError for what is no conversation, ValueError as `generate`, and for
+        tools that cannot be served.
         """
         conversations, answers = as_conversations(messages), self.answer_format
         given = {"tools": as_tools(tools), "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
@@ -320,6 +330,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
             [sampling for _, sampling in inputs],
             use_tqdm=use_tqdm,
             adapter=adapter,
+            arrays=arrays,
         )
         return [request.read(output, answers) for output, request in zip(outputs, requests, strict=True)]
 
@@ -343,11 +354,16 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
 
     @takes_other_names
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        arrays: Mapping[str, Any] | None = None,
     ) -> Iterator[StreamDelta]:
-        """Yields text as it is generated, by the adapter of that name if one is given. Leaving the loop early ends the
-        request and frees its slot."""
-        options = RequestOptions(adapter=adapter)
+        """Yields text as it is generated, by the adapter of that name if one is given, with arrays for processors.
+        Leaving the loop early ends the request and frees its slot."""
+        options = RequestOptions(adapter=adapter, arrays=arrays)
         if self._lockstep is not None:
             return self._lockstep.each("stream", lambda: self.client.stream(self.prepare(prompt, params, options)))
         return self.client.stream(self.prepare(prompt, params, options))

@@ -20,6 +20,7 @@ from jaxinfer.engine.request import CompletionOutput, Prompt, Request, RequestOp
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.models import ModelConfig
 from jaxinfer.progress import Stage
+from jaxinfer.request_arrays import from_plain
 from jaxinfer.sampling import SamplingParams
 
 
@@ -284,7 +285,8 @@ def _request_of(llm: ReplayModel, claim: Claim, *, force: bool) -> Request:
     for token in coordinate.token_ids:
         if not 0 <= token < vocab_size:
             raise ValueError(f"token {token} of the answer is none of the model's {vocab_size}")
-    request = llm.prepare(list(coordinate.prompt_token_ids), coordinate.params, RequestOptions(adapter=name))
+    options = RequestOptions(adapter=name, arrays=from_plain(coordinate.arrays))
+    request = llm.prepare(list(coordinate.prompt_token_ids), coordinate.params, options)
     if use is not None and request.adapter_start != use.start:
         raise ValueError(f"adapter {use.name!r} starts at token {request.adapter_start}, not at {use.start}")
     return replace(request, claimed=coordinate.token_ids) if claim.drafts else request

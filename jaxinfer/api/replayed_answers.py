@@ -9,6 +9,7 @@ from jaxinfer.api.coordinate import Coordinate, Fingerprints, WeightsOrigin, own
 from jaxinfer.api.replay import AnswerCheck, Claim, ReplayModel, check_claims, end_of, program_of
 from jaxinfer.engine.request import Request, RequestOutput, WeightsSpan
 from jaxinfer.engine.weights import WeightsError
+from jaxinfer.request_arrays import to_plain
 
 
 class ReplayedAnswers(ReplayModel if TYPE_CHECKING else object):
@@ -60,6 +61,7 @@ class ReplayedAnswers(ReplayModel if TYPE_CHECKING else object):
             adapter=origin.adapter,
             options=self._options_of_tokens,
             program=program_of(self),
+            arrays=to_plain(origin.arrays),
             **({} if output is None else end_of(output)),
         )
 

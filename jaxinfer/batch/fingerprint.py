@@ -90,6 +90,8 @@ def _of_engine(engine: Any, fit: Any) -> Iterator[bytes]:
         yield f"kv_policy={spec.policy!r}".encode()
     if rounds_activations(spec.params):
         yield b"activations=int8"
+    if spec.processors is not None:
+        yield f"processors={spec.processors.fingerprints}".encode()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jaxinfer.models.host_layers import is_on_host
 from jaxinfer.quantization.on_device import laid_out, layouts
 from jaxinfer.quantization.side_by_side import join, separate
 from jaxinfer.quantization.tree import is_quantized
-from jaxinfer.sampling import SamplingBatch
+from jaxinfer.sampling import BoundProcessors, SamplingBatch
 
 
 def abstract_slots(
@@ -28,9 +28,10 @@ def abstract_slots(
     mesh: Mesh | None = None,
     draft_length: int | None = None,
     has_adapters: bool = False,
+    processors: BoundProcessors | None = None,
 ) -> tuple[Slots, SamplingBatch]:
-    """Slots and sampling parameters; `draft_length` and `has_adapters` as in `init_slots`."""
-    rows = jax.eval_shape(lambda: init_slots(num_slots, vocab_size, draft_length, has_adapters))
+    """Slots and sampling parameters; the last three as in `init_slots`."""
+    rows = jax.eval_shape(lambda: init_slots(num_slots, vocab_size, draft_length, has_adapters, processors))
     return rows if mesh is None else placed(rows, parallel.array_shardings(mesh, rows, slot_axes(*rows)))
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.adapters import AdapterRegistry
 from jaxinfer.engine.protocol import AnyEngine
@@ -31,6 +33,7 @@ from jaxinfer.grammar.compiler import Grammar, GrammarCompiler, make_compiler
 from jaxinfer.grammar.gate import Gate
 from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ModelConfig
+from jaxinfer.request_arrays import check_arrays
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, derive_seed, make_batch, tokenize_bad_words
 from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, Tokenizer
 from jaxinfer.text.prompts import TakesPrompts
@@ -123,6 +126,7 @@ class Client(TakesPrompts):
             )
         bad_words = self._check_params(params, prompts)
         grammar, gate = (None, None) if params.structured is None else self._compile(params.structured, ids)
+        arrays = self._check_arrays(options, what)
         seed = params.seed
         if seed is None:
             seed = 0 if params.is_greedy else derive_seed(self.seed, next(self._numbers))
@@ -139,6 +143,7 @@ class Client(TakesPrompts):
             **_adapter(options, ids),
             options=options,
             deadline=_deadline(options),
+            arrays=arrays,
         )
 
     def prompts_of(self, adapter: str | LoadedAdapter | None) -> TakesPrompts:
@@ -172,6 +177,20 @@ class Client(TakesPrompts):
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
         return replace(options, adapter=adapter)
+
+    def _check_arrays(self, options: RequestOptions, what: str) -> dict[str, np.ndarray]:
+        """The arrays for processors. Raises ValueError or TypeError for what they have not declared."""
+        processors = self.engine.spec.processors
+        try:
+            return check_arrays({} if processors is None else processors.arrays, options.arrays, "processors")
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{what}: {error}") from None
+
+    def _check_no_processors(self, name: str, what: str) -> None:
+        """Raises ValueError in a model with processors."""
+        if (processors := self.engine.spec.processors) is not None:
+            told = f"processors={list(processors.names)} change answers alone; open the model without them"
+            raise ValueError(f"{what}: {name} are not computed under processors: {told}")
 
     def _compile(self, structured: StructuredOutputs, prompt: Sequence[int]) -> tuple[Grammar, Gate | None]:
         """The grammar that the answers to a prompt must match, and the gate where it begins; raises
@@ -216,6 +235,8 @@ class Client(TakesPrompts):
             raise ValueError(f"{what}: a score needs at least 2 tokens, got {len(ids)}: nothing predicts the first")
         if params.structured is not None:
             raise SamplingParamsError("structured", f"{what}: a score is not taken under structured output")
+        if not params.keeps_distribution or options.arrays:
+            self._check_no_processors("scores under sampling parameters", what)
         params = replace(params, n=1, max_tokens=None, prompt_logprobs=0, stop=(), logprobs=None)
         self._check_fits(what, len(ids), 0)
         bad_words = self._check_params(params, prompts)
@@ -230,6 +251,7 @@ class Client(TakesPrompts):
         """A request for a vector; it may have as many tokens as the model takes, for none is made after them."""
         if pooling.token_ids and not self.has_head:
             raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no scores of pairs")
+        self._check_no_processors("vectors", what)
         self._check_fits(what, len(token_ids), 0)
         options = self._with_adapter(options, what)
         fields: dict[str, Any] = {**_adapter(options, token_ids), "options": options}

@@ -85,6 +85,7 @@ class Engine:
         self._in_flight: deque[Flight] = deque()
         self._rests_with: set[SequenceState] = set()  # that run on with other weights
         self._deadlines = Deadlines()
+        self._processors = () if self.spec.processors is None else self.spec.processors.names
         self._observers = Observers()
         self._busy_since = 0.0
         # Called with each dispatch whose results were read, and the seconds that it took.
@@ -287,7 +288,7 @@ class Engine:
         for step, token in enumerate(tokens):
             if token < 0:
                 if token == INVALID_LOGITS:
-                    self.finish(sequence, *results.take_error(sequence))
+                    self.finish(sequence, *results.take_error(sequence, self._processors))
                 return
             self.scheduler.append(sequence, token)
             if samples is not None:

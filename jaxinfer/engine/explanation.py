@@ -88,7 +88,7 @@ def explain_engine(
                 "devices used": f"{num_replicas * (1 if mesh is None else mesh.size)} of {jax.device_count()}",
                 **_describe_mesh(mesh, num_replicas),
             },
-            "sampling": sampling,
+            "sampling": {**sampling, **_describe_processors(spec)},
         }
     )
 
@@ -235,7 +235,16 @@ def program_facts(engine: AnyEngine) -> dict[str, str | int | bool | None]:
         "page_size": spec.page_size,
         "acceptance": spec.options.acceptance if spec.trees else "exact",
         "kernels": "; ".join(f"{name}: {value}" for name, value in kernels.items()),
+        **_describe_processors(spec),
     }
+
+
+def _describe_processors(spec: EngineSpec) -> dict[str, str]:
+    """The functions of users in the chain of the sampler, with their hashes."""
+    if spec.processors is None:
+        return {}
+    hashes = spec.processors.fingerprints
+    return {"processors": ", ".join(f"{name} {fingerprint[:16]}" for name, fingerprint in hashes.items())}
 
 
 def _describe_kernels(spec: EngineSpec) -> dict[str, str]:

@@ -43,7 +43,16 @@ from jaxinfer.models import Params
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.adapted import without_adapters
 from jaxinfer.quantization.tree import num_bytes
-from jaxinfer.sampling import SampleOutput, SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
+from jaxinfer.request_arrays import row_of
+from jaxinfer.sampling import (
+    SampleOutput,
+    SamplingBatch,
+    SamplingParams,
+    SamplingState,
+    make_batch,
+    make_state,
+    with_sequences,
+)
 from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft
 from jaxinfer.training.fixed_forward import FixedShape, refusal
 
@@ -135,7 +144,8 @@ class ModelRunner:
         self.host_pages = HostPages(spec, host_pools(spec), mesh)
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
         self.take_cache()
-        slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length, spec.has_adapters)
+        rows = spec.max_seqs, spec.config.vocab_size, spec.draft_length, spec.has_adapters, spec.processors
+        slots, batch = programs.init_slots(*rows)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
         self._rows = PageTableRows(spec.groups, spec.max_seqs, spec.pages_per_sequence)
@@ -303,10 +313,13 @@ class ModelRunner:
         is_plain = not (has_penalties or params.logit_bias or params.allowed_token_ids is not None)
         rows = make_batch([sequence.row], vocab_size)
         history = make_state([() if is_plain else sequence.request.token_ids], vocab_size, [sequence.output])
-        slot = slot_of(sequence)
+        slot, processors = slot_of(sequence), self.spec.processors
+        if processors is not None:
+            history = with_sequences(history, [sequence.tokens], [sequence.num_prompt], processors.length)
+            self._write_arrays(slot, row_of(processors.arrays, sequence.request.arrays))
         if is_plain:
             row, small = (
-                {name: part for name, part in vars(fields).items() if name not in WIDE_ROWS}
+                {name: part for name, part in vars(fields).items() if name not in WIDE_ROWS and part is not None}
                 for fields in (rows, history)
             )
             self._write_plain_row(slot, row, small)
@@ -374,6 +387,12 @@ class ModelRunner:
     def _write_row(self, slot: int, row: SamplingBatch, history: SamplingState) -> None:
         arguments = self.placement.put((np.int32(slot), row, history))
         self._slots, self._batch = programs.write_slot(self.placement.mesh, self._slots, self._batch, *arguments)
+
+    @operation
+    def _write_arrays(self, slot: int, row: dict[str, np.ndarray]) -> None:
+        own: Any = self._batch.processors
+        arrays = programs.write_arrays(self.placement.mesh, own.arrays, *self.placement.put((np.int32(slot), row)))
+        self._batch = dataclasses.replace(self._batch, processors=dataclasses.replace(own, arrays=arrays))
 
     @operation
     def _write_draft_row(self, slot: int, tokens: np.ndarray, num_drafted: int) -> None:
@@ -628,7 +647,7 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
         self._has_decoded = True
         has_draft, has_draft_cache = bool(self.spec.trees), self._draft_cache is not None
-        num_small = 6 + has_draft + has_draft_cache + self.spec.has_adapters
+        num_small = 6 + has_draft + has_draft_cache + self.spec.has_adapters + (self.spec.processors is not None)
         num_small += 0 if self.adapters is None else len(self.adapters.nothing())
         num_small += 2 * (self._saved is not None)
         self.caches, num_tiers = self.host_pages.warm_up(self.caches)

@@ -1,6 +1,6 @@
 """Options of an engine. Imports neither JAX nor NumPy, so that a command line can describe them at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +11,7 @@ from jaxinfer.options import option
 
 if TYPE_CHECKING:
     from jaxinfer.engine.adapter_slots import AdapterSizes
+    from jaxinfer.sampling import Processor
     from jaxinfer.speculative import Draft, TokenTree
 
 CACHES = ("paged", "contiguous")
@@ -309,6 +310,11 @@ class EngineOptions(SpeculationOptions):
         "N",
         min=0,
     )
+    processors: "Sequence[Processor | Callable[..., Any]]" = option(
+        (),
+        "Functions that change logits before they are sampled from, in their order (docs/guides/own_code.md). In "
+        "Python only.",
+    )
     shuffle_seed: int | None = option(None, "Orders the pages at random, for tests; by default in order.", "N")
 
     def __post_init__(self) -> None:
@@ -326,6 +332,10 @@ class EngineOptions(SpeculationOptions):
             raise ValueError(f"grammar_memory must be 0 or a positive integer of MiB, got {self.grammar_memory!r}")
         if self.num_saved_states is not None and not _is_count(self.num_saved_states):
             raise ValueError(f"num_saved_states must be 0 or a positive integer, got {self.num_saved_states!r}")
+        if self.processors:
+            from jaxinfer.sampling.processors import as_processors
+
+            object.__setattr__(self, "processors", as_processors(self.processors))
         self._check_host_cache()
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:

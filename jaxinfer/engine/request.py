@@ -4,7 +4,7 @@ import hashlib
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -46,12 +46,14 @@ class RequestOptions:
       cache_salt: requests of different salts share no cached prefix.
       adapter: the name of a loaded adapter, or the adapter itself, which may have been unloaded meanwhile; None for the
         model without one.
+      arrays: by name, arrays that the processors of the model have declared.
     """
 
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
     adapter: str | LoadedAdapter | None = None
+    arrays: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -86,12 +88,13 @@ class AnswerOrigin:
 
     Attributes:
       params: sampling parameters. max_tokens: of an answer at most, where `params` leave it open too.
-      adapter: None for the model without one.
+      adapter: None for the model without one. arrays: that the request gave processors.
     """
 
     params: SamplingParams
     max_tokens: int
     adapter: AdapterUse | None = None
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
 
 PoolingKind = Literal["last", "mean", "cls"]
@@ -142,6 +145,7 @@ class Request:
       adapter_start: the token from which it changes the model.
       options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
       claimed: tokens of an answer that is checked, which `draft="claimed"` proposes.
+      arrays: by name, arrays for processors, checked; others have their defaults.
     """
 
     token_ids: Sequence[int]
@@ -160,6 +164,7 @@ class Request:
     options: RequestOptions = DEFAULT_REQUEST_OPTIONS
     deadline: float | None = None
     claimed: Sequence[int] = ()
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def origin(self) -> AnswerOrigin | None:
@@ -167,8 +172,8 @@ class Request:
         adapter = self.adapter
         if isinstance(adapter, LoadedAdapter):
             use = AdapterUse(adapter.name, adapter.fingerprint, self.adapter_start)
-            return AnswerOrigin(self.params, self.max_tokens, use)
-        return None if adapter else AnswerOrigin(self.params, self.max_tokens)
+            return AnswerOrigin(self.params, self.max_tokens, use, self.arrays)
+        return None if adapter else AnswerOrigin(self.params, self.max_tokens, arrays=self.arrays)
 
     @cached_property
     def num_prompt(self) -> int:

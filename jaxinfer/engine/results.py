@@ -25,10 +25,14 @@ def end_of(sequence: SequenceState, token: int) -> End | None:
     return None
 
 
-def take_error(sequence: SequenceState) -> End:
-    """Ends the answer with an error: no token could be sampled."""
+def take_error(sequence: SequenceState, processors: Sequence[str] = ()) -> End:
+    """Ends the answer with an error: no token could be sampled, with these processors."""
     position, params = len(sequence.tokens), sequence.params
     sequence.error = NOT_A_NUMBER.format(position=position)
+    if processors:
+        names = ", ".join(map(repr, processors))
+        told = "hold NaN or infinity, or leave no token"
+        sequence.error = f"the logits at position {position} {told}, after the processors {names} or before them"
     given = {
         f"min_tokens={params.min_tokens}": sequence.num_output < params.min_tokens,
         "bad_words": params.bad_words,

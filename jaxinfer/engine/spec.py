@@ -44,7 +44,7 @@ from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, host_layers
 from jaxinfer.quantization.adapted import without_adapters
 from jaxinfer.quantization.tree import num_adapters, num_bytes
-from jaxinfer.sampling import SamplingBatch
+from jaxinfer.sampling import BoundProcessors, SamplingBatch, as_processors
 from jaxinfer.speculative import NO_DRAFT, Draft, ObservingDraft, TokenTree
 from pallas_kernels.paged_attention import Pages, platform_layout
 from pallas_kernels.recurrence import BLOCK_TOKENS
@@ -76,6 +76,7 @@ class EngineSpec:
       numbers: of the layers in the model that the options are for; None where they are all of its layers.
       chip: the name of the chip, where its figures are known.
       determinism: whether every pass has one shape, and its rows; decided where it is None.
+      processors: the options' functions, traced where it is None and there are any.
 
     Raises ValueError for options that the draft cannot fulfil, and for those that need a draft where there is none.
     """
@@ -90,6 +91,7 @@ class EngineSpec:
     numbers: tuple[int, ...] | None = None
     chip: str | None = None
     determinism: Determinism = None  # type: ignore[assignment]
+    processors: BoundProcessors | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", self.draft or NO_DRAFT)
@@ -103,6 +105,9 @@ class EngineSpec:
         if self.determinism is None:
             object.__setattr__(self, "determinism", decide(self))
         options.check_buckets(self.prefill_chunk, self.max_seqs)
+        if options.processors and self.processors is None:
+            bound = BoundProcessors(as_processors(options.processors), self.config.vocab_size, self.max_model_len)
+            object.__setattr__(self, "processors", bound)
 
     @classmethod
     def of(
@@ -600,7 +605,12 @@ class EngineSpec:
     def slots(self) -> tuple[Slots, SamplingBatch]:
         """State that slots carry between dispatches, and their sampling parameters."""
         return abstract_slots(
-            self.max_seqs, self.config.vocab_size, self.program_mesh, self.draft_length, self.has_adapters
+            self.max_seqs,
+            self.config.vocab_size,
+            self.program_mesh,
+            self.draft_length,
+            self.has_adapters,
+            self.processors,
         )
 
     @cached_property

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxinfer.sampling.generation_config import GenerationDefaults, from_generation_config
     from jaxinfer.sampling.keys import gumbel_noise, seed_words, uniform_noise
     from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
+    from jaxinfer.sampling.processors import BoundProcessors, Processor, ProcessorRows, TokenHistory, as_processors
     from jaxinfer.sampling.sampler import (
         SampleOutput,
         TokenLogprobs,
@@ -30,19 +31,24 @@ if TYPE_CHECKING:
         token_logprobs,
     )
     from jaxinfer.sampling.seeds import derive_seed, sample_seed
-    from jaxinfer.sampling.state import SamplingState, advance, make_state, rewind
+    from jaxinfer.sampling.state import SamplingState, advance, make_state, rewind, with_sequences
     from jaxinfer.sampling.transforms import transform
 
 __all__ = [
+    "BoundProcessors",
     "GenerationDefaults",
+    "Processor",
+    "ProcessorRows",
     "SampleOutput",
     "SamplingBatch",
     "SamplingParams",
     "SamplingParamsError",
     "SamplingRow",
     "SamplingState",
+    "TokenHistory",
     "TokenLogprobs",
     "advance",
+    "as_processors",
     "choose",
     "choose_several",
     "derive_seed",
@@ -62,9 +68,20 @@ __all__ = [
     "tokenize_bad_words",
     "transform",
     "uniform_noise",
+    "with_sequences",
 ]
 
 # Those that need no JAX come first.
 __getattr__ = first_with(
-    __name__, __all__, "params", "seeds", "generation_config", "keys", "transforms", "state", "batch", "sampler"
+    __name__,
+    __all__,
+    "params",
+    "seeds",
+    "generation_config",
+    "keys",
+    "processors",
+    "transforms",
+    "state",
+    "batch",
+    "sampler",
 )

@@ -17,6 +17,7 @@ from jaxinfer.sampling.params import (
     SamplingParams,
     SamplingParamsError,
 )
+from jaxinfer.sampling.processors import ProcessorRows
 
 STOP_WIDTH = MAX_STOP_TOKEN_IDS  # stop and end-of-sequence ids together
 BAD_WORD_WIDTH = 2 * MAX_BAD_WORDS  # token sequences: a word may have one at the start of a text and one within
@@ -63,6 +64,7 @@ class SamplingBatch:
       has_bad_words: bool[S].
       bad_words: int32[S, 256, 16], token sequences, right-aligned.
       num_logprobs: int32[S], -1 if none are requested.
+      processors: functions of users with their arrays; None where there are none.
     """
 
     temperature: jax.Array
@@ -81,6 +83,7 @@ class SamplingBatch:
     has_bad_words: jax.Array
     bad_words: jax.Array
     num_logprobs: jax.Array
+    processors: ProcessorRows | None = None
 
     @property
     def num_slots(self) -> int:
@@ -119,7 +122,7 @@ def mask_inactive_rows(batch: SamplingBatch, is_used: jax.Array) -> SamplingBatc
 
 
 def make_batch(rows: Sequence[SamplingRow | None], vocab_size: int) -> SamplingBatch:
-    """Builds a batch on the host, as NumPy arrays for `jax.device_put`.
+    """Builds a batch on the host, as NumPy arrays for `jax.device_put`, without processors.
 
     None is an empty slot: greedy, no stop ids, no logprobs. Raises `SamplingParamsError`, with the numbers, for ids
     outside the vocabulary, too many stop ids, bad words of too many tokens, and a row in which no token can be
@@ -178,7 +181,7 @@ def _neutral(num_slots: int, vocab_size: int) -> dict[str, Any]:
         "bad_words": np.full((*slots, BAD_WORD_WIDTH, BAD_WORD_TOKENS), vocab_size, np.int32),
         "num_logprobs": np.full(slots, -1, np.int32),
     }
-    assert arrays.keys() == {f.name for f in fields(SamplingBatch)}
+    assert arrays.keys() == {f.name for f in fields(SamplingBatch)} - {"processors"}
     return arrays
 
 

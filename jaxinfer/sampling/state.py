@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxinfer.grammar.device import GrammarTables, next_states
 from jaxinfer.sampling.batch import BAD_WORD_TOKENS
+from jaxinfer.sampling.processors import TokenHistory
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
@@ -32,6 +33,8 @@ class SamplingState:
       num_output: int32[S], tokens generated.
       recent: int32[S, 15], the last generated tokens, newest on the right, padded with V.
       grammar: int32[S], the state of the row in `GrammarTables`, 0 without a grammar.
+      sequence: int32[S, L], tokens of prompt and answer, entries after the newest one unspecified; num_prompt: int32[S]
+        of them are the prompt's. Both None where no processor reads them.
     """
 
     output_counts: jax.Array
@@ -39,6 +42,16 @@ class SamplingState:
     num_output: jax.Array
     recent: jax.Array
     grammar: jax.Array
+    sequence: jax.Array | None = None
+    num_prompt: jax.Array | None = None
+
+    def tokens_so_far(self) -> TokenHistory:
+        """All tokens, for processors. Raises ValueError while tracing, for a state without sequences."""
+        if self.sequence is None or self.num_prompt is None:
+            raise ValueError("processors need a state with sequences: `with_sequences`")
+        is_token = jnp.arange(self.sequence.shape[1]) < (self.num_prompt + self.num_output)[:, None]
+        tokens = jnp.where(is_token, self.sequence, self.output_counts.shape[1])
+        return TokenHistory(tokens, self.num_prompt, self.num_output)
 
 
 def make_state(
@@ -72,6 +85,17 @@ def make_state(
     return SamplingState(**arrays)
 
 
+def with_sequences(
+    state: SamplingState, sequences: Sequence[Sequence[int]], num_prompts: Sequence[int], length: int
+) -> SamplingState:
+    """A state of the host with the tokens of all rows, of which so many are prompts'; room for `length` of each."""
+    rows = np.zeros((len(sequences), length), np.int32)
+    for row, tokens in zip(rows, sequences, strict=True):
+        row[: len(tokens)] = tokens
+    more: dict[str, Any] = {"sequence": rows, "num_prompt": np.array(num_prompts, np.int32)}
+    return dataclasses.replace(state, **more)
+
+
 def advance(
     state: SamplingState,
     tokens: Int32[Array, " S"],
@@ -90,6 +114,7 @@ def advance(
         num_output=state.num_output + is_active.astype(jnp.int32),
         recent=jnp.where(is_active[:, None], recent, state.recent),
         grammar=_follow(state.grammar, tokens, is_active, tables),
+        sequence=_write(state, tokens, is_active),
     )
 
 
@@ -126,6 +151,14 @@ def rewind(
 
 def _follow(grammar: jax.Array, tokens: jax.Array, is_active: jax.Array, tables: GrammarTables | None) -> jax.Array:
     return grammar if tables is None else jnp.where(is_active, next_states(tables, grammar, tokens), grammar)
+
+
+def _write(state: SamplingState, tokens: jax.Array, is_active: jax.Array) -> jax.Array | None:
+    """The sequences with one more token. A rewind need not take it back: lengths say which tokens count."""
+    if state.sequence is None or state.num_prompt is None:
+        return None
+    columns = jnp.where(is_active, state.num_prompt + state.num_output, state.sequence.shape[1])
+    return jnp.asarray(state.sequence).at[jnp.arange(tokens.shape[0]), columns].set(tokens, mode="drop")
 
 
 def _add(counts: jax.Array, columns: jax.Array, amount: int) -> jax.Array:

@@ -5,6 +5,10 @@ frequency and presence penalties; temperature of sampled rows; the grammar's mas
 A mask changes no other logit, not by rounding either: a token that wins without it and is allowed wins with it. An
 answer that its grammar lets end ends where processors, such as min_tokens, leave no other token.
 
+Functions of users (`processors.py`) run after the penalties and the grammar's mask, and temperature follows them: they
+see the logits that are possible, at the model's own scale. At a temperature of 0 or 1, repetition_penalty and min_p
+written as such functions are what the parameters are, bit for bit.
+
 Top-k and top-p do not sort the vocabulary. Both keep the tokens whose logit reaches a threshold. Two methods find the
 same threshold, bit for bit: a binary search over the bits of the float (32 passes of counting) and, on a CPU, the 128
 largest logits, which nearly always include it.
@@ -40,14 +44,22 @@ def transform(
     """
     if logits.dtype != jnp.float32 or logits.shape != batch.bias.shape:
         raise ValueError(f"logits must be float32{list(batch.bias.shape)}, got {logits.dtype}{list(logits.shape)}")
-    has_processors = _has_processors(batch, state)
+    has_processors, own = _has_processors(batch, state), batch.processors
     logits = _where_any(has_processors, lambda x: _process(x, batch, state), logits)
     has_temperature = batch.is_sampled & (batch.temperature != 1)
-    logits = _where_any(has_temperature, lambda x: _scale(x, batch.temperature, has_temperature), logits)
+
+    def scale(logits: jax.Array) -> jax.Array:
+        return _where_any(has_temperature, lambda x: _scale(x, batch.temperature, has_temperature), logits)
+
+    logits = scale(logits) if own is None else logits
     if tables is not None:
         logits = _where_any(state.grammar > 0, lambda x: apply_masks(x, state.grammar, tables), logits)
-        may_exclude = has_processors & (state.grammar > 0)
+    if own is not None:
+        logits = own.processors.apply(logits, state.tokens_so_far(), own.arrays)
+    if tables is not None:
+        may_exclude = (has_processors if own is None else True) & (state.grammar > 0)
         logits = _where_any(may_exclude, lambda x: _end_finished(x, may_exclude, batch, state, tables), logits)
+    logits = logits if own is None else scale(logits)
     return _where_any(batch.is_sampled, lambda x: _filter(x, batch), logits)
 
 
@@ -58,7 +70,8 @@ def is_transformed(batch: SamplingBatch, state: SamplingState) -> jax.Array:
 
 def is_more_than_masked(batch: SamplingBatch, state: SamplingState) -> jax.Array:
     """bool[S]: whether `transform` may change a row in other ways than by its grammar's mask."""
-    return _has_processors(batch, state) | batch.is_sampled
+    changed = _has_processors(batch, state) | batch.is_sampled
+    return changed if batch.processors is None else jnp.ones_like(changed)
 
 
 def _has_processors(batch: SamplingBatch, state: SamplingState) -> jax.Array:

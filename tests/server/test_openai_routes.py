@@ -235,6 +235,15 @@ def test_null_is_the_default_and_unknown_fields_are_logged_once(make_service, ca
     ]
 
 
+def test_arrays_for_processors_never_come_over_http(client):
+    async def ask():
+        return await client.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "arrays": {"bias": [1.0]}})
+
+    answer = run(ask())
+    assert answer.status == 400
+    assert "arrays" in answer.json["error"]["message"]
+
+
 def test_requests_without_a_seed_are_given_one(engine, client):
     async def ask():
         body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 1.0}

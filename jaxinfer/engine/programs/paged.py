@@ -32,7 +32,10 @@ from jaxinfer.engine.programs.work import (
 )
 from jaxinfer.grammar.device import GrammarTables
 from jaxinfer.models import Decoder, collect
+from jaxinfer.request_arrays import default_rows
 from jaxinfer.sampling import (
+    BoundProcessors,
+    ProcessorRows,
     SampleOutput,
     SamplingBatch,
     SamplingState,
@@ -42,6 +45,7 @@ from jaxinfer.sampling import (
     make_state,
     sample,
     set_row,
+    with_sequences,
 )
 from jaxinfer.sampling.packed import pack, unpack
 from jaxinfer.speculative import DraftSlots, ObservedRows, ObservingDraft, init_draft_slots, record
@@ -55,17 +59,26 @@ OUTPUT: Any = StepOutput(0, SampleOutput(0, 0, 0, 0, 0, 0))  # its structure  # 
 
 
 def init_slots(
-    num_slots: int, vocab_size: int, draft_length: int | None = None, has_adapters: bool = False
+    num_slots: int,
+    vocab_size: int,
+    draft_length: int | None = None,
+    has_adapters: bool = False,
+    processors: BoundProcessors | None = None,
 ) -> tuple[Slots, SamplingBatch]:
     """Empty slots, and sampling parameters that do nothing. `draft_length`: tokens of the longest sequence, in an
-    engine that speculates. `has_adapters`: of a model whose weights hold adapters."""
+    engine that speculates. `has_adapters`: of a model whose weights hold adapters. `processors`: functions of users."""
     counts = (np.zeros((num_slots,), np.int32) for _ in range(3))
     history = make_state([None] * num_slots, vocab_size)
     draft = None if draft_length is None else init_draft_slots(num_slots, draft_length)
     adapters = (np.zeros((num_slots,), np.int32), np.zeros((num_slots,), np.int32)) if has_adapters else (None, None)
+    batch = make_batch([None] * num_slots, vocab_size)
+    if processors is not None:
+        history = with_sequences(history, [()] * num_slots, [0] * num_slots, processors.length)
+        arrays: dict[str, Any] = default_rows(processors.arrays, num_slots)
+        batch = replace(batch, processors=ProcessorRows(processors, arrays))
     slots = Slots(*counts, np.zeros((num_slots,), bool), history, draft, *adapters)  # pyright: ignore
     # Filled here and sent: a fill on the device is a program to compile, for each shape.
-    return jax.device_put((slots, make_batch([None] * num_slots, vocab_size)), may_alias=False)
+    return jax.device_put((slots, batch), may_alias=False)
 
 
 def empty_work(num_tokens: int, num_slots: int, has_prompt_lengths: bool = False) -> dict[str, np.ndarray]:
@@ -360,7 +373,8 @@ def write_slot(
 ) -> tuple[Slots, SamplingBatch]:
     """Gives a slot (int32 scalar) a new request: one row of parameters and of history. Donates slots and batch."""
     slots = replace(slots, is_active=slots.is_active.at[slot].set(False), history=set_row(slots.history, slot, history))
-    return constrain_sharding(mesh, (slots, set_row(batch, slot, row)))
+    written = set_row(replace(batch, processors=None), slot, row)  # their arrays are written by `write_arrays`
+    return constrain_sharding(mesh, (slots, replace(written, processors=batch.processors)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
@@ -401,6 +415,15 @@ def write_adapter(mesh: Mesh | None, slots: Slots, slot: jax.Array, adapter: jax
         set_row(rows, slot, value[None]) for rows, value in ((slots.adapters, adapter), (slots.adapter_starts, start))
     )
     return constrain_sharding(mesh, replace(slots, adapters=adapters, adapter_starts=starts))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def write_arrays(
+    mesh: Mesh | None, arrays: dict[str, jax.Array], slot: jax.Array, row: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Gives a slot (int32 scalar) its request's arrays [1, ...] by name (`request_arrays.row_of`). Donates the arrays
+    [S, ...] of all slots."""
+    return replicate(mesh, set_row(arrays, slot, row))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))

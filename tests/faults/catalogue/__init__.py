@@ -16,6 +16,7 @@ from tests.faults.catalogue import (
     languages,
     launches,
     on_chip,
+    own_code,
     policies,
     python_api,
     replays,
@@ -57,4 +58,5 @@ FAULTS: tuple[Fault, ...] = (
     *vocabularies.FAULTS,
     *kept.FAULTS,
     *on_chip.FAULTS,
+    *own_code.FAULTS,
 )
