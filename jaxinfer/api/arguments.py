@@ -13,6 +13,7 @@ import numpy as np
 from jaxinfer.api.options import LLMOptions
 from jaxinfer.checks import did_you_mean
 from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Prompt, Request, RequestOptions
+from jaxinfer.engine.steering import Steering
 from jaxinfer.loading import LiveModel
 from jaxinfer.option_names import NAMES, find, translated
 from jaxinfer.sampling import SamplingParams
@@ -189,6 +190,16 @@ def adapters_of_each(adapter: Any, count: int, what: str = "prompts") -> list[st
     if not isinstance(adapter, Sequence) or not all(name is None or isinstance(name, str) for name in adapter):
         raise TypeError(f"adapter must be a name or None, or one for each of the {count} {what}, got {_shown(adapter)}")
     return _of_each(list(adapter), count, "adapters", what)
+
+
+def steering_of_each(steering: Any, count: int) -> list[Steering | None]:
+    """The added vectors of each of `count` prompts, from those for all or those for each."""
+    if steering is None or isinstance(steering, Steering):
+        return [steering] * count
+    if isinstance(steering, str) or not isinstance(steering, Sequence):
+        return [Steering(steering)] * count
+    each = [one if one is None or isinstance(one, Steering) else Steering(one) for one in steering]
+    return _of_each(each, count, "mappings of steering")
 
 
 def _of_each(values: list[Any], count: int, name: str, what: str = "prompts") -> list[Any]:

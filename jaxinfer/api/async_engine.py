@@ -7,7 +7,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,9 +86,10 @@ class AsyncEngine:
         timeout: float | None = None,
         cache_salt: str = "",
         adapter: str | None = None,
+        steering: Mapping[int, Any] | None = None,
     ) -> AsyncIterator[StreamDelta]:
         """Yields what is added to the request's answers; the last delta has the whole output. `adapter` is the name of
-        a loaded one.
+        a loaded one, `steering` as of `LLM.generate`.
 
         A slow reader gets several tokens in one delta; the request of a reader that is 1 MiB behind is aborted. Leaving
         the loop early, or cancelling the task, aborts the request and frees what it holds.
@@ -96,7 +97,7 @@ class AsyncEngine:
         Raises ValueError or TypeError for what cannot be served, QueueFullError where too many wait, EngineDeadError
         where the engine is closed or has failed.
         """
-        request = await self.prepare(prompt, params, RequestOptions(priority, timeout, cache_salt, adapter))
+        request = await self.prepare(prompt, params, RequestOptions(priority, timeout, cache_salt, adapter, steering))
         reader = self._start(request)
         try:
             while not reader.is_done:

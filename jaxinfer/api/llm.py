@@ -26,6 +26,7 @@ from jaxinfer.api.arguments import (
     each_request,
     params_of_each,
     priorities_of_each,
+    steering_of_each,
     takes_options,
     takes_other_names,
     unknown_attribute,
@@ -60,6 +61,7 @@ from jaxinfer.engine.request import (
 )
 from jaxinfer.engine.results import VectorJob, score_of
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.steering import Steering
 from jaxinfer.engine.weights import WeightsView, as_weights
 from jaxinfer.files import Closable
 from jaxinfer.loading import (
@@ -179,7 +181,14 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         check_adapters(chosen, loaded.fit, self._hosts is not None)
         run = loaded.runnable()
         self._copies, params = run.value[1], run.view(itemgetter(0))
+        self.steering = None if chosen.steering is None else Steering(chosen.steering)
+        if self.steering is not None:
+            layers = {*chosen.steered_layers, *self.steering.vectors}
+            chosen = replace(chosen, steered_layers=tuple(layers))
+        if self._hosts is not None and (chosen.steered_layers or chosen.tapped_layers):
+            raise ValueError("steered_layers and tapped_layers are for one process, and this model runs on several hosts")
         engine = self._make_engine(loaded, params, replace(chosen, max_model_len=self.max_model_len, adapters=None))
+        engine.spec.check_steering(self.steering)
         self._adapters = AdapterRegistry(engine, params, (self.name, Path(self.name).name))
         self.client = Client(
             engine,
@@ -191,6 +200,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
             has_head=loaded.has_head,
             system=loaded.system,
             adapters=self._adapters,
+            steering=self.steering,
         )
         for name, (adapter, folder, tokenizer) in given.items():
             self._adapters.load(name, adapter, source=folder, tokenizer=tokenizer)
@@ -236,6 +246,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         timeout: float | None = None,
         cache_salt: str = "",
         adapter: str | Sequence[str | None] | None = None,
+        steering: Mapping[int, Any] | Sequence[Mapping[int, Any] | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in their order.
 
@@ -248,6 +259,8 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
           timeout: seconds after which what is not done ends with finish_reason "abort".
           cache_salt: requests of different salts share no cached prefix.
           adapter: the name of a loaded adapter for all prompts, or one for each; None for the model without one.
+          steering: for all prompts, or one for each, vectors [D] by the number of a layer, one of `steered_layers`,
+            after which they are added to the hidden states of prompt and answer; None for none.
 
         Raises TypeError for an argument of a wrong type, ValueError for any prompt or parameter that cannot be served,
         with its number; nothing is generated then.
@@ -259,8 +272,12 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         if taps and (policy := self.engine.spec.policy).drops:
             raise ValueError(f"taps={list(taps)}: hidden states are computed over all tokens, not kv_policy='{policy}'")
         per_prompt = params_of_each(params, self.default_params, len(prompts))
-        each = zip(priorities_of_each(priority, len(prompts)), adapters_of_each(adapter, len(prompts)), strict=True)
-        options = [RequestOptions(rank, timeout, cache_salt, name) for rank, name in each]
+        count = len(prompts)
+        priorities, adapters = priorities_of_each(priority, count), adapters_of_each(adapter, count)
+        options = [
+            RequestOptions(rank, timeout, cache_salt, name, added)
+            for rank, name, added in zip(priorities, adapters, steering_of_each(steering, count), strict=True)
+        ]
         requests = [
             self.prepare(prompt, sampling, own, what=f"prompt {number}")
             for number, (prompt, sampling, own) in enumerate(zip(prompts, per_prompt, options, strict=True))
@@ -292,14 +309,15 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
         adapter: str | Sequence[str | None] | None = None,
+        steering: Mapping[int, Any] | Sequence[Mapping[int, Any] | None] | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation, `[{"role": "user", "content": "..."}, ...]`, or to a list of conversations.
 
         The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
         becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two. Calls are in
-        an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). `adapter` is
-        as of `generate`. Raises TypeError for what is no conversation, ValueError as `generate`, and for tools that
+        an answer's `tool_calls`, what it reasons in `reasoning`, and no more in its text (docs/tools.md). `adapter` and
+        `steering` are as of `generate`. Raises TypeError for what is no conversation, ValueError as `generate`, and for tools that
         cannot be served.
         """
         conversations, answers = as_conversations(messages), self.answer_format
@@ -317,6 +335,7 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
             [sampling for _, sampling in inputs],
             use_tqdm=use_tqdm,
             adapter=adapter,
+            steering=steering,
         )
         return [request.read(output, answers) for output, request in zip(outputs, requests, strict=True)]
 
@@ -340,11 +359,16 @@ class LLM(LiveWeights, ReplayedAnswers, Closable):
 
     @takes_other_names
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        steering: Mapping[int, Any] | None = None,
     ) -> Iterator[StreamDelta]:
-        """Yields text as it is generated, by the adapter of that name if one is given. Leaving the loop early ends the
-        request and frees its slot."""
-        options = RequestOptions(adapter=adapter)
+        """Yields text as it is generated, by the adapter of that name if one is given, and with `steering` as of
+        `generate`. Leaving the loop early ends the request and frees its slot."""
+        options = RequestOptions(adapter=adapter, steering=steering)
         if self._lockstep is not None:
             return self._lockstep.each("stream", lambda: self.client.stream(self.prepare(prompt, params, options)))
         return self.client.stream(self.prepare(prompt, params, options))

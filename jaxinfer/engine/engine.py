@@ -115,9 +115,11 @@ class Engine:
     def add(self, sequence: SequenceState) -> None:
         """Queues a sequence, which must fit: at most max_model_len tokens, and `check_fits`.
 
-        Raises QueueFullError when max_waiting sequences wait, and ValueError for an adapter that there is not.
+        Raises QueueFullError when max_waiting sequences wait, and ValueError for an adapter that there is not, and for
+        steering as `Steering.check`.
         """
         self.spec.check_adapter(sequence.request.adapter)
+        self.spec.check_steering(sequence.request.steering)
         if sequence.request.grammar is not None:
             self.grammars.add(sequence)  # may refuse tokens that it begins with
         self.scheduler.add(sequence)

@@ -4,7 +4,7 @@ import hashlib
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxinfer.engine.adapter_slots import LoadedAdapter
 from jaxinfer.engine.pages import NULL_PAGE
+from jaxinfer.engine.steering import Steering
 from jaxinfer.sampling import SamplingParams, SamplingRow, sample_seed
 from jaxinfer.speculative.statistics import SpeculationStats
 from jaxinfer.tool_calls import ToolCall
@@ -46,12 +47,15 @@ class RequestOptions:
       cache_salt: requests of different salts share no cached prefix.
       adapter: the name of a loaded adapter, or the adapter itself, which may have been unloaded meanwhile; None for the
         model without one.
+      steering: vectors [D] of some layers, by number, that are added to the hidden states after these layers at every
+        token of prompt and answers (`Steering`); None for none.
     """
 
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
     adapter: str | LoadedAdapter | None = None
+    steering: "Mapping[int, Any] | Steering | None" = None
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -65,6 +69,8 @@ class RequestOptions:
             raise ValueError(f"cache_salt must be a text, got {self.cache_salt!r}")
         if not (self.adapter is None or isinstance(self.adapter, (str, LoadedAdapter))):
             raise ValueError(f"adapter must be the name of a loaded adapter or None, got {self.adapter!r:.60}")
+        if not (self.steering is None or isinstance(self.steering, Steering)):
+            object.__setattr__(self, "steering", Steering(self.steering))
 
 
 DEFAULT_REQUEST_OPTIONS = RequestOptions()
@@ -87,11 +93,13 @@ class AnswerOrigin:
     Attributes:
       params: sampling parameters. max_tokens: of an answer at most, where `params` leave it open too.
       adapter: None for the model without one.
+      steering: the fingerprint of vectors that were added for this request beside those of the `LLM`; None for none.
     """
 
     params: SamplingParams
     max_tokens: int
     adapter: AdapterUse | None = None
+    steering: str | None = None
 
 
 PoolingKind = Literal["last", "mean", "cls"]
@@ -140,6 +148,7 @@ class Request:
         its first token.
       adapter: the one that it is answered with; a number of one that the model's weights hold as they are; 0 for none.
       adapter_start: the token from which it changes the model.
+      steering: vectors that are added to its hidden states: its own and those of all requests.
       options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
       claimed: tokens of an answer that is checked, which `draft="claimed"` proposes.
     """
@@ -157,6 +166,7 @@ class Request:
     gate: Any = None
     adapter: LoadedAdapter | int = 0
     adapter_start: int = 0
+    steering: Steering | None = None
     options: RequestOptions = DEFAULT_REQUEST_OPTIONS
     deadline: float | None = None
     claimed: Sequence[int] = ()
@@ -164,11 +174,12 @@ class Request:
     @property
     def origin(self) -> AnswerOrigin | None:
         """Everything that its answers follow from; None for an adapter that only a number names."""
-        adapter = self.adapter
+        adapter, own = self.adapter, self.options.steering
+        added = own.fingerprint if isinstance(own, Steering) else None
         if isinstance(adapter, LoadedAdapter):
             use = AdapterUse(adapter.name, adapter.fingerprint, self.adapter_start)
-            return AnswerOrigin(self.params, self.max_tokens, use)
-        return None if adapter else AnswerOrigin(self.params, self.max_tokens)
+            return AnswerOrigin(self.params, self.max_tokens, use, added)
+        return None if adapter else AnswerOrigin(self.params, self.max_tokens, steering=added)
 
     @cached_property
     def num_prompt(self) -> int:
@@ -366,8 +377,10 @@ class SequenceState:
 
     @cached_property
     def salt(self) -> str:
-        """Separates its prefixes from others of the same tokens: by the request's salt and adapter."""
+        """Separates its prefixes from others of the same tokens: by the request's salt, adapter and steering."""
         adapter, salt = self.request.adapter, self.request.options.cache_salt
+        if (steering := self.request.steering) is not None:
+            salt = hashlib.sha256(repr((steering.fingerprint, salt)).encode()).hexdigest()
         if self.request.adapter_start:
             return salt  # its first pages are the model's own
         if isinstance(adapter, LoadedAdapter):

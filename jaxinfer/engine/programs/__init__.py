@@ -44,7 +44,7 @@ Weights = tuple[jax.Array, ...]
 @dataclass(frozen=True, eq=False)
 class ProgramModel:
     """The model that programs are compiled for: a configuration, the structure of its parameters, the mesh that they
-    are cut over, None for a single device, and the policy of the cache.
+    are cut over, None for a single device, the policy of the cache, and names of the hidden states that passes return.
 
     A call passes it as a static argument beside the parameters' leaves. Both save the host time on every dispatch: it
     is hashed by identity (get one from `program_model`, which returns the same object for equal arguments), and a
@@ -55,6 +55,7 @@ class ProgramModel:
     structure: Any
     mesh: Mesh | None = None
     policy: CachePolicy = KEEPS_ALL
+    taps: tuple[str, ...] = ()
 
     def bind(self, weights: Weights) -> Decoder:
         """The decoder over the leaves; called while tracing."""
@@ -68,17 +69,23 @@ class ProgramModel:
 
 
 @lru_cache(maxsize=64)
-def _program_model(config: ModelConfig, structure: Any, mesh: Mesh | None, policy: CachePolicy) -> ProgramModel:
-    return ProgramModel(config, structure, mesh, policy)
+def _program_model(
+    config: ModelConfig, structure: Any, mesh: Mesh | None, policy: CachePolicy, taps: tuple[str, ...]
+) -> ProgramModel:
+    return ProgramModel(config, structure, mesh, policy, taps)
 
 
 def program_model(
-    config: ModelConfig, params: Params, mesh: Mesh | None = None, policy: CachePolicy = KEEPS_ALL
+    config: ModelConfig,
+    params: Params,
+    mesh: Mesh | None = None,
+    policy: CachePolicy = KEEPS_ALL,
+    taps: tuple[str, ...] = (),
 ) -> tuple[ProgramModel, Weights]:
     """The static and the array half of a model, as every program takes them. With a mesh, the parameters are where
     `parallel.parameter_shardings` says."""
     leaves, structure = jax.tree.flatten(params)
-    return _program_model(config, structure, mesh, policy), tuple(leaves)
+    return _program_model(config, structure, mesh, policy, taps), tuple(leaves)
 
 
 def uniform_logits(decoder: Decoder, hidden: jax.Array, adapters: jax.Array | None) -> jax.Array:
