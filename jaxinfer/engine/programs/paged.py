@@ -435,6 +435,15 @@ def write_adapter(mesh: Mesh | None, slots: Slots, slot: jax.Array, adapter: jax
     return constrain_sharding(mesh, replace(slots, adapters=adapters, adapter_starts=starts))
 
 
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def write_arrays(
+    mesh: Mesh | None, arrays: dict[str, jax.Array], slot: jax.Array, row: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Gives a slot (int32 scalar) its request's arrays [1, ...] by name (`request_arrays.row_of`). Donates the arrays
+    [S, ...] of all slots."""
+    return replicate(mesh, set_row(arrays, slot, row))
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def move_slots(mesh: Mesh | None, slots: Slots, batch: SamplingBatch, order: jax.Array) -> tuple[Slots, SamplingBatch]:
     """Row i becomes what row order[i] was, for int32[S]. Donates slots and batch."""
